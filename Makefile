@@ -9,7 +9,7 @@ EXTRAS ?= dev
 PYTHON_VERSION ?= 3.12
 
 help: ## show this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1	/' | expand -t 22
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /  make \1	/' | expand -t 22
 
 setup: $(READY) ## environment in .venv with pinned versions; Python 3.12, or PYTHON_VERSION=3.13
 
@@ -147,19 +147,22 @@ docs: $(READY) installed-tree ## the site, with the API from the docstrings, in 
 docs-serve: $(READY) installed-tree ## the site on this machine, rebuilt at each change
 	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs serve
 
-bench: $(READY) ## every GPU benchmark, the worthiest first, in 28 minutes: results in outputs/campaign
-	$(PY) -m benchmarks.campaign --minutes 28
+bench: $(READY) ## GPU tests and benchmarks, the most valuable first, within an hour: results in outputs/benchmarks
+	$(PY) -m benchmarks.run_all --minutes 60
 
-# The newest transformers that the benchmarks are known to run with, beside the pinned one.
+# The newest transformers that the benchmarks without lerobot are known to run with, beside the pinned one.
 NEWEST_TRANSFORMERS := 5.23.0
 NEWEST := .newest/transformers-$(NEWEST_TRANSFORMERS)
+WITHOUT_LEROBOT := activations-32k longest-24 estimates-small-recipes offload-bytes
 
-rehearse: $(READY) ## all benchmarks at toy size on the CPU, with the newest transformers: outputs/rehearsal
+rehearse: $(READY) ## all benchmarks at toy size on the CPU, some with the newest transformers too: outputs/rehearsal
+	$(PY) -m benchmarks.run_all --dry-run --overwrite
 	@if [ ! -d $(NEWEST) ]; then rm -rf .newest && mkdir .newest && \
 	  grep -v -E "^(transformers|tokenizers|huggingface-hub)==" constraints.txt > .newest/constraints.txt && \
 	  "$(UV)" pip install --python $(PY) --target $(NEWEST) --constraint .newest/constraints.txt \
 	    transformers==$(NEWEST_TRANSFORMERS); fi
-	PYTHONPATH=$(NEWEST) $(PY) -m benchmarks.campaign --dry-run --minutes 20 --output outputs/rehearsal
+	PYTHONPATH=$(NEWEST) $(PY) -m benchmarks.run_all --dry-run --overwrite --output outputs/rehearsal/newest \
+	  --only $(WITHOUT_LEROBOT)
 
 clean: ## remove the environment and all outputs
 	rm -rf .venv .typed .newest .uv .uv-draft build dist outputs *.egg-info

@@ -1,8 +1,8 @@
-"""Imported first by the server of cells: what it imports afterwards finds no GPU.
+"""The first import of the server of cells: hides GPUs from all later imports.
 
-Packages ask for GPUs when they are imported: torchao, which transformers imports, for the capability of each. That
-starts CUDA, or marks it as started where the driver's management library cannot count them, and then no forked process
-can use it.
+Packages query GPUs on import: torchao, which transformers imports, asks for the capability of each. Such a query starts
+CUDA, or marks it as started where the driver's management library cannot count GPUs, and then no forked process can use
+it.
 """
 
 import torch
@@ -13,6 +13,6 @@ torch.cuda.is_available, torch.cuda.device_count = lambda: False, lambda: 0
 
 
 def see() -> None:
-    """In a cell's process: find the GPU again."""
+    """Make GPUs visible again, in a cell's process."""
     torch.cuda.is_available, torch.cuda.device_count = _is_available, _device_count
     has_triton.cache_clear()

@@ -1,7 +1,7 @@
 """Cells: the smallest pieces of a benchmark, each measured in a process of its own.
 
-A benchmark is a module with a function `measure(settings, folder)` and a `REPORT`: settings are what JSON can hold, the
-folder is shared by all cells of a run, and what is returned becomes a row of the results. Processes are forked from a
+A benchmark is a module with a function `measure(settings, folder)` and a `REPORT`. Settings are JSON values, the folder
+is shared by all cells of a run, and the returned dictionary becomes a row of the results. Processes are forked from a
 server that has imported the benchmark and never touched an accelerator, so that a cell costs no imports.
 """
 
@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
@@ -24,9 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import slug, write_results
-from benchmarks.targets import Verdict
 
-# Errors of cells that another run may measure: they had no time, or nobody let them end.
+# Beginnings of errors that say nothing against a cell: another run may measure it.
 UNFINISHED = ("not run", "not finished")
 
 FACTS_S = 300.0
@@ -35,7 +34,7 @@ Row = dict[str, Any]
 
 
 class UnavailableError(RuntimeError):
-    """A cell that this machine cannot run, with the reason."""
+    """Raised by a cell that this machine cannot run, with the reason."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +42,11 @@ class Cell:
     """One measurement.
 
     Attributes:
-        benchmark: the module below `benchmarks` whose `measure` it is.
-        name: what it is called in tables and logs; no two cells of a run have the same.
-        settings: for `measure`.
-        needs: packages without which it cannot run.
-        environ: environment variables to set before anything is imported from CUDA, such as the allocator's.
+        benchmark: module below `benchmarks` with the function `measure`.
+        name: name in tables and logs, unique within a run.
+        settings: argument of `measure`.
+        needs: packages that the cell imports.
+        environ: environment variables that CUDA reads when it starts, such as the allocator's.
     """
 
     benchmark: str
@@ -63,31 +62,27 @@ class Cell:
 
 @dataclass(frozen=True)
 class Report:
-    """What becomes of a benchmark's rows.
+    """The evaluation of a benchmark's rows.
 
     Attributes:
-        targets: its limits, as they stand in the results.
-        judge: adds to rows what follows from comparing them, such as whether gradients are equal.
-        show: prints the tables and targets of all results.
-        verdicts: each target with what was found.
-        pointless: why a cell with these settings has nothing to add to these rows, or None.
+        targets: limits, written into the results.
+        show: function that prints the tables and targets of all results.
+        judge: function that compares rows and adds the outcome to them, such as `gradients_equal`.
     """
 
     targets: Any
-    judge: Callable[[list[Row]], None]
     show: Callable[[dict[str, Any]], None]
-    verdicts: Callable[[dict[str, Any]], Iterable[Verdict]]
-    pointless: Callable[[dict[str, Any], list[Row]], str | None] = lambda settings, rows: None
+    judge: Callable[[list[Row]], None] = lambda rows: None
 
 
 def run_cells(benchmark: str, cells: Sequence[Cell], output: Path, *, time_limit_s: float) -> dict[str, Any]:
     """Measure one cell after the other; the results file is rewritten after each.
 
     Args:
-        benchmark: the module below `benchmarks` whose cells they are, with its `REPORT`.
-        cells: in the order in which they are measured.
-        output: the results file.
-        time_limit_s: of all cells together; those that do not begin or end within it say so.
+        benchmark: module below `benchmarks` with the cells' `REPORT`.
+        cells: cells in the order of their measurement.
+        output: results file.
+        time_limit_s: limit of all cells together, in seconds; cells beyond it get an error that says so.
     """
     begun = time.perf_counter()
     preload()
@@ -97,8 +92,7 @@ def run_cells(benchmark: str, cells: Sequence[Cell], output: Path, *, time_limit
         results = {**facts(folder), "benchmark": benchmark, "targets": report.targets, "cells": [], "complete": False}
         for cell in cells:
             left_s = time_limit_s - (time.perf_counter() - begun)
-            reason = report.pointless(cell.settings, results["cells"])
-            row = {"error": f"not run: {reason}"} if reason else found_by(cell, folder, left_s)
+            row = found_by(cell, folder, left_s)
             results["cells"].append({**cell.settings, **row})
             report.judge(results["cells"])
             write_results(results, output)
@@ -111,7 +105,7 @@ def run_cells(benchmark: str, cells: Sequence[Cell], output: Path, *, time_limit
 
 
 def facts(folder: Path) -> dict[str, Any]:
-    """Hardware, link, versions, commit and date, asked in a process of its own like everything else.
+    """Return hardware, link, versions, commit and date, found in a process of its own.
 
     Raises:
         RuntimeError: the accelerator does not answer.
@@ -123,7 +117,7 @@ def facts(folder: Path) -> dict[str, Any]:
 
 
 def found_by(cell: Cell, folder: Path, limit_s: float) -> Row:
-    """What a cell measures, or an error that says why it did not: that a cell fails, or does not fit, is a result."""
+    """Return the figures of a cell, or its error: a failure, or a lack of memory, is a result too."""
     missing = [package for package in cell.needs if importlib.util.find_spec(package) is None]
     if missing:
         return {"error": f"not run: {', '.join(missing)} is not installed"}
@@ -132,22 +126,21 @@ def found_by(cell: Cell, folder: Path, limit_s: float) -> Row:
     return isolated(cell, folder, limit_s)
 
 
-def preload(*benchmarks: str) -> None:
-    """Start the server, which imports these benchmarks and what this process has imported of them.
+def preload() -> None:
+    """Start the server, which imports the benchmarks that this process has imported.
 
     The module that is run itself is left out: each process imports it anew, under another name.
     """
-    # Asking CUDA whether it is there would spoil it for the processes that are forked; NVML may be asked.
+    # A query of CUDA itself would make it unusable in forked processes; a query of NVML does not.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     run = getattr(sys.modules["__main__"].__spec__, "name", "")
     names = {name for name in sys.modules if name.startswith("benchmarks.") and name != run}
-    names |= {f"benchmarks.{name}" for name in benchmarks}
     multiprocessing.get_context("forkserver").set_forkserver_preload(["benchmarks.blind", *sorted(names)])
     forkserver.ensure_running()
 
 
 def isolated(cell: Cell, folder: Path, limit_s: float) -> Row:
-    """Measure a cell in a process of its own, which is killed with its children after `limit_s`."""
+    """Measure a cell in a process of its own, which is killed with its children after `limit_s` seconds."""
     logs = folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     name = slug(cell.title)
@@ -171,7 +164,7 @@ def isolated(cell: Cell, folder: Path, limit_s: float) -> Row:
 
 
 def in_this_process(cell: Cell, folder: Path, limit_s: float) -> Row:
-    """What `isolated` returns, measured here."""
+    """Return the same as `isolated`, measured in this process."""
     with _environment(cell.environ):
         try:
             row: Row = importlib.import_module(f"benchmarks.{cell.benchmark}").measure(cell.settings, folder)
@@ -184,14 +177,14 @@ def in_this_process(cell: Cell, folder: Path, limit_s: float) -> Row:
 
 
 def compare(rows: Sequence[Row], found: str, verdict: str, work: Sequence[str], references: Sequence[str]) -> None:
-    """Set `verdict` of each row that has `found`: whether it is what the reference of the same work has found.
+    """Compare an entry of each row with that of its reference; add whether they are equal, None without a reference.
 
     Args:
-        rows: with their `mode`.
-        found: name of what is compared.
-        verdict: name of the answer; None where no reference has run.
-        work: names of the settings that have to be the same.
-        references: modes, the first that has run counts.
+        rows: rows with their `mode`.
+        found: name of the entry.
+        verdict: name of the new entry.
+        work: names of the settings that a row and its reference share.
+        references: modes of references; the first one that has run counts.
     """
     for row in (row for row in rows if found in row):
         same = [other for other in rows if found in other and all(other[name] == row[name] for name in work)]
@@ -200,21 +193,19 @@ def compare(rows: Sequence[Row], found: str, verdict: str, work: Sequence[str], 
         row[verdict] = None if reference is None else row[found] == reference
 
 
-def own_failures(
-    rows: Sequence[Row], is_ours: Callable[[Row], bool], excused: Sequence[str] = ("OutOfMemoryError", *UNFINISHED)
-) -> list[Row]:
-    """This library's rows that failed for another reason than memory or time, or whose gradients differ."""
+def own_failures(rows: Sequence[Row], is_ours: Callable[[Row], bool]) -> list[Row]:
+    """Return this library's rows that failed for another reason than memory or time, or whose gradients differ."""
     return [
         row
         for row in rows
         if is_ours(row)
-        and not row.get("error", "").startswith(tuple(excused))
+        and not row.get("error", "").startswith(("OutOfMemoryError", *UNFINISHED))
         and ("error" in row or row.get("gradients_equal") is False)
     ]
 
 
 def _measure_into(cell: Cell, folder: Path, result: Path, log: Path) -> None:
-    os.setsid()  # so that its children can be killed with it
+    os.setsid()  # a group of its own, so that children can be killed too
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -223,7 +214,7 @@ def _measure_into(cell: Cell, folder: Path, result: Path, log: Path) -> None:
 
 
 def _kill(process: BaseProcess) -> None:
-    """With its children, if any are left."""
+    """Kill a process with its children, if any are left."""
     assert process.pid is not None
     with contextlib.suppress(ProcessLookupError):  # all have ended, or it has not made its group yet
         os.killpg(process.pid, signal.SIGKILL)

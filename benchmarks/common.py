@@ -1,4 +1,4 @@
-"""What every benchmark shares: the record of the machine, its memory, the results file and the table."""
+"""The common parts of benchmarks: facts about the machine, its memory, results files and tables."""
 
 import gc
 import importlib.metadata
@@ -21,7 +21,7 @@ from hf_memopt.text_table import align
 from hf_memopt.transfer.host_memory import pinned_empty
 
 MIB = 2**20
-# Of a card's nominal memory the CUDA context and the desktop take the rest: 7.3 GiB of 8 GB.
+# Share of a card's nominal memory that the CUDA context and the desktop leave: 7.3 GiB of 8 GB.
 USABLE_SHARE = 0.9125
 LINK_PROBE_BYTES = 2**28
 RESULTS_FOLDER = Path(__file__).parent / "results"
@@ -29,7 +29,7 @@ _PACKAGES = ("hf_memopt", "torch", "transformers", "accelerate", "trl", "lerobot
 
 
 def current_device() -> torch.device:
-    """The current accelerator, with its index, which some of torch's functions ask for; or the CPU."""
+    """Return the current accelerator, with the index that some of torch's functions need; or the CPU."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return torch.device("cpu")
@@ -37,12 +37,12 @@ def current_device() -> torch.device:
 
 
 def usable_bytes(card_gb: float) -> int:
-    """What a card of this nominal size leaves to tensors."""
+    """Return the bytes that a card of this nominal size leaves to tensors."""
     return round(USABLE_SHARE * card_gb * 2**30)
 
 
 def limit_memory(card_gb: float | None) -> None:
-    """Emulate a card's capacity by a limit on torch's allocator, for the current CUDA device; None: all that it has."""
+    """Limit torch's allocator on the current CUDA device to a card's capacity in GB; None: no limit."""
     if torch.cuda.is_available():
         total_bytes = torch.cuda.mem_get_info()[1]
         share = 1.0 if card_gb is None else min(1.0, usable_bytes(card_gb) / total_bytes)
@@ -50,13 +50,13 @@ def limit_memory(card_gb: float | None) -> None:
 
 
 def measure(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The cell that asks what is measured on: `environment`, and what the link carries each way."""
+    """Return the facts about the machine: `environment`, and the speed of the link each way."""
     device = current_device()
     return {**environment(device), "link_gb_per_s": link_gb_per_s(device)}
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Hardware, versions, commit and date, as they stand at the top of every results file."""
+    """Return hardware, versions, commit and date, the first entries of every results file."""
     return {
         "hardware": _hardware(device),
         "versions": {name: _version(name) for name in _PACKAGES},
@@ -87,9 +87,9 @@ def _version(package: str) -> str | None:
 
 
 def measured_commit() -> str | None:
-    """The commit measured, with `-dirty` when tracked files differ from it.
+    """Return the commit of the checkout, with `-dirty` if tracked files differ from it.
 
-    Where a checkout travels without git, `HF_MEMOPT_COMMIT` says it (`make gpu-bundle`); else None.
+    In a checkout without git, `HF_MEMOPT_COMMIT` holds the commit (`make gpu-bundle`); else None.
     """
     if commit := os.environ.get("HF_MEMOPT_COMMIT"):
         return commit
@@ -102,12 +102,12 @@ def measured_commit() -> str | None:
 
 
 def host_limit_gib() -> float:
-    """What benchmarks take of host memory at most, unless they are told."""
+    """Return the default limit of a benchmark's host memory, in GiB."""
     return round(0.7 * host_memory_gib(), 1)
 
 
 def host_memory_gib() -> float:
-    """What this process may use: the machine's, or less where a control group says so."""
+    """Return the host memory that this process may use, in GiB: the machine's, or the limit of its control group."""
     limit = Path("/sys/fs/cgroup/memory.max")
     given = limit.read_text().strip() if limit.exists() else "max"
     total = psutil.virtual_memory().total
@@ -115,7 +115,7 @@ def host_memory_gib() -> float:
 
 
 def link_gb_per_s(device: torch.device) -> dict[str, float] | None:
-    """What the link carries each way; None on the CPU."""
+    """Return the speed of the link each way; None on the CPU."""
     if device.type == "cpu":
         return None
     host, there = (
@@ -133,24 +133,24 @@ def link_gb_per_s(device: torch.device) -> dict[str, float] | None:
 
 
 def free_memory(device: torch.device) -> None:
-    """Give back whatever is no longer referenced, reference cycles included."""
+    """Collect reference cycles and empty the allocator's cache."""
     gc.collect()
     if device.type != "cpu":
         torch.accelerator.empty_cache()
 
 
 def pinned_bytes(device: torch.device) -> int | None:
-    """Page-locked host memory that torch's allocator has handed out, rounded as it rounds; None without CUDA."""
+    """Return the page-locked bytes in use by torch's allocator, with its rounding; None without CUDA."""
     return torch.cuda.host_memory_stats().get("active_bytes.current", 0) if device.type == "cuda" else None
 
 
 def host_rss_bytes() -> int:
-    """Resident host memory of this process."""
+    """Return the resident host memory of this process."""
     return int(psutil.Process().memory_info().rss)
 
 
 def write_results(results: dict[str, Any], path: Path) -> Path:
-    """Write `results` as JSON to `path`, which is replaced whole or not at all."""
+    """Write `results` as JSON to `path`, atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".tmp")
     unfinished.write_text(json.dumps(results, indent=1) + "\n")
@@ -159,16 +159,16 @@ def write_results(results: dict[str, Any], path: Path) -> Path:
 
 
 def slug(text: str) -> str:
-    """As part of a file's name."""
+    """Return the text in a form for file names."""
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
 def results_path(theme: str, device: torch.device, folder: Path = RESULTS_FOLDER) -> Path:
-    """`results/<theme>-<hardware>.json`."""
+    """Return `results/<theme>-<hardware>.json`."""
     return folder / f"{theme}-{slug(device_name(device))}.json"
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Columns aligned to their widest cell: the first to the left, the others to the right."""
+    """Print columns aligned to their widest cell: the first to the left, the others to the right."""
     head, *lines = align([header, *rows], "<>")
     print("\n".join([head, "-" * max(map(len, (head, *lines))), *lines]))

@@ -1,4 +1,4 @@
-"""What tests and benchmarks need on a machine with a GPU and no network: wheels, the commit, and a head script.
+"""Packs wheels, the commit and a head script for tests and benchmarks on a GPU machine without a network.
 
     make gpu-bundle
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 WHEELS, HEAD = ".whl", ".gpu"  # folders
 MAX_BYTES = 60 * 2**20  # of both
 
-# Of what benchmarks and GPU tests import beside the packages above. Versions are those of constraints.txt.
+# Imports of benchmarks and GPU tests beside the packages above, in the versions of constraints.txt.
 PACKAGES = (
     "configmypy",
     "datasets",
@@ -50,11 +50,11 @@ PACKAGES = (
     "trl",
     "zencfg",
 )
-# Tried from the newest on, since pip takes each by its exact name.
+# Newest first; pip matches each by its exact name.
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 
-# lerobot's policies import its datasets, which ask for PyAV (40 MB) by name alone. No benchmark reads a video.
-AV = '''"""Stands for PyAV where no video is read."""
+# lerobot's policies import its datasets, which import PyAV (40 MB). No benchmark reads a video, so a stub will do.
+AV = '''"""Replaces PyAV where no video is read."""
 
 import sys
 from unittest.mock import MagicMock
@@ -90,10 +90,10 @@ export PYTHONPATH="$site:$PWD"
 
 
 def pinned(constraints: str) -> dict[str, str]:
-    """The versions of the packages and of PyAV.
+    """Return the versions of the packages and of PyAV.
 
     Raises:
-        ValueError: one has no version in the constraints.
+        ValueError: the constraints lack the version of a package.
     """
     versions = dict(line.split("==") for line in constraints.splitlines() if "==" in line)
     missing = [package for package in (*PACKAGES, "av") if package not in versions]
@@ -103,7 +103,7 @@ def pinned(constraints: str) -> dict[str, str]:
 
 
 def download(requirements: list[str], folder: Path, pip: list[str]) -> None:
-    """Wheels for the GPU machine, and no others, whatever machine this is."""
+    """Download wheels for the GPU machine, independently of this one."""
     shutil.rmtree(folder, ignore_errors=True)
     platforms = [f"--platform={name}" for name in PLATFORMS]
     target = ["--only-binary=:all:", "--python-version=3.12", "--implementation=cp", *platforms]
@@ -111,7 +111,7 @@ def download(requirements: list[str], folder: Path, pip: list[str]) -> None:
 
 
 def write_head(folder: Path, commit: str | None, av_version: str) -> None:
-    """The head script, the commit, and what stands for PyAV."""
+    """Write the head script, the commit, and the stub for PyAV."""
     shutil.rmtree(folder, ignore_errors=True)
     package, metadata = folder / "site" / "av", folder / "site" / f"av-{av_version}.dist-info"
     for new in (package, metadata):
@@ -123,7 +123,7 @@ def write_head(folder: Path, commit: str | None, av_version: str) -> None:
 
 
 def num_bytes(*folders: Path) -> int:
-    """Of all files below."""
+    """Return the bytes of all files in some folders."""
     return sum(path.stat().st_size for folder in folders for path in folder.rglob("*") if path.is_file())
 
 

@@ -1,11 +1,11 @@
-"""`GradientCache` beside sentence-transformers' own cached loss: CPU time and saved activations of a step, on the CPU.
+"""CPU time and saved activations of a step with `GradientCache` and with sentence-transformers' own cached loss.
 
     python -m benchmarks.gradient_cache
 
-A BERT embeds pairs of sentences, and each is compared with all others. Every kind computes the same loss of the same
-batch, those in micro-batches from as many sentences at a time, and an optimizer step follows. Kinds take turns within
+A BERT embeds pairs of sentences, and each embedding is compared with all others. Every kind computes the same loss of
+the same batch, cached kinds in micro-batches of the same size, and an optimizer step follows. Kinds take turns within
 each round, and ratios are medians over rounds. The clock is the thread's CPU time, so that other processes disturb
-little. Memory is the most that autograd's saved tensors held at a time, each storage once and weights left out.
+little. Memory is the peak of autograd's saved tensors, each storage once, without weights.
 """
 
 import argparse
@@ -36,13 +36,13 @@ from hf_memopt.integrations.sentence_transformers import CachedLoss
 CPU = torch.device("cpu")
 WORDS = ["[PAD]", "[UNK]", *(f"w{number}" for number in range(1000))]
 THEIRS = "CachedMultipleNegativesRankingLoss"
-TARGET = 1.0  # of their time, at most
+TARGET = 1.0  # upper limit of our time over theirs
 HEADER = ["kind", "CPU ms / step", "of theirs", "peak of saved MiB", "loss"]
 Step = Callable[[], float]
 
 
 def make_model(sizes: dict[str, int]) -> SentenceTransformer:
-    """A BERT with random weights, with dropout, and the mean over words."""
+    """Build a BERT with random weights and dropout, and the mean over words."""
     torch.manual_seed(0)
     by_word = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="[UNK]"))
     by_word.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -60,14 +60,14 @@ def make_model(sizes: dict[str, int]) -> SentenceTransformer:
 
 
 def make_columns(sizes: dict[str, int]) -> list[dict[str, Tensor]]:
-    """Tokenized pairs, all of one length, so that no kind gains by cutting padding."""
+    """Make tokenized pairs of one length, so that no kind gains by cutting padding."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(2, len(WORDS), (2, sizes["num_pairs"], sizes["num_words"]), generator=generator)
     return [{"input_ids": each, "attention_mask": torch.ones_like(each)} for each in tokens]
 
 
 def kinds(model: SentenceTransformer, columns: list[dict[str, Tensor]], micro_batch_size: int) -> dict[str, Step]:
-    """One optimizer step of each kind, which returns the loss."""
+    """Return one function for each kind, which takes an optimizer step and returns the loss."""
     accelerator = Accelerator(cpu=True)
     plain = torch.optim.AdamW(model.parameters(), lr=1e-9)  # so small that all rounds see the same model
     prepared = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=1e-9))
@@ -103,7 +103,7 @@ def kinds(model: SentenceTransformer, columns: list[dict[str, Tensor]], micro_ba
 
 
 class SavedPeak:
-    """The most bytes that saved tensors held at a time."""
+    """A counter of the peak bytes of saved tensors."""
 
     def __init__(self, model: nn.Module) -> None:
         self._weights = {each.untyped_storage().data_ptr() for each in model.parameters()}
@@ -111,7 +111,7 @@ class SavedPeak:
         self._num_bytes = self.peak_bytes = 0
 
     def of(self, step: Step) -> int:
-        """Return it for one step."""
+        """Return the peak bytes of one step."""
         with torch.autograd.graph.saved_tensors_hooks(self._Saved.packing(self), lambda saved: saved.tensor):
             step()
         return self.peak_bytes
@@ -146,7 +146,7 @@ class SavedPeak:
 
 
 def measure(sizes: dict[str, int], num_rounds: int) -> dict[str, Any]:
-    """Time, memory and loss of each kind."""
+    """Return time, memory and loss of each kind."""
     model, columns = make_model(sizes), make_columns(sizes)
     compared = kinds(model, columns, sizes["micro_batch_size"])
     peaks = {name: SavedPeak(model).of(step) for name, step in compared.items()}
@@ -171,7 +171,7 @@ def measure(sizes: dict[str, int], num_rounds: int) -> dict[str, Any]:
 
 
 def run(sizes: dict[str, int], num_rounds: int) -> dict[str, Any]:
-    """The whole benchmark."""
+    """Run the benchmark; return its results."""
     return {
         **environment(CPU),
         "versions": {**environment(CPU)["versions"], "sentence-transformers": sentence_transformers_version()},
@@ -184,14 +184,14 @@ def run(sizes: dict[str, int], num_rounds: int) -> dict[str, Any]:
 
 
 def sentence_transformers_version() -> str:
-    """What is compared with."""
+    """Return the version of the other library."""
     import sentence_transformers
 
     return str(sentence_transformers.__version__)
 
 
 def print_report(results: dict[str, Any]) -> None:
-    """The table."""
+    """Print the table."""
     rows = [
         [
             name,

@@ -1,9 +1,9 @@
-"""Success rates in Meta-World of a teacher and its one-step students, kept with hardware, versions and commit.
+"""Success rates in Meta-World of a teacher and its one-step students, with hardware, versions and commit.
 
     make demo-metaworld
     python -m benchmarks.metaworld
 
-keeps the results of a finished demo, on the machine that it ran on.
+The second command stores the results of a finished demo; it runs on the demo's machine.
 """
 
 import argparse
@@ -20,7 +20,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--demo", type=Path, default=Path("outputs/demo_metaworld"), help="default: %(default)s")
     parser.add_argument("--output", type=Path, help="JSON file (default: in benchmarks/results)")
-    parser.add_argument("--remark", help="what else the machine did, for example")
+    parser.add_argument("--remark", help="note for the results file, such as other load of the machine")
     options = parser.parse_args(arguments)
     found = json.loads((options.demo / "results.json").read_text())
     device = current_device()

@@ -1,17 +1,17 @@
-"""Targets of benchmarks and what was found of them."""
+"""Targets of benchmarks, and their outcomes."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """One target.
+    """The outcome of one target.
 
     Attributes:
-        what: the quantity, with whose it is.
-        value: as measured; None if it was not.
-        target: the limit.
-        at_least: whether the value has to reach the limit, not stay within it.
+        what: name of the quantity and of the mode that it belongs to.
+        value: measured value; None if it was not measured.
+        target: limit of the value.
+        at_least: whether the limit is a lower one.
     """
 
     what: str
@@ -21,7 +21,7 @@ class Verdict:
 
     @property
     def outcome(self) -> str:
-        """`"met"`, `"missed"` or `"not measured"`."""
+        """Return `"met"`, `"missed"` or `"not measured"`."""
         if self.value is None:
             return "not measured"
         met = self.value >= self.target if self.at_least else self.value <= self.target
@@ -34,10 +34,10 @@ class Verdict:
 
 
 def ratio(value: float | None, over: float | None) -> float | None:
-    """None if either is unknown."""
+    """Return the quotient; None if either number is unknown."""
     return None if value is None or not over else value / over
 
 
 def formatted(value: float | None, pattern: str) -> str:
-    """As a table shows it: `-` for what is unknown."""
+    """Return the text for a table, `-` for an unknown value."""
     return "-" if value is None else pattern.format(value)

@@ -1,4 +1,4 @@
-"""Times, peaks and copies of a training step."""
+"""Measurement of times, peaks and copies of a training step."""
 
 import json
 import statistics
@@ -16,11 +16,11 @@ CLOCKS = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu")  # MHz, MH
 
 
 class NoDeviceActivityError(RuntimeError):
-    """torch's profiler has seen nothing of the device."""
+    """Raised if torch's profiler has recorded no activity of the device."""
 
 
 def first_step_s(step: Callable[[], object], device: torch.device) -> float:
-    """Seconds of one step with all that only the first one does: compiling, page-locking, recording."""
+    """Return the seconds of a first step, with its compiling, page-locking and recording."""
     begun = time.perf_counter()
     step()
     if device.type != "cpu":
@@ -29,10 +29,10 @@ def first_step_s(step: Callable[[], object], device: torch.device) -> float:
 
 
 def timed(step: Callable[[], object], device: torch.device, *, max_steps: int, max_seconds: float) -> dict[str, Any]:
-    """Step times, the allocator's peaks while they were taken, and the clocks; nothing on the CPU.
+    """Return step times, the allocator's peaks meanwhile, and the clocks; nothing on the CPU.
 
     Returns:
-        `step_ms` (median, minimum, maximum, number), `peak_bytes` allocated, `peak_over_start_bytes` (over what was
+        `step_ms` (median, minimum, maximum, number), `peak_bytes` allocated, `peak_over_start_bytes` (over the bytes
         allocated between steps), `reserved_bytes` at most, `num_alloc_retries` of the process, and `clocks`.
     """
     if device.type == "cpu":
@@ -54,7 +54,7 @@ def timed(step: Callable[[], object], device: torch.device, *, max_steps: int, m
 
 
 class _Clocks:
-    """What nvidia-smi says while steps run; it is only asked."""
+    """The GPU's clocks while steps run, queried by nvidia-smi."""
 
     def __init__(self, device: torch.device) -> None:
         query = ["nvidia-smi", f"--id={device.index or 0}", f"--query-gpu={','.join(CLOCKS)}"]
@@ -66,7 +66,7 @@ class _Clocks:
             self._process = None
 
     def read(self) -> dict[str, float] | None:
-        """None without nvidia-smi, and where it has no figures."""
+        """Return the figures; None without nvidia-smi, or if it has none."""
         if self._process is None:
             return None
         values = self._process.communicate()[0].strip().split(",")
@@ -79,9 +79,9 @@ class _Clocks:
 def step_times_ms(
     step: Callable[[], object], device: torch.device, *, max_steps: int, max_seconds: float, min_steps: int = 2
 ) -> list[float]:
-    """Duration of each call of `step`: accelerator events on an accelerator, `perf_counter` on the CPU.
+    """Return the duration of each call of `step`, by accelerator events, or by `perf_counter` on the CPU.
 
-    Stops after `max_steps`, or once `max_seconds` of wall clock are over and `min_steps` were taken.
+    Stops after `max_steps`, or once `max_seconds` of wall clock have passed and `min_steps` were taken.
     """
     clock = _cpu_step_ms if device.type == "cpu" else _device_step_ms
     begun = time.perf_counter()
@@ -109,18 +109,18 @@ def _device_step_ms(step: Callable[[], object], device: torch.device) -> float:
 
 
 def median_and_spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, minimum and maximum."""
+    """Return median, minimum and maximum."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 class PhasePeaks:
-    """Highest number of allocated device bytes within each phase of a step; nothing on the CPU.
+    """The highest number of allocated device bytes within each phase of a step; nothing on the CPU.
 
-    The caching allocator keeps its books on the host as memory is requested, so no phase needs a synchronisation.
-    Stands in for a policy's `PhaseMemory`, which never resets the counters and so cannot tell phases apart.
+    The caching allocator counts on the host when memory is requested, so no phase needs a synchronisation.
+    Replaces a policy's `PhaseMemory`, which never resets the counters and so cannot tell phases apart.
     """
 
-    has_counters = False  # nothing for the policy to log
+    has_counters = False  # the policy logs nothing
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -132,22 +132,22 @@ class PhasePeaks:
             torch.accelerator.reset_peak_memory_stats(self._device)
 
     def mark(self, phase: str) -> None:
-        """End `phase` and begin the next one. Over several steps the highest peak counts."""
+        """End a phase and begin the next one. Over several steps the highest peak counts."""
         if self._device.type != "cpu":
             peak = torch.accelerator.max_memory_allocated(self._device)
             self.peak_bytes[phase] = max(peak, self.peak_bytes.get(phase, 0))
             self.start()
 
     def mark_after_backward(self, loss: Tensor) -> None:
-        """Nothing: the benchmark marks the end of backward itself."""
+        """Do nothing: the benchmark marks the end of backward itself."""
 
     def figures(self) -> dict[str, float]:
-        """Nothing for the policy to log."""
+        """Return no figures for the policy to log."""
         return {}
 
 
 def copied_bytes(step: Callable[[], object]) -> dict[str, int]:
-    """Bytes that one call of `step` copies over the host link, as CUDA's own trace lists them."""
+    """Return the bytes that one call of `step` copies over the host link, by CUDA's own trace."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         step()
         torch.cuda.synchronize()
@@ -158,10 +158,10 @@ def copied_bytes(step: Callable[[], object]) -> dict[str, int]:
 
 
 def sum_copies(trace: dict[str, Any]) -> dict[str, int]:
-    """Copied bytes by direction in a trace of torch's profiler.
+    """Sum copied bytes by direction in a trace of torch's profiler.
 
     Raises:
-        NoDeviceActivityError: the trace holds no device activity at all, so a sum of 0 would mean nothing.
+        NoDeviceActivityError: the trace has no device activity, so that a sum of 0 would mean nothing.
     """
     events = [event for event in trace["traceEvents"] if event.get("cat") in ("gpu_memcpy", "kernel")]
     if not events:

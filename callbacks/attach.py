@@ -21,9 +21,8 @@ from hf_memopt.callbacks.offloading import (
     summary,
 )
 from hf_memopt.memory import explain_oom
-from hf_memopt.weights import OffloadedTeacher
+from hf_memopt.weights import OffloadedTeacher, VisitsByCall
 from hf_memopt.weights.strategies.mode_choice import TeacherMode
-from hf_memopt.weights.visits_by_call import VisitsByCall
 
 logger = logging.getLogger(__name__)
 

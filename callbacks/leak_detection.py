@@ -4,7 +4,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hf_memopt.memory.leaks.detect import LeakMonitor, LeakReport
+from hf_memopt.memory import LeakMonitor, LeakReport
 
 
 class LeakDetectionCallback(TrainerCallback):
@@ -14,7 +14,7 @@ class LeakDetectionCallback(TrainerCallback):
     begins or resumes. Memory left by evaluation, saving or an epoch is no leak of the step. Each rank watches itself.
 
     Args:
-        options: options of `hf_memopt.memory.leaks.detect.LeakMonitor`, which states the cost and how soon leaks are
+        options: options of `hf_memopt.memory.LeakMonitor`, which states the cost and how soon leaks are
             found: `every_n_steps` (None: at most 1 % of the time), `min_bytes_per_step`, `action` ("warn" or "raise").
 
     Raises:

@@ -26,7 +26,7 @@ class MemoryLoggingCallback(TrainerCallback):
     """Shows peak memory in the progress bar, logs it with the loss, and warns when it gets close to the limit.
 
     Plain registration is enough, `callbacks=[MemoryLoggingCallback()]`: every log that holds a loss then has the
-    figures of `hf_memopt.memory.logger.memory_metrics`, in `state.log_history`, in every tracker of `report_to` and in
+    figures of `hf_memopt.memory.memory_metrics`, in `state.log_history`, in every tracker of `report_to` and in
     `memory.jsonl` of the output folder (for `hf-memopt report`), and there is one line like
     `step 40/500 | 2.8s/batch | GPU: 14.2GB | ETA: 01:58:45` at level INFO. In a distributed run the figures are the
     largest over all ranks, gathered when Trainer logs.

@@ -17,8 +17,6 @@ from hf_memopt.training.finite_check import (
     scaler_takes_care,
 )
 
-__all__ = ["NonFiniteGradientError", "StopOnNonFiniteCallback"]
-
 
 class StopOnNonFiniteCallback(TrainerCallback):
     """Ends training with `NonFiniteGradientError`, on all ranks, before a non-finite gradient reaches the optimizer.

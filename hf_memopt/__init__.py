@@ -1,7 +1,10 @@
 """Training that fits in the memory you have, with the same gradients.
 
-The names that most programs need are here; the rest is imported from the package that the name belongs to, such as
-`hf_memopt.training.StepResult`. Read the packages in this order:
+The names that most programs need are here; others are imported from the package that they belong to, such as
+`hf_memopt.training.StepResult`. Public are the names that a module lists in `__all__`. All others are private, although
+no underscore says so, and may change at any time.
+
+Read the packages in this order:
 
 - `transfer`: copies between device and host memory. `reflow`: the arithmetic of rectified flow.
 - `memory`: the uses of memory, and leaks.

@@ -22,7 +22,7 @@ _GREETING = """\
 hf-memopt: train in the memory you have. Seven things that it does:
 
   hf-memopt estimate MODEL --gpu rtx4090    does my job fit? The peak of a training step, without a GPU
-  hf-memopt plan --model MODEL --gpu 8GiB   which settings are the fastest that fit, and the command to run them
+  hf-memopt plan MODEL --gpu 8GiB           which settings are the fastest that fit, and the command to run them
   hf-memopt launch -- train.py              your script, unchanged, attached to every Trainer that it makes
   hf-memopt compare RECIPE                  memory and time with and without offloading; checks that weights agree
   hf-memopt doctor                          what this machine can do, and which features are on

@@ -93,16 +93,6 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message}; --help lists all options")
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Tell besides, as `given`, which options the command line names, with any value."""
-        parsed, others = super().parse_known_args(args, namespace)
-        if not hasattr(parsed, "given"):  # the parser of a subcommand has told
-            absent: list[Any] = []
-            unset = argparse.Namespace(**dict.fromkeys(vars(parsed), absent))
-            again, _ = super().parse_known_args(args, unset)
-            parsed.given = frozenset(name for name, value in vars(again).items() if value is not absent)
-        return parsed, others
-
 
 @contextmanager
 def argparse_raising() -> Iterator[None]:
@@ -111,11 +101,18 @@ def argparse_raising() -> Iterator[None]:
         yield
 
 
-def flag(default: Any, text: str) -> Any:
-    """Return a field with its help text; a list becomes the default of each instance anew."""
+def flag(default: Any, text: str, **options: Any) -> Any:
+    """Return a field with its help text; a list becomes the default of each instance anew.
+
+    Args:
+        default: default of the field.
+        text: help text.
+        options: other options of argparse's `add_argument`, such as metavar.
+    """
+    metadata = {"help": text, **options}
     if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata={"help": text})
-    return field(default=default, metadata={"help": text})
+        return field(default_factory=lambda: list(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 def number(allowed: Range) -> Callable[[str], Any]:
@@ -141,16 +138,6 @@ def numbers(allowed: Range) -> Callable[[str], list[Any]]:
 
     parse.__name__ = f"list of {parse_one.__name__}"
     return parse
-
-
-def or_none(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Make a parser, for `type=`, that also takes `none`."""
-
-    def parse_other(text: str) -> Any:
-        return None if text == "none" else parse(text)
-
-    parse_other.__name__ = parse.__name__
-    return parse_other
 
 
 def check_output_file(option: str, path: Path | None) -> None:

@@ -11,6 +11,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+__all__ = ["chunk_loss", "interpolate", "reflow_loss", "sample_time", "straightness", "velocity_target"]
+
 TimeSampling = Literal["beta", "uniform", "ushaped", "one"]
 TIME_SAMPLINGS: tuple[str, ...] = get_args(TimeSampling)
 

@@ -62,15 +62,10 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         # With --plan, micro-batch and memory flags are chosen by simulation; everything after sees the chosen ones.
         make_workload = partial(CausalLM, options, tokenizer)
         options, accelerator, predicted = apply_auto_plan(options, accelerator, make_workload, make_accelerator)
-        if options.training.loop == "trainer":
-            from hf_memopt.recipes.causal_lm.trainer import train_with_trainer
-
-            history, cost = train_with_trainer(options, tokenizer, blocks)
-        else:
-            begin = options, accelerator, make_workload("no"), make_accelerator
-            options, accelerator, (history, cost) = halved_until_it_fits(
-                *begin, lambda accelerator, options: train(prepare(accelerator, options, tokenizer, blocks))
-            )
+        begin = options, accelerator, make_workload("no"), make_accelerator
+        options, accelerator, (history, cost) = halved_until_it_fits(
+            *begin, lambda accelerator, options: train(prepare(accelerator, options, tokenizer, blocks))
+        )
         results = report.results(options, accelerator, history, cost)
         loop.conclude(results, options.offload, predicted, accelerator)
         if accelerator.is_main_process:

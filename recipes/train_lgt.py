@@ -41,10 +41,10 @@ from hf_memopt.recipes.common.out_of_memory import explained, halved_until_it_fi
 from hf_memopt.recipes.lgt import data as data
 from hf_memopt.recipes.lgt import report as report
 from hf_memopt.recipes.lgt.evaluation import evaluate
+from hf_memopt.recipes.lgt.model import compile_module, compile_seconds
 from hf_memopt.recipes.lgt.options import Options, parse
 from hf_memopt.recipes.lgt.step import Run, build_model, build_optimizer, update_weights
 from hf_memopt.recipes.lgt.workload import LatentTransferWorkload
-from hf_memopt.training.compile import compile_module, compile_seconds
 
 logger = logging.getLogger("hf_memopt.recipes.train_lgt")
 

@@ -22,8 +22,8 @@ os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
 
 import gradio as gr
 
-from hf_memopt.commands.model_flags import ACTIVATION_CHOICES, MODEL_CHOICES
 from hf_memopt.estimate.gpus import CARDS
+from hf_memopt.jobs.spec import CHOICES, FIELDS
 
 LIMIT_S = 600
 ADAPTERS = {"all weights": "none", "LoRA": "none", "LoRA on 8 bits": "int8", "QLoRA (NF4)": "nf4"}
@@ -98,8 +98,13 @@ def answer_of(words: list[str], folder: Path) -> tuple[str, bool]:
     return (done.stderr if done.returncode else done.stdout), done.returncode != 0
 
 
-# The form has another field for the first, and asks about one GPU.
-SHARED = {name: choices for name, choices in MODEL_CHOICES.items() if name not in ("quantize", "engine")}
+def with_texts(*names: str) -> dict[str, tuple[tuple[str, ...], str]]:
+    return {name: (CHOICES[name], FIELDS[name].options["help"]) for name in names}
+
+
+# The form has another field for `quantize`, and asks about one GPU.
+SHARED = with_texts("task", "dtype", "precision", "attention", "loss", "optimizer")
+ACTIVATIONS = with_texts("checkpointing", "offload")
 
 
 def choice(name: str, choices: tuple[tuple[str, ...], str]) -> gr.Dropdown:
@@ -122,7 +127,7 @@ def make_app() -> gr.Blocks:
                 seq_len = gr.Number(4096, label="tokens per sample", precision=0, minimum=1)
                 batch = gr.Number(1, label="samples per forward pass", precision=0, minimum=1)
                 passes = gr.Number(1, label="forward passes per update", precision=0, minimum=1)
-                activations = [choice(name, choices) for name, choices in ACTIVATION_CHOICES.items()]
+                activations = [choice(name, choices) for name, choices in ACTIVATIONS.items()]
                 with gr.Accordion("Weights, precision, optimizer", open=False):
                     shared = [choice(name, choices) for name, choices in SHARED.items()]
             with gr.Column(scale=2):

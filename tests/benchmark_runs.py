@@ -31,7 +31,7 @@ def loaded_benchmarks() -> Iterator[Load]:
         patch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
         cells = importlib.import_module("benchmarks.cells")
         patch.setattr(cells, "isolated", cells.in_this_process)
-        patch.setattr(cells, "preload", lambda *benchmarks: None)
+        patch.setattr(cells, "preload", lambda: None)
         yield lambda name: importlib.import_module(f"benchmarks.{name}")
     for name in set(sys.modules) - before:  # what they keep on the device goes with them
         if str(BENCHMARKS) in str(getattr(sys.modules[name], "__file__", "")):

@@ -1,4 +1,4 @@
-"""Environment of the test suite, and the toy model, data and checkpoints that many tests share."""
+"""The environment of the test suite, and toy models, data and checkpoints that many tests share."""
 
 import gc
 import logging
@@ -15,8 +15,8 @@ import hypothesis
 import pytest
 from late_imports import IMPORTED_WHILE_COLLECTING, SLOW
 
-# Before torch and huggingface_hub are imported. Tests run side by side, so that more threads only get in each other's
-# way, and no test may depend on the network.
+# Set before torch and huggingface_hub are imported. Tests run side by side, so that more threads would only compete,
+# and no test may depend on the network.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -28,13 +28,13 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [TOYS, os.environ.get("P
 # Another seed chooses another part of each sweep: HF_MEMOPT_SEED=7 make test.
 SEED = os.environ.get("HF_MEMOPT_SEED", "0")
 
-# Markers by folder or file: `make test` leaves these kinds out, and targets of their own run them.
+# Markers by folder or file: `make test` leaves out these kinds, which have targets of their own.
 KINDS = {"distributed": "ranks", "test_fake_gpu.py": "fake_gpu", "canaries": "canary"}
 
-# These need a process that runs on the fake CUDA runtime: tests/test_fake_gpu.py starts it.
+# These tests need a process on the fake CUDA runtime, which tests/test_fake_gpu.py starts.
 collect_ignore_glob = [] if "FAKE_CUDA_LIBRARIES" in os.environ else ["fake_cuda/*"]
 
-# The same examples in each run, whatever earlier runs found, and no limits of time, since machines are slow or busy.
+# The same examples in each run, without those of earlier runs, and no time limits, since machines are slow or busy.
 hypothesis.settings.register_profile(
     "repeatable", derandomize=True, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
@@ -42,7 +42,7 @@ hypothesis.settings.load_profile("repeatable")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep caches and settings of Hugging Face's libraries apart from those of whoever runs the tests."""
+    """Give Hugging Face's libraries caches and settings apart from the user's own."""
     home = tempfile.TemporaryDirectory()
     config.add_cleanup(home.cleanup)
     os.environ["HF_HOME"] = home.name
@@ -72,7 +72,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def no_relative_paths(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Run in an empty folder: what the demos have left in `outputs/` is out of reach."""
+    """Run in an empty folder, where files of the demos in `outputs/` are out of reach."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("empty"))
         yield
@@ -80,10 +80,10 @@ def no_relative_paths(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
 
 @pytest.fixture(scope="session", autouse=True)
 def autograd_may_be_forked() -> None:
-    """Run backward before any test does: whatever the order of the tests, estimates can be made in forked processes.
+    """Run a backward before all tests, so that estimates can fork processes in any order of the tests.
 
     On a machine without an accelerator autograd starts threads for one, and refuses to be forked from then on, if a
-    FakeTensorMode (torch.compile's, say) comes before a process's first backward.
+    FakeTensorMode, such as torch.compile's, comes before a process's first backward.
     """
     import torch
 
@@ -93,7 +93,7 @@ def autograd_may_be_forked() -> None:
 
 @pytest.fixture(scope="module")
 def load() -> Iterator[Callable[[str], Any]]:
-    """Imports modules of benchmarks/; their cells are measured in this process."""
+    """A function that imports modules of benchmarks/, whose cells are measured in this process."""
     from benchmark_runs import loaded_benchmarks
 
     with loaded_benchmarks() as load:
@@ -102,13 +102,13 @@ def load() -> Iterator[Callable[[str], Any]]:
 
 @pytest.fixture
 def output(tmp_path: Path) -> Path:
-    """Where a benchmark writes its results."""
+    """The file for a benchmark's results."""
     return tmp_path / "results.json"
 
 
 @pytest.fixture
 def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing that the test writes outlives a reboot."""
+    """Replace fsync, since no file of a test has to survive a reboot."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
@@ -124,7 +124,7 @@ def saved(tmp_path: Path) -> Any:
 
 @pytest.fixture
 def quick_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans that are searched for less long: no worse for toy models, and a second sooner."""
+    """Shorten the search for plans: no worse for toy models, and faster by a second."""
     from hf_memopt.activations.planner import search
 
     monkeypatch.setattr(search, "_MAX_EVENTS", 100_000)
@@ -132,7 +132,7 @@ def quick_plans(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def quick_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Evaluations of policies that sample less often for the spread and the latency."""
+    """Shorten evaluations of policies: fewer samples for the spread and the latency."""
     from hf_memopt.lerobot.evaluate import measure
 
     monkeypatch.setattr(measure, "_NUM_SPREAD_SAMPLES", 2)
@@ -141,7 +141,7 @@ def quick_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def toy_vlm(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of the toy VLM."""
+    """The folder of the toy VLM."""
     from hf_memopt.recipes.reflow.smolvla_toy import write_vlm
 
     return write_vlm(tmp_path_factory.mktemp("toy") / "vlm")
@@ -149,7 +149,7 @@ def toy_vlm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def toy_dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of the toy dataset: 4 episodes of 12 frames. Read only."""
+    """The folder of the toy dataset: 4 episodes of 12 frames. Read only."""
     from hf_memopt.recipes.reflow.smolvla_toy import write_dataset
 
     return write_dataset(tmp_path_factory.mktemp("toy") / "dataset", num_episodes=4, seed=0)
@@ -157,7 +157,7 @@ def toy_dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def toy_teacher(toy_vlm: Path, toy_dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoint folder of a stock SmolVLA that lerobot trained and saved. Read only."""
+    """The checkpoint folder of a stock SmolVLA that lerobot trained and saved. Read only."""
     from lerobot_runs import train_teacher
 
     from hf_memopt.recipes.reflow.smolvla_toy import policy_flags
@@ -167,7 +167,7 @@ def toy_teacher(toy_vlm: Path, toy_dataset: Path, tmp_path_factory: pytest.TempP
 
 @pytest.fixture(scope="session")
 def toy_student(toy_teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoint folder of an untrained student of `toy_teacher`. Read only."""
+    """The checkpoint folder of an untrained student of `toy_teacher`. Read only."""
     from hf_memopt.lerobot.student.prepare import prepare_student
 
     return prepare_student(str(toy_teacher), tmp_path_factory.mktemp("toy") / "student")
@@ -175,22 +175,24 @@ def toy_student(toy_teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture(scope="module", autouse=True)
 def small_heap() -> None:
-    """Hide what is older than the module's tests from the collector: a million objects of imported libraries, which
-    every `gc.collect()` and every census of all objects would visit."""
+    """Hide objects older than the module's tests from the collector.
+
+    Every `gc.collect()` and every census of all objects would visit a million objects of imported libraries.
+    """
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
 def own_settings() -> Iterator[None]:
-    """Nothing that Accelerate or logging keeps for the process comes from earlier tests, or is left for later ones."""
+    """Reset the settings that Accelerate and logging keep for the process, before and after each test."""
     forget_settings()
     yield
     forget_settings()
 
 
 def forget_settings() -> None:
-    logging.getLogger("hf_memopt").setLevel(logging.NOTSET)  # the recipes set it
+    logging.getLogger("hf_memopt").setLevel(logging.NOTSET)  # the recipes set the level
     if "accelerate" in sys.modules:
         from accelerators import forget_accelerator
 

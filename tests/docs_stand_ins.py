@@ -140,10 +140,6 @@ def contrastive(outputs: Tensor) -> Tensor:
     return outputs.std(dim=0).mean()
 
 
-def solve(observation: dict[str, Tensor], noise: Tensor) -> Tensor:
-    return noise + observation["state"].mean()
-
-
 class Block(nn.Linear):
     """A block that takes a mask."""
 
@@ -180,15 +176,14 @@ def embedder(toys: Toys) -> Any:
     return make_model(Path(), 0.0)
 
 
+def coupling_folder(toys: Toys) -> str:
+    coupling_toys.write(Path("couplings"))
+    return "couplings"
+
+
 _LAYERS = {"model": two_layers}
 PAGES: dict[str, dict[str, Callable[[Toys], Any]]] = {
-    "couplings": {
-        "teacher": lambda toys: coupling_toys.Teacher(),
-        "my_dataset_fingerprint": lambda toys: "numbers",
-        "shuffled_sample_numbers": lambda toys: list(range(16)),
-        "solve": lambda toys: solve,
-        "load": lambda toys: coupling_toys.load,
-    },
+    "couplings": {"folder": coupling_folder},
     "estimating": {"MyModel": lambda toys: Convolution, "folder": model_folder},
     "fluxflow": {
         "images": lambda toys: torch.randn(2, 3, 8, 8),

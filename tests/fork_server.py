@@ -70,7 +70,7 @@ class ForkServer:
             return [_ended(Path(folder, str(number)), status) for number, status in enumerate(statuses)]
 
     def close(self) -> None:
-        """End the server, which waits for nothing."""
+        """End the server."""
         self._process.communicate()
         atexit.unregister(self.close)
 
@@ -87,7 +87,7 @@ def called(function: str, *arguments: Any) -> Any:
 
 
 def serve(preload: Sequence[str]) -> None:
-    """Answer requests until nobody can send any more."""
+    """Answer requests until their pipe is closed."""
     for name in preload:
         if importlib.util.find_spec(name.partition(".")[0]) is not None:
             importlib.import_module(name)

@@ -1,4 +1,4 @@
-"""Runs a function in two or more processes that talk to each other on the CPU."""
+"""Runs of a function in two or more processes that communicate on the CPU."""
 
 import functools
 import os
@@ -48,7 +48,7 @@ def _on_this_rank(function: str, *arguments: Any) -> Any:
     import torch.distributed
 
     returned = called(function, *arguments)
-    # A rank that is gone makes one abort that still talks to it.
+    # A rank that has ended would make a rank that still communicates with it abort.
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
     return returned

@@ -130,8 +130,9 @@ def main() -> int:
             f"{name:10} {len(files):4} files {sum(lengths):6} lines, median {statistics.median(lengths):3.0f}", end=""
         )
         print(f"; {num_words:6} words of docstrings and comments, {riddles:.1f} riddles in 1,000")
-    pages = [*ROOT.glob("*.md"), *(page for folder in ("docs", *PACKAGES) for page in (ROOT / folder).rglob("*.md"))]
-    print(f"pages      {len(pages):4} files {sum(len(page.read_text().split()) for page in pages):6} words")
+    pages = [page for page in (ROOT / "docs").rglob("*.md") if page.name != "LOG.md"]  # which is not on the site
+    words = [len(page.read_text().split()) for page in pages]
+    print(f"pages      {len(pages):4} files {sum(words):6} words, at most {max(words)} on a page")
     library = [file for name, file in modules().items() if ".recipes" not in name]
     classes = [name for file in library for name in public_classes(file)]
     print("public classes that occur twice:", repeated(classes) or "none")

@@ -1,4 +1,4 @@
-"""Who is at work is found on the stack: the innermost module, and whether its frozen weights may have been copied."""
+"""Tests of the innermost running module on the stack, and of possible casts of its frozen weights."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from hf_memopt.autograd_state import calling_module, may_be_cast_of_frozen_weigh
 
 
 class Asking(nn.Module):
-    """Holds a weight, and notes what is said while it is called."""
+    """A module with a weight that records the answers while it is called."""
 
     def __init__(self, requires_grad: bool = False) -> None:
         super().__init__()
@@ -43,4 +43,4 @@ def test_copies_of_frozen_weights(tensor: Tensor, trainable: bool, is_cast: bool
     asking = Asking(trainable)
     asking(tensor)
     assert asking.is_cast == is_cast
-    assert not may_be_cast_of_frozen_weight(tensor)  # no module is at work
+    assert not may_be_cast_of_frozen_weight(tensor)  # no module is running

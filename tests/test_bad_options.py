@@ -1,4 +1,4 @@
-"""Every option of every command, recipe and public name: what it cannot take is refused by name, before any work."""
+"""Tests that every option of every command, recipe and public name refuses bad values by name, before any work."""
 
 import argparse
 import importlib
@@ -20,7 +20,6 @@ import hf_memopt
 from hf_memopt import activations, checkpoint, estimate, jobs, memory, training, weights
 from hf_memopt.cli import _parser, main
 from hf_memopt.command_line import one_line_errors
-from hf_memopt.memory.leaks.detect import LeakMonitor
 from hf_memopt.ranges import Range, ranges_in
 
 Capture = pytest.CaptureFixture[str]
@@ -29,7 +28,7 @@ NUMBERS = ("0", "-1", "1.5", "nan", "inf", str(2**70), "many")
 
 
 def line_of(status: int, capsys: Capture) -> str:
-    """The one line of a mistake."""
+    """Return the one line of a mistake, and check that there is no other output."""
     captured = capsys.readouterr()
     assert status == 2, captured
     assert captured.out == ""
@@ -37,11 +36,11 @@ def line_of(status: int, capsys: Capture) -> str:
     return line
 
 
-# What each command is started with, and a bad value for each of its options that takes no number. PLACE/ is a folder
-# with a file `file` and the configuration of a small model.
+# The arguments of each command, and options with bad values that are no numbers. PLACE/ is a folder with a file `file`
+# and the configuration of a small model.
 COMMANDS: dict[str, tuple[dict[str, str], list[str]]] = {
     "estimate": ({}, ["PLACE"]),
-    "plan": ({"--model": "PLACE", "--gpu": "8GiB"}, []),
+    "plan": ({"--gpu": "8GiB"}, ["PLACE"]),
     "prepare-student": ({"--teacher": "PLACE", "--output": "new"}, []),
     "precompute": ({"--output": "new"}, ["--", "--policy.path=x"]),
     "evaluate": ({"--policy": "PLACE", "--output": "new"}, []),
@@ -50,10 +49,12 @@ COMMANDS: dict[str, tuple[dict[str, str], list[str]]] = {
     "report": ({}, ["PLACE"]),
     "compare": ({}, ["lgt"]),
 }
-# Numbers that these take.
+# Numbers that these options accept.
 GOOD = {"--episodes": ("0", str(2**70)), "--max-grad-norm": ("1.5", str(2**70)), "--steps": (str(2**70),)}
 BAD: dict[str, dict[str, tuple[str, ...]]] = {
     "estimate": {
+        "--spec": ("missing", "PLACE", "PLACE/file"),
+        "--model": ("PLACE/missing",),
         "--recipe": ("a.b", "../x"),
         "--training-args": ("missing", "PLACE", "PLACE/file"),
         "--task": ("x",),
@@ -74,6 +75,7 @@ BAD: dict[str, dict[str, tuple[str, ...]]] = {
         "--snapshot": ("PLACE", "missing/file"),
     },
     "plan": {
+        "--spec": ("missing", "PLACE", "PLACE/file"),
         "--config": ("missing", "PLACE/file"),
         "--training-args": ("missing", "PLACE/file"),
         "--model": ("PLACE/missing",),
@@ -106,7 +108,7 @@ BAD: dict[str, dict[str, tuple[str, ...]]] = {
     "report": {"--output": ("PLACE/file",)},
     "compare": {},
 }
-# Tested where what they belong to is: they mean something only beside others, or to a policy that was loaded.
+# Tested elsewhere: these options need other options or a loaded policy.
 ELSEWHERE = {
     "estimate": {"--config", "--set"},
     "plan": {"--recipe"},
@@ -143,7 +145,7 @@ def test_every_option_of_a_command_has_a_case(command: str) -> None:
 
 @pytest.fixture(scope="module")
 def imported() -> None:
-    """What lerobot's libraries say while they are imported has been said."""
+    """Import lerobot's libraries, so that their warnings are over."""
     importlib.import_module("hf_memopt.lerobot.modeling_smolvla_reflow")
 
 
@@ -156,10 +158,8 @@ def test_options_of_commands(command: str, place: Path, capsys: Capture, monkeyp
     for name, values in bad.items():
         for value in set(values) - set(GOOD.get(name, ())):
             named = required | {name: value}
-            if name in ("--config", "--recipe"):
-                named.pop("--model", None)
             flags = [each for pair in named.items() for each in pair]
-            arguments = [command, *flags, *([] if name == "--recipe" else positional)]
+            arguments = [command, *flags, *([] if name in ("--config", "--model", "--recipe") else positional)]
             line = line_of(main([each.replace("PLACE", str(place)) for each in arguments]), capsys)
             assert line.startswith(f"hf-memopt {command}: error: ")
             shown = value.replace("PLACE", str(place))
@@ -172,7 +172,7 @@ RECIPES = {
     "train_fluxflow": "fluxflow.options",
     "train_lgt": "lgt.options",
 }
-# Texts that nothing is known of before data or models are opened, or that are checked together with others.
+# Texts that are checked only with opened data or models, or together with other options.
 OPENED_LATER = {
     *("model", "model_type", "config_overrides", "tokenizer", "vae", "vae_path", "compile_mode", "report_to"),
     *("text_file", "dataset", "dataset_config", "split", "text_column", "image_folder", "image_column", "data_folder"),
@@ -188,7 +188,7 @@ TEXTS = {
 
 
 def recipe_options(name: str) -> Iterator[tuple[str, Any, str]]:
-    """Flag, type with ranges, and field of every option."""
+    """Yield flag, type with ranges, and field of every option."""
     module = importlib.import_module(f"hf_memopt.recipes.{RECIPES[name]}")
     sections = getattr(module, "Options", None) or module.Config
     for section, kind in get_type_hints(sections).items():
@@ -199,7 +199,7 @@ def recipe_options(name: str) -> Iterator[tuple[str, Any, str]]:
 
 
 def bad_values(hint: Any, field: str, file: Path) -> list[str]:
-    """What an option of this type cannot take."""
+    """Return bad values for an option of a type."""
     ranges = list(ranges_in(hint))
     plain = get_type_of(hint)
     if plain in (int, float):
@@ -214,7 +214,7 @@ def bad_values(hint: Any, field: str, file: Path) -> list[str]:
 
 
 def get_type_of(hint: Any) -> Any:
-    """The type of a number or text behind ranges, options and lists."""
+    """Return the type of a number or text behind ranges, options and lists."""
     if get_origin(hint) is Literal or not get_args(hint):
         return hint
     return get_type_of(get_args(hint)[0])
@@ -252,11 +252,11 @@ DEMOS = {
 @pytest.mark.parametrize("name", DEMOS)
 def test_options_of_demos(name: str, tmp_path: Path, capsys: Capture) -> None:
     demo = importlib.import_module(f"hf_memopt.recipes.{name}")
-    capsys.readouterr()  # what libraries say when they are imported
+    capsys.readouterr()  # drops the libraries' warnings at import
     (tmp_path / "file").write_text("precious")
     for flag, values in DEMOS[name].items():
         for value in values:
-            # Its folder is a file, so that a demo which takes the value does not begin.
+            # The output folder is a file, so that a demo that accepts the value does not begin.
             arguments = [f"--output={tmp_path / 'file'}", f"{flag}={value.replace('FILE', str(tmp_path / 'file'))}"]
             line = line_of(one_line_errors(name, demo.main, arguments), capsys)
             assert re.search(rf"\b{flag.strip('-')}\b", line), (arguments, line)
@@ -277,18 +277,19 @@ def loss_in_chunks(chunk_size: int) -> None:
 
 
 PACKAGES = (hf_memopt, activations, checkpoint, estimate, jobs, memory, training, weights)
-# Where each public name is. Looked up when it is used: `attach` imports Trainer.
+# The package of each public name. Names are looked up when they are used: `attach` imports Trainer.
 PUBLIC = {name: package for package in PACKAGES for name in package.__all__}
 SAVINGS = {"activation_memory_gpu_mb": 1.0, "offload_ratio": 0.5, "link_gb_per_s": 10.0, "compute_ms": 1.0}
-# How each public name that takes numbers is called with a bad one.
+# A call with a bad number of each public name that takes numbers.
 CALLS: dict[str, Callable[..., object]] = {
     "ActivationOffloader": hf_memopt.ActivationOffloader,
     "Checkpoints": lambda **bad: hf_memopt.Checkpoints(None, "x", **bad),
-    "LeakMonitor": LeakMonitor,
+    "LeakMonitor": memory.LeakMonitor,
     "MemoryLoggingCallback": lambda **bad: hf_memopt.MemoryLoggingCallback(**bad),
     "MemoryLogger": lambda **bad: memory.MemoryLogger(None, **bad),
     "MicroBatcher": lambda **bad: hf_memopt.MicroBatcher(None, **bad),
     "OffloadedTeacher": lambda **bad: hf_memopt.OffloadedTeacher(nn.Linear(1, 1), device="cpu", **bad),
+    "append_metrics": lambda **bad: memory.append_metrics(Path("x"), metrics={}, **bad),
     "chunked_loss": loss_in_chunks,
     "detect_leaks": lambda **bad: hf_memopt.detect_leaks(lambda: None, **bad),
     "endless_batches": lambda **bad: next(checkpoint.endless_batches(None, None, **bad)),
@@ -299,7 +300,7 @@ CALLS: dict[str, Callable[..., object]] = {
     "split_batch": lambda **bad: next(training.split_batch(torch.ones(2), **bad)),
     "train_step": training_step,
 }
-# Made by this library, or by its own constructors, from what has been checked.
+# Results that this library makes of checked values.
 RESULTS = {
     *("InfeasibleBudgetError", "LeakReport", "MemoryEstimate", "NonFiniteGradientError", "OffloadStats", "StepResult"),
     *("TeacherReport", "SettingsPlan"),
@@ -308,7 +309,7 @@ RESULTS = {
 
 
 # What takes a count of 0.
-TAKES_ZERO = {"min_bytes_per_step", "num_taken", "prefetch_ahead"}
+TAKES_ZERO = {"min_bytes_per_step", "num_taken", "prefetch_ahead", "step"}
 
 
 def numeric_parameters(name: str) -> dict[str, str]:

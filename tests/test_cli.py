@@ -1,4 +1,4 @@
-"""The hf-memopt command: what it prints, writes and refuses."""
+"""Tests of the hf-memopt command: its output, its files and its refusals."""
 
 import re
 import shutil
@@ -28,7 +28,7 @@ COMMANDS = (
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help(command: str, capsys: Capture) -> None:
-    if command == "launch":  # reads its words itself, to leave the others to accelerate
+    if command == "launch":  # launch reads its words itself, and passes the others to accelerate
         assert main([command, "--help"]) == 0
     else:
         with pytest.raises(SystemExit) as caught:

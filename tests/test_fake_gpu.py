@@ -1,4 +1,4 @@
-"""What a GPU would be needed for, on the fake CUDA runtime: each file in a process of its own."""
+"""The GPU's tests on the fake CUDA runtime, each file in a process of its own."""
 
 import os
 from pathlib import Path
@@ -11,10 +11,10 @@ TESTS = Path(__file__).parent
 FILES = sorted(
     path.relative_to(TESTS) for folder in ["fake_cuda", "gpu"] for path in (TESTS / folder).glob("test_*.py")
 )
-# Delays of copies and kernels, the same in each run. HF_MEMOPT_SEED chooses others.
+# Seeds the delays of copies and kernels, the same in each run. HF_MEMOPT_SEED chooses other delays.
 SCHEDULE = os.environ.get("HF_MEMOPT_SEED", "1")
 LONGEST_DELAY_S = 0.0003
-# Of some files every test is slow.
+# Some files have only slow tests.
 PASSED = {pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED}
 REQUIRED = bool(os.environ.get("HF_MEMOPT_REQUIRE_FAKE_GPU"))
 

@@ -1,4 +1,4 @@
-"""The built wheel: what is in it, and that it works where only torch is installed."""
+"""Tests of the built wheel: its files, and its use with only torch installed."""
 
 import importlib.util
 import shutil
@@ -49,7 +49,7 @@ RunBare = Callable[[str], str]
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy, since setuptools would take what an earlier build left in the checkout for sources."""
+    """A wheel built from a copy, since setuptools would take files of an earlier build in the checkout for sources."""
     source, output = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     for folder in (*PACKAGES, "tests"):
         shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
@@ -63,15 +63,15 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel_files(wheel: Path) -> dict[str, str]:
-    """Contents of the wheel by name."""
+    """The contents of the wheel's files by name."""
     with zipfile.ZipFile(wheel) as archive:
         return {name: archive.read(name).decode() for name in archive.namelist()}
 
 
 @pytest.fixture(scope="module")
 def run_bare(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> RunBare:
-    """Runs Python code where the wheel and torch are installed and the hidden libraries are not."""
-    # Installing a pure wheel without its dependencies is unpacking it.
+    """A function that runs Python code with the wheel and torch installed, without the hidden libraries."""
+    # A pure wheel without dependencies is installed by unpacking.
     installed = tmp_path_factory.mktemp("installed")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(installed)

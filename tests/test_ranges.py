@@ -1,4 +1,4 @@
-"""Numbers outside their range are refused by name, value and reason."""
+"""Tests that numbers outside their range are refused by name, value and reason."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The mathematics of reflow, against closed forms."""
+"""Tests of the mathematics of reflow with closed forms."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What surrounds the code: workflows and pages name targets and scripts that exist, links lead somewhere."""
+"""Tests of the files around the code: workflows and pages name existing targets, and links have targets."""
 
 import ast
 import re
@@ -13,7 +13,7 @@ import hf_memopt
 ROOT = Path(__file__).parents[1]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 PAGES = [*ROOT.glob("*.md"), ROOT / ".github" / "pull_request_template.md"]
-TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+TARGETS = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
 def steps_of(workflow: Path) -> list[dict[str, Any]]:
@@ -22,18 +22,24 @@ def steps_of(workflow: Path) -> list[dict[str, Any]]:
 
 def test_called_targets_exist_and_nothing_that_ci_runs_is_left_out() -> None:
     called = {name for workflow in WORKFLOWS for step in steps_of(workflow) for name in made(step.get("run", ""))}
+    called |= {name for workflow in WORKFLOWS for name in targets_of_matrices(workflow)}
     assert called <= TARGETS
-    assert {"quality", "docs", "test", "test-fake-gpu", "test-slow", "test-gpu", "wheel"} <= called
-    assert {"canaries", "test-latest"} <= called
+    assert {"quality", "docs", "test", "test-e2e", "test-ranks", "test-fake-gpu", "test-slow", "test-gpu"} <= called
+    assert {"canaries", "test-canaries", "test-latest", "wheel"} <= called
     assert made((ROOT / ".ci" / "run").read_text()) <= called
 
 
+def targets_of_matrices(workflow: Path) -> set[str]:
+    jobs = yaml.safe_load(workflow.read_text())["jobs"].values()
+    return {name for job in jobs for name in job.get("strategy", {}).get("matrix", {}).get("target", [])}
+
+
 def made(text: str) -> set[str]:
-    return set(re.findall(r"^make ([a-z-]+)", text, re.MULTILINE))
+    return set(re.findall(r"^make ([a-z0-9-]+)", text, re.MULTILINE))
 
 
 def test_contributors_and_the_readme_name_targets_that_exist() -> None:
-    quoted = re.compile(r"`make ([a-z-]+)|^make ([a-z-]+)(?= {2,}|$)", re.MULTILINE)
+    quoted = re.compile(r"`make ([a-z0-9-]+)|^make ([a-z0-9-]+)(?= {2,}|$)", re.MULTILINE)
     named = {name for page in PAGES for found in quoted.findall(page.read_text()) for name in found if name}
     assert {"setup", "test", "docs"} <= named <= TARGETS
 
@@ -53,7 +59,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_no_page_claims_that_the_package_is_on_the_index() -> None:
     pages = [*PAGES, *(ROOT / "docs").rglob("*.md")]
     claims = [page.name for page in pages if re.search(r"pip install [\"']?hf[_-]memopt", page.read_text())]
-    assert set(claims) <= {"CONTRIBUTING.md", "LOG.md", "decisions.md"}  # which say that no page does
+    assert set(claims) <= {"CONTRIBUTING.md", "LOG.md", "decisions.md"}  # these pages say that no page has the command
 
 
 def test_the_readme_names_scripts_that_exist() -> None:

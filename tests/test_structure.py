@@ -1,4 +1,4 @@
-"""The shape of the code: one direction, names that occur once, a short way for each saved tensor."""
+"""Tests of the shape of the code: one direction, unique names, a short way for each saved tensor."""
 
 import sys
 from collections.abc import Callable
@@ -54,7 +54,7 @@ def test_the_planner_imports_no_torch() -> None:
 
 
 def test_collecting_imports_nothing_slow(request: pytest.FixtureRequest) -> None:
-    # Tests name slow modules by `late_imports.LateModule`.
+    # Tests import slow modules by `late_imports.LateModule`.
     assert request.config.stash[IMPORTED_WHILE_COLLECTING] == []
 
 
@@ -66,7 +66,7 @@ def test_the_figures_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 class Journey:
-    """Wraps autograd's hooks and notes the library's files that run between a call and its return.
+    """A recorder of the library's files that run between a call of autograd's hooks and its return.
 
     The first call of a pass is left out: it begins the pass.
     """
@@ -97,13 +97,13 @@ class Journey:
 
 @pytest.mark.parametrize("mode", ["all", "auto"])
 def test_the_way_of_a_saved_tensor_is_short(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nine files where storages are copied, three more where some are computed again."""
+    """Check for nine files in mode "all", and three more if some storages are recomputed."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)))
     x = torch.randn(32, 64)
     budget = {"budget_gib": 1.5e5 / 2**30} if mode == "auto" else {}
     offloader = ActivationOffloader(offload_threshold_mb=0, mode=mode, copier=SyncCopier(), **budget)
-    # Where copies take forever, a budget is met by recomputing.
+    # With endless copies, recomputation alone can meet a budget.
     monkeypatch.setattr("hf_memopt.activations.plan_maker.measure_link", lambda copier, clock: (1e5, 1e5))
     for num_steps in range(5):
         journey = Journey()

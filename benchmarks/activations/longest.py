@@ -1,11 +1,11 @@
-"""The longest sequence that trains on cards of 8, 12, 16 and 24 GB, and its speed, by way of saving memory.
+"""The longest sequence that trains on cards of 8, 12, 16 and 24 GB, and its speed, by mode.
 
     python -m benchmarks.activations.longest
 
-Layers of Qwen3-8B's widths, as many as take half a card, and the LoRA fine-tuning of a whole model of that shape, in
-bfloat16. Sequences grow by half an octave until one does not fit; a limit on torch's allocator emulates the card's
-capacity, not its speed or its link. Each mode on each card has a process of its own. Without an accelerator toys run on
-the CPU, without a limit.
+The workloads are layers of Qwen3-8B's widths that fill half a card, and LoRA fine-tuning of a whole model of that
+shape, in bfloat16. Sequences grow by half an octave until one does not fit; a limit on torch's allocator emulates the
+card's capacity, not its speed or its link. Each mode on each card has a process of its own. Without an accelerator toys
+run on the CPU, without a limit.
 """
 
 import argparse
@@ -35,16 +35,16 @@ from benchmarks.timing import timed
 
 COMPARED = ("none", "checkpointing", "checkpoint offload", "TRL", "save_on_cpu", "ours inputs", "ours auto")
 GROWTH = 2**0.5
-MULTIPLE = 32  # of tokens
+MULTIPLE = 32  # lengths are multiples of so many tokens
 WORKLOADS = ("layers", "lora")
-# What a mode would save is learnt from a plain pass of these, which has to fit beside the weights.
+# First lengths. A plain pass at this length, which has to fit beside the weights, counts the bytes per token.
 FROM_TOKENS = {"real": {"layers": 1024, "lora": 256}, "toy": {"layers": 64, "lora": 64}}
-LORA_GB = 24  # of a card that holds a whole model of 8 billion parameters in bfloat16
+LORA_GB = 24  # smallest card that holds 8 billion parameters in bfloat16
 TARGETS = {"of": "ours inputs", "over": "checkpointing", "times_longer": 2.0}
 
 
 def measure(settings: dict[str, Any], folder: Path) -> Row:
-    """Lengths from the shortest on, until one does not fit or the next would be longer than is to be tried."""
+    """Train lengths from the shortest on, until one does not fit or the limit of lengths is reached."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     device = current_device()
     if device.type == "cpu":
@@ -52,7 +52,7 @@ def measure(settings: dict[str, Any], folder: Path) -> Row:
     work = make_work(settings, device)
     limit_memory(settings["card_gb"])
     host_limit_bytes = round(settings["host_limit_gib"] * 2**30)
-    found: Row = {"longest_tokens": 0, "stopped_by": "the longest that was to be tried"}
+    found: Row = {"longest_tokens": 0, "stopped_by": "the limit of lengths"}
     with flash_attention(device):
         saved = saved_by(work)
         setting = Setting(work.model, device, saved, host_limit_bytes, 1)
@@ -72,7 +72,7 @@ def measure(settings: dict[str, Any], folder: Path) -> Row:
 
 
 def make_work(settings: dict[str, Any], device: torch.device) -> Work | LoraWork:
-    """On the shortest sequence."""
+    """Build the workload with the shortest sequence."""
     if settings["workload"] == "lora":
         return build(settings["size"], settings["from_tokens"], device)
     model = build_model(settings["size"], settings["layers"], device)
@@ -80,7 +80,7 @@ def make_work(settings: dict[str, Any], device: torch.device) -> Work | LoraWork
 
 
 def lengths(shortest: int, longest: int) -> Iterator[int]:
-    """Half an octave apart."""
+    """Yield lengths half an octave apart."""
     for step in itertools.count():
         length = round(shortest * GROWTH**step / MULTIPLE) * MULTIPLE
         if length > longest:
@@ -89,10 +89,10 @@ def lengths(shortest: int, longest: int) -> Iterator[int]:
 
 
 def trained(work: Work | LoraWork, handling: Handling, device: torch.device, settings: dict[str, Any]) -> Row:
-    """Times and peaks at one length.
+    """Return times and peaks at one length.
 
     Raises:
-        torch.OutOfMemoryError: it does not fit.
+        torch.OutOfMemoryError: the length does not fit.
     """
 
     def step() -> None:
@@ -106,7 +106,7 @@ def trained(work: Work | LoraWork, handling: Handling, device: torch.device, set
 
 
 def print_report(results: dict[str, Any]) -> None:
-    """A table for each workload: modes by cards, tokens and tokens per second; then the targets."""
+    """Print a table for each workload: modes by cards, tokens and tokens per second; then the targets."""
     cells = results["cells"]
     for workload in dict.fromkeys(cell["workload"] for cell in cells):
         here = [cell for cell in cells if cell["workload"] == workload]
@@ -129,7 +129,7 @@ def _entry(cell: Row | None) -> str:
 
 
 def verdicts(results: dict[str, Any]) -> Iterator[Verdict]:
-    """How many times longer ours is than checkpointing, on each card."""
+    """Yield the ratio of our longest sequence to checkpointing's, on each card."""
     target, cells = results["targets"], results["cells"]
     for workload, card_gb in dict.fromkeys((cell["workload"], cell["card_gb"]) for cell in cells):
         if card_gb is not None:
@@ -139,15 +139,11 @@ def verdicts(results: dict[str, Any]) -> Iterator[Verdict]:
             yield Verdict(what, ratio(ours, theirs), target["times_longer"], at_least=True)
 
 
-def judge(rows: list[Row]) -> None:
-    """Lengths are compared in the report."""
-
-
-REPORT = Report(TARGETS, judge, print_report, verdicts)
+REPORT = Report(TARGETS, print_report)
 
 
 def cells(options: argparse.Namespace) -> Iterator[Cell]:
-    """Modes on each card, layers before whole models."""
+    """Yield modes on each card, layers before whole models."""
     shared = {name: getattr(options, name) for name in ("size", "steps", "seconds_per_cell", "host_limit_gib")}
     for workload in options.workloads:
         cards = options.cards if workload == "layers" else [gb for gb in options.cards if gb is None or gb >= LORA_GB]
@@ -162,7 +158,7 @@ def cells(options: argparse.Namespace) -> Iterator[Cell]:
 
 
 def parse(arguments: list[str] | None, device: torch.device) -> argparse.Namespace:
-    """The command line's options; defaults depend on whether there is an accelerator."""
+    """Parse the command line; defaults depend on whether there is an accelerator."""
     on_cpu = device.type == "cpu"
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument

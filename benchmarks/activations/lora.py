@@ -1,4 +1,4 @@
-"""LoRA fine-tuning of a whole model of Qwen3-8B's shape: what the search for the longest sequence trains."""
+"""LoRA fine-tuning of a whole model of Qwen3-8B's shape, for the search for the longest sequence."""
 
 import contextlib
 from collections.abc import Callable
@@ -16,12 +16,12 @@ from hf_memopt.training import chunked_loss
 LAYERS = {"real": 36, "toy": 2}
 VOCABULARY = {"real": 151_936, "toy": 512}
 RANK = 16
-LOSS_CHUNK = 1024  # tokens whose logits exist at a time, in every mode: they would hide all else
+LOSS_CHUNK = 1024  # tokens whose logits exist at a time, in every mode: more would outweigh all else
 
 
 @dataclass(frozen=True)
 class LoraWork:
-    """One sequence of random tokens, `(1, num_tokens)`, and the next-token loss of a model with a frozen head."""
+    """A sequence of random tokens, `(1, num_tokens)`, and the next-token loss of a model with a frozen head."""
 
     model: nn.Module
     head: nn.Linear
@@ -35,20 +35,20 @@ class LoraWork:
         return cross_entropy(self.head(hidden).float(), labels)
 
     def step(self, context: Callable[[], Any] = contextlib.nullcontext) -> None:
-        """Gradients of the adapters. Their optimizer would take a few MB in every mode."""
+        """Compute the adapters' gradients. Their optimizer would take a few MB in every mode."""
         self.model.zero_grad()
         with context():
             loss = self.loss()
         loss.backward()
 
     def longer(self, num_tokens: int) -> "LoraWork":
-        """The same with another sequence."""
+        """Return the same work with another sequence."""
         tokens = torch.randint(0, self.head.out_features, (1, num_tokens), device=self.tokens.device)
         return LoraWork(self.model, self.head, tokens)
 
 
 def build(size: str, num_tokens: int, device: torch.device) -> LoraWork:
-    """Random weights in bfloat16, frozen; adapters of rank 16 on queries and values."""
+    """Build a model with frozen random weights in bfloat16, and adapters of rank 16 on queries and values."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(0)

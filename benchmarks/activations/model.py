@@ -1,4 +1,4 @@
-"""What the activation benchmark trains, what autograd saves for it, and gradients as numbers to compare."""
+"""The activation benchmark's model, the bytes that autograd saves for it, and digests of its gradients."""
 
 import contextlib
 import hashlib
@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModel, Qwen3Config, Qwen3Model
 
-# Widths and heads of Qwen3-8B. Its vocabulary of 151,936 is left out: head and loss are not what is compared.
+# Widths and heads of Qwen3-8B. Its vocabulary of 151,936 is left out: head and loss are not compared.
 SIZES: dict[str, dict[str, int]] = {
     "real": {
         "hidden_size": 4096,
@@ -36,7 +36,7 @@ VOCABULARY = 1024
 
 
 def build_model(size: str, num_layers: int, device: torch.device) -> Qwen3Model:
-    """A Qwen3 without its head, random weights, bfloat16, gradients allocated and zero."""
+    """Build a Qwen3 without a head, in bfloat16, with random weights and allocated zero gradients."""
     torch.manual_seed(0)
     config = Qwen3Config(
         **SIZES[size], num_hidden_layers=num_layers, vocab_size=VOCABULARY, use_cache=False, attention_dropout=0.0
@@ -50,7 +50,7 @@ def build_model(size: str, num_layers: int, device: torch.device) -> Qwen3Model:
 
 @dataclass(frozen=True)
 class Work:
-    """One sequence of random tokens, `(1, num_tokens)`, and a direction that makes a loss of the last hidden state."""
+    """A sequence of random tokens, `(1, num_tokens)`; the loss is the last hidden state's product with `direction`."""
 
     model: nn.Module
     tokens: Tensor
@@ -68,30 +68,29 @@ class Work:
         return (hidden * self.direction).float().mean()
 
     def step(self, context: Callable[[], Any] = contextlib.nullcontext) -> None:
-        """Gradients of one batch, in place of the last ones. There is no optimizer."""
+        """Add the gradients of one batch. There is no optimizer."""
         with context():
             loss = self.loss()
         loss.backward()
 
     def longer(self, num_tokens: int) -> "Work":
-        """The same with another sequence."""
+        """Return the same work with another sequence."""
         return Work.make(self.model, num_tokens, self.tokens.device)
 
     def clear(self) -> None:
-        """Zero the gradients and keep their memory, so that it is the same at any moment of a step."""
+        """Zero the gradients in place, so that their memory is constant."""
         self.model.zero_grad(set_to_none=False)
 
 
 @dataclass(frozen=True)
 class Saved:
-    """What autograd saves in one forward pass.
+    """Bytes that autograd saves in one forward pass.
 
     Attributes:
-        unique_bytes: distinct storages, weights excluded.
-        unique_pinned_bytes: the same in torch's pinned memory, which comes in powers of two. What offloading them takes
-            of the host.
-        views_bytes: every saved tensor by itself, weights included.
-        views_pinned_bytes: the same in pinned memory.
+        unique_bytes: bytes of distinct storages, weights excluded.
+        unique_pinned_bytes: pinned host bytes of these, with torch's rounding to powers of two.
+        views_bytes: bytes of every saved tensor by itself, weights included.
+        views_pinned_bytes: pinned host bytes of these.
     """
 
     unique_bytes: int
@@ -100,19 +99,19 @@ class Saved:
     views_pinned_bytes: int
 
     def scaled(self, factor: float) -> "Saved":
-        """For a sequence that is so much longer."""
+        """Return the bytes for a sequence that is longer by a factor."""
         return Saved(*(round(factor * num_bytes) for num_bytes in astuple(self)))
 
     def beyond(self, smaller: "Saved", times: int) -> "Saved":
-        """With `times` more layers, if `smaller` had one fewer."""
+        """Return the bytes with `times` more layers, if `smaller` had one layer fewer."""
         pairs = zip(astuple(self), astuple(smaller), strict=True)
         return Saved(*(mine + times * (mine - less) for mine, less in pairs))
 
 
 def saved_by(work: Work) -> Saved:
-    """Count what one forward pass of all layers in use saves."""
+    """Count the bytes that one forward pass of all layers in use saves."""
     weights = {tensor.untyped_storage().data_ptr() for tensor in (*work.model.parameters(), *work.model.buffers())}
-    storages: dict[int, torch.UntypedStorage] = {}  # held, so that no address is given to a second one
+    storages: dict[int, torch.UntypedStorage] = {}  # held, so that no address is used twice
     views: list[int] = []
 
     def pack(tensor: Tensor) -> Tensor:
@@ -134,7 +133,7 @@ def _pinned_bytes(num_bytes: int) -> int:
 
 @contextlib.contextmanager
 def only_layers(model: nn.Module, num_layers: int) -> Iterator[None]:
-    """Run the first layers alone."""
+    """Have the model run its first layers alone."""
     all_layers = model.config.num_hidden_layers
     model.config.num_hidden_layers = num_layers
     try:
@@ -144,7 +143,7 @@ def only_layers(model: nn.Module, num_layers: int) -> Iterator[None]:
 
 
 def saved_by_all_layers(work: Work) -> Saved:
-    """What a forward pass saves, without running it whole: every layer saves what the second one does."""
+    """Extrapolate the bytes of a whole forward pass: every layer saves as much as the second one."""
     counts = []
     for num_layers in (1, 2):
         with only_layers(work.model, num_layers):
@@ -153,10 +152,10 @@ def saved_by_all_layers(work: Work) -> Saved:
 
 
 def temporary_bytes(work: Work, device: torch.device) -> int | None:
-    """By how much a step's peak exceeds weights, gradients and saved activations; None on the CPU.
+    """Return the bytes of a step's peak beyond weights, gradients and saved activations; None on the CPU.
 
-    Measured on two layers without offloading or checkpointing. There the peak lies at the start of backward, when
-    everything is saved.
+    Measured on two layers without offloading or checkpointing, whose peak is at the start of backward, when everything
+    is saved.
     """
     if device.type == "cpu":
         return None
@@ -172,20 +171,11 @@ def temporary_bytes(work: Work, device: torch.device) -> int | None:
 
 
 def compared(step: Callable[[], object], model: nn.Module) -> dict[str, Any]:
-    """The digest of the gradients of one step under deterministic kernels, or why there is none."""
-
-    def digest() -> dict[str, Any]:
-        step()
-        return {"gradient_digest": gradient_digest(model)}
-
-    return deterministically(digest)
-
-
-def deterministically(find: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What `find` finds under deterministic kernels; where torch has none for an operation, that as `not_compared`."""
+    """Return the digest of the gradients of a deterministic step, or the operation that has no such kernel."""
     try:
         with deterministic():
-            return find()
+            step()
+        return {"gradient_digest": gradient_digest(model)}
     except RuntimeError as error:
         if "deterministic" not in str(error):
             raise
@@ -193,33 +183,33 @@ def deterministically(find: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def gradient_digest(model: nn.Module) -> str:
-    """A hash of two sums over the bits of each gradient, one of them weighted by position.
+    """Return a hash of two sums over the bits of each gradient, one of them weighted by position.
 
-    Equal gradients have equal digests. Computed on the device, where gradients of many GiB are.
+    Equal gradients have equal digests. The sums are computed on the device, since gradients may have many GiB.
     """
     sums = [_sums(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
     return hashlib.sha256(repr(sums).encode()).hexdigest()
 
 
 def _sums(gradient: Tensor) -> tuple[int, int]:
-    bits = torch.view_as_real(gradient) if gradient.is_complex() else gradient
-    bits = bits.detach().contiguous().view(torch.int16).flatten().to(torch.int64)
+    bits = gradient.detach().contiguous().view(torch.int16).flatten().to(torch.int64)
     positions = torch.arange(1, bits.numel() + 1, device=bits.device)
     return int(bits.sum()), int(bits.mul_(positions).sum())
 
 
 def flash_attention(device: torch.device) -> AbstractContextManager[None]:
-    """Attention by torch's flash kernel alone, which has a deterministic backward. cuDNN's, which torch prefers on some
-    devices, has none.
+    """Restrict attention to torch's flash kernel, whose backward is deterministic.
+
+    cuDNN's, which torch prefers on some devices, has no deterministic backward.
     """
-    if device.type == "cpu":  # whose kernel is the only one
+    if device.type == "cpu":  # has one kernel
         return contextlib.nullcontext()
     return sdpa_kernel(SDPBackend.FLASH_ATTENTION)
 
 
 @contextlib.contextmanager
 def deterministic() -> Iterator[None]:
-    """Kernels that give the same bits each time, or an error where torch has none.
+    """Use kernels that give the same bits each time, or raise where torch has none.
 
     `CUBLAS_WORKSPACE_CONFIG` has to be set before the first matrix product.
     """

@@ -1,4 +1,4 @@
-"""The ways of training with less activation memory that the activation benchmark compares."""
+"""The modes of training with less activation memory that the activation benchmark compares."""
 
 import contextlib
 import inspect
@@ -26,14 +26,14 @@ MAX_PASSES_TO_SETTLE = 8
 
 @dataclass(frozen=True)
 class Setting:
-    """What every mode is built from.
+    """The arguments of every mode.
 
     Attributes:
-        model: without checkpointing.
-        device: where it trains.
-        saved: what autograd saves for one step.
-        host_limit_bytes: host memory to take at most.
-        link_divisor: how many times slower than this machine's the link is to look.
+        model: model without checkpointing.
+        device: device of the training.
+        saved: bytes that autograd saves for one step.
+        host_limit_bytes: limit of host memory.
+        link_divisor: speed of this machine's link over that of the emulated link.
     """
 
     model: nn.Module
@@ -48,10 +48,10 @@ class Handling:
     """One mode, ready to train.
 
     Attributes:
-        context: to run a forward pass in.
-        stats: what this library's offloader has done so far.
-        budget_bytes: of saved activations, where the mode has one.
-        is_planned: whether `context` needs some passes before it has settled.
+        context: context for a forward pass.
+        stats: statistics of this library's offloader so far.
+        budget_bytes: budget of saved activations; None in modes without one.
+        is_planned: whether the mode needs some passes to record and plan.
     """
 
     context: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
@@ -61,7 +61,7 @@ class Handling:
 
 
 class SlowerLink:
-    """A copier whose copies take `divisor` times as long, because each is made that often. The bytes are the same."""
+    """A copier that makes each copy `divisor` times, and so takes `divisor` times as long. Bytes count once."""
 
     def __init__(self, copier: Copier, divisor: int) -> None:
         self._copier = copier
@@ -76,7 +76,7 @@ class SlowerLink:
         return self._copier.bytes_to_host // self._divisor
 
     def to_device(self, source: Tensor, destination: Tensor) -> Transfer:
-        # One stream makes them one after the other, so the last one is over when all are.
+        # One stream makes them in order, so all have ended when the last one has.
         return [self._copier.to_device(source, destination) for _ in range(self._divisor)][-1]
 
     def to_host(self, source: Tensor, destination: Tensor) -> Transfer:
@@ -96,24 +96,24 @@ class SlowerLink:
 
 
 def none(setting: Setting) -> Handling:
-    """Everything stays on the device."""
+    """Keep everything on the device."""
     return Handling()
 
 
 def checkpointing(setting: Setting) -> Handling:
-    """transformers' gradient checkpointing: each layer keeps its input and computes the rest again."""
+    """Use transformers' gradient checkpointing: each layer keeps its input and computes the rest again."""
     checkpoint_layers(setting.model)
     return Handling()
 
 
 def checkpoint_offload(setting: Setting) -> Handling:
-    """Checkpointing whose inputs go to the host."""
+    """Use checkpointing whose inputs go to the host."""
     checkpoint_layers(setting.model, offload=True)
     return Handling()
 
 
 def checkpoint_layers(model: nn.Module, *, offload: bool = False) -> None:
-    """Switch on transformers' checkpointing; `offload` is its own switch (5.17), or what that does, by hand."""
+    """Switch on transformers' checkpointing; `offload` uses its own switch (since 5.17), or does the same by hand."""
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
     own_switch = {"offload": True} if offload and "offload" in inspect.signature(enable).parameters else {}
     enable(NON_REENTRANT, **own_switch)
@@ -129,13 +129,13 @@ def _checkpoint_on_cpu(*arguments: Any, **options: Any) -> Any:
 
 
 def torch_save_on_cpu(setting: Setting) -> Handling:
-    """torch's `save_on_cpu` for everything that autograd saves."""
+    """Use torch's `save_on_cpu` for everything that autograd saves."""
     require_host_memory("save_on_cpu", setting.saved, setting.host_limit_bytes)
     return Handling(lambda: save_on_cpu(pin_memory=True))
 
 
 def trl(setting: Setting) -> Handling:
-    """TRL's OffloadActivations, as its trainers install it."""
+    """Use TRL's OffloadActivations, as its trainers install it."""
     if setting.device.type == "cpu":
         raise UnavailableError("needs an accelerator")
     try:
@@ -147,7 +147,7 @@ def trl(setting: Setting) -> Handling:
     return Handling(lambda: manager)
 
 
-# What modes that move everything take of the host, whose memory has to do.
+# Host memory of the modes that move everything.
 PINNED_BYTES: dict[str, Callable[[Saved], int]] = {
     "TRL": lambda saved: saved.unique_pinned_bytes,
     "save_on_cpu": lambda saved: saved.views_pinned_bytes,
@@ -155,35 +155,35 @@ PINNED_BYTES: dict[str, Callable[[Saved], int]] = {
 
 
 def require_host_memory(mode: str, saved: Saved, limit_bytes: int) -> None:
-    """Raises UnavailableError if a mode would take more of the host than it may."""
+    """Raise UnavailableError if a mode would take more host memory than the limit."""
     num_bytes = PINNED_BYTES[mode](saved) if mode in PINNED_BYTES else 0
     if num_bytes > limit_bytes:
         raise UnavailableError(f"needs {num_bytes / 2**30:.0f} GiB of host memory, limit {limit_bytes / 2**30:.0f} GiB")
 
 
 def ours_inputs(setting: Setting) -> Handling:
-    """Checkpointing whose inputs this library moves."""
+    """Use checkpointing whose inputs this library moves."""
     checkpoint_layers(setting.model)
     return ours(setting, mode="inputs")
 
 
 def seed_all(setting: Setting) -> Handling:
-    """Everything above 10 MB moved, two tensors ahead on the way back: the settings of this library's first design."""
+    """Move everything above 10 MB, two tensors ahead on the way back, as this library's first design did."""
     return ours(setting, mode="all", offload_threshold_mb=10.0, prefetch_ahead=2)
 
 
 def ours_auto(setting: Setting, share: float) -> Handling:
-    """This library's plan for saved activations within a share of their bytes."""
+    """Use this library's plan for saved activations within a share of their bytes."""
     return ours(setting, mode="auto", budget_bytes=round(share * setting.saved.unique_bytes))
 
 
 def ours_without_budget(setting: Setting) -> Handling:
-    """This library's default: what 3 % of time can save, and more where the device has no room."""
+    """Use this library's default: as much as 3 % of time can save, and more where the device has no room."""
     return ours(setting, mode="auto")
 
 
 def ours(setting: Setting, *, mode: str, budget_bytes: int | None = None, **options: Any) -> Handling:
-    """This library's offloader; on the CPU nothing is too small for it."""
+    """Use this library's offloader; on the CPU without a threshold."""
     on_cpu = setting.device.type == "cpu"
     copier = SyncCopier() if on_cpu else copier_for(setting.device)
     offloader = ActivationOffloader(
@@ -202,7 +202,7 @@ def ours(setting: Setting, *, mode: str, budget_bytes: int | None = None, **opti
 
 
 def settle(handling: Handling, step: Callable[[], None], num_passes: int) -> None:
-    """Untimed passes; where the mode makes a plan, until two passes have followed it."""
+    """Run untimed passes; in modes that plan, until two passes have followed the plan."""
     for _ in range(num_passes):
         step()
     for _ in range(MAX_PASSES_TO_SETTLE if handling.is_planned else 0):
@@ -214,7 +214,7 @@ def settle(handling: Handling, step: Callable[[], None], num_passes: int) -> Non
         step()
 
 
-# The references first, then this library's, then others: a run that ends early has what the targets are about.
+# References first, then this library's modes, then others, so that a run that ends early has the targets' figures.
 MODES: dict[str, Callable[[Setting], Handling]] = {
     "none": none,
     "checkpointing": checkpointing,

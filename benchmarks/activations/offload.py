@@ -1,13 +1,12 @@
-"""Training steps of Qwen3-8B-shaped layers with activations kept, computed again, or moved to the host.
+"""Training steps of Qwen3-8B-shaped layers with activations kept, recomputed, or moved to the host.
 
     python -m benchmarks.activations.offload
 
-A step is forward and backward of one sequence in bfloat16; there is no optimizer, because it would only add the same to
-every mode. Each mode runs in a process of its own, and the plain run twice: first and last. Attention is always torch's
+A step is forward and backward of one sequence in bfloat16, without an optimizer, which would add the same to every
+mode. Each mode runs in a process of its own, and the plain run twice: first and last. Attention is always torch's
 flash kernel, so that gradients can be compared bit for bit. Links of half and a quarter of this machine's speed are
-emulated by making each copy two and four times: a fair model of bandwidth, with twice the host's work. Without an
-accelerator toy layers run on the CPU, and only gradients, bytes and plans are reported: neither times nor device memory
-mean anything there. See docs/benchmarks.md for the columns.
+emulated by repeating each copy: a fair model of bandwidth, with more work for the host. Without an accelerator toy
+layers run on the CPU, and only gradients, bytes and plans are reported. docs/benchmarks.md explains the columns.
 """
 
 import argparse
@@ -29,20 +28,20 @@ from benchmarks.activations.model import (
     temporary_bytes,
 )
 from benchmarks.activations.modes import MODES, ON_SLOWER_LINKS, OURS, Handling, Setting, settle
-from benchmarks.activations.report import TARGETS, print_report, verdicts
+from benchmarks.activations.report import TARGETS, print_report
 from benchmarks.cells import Cell, Report, Row, compare, own_failures, run_cells
 from benchmarks.common import current_device, host_limit_gib, host_rss_bytes, results_path
 from benchmarks.timing import first_step_s, timed
 
-AGAIN = "none again"  # the plain run at the end: how far two runs of the same differ
+AGAIN = "none again"  # the plain run at the end, as a control
 
 
 def measure(settings: dict[str, Any], folder: Path) -> Row:
-    """Everything about one mode at one length."""
+    """Measure one mode at one length."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before the first matrix product
     device = current_device()
     if device.type == "cpu":
-        torch.set_num_threads(1)  # tensors are so small that more threads only wait for each other
+        torch.set_num_threads(1)  # tensors are too small for more
     model = build_model(settings["size"], settings["layers"], device)
     work = Work.make(model, settings["num_tokens"], device)
     with flash_attention(device):
@@ -55,7 +54,7 @@ def measure(settings: dict[str, Any], folder: Path) -> Row:
 
 
 def steps_of(handling: Handling, work: Work, setting: Setting, settings: dict[str, Any]) -> Row:
-    """Times and peaks of a mode, what the offloader says of itself, and the gradients' digest."""
+    """Return times and peaks of a mode, the offloader's statistics, and the gradients' digest."""
     host_allocations: list[int] = []
 
     def step() -> None:
@@ -84,7 +83,7 @@ def steps_of(handling: Handling, work: Work, setting: Setting, settings: dict[st
 
 
 def account(handling: Handling, host_allocations: list[int]) -> Row:
-    """What this library's offloader says of itself."""
+    """Return statistics of this library's offloader."""
     stats = handling.stats()
     if stats is None:
         return {}
@@ -101,15 +100,15 @@ def account(handling: Handling, host_allocations: list[int]) -> Row:
 
 
 def judge(rows: list[Row]) -> None:
-    """Compare gradients with those of the plain run; where that does not fit, with checkpointing's."""
+    """Compare gradients with the plain run's, or with checkpointing's if the plain run does not fit."""
     compare(rows, "gradient_digest", "gradients_equal", ["num_tokens"], ["none", "checkpointing"])
 
 
-REPORT = Report(TARGETS, judge, print_report, verdicts)
+REPORT = Report(TARGETS, print_report, judge)
 
 
 def cells(options: argparse.Namespace) -> Iterator[Cell]:
-    """Every mode at every length, then this library's on slower links."""
+    """Yield every mode at every length, then this library's modes on slower links."""
     shared = {name: getattr(options, name) for name in ("size", "layers", "warmup", "steps", "seconds_per_cell")}
     shared["host_limit_gib"] = options.host_limit_gib
     for divisor in options.link_divisors:
@@ -122,7 +121,7 @@ def cells(options: argparse.Namespace) -> Iterator[Cell]:
 
 
 def parse(arguments: list[str] | None, device: torch.device) -> argparse.Namespace:
-    """The command line's options; defaults depend on whether there is an accelerator."""
+    """Parse the command line; defaults depend on whether there is an accelerator."""
     on_cpu = device.type == "cpu"
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument

@@ -1,11 +1,10 @@
-"""What each way of lowering activation memory copies, keeps on the device and computes again, in one training step.
+"""Bytes copied, bytes kept on the device and operations repeated in a training step, by switch for activation memory.
 
     python -m benchmarks.activations.offload_bytes
 
-trains one step of a Llama-shaped model with torch's, transformers', accelerate's, TRL's and this library's switches,
-one after the other. What the step copies to the host and holds at once is counted on the CPU, to the byte, and so are
-its operations. None of that depends on the device, except where `ours auto` decides by the times it has measured. No
-time is reported.
+One step of a Llama-shaped model is trained with torch's, transformers', accelerate's, TRL's and this library's switches
+in turn. Copied bytes, the highest number of bytes held, and operations are counted on the CPU, exactly. None of them
+depends on the device, except that `ours auto` decides by measured times. No time is reported.
 """
 
 import argparse
@@ -42,7 +41,7 @@ SIZES = {
 }
 TOKENS = {"real": 1024, "toy": 64}
 VOCABULARY = {"real": 2048, "toy": 256}
-TARGET_RATIO = 1.0  # ours: every storage once
+TARGET_RATIO = 1.0  # this library copies every storage once
 HEADER = ["switch", "copied MiB", "weights MiB", "left MiB", "highest MiB", "/ plain", "computed again", "gradients"]
 
 CPU = torch.device("cpu")
@@ -50,13 +49,13 @@ Gradients = list[Tensor]
 
 
 class StepCounter(TorchDispatchMode):
-    """Counts what a training step on the CPU copies away, and how much of what it makes is held at once.
+    """A counter of the bytes that a training step on the CPU copies away, and of the bytes that it holds.
+
+    A CPU has one memory, so copies tell host and device apart: the destination of a copy is host memory until an
+    operation reads it in place. Temporaries within an operation are not counted.
 
     Args:
-        fixed: weights and their gradients, which the step does not make.
-
-    A CPU has one memory, so copies tell host and device apart: what something is copied into is host memory, until an
-    operation reads it where it is. Temporaries within an operation are not seen.
+        fixed: weights and their gradients, which exist before the step.
     """
 
     def __init__(self, fixed: list[Tensor]) -> None:
@@ -69,7 +68,7 @@ class StepCounter(TorchDispatchMode):
         self.highest_bytes = 0
 
     def bytes_alive(self) -> int:
-        """Bytes on what stands for the device."""
+        """Return the bytes in the memory that represents the device."""
         self._device = {key: each for key, each in self._device.items() if not each[0].expired()}
         return sum(num_bytes for _, num_bytes in self._device.values())
 
@@ -85,7 +84,7 @@ class StepCounter(TorchDispatchMode):
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
                 self._hold(tensor)
-        if not function.name().startswith("aten::empty"):  # not before it is known what they are filled with
+        if not function.name().startswith("aten::empty"):  # may become the destination of a copy
             self.highest_bytes = max(self.highest_bytes, self.bytes_alive())
         return result
 
@@ -110,7 +109,7 @@ class StepCounter(TorchDispatchMode):
 
 
 def accelerate_offload(setting: Setting) -> Handling:
-    """accelerate's `fsdp_activation_checkpointing_offload: true`: what it does to the layers before it shards them."""
+    """Apply accelerate's `fsdp_activation_checkpointing_offload: true` to the layers, without sharding them."""
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",
@@ -122,9 +121,9 @@ def accelerate_offload(setting: Setting) -> Handling:
 
 
 def trl_offload(setting: Setting) -> Handling:
-    """TRL's `activation_offloading=True`, as its trainers install it, with its default threshold of 1 KiB.
+    """Use TRL's `activation_offloading=True`, as its trainers install it, with its default threshold of 1 KiB.
 
-    It looks for an accelerator and its streams as it is made, so the CPU and streams that do nothing stand in.
+    Its constructor needs an accelerator and streams, so the CPU and streams that do nothing take their place.
     """
     try:
         from trl.models.activation_offloading import get_act_offloading_ctx_manager
@@ -138,7 +137,7 @@ def trl_offload(setting: Setting) -> Handling:
 
 
 class StandInDevice:
-    """A device module and a stream in one, for which all work is over at once."""
+    """A device module and a stream in one, whose work is always complete."""
 
     stream = staticmethod(contextlib.nullcontext)
 
@@ -166,14 +165,14 @@ SWITCHES: dict[str, Callable[[Setting], Handling]] = {
 
 @dataclass(frozen=True)
 class Work:
-    """A model and one sequence of tokens, `(1, tokens)`, which are its labels too."""
+    """A model and one sequence of tokens, `(1, tokens)`, also used as labels."""
 
     model: nn.Module
     tokens: Tensor
 
     @staticmethod
     def make(size: str) -> "Work":
-        """A Llama-shaped model in bfloat16 with random weights."""
+        """Build a Llama-shaped model in bfloat16 with random weights."""
         torch.manual_seed(0)
         shape = {**SIZES[size], "intermediate_size": 7 * SIZES[size]["hidden_size"] // 2}
         config = transformers.LlamaConfig(**shape, vocab_size=VOCABULARY[size], use_cache=False)
@@ -191,14 +190,14 @@ class Work:
 
 
 def take_gradients(model: nn.Module) -> Gradients:
-    """The gradients as they are, which become zero in place."""
+    """Return copies of the gradients, and zero them in place."""
     found = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
     model.zero_grad(set_to_none=False)
     return found
 
 
 def flops_of(work: Work, handling: Handling) -> int:
-    """The floating-point operations of one step. Counting them changes some kernels, so its gradients are dropped."""
+    """Count the floating-point operations of one step. Counting changes some kernels, so its gradients are dropped."""
     with FlopCounterMode(display=False) as counter:
         work.step(handling.context)
     take_gradients(work.model)
@@ -206,13 +205,13 @@ def flops_of(work: Work, handling: Handling) -> int:
 
 
 def measure(name: str, start: Work, saved: Saved, plain_flops: int, want: Gradients) -> dict[str, Any]:
-    """One switch's steps, on a copy of the model."""
+    """Measure one switch on a copy of the model."""
     work = Work(copy.deepcopy(start.model), start.tokens)
     try:
         handling = SWITCHES[name](Setting(work.model, CPU, saved, round(host_limit_gib() * 2**30), link_divisor=1))
     except UnavailableError as error:
         return {"error": str(error)}
-    # One step at least, to have gradients to add to.
+    # One step at least, so that gradients are allocated.
     modes.settle(handling, partial(work.step, handling.context), num_passes=1)
     take_gradients(work.model)
     weights = [*work.model.parameters(), *work.model.buffers()]
@@ -235,7 +234,7 @@ def measure(name: str, start: Work, saved: Saved, plain_flops: int, want: Gradie
 
 
 def run(size: str) -> dict[str, Any]:
-    """The whole benchmark."""
+    """Run the benchmark; return its results."""
     work = Work.make(size)
     saved = saved_by(work)
     work.step()
@@ -257,7 +256,7 @@ def run(size: str) -> dict[str, Any]:
 
 
 def print_report(results: dict[str, Any]) -> None:
-    """The table and the target."""
+    """Print the table and the target."""
     shape = results["shape"]
     print(
         f"Llama-shaped, {shape['num_hidden_layers']} layers of width {shape['hidden_size']}, "

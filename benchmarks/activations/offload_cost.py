@@ -1,10 +1,10 @@
-"""Python time that offloaders spend on each saved tensor, packing and unpacking together, on the CPU.
+"""Python time that offloaders spend on packing and unpacking a saved tensor, on the CPU.
 
     python -m benchmarks.activations.offload_cost
 
-A chain of sines on a few numbers saves one tensor per operation, so that copies and arithmetic cost next to nothing and
-what remains is bookkeeping. Kinds take turns within each round, and medians over rounds are reported. The clock is the
-thread's CPU time, so that other processes disturb little.
+A chain of sines on a few numbers saves one tensor per operation; copies and arithmetic cost next to nothing, and
+bookkeeping remains. Kinds take turns within each round, and medians over rounds are reported. The clock is the thread's
+CPU time, so that other processes disturb little.
 """
 
 import argparse
@@ -37,17 +37,17 @@ Hooks = Callable[[], AbstractContextManager[Any]]
 
 
 def no_op() -> AbstractContextManager[Any]:
-    """The least that any hook costs. Detached: a tensor that is its own pack result would leak."""
+    """Return the cheapest hook. It detaches, since a tensor that is its own pack result would leak."""
     return saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
 
 
 def hooks_of(offloader: ActivationOffloader) -> Hooks:
-    """The offloader's context, over and over."""
+    """Return a function that makes the offloader's contexts."""
     return lambda: offloader.offload_context()
 
 
 def kinds() -> dict[str, Hooks]:
-    """What is compared. `ours, kept` leaves everything on the device, as it is smaller than the threshold."""
+    """Return the hooks to compare. `ours, kept` keeps every tensor on the device, since all are below its threshold."""
     kept = ActivationOffloader(mode="all", offload_threshold_mb=LARGE_MB, copier=SyncCopier())
     offloaded = ActivationOffloader(mode="all", offload_threshold_mb=0, copier=SyncCopier())
     return {
@@ -61,14 +61,14 @@ def kinds() -> dict[str, Hooks]:
 
 
 def trl_hooks() -> Hooks:
-    """TRL's hooks, told that the CPU is the accelerator: they copy to the host, and have nothing to copy back."""
+    """Return TRL's hooks with the CPU as their accelerator: they copy to the host, and never back."""
     with patch.object(torch.accelerator, "current_accelerator", lambda: CPU):
         hooks = OffloadActivations(use_pin_memory=False, use_streams=False, min_offload_size=0)
     return lambda: hooks
 
 
 def step(x: Tensor, num_tensors: int, hooks: Hooks) -> float:
-    """Microseconds per saved tensor of a forward and backward pass."""
+    """Return the microseconds per saved tensor of a forward and backward pass."""
     start = time.thread_time()
     with hooks():
         y = x
@@ -79,7 +79,7 @@ def step(x: Tensor, num_tensors: int, hooks: Hooks) -> float:
 
 
 def measure(num_rounds: int, num_tensors: int) -> dict[str, Any]:
-    """Time per saved tensor of each kind, and by how much it exceeds the no-op hook's of the same round."""
+    """Return the time per saved tensor of each kind, and its excess over the no-op hook's in the same round."""
     compared = kinds()
     x = torch.full((NUM_NUMBERS,), 0.5, requires_grad=True)
     for hooks in compared.values():  # host memory is allocated and orders are learned
@@ -96,7 +96,7 @@ def measure(num_rounds: int, num_tensors: int) -> dict[str, Any]:
 
 
 def run(num_rounds: int, num_tensors: int) -> dict[str, Any]:
-    """The whole benchmark."""
+    """Run the benchmark; return its results."""
     return {
         **environment(CPU),
         "benchmark": "activations.offload_cost",
@@ -108,7 +108,7 @@ def run(num_rounds: int, num_tensors: int) -> dict[str, Any]:
 
 
 def print_report(results: dict[str, Any]) -> None:
-    """The table, with targets."""
+    """Print the table, with targets."""
     rows = []
     for name, found in results["hooks"].items():
         over, target = found["us_over_no_op"], results["targets_us_over_no_op"].get(name)

@@ -21,7 +21,7 @@ HEADER = [
     "host GiB",
     "gradients",
 ]
-# Limits of `QUANTITIES`. `tokens` limits a target to one length.
+# Limits of `QUANTITIES`. `tokens` restricts a target to one length.
 PLANNED = [f"ours auto {percent} %" for percent in (10, 20, 35)]
 TARGETS: list[dict[str, Any]] = [
     *({"mode": mode, "quantity": "peak / budget", "at_most": 1.03} for mode in PLANNED),
@@ -39,7 +39,7 @@ Cells = dict[str, Cell]
 
 
 def print_report(results: dict[str, Any]) -> None:
-    """One table per length and link, each followed by the targets that apply."""
+    """Print one table per length and link, each followed by its targets."""
     cells = results["cells"]
     if not cells:
         return
@@ -55,24 +55,16 @@ def print_report(results: dict[str, Any]) -> None:
         for mode in shown:
             if "error" in by_mode[mode]:
                 print(f"{mode}: {by_mode[mode]['error'].splitlines()[0]}")
-        for verdict in _verdicts_of(results["targets"], num_tokens, shown, by_mode):
+        for verdict in _verdicts(results["targets"], num_tokens, shown, by_mode):
             print(verdict)
     if results["hardware"]["device"] == "cpu":
         print(
-            "\nNo accelerator: step times and device memory were not measured; what is saved is the offloader's count."
+            "\nNo accelerator: step times and device memory were not measured; saved bytes are the offloader's count."
         )
 
 
-def verdicts(results: dict[str, Any]) -> Iterator[Verdict]:
-    """Every target at every length and link."""
-    for divisor, num_tokens, shown, by_mode in _groups(results["cells"]):
-        for verdict in _verdicts_of(results["targets"], num_tokens, shown, by_mode):
-            link = "" if divisor == 1 else f", link 1/{divisor}"
-            yield Verdict(f"{num_tokens} tokens{link}, {verdict.what}", verdict.value, verdict.target)
-
-
 def _groups(cells: list[Cell]) -> Iterator[tuple[int, int, list[str], Cells]]:
-    """Link divisor, tokens, the modes that ran there, and their cells with those that know no link."""
+    """Yield link divisor, tokens, the modes that ran there, and their cells with those that use no link."""
     for divisor, num_tokens in dict.fromkeys((cell["link_divisor"], cell["num_tokens"]) for cell in cells):
         here = [cell for cell in cells if cell["num_tokens"] == num_tokens]
         by_mode = {cell["mode"]: cell for cell in here if cell["link_divisor"] == 1}
@@ -80,7 +72,7 @@ def _groups(cells: list[Cell]) -> Iterator[tuple[int, int, list[str], Cells]]:
         yield divisor, num_tokens, list(own), by_mode | own
 
 
-def _verdicts_of(targets: list[dict[str, Any]], num_tokens: int, shown: list[str], cells: Cells) -> Iterator[Verdict]:
+def _verdicts(targets: list[dict[str, Any]], num_tokens: int, shown: list[str], cells: Cells) -> Iterator[Verdict]:
     for target in targets:
         if target["mode"] in shown and target.get("tokens", num_tokens) == num_tokens:
             value = QUANTITIES[target["quantity"]](cells[target["mode"]], cells)
@@ -114,9 +106,9 @@ def _row(mode: str, cells: Cells) -> list[str]:
 
 
 def saved_peak_bytes(cell: Cell) -> int | None:
-    """Peak of what autograd had saved on the device: without weights, gradients and temporaries.
+    """Return the peak of saved activations on the device, without weights, gradients and temporaries.
 
-    Without an accelerator this library's own count stands in, and other modes have none.
+    Without an accelerator it is this library's own count, and None for other modes.
     """
     if "peak_over_start_bytes" in cell:
         return int(cell["peak_over_start_bytes"] - cell["temporary_bytes"])

@@ -1,12 +1,12 @@
-"""Slowdown of a step by mode "auto" where operations are many and small, on the CPU.
+"""Slowdown of a step by mode "auto" for models of many small operations, on the CPU.
 
     python -m benchmarks.activations.small_operations
 
 RWKV and Mamba loop over tokens in Python, an LSTM reads packed sequences, and a UNet has few large operations beside
 them. Each is trained plainly, with `ActivationOffloader` and its default `max_slowdown`, and with torch's
-`save_on_cpu`, which copies everything, from the CPU too. Mode "auto" first takes as many steps as it needs to record,
-plan, and compare its plans with the plain step. Then kinds take turns within each round. The clock is the process's CPU
-time, so that other processes disturb little; the ratio is that of medians.
+`save_on_cpu`, which copies everything, from the CPU too. Mode "auto" first gets the steps to record, plan, and compare
+its plans with the plain step. Then kinds take turns within each round. The clock is the process's CPU time, so that
+other processes disturb little; ratios are those of medians.
 """
 
 import argparse
@@ -77,7 +77,7 @@ def _causal_lm(model: Any, batch_size: int, length: int) -> Model:
 
 
 def step_ms(model: nn.Module, forward: Forward, hooks: AbstractContextManager[Any]) -> float:
-    """Milliseconds of CPU of a forward and backward pass."""
+    """Return the CPU milliseconds of a forward and backward pass."""
     start = time.process_time()
     with hooks:
         loss = forward()
@@ -88,7 +88,7 @@ def step_ms(model: nn.Module, forward: Forward, hooks: AbstractContextManager[An
 
 
 def measure(make: Callable[[], Model], num_rounds: int) -> dict[str, Any]:
-    """Step times of each kind, ratios to the plain one, and bytes that the settled plan moves and computes again."""
+    """Return step times of each kind, ratios to the plain one, and bytes that the plan moves and recomputes."""
     torch.manual_seed(0)
     model, forward = make()
     offloader = ActivationOffloader(offload_threshold_mb=THRESHOLD_MB, copier=SyncCopier())
@@ -112,7 +112,7 @@ def measure(make: Callable[[], Model], num_rounds: int) -> dict[str, Any]:
 
 
 def run(num_rounds: int, names: list[str]) -> dict[str, Any]:
-    """The whole benchmark."""
+    """Run the benchmark; return its results."""
     return {
         **environment(CPU),
         "benchmark": "activations.small_operations",
@@ -124,7 +124,7 @@ def run(num_rounds: int, names: list[str]) -> dict[str, Any]:
 
 
 def print_report(results: dict[str, Any]) -> None:
-    """The table, with targets."""
+    """Print the table, with targets."""
     rows = []
     for name, found in results["models"].items():
         ratio, target = found["ratio"], results["target_ratio"]

@@ -1,11 +1,10 @@
-"""When clearing the allocator's cache matters: a convolutional network on images of changing sizes, three ways.
+"""Effect of clearing the allocator's cache, for a convolutional network on images of changing sizes.
 
     python -m benchmarks.planning.cache_clearing
 
-The allocator as it is, first and once more last; the same with the cache emptied every 16 steps; expandable segments.
-What is timed are 16 steps, with the emptying where there is one. Each variant runs in a process of its own, since the
-allocator reads its settings once. Needs a CUDA device; without one there is nothing to measure, and it says so. Takes
-about a minute.
+Variants are the default allocator, first and last; the same with its cache emptied every 16 steps; and expandable
+segments. Times are those of 16 steps, emptying included. Each variant runs in a process of its own, since the allocator
+reads its settings once. It needs a CUDA device, and takes about a minute.
 """
 
 import argparse
@@ -33,13 +32,13 @@ VARIANTS: dict[str, dict[str, str]] = {
     "expandable_segments": {"PYTORCH_ALLOC_CONF": "expandable_segments:True"},
     "default again": {},
 }
-# What docs/memory.md says: growing segments lose no more memory than fixed ones; an emptied cache makes nothing faster.
+# Claims of docs/memory.md: growing segments lose no more memory than fixed ones; emptying makes nothing faster.
 TARGETS = {"expandable_segments, lost / default": 1.0, "empty_cache, time / default": 1.0}
 HEADER = ["allocator", "16 steps ms", "/ default", "allocated GiB", "reserved GiB", "lost GiB", "retries", "first s"]
 
 
 def measure(settings: dict[str, Any], folder: Path) -> Row:
-    """Times and memory of the second half of all rounds of 16 steps."""
+    """Measure times and memory of the second half of all rounds of 16 steps."""
     device = current_device()
     torch.manual_seed(0)
     sizes = random.Random(0)
@@ -65,7 +64,7 @@ def measure(settings: dict[str, Any], folder: Path) -> Row:
 
 
 def make_model() -> nn.Module:
-    """An autoencoder as large as a small VAE."""
+    """Build an autoencoder of the size of a small VAE."""
     widths = [3, 64, 128, 256]
     down = [nn.Conv2d(a, b, 3, stride=2, padding=1) for a, b in itertools.pairwise(widths)]
     up = [nn.ConvTranspose2d(b, a, 4, stride=2, padding=1) for a, b in itertools.pairwise(widths)][::-1]
@@ -73,7 +72,7 @@ def make_model() -> nn.Module:
 
 
 def judge(rows: list[Row]) -> None:
-    """What is lost is reserved at most over allocated at most; times are those over the default's."""
+    """Add lost bytes (peak reserved less peak allocated) and times over the default's."""
     default = next((row["step_ms"]["median"] for row in rows if row["variant"] == "default" and "step_ms" in row), None)
     for row in (row for row in rows if "step_ms" in row):
         row["lost_bytes"] = row["reserved_bytes"] - row["peak_bytes"]
@@ -81,7 +80,7 @@ def judge(rows: list[Row]) -> None:
 
 
 def print_report(results: dict[str, Any]) -> None:
-    """The table, why some failed, and the targets."""
+    """Print the table, errors and targets."""
     rows = results["cells"]
     print_table(HEADER, [_row(row) for row in rows])
     for row in (row for row in rows if "error" in row):
@@ -102,7 +101,7 @@ def _row(row: Row) -> list[str]:
 
 
 def verdicts(results: dict[str, Any]) -> Iterator[Verdict]:
-    """Each target, with what was measured."""
+    """Yield each target with its measured value."""
     rows = {row["variant"]: row for row in results["cells"]}
     of_default, of_growing = (rows.get(name, {}).get("lost_bytes") for name in ("default", "expandable_segments"))
     emptied = rows.get("empty_cache", {}).get("time_over_default")
@@ -111,18 +110,18 @@ def verdicts(results: dict[str, Any]) -> Iterator[Verdict]:
     yield Verdict(slower, emptied, results["targets"][slower], at_least=True)
 
 
-REPORT = Report(TARGETS, judge, print_report, verdicts)
+REPORT = Report(TARGETS, print_report, judge)
 
 
 def cells(options: argparse.Namespace) -> Iterator[Cell]:
-    """One for each variant."""
+    """Yield a cell for each variant."""
     shared = {"steps": options.steps, "seconds_per_cell": options.seconds_per_cell}
     for variant, environ in VARIANTS.items():
         yield Cell("planning.cache_clearing", variant, {"variant": variant, **shared}, environ=environ)
 
 
 def parse(arguments: Sequence[str] | None, device: torch.device) -> argparse.Namespace:
-    """The command line's options, the same on all devices."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--steps", type=int, default=384, help="of each variant; the second half is timed (default: %(default)s)")

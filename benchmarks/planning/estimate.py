@@ -4,12 +4,12 @@
     python -m benchmarks.planning.estimate --estimates h100.json
     python -m benchmarks.planning.estimate --recipe train_causal_lm=lm.yaml --recipe train_neural_operator=darcy.yaml
 
-Every step is first estimated, without the device, and then really run on it from the same code: transformers models
-with random weights, without and with activation checkpointing, and recipes, in three sizes; and recipes with the
-configurations that are given, such as a student's folder for reflow_smolvla. Each runs in a process of its own, and the
-first one twice: first and last. With --estimate-only nothing runs on the device, and the estimates are kept in a file,
-from which a later run with --estimates takes them and only measures. Without an accelerator toy models are estimated
-and nothing is measured.
+Every step is first estimated, without the device, and then run on it from the same code: transformers models with
+random weights, without and with activation checkpointing, and recipes, in three sizes; and recipes with given
+configurations, such as a student's folder for reflow_smolvla. Each step runs in a process of its own, and the first one
+twice: first and last. With --estimate-only nothing runs on the device, and the estimates are stored in a file; a later
+run with --estimates reads them and only measures. Without an accelerator toy models are estimated and nothing is
+measured.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from torch.nn.attention import _cur_sdpa_kernel_backends
 from benchmarks.cells import Cell, Report, Row, own_failures, run_cells
 from benchmarks.common import RESULTS_FOLDER, current_device, results_path, slug
 from benchmarks.planning import estimates
-from benchmarks.planning.estimate_report import TARGETS, print_report, verdicts
+from benchmarks.planning.estimate_report import TARGETS, print_report
 from benchmarks.planning.steps import MODELS, RECIPES, SIZES, model_steps, recipe_steps, simulated_step
 from benchmarks.timing import first_step_s, timed
 from hf_memopt.estimate.gpus import CARDS, card_named
@@ -37,7 +37,7 @@ CUDNN_LAST = {"TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"}
 
 
 def measure(settings: dict[str, Any], folder: Path) -> Row:
-    """Everything about one step: its estimate, before anything asks for the device, and what the device says.
+    """Estimate one step, before the device is queried, then measure it there.
 
     Raises:
         RuntimeError: the step could not be estimated.
@@ -54,7 +54,7 @@ def measure(settings: dict[str, Any], folder: Path) -> Row:
 
 
 def measured(step: SimulatedStep, device: torch.device, *, max_steps: int, max_seconds: float) -> Row:
-    """As many steps as were estimated, for their peaks, and then more, for their times."""
+    """Measure the peaks of as many steps as were estimated, then the times of more steps."""
     reserved_before = torch.accelerator.memory_reserved(device)
     state = step.setup(device)
     gc.collect()
@@ -73,12 +73,12 @@ def measured(step: SimulatedStep, device: torch.device, *, max_steps: int, max_s
 
 
 def attention_order() -> list[str]:
-    """The kernels of attention that are enabled, from the one that torch prefers; known after the first attention."""
+    """Return the enabled attention kernels in torch's order of preference; known after the first attention."""
     return [backend.name for backend in _cur_sdpa_kernel_backends(with_priority=True)]
 
 
 def deviations(found: Row) -> Row:
-    """How far the estimate is above what was measured, as a part of that."""
+    """Return the relative deviations of the estimate from the measured values."""
     estimate = found["estimate"]
     return {
         "deviation": estimate["allocated_bytes"] / found["measured_allocated_bytes"] - 1,
@@ -88,17 +88,17 @@ def deviations(found: Row) -> Row:
 
 
 def judge(rows: list[Row]) -> None:
-    """Whether the last cell, which repeats the first, finds the same bytes."""
+    """Add whether the last cell, which repeats the first, has the same bytes."""
     for again in (row for row in rows if row["again"] and "measured_allocated_bytes" in row):
         names = ("measured_allocated_bytes", "measured_reserved_bytes")
         again["same_bytes"] = all(again[name] == rows[0].get(name) for name in names)
 
 
-REPORT = Report(TARGETS, judge, print_report, verdicts)
+REPORT = Report(TARGETS, print_report, judge)
 
 
 def cells(options: argparse.Namespace) -> Iterator[Cell]:
-    """Every step; those in which cuDNN may compute attention also with other kernels preferred."""
+    """Yield every step; steps that may use cuDNN's attention also with other kernels preferred."""
     known = {}
     if options.estimates:
         known = estimates.read_estimates(options.estimates, options.card, options.chosen)
@@ -116,7 +116,7 @@ def cells(options: argparse.Namespace) -> Iterator[Cell]:
 
 
 def running_card(device: torch.device) -> str | None:
-    """The name in `CARDS` of the GPU, as nvidia-smi knows it, which is only asked; None if it is none of them."""
+    """Return the GPU's name in `CARDS`, by nvidia-smi, which leaves CUDA alone; None if the GPU is not there."""
     if device.type != "cuda":
         return None
     query = ["nvidia-smi", "--id=0", "--query-gpu=name", "--format=csv,noheader"]
@@ -128,7 +128,7 @@ def running_card(device: torch.device) -> str | None:
 
 
 def parse(arguments: list[str] | None, device: torch.device) -> argparse.Namespace:
-    """The command line's options; defaults depend on whether there is an accelerator."""
+    """Parse the command line; defaults depend on whether there is an accelerator."""
     on_cpu = device.type == "cpu"
     card = "h100" if on_cpu else running_card(device)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -138,9 +138,9 @@ def parse(arguments: list[str] | None, device: torch.device) -> argparse.Namespa
     sizes = ["toy"] if on_cpu else ["small", "medium", "large"]
     add("--sizes", nargs="+", choices=SIZES, default=sizes, help="here: %(default)s")
     add("--recipe", action="append", default=[], metavar="NAME=FILE", help="also this recipe")
-    add("--card", choices=CARDS, default=card, help="what is estimated for (here: %(default)s)")
+    add("--card", choices=CARDS, default=card, help="card to estimate for (here: %(default)s)")
     add("--estimate-only", action="store_true", help="leave the device alone, and write the estimates")
-    add("--estimates", type=Path, help="file to take estimates from; with --estimate-only, to continue")
+    add("--estimates", type=Path, help="file of estimates to read; with --estimate-only, to continue")
     add("--steps", type=int, default=5, help="timed steps of each cell, at most (default: %(default)s)")
     add("--seconds-per-cell", type=float, default=4.0, help="stop timing a cell after this (default: %(default)s)")
     add("--time-limit-s", type=float, help="of the whole run (default: 510, or none with --estimate-only)")
@@ -172,7 +172,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """Estimate, or measure too."""
+    """Run the benchmark, or only its estimates."""
     limit_s = options.time_limit_s
     if options.estimate_only:
         output = options.output or options.estimates or RESULTS_FOLDER / f"estimates-{options.card}.json"

@@ -21,7 +21,7 @@ HEADER = [
     "first s",
     "attention",
 ]
-# Of allocated bytes, as a part of what was measured.
+# Upper limits of the relative deviation of allocated bytes.
 TARGETS = {"worst_deviation": 0.05, "median_deviation": 0.03}
 QUANTITIES = {
     "deviation": "allocated bytes",
@@ -31,7 +31,7 @@ QUANTITIES = {
 
 
 def print_report(results: dict[str, Any]) -> None:
-    """One table of all steps, errors, and the deviations of all together."""
+    """Print one table of all steps, errors, and the deviations of all together."""
     rows = results["cells"]
     print(f"{results['hardware']['name']}, estimates for {', '.join(dict.fromkeys(row['card'] for row in rows))}\n")
     print_table(HEADER, [_columns(row) for row in rows])
@@ -50,13 +50,13 @@ def print_report(results: dict[str, Any]) -> None:
 
 
 def verdicts(results: dict[str, Any]) -> Iterator[Verdict]:
-    """Of allocated bytes alone."""
+    """Yield the targets of allocated bytes."""
     for name, value in zip(TARGETS, summary(results["cells"], "deviation"), strict=True):
         yield Verdict(f"{name.replace('_', ' ')} of allocated bytes", value, results["targets"][name])
 
 
 def summary(rows: list[Row], quantity: str) -> tuple[float | None, float | None]:
-    """Worst and median of a deviation's size, over all cells but the repeated one; None if nothing was measured."""
+    """Return worst and median absolute deviation, without the repeated cell; None if nothing was measured."""
     found = [abs(row[quantity]) for row in rows if quantity in row and not row["again"]]
     return (max(found), statistics.median(found)) if found else (None, None)
 

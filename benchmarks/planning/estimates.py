@@ -1,4 +1,4 @@
-"""Estimates of steps for a card, made by the CPU and kept in a file until a GPU is at hand to measure them."""
+"""Estimates of steps for a card, made on the CPU and stored in a file for a later measurement on a GPU."""
 
 import json
 import tempfile
@@ -19,11 +19,11 @@ Step = tuple[str, Definition]
 
 
 class OtherEstimatesError(ValueError):
-    """A file holds estimates for another card, or of other steps than these."""
+    """Raised for a file with estimates for another card or of other steps."""
 
 
 def measure(settings: dict[str, Any], folder: Path) -> Row:
-    """The cell that estimates a step; it never asks for an accelerator, after which simulations could not be forked."""
+    """Estimate a step. No accelerator is queried, since simulations could not be forked afterwards."""
     step = simulated_step(settings["definition"], folder / slug(settings["step"]))
     begun = time.perf_counter()
     estimate = estimate_peak_memory(step.setup, step.step, num_steps=step.num_steps, gpu=settings["card"])
@@ -40,7 +40,7 @@ def measure(settings: dict[str, Any], folder: Path) -> Row:
 
 
 def shared(settings: dict[str, Any], folder: Path) -> Row:
-    """What `measure` returns, made once for all cells of a run that have the same step."""
+    """Return the same as `measure`, computed once for all cells of a run with the same step."""
     file = folder / f"{slug(settings['step'])}.json"
     if not file.exists():
         write_results(measure(settings, folder), file)
@@ -55,11 +55,10 @@ def write_estimates(
 
     Args:
         steps: names and definitions.
-        card: a name in `CARDS`.
-        output: the file.
-        earlier: a file whose estimates are taken over; those that failed, or are of steps that have changed since,
-            are made again.
-        time_limit_s: of all together.
+        card: name in `CARDS`.
+        output: results file.
+        earlier: file whose estimates are kept, except failed ones and those of steps that have changed.
+        time_limit_s: limit of all estimates together, in seconds.
 
     Raises:
         OtherEstimatesError: the earlier file is for another card.
@@ -84,10 +83,10 @@ def write_estimates(
 
 
 def read_estimates(file: Path, card: str, steps: Sequence[Step]) -> dict[str, Row]:
-    """The figures of each step by its name; of one that could not be estimated, the error.
+    """Return the figures of each step by its name, or the error of its estimate.
 
     Raises:
-        OtherEstimatesError: the file is for another card, or some step is not in it, or has changed since.
+        OtherEstimatesError: the file is for another card, or lacks a step as it is defined now.
     """
     rows = {row["step"]: row for row in _rows(file, card)}
     changed = [name for name, definition in steps if name not in rows or rows[name]["definition"] != definition]

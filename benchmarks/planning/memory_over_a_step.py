@@ -5,7 +5,7 @@
 A small Llama trains on the CPU, which stands in for the device. Measured: every allocation and release of torch's CPU
 allocator, by torch's profiler; host memory of the offloader is taken from the system and does not count. Predicted
 before the run: the peak by `estimate_peak_memory(like="cpu")`. Under a budget, the estimate of the plain step less its
-saved activations, plus what the plan, made after two recorded steps, lets them hold. Needs matplotlib.
+saved activations, plus their planned bytes, known after two recorded steps. Needs matplotlib.
 """
 
 import argparse
@@ -24,17 +24,17 @@ from hf_memopt import ActivationOffloader, SyncCopier, estimate_peak_memory
 
 BATCH, LENGTH, VOCABULARY = 8, 256, 1024
 BUDGET_MIB = 28
-# Recording takes two steps, the first that follows the plan another one; the last is measured.
+# Two steps are recorded, a third one follows the plan for the first time; the last step is measured.
 NUM_STEPS = 5
 NUM_POINTS = 300
-# How wide each phase is drawn.
+# Width of each phase in the figure.
 WIDTHS = {"forward": 1.0, "backward": 2.0, "update": 0.3}
 COLORS = {"plain": "#7f8c9b", "checkpointing": "#4c78a8", "within a budget": "#e58b3d"}
 FIGURE = Path(__file__).parents[2] / "docs" / "images" / "memory_over_a_step.png"
 
 
 class SystemMemory(SyncCopier):
-    """Copies into memory that torch's allocator does not know, as a GPU's host memory is none of its."""
+    """A copier into memory outside of torch's allocator, as the host memory of a GPU is."""
 
     def empty_host(self, num_bytes: int) -> Tensor:
         return torch.frombuffer(mmap.mmap(-1, max(1, num_bytes)), dtype=torch.uint8)
@@ -100,7 +100,7 @@ def measured(**options: Any) -> tuple[Training, list[list[float]], int]:
 
 
 def _position(moment: int, spans: dict[str, tuple[int, int]]) -> float | None:
-    """Return where a moment of the last step is drawn, None for one outside of its phases."""
+    """Return the place of a moment of the last step in the figure, None outside of its phases."""
     left = 0.0
     for phase, width in WIDTHS.items():
         start, end = spans[phase]
@@ -122,7 +122,7 @@ def _thinned(curve: list[list[float]]) -> list[list[float]]:
 
 
 def predicted_peak(num_layers: int, checkpointing: bool) -> int:
-    """Return the peak in bytes that the estimate finds, without running anything."""
+    """Return the estimated peak in bytes, without a run."""
     estimate = estimate_peak_memory(
         lambda device: Training(device, num_layers=num_layers, checkpointing=checkpointing),
         lambda training: training.step(),
@@ -133,7 +133,7 @@ def predicted_peak(num_layers: int, checkpointing: bool) -> int:
 
 
 def planned_bytes(training: Training) -> int:
-    """Return what the plan says that saved activations will hold at most."""
+    """Return the plan's peak of saved activations."""
     peak_gib = training.offloader.stats.predicted_peak_gib
     assert peak_gib is not None
     return round(peak_gib * 2**30)
@@ -141,7 +141,7 @@ def planned_bytes(training: Training) -> int:
 
 def measure(num_layers: int, budget_mib: float) -> dict[str, dict[str, Any]]:
     """Return by technique both peaks (bytes), the curve, and whether the weights are those of the plain run."""
-    # Estimates fork this process, which torch allows before the first backward pass only.
+    # Estimates fork this process, which torch allows only before the first backward pass.
     predicted = {
         "plain": predicted_peak(num_layers, checkpointing=False),
         "checkpointing": predicted_peak(num_layers, checkpointing=True),
@@ -167,7 +167,7 @@ def measure(num_layers: int, budget_mib: float) -> dict[str, dict[str, Any]]:
 
 
 def draw(found: dict[str, dict[str, Any]], path: Path) -> Path:
-    """Draw what was measured as lines, and the predicted peaks as dashes."""
+    """Draw measured memory as lines, and predicted peaks as dashes."""
     figure = Figure(figsize=(9, 4), layout="constrained")
     axes = figure.subplots()
     end = sum(WIDTHS.values())

@@ -1,6 +1,6 @@
 """The training steps that are estimated and measured: transformers models with random weights, and recipes.
 
-A step is described by what JSON can hold, so that an estimate says of exactly which step it is.
+A step is described by JSON values, so that a file of estimates identifies its steps exactly.
 """
 
 import json
@@ -10,12 +10,12 @@ from typing import Any
 
 from transformers import (
     AutoConfig,
-    PreTrainedModel,  # noqa: F401 (half of what a model imports: once for all cells, not in each)
+    PreTrainedModel,  # noqa: F401 (half of the imports of a model, once for all cells)
 )
 
-from hf_memopt.commands.recipe_workloads import recipe_workload
 from hf_memopt.estimate.simulated_step import SimulatedStep
 from hf_memopt.jobs.huggingface import HuggingFaceModel
+from hf_memopt.jobs.workloads import recipe_workload
 
 # Hidden size, layers, sequence length, batch size.
 SIZES = {
@@ -57,7 +57,7 @@ def _latents(batch_size: int, num_steps: int) -> dict[str, Any]:
     return {"training": {**sizes, "use_amp": True}}
 
 
-# The configuration that each recipe is started with.
+# The configuration of each recipe.
 RECIPES: dict[str, dict[str, Any]] = {
     "causal_lm": {
         "small": _llama(512, 8, 1024, 4),
@@ -73,7 +73,7 @@ Definition = dict[str, Any]
 
 
 def model_steps(models: Sequence[str], sizes: Sequence[str]) -> Iterator[tuple[str, Definition]]:
-    """Name and definition of each model's steps."""
+    """Yield name and definition of each model's steps."""
     for model in models:
         for size in sizes:
             _, _, seq_len, batch_size = SIZES[size]
@@ -87,7 +87,7 @@ def model_steps(models: Sequence[str], sizes: Sequence[str]) -> Iterator[tuple[s
 def recipe_steps(
     recipes: Sequence[str], sizes: Sequence[str], given: Sequence[str]
 ) -> Iterator[tuple[str, Definition]]:
-    """Of recipes in the sizes that there are, and of those that are given as NAME=FILE."""
+    """Yield the same of recipes in their sizes, and of recipes given as NAME=FILE."""
     for recipe in recipes:
         for size in (size for size in sizes if size in RECIPES[recipe]):
             yield f"{recipe} {size}", {"recipe": recipe, "start": RECIPES[recipe][size]}
@@ -97,7 +97,7 @@ def recipe_steps(
 
 
 def simulated_step(definition: Definition, folder: Path) -> SimulatedStep:
-    """The step itself; files that it is started with are written into the folder."""
+    """Return the step; its configuration files are written into the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     return _recipe_step(definition, folder) if "recipe" in definition else _model_step(definition, folder)
 
@@ -118,7 +118,7 @@ def _model_step(definition: Definition, folder: Path) -> SimulatedStep:
 
 
 def _recipe_step(definition: Definition, folder: Path) -> SimulatedStep:
-    """With its levers at their first values."""
+    """Return a recipe's step with its levers at their first values."""
     if "file" in definition:
         file = Path(definition["file"])
     else:

@@ -1,9 +1,9 @@
-"""What each technique does to a training step's peak and time, predicted: one shape, every technique, no GPU.
+"""Predicted peak and time of a training step with each technique, for one shape, without a GPU.
 
     python -m benchmarks.planning.techniques
 
-The step is a whole one of a decoder shaped like Qwen3-0.6B, 4 sequences of 2,048 tokens, AdamW, run on tensors without
-memory (`estimate_peak_memory`). Times are predicted for one card.
+The step is a whole training step of a decoder shaped like Qwen3-0.6B, with 4 sequences of 2,048 tokens and AdamW, on
+tensors without memory (`estimate_peak_memory`). Times are predicted for one card.
 """
 
 import argparse
@@ -89,8 +89,8 @@ def print_report(results: dict[str, Any]) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpu", default="rtx4090", help="whose times (default: %(default)s)")
-    parser.add_argument("--toy", action="store_true", help="a tiny shape, to see that it runs")
+    parser.add_argument("--gpu", default="rtx4090", help="GPU to predict for (default: %(default)s)")
+    parser.add_argument("--toy", action="store_true", help="a tiny shape, for a test")
     parser.add_argument("--output", type=Path, help="JSON file (default: in benchmarks/results)")
     options = parser.parse_args(arguments)
     cpu = torch.device("cpu")

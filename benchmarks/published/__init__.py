@@ -1,11 +1,11 @@
-"""Device memory of training steps that others have measured on real GPUs and published, against our estimates.
+"""Estimates of training steps against published measurements on real GPUs.
 
     python -m benchmarks.published
 
-- `measured/`: the measurements, one JSON file for each source, with its licence and what kind of figure it gives.
+- `measured/`: the measurements, one JSON file for each source, with its licence and its kind of figure.
 - `models.json`: the published hyperparameters of the models.
-- `measurements`: reads them.
-- `steps`: the steps that were measured, as far as the sources tell.
+- `measurements`: reads both.
+- `steps`: the measured steps, as far as the sources describe them.
 
-Facts were taken over, and no code.
+Facts come from the sources, code does not.
 """

@@ -1,10 +1,10 @@
-"""Estimate what others have measured on real GPUs, and show both.
+"""Estimates of published measurements on real GPUs, beside the measured figures.
 
     python -m benchmarks.published
 
-Every configuration is estimated once, without a GPU, all of them in about a quarter of an hour of one core; the results
-file, a table of all rows beside it (CSV) and the summary in docs/published_measurements.md are written. With --only,
-rows whose name holds a text are estimated, and nothing is written.
+Every configuration is estimated once, without a GPU, all of them in about a quarter of an hour on one core. The results
+file, a table of all rows (CSV) and the summary in docs/published_measurements.md are written. With --only, rows whose
+name contains a text are estimated, and nothing is written.
 """
 
 import argparse
@@ -30,17 +30,17 @@ PAGE = Path(__file__).parents[2] / "docs" / "published_measurements.md"
 BEGIN, END = "<!-- python -m benchmarks.published writes this -->", "<!-- up to here -->"
 MIB = 2**20
 FIGURES = {"allocated_mib": "allocated", "reserved_mib": "reserved"}
-# Not part of what is simulated.
+# Fields that do not change the simulation.
 _RECORD = ("id", "source", "role", "stack", "unknown", "time_unknown", "not_simulated", "other_mib", "step_s", *FIGURES)
 
 
 def configuration(measured: Measurement) -> str:
-    """Return what is simulated, as a key: rows that were measured again have one estimate."""
+    """Return the simulated configuration as a key: repeated measurements share an estimate."""
     return json.dumps({key: value for key, value in asdict(measured).items() if key not in _RECORD}, sort_keys=True)
 
 
 def figures(measured: Measurement) -> dict[str, float | None]:
-    """Estimate a row, in MiB and seconds; None stands for what its source does not give."""
+    """Estimate a row, in MiB and seconds; None for a figure that its source does not give."""
     found = estimate(measured)
     of_memory = measured.has_memory
     return {
@@ -65,13 +65,13 @@ def compare(rows: list[Measurement]) -> list[dict[str, Any]]:
 def deviations(
     results: dict[str, Any], figure: str, *, is_known: bool | None = None, source: str | None = None
 ) -> list[float]:
-    """Return how far estimates are above what was measured, as shares of that.
+    """Return the relative deviations of estimates from measured figures.
 
     Args:
-        results: as `RESULTS` holds them.
-        figure: of `FIGURES`.
-        is_known: those whose configuration is fully known, or the others; None, both.
-        source: only of this one.
+        results: contents of `RESULTS`.
+        figure: key of `FIGURES`.
+        is_known: True for rows whose configuration is fully known, False for the others, None for both.
+        source: name of a source; None for all.
     """
     rows = {row.name: row for row in measurements()}
     found = []
@@ -111,7 +111,7 @@ def _by_source(results: dict[str, Any]) -> Iterator[str]:
 
 
 def rows_as_text(results: dict[str, Any]) -> list[list[str]]:
-    """Return every row with memory as cells: measured and estimated MiB, and the gaps of its configuration."""
+    """Return every row with memory as text: measured and estimated MiB, and gaps in its configuration."""
     estimates = {(row["source"], row["id"]): row["estimate"] or {} for row in results["rows"]}
     table = [
         [
@@ -146,7 +146,7 @@ def _step(row: Measurement) -> str:
 
 
 def write_page(results: dict[str, Any], page: Path) -> None:
-    """Put the report between its marks.
+    """Write the report between its marks.
 
     Raises:
         ValueError: the page has no marks.
@@ -155,7 +155,7 @@ def write_page(results: dict[str, Any], page: Path) -> None:
 
 
 def write_between(text: str, marks: tuple[str, str], page: Path) -> None:
-    """Put text between two marks of a page.
+    """Write text between two marks of a page.
 
     Raises:
         ValueError: the page has no marks.

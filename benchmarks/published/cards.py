@@ -1,4 +1,4 @@
-"""Cards that others have measured on and that `CARDS` has not, by their vendors' data sheets."""
+"""Cards of published measurements that `CARDS` lacks, by their vendors' data sheets."""
 
 from dataclasses import replace
 
@@ -8,7 +8,7 @@ _OTHERS = {
     "rtx8000": replace(
         CARDS["t4"], float32_flops=16.3e12, half_flops=130.5e12, memory_bytes_per_s=672e9, memory_bytes=45 * 2**30
     ),
-    # The one with 8 GB is the SUPER.
+    # The card with 8 GB is the SUPER.
     "rtx2060-8gb": replace(
         CARDS["t4"], float32_flops=7.2e12, half_flops=28.7e12, memory_bytes_per_s=448e9, memory_bytes=7 * 2**30
     ),
@@ -20,6 +20,6 @@ _OTHERS = {
 
 
 def card_of(gpu: str) -> Card | None:
-    """Return the card that a row names; None: its figures are not known, such as those of a card of AMD."""
+    """Return the card of a row; None if its figures are unknown, such as those of AMD's cards."""
     other = _OTHERS.get(gpu)
     return CARDS.get(gpu) if other is None else replace(other, name=gpu)

@@ -1,15 +1,15 @@
-"""Fit the speeds of `hf_memopt.estimate.kernel_speeds` to the published step times.
+"""Fits the speeds of `hf_memopt.estimate.kernel_speeds` to the published step times.
 
     python -m benchmarks.published.fit FOLDER
 
-The steps are simulated once, in some ten minutes of one core, and what they ask of a card is kept in FOLDER. Then
-shares of the data sheets are fitted, for all cards together and for each family as far as its steps move them from
-that: least squares of the logarithms of the times, in which a model on a family counts as at most three steps, with
-weak expectations of each share. Nothing is drawn by chance.
+The steps are simulated once, in some ten minutes on one core, and their operations are stored in FOLDER. Then the
+shares of the data sheets' speeds are fitted, for all cards together and for each family, by least squares of the
+logarithms of the times. A model on a family counts as at most three steps, and each share has a weak prior. The fit is
+deterministic.
 
-How good that is is found by fits to one half of the steps, which predict the other half, and by fits without a family,
-which predict that family. These predictions are written to the results file, and what they come to into
-docs/published_measurements.md. What is printed goes into `kernel_speeds`: of a fit to all steps, since more are better.
+The fit is validated by fits to one half of the steps, which predict the other half, and by fits without a family, which
+predict that family. Predictions go to the results file, and their summary to docs/published_measurements.md. The
+printed speeds, for `kernel_speeds`, come from a fit to all steps.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from benchmarks.published.measurements import Measurement
 from benchmarks.published.work import PARTS, Array, RecordedWork, recorded, step_s
 from hf_memopt.estimate.kernel_speeds import KernelSpeeds
 
-# Expected shares, seconds of a kernel and of the host; how far (in logarithms) they, a family and a time may be off.
+# Prior means of the shares, of the seconds of a kernel and of the host; then the prior deviations, in logarithms.
 _EXPECTED = KernelSpeeds(half=0.55, tf32=0.6, float32=0.75, convolution=0.4, attention=0.4, memory=0.75)
 _EXPECTED_KERNEL_S, _EXPECTED_HOST_S = 2e-6, 8e-6
 _SHARE, _OVERHEAD, _FAMILY, _TIME = 0.4, 0.5, 0.25, 0.12
@@ -37,13 +37,13 @@ _ROUNDS, _DIFFERENCE, _ENOUGH = 25, 1e-3, 1e-4
 
 
 class Fit(NamedTuple):
-    """What came out.
+    """Fitted speeds.
 
     Attributes:
-        pooled: of all families together.
-        families: of each of them.
-        kernel_s: what a kernel takes at least.
-        host_s: what the host takes to start one.
+        pooled: speeds of all families together.
+        families: speeds of each family.
+        kernel_s: shortest time of a kernel, in seconds.
+        host_s: time of the host to start a kernel, in seconds.
     """
 
     pooled: KernelSpeeds
@@ -52,7 +52,7 @@ class Fit(NamedTuple):
     host_s: float
 
     def step_s(self, row: Measurement, work: RecordedWork) -> float:
-        """Predict the time of a row; one of a family that was not fitted has the pooled speeds."""
+        """Predict the seconds of a row; a family that was not fitted has the pooled speeds."""
         return step_s(work, self.families.get(times.family(row), self.pooled), self.kernel_s, self.host_s)
 
 
@@ -69,7 +69,7 @@ def fit(rows: list[Measurement], works: dict[str, RecordedWork]) -> Fit:
         logs = [np.log(found.step_s(row, works[row.name]) / row.step_s) for row in np.array(rows, dtype=object)[which]]
         return weights[which] * np.array(logs)
 
-    # The own shares of a family move its rows alone.
+    # A family's own shares change only its rows.
     everyone = np.ones(len(rows), dtype=bool)
     moved = [everyone] * (len(PARTS) + 2)
     moved += [np.array([times.family(row) == family for row in rows]) for family in families for _ in PARTS]
@@ -125,7 +125,7 @@ def unseen(rows: list[Measurement], works: dict[str, RecordedWork], groups: dict
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="where simulated steps are kept; not part of the repository")
+    parser.add_argument("folder", type=Path, help="folder for simulated steps, outside of the repository")
     folder = parser.parse_args(arguments).folder
     folder.mkdir(parents=True, exist_ok=True)
     rows = times.timed()

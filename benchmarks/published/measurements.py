@@ -1,4 +1,4 @@
-"""Reads what others have measured."""
+"""Reads published measurements."""
 
 import json
 from dataclasses import dataclass, field
@@ -10,40 +10,40 @@ _FOLDER = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Measurement:
-    """A training step that was measured, and its figures.
+    """A measured training step and its figures.
 
     Attributes:
-        id: where in the source the figures are.
-        source: who published them.
-        model: in `models.json`.
-        gpu: a name in `CARDS`, or one that is not there, such as "mi250".
+        id: place of the figures in the source.
+        source: name of the source.
+        model: key of `models.json`.
+        gpu: name in `CARDS`, or of another card, such as "mi250".
         task: "causal", "masked", "sequence-classification", "question-answering" or "image-classification".
-        dtype: of the weights: "float32", "float16" or "bfloat16".
-        base: how frozen weights are stored, such as "nf4"; "", as `dtype` says.
-        attention: of transformers: "eager" or "sdpa".
+        dtype: dtype of the weights: "float32", "float16" or "bfloat16".
+        base: storage of frozen weights, such as "nf4"; "" for `dtype`.
+        attention: transformers' implementation of attention: "eager" or "sdpa".
         batch_size: samples per forward pass.
         seq_len: tokens per sample, padding included; None for images.
-        lora_rank: of the adapters; None, all weights are trained.
-        lora_targets: names of the layers that have adapters.
-        lora_alpha_per_rank: their scale.
-        adapters_dtype: of their weights.
-        checkpointing: whether blocks are computed again.
+        lora_rank: rank of the adapters; None if all weights are trained.
+        lora_targets: names of the layers with adapters.
+        lora_alpha_per_rank: scale of the adapters.
+        adapters_dtype: dtype of the adapters' weights.
+        checkpointing: whether blocks are recomputed.
         accumulation: forward passes per update.
-        precision: of autocast: "no", "bf16" or "fp16".
-        tf32: whether products of float32 were allowed to be made in TF32.
-        loss: "labels", or "logits" for their sum.
-        optimizer: "adamw" is torch's default one; "none", there was no update.
-        max_grad_norm: gradients are clipped to this norm; None, they are not.
-        expands_grouped_heads: whether keys and values are repeated before the kernel of attention.
-        zeroes_first: whether a step begins with `zero_grad`, so that gradients live on between steps.
-        allocated_mib: what `torch.cuda.max_memory_allocated` said.
-        reserved_mib: what `torch.cuda.max_memory_reserved` said.
-        other_mib: another figure; the source's kind says which.
+        precision: precision of autocast: "no", "bf16" or "fp16".
+        tf32: whether products of float32 may use TF32.
+        loss: "labels", or "logits" for the sum of the logits.
+        optimizer: name of the optimizer: "adamw" is torch's default AdamW, "none" means no update.
+        max_grad_norm: largest norm of the gradients, which are clipped to it; None without clipping.
+        expands_grouped_heads: whether keys and values are repeated before the attention kernel.
+        zeroes_first: whether a step begins with `zero_grad`, so that gradients outlive steps.
+        allocated_mib: MiB by `torch.cuda.max_memory_allocated`.
+        reserved_mib: MiB by `torch.cuda.max_memory_reserved`.
+        other_mib: MiB of another figure, named by the source's kind.
         step_s: seconds of a step.
-        unknown: what of the configuration the source does not tell, or what it does otherwise; "", nothing.
-        time_unknown: what the source does not tell of the device, so that `step_s` is not compared; "", nothing.
-        not_simulated: why there is no estimate; "", there is one.
-        role: what the source used the row for.
+        unknown: gaps in the source's configuration, or its deviations from ours; "" without any.
+        time_unknown: gaps in the description of the device, for which `step_s` is not compared; "" without any.
+        not_simulated: reason for a missing estimate; "" if there is an estimate.
+        role: purpose of the row in the source.
         stack: versions.
     """
 
@@ -82,12 +82,12 @@ class Measurement:
 
     @property
     def name(self) -> str:
-        """Of source and row."""
+        """Return the names of source and row."""
         return f"{self.source} {self.id}"
 
     @property
     def has_memory(self) -> bool:
-        """Whether the source gives a figure of memory."""
+        """Return whether the source gives a figure of memory."""
         return (self.allocated_mib or self.reserved_mib or self.other_mib) is not None
 
 
@@ -104,6 +104,6 @@ def measurements() -> list[Measurement]:
 
 
 def model_config(name: str) -> dict[str, Any]:
-    """Return the hyperparameters of a model, as transformers calls them."""
+    """Return the hyperparameters of a model, by transformers' names."""
     config: dict[str, Any] = json.loads((_FOLDER / "models.json").read_text())[name]
     return config

@@ -1,4 +1,4 @@
-"""The steps that others have measured, built from hyperparameters alone."""
+"""The published steps, built from hyperparameters alone."""
 
 from typing import Any
 
@@ -32,14 +32,14 @@ _OPTIMIZERS = {
 
 
 class _NoUpdate(torch.optim.SGD):
-    """For passes that were measured without an update."""
+    """An optimizer for passes that were measured without an update."""
 
     def step(self, closure: Any = None) -> None:
         return None
 
 
 def estimate(measured: Measurement) -> MemoryEstimate:
-    """Estimate two steps of what was measured; no card is needed.
+    """Estimate two steps of a measurement, without a GPU.
 
     Raises:
         ValueError: the step cannot be simulated.
@@ -50,7 +50,7 @@ def estimate(measured: Measurement) -> MemoryEstimate:
 
 
 def simulated(measured: Measurement) -> SimulatedStep:
-    """Return the step; of a model with equal layers, with the steps that tell what all of them do."""
+    """Return the step; for a model with equal layers, with the shorter steps that determine it."""
 
     def step_of(config: Any, repeated: RepeatedLayers | None) -> SimulatedStep:
         return SimulatedStep(
@@ -83,9 +83,9 @@ class PublishedStep:
             self._batch = _batch(measured)
 
     def run(self) -> None:
-        """Train one update; the model's output lives until its end, as in a script's variable.
+        """Train one update. The model's output lives until its end, as in a script's variable.
 
-        Where the sum of the logits is the loss, it lives until the next output is there, as in a loop's variable.
+        If the sum of the logits is the loss, the output lives until the next output exists, as in a loop's variable.
         """
         if self._measured.zeroes_first:
             self._optimizer.zero_grad()
@@ -154,7 +154,7 @@ def _batch(measured: Measurement) -> dict[str, Tensor]:
 
 
 def _expanding(attention: Any) -> Any:
-    """Attention that repeats the heads of keys and values first, so that kernels without groups take them."""
+    """Return attention that repeats the heads of keys and values first, for kernels without groups."""
 
     def expanded(query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Tensor:
         if groups := query.shape[1] // key.shape[1] - 1:

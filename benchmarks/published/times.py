@@ -1,4 +1,4 @@
-"""Step times that others have measured: in which halves they are fitted, and how far off predictions of them are."""
+"""Published step times: the halves of the fit, and deviations of predictions."""
 
 import math
 import statistics
@@ -13,21 +13,21 @@ from hf_memopt.estimate.kernel_speeds import family_of
 
 RESULTS = RESULTS_FOLDER / "step-times.json"
 MARKS = ("<!-- python -m benchmarks.published.fit writes this -->", "<!-- up to here: times -->")
-# What a training run may be told to do otherwise, on the same samples.
+# Settings in which two runs on the same samples may differ.
 METHODS = ("attention", "base", "checkpointing", "precision", "dtype", "tf32", "optimizer", "lora_rank")
 _SAME = ("source", "gpu", "model", "task", "seq_len")
-# Measured differences below are noise: what was measured again on the T4 differs by up to 11 %.
+# Smaller differences are noise: repeated measurements on the T4 differ by up to 11 %.
 _NOISE = 0.05
 _MISS = 0.25
 
 
 class Pair(NamedTuple):
-    """Two ways to train the same samples.
+    """Two methods of training on the same samples.
 
     Attributes:
-        name: of the card, the model and the batch, and of what differs.
-        measured: time of the second over that of the first.
-        predicted: likewise.
+        name: card, model, batch and the two methods.
+        measured: measured time of the second method over that of the first.
+        predicted: predicted time of the second method over that of the first.
     """
 
     name: str
@@ -36,12 +36,12 @@ class Pair(NamedTuple):
 
     @property
     def is_right(self) -> bool:
-        """Whether the one that was slower is predicted to be."""
+        """Return whether the slower method is predicted to be slower."""
         return (self.measured > 1) == (self.predicted > 1)
 
 
 def timed() -> list[Measurement]:
-    """Return the rows that have a time, a simulation and a card whose figures are known."""
+    """Return the rows with a time, a simulation and a card of known figures."""
     return [row for row in measurements() if row.step_s and not row.not_simulated and card_of(row.gpu)]
 
 
@@ -53,10 +53,10 @@ def family(row: Measurement) -> str:
 
 
 def halves(rows: list[Measurement]) -> dict[str, int]:
-    """Return for each row in which half it is, 0 or 1; rows whose device is not known enough are left out.
+    """Return the half of each row, 0 or 1, without rows whose device is not known well enough.
 
-    Of each family of cards the models are taken in the order of their names, in turns to one half and to the other,
-    with all their rows: so no model is in both halves, on cards of one family.
+    In each family of cards, models in alphabetical order alternate between the halves, with all their rows. So on cards
+    of one family no model is in both halves.
     """
     known = [row for row in rows if not row.time_unknown]
     models = {of: sorted({row.model for row in known if family(row) == of}) for of in map(family, known)}
@@ -64,12 +64,12 @@ def halves(rows: list[Measurement]) -> dict[str, int]:
 
 
 def deviations(predicted: dict[str, float], *, of: str | None = None, half: int | None = None) -> list[float]:
-    """Return how far predicted times are above the measured ones, as shares of these.
+    """Return the relative deviations of predicted times from measured ones.
 
     Args:
-        predicted: seconds, by name of the row.
-        of: only cards of this family.
-        half: only this one.
+        predicted: predicted seconds by name of the row.
+        of: family of cards; None for all.
+        half: half of the rows, 0 or 1; None for both.
     """
     rows = timed()
     in_half = halves(rows)
@@ -81,9 +81,9 @@ def deviations(predicted: dict[str, float], *, of: str | None = None, half: int 
 
 
 def pairs(predicted: dict[str, float]) -> list[Pair]:
-    """Return all pairs of rows of one source, card and model that train the same samples in two ways.
+    """Return all pairs of methods on the same samples, of one source, card and model.
 
-    Where one was measured again, the median counts. Pairs whose times differ by less than 5 % are left out.
+    Repeated measurements count by their median. Pairs whose times differ by less than 5 % are left out.
     """
     ways: dict[tuple[Any, ...], dict[tuple[Any, ...], list[Measurement]]] = {}
     for row in timed():
@@ -104,7 +104,7 @@ def pairs(predicted: dict[str, float]) -> list[Pair]:
 
 
 def report(predicted: dict[str, float]) -> str:
-    """Return the table of families, the misses and the signs, as Markdown, of predictions by fits without the row."""
+    """Return the table of families, the misses and the signs as Markdown, for predictions by fits without the row."""
     return "\n".join([*_families(predicted), "", *_misses(predicted), "", *_signs(predicted)])
 
 

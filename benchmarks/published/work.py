@@ -1,4 +1,4 @@
-"""What the published steps ask of a card, recorded once, so that their times can be computed for any speeds."""
+"""The work of published steps, recorded once, so that their times can be computed for any speeds."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,13 +32,15 @@ PARTS = KernelSpeeds._fields
 
 @dataclass(frozen=True)
 class RecordedWork:
-    """The operations of a step, one row each: part of `PARTS`, seconds of its arithmetic and of its bytes by the data
-    sheet, whether it starts a kernel, and whether it is in backward.
+    """The operations of a step, one row for each.
+
+    Columns are the index in `PARTS`, seconds of arithmetic and seconds of memory traffic by the data sheet, whether the
+    operation starts a kernel, and whether it is in backward.
 
     Attributes:
-        longer: of the whole model, or of one with a few of its equal layers.
-        shorter: of a model that has one group of layers less; empty where the whole model was simulated.
-        num_more: how many more groups the whole model has.
+        longer: operations of the whole model, or of a model with a few of its equal layers.
+        shorter: operations of a model with one group of layers less; empty if the whole model was simulated.
+        num_more: number of further groups in the whole model.
     """
 
     longer: Array
@@ -47,7 +49,7 @@ class RecordedWork:
 
 
 def recorded(measured: Measurement, folder: Path) -> RecordedWork:
-    """Return what a step asks of its card, from a file of the folder if it is there already."""
+    """Return the operations of a step, from a file of the folder if there is one."""
     path = folder / ("".join(letter if letter.isalnum() else "_" for letter in measured.name) + ".npz")
     if not path.exists():
         work = run_isolated(lambda: _record(measured))
@@ -57,7 +59,7 @@ def recorded(measured: Measurement, folder: Path) -> RecordedWork:
 
 
 def step_s(work: RecordedWork, speeds: KernelSpeeds, kernel_s: float, host_s: float) -> float:
-    """Return how long `VirtualClock` would say that a step takes."""
+    """Return the seconds of a step by the rules of `VirtualClock`."""
     longer = _run_s(work.longer, speeds, kernel_s, host_s)
     if not work.num_more:
         return longer
@@ -69,14 +71,14 @@ def _run_s(operations: Array, speeds: KernelSpeeds, kernel_s: float, host_s: flo
     shares = np.array(speeds)[part.astype(int)]
     takes_s = np.where(is_kernel > 0, kernel_s + np.maximum(compute_s / shares, memory_s / speeds.memory), 0.0)
     host = host_s * np.where(is_kernel > 0, 1.0, VIEW_SHARE) * np.where(is_backward > 0, BACKWARD_SHARE, 1.0)
-    # Whatever an operation waits for the host, it and all that follow it end later.
+    # An operation that waits for the host delays itself and all later ones.
     computed_s, started_s = np.cumsum(takes_s), np.cumsum(host)
     waits_s = (started_s - (computed_s - takes_s))[is_kernel > 0]
     return float(computed_s[-1] + max(0.0, waits_s.max()))
 
 
 class _RecordingClock(VirtualClock):
-    """Writes down the operations of the newest step."""
+    """A clock that records the operations of the last step."""
 
     def __init__(self, card: Card, like: str = "cuda") -> None:
         super().__init__(card, like)

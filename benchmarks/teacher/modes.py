@@ -1,4 +1,4 @@
-"""The ways of giving a student its teacher's targets that the teacher benchmark compares."""
+"""The modes of handling a teacher's weights that the teacher benchmark compares."""
 
 import copy
 from collections.abc import Callable
@@ -26,14 +26,14 @@ LossFunction = Callable[[Batch, Tensor, Tensor, PhasePeaks], Tensor]  # (batch, 
 
 @dataclass(frozen=True)
 class Source:
-    """What a mode is built from.
+    """The arguments of every mode.
 
     Attributes:
-        policy: student and teacher at their start, on the CPU; the mode copies the teacher and trains this one.
-        checkpoint: the same, on disk.
-        device: where training runs.
-        dtype: of the teacher's weights; bfloat16 also stands for the student's autocast.
-        link_gb_per_s: a slower link than the machine's, emulated; None: the machine's.
+        policy: initial student and teacher, on the CPU; the mode copies it for the teacher and trains it.
+        checkpoint: the same policy, on disk.
+        device: device of the training.
+        dtype: dtype of the teacher's weights; bfloat16 also means autocast for the student.
+        link_gb_per_s: speed of an emulated link, in GB/s; None: the machine's link.
     """
 
     policy: SmolVLAReflowPolicy
@@ -48,11 +48,11 @@ class Handling:
     """One mode, ready to train.
 
     Attributes:
-        student: on the device.
-        target: the teacher's actions for one batch.
-        loss: the student's loss for one batch, with the target it takes from the teacher.
-        report: what the teacher has cost so far, where this library handles it.
-        moved_bytes: what a step must move over the host link in each direction, where that is known beforehand.
+        student: student on the device.
+        target: function that returns the teacher's actions for a batch.
+        loss: function that returns the student's loss for a batch, the teacher's target included.
+        report: function that returns the teacher's cost so far; None for other libraries' modes.
+        moved_bytes: bytes that a step moves over the host link in each direction, if known beforehand.
     """
 
     student: SmolVLAReflowPolicy
@@ -63,7 +63,7 @@ class Handling:
 
 
 class Sampler(nn.Module):
-    """A stock teacher whose `forward` solves its ODE, since hooks of other libraries see calls of `forward` only."""
+    """A stock teacher whose `forward` solves its ODE, since hooks of other libraries run only in `forward`."""
 
     def __init__(self, policy: SmolVLAReflowPolicy) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Sampler(nn.Module):
         self.model.train(False)
 
     def forward(self, *arguments: Any) -> Tensor:
-        """Arguments of `sample_actions`, the noise last."""
+        """Call `sample_actions` with its arguments, the noise last."""
         *observation, noise = arguments
         actions: Tensor = self.model.sample_actions(*observation, noise=noise)
         return actions
@@ -84,15 +84,15 @@ class Sampler(nn.Module):
 
 
 def resident(source: Source) -> Handling:
-    """The teacher's weights stay on the device."""
+    """Keep the teacher's weights on the device."""
     sampler = Sampler(source.policy).cast(source.dtype).to(source.device)
     return _with_stock_teacher(source, _in_own_dtype(sampler), moved_bytes=0)
 
 
 def seed(source: Source) -> Handling:
-    """The whole module to the device and back for each target, cast both ways, as the first design had it.
+    """Move the whole module to the device and back for each target, with casts, as the first design did.
 
-    That design casts projections and buffers too, which only runs inside the student's autocast.
+    That design casts projections and buffers too, which works only inside the student's autocast.
     """
     sampler = Sampler(source.policy).to(device="cpu", dtype=torch.float32)
 
@@ -113,9 +113,9 @@ def seed(source: Source) -> Handling:
 
 
 def accelerate_cpu_offload(source: Source) -> Handling:
-    """accelerate's `cpu_offload`: each layer's weights come when it runs and are dropped afterwards.
+    """Use accelerate's `cpu_offload`: each layer's weights are copied when it runs and dropped afterwards.
 
-    It is given page-locked weights on CUDA: by itself it would copy from pageable memory.
+    On CUDA the weights are page-locked, since by itself it would copy from pageable memory.
     """
     import accelerate
 
@@ -128,23 +128,23 @@ def accelerate_cpu_offload(source: Source) -> Handling:
 
 
 def diffusers_leaf(source: Source) -> Handling:
-    """diffusers' group offloading by leaves, each prefetched on a stream while the one before it runs."""
+    """Use diffusers' group offloading by leaves, each prefetched on a stream while the previous one runs."""
     return _diffusers(source, Sampler(source.policy).cast(source.dtype), offload_type="leaf_level")
 
 
 def diffusers_block(source: Source) -> Handling:
-    """The same by blocks, as coarse as lerobot's model allows."""
+    """Use diffusers' group offloading by blocks, as coarse as lerobot's model allows."""
     sampler = Sampler(source.policy).cast(source.dtype)
     sampler.blocks = _into_blocks(sampler.model.vlm_with_expert)
     return _diffusers(source, sampler, offload_type="block_level", num_blocks_per_group=1)
 
 
 def _into_blocks(model: Any) -> nn.ModuleList:
-    """Move what the model calls into one list, since blocks are what stands in lists right below the root.
+    """Move all called modules into one list, since diffusers finds blocks in lists right below the root.
 
-    Vision layers are called. Of VLM and expert layers only the parts are, never the layers, so that these parts have to
-    be the blocks. Naming the lists' owners as `block_modules` is no way round: they are not called either, and with
-    streams diffusers refuses more than one level of them.
+    lerobot calls vision layers, but only the parts of VLM and expert layers, so that these parts have to be the blocks.
+    The lists' owners as `block_modules` do not help: they are not called either, and with streams diffusers refuses
+    more than one level of them.
     """
     vlm = model.get_vlm_model()
     parts = [(vlm.vision_model.encoder, "layers"), (vlm, "connector"), (model.vlm, "lm_head")]
@@ -172,13 +172,13 @@ def _diffusers(source: Source, sampler: Sampler, **options: Any) -> Handling:
 
 
 def offloaded(source: Source, mode: str, share_prefix: str = "off") -> Handling:
-    """This library's policy.
+    """Use this library's policy.
 
     Args:
-        source: what it is built from.
-        mode: `"swap"`, the teacher's weights come in one block; `"stream"`, as they are used, and those of the expert
-            stay from the first step to the last.
-        share_prefix: whether the student's VLM serves both.
+        source: arguments of every mode.
+        mode: `"swap"`: the teacher's weights arrive in one block; `"stream"`: each as it is used, and the expert's stay
+            from the first Euler step to the last.
+        share_prefix: `"on"` if student and teacher use the student's VLM, else `"off"`.
     """
     student = _student(
         source,
@@ -203,7 +203,7 @@ def offloaded(source: Source, mode: str, share_prefix: str = "off") -> Handling:
 
 
 def stream_all(source: Source) -> Handling:
-    """Streaming without a hot set: the expert's weights come again for each Euler step."""
+    """Stream without a hot set: the expert's weights are copied again for each Euler step."""
     sampler = Sampler(source.policy).cast(source.dtype)
     copier = SyncCopier() if source.device.type == "cpu" else None
     teacher = OffloadedTeacher(sampler, device=source.device, mode="stream", budget_gib=0, copier=copier)
@@ -216,7 +216,7 @@ def stream_all(source: Source) -> Handling:
 
 
 def _with_stock_teacher(source: Source, target: TargetFunction, moved_bytes: int | None = None) -> Handling:
-    """One student path for every mode but this library's: what the library's unshared path does, in its order."""
+    """Give a mode of another library the student's part of this library's unshared path."""
     student = _student(source, use_reflow=False, share_prefix="off")
     num_action_dims = student.config.action_feature.shape[0]
 
@@ -248,7 +248,7 @@ def _in_own_dtype(sampler: Sampler) -> TargetFunction:
     return target
 
 
-# The reference first, then what the targets are about, then other libraries.
+# The reference first, then the modes of the targets, then other libraries.
 MODES: dict[str, Callable[[Source], Handling]] = {
     "resident": resident,
     "seed": seed,

@@ -1,11 +1,11 @@
-"""A whole SmolVLA reflow training step, with the teacher's weights handled in several ways.
+"""A whole SmolVLA reflow training step in several modes of handling the teacher's weights.
 
     python -m benchmarks.teacher.offload
 
 A step is the teacher's target (10 Euler steps), the student's forward and backward, clipping and AdamW. Each mode,
 dtype and batch size is measured in a process of its own, the resident teacher twice: first and last. On an accelerator
-SmolVLA has its published size and random weights. Without one the toy runs instead, and only bytes and equality are
-reported: neither times nor device memory mean anything there. See docs/benchmarks.md for the columns.
+SmolVLA has its published size and random weights. Without one a toy runs, and only bytes and equality are reported.
+docs/benchmarks.md explains the columns.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from benchmarks.cells import Cell, Report, Row, UnavailableError, own_failures, run_cells
 from benchmarks.common import current_device, host_rss_bytes, pinned_bytes, results_path
 from benchmarks.teacher.modes import MODES, ON_SLOWER_LINKS, OTHER_LIBRARIES, Batch, Handling, Source
-from benchmarks.teacher.report import TARGETS, print_report, verdicts
+from benchmarks.teacher.report import TARGETS, print_report
 from benchmarks.teacher.smolvla import SIZES, Size, build_policy, draw_noise_and_time, make_batch, observe
 from benchmarks.timing import NoDeviceActivityError, PhasePeaks, copied_bytes, first_step_s, timed
 from hf_memopt.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
@@ -34,7 +34,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MAX_GRAD_NORM = 10.0  # lerobot's default for SmolVLA
 LEARNING_RATE = 1e-4
 TOO_NEW_TRANSFORMERS = Version("5.18")
-AGAIN = "resident again"  # the reference at the end: how far two runs of the same differ
+AGAIN = "resident again"  # the reference at the end, as a control
 
 
 @dataclass(frozen=True)
@@ -50,25 +50,25 @@ class Workload:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a mode computed in its first step, on the host."""
+    """The result of a mode's first step, on the host."""
 
     target: Tensor
     loss: float
 
 
 def require_transformers() -> None:
-    """Raises UnavailableError where lerobot's SmolVLA cannot run."""
+    """Raise UnavailableError if lerobot's SmolVLA cannot run with this transformers."""
     if Version(transformers.__version__) >= TOO_NEW_TRANSFORMERS:
         versions = f"needs transformers before {TOO_NEW_TRANSFORMERS}, and this is {transformers.__version__}"
-        raise UnavailableError(f"lerobot's SmolVLA {versions}: it shortens a cache in a way that later ones refuse")
+        raise UnavailableError(f"lerobot's SmolVLA {versions}: it shortens a cache in a way that later versions refuse")
 
 
 def measure(settings: dict[str, Any], folder: Path) -> Row:
-    """Everything about one mode, dtype and batch size."""
+    """Measure one mode, dtype and batch size."""
     require_transformers()
     device, size = current_device(), SIZES[settings["size"]]
     if device.type == "cpu" and settings["size"] == "toy":
-        torch.set_num_threads(1)  # its tensors are so small that more threads only wait for each other
+        torch.set_num_threads(1)  # tensors are too small for more
     policy, checkpoint = start(size, folder)
     num_parameters = sum(p.numel() for p in policy.parameters())
     source = Source(policy, checkpoint, device, DTYPES[settings["dtype"]], settings["link_gb_per_s"])
@@ -84,7 +84,7 @@ def measure(settings: dict[str, Any], folder: Path) -> Row:
 
 
 def start(size: Size, folder: Path) -> tuple[SmolVLAReflowPolicy, Path]:
-    """The policy at its start and its checkpoint: made from seed 0 by the first cell, loaded by the others."""
+    """Return the initial policy and its checkpoint, made from seed 0 by the first cell and loaded by the others."""
     made = folder / "start"
     if not made.exists():
         unfinished = Path(tempfile.mkdtemp(dir=folder))
@@ -96,7 +96,7 @@ def start(size: Size, folder: Path) -> tuple[SmolVLAReflowPolicy, Path]:
 
 
 def write_whole(value: object, path: Path) -> None:
-    """`path` is there with all of it, or not at all."""
+    """Save a value atomically."""
     unfinished = path.with_suffix(".tmp")
     torch.save(value, unfinished)
     os.replace(unfinished, path)
@@ -114,7 +114,7 @@ def prepare(handling: Handling, source: Source, size: Size, batch_size: int) -> 
 
 
 def steps_of(handling: Handling, work: Workload, device: torch.device, settings: dict[str, Any]) -> tuple[Answer, Row]:
-    """The first step's answer; times and peaks of the later ones, and what they copied."""
+    """Return the first step's answer, and times, peaks and copied bytes of later steps."""
     unobserved = PhasePeaks(torch.device("cpu"))
     answers: list[Answer] = []
 
@@ -136,7 +136,7 @@ def steps_of(handling: Handling, work: Workload, device: torch.device, settings:
         found["samples_per_s"] = 1e3 * settings["batch_size"] / found["step_ms"]["median"]
         if before is not None and report is not None:
             found["stall_ms"] = (report.stall_ms - before.stall_ms) / found["step_ms"]["num_steps"]
-    peaks = PhasePeaks(device)  # which resets the peaks that `timed` has read
+    peaks = PhasePeaks(device)  # after `timed`, whose peaks it resets
     training_step(handling, work, peaks)
     return answers[0], {
         **found,
@@ -151,7 +151,7 @@ def steps_of(handling: Handling, work: Workload, device: torch.device, settings:
 
 
 def training_step(handling: Handling, work: Workload, peaks: PhasePeaks) -> float:
-    """One optimizer step, in the order of lerobot's training loop. Reading the loss waits for the device, as there."""
+    """Take an optimizer step in the order of lerobot's training loop, which also waits for the loss."""
     peaks.start()
     with work.autocast:
         loss = handling.loss(work.batch, work.noise, work.time, peaks)
@@ -167,7 +167,7 @@ def training_step(handling: Handling, work: Workload, peaks: PhasePeaks) -> floa
 
 
 def traffic(handling: Handling, work: Workload, device: torch.device) -> dict[str, dict[str, int]]:
-    """Bytes over the host link in one step: by CUDA's trace, by the copier's count, and as known beforehand."""
+    """Return bytes over the host link in one step: by CUDA's trace, by the copier, and as known beforehand."""
 
     def step() -> float:
         return training_step(handling, work, PhasePeaks(torch.device("cpu")))
@@ -177,7 +177,7 @@ def traffic(handling: Handling, work: Workload, device: torch.device) -> dict[st
     if device.type == "cuda":
         try:
             found["profiler"] = copied_bytes(step)
-        except NoDeviceActivityError as error:  # in many containers; the copier's own count is there
+        except NoDeviceActivityError as error:  # in many containers; the copier's own count remains
             print(error, flush=True)
     else:
         step()
@@ -193,7 +193,7 @@ def traffic(handling: Handling, work: Workload, device: torch.device) -> dict[st
 
 
 def compare(answer: Answer, reference: Answer | None) -> Row:
-    """Target and loss against the resident teacher's."""
+    """Compare target and loss with the resident teacher's."""
     if reference is None:
         return {"loss": answer.loss}
     return {
@@ -205,15 +205,11 @@ def compare(answer: Answer, reference: Answer | None) -> Row:
     }
 
 
-def judge(rows: list[Row]) -> None:
-    """Nothing to add: each cell has compared itself with the resident teacher's answer."""
-
-
-REPORT = Report(TARGETS, judge, print_report, verdicts)
+REPORT = Report(TARGETS, print_report)
 
 
 def cells(options: argparse.Namespace) -> Iterator[Cell]:
-    """Every mode, then this library's on slower links, then the reference again: a lack of time costs the last ones."""
+    """Yield every mode, then this library's on slower links, then the reference again."""
     modes = [(mode, None) for mode in MODES if mode in options.modes]
     modes += [(mode, link) for mode in ON_SLOWER_LINKS if mode in options.modes for link in options.links]
     modes += [(AGAIN, None)] if AGAIN in options.modes else []
@@ -228,7 +224,7 @@ def cells(options: argparse.Namespace) -> Iterator[Cell]:
 
 
 def parse(arguments: list[str] | None, device: torch.device) -> argparse.Namespace:
-    """The command line's options; defaults depend on whether there is an accelerator."""
+    """Parse the command line; defaults depend on whether there is an accelerator."""
     on_cpu = device.type == "cpu"
     links = [] if on_cpu else [12.0, 25.0, 50.0]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

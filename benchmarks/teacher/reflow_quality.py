@@ -1,10 +1,10 @@
-"""How much of the teacher's one-step error reflow removes, on held-out episodes, over several seeds.
+"""One-step error of teacher and reflow student, on held-out episodes, over several seeds.
 
     python -m benchmarks.teacher.reflow_quality
     python -m benchmarks.teacher.reflow_quality --variants ushaped huber demonstrations seeded self round2
 
-runs the demo (`make demo`) once per seed, minutes each, and collects what it measured. A variant trains another student
-from the same start with other flags, two minutes more, and is compared with the same teacher. Needs no accelerator.
+The demo (`make demo`) runs once per seed, some minutes each. A variant trains another student from the same start with
+other flags, two minutes more, and is compared with the same teacher. No accelerator is needed.
 """
 
 import argparse
@@ -18,9 +18,9 @@ from typing import Any
 from benchmarks.common import current_device, environment, print_table, results_path, write_results
 from hf_memopt.recipes.reflow import demo, demo_commands
 
-TARGET_RATIO = 0.5  # the student's one-step error over the teacher's, at most
+TARGET_RATIO = 0.5  # upper limit of the student's one-step error over the teacher's
 
-# The flags in which each variant differs from the demo's student.
+# Flags of each variant, added to those of the demo's student.
 VARIANTS: dict[str, list[str]] = {
     "ushaped": ["--policy.reflow_time_sampling=ushaped"],
     "huber": ["--policy.reflow_loss=huber"],
@@ -32,7 +32,7 @@ VARIANTS: dict[str, list[str]] = {
 
 
 def run_seed(seed: int, folder: Path, variants: list[str]) -> dict[str, Any]:
-    """The demo's results for one seed, and each variant's student."""
+    """Run the demo for one seed; return its results and each variant's student."""
     output = folder / f"seed-{seed}"
     demo = [sys.executable, "-m", "hf_memopt.recipes.reflow.demo", "--output", str(output), "--seed", str(seed)]
     subprocess.run(demo, check=True)
@@ -62,13 +62,13 @@ def run_variant(name: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def ratio(seed: dict[str, Any]) -> float:
-    """One-step error, student over teacher."""
+    """Return the one-step error, student over teacher."""
     value: float = seed["student"]["error"]["1"] / seed["teacher"]["error"]["1"]
     return value
 
 
 def print_report(results: dict[str, Any]) -> None:
-    """The tables: one row per seed, and one per seed and variant."""
+    """Print the tables: one row per seed, and one per seed and variant."""
     rows = []
     for seed in results["seeds"]:
         met = "met" if ratio(seed) <= results["target_ratio"] else "missed"

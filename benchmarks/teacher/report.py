@@ -6,7 +6,7 @@ from typing import Any
 from benchmarks.common import MIB, print_table
 from benchmarks.targets import Verdict, formatted, ratio
 
-# A mode's quantity over another mode's, at most this.
+# Upper limits of a mode's quantity over another mode's.
 TARGETS: list[dict[str, Any]] = [
     {"mode": "swap", "over": "resident", "quantity": "step_ms", "at_most": 1.02},
     {"mode": "stream", "over": "resident", "quantity": "step_ms", "at_most": 1.02},
@@ -36,7 +36,7 @@ Cells = dict[str, Cell]
 
 
 def print_report(results: dict[str, Any]) -> None:
-    """One table per dtype and batch size, each followed by its targets."""
+    """Print one table per dtype and batch size, each followed by its targets."""
     for dtype, batch_size, cells in _groups(results["cells"]):
         size = results["size"] if "size" in results else next(iter(cells.values()))["size"]
         print(f"\n{size} SmolVLA, {dtype}, batch {batch_size}, {results['hardware']['name']}")
@@ -44,21 +44,14 @@ def print_report(results: dict[str, Any]) -> None:
         for name, cell in cells.items():
             if "error" in cell:
                 print(f"{name}: {cell['error'].splitlines()[0]}")
-        for verdict in _verdicts_of(results["targets"], cells):
+        for verdict in _verdicts(results["targets"], cells):
             print(verdict)
     if results["hardware"]["device"] == "cpu":
         print("\nNo accelerator: step times, peaks and copies of other libraries were not measured.")
 
 
-def verdicts(results: dict[str, Any]) -> Iterator[Verdict]:
-    """Every target at every dtype and batch size."""
-    for dtype, batch_size, cells in _groups(results["cells"]):
-        for verdict in _verdicts_of(results["targets"], cells):
-            yield Verdict(f"{dtype}, batch {batch_size}, {verdict.what}", verdict.value, verdict.target)
-
-
 def _groups(cells: list[Cell]) -> Iterator[tuple[str, int, Cells]]:
-    """Dtype, batch size and the cells that have them, by name."""
+    """Yield dtype, batch size and their cells by name."""
     for dtype, batch_size in sorted({(cell["dtype"], cell["batch_size"]) for cell in cells}):
         here = [cell for cell in cells if (cell["dtype"], cell["batch_size"]) == (dtype, batch_size)]
         yield dtype, batch_size, {_name(cell): cell for cell in here}
@@ -69,7 +62,7 @@ def _name(cell: Cell) -> str:
     return str(cell["mode"]) if link is None else f"{cell['mode']} {link:g} GB/s"
 
 
-def _verdicts_of(targets: list[dict[str, Any]], cells: Cells) -> Iterator[Verdict]:
+def _verdicts(targets: list[dict[str, Any]], cells: Cells) -> Iterator[Verdict]:
     for target in targets:
         if target["mode"] in cells:
             what = f"{target['mode']} / {target['over']}, {target['quantity']}"

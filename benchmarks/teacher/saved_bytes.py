@@ -2,9 +2,9 @@
 
     python -m benchmarks.teacher.saved_bytes
 
-builds SmolVLA at its published size with random weights (5 GiB of host memory, some minutes on two CPU cores), runs
-each forward and backward once in float32, and counts the distinct storages that autograd keeps. Bytes do not depend on
-the device, so no accelerator is needed.
+SmolVLA has its published size and random weights (5 GiB of host memory, some minutes on two CPU cores). Each forward
+and backward runs once in float32, and the distinct storages that autograd keeps are counted. Bytes do not depend on the
+device, so no accelerator is needed.
 """
 
 import argparse
@@ -24,8 +24,8 @@ from hf_memopt.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
 from hf_memopt.memory import SavedBytes
 from hf_memopt.reflow import interpolate, reflow_loss
 
-# Saved bytes of the shared prefix over those of the joint forward, at most: targets for the published size.
-# Trained, 0.40 is what appending the state token to a copy of the prefix in every layer costs; 0.33 allows no copy.
+# Upper limits of saved bytes, shared prefix over joint forward, at the published size. With a trained state projection
+# 0.40 allows a copy of the prefix in every layer, to append the state token; 0.33 allows none.
 TARGET_RATIOS = {"frozen": [0.31], "trained": [0.40, 0.33]}
 HEADER = ["state projection", "joint MiB", "shared MiB", "ratio", "targets", "loss diff", "max rel grad diff"]
 
@@ -37,7 +37,7 @@ Losses = Callable[[SmolVLAReflowPolicy, Observation, Tensor, Tensor, Tensor], Te
 def joint_losses(
     policy: SmolVLAReflowPolicy, observation: Observation, target: Tensor, noise: Tensor, time: Tensor
 ) -> Tensor:
-    """lerobot's forward: prefix and actions pass through VLM and expert together. `(batch,)`."""
+    """Return the losses `(batch,)` of lerobot's forward: prefix and actions pass VLM and expert together."""
     squared: Tensor = policy.model.forward(*observation.arguments(), target, noise, time)
     return squared[..., : policy.config.action_feature.shape[0]].mean(dim=(1, 2))
 
@@ -45,14 +45,14 @@ def joint_losses(
 def shared_losses(
     policy: SmolVLAReflowPolicy, observation: Observation, target: Tensor, noise: Tensor, time: Tensor
 ) -> Tensor:
-    """The prefix without a graph, then state token and expert. `(batch,)`."""
+    """Return the losses `(batch,)` with the prefix computed first, without a graph."""
     prefix = SmolVLAPrefix(policy.model, observation)
     velocity = SmolVLAExpert(policy.model, prefix).velocity(interpolate(noise, target, time), time)
     return reflow_loss(velocity, noise, target, policy.config.action_feature.shape[0])
 
 
 def measure(policy: SmolVLAReflowPolicy, losses: Losses, size: Size, batch_size: int) -> tuple[int, float, Gradients]:
-    """Saved bytes, loss and gradients of one step."""
+    """Return saved bytes, loss and gradients of one step."""
     observation = observe(policy, make_batch(size, batch_size, CPU))
     noise, time = draw_noise_and_time(policy, batch_size, CPU)
     with SavedBytes(exclude=policy.parameters()) as saved:
@@ -64,7 +64,7 @@ def measure(policy: SmolVLAReflowPolicy, losses: Losses, size: Size, batch_size:
 
 
 def compare(policy: SmolVLAReflowPolicy, size: Size, batch_size: int) -> dict[str, Any]:
-    """Joint and shared forward of the same step."""
+    """Compare joint and shared forward on the same step."""
     joint_bytes, joint_loss, joint_gradients = measure(policy, joint_losses, size, batch_size)
     shared_bytes, shared_loss, shared_gradients = measure(policy, shared_losses, size, batch_size)
     if joint_gradients.keys() != shared_gradients.keys():
@@ -86,7 +86,7 @@ def _relative_difference(expected: Tensor, actual: Tensor) -> float:
 
 
 def run(size_name: str, batch_size: int, folder: Path) -> dict[str, Any]:
-    """The whole benchmark: state projection frozen, then trained (lerobot's default)."""
+    """Run the benchmark: state projection frozen, then trained (lerobot's default)."""
     size = SIZES[size_name]
     policy = build_policy(size, folder, train_state_proj=True).train()
     cases = {}
@@ -107,7 +107,7 @@ def run(size_name: str, batch_size: int, folder: Path) -> dict[str, Any]:
 
 
 def print_report(results: dict[str, Any]) -> None:
-    """The table, with targets where the published size was measured."""
+    """Print the table, with targets at the published size."""
     rows = []
     for case, found in results["state_projection"].items():
         rows.append(

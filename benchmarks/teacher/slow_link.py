@@ -1,4 +1,4 @@
-"""A copier whose link is slower than the machine's, for finding out what a teacher costs on other machines."""
+"""A copier with a slower link than the machine's, to measure a teacher's cost on other machines."""
 
 import time
 from collections.abc import Callable
@@ -14,10 +14,10 @@ _PROBE_CYCLES = 10_000_000
 
 
 class SlowLinkCopier(StreamCopier):
-    """Lets each copy to the device take as long as it would at `gb_per_s`, in units of 1e9 bytes.
+    """A copier whose copies to the device take as long as at `gb_per_s`, in units of 1e9 bytes. CUDA only.
 
-    After a copy the copy stream sleeps for the rest of that time. One thread spins, on one multiprocessor, so that
-    compute is hardly disturbed. CUDA only.
+    After a copy the copy stream sleeps for the rest of that time. The sleep occupies one thread of one multiprocessor,
+    which hardly disturbs compute.
 
     Raises:
         UnavailableError: the machine's own link is slower.
@@ -33,17 +33,17 @@ class SlowLinkCopier(StreamCopier):
         self._cycles_per_byte = 1e-9 * (1 / gb_per_s - 1 / own_gb_per_s) * cycles_per_s
 
     def to_device(self, source: Tensor, destination: Tensor) -> Transfer:
-        """Copy, then sleep: one transfer, as far as whoever waits can tell."""
+        """Copy, then sleep; the returned transfer ends after the sleep."""
         self.bytes_to_device += source.nbytes
         self._copy(source, destination, self._stream_to_device)
         with self._stream_to_device:
             torch.cuda._sleep(int(self._cycles_per_byte * source.nbytes))
-        # An empty copy behind the sleep, whose end is the end of all.
+        # An empty copy after the sleep marks the end.
         return self._copy(source[:0], destination[:0], self._stream_to_device)
 
 
 def _seconds(work: Callable[[], object]) -> float:
-    """Of the fastest of a few runs, each to the end."""
+    """Return the seconds of the fastest of a few runs."""
     durations = []
     for _ in range(5):
         torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""A SmolVLA with random weights and a random batch for it, at the published size or at the toy's. Nothing is loaded."""
+"""A SmolVLA with random weights and a random batch, at the published size or at the toy's."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ LANGUAGE_TOKENS = 24
 
 @dataclass(frozen=True)
 class Size:
-    """One SmolVLA: the shape of its VLM, its policy's settings and its cameras."""
+    """The size of a SmolVLA: the shape of its VLM, its policy's settings and its cameras."""
 
     vlm: VLMShape
     settings: dict[str, Any]
@@ -36,12 +36,12 @@ SIZES = {
 
 
 def build_policy(size: Size, folder: Path, **settings: Any) -> SmolVLAReflowPolicy:
-    """A policy on the CPU, in float32, from seed 0.
+    """Build a policy on the CPU, in float32, from seed 0.
 
     Args:
-        size: which SmolVLA.
-        folder: where the VLM's configuration and tokenizer are written.
-        settings: of the policy, over those of `size`.
+        size: size of the SmolVLA.
+        folder: folder for the VLM's configuration and tokenizer.
+        settings: settings of the policy that override those of `size`.
     """
     config = SmolVLAReflowConfig(
         vlm_model_name=str(write_vlm(folder / "vlm", size.vlm)),
@@ -58,7 +58,7 @@ def build_policy(size: Size, folder: Path, **settings: Any) -> SmolVLAReflowPoli
 
 
 def make_batch(size: Size, batch_size: int, device: torch.device) -> dict[str, Tensor]:
-    """A preprocessed batch of random observations, the same on every device."""
+    """Make a preprocessed batch of random observations, the same on every device."""
     generator = torch.Generator().manual_seed(1)
     pixels = (batch_size, 3, size.image_size, size.image_size)
     batch = {
@@ -71,7 +71,7 @@ def make_batch(size: Size, batch_size: int, device: torch.device) -> dict[str, T
 
 
 def draw_noise_and_time(policy: SmolVLAReflowPolicy, batch_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Noise `(batch, chunk, max_action_dim)` and times `(batch,)`, the same on every device."""
+    """Draw noise `(batch, chunk, max_action_dim)` and times `(batch,)`, the same on every device."""
     generator = torch.Generator().manual_seed(2)
     config = policy.config
     noise = torch.randn(batch_size, config.chunk_size, config.max_action_dim, generator=generator)
@@ -80,7 +80,7 @@ def draw_noise_and_time(policy: SmolVLAReflowPolicy, batch_size: int, device: to
 
 
 def observe(policy: SmolVLAReflowPolicy, batch: dict[str, Tensor]) -> Observation:
-    """What the policy's model takes, made as lerobot's forward makes it."""
+    """Return the inputs of the policy's model, made as in lerobot's forward."""
     images, image_masks = policy.prepare_images(batch)
     return Observation(
         images,

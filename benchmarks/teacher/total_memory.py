@@ -1,10 +1,10 @@
-"""Everything that a reflow training step of a full-size SmolVLA holds on the device, predicted for each teacher's home.
+"""Predicted device memory of a full-size SmolVLA's reflow training step, for each mode of the teacher's weights.
 
     python -m benchmarks.teacher.total_memory
 
-The step is lerobot's own on tensors without memory, as `hf-memopt plan` runs it: teacher's target by ten Euler steps,
-student's forward and backward, clipping, AdamW. SmolVLA is smolvla_base's shape: three cameras of 256x256, resized to
-512x512. The prefix is computed twice, by teacher and student, or once for both.
+The step is lerobot's own on tensors without memory, as `hf-memopt plan` runs it: the teacher's target by ten Euler
+steps, the student's forward and backward, clipping, AdamW. SmolVLA has the shape of smolvla_base: three cameras of
+256x256, resized to 512x512. The prefix is computed twice, by teacher and student, or once for both.
 """
 
 import argparse
@@ -38,7 +38,7 @@ KINDS = (
 
 
 def make_student(size: Size, folder: Path, share_prefix: str) -> SmolVLAReflow:
-    """Return the workload of a student and its teacher, of whom only configurations are written."""
+    """Return the workload of a student and its teacher, from configurations without weights."""
     cameras = {
         f"observation.images.camera{index + 1}": PolicyFeature(
             FeatureType.VISUAL, (3, size.image_size, size.image_size)
@@ -61,7 +61,7 @@ def make_student(size: Size, folder: Path, share_prefix: str) -> SmolVLAReflow:
 
 
 def measure(size: Size, batch_sizes: list[int], precision: str, gpu: str) -> list[dict[str, Any]]:
-    """Return the prediction for each home of the teacher, prefix and batch."""
+    """Return the prediction for each mode of the teacher's weights, prefix and batch."""
     cells = [(share, home, batch) for share in ("off", "on") for home in HOMES for batch in batch_sizes]
     found = []
     for share_prefix, home, batch_size in tqdm(cells, unit="step"):
@@ -84,7 +84,7 @@ def measure(size: Size, batch_sizes: list[int], precision: str, gpu: str) -> lis
 
 
 def print_report(results: dict[str, Any]) -> None:
-    """Print the table: at the peak, the weights of each, gradients and optimizer states, and activations; GiB."""
+    """Print the table, in GiB at the peak: both models' weights, gradients and optimizer states, activations."""
     rows = []
     for cell in results["cells"]:
         name = f"{cell['teacher_offload']}{', one prefix' if cell['share_prefix'] == 'on' else ''}"
@@ -99,7 +99,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--size", choices=SIZES, default="real", help="of SmolVLA (default: %(default)s)")
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[8, 64], help="default: %(default)s")
     parser.add_argument("--precision", choices=("no", "bf16"), default="bf16", help="default: %(default)s")
-    parser.add_argument("--gpu", default="rtx4090", help="whose kernels are chosen (default: %(default)s)")
+    parser.add_argument("--gpu", default="rtx4090", help="GPU to predict for (default: %(default)s)")
     parser.add_argument("--output", type=Path, help="JSON file (default: in benchmarks/results)")
     options = parser.parse_args(arguments)
     cpu = torch.device("cpu")

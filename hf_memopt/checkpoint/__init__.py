@@ -1,10 +1,4 @@
-"""A training run on disk: everything it needs to go on bit for bit, written whole or not at all. Read in this order:
-
-- `checkpoints`: saves and resumes. `batches`: the order of the data, from any point on.
-- `files`, `manifest`, `folder_lock`: folders, their contents as saved, and the right to write there.
-- `states`: the classes that are unpickled.
-- `signals`: SIGTERM and SIGINT as a wish to stop.
-"""
+"""A training run on disk: everything it needs to go on bit for bit, written whole or not at all."""
 
 from hf_memopt.checkpoint.batches import endless_batches
 from hf_memopt.checkpoint.checkpoints import Checkpoints

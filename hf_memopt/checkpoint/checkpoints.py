@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -16,11 +17,10 @@ from accelerate.utils import SCALER_NAME, DistributedType, gather_object, load
 from torch.distributed.fsdp import StateDictType
 
 from hf_memopt.checkpoint import files
-from hf_memopt.checkpoint.folder_lock import lock_of
 from hf_memopt.checkpoint.manifest import Manifest, checkpoint_name, read_manifest
-from hf_memopt.checkpoint.signals import StopSignals
 from hf_memopt.checkpoint.states import check_pickles, check_random_states, weights_only
 from hf_memopt.disk.files_on_disk import sync
+from hf_memopt.disk.locks import lock_of
 from hf_memopt.ranges import Range
 
 _REFUSED = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
@@ -280,6 +280,33 @@ class Checkpoints:
         failures = [report for report in reports if report is not None]
         if failures:
             raise RuntimeError(f"a checkpoint failed on another rank: {failures[0]}")
+
+
+class StopSignals:
+    """Notes SIGTERM and SIGINT while it listens: a wish to stop, which the training loop grants where it can save.
+
+    Attributes:
+        received: number of the first signal; 0 where there was none.
+    """
+
+    def __init__(self) -> None:
+        self.received = 0
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Note signals inside; the handlers from before are back afterwards. Only for the main thread."""
+        self.received = 0
+        previous = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.received and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.received = self.received or number
 
 
 def _check_engine(accelerator: Accelerator) -> None:

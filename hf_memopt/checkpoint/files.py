@@ -26,7 +26,8 @@ from hf_memopt.checkpoint.manifest import (
     render,
     verify_files,
 )
-from hf_memopt.disk.files_on_disk import not_written, put_in_place, sha256, sync
+from hf_memopt.disk.digests import sha256
+from hf_memopt.disk.files_on_disk import not_written, put_in_place, sync
 
 LATEST = "latest"
 _UNFINISHED = ("*.partial", "*.removed")

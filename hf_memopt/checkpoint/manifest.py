@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from hf_memopt.disk.files_on_disk import sha256
+from hf_memopt.disk.digests import sha256
 
 MANIFEST = "manifest.json"
 

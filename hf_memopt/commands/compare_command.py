@@ -5,11 +5,11 @@ import importlib
 from typing import Any
 
 from hf_memopt.command_line import number
-from hf_memopt.commands.model_flags import ACTIVATION_CHOICES
+from hf_memopt.jobs.spec import CHOICES
 from hf_memopt.ranges import Range
 
 RECIPES = ("causal_lm", "fluxflow", "lgt", "neural_operator")
-MODES, _ = ACTIVATION_CHOICES["offload"]
+MODES = CHOICES["offload"]
 _AT_LEAST = Range(at_least=4, whole=True, why=": the first half only warms up")
 
 

@@ -118,7 +118,7 @@ def _evaluate(parsed: argparse.Namespace) -> int:
     from hf_memopt.lerobot.evaluate.evaluation_table import table, write_evaluation
     from hf_memopt.lerobot.evaluate.rollouts import evaluate_in_environment
     from hf_memopt.lerobot.student.model_card import measure
-    from hf_memopt.report.doctor.devices import find_devices
+    from hf_memopt.report.doctor import find_devices
 
     find_devices(parsed.device)
     rollouts = None

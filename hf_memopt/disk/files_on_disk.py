@@ -1,7 +1,6 @@
 """Files that get their names once they are whole and on disk, and errors that name the file that was not written."""
 
 import errno
-import hashlib
 import os
 import shutil
 from pathlib import Path
@@ -25,12 +24,6 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def sha256(file: Path) -> str:
-    """Digest of a file's contents, in hexadecimal digits."""
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def not_written(target: Path, error: Exception, advice: str, needed_bytes: int = 0) -> OSError:

@@ -11,7 +11,6 @@ from hf_memopt.estimate.accounting import caching_allocator, categories
 from hf_memopt.estimate.accounting.allocation_history import AllocationHistory, StorageRecord
 from hf_memopt.estimate.accounting.allocation_log import AllocationLog, StepPhases
 from hf_memopt.estimate.accounting.categories import StepLabels
-from hf_memopt.estimate.accounting.communication import exchanged
 from hf_memopt.estimate.accounting.kernel_memory import KernelMemory
 from hf_memopt.estimate.accounting.operation import Operation, device_kind
 from hf_memopt.estimate.accounting.repeated_layers import NotRepeatedError, add_groups, growth
@@ -185,7 +184,7 @@ def _run(simulated: SimulatedStep, gpu: str | Card | None, like: Like = "cuda") 
             for block in kernels.taken_by(operation):
                 kind = categories.WORKSPACE if block.stays else categories.TEMPORARY
                 log.enter_block(block.num_bytes, kind, block.owner, stays=block.stays)
-        for kind, tensors in exchanged(operation):
+        for kind, tensors in categories.exchanged(operation):
             labels.add_exchanged(tensors, kind)
 
     log = AllocationLog(counted, block_bytes, phases, observe)

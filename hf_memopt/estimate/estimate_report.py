@@ -6,7 +6,7 @@ from typing import Any
 
 from hf_memopt.estimate.accounting.allocation_log import BACKWARD, FORWARD, OPTIMIZER
 from hf_memopt.estimate.accounting.caching_allocator import MemoryTrace
-from hf_memopt.estimate.gpus import Card, allowances
+from hf_memopt.estimate.gpus import Card, allowances, find_card
 from hf_memopt.estimate.kernel_speeds import family_of
 from hf_memopt.text_table import Cell, Table, align
 from hf_memopt.units import GIB, MIB, format_gib, format_ms
@@ -75,7 +75,19 @@ class MemoryEstimate:
     storage_makers: tuple[tuple[str, str], ...] = field(repr=False)
 
     def __str__(self) -> str:
-        return text(self)
+        return self.text()
+
+    def text(self, gpu: str | Card | None = None) -> str:
+        """Return the words that `hf-memopt estimate` prints.
+
+        Args:
+            gpu: name or size of a card, as `estimate_peak_memory` takes it, to say also whether the step fits; None
+                leaves that out.
+
+        Raises:
+            ValueError: `gpu` is neither a known name nor a size.
+        """
+        return text(self, None if gpu is None else find_card(gpu))
 
     def with_passes(self, times: float) -> "MemoryEstimate":
         """Return it for an update that has `times` as many forward and backward passes: only its time changes."""

@@ -1,18 +1,38 @@
-"""Finds the cheapest settings with which a workload fits a GPU, each candidate simulated. Read in this order:
+"""Finds the cheapest settings with which a workload fits a GPU, each candidate simulated.
 
-- `workload`: a training step that depends on settings.
-- `settings_table`: the answer of a search, which prints itself.
-- `settings_search`: `plan`, the search.
-- `diffusers_models`: denoisers made from diffusers' configurations.
-- `transformers_models`: models made from transformers' configurations, and their updates.
-- `equal_layers`: the layers of a model that stand for all.
-- `huggingface`: these models as workloads.
-- `accelerate_config`: how processes share a run, simulated and in the file for `accelerate launch`.
+Each name is imported when it is first used: a command reads its spec without torch.
 """
 
-from hf_memopt.estimate.simulated_step import SimulatedStep
-from hf_memopt.jobs.settings_search import NothingFitsError, plan
-from hf_memopt.jobs.settings_table import Row, SettingsPlan
-from hf_memopt.jobs.workload import Lever, Workload
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["Lever", "NothingFitsError", "Row", "SettingsPlan", "SimulatedStep", "Workload", "plan"]
+if TYPE_CHECKING:  # spelled "x as x": exported names, for type checkers
+    from hf_memopt.estimate.simulated_step import SimulatedStep as SimulatedStep
+    from hf_memopt.jobs.settings_search import NothingFitsError as NothingFitsError
+    from hf_memopt.jobs.settings_search import plan as plan
+    from hf_memopt.jobs.settings_table import Row as Row
+    from hf_memopt.jobs.settings_table import SettingsPlan as SettingsPlan
+    from hf_memopt.jobs.spec import JobSpec as JobSpec
+    from hf_memopt.jobs.workload import Lever as Lever
+    from hf_memopt.jobs.workload import Workload as Workload
+    from hf_memopt.jobs.workloads import workload_of as workload_of
+
+_HOMES = {
+    "JobSpec": "jobs.spec",
+    "Lever": "jobs.workload",
+    "NothingFitsError": "jobs.settings_search",
+    "Row": "jobs.settings_table",
+    "SettingsPlan": "jobs.settings_table",
+    "SimulatedStep": "estimate.simulated_step",
+    "Workload": "jobs.workload",
+    "plan": "jobs.settings_search",
+    "workload_of": "jobs.workloads",
+}
+
+__all__ = [*_HOMES]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"hf_memopt.{_HOMES[name]}"), name)

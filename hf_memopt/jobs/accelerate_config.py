@@ -14,7 +14,6 @@ from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin, Gr
 # and the optimizer's state, and gathers each block's weights for its forward and backward or for both together
 # ("no-reshard"); DeepSpeed's ZeRO-2 shards gradients and the optimizer's state, and ZeRO-3 weights too.
 DDP, FSDP2, FSDP2_NO_RESHARD, ZERO2, ZERO3 = "ddp", "fsdp2", "fsdp2-no-reshard", "zero2", "zero3"
-ENGINES = (DDP, FSDP2, FSDP2_NO_RESHARD, ZERO2, ZERO3)
 _ZERO_STAGES = {ZERO2: 2, ZERO3: 3}
 _OF_BITSANDBYTES = ("adamw-8bit-bnb", "paged-adamw-8bit", "paged-adamw-32bit")
 _OF_TORCH = ("adamw", "adamw-foreach", "sgd")
@@ -103,7 +102,7 @@ def accelerator_for(
     Args:
         precision: precision of autocast: "no", "bf16" or "fp16".
         num_micro_batches: gradients are accumulated over so many.
-        engine: one of `ENGINES`.
+        engine: one of `CHOICES["engine"]` of `spec`.
         micro_batch: samples per forward pass, which DeepSpeed wants to be told.
         max_grad_norm: DeepSpeed clips by itself, to this norm; None: not at all.
     """

@@ -15,9 +15,8 @@ from hf_memopt.estimate.simulated_step import RepeatedLayers, SimulatedStep
 from hf_memopt.jobs import accelerate_config
 from hf_memopt.jobs.accelerate_config import DDP
 from hf_memopt.jobs.equal_layers import equal_layers, told_by_few, under_offloading
-from hf_memopt.jobs.transformers_models.model_building import CHECKPOINTING
 from hf_memopt.jobs.transformers_models.model_options import ModelOptions, check_choice
-from hf_memopt.jobs.transformers_models.model_update import OFFLOAD, ModelUpdate
+from hf_memopt.jobs.transformers_models.model_update import ModelUpdate
 from hf_memopt.jobs.transformers_models.optimizers import WITH_TABLES
 from hf_memopt.jobs.workload import Lever, divisors, num_steps
 
@@ -71,8 +70,8 @@ class HuggingFaceModel(ModelOptions):
         Raises:
             ValueError: an option is unknown, or they do not go together.
         """
-        check_choice("checkpointing", checkpointing, CHECKPOINTING)
-        check_choice("offload", offload, OFFLOAD)
+        check_choice("checkpointing", checkpointing)
+        check_choice("offload", offload)
         if offload == "inputs" and checkpointing == "none":
             raise ValueError("offload='inputs' moves the inputs of checkpointed blocks; use checkpointing='full'")
         passes = accelerate_config.check_step(self.num_gpus, self.engine, self.effective_batch, micro_batch, offload)

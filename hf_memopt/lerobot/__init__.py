@@ -1,7 +1,7 @@
 """Reflow for lerobot 0.6: policy types `smolvla_reflow` and `pi0_reflow`.
 
 lerobot's commands find them by the distribution `lerobot_policy_smolvla_reflow` (in `plugins/`), or where they are told
-`--discover_packages_path=hf_memopt.lerobot`.
+`--discover_packages_path=hf_memopt.lerobot`. README.md follows one batch through the files.
 """
 
 from hf_memopt.lerobot.configuration_smolvla_reflow import SmolVLAReflowConfig

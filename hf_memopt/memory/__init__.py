@@ -1,15 +1,10 @@
-"""Counts the uses of memory. Read in this order:
-
-- `device_counters`, `saved_bytes`: where figures come from.
-- `tracker`: peaks by phase of a training step. `logger`, `metrics_file`: those figures in words, logs and files.
-- `attribution`, `oom`: the uses of live tensors, and the report when memory runs out.
-- `leaks/`: tensors that stay behind at every step, and their holders.
-- `ranks`: the processes that train together.
-"""
+"""Counts the uses of memory: peaks by phase, owners when it runs out, leaks."""
 
 from hf_memopt.memory.device_counters import Counters, DeviceMemory, HostMemory
-from hf_memopt.memory.leaks.detect import Culprit, LeakMonitor, LeakReport, MemoryLeakError, detect_leaks
-from hf_memopt.memory.logger import MemoryLogger
+from hf_memopt.memory.leaks.detect import LeakMonitor, detect_leaks
+from hf_memopt.memory.leaks.leak_report import Culprit, LeakReport, MemoryLeakError
+from hf_memopt.memory.logger import MemoryLogger, memory_metrics, phase_table
+from hf_memopt.memory.metrics_file import append_metrics
 from hf_memopt.memory.oom import explain_oom
 from hf_memopt.memory.saved_bytes import SavedBytes
 from hf_memopt.memory.tracker import MemoryReading, MemoryTracker, PhasePeak
@@ -27,6 +22,9 @@ __all__ = [
     "MemoryTracker",
     "PhasePeak",
     "SavedBytes",
+    "append_metrics",
     "detect_leaks",
     "explain_oom",
+    "memory_metrics",
+    "phase_table",
 ]

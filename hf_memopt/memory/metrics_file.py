@@ -1,12 +1,14 @@
 """Memory figures of a run in a file: one JSON object per line and logged step.
 
-A line is `{"step": 40, "memory/allocated_gib": 3.1, ...}`, with the keys of `hf_memopt.memory.logger.memory_metrics`,
-which carry their units.
+A line is `{"step": 40, "memory/allocated_gib": 3.1, ...}`, with the keys of `hf_memopt.memory.memory_metrics`, which
+carry their units.
 """
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
+
+from hf_memopt.ranges import COUNT_OR_ZERO
 
 METRICS_FILE = "memory.jsonl"
 
@@ -20,8 +22,9 @@ def append_metrics(file: Path, step: int, metrics: Mapping[str, float]) -> None:
         metrics: figures by name.
 
     Raises:
-        ValueError: a metric is called `step`.
+        ValueError: `step` is no count, or a metric is called `step`.
     """
+    COUNT_OR_ZERO.check("step", step)
     if "step" in metrics:
         raise ValueError(f"metrics have a key 'step' ({metrics['step']}), which is the step's own; rename it")
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -1,10 +1,15 @@
-"""Pages of HTML that need nothing beside them, made from the templates in `templates/`."""
+"""Pages of HTML that need nothing beside them, made from the templates in `templates/`, and the one about a run."""
 
 import base64
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from hf_memopt.report import tables
+from hf_memopt.report.figures import figures_of, render_both
+from hf_memopt.report.runs import Run
 
 
 def render_page(template: str, title: str, facts: Mapping[str, str], headlines: list[str], **values: Any) -> str:
@@ -26,6 +31,31 @@ def render_page(template: str, title: str, facts: Mapping[str, str], headlines: 
     )
     environment.filters["data_uri"] = _data_uri
     return environment.get_template(template).render(title=title, facts=facts, headlines=headlines, **values)
+
+
+def write_report(run: Run, output: Path) -> Path:
+    """Write `report.html` and the figures as PNG files, over earlier ones, and return the page's path.
+
+    Raises:
+        ValueError: matplotlib is not installed, or `output` is a file.
+    """
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"output={str(output)!r} is a file; name a folder")
+    pictures = {name: render_both(draw) for name, draw in figures_of(run).items()}
+    page = render_page(
+        "run.html",
+        f"Memory and time of {run.name}",
+        run.facts,
+        tables.headlines(run),
+        run=run,
+        tables=tables,
+        pictures=pictures,
+    )
+    output.mkdir(parents=True, exist_ok=True)
+    for name, pngs in pictures.items():
+        (output / f"{name}.png").write_bytes(pngs["light"])
+    (output / "report.html").write_text(page, encoding="utf-8")
+    return output / "report.html"
 
 
 def _data_uri(png: bytes) -> str:

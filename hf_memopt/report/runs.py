@@ -70,7 +70,7 @@ class Run:
         policies: error and latency by policy and number of Euler steps.
         losses: (step, loss) by the model that was trained or evaluated.
         losses_by: the unit of these steps: "update", "epoch" or "step".
-        timeline: memory figures of logged steps, with keys as in `hf_memopt.memory.logger.memory_metrics`.
+        timeline: memory figures of logged steps, with keys as in `hf_memopt.memory.memory_metrics`.
         oom_reports: text of out-of-memory reports by file name.
         figures: PNG files that the run drew itself.
         missing: figures that the folder lacks, and how to get them.

@@ -19,7 +19,7 @@ def training_section(
     """Return Markdown about memory and time, or None where the log has no memory figures yet.
 
     Args:
-        history: entries of a Trainer's log with the figures of `hf_memopt.memory.logger.memory_metrics`.
+        history: entries of a Trainer's log with the figures of `hf_memopt.memory.memory_metrics`.
         device: its name, and how many train together.
         update: its batches, in words.
         seconds_per_batch: seconds per batch of forward, backward and the update; evaluation and saving are left out.

@@ -1,13 +1,4 @@
-"""Parts of a training step that Accelerate lacks. Read in this order:
-
-- `step`: `train_step`, one exact update on a window of micro-batches; `accumulation`: their weights, and how ranks
-  share them.
-- `finite_check`: which rank, micro-batch and parameters a gradient that is not finite came from.
-- `micro_batch`: micro-batches that shrink when memory runs out; `repeatable`: doing a computation twice.
-- `gradient_cache`: exact gradients of losses that are no mean over samples.
-- `loss_terms`: losses that take much memory, in less.
-- `compile`, `low_bit`: torch.compile, and optimizers with small states.
-"""
+"""Parts of a training step that Accelerate lacks."""
 
 from hf_memopt.training.accumulation.splitting import split_batch
 from hf_memopt.training.finite_check import NonFiniteGradientError

@@ -1,6 +1,6 @@
-"""Frozen modules whose weights live in host memory and visit the device."""
+"""Frozen modules whose weights live in host memory and visit the device; README.md follows one weight."""
 
-from hf_memopt.weights.offload import OffloadedTeacher, TeacherReport
+from hf_memopt.weights.offload import OffloadedTeacher, TeacherReport, VisitsByCall
 from hf_memopt.weights.strategies.mode_choice import TEACHER_MODES
 
-__all__ = ["TEACHER_MODES", "OffloadedTeacher", "TeacherReport"]
+__all__ = ["TEACHER_MODES", "OffloadedTeacher", "TeacherReport", "VisitsByCall"]

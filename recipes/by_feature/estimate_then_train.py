@@ -10,8 +10,6 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_memopt import estimate_peak_memory  # hf_memopt
-from hf_memopt.estimate import estimate_report
-from hf_memopt.estimate.gpus import find_card
 
 BATCH, LENGTH = 8, 512
 
@@ -45,9 +43,9 @@ def step(state: Any) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpu", default="rtx4090", help="a card's name, or a size such as 8GiB (default: %(default)s)")
-    card = find_card(parser.parse_args().gpu)
-    estimate = estimate_peak_memory(setup, step, gpu=card)  # hf_memopt: before the first backward on a GPU
-    print(estimate_report.text(estimate, card))  # hf_memopt: with the verdict, does it fit?
+    gpu = parser.parse_args().gpu
+    estimate = estimate_peak_memory(setup, step, gpu=gpu)  # hf_memopt: before the first backward on a GPU
+    print(estimate.text(gpu))  # hf_memopt: with the verdict, does it fit?
     if not torch.cuda.is_available():
         print("No GPU here: nothing to compare with.")
         return

@@ -10,10 +10,7 @@ from hf_memopt.recipes.common.options import (
     OffloadOptions,
     RunOptions,
     check_folder,
-    check_loop,
     check_offloading,
-    check_unused,
-    trainers_checkpoint,
 )
 
 BlockSize = Annotated[int, Range(at_least=2, whole=True, why=": each token is predicted from those before")]
@@ -49,7 +46,6 @@ class DataOptions:
 @dataclass
 class TrainingOptions(RunOptions):
     output_dir: str = flag("outputs/causal_lm", "folder for the model, checkpoints, results.json and results.png")
-    loop: Literal["accelerate", "trainer"] = flag("accelerate", "the loop of the recipe, or transformers' Trainer")
     max_steps: Count = flag(150, "updates of the weights")
     per_device_batch_size: Count = flag(8, "blocks per forward pass and process")
     gradient_accumulation_steps: Count = flag(1, "forward passes per update; accelerate launch's own flag is not used")
@@ -88,15 +84,8 @@ def parse(description: str, arguments: Sequence[str] | None = None, compared: Se
         ValueError: names a flag, its value and the remedy.
     """
     options = read_options(Options, description, arguments)
-    training = options.training
     remedy = "the inputs of checkpointed blocks; add --gradient_checkpointing"
     check_offloading(options.offload, compared, checkpointed=options.model.gradient_checkpointing, remedy=remedy)
-    check_loop(training.loop, options.offload)
-    if compared:
-        return options
-    if training.loop == "accelerate":
-        check_folder(training.output_dir, training.resume_from_checkpoint)
-    else:  # Trainer has checkpoints of its own
-        check_unused(training.output_dir, training.resume_from_checkpoint)
-        trainers_checkpoint(training.output_dir, training.resume_from_checkpoint)
+    if not compared:
+        check_folder(options.training.output_dir, options.training.resume_from_checkpoint)
     return options

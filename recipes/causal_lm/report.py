@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 def results(options: Options, accelerator: Accelerator, history: History, cost: RunCost) -> dict[str, Any]:
     """Return the contents of `results.json` of a finished run; `cost` is that of an update."""
     final = [entry for entry in history if "eval_loss" in entry][-1]
-    more = {"loop": options.training.loop, "corpus": describe_corpus(options.data), "final": final}
+    more = {"corpus": describe_corpus(options.data), "final": final}
     return run_results(
         options, accelerator, history, libraries=("transformers", "datasets"), training_cost=cost, **more
     )

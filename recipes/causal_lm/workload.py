@@ -17,6 +17,8 @@ from hf_memopt.recipes.causal_lm.step import Batch, Run, make_optimizer, update
 from hf_memopt.recipes.common.auto_plan import Changes, RecipeWorkload, weights_from_config
 from hf_memopt.recipes.common.flags import read_options
 
+__all__ = ["workload"]
+
 
 def workload(config_path: str | Path, *, precision: str = "no", effective_batch: int | None = None) -> "CausalLM":
     """Return the workload of a configuration file, as for `train_causal_lm.py --config_path FILE`.

@@ -23,6 +23,7 @@ from accelerate.utils import tqdm
 from torch import Tensor, nn
 
 from hf_memopt.command_line import check_output_folder
+from hf_memopt.disk.digests import weights_sha256
 from hf_memopt.jobs.workload import PASSES_OF_AUTO
 from hf_memopt.recipes.common.cost import RunCost, mib, table
 from hf_memopt.recipes.common.loop import Run
@@ -125,10 +126,6 @@ def _timed(begin: Begin, options: Any, num_steps: int) -> RunCost:
 
 def _to_compare(begin: Begin, options: Any) -> tuple[list[float], str]:
     """Return the losses of a few updates with deterministic kernels, and the SHA-256 of the weights after them."""
-    from hf_memopt.lerobot.couplings.key import (
-        weights_sha256,  # brings the library datasets, which training may not need
-    )
-
     with _deterministic_kernels():
         run, updates = begin(options)
         losses = [next(updates).item() for _ in range(NUM_CHECKED)]

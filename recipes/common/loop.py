@@ -15,7 +15,7 @@ from accelerate.utils import DataLoaderConfiguration
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from hf_memopt.checkpoint import Checkpoints
-from hf_memopt.checkpoint.folder_lock import lock_of
+from hf_memopt.disk.locks import lock_of
 from hf_memopt.jobs import Row
 from hf_memopt.memory import MemoryTracker
 from hf_memopt.memory.logger import short_figure

@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import transformers
-
 from hf_memopt.activations.offload_arguments import OffloadArguments
 from hf_memopt.checkpoint import find_checkpoint
 from hf_memopt.command_line import check_output_folder
@@ -57,16 +55,6 @@ def check_offloading(offload: OffloadOptions, compared: Sequence[str], *, checkp
     check_card(offload.plan)
 
 
-def check_loop(loop: str, offload: OffloadOptions) -> None:
-    """Refuse a lever that another library's loop lacks.
-
-    Raises:
-        ValueError: names it and the remedy.
-    """
-    if loop != "accelerate" and offload.auto_micro_batch:
-        raise ValueError(f"auto_micro_batch=True is not for loop={loop!r}; use --loop accelerate")
-
-
 def checkpoints_folder(folder: str) -> Path:
     """Return where the checkpoints of this project's loops are."""
     return Path(folder) / "checkpoints"
@@ -98,27 +86,3 @@ def check_unused(folder: str, resumed: str | None, name: str = "output_dir") -> 
             f"{name}={folder!r} already holds {used[0]}; go on with --{section}{dot}resume_from_checkpoint latest, "
             "or name another folder"
         )
-
-
-def trainers_checkpoint(folder: str, resumed: str | None) -> str | None:
-    """Return the checkpoint of Trainer's to resume from; None for a new run.
-
-    Args:
-        folder: folder of the run.
-        resumed: a checkpoint's folder, "latest" for the newest of the run, or None.
-
-    Raises:
-        ValueError: there is no such folder.
-    """
-    if resumed is None:
-        return None
-    output = Path(folder)
-    found = (
-        transformers.trainer_utils.get_last_checkpoint(output) if resumed == "latest" and output.is_dir() else resumed
-    )
-    if found is None or not Path(found).is_dir():
-        raise ValueError(
-            f"resume_from_checkpoint={resumed!r}: no such folder; name a checkpoint-<updates> folder, or pass 'latest' "
-            f"where output_dir={folder!r} holds one"
-        )
-    return str(found)

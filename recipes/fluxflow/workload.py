@@ -15,6 +15,8 @@ from hf_memopt.recipes.fluxflow.options import Options
 from hf_memopt.recipes.fluxflow.step import Gan, make_gan, step
 from hf_memopt.recipes.fluxflow.training_aids import make_average
 
+__all__ = ["workload"]
+
 
 def workload(config_path: str | Path, *, precision: str = "no", effective_batch: int | None = None) -> "FluxFlow":
     """Return the workload of a configuration file, as for `train_fluxflow.py --config_path FILE`.

@@ -13,6 +13,8 @@ from hf_memopt.recipes.lgt.data import Batch, make_batch
 from hf_memopt.recipes.lgt.options import Options, parse
 from hf_memopt.recipes.lgt.step import Run, build_model, build_optimizer, update_weights
 
+__all__ = ["workload"]
+
 _MOST_PASSES = 8
 
 

@@ -24,6 +24,8 @@ from hf_memopt.ranges import COUNT, Range
 
 HIGH, LOW = 12.0, 3.0
 # Part of every cache key: another number whenever the same parameters would give other fields.
+__all__ = ["Darcy", "cached_folder"]
+
 FORMAT_VERSION = 1
 MAX_ITERATIONS = 200
 BATCH_NODES = 2**17

@@ -14,7 +14,7 @@ from hf_memopt.recipes.common.flags import (
     flag,
     read_options,
 )
-from hf_memopt.recipes.common.options import OffloadOptions, RunOptions, check_folder, check_loop, check_offloading
+from hf_memopt.recipes.common.options import OffloadOptions, RunOptions, check_folder, check_offloading
 
 
 @dataclass
@@ -89,7 +89,6 @@ def parse(description: str, arguments: Sequence[str] | None = None, compared: Se
     remedy = "the inputs of checkpointed layers; add --checkpoint_blocks or --checkpoint_mlps"
     check_offloading(options.offload, compared, checkpointed=bool(options.model.checkpointed_modules), remedy=remedy)
     _check_loop(options)
-    check_loop(options.training.loop, options.offload)
     if not compared:
         check_folder(options.training.output_dir, options.training.resume_from_checkpoint)
     return options
@@ -107,13 +106,17 @@ def _check_model(model: ModelOptions, data: DataOptions) -> None:
 
 
 def _check_loop(options: Options) -> None:
-    """Refuse micro-batches and checkpoints for safe loading, which neuralop's Trainer lacks."""
-    training = options.training
+    """Refuse micro-batches, plans and checkpoints for safe loading, which neuralop's Trainer lacks."""
+    training, offload = options.training, options.offload
     if training.loop == "accelerate":
         return
-    for name in ("micro_batch_size", "checkpointing_steps", "resume_from_checkpoint"):
-        value = getattr(training, name)
+    missing_there = {
+        "micro_batch_size": training.micro_batch_size,
+        "checkpointing_steps": training.checkpointing_steps,
+        "resume_from_checkpoint": training.resume_from_checkpoint,
+        "plan": offload.plan,
+        "auto_micro_batch": offload.auto_micro_batch,
+    }
+    for name, value in missing_there.items():
         if value:
             raise ValueError(f"{name}={value!r} is not for loop='neuralop'; use --loop accelerate")
-    if options.offload.plan is not None:
-        raise ValueError(f"plan={options.offload.plan!r} is not for loop='neuralop'; use --loop accelerate")

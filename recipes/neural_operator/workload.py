@@ -15,6 +15,8 @@ from hf_memopt.recipes.neural_operator.model import make_model
 from hf_memopt.recipes.neural_operator.options import Options
 from hf_memopt.recipes.neural_operator.step import Batch, Run, make_optimizer, update
 
+__all__ = ["workload"]
+
 
 def workload(config_path: str | Path, *, precision: str = "no", effective_batch: int | None = None) -> "NeuralOperator":
     """Return the workload of a configuration file, as for `train_neural_operator.py --config_path FILE`.

@@ -29,6 +29,8 @@ from transformers import (
     SmolVLMVideoProcessor,
 )
 
+__all__ = ["dataset_flags", "policy_flags", "write_dataset", "write_vlm"]
+
 FloatArray = NDArray[np.float32]
 
 REPO_ID = "local/reach_past_obstacle"

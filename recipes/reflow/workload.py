@@ -34,6 +34,8 @@ from hf_memopt.recipes.common.auto_plan import PRECISION, RecipeWorkload, weight
 from hf_memopt.recipes.reflow.lerobot_loop import ACCUMULATION_FLAG, make_accelerator
 from hf_memopt.transfer import clock_for
 
+__all__ = ["workload"]
+
 # Steps until a streamed teacher is as it will be: its first visit is watched, the second follows a plan.
 STEPS_OF_STREAM = 3
 # Euler steps after which each of the teacher's repeats the one before it.

@@ -3,16 +3,18 @@
 import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, NamedTuple, get_type_hints
 
 import torch
+import transformers
 from trl import SFTConfig, TrlParser
 
 from hf_memopt.callbacks import MemoptArguments
 from hf_memopt.command_line import argparse_raising, flag
 from hf_memopt.ranges import check_ranges
 from hf_memopt.recipes.common.flags import Count, Formatter, check_card
-from hf_memopt.recipes.common.options import check_unused, trainers_checkpoint
+from hf_memopt.recipes.common.options import check_unused
 
 
 @dataclass
@@ -83,4 +85,28 @@ def check_folder(options: Options) -> str | None:
     """Return the checkpoint to resume from; refuse a folder that holds another run, as the other recipes do."""
     output, resumed = options.training.output_dir, options.training.resume_from_checkpoint
     check_unused(output, resumed)
-    return trainers_checkpoint(output, resumed)
+    return _trainers_checkpoint(output, resumed)
+
+
+def _trainers_checkpoint(folder: str, resumed: str | None) -> str | None:
+    """Return the checkpoint of Trainer's to resume from; None for a new run.
+
+    Args:
+        folder: folder of the run.
+        resumed: a checkpoint's folder, "latest" for the newest of the run, or None.
+
+    Raises:
+        ValueError: there is no such folder.
+    """
+    if resumed is None:
+        return None
+    output = Path(folder)
+    found = (
+        transformers.trainer_utils.get_last_checkpoint(output) if resumed == "latest" and output.is_dir() else resumed
+    )
+    if found is None or not Path(found).is_dir():
+        raise ValueError(
+            f"resume_from_checkpoint={resumed!r}: no such folder; name a checkpoint-<updates> folder, or pass 'latest' "
+            f"where output_dir={folder!r} holds one"
+        )
+    return str(found)

@@ -9,13 +9,15 @@ from typing import Any
 import yaml
 from accelerate import PartialState
 
-from hf_memopt.integrations.transformers.argument_names import current_names, set_fields
+from hf_memopt.integrations.transformers.argument_file import current_names, set_fields
 from hf_memopt.jobs import Lever, Row
 from hf_memopt.jobs.accelerate_config import write_accelerate_config
 from hf_memopt.jobs.huggingface import ACTIVATIONS, HuggingFaceModel
 from hf_memopt.recipes.common.auto_plan import best_row
 from hf_memopt.recipes.sft.conversations import write_tiny_model
 from hf_memopt.recipes.sft.options import Options, parse
+
+__all__ = ["workload"]
 
 # The planner's names of Trainer's optimizers.
 OPTIMIZERS = {

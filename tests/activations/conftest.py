@@ -1,4 +1,4 @@
-"""A small decoder, and offloaders that move all that it saves with every copier."""
+"""A small decoder, and offloaders with every copier that move all its saved tensors."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Activation offloading in a loop of one's own on Accelerate, with a gradient scaler, and around a compiled module."""
+"""Tests of activation offloading in an Accelerate loop, with a gradient scaler, and around a compiled module."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -36,7 +36,7 @@ def equal(first: list[Tensor], second: list[Tensor]) -> bool:
 
 
 def train_with_accelerate(offloader: ActivationOffloader | None, mixed_precision: str = "no") -> list[Tensor]:
-    """The loop of the documentation: its three lines are the offloader, the context and what the context encloses."""
+    """Train by the documentation's loop, in which offloading takes the offloader, the context and its body."""
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, mixed_precision=mixed_precision)
     model = perceptron()
@@ -81,7 +81,7 @@ def train_with_scaler(offloader: ActivationOffloader | None) -> tuple[list[Tenso
 
 
 def test_a_gradient_scaler_that_skips_steps() -> None:
-    """The scale begins so large that gradients overflow, and grows again afterwards."""
+    """Begin with so large a scale that gradients overflow, and let it grow again."""
     want, scales = train_with_scaler(None)
     assert scales[0] < 2.0**127
     assert scales[-1] > min(scales)
@@ -93,7 +93,7 @@ def test_a_gradient_scaler_that_skips_steps() -> None:
 
 
 def test_a_compiled_module() -> None:
-    """What the compiled region saves is offloaded as it ends; gradients are close, since its operations are fused."""
+    """Offload the tensors that a compiled region saves; gradients are close, since operations are fused."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16), nn.Tanh())
     x = batches(1)[0]

@@ -1,4 +1,4 @@
-"""Gradients are bitwise the plain run's on every architecture, and weights never travel."""
+"""Tests that gradients are bitwise the plain run's on every architecture, and that weights never move."""
 
 import copy
 import itertools
@@ -29,14 +29,14 @@ ALL = ARCHITECTURES | OWN_ARCHITECTURES
 NAMES = list(ALL)
 CHECKPOINTED = [name for name in NAMES if ALL[name].can_checkpoint]
 COPIERS: dict[str, Callable[[], Copier]] = {"sync": SyncCopier, "late": lambda: AdversarialCopier("late")}
-# The logits of gpt2 alone are most of what it saves. One layer of the LSTM is one operation, whose backward needs all
-# that it has saved at once, and all steps of the other one share the storages of the gates.
+# The logits of gpt2 alone are most of its saved bytes. A layer of the LSTM is one operation, whose backward needs all
+# saved tensors at once, and all steps of `gates_in_place` share the storages of the gates.
 BUDGET_SHARES = {"gpt2": 0.95, "lstm": 0.45, "gates_in_place": 0.42}
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How one architecture is run once."""
+    """The settings of one run of an architecture."""
 
     copier: str
     autocast: bool
@@ -46,7 +46,7 @@ class Settings:
 
 
 def settings_of(index: int) -> Iterator[Settings]:
-    """Four runs of an architecture; over all architectures, every two values of different settings meet."""
+    """Yield the settings of four runs of an architecture. Over all architectures, every pair of values occurs."""
     can_checkpoint = ALL[NAMES[index]].can_checkpoint
     for row, (copier, autocast) in enumerate(itertools.product(COPIERS, (False, True))):
         yield Settings(
@@ -87,7 +87,7 @@ def test_gradients_are_bitwise_the_plain_ones(name: str, settings: Settings) -> 
     workload = build(name, settings.checkpointing)
     want = gradients(workload, settings.autocast)
     offloader = make_offloader(workload, settings)
-    for _ in range(2):  # the second pass prefetches in the order that the first one has learned
+    for _ in range(2):  # the second pass prefetches in the order of the first
         assert equal(gradients(workload, settings.autocast, offloader), want)
     stats = offloader.stats
     assert (stats.bytes_moved if settings.threshold_mib == 0 else stats.bytes_kept) > 0
@@ -104,13 +104,13 @@ def test_any_plan_gives_bitwise_the_plain_gradients(index: int, name: str, monke
     want = gradients(workload, autocast)
     copier = forbid_weights(make_copier(), workload.module)
     offloader = ActivationOffloader(mode="auto", offload_threshold_mb=0, copier=copier)
-    for _ in range(4):  # the first two are recorded, and a plan is made after each
+    for _ in range(4):  # the first two passes are recorded, with a plan made after each
         assert equal(gradients(workload, autocast, offloader), want)
     assert planner.num_recomputed > 0
     assert offloader.stats.host_bytes_live == 0
 
 
-@pytest.mark.sweep(share=1 / 10)  # the search for a plan takes longer than everything else
+@pytest.mark.sweep(share=1 / 10)  # since the search for a plan takes longest
 @pytest.mark.parametrize("name", NAMES)
 def test_a_plan_keeps_to_its_budget_and_gives_bitwise_the_plain_gradients(name: str) -> None:
     workload = build(name)
@@ -129,6 +129,7 @@ def test_a_plan_keeps_to_its_budget_and_gives_bitwise_the_plain_gradients(name: 
     assert stats.host_bytes_live == 0
 
 
+@pytest.mark.e2e
 @pytest.mark.sweep(share=1 / 3)
 @pytest.mark.parametrize("name", ["llama", "mixtral", "unet2d"])
 def test_fifty_adamw_steps_end_on_bitwise_the_plain_weights(name: str) -> None:
@@ -152,7 +153,7 @@ def train(workload: Workload, offloader: ActivationOffloader | None, num_steps: 
         optimizer.zero_grad()
 
 
-# ------------------------------------------------------------------------------- that the above means something
+# ------------------------------------------------------------------------------- checks of the settings
 
 
 def test_every_two_values_of_different_settings_meet() -> None:

@@ -1,4 +1,4 @@
-"""Batches of ever other sizes: host memory stays near what the largest one needs, in every mode, step after step."""
+"""Tests that batches of changing sizes keep host memory near the largest batch's need, in every mode."""
 
 import random
 from collections.abc import Callable
@@ -20,7 +20,7 @@ MODES = ("all", "inputs", "auto")
 
 
 class Blocks(nn.Module):
-    """Residual blocks, under checkpointing or not."""
+    """Residual blocks, with or without checkpointing."""
 
     def __init__(self, num_blocks: int, is_checkpointed: bool) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Blocks(nn.Module):
 
 
 class Training:
-    """Steps of other lengths, drawn from a seed."""
+    """Training in steps of random lengths."""
 
     def __init__(self, mode: str, copier: Copier) -> None:
         torch.manual_seed(0)
@@ -56,7 +56,7 @@ class Training:
         loss.backward()
 
     def check_many(self, num_steps: int, num_quiet: int) -> None:
-        """At most half as much again as the largest pass needs, and nothing is taken in the last `num_quiet`."""
+        """Check for at most 1.5 times the largest pass's need, and no allocation in the last `num_quiet` steps."""
         for number in range(num_steps):
             if number == num_steps - num_quiet:
                 before = self.offloader.stats.num_host_allocations
@@ -92,7 +92,7 @@ def test_gradients_are_exact_whatever_block_a_tensor_is_in(mode: str, schedule: 
 
 
 def taking_some_more_at_each(training: Training) -> Callable[[], None]:
-    """A pass is never let go of."""
+    """Return a step that never releases its pass."""
     graphs: list[Tensor] = []
 
     def step() -> None:

@@ -1,6 +1,6 @@
-"""Custom autograd functions that write to what they have saved, as fused kernels do: right where the plain run is.
+"""Tests that custom functions that write to their saved tensors, as fused kernels do, are right if the plain run is.
 
-`.data` stands for a kernel: autograd counts neither.
+`.data` stands in for a kernel: autograd counts the writes of neither.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ WIDTH, BATCH = 8, 6
 
 
 class FreshSilu(torch.autograd.Function):
-    """Leaves what it has saved alone."""
+    """A SiLU that never writes to its saved tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -30,7 +30,7 @@ class FreshSilu(torch.autograd.Function):
 
 
 class SiluOverwritingBackward(FreshSilu):
-    """Puts the gradient where its input was, as an operation that autograd counts."""
+    """A SiLU that overwrites its input with the gradient by an operation that autograd counts."""
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ class SiluOverwritingBackward(FreshSilu):
 
 
 class SiluOfAKernel(FreshSilu):
-    """Puts the gradient where its input was."""
+    """A SiLU that overwrites its input with the gradient, unseen by autograd."""
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ class SiluOfAKernel(FreshSilu):
 
 
 class SiluOfAnAttribute(torch.autograd.Function):
-    """Keeps its input by itself, and overwrites it."""
+    """A SiLU that keeps its input as an attribute, and overwrites the input."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ class SiluOfAnAttribute(torch.autograd.Function):
 
 
 class LossOfAKernel(torch.autograd.Function):
-    """Overwrites its input by its gradient in forward and saves that, as fused cross entropies do."""
+    """A loss that overwrites its input with the gradient in forward, and saves it, as fused cross entropies do."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -83,11 +83,11 @@ SILUS = (FreshSilu, SiluOverwritingBackward, SiluOfAKernel, SiluOfAnAttribute)
 
 
 class Net(nn.Module):
-    """Its function comes last, so that it is the first in backward.
+    """A network whose custom function comes last in forward, and so first in backward.
 
     Args:
-        function: of the function's input.
-        others: of what else is made of that input.
+        function: the custom function.
+        others: another function of the same input.
     """
 
     def __init__(self, function: Callable[[Tensor], Tensor], others: Callable[[Tensor], Tensor]) -> None:
@@ -113,7 +113,7 @@ def step(model: nn.Module, context: Context, number: int) -> Tensor:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("function", SILUS)
 def test_a_saved_tensor_is_not_computed_from_what_a_function_overwrites(function: Any, mode: str) -> None:
-    """The function alone saves its input, of which another node's tensor could be computed again."""
+    """Check a function that alone saves its input, from which another node's tensor could be recomputed."""
     assert_as_plain(step, Net(function.apply, torch.tanh), mode)
 
 
@@ -126,7 +126,7 @@ def test_nor_by_way_of_others(function: Any, mode: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("function", [SiluOverwritingBackward, FreshSilu])
 def test_what_another_node_has_saved_may_not_be_overwritten(function: Any, mode: str) -> None:
-    """`exp` saves its result, which the function overwrites before `exp` has its turn."""
+    """Check the result of `exp`, which the function overwrites before the backward of `exp`."""
     net = Net(lambda x: function.apply(x.exp()), torch.tanh)
     want = results(step, net, plain_context)
     assert (want == ["modified"]) == (function is SiluOverwritingBackward)
@@ -168,7 +168,7 @@ def test_what_a_function_overwrites_in_forward_is_saved_as_it_is_then(others: An
 
 @pytest.mark.parametrize("mode", MODES)
 def test_what_a_dropped_graph_has_saved_is_not_taken_for_it(mode: str) -> None:
-    """A metric with a graph that nobody uses has saved the logits before the function overwrites them."""
+    """Check logits saved by a metric with an unused graph before the function overwrites the logits."""
 
     class Last(Net):
         def forward(self, batch: Tensor) -> Tensor:
@@ -181,6 +181,6 @@ def test_what_a_dropped_graph_has_saved_is_not_taken_for_it(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_computing_again_still_happens(mode: str) -> None:
-    """What nobody overwrites is computed again, as before."""
+    """Check that tensors that no function overwrites are still recomputed."""
     offloader = assert_as_plain(step, Net(lambda x: nn.functional.silu(x), lambda x: torch.tanh(x.exp())), mode)
     assert (offloader.stats.bytes_recomputed > 0) == (mode in ("recompute", "even", "odd", "random"))

@@ -1,4 +1,4 @@
-"""Mode "auto" without a budget never plans past what the device has left, and recovers where that was too little."""
+"""Tests that mode "auto" without a budget plans within the device's free memory, and recovers if it was too little."""
 
 import logging
 from collections.abc import Callable
@@ -20,7 +20,7 @@ WIDTH, LAYERS, LARGEST_BATCH = 64, 3, 48
 
 @pytest.fixture(autouse=True)
 def slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies that take long, so that only memory is a reason for them."""
+    """Make copies slow, so that only memory is a reason for them."""
     monkeypatch.setattr(plan_maker, "measure_link", lambda copier, clock: (1e6, 1e6))
 
 
@@ -45,7 +45,7 @@ def batch(step: int, smallest: int = 8) -> Tensor:
 
 
 def train_step(model: nn.Module, x: Tensor, card: Card, offloader: ActivationOffloader | None = None) -> list[Tensor]:
-    """One step on the card, besides a temporary whose size depends on the batch."""
+    """Take a step on the card, with a temporary tensor whose size depends on the batch."""
     with card:
         context = offloader.offload_context(model) if offloader else torch.enable_grad()
         with context:
@@ -63,7 +63,7 @@ def peak_bytes(step: Callable[[Card], object]) -> int:
 
 
 def size_for_all(smallest: int) -> int:
-    """The card that everything-offloaded just fits."""
+    """Return the memory of a card on which everything offloaded just fits."""
     model = chain()
 
     def steps(card: Card) -> None:
@@ -77,12 +77,13 @@ def size_for_all(smallest: int) -> int:
     return peak_bytes(steps)
 
 
+@pytest.mark.e2e
 @pytest.mark.sweep(share=1 / 3)
 @pytest.mark.parametrize(("smallest", "num_steps"), [(LARGEST_BATCH, 100), (8, 1000)])
 def test_what_fits_only_with_everything_offloaded_runs_on(
     make: Callable[..., ActivationOffloader], smallest: int, num_steps: int
 ) -> None:
-    """With batches of one size or of many, on a card that is full when everything is offloaded."""
+    """Train with batches of one size and of many, on a card that is full when everything is offloaded."""
     model = chain()
     card = Card(size_for_all(smallest))
     card.place(model)
@@ -104,7 +105,7 @@ def planner_of(offloader: ActivationOffloader, model: nn.Module) -> pass_planner
 
 @pytest.mark.parametrize("share", [0.3, 0.6, 0.9])
 def test_a_card_in_between_is_used_and_never_exceeded(make: Callable[..., ActivationOffloader], share: float) -> None:
-    """The more room, the less moves; the counted peak of the whole step stays within the card."""
+    """Check that more room moves less, and that the counted peak of the whole step stays within the card."""
     model = chain()
     x = torch.randn(LARGEST_BATCH, WIDTH)
     smallest = size_for_all(LARGEST_BATCH)
@@ -125,7 +126,7 @@ def test_a_card_in_between_is_used_and_never_exceeded(make: Callable[..., Activa
 
 
 def test_optimizer_states_that_come_later_are_made_room_for(make: Callable[..., ActivationOffloader]) -> None:
-    """Accumulation: the optimizer makes its states only after the passes that were recorded."""
+    """Accumulate gradients, so that the optimizer makes its states after the recorded passes."""
     model = chain()
     states = 2 * sum(p.nbytes for p in model.parameters())
     x = torch.randn(LARGEST_BATCH, WIDTH)
@@ -168,7 +169,7 @@ def test_ranks_share_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     room = DeviceRoom(card, torch.device("cpu"))
     room.begin()
     assert room.limit_bytes() == int(USABLE * 1000)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # and one device, as on any machine that has none
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # two processes on one device
     assert room.limit_bytes() == int(USABLE * 500)
 
 
@@ -202,7 +203,7 @@ def test_running_out_in_a_planned_pass_makes_the_plan_smaller(
 def test_a_log_that_is_kept_keeps_no_errors(
     make: Callable[..., ActivationOffloader], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An error leads to all tensors of the step that it came from."""
+    """Check the log after errors, whose tracebacks would keep all tensors of their steps."""
     model, x, card = chain(), torch.randn(LARGEST_BATCH, WIDTH), Card(2**40)
     tight = make(card, budget_gib=1e-9)
     train_step(model, x, card, tight)
@@ -220,7 +221,7 @@ def test_a_log_that_is_kept_keeps_no_errors(
 
 
 class BigOnce:
-    """Asks for more than the card has, at the end of one forward pass."""
+    """A hook that asks for more than the card's memory at the end of one forward pass."""
 
     def __init__(self, card: Card) -> None:
         self._card = card
@@ -233,7 +234,7 @@ class BigOnce:
 
 
 def test_a_reload_that_finds_no_memory_waits_for_what_is_leaving() -> None:
-    """With copies to the host still holding their sources, the device is full; they give them up."""
+    """Fill the device with sources of copies to the host, which release their memory."""
     model = chain()
     card = Card(2**30)
     card.place(model)
@@ -248,7 +249,7 @@ def test_a_reload_that_finds_no_memory_waits_for_what_is_leaving() -> None:
         assert leaving > 0
         card.total_bytes = card.allocated_bytes + x.nbytes // 2
         with torch.no_grad():
-            block = engine.empty_device(x.nbytes)  # more than is free, less than is leaving
+            block = engine.empty_device(x.nbytes)  # more bytes than are free, fewer than are leaving
         card.total_bytes = 2**30
         assert engine._leaving_bytes == 0
         del block

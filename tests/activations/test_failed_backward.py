@@ -1,4 +1,4 @@
-"""A backward that raises: what it leaves behind goes, and the newest plan is still reported."""
+"""Tests that a backward that raises leaves no memory behind, and that the newest plan is still reported."""
 
 import gc
 from typing import Any
@@ -23,7 +23,7 @@ class Raises(torch.autograd.Function):
 
 
 def fail(offloader: ActivationOffloader) -> None:
-    """Leaves nodes of another branch in the queue of torch's engine."""
+    """Run a backward that raises, and leave nodes of another branch in the queue of torch's engine."""
     first, second = nn.Linear(8, 8), nn.Linear(8, 8)
     x = torch.randn(4, 8)
     with offloader.offload_context():

@@ -1,4 +1,4 @@
-"""Losses on directional derivatives, by forward-mode AD in a context: bitwise the plain ones."""
+"""Tests that losses on directional derivatives, by forward-mode AD in a context, are bitwise the plain losses."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch.autograd.forward_ad as forward_ad
 from as_plain import MODES, Context, assert_as_plain
 from torch import Tensor, nn
 
-# torch's own, when its formulas are first asked for.
+# torch's own warning at the first use of its formulas.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script.:DeprecationWarning")
 
 SHAPE = 6, 8
@@ -35,7 +35,7 @@ def tangent_alone(net: nn.Module, context: Context, number: int) -> Tensor:
 
 
 def mean_flow(net: nn.Module, context: Context, number: int) -> Tensor:
-    """As MeanFlow and sCM train: a target of the network's own derivative along its path."""
+    """Take a step as in MeanFlow and sCM, whose target is the network's own derivative along its path."""
     z, velocity = torch.randn(SHAPE), torch.randn(SHAPE)
     time = torch.rand(SHAPE[0], 1)
 
@@ -50,7 +50,7 @@ def mean_flow(net: nn.Module, context: Context, number: int) -> Tensor:
 
 
 def constant_tangent(net: nn.Module, context: Context, number: int) -> Tensor:
-    """One of two inputs has no tangent, so that autograd saves zeros without memory."""
+    """Take a step with one input without a tangent, for which autograd saves zeros without memory."""
     x, y = torch.randn(SHAPE), torch.randn(SHAPE, requires_grad=True)
     with context(net), forward_ad.dual_level():
         product = net(forward_ad.make_dual(x, x.sin())) * (y * 2) * net(y)

@@ -1,7 +1,7 @@
-"""Training loops with several backwards in one context: gradients, metrics and weights are bitwise the plain loop's.
+"""Tests that loops with several backwards in one context give bitwise the plain gradients, metrics and weights.
 
 Offloaders plan for a forward pass and its backward. Loops interleave them: micro-batches, two networks in turn, metrics
-and evaluations in between, graphs that nobody uses or that outlive their step.
+and evaluations in between, graphs that are never used or that outlive their step.
 """
 
 import copy
@@ -44,7 +44,7 @@ class Block(nn.Module):
 
 
 class Networks(nn.Module):
-    """A classifier of its inputs, and a critic of what the classifier says."""
+    """A classifier of inputs, and a critic of the classifier's outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Networks(nn.Module):
 
 @dataclass
 class Loop:
-    """One step's batch, and everything so far that has to be as in the plain loop."""
+    """The batch of a step, and all values so far that have to equal the plain loop's."""
 
     networks: Networks
     x: Tensor = field(init=False)
@@ -83,7 +83,7 @@ class Loop:
         self.seen.append(value.detach().clone())
 
     def update(self) -> None:
-        """Note gradients and weights; the parts that have gradients take a step."""
+        """Record gradients and weights, and update the parts that have gradients."""
         for part, optimizer in zip(self.networks.children(), self._optimizers, strict=True):
             if any(parameter.grad is not None for parameter in part.parameters()):
                 self.seen += [parameter.grad.clone() for parameter in part.parameters()]
@@ -127,7 +127,7 @@ def forwards_then_backwards_in_reverse(loop: Loop) -> None:
 
 
 def pipeline(loop: Loop) -> None:
-    """One forward ahead of each backward."""
+    """Run each forward before the backward of the previous forward."""
     losses: list[Tensor] = []
     for x, y in loop.micro_batches():
         losses.append(loop.loss(x, y))
@@ -138,7 +138,7 @@ def pipeline(loop: Loop) -> None:
 
 
 def skipped_losses(loop: Loop) -> None:
-    """As loss scalers and guards against NaN do it; which one differs from step to step."""
+    """Skip the backward of one loss, another in each step, as loss scalers and guards against NaN do."""
     for index, (x, y) in enumerate(loop.micro_batches()):
         loss = loop.loss(x, y)
         if index != loop.step % 5:
@@ -202,7 +202,7 @@ def gradient_then_another_loss(loop: Loop) -> None:
 
 
 def two_heads(loop: Loop) -> None:
-    """Backward of one loss, and then of another that shares half of the graph."""
+    """Run backward of one loss, and then of another that shares half of the graph."""
     logits = loop.networks(loop.x)
     cross_entropy(logits, loop.y).backward(retain_graph=True)
     loop.networks.critic(logits).mean().backward()
@@ -210,7 +210,7 @@ def two_heads(loop: Loop) -> None:
 
 
 def policy_epochs(loop: Loop) -> None:
-    """PPO: several epochs over what one policy did, and how far the policy has moved after each."""
+    """Take several epochs over one policy's actions, as PPO, with the policy's distance after each."""
     log_policy = lambda x, y: loop.networks(x).log_softmax(-1).gather(1, y[:, None]).squeeze(1)  # noqa: E731
     with torch.no_grad():
         old = log_policy(loop.x, loop.y)
@@ -225,7 +225,7 @@ def policy_epochs(loop: Loop) -> None:
 
 
 def losses_are_logged(loop: Loop) -> None:
-    """With their graphs, as people do by mistake: they outlive the step."""
+    """Keep logged losses with their graphs, a common mistake, so that the graphs outlive the step."""
     loss = loop.loss(loop.x, loop.y)
     loss.backward()
     unused = loop.loss(loop.x, loop.y)
@@ -234,7 +234,7 @@ def losses_are_logged(loop: Loop) -> None:
 
 
 def backward_in_the_next_step(loop: Loop) -> None:
-    """Every second step has the backwards of two."""
+    """Run the backwards of two steps in every second step."""
     loop.left_over.append(loop.loss(loop.x, loop.y))
     if loop.step % 2:
         for loss in loop.left_over:
@@ -306,7 +306,7 @@ def test_any_plan(pattern: str, copier: str, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.sweep(share=1 / 2)
 @pytest.mark.parametrize(("index", "pattern"), list(enumerate(PATTERNS)))
 def test_the_planners_plan(index: int, pattern: str) -> None:
-    """The smallest that it knows, with the model's weights known beforehand or not."""
+    """Check the planner's smallest plan, with and without the model's weights known beforehand."""
     options: dict[str, Any] = {"mode": "auto", "offload_threshold_mb": 0, "max_slowdown": 100.0}
     copier = list(COPIERS.values())[index % len(COPIERS)]()
     check(pattern, ActivationOffloader(**options, copier=copier), known=index // 2 % 2 == 0)

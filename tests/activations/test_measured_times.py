@@ -1,4 +1,4 @@
-"""Mode "auto" on a device whose time is made up: what recording slows down, stalls, a host that is ahead."""
+"""Tests of mode "auto" on a device with simulated time: slow recording, stalls, a host that is ahead."""
 
 import gc
 from typing import Any, NamedTuple
@@ -28,7 +28,7 @@ class Mark(NamedTuple):
 
 
 class Device:
-    """A clock and a copier of one device; `lag` is how many steps the host is ahead of it."""
+    """The clock and the copier of one device, behind the host by `lag` steps."""
 
     def __init__(self, lag: int = 0) -> None:
         self.now_s = self.stalled_s = 0.0
@@ -56,7 +56,7 @@ class Device:
 
 
 class Layers(nn.Module):
-    """Each takes the device's time, in forward and in backward."""
+    """Layers that each take the device's time in forward and in backward."""
 
     def __init__(self, device: Device) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Layers(nn.Module):
 
 
 class Run:
-    """Training on such a device, and what the planner was asked."""
+    """Training on a device with simulated time, with the links given to the planner."""
 
     def __init__(self, device: Device, patch: pytest.MonkeyPatch) -> None:
         self.device = device
@@ -108,13 +108,13 @@ def test_times_that_recording_has_inflated_are_scaled_down_once(lag: int, monkey
     device.layer_s = LAYER_S
     run.go(6)
     recorded_s = run.steps_s[0]
-    assert run.steps_s == pytest.approx([recorded_s, recorded_s / 3], rel=0.1)  # after the first pass and the plain one
+    assert run.steps_s == pytest.approx([recorded_s, recorded_s / 3], rel=0.1)  # after the first and the plain pass
     (planner,) = next(iter(run.offloader._planners.values())).values()
     assert planner.plan.predicted_step_s == pytest.approx(run.offloader.stats.measured_step_ms / 1e3, rel=0.02)
 
 
 class Noted(Layers):
-    """Takes more time while its operations are noted."""
+    """Layers that take more time while their operations are recorded."""
 
     def forward(self, x: Tensor) -> Tensor:
         if torch._C._len_torch_dispatch_stack():
@@ -123,13 +123,13 @@ class Noted(Layers):
 
 
 def slowdown_of(run: Run, num_steps: int) -> float:
-    """Of the last of some steps, over the time that all layers take."""
+    """Run some steps, and return the last one's slowdown over the time of all layers."""
     run.go(num_steps)
     return run.offloader.stats.measured_step_ms / 1e3 / (2 * NUM_LAYERS * LAYER_S) - 1
 
 
 def test_the_time_of_noting_operations_is_a_plans_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Computing again seems to cost nothing, but that a tenth of the step goes into noting what."""
+    """Check that the time of recording operations counts as a cost of recomputation."""
     run = Run(Device(), monkeypatch)
     run.model = Noted(run.device)
     assert slowdown_of(run, 5) < 0.05
@@ -137,7 +137,7 @@ def test_the_time_of_noting_operations_is_a_plans_own(monkeypatch: pytest.Monkey
 
 
 def test_a_plan_that_is_slower_than_allowed_is_made_again_for_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies and computing again take longer than anybody has measured."""
+    """Check plans on a device whose copies and recomputation take longer than measured."""
     run = Run(Device(), monkeypatch)
     run.offloader = ActivationOffloader(offload_threshold_mb=0, copier=run.device.copier, max_slowdown=1.0)
     run.go(NUM_RECORDED + 1)
@@ -149,13 +149,13 @@ def test_a_plan_that_is_slower_than_allowed_is_made_again_for_less(monkeypatch: 
         after = run.offloader.stats
         worked.append(after.bytes_moved + after.bytes_recomputed - before.bytes_moved - before.bytes_recomputed)
         run.device.layer_s = (4 if worked[-1] else 1) * LAYER_S
-    assert worked[0] > worked[2] > 0  # each plan for two passes, a third of it, and nothing
+    assert worked[0] > worked[2] > 0  # each plan lasts two passes, then moves a third, then nothing
     assert worked == sorted(worked, reverse=True)
     assert worked[-1] == 0
 
 
 def test_a_plan_that_was_fast_enough_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device that becomes slower, as hot ones do, says nothing of plans."""
+    """Check that a slower device, such as a hot one, changes no plan."""
     run = Run(Device(), monkeypatch)
     run.go(NUM_RECORDED + 1 + 3)
     (planner,) = next(iter(run.offloader._planners.values())).values()
@@ -177,11 +177,11 @@ def test_a_larger_pass_is_not_compared_with_a_smaller_plain_one(monkeypatch: pyt
 
 
 class HostDevice(Device, HostClock):
-    """A CPU, whose memory is the host's."""
+    """A CPU, whose device memory is host memory."""
 
 
 class Watched(Layers):
-    """Takes four times as long in backward where saved tensors are packed until forward ends."""
+    """Layers that take four times as long in backward if saved tensors are packed until forward ends."""
 
     def __init__(self, device: Device) -> None:
         super().__init__(device)
@@ -201,7 +201,7 @@ def test_in_host_memory_nothing_is_done_where_hooks_alone_take_too_long(monkeypa
     run = Run(HostDevice(), monkeypatch)
     run.model = Watched(run.device)
     run.go(NUM_RECORDED + 1)
-    # The plain pass is packed only until its begin is known.
+    # The plain pass is packed only until its start is known.
     assert run.model.are_packed == [True] * NUM_RECORDED + [False]
     run.go(20)
     assert run.model.collects == [False] * NUM_RECORDED + [True] * 21
@@ -216,7 +216,7 @@ def test_in_host_memory_nothing_is_done_where_hooks_alone_take_too_long(monkeypa
 
 
 def test_a_plain_pass_that_took_too_long_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other processes were at work; later plain passes show it."""
+    """Check a plain pass slowed by other processes, which later plain passes correct."""
     run = Run(HostDevice(), monkeypatch)
     run.model = Watched(run.device)
     run.go(NUM_RECORDED)
@@ -229,7 +229,7 @@ def test_a_plain_pass_that_took_too_long_says_nothing(monkeypatch: pytest.Monkey
 
 
 def test_a_plain_pass_of_another_size_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every second batch is smaller and takes less time: plain passes are of these alone."""
+    """Check plain passes of smaller batches only, which take less time."""
     run = Run(HostDevice(), monkeypatch)
     run.go(NUM_RECORDED + 1)
     for _ in range(20):
@@ -274,7 +274,7 @@ def test_stalls_beyond_the_prediction_make_the_link_slower(lag: int, monkeypatch
     run = Run(Device(lag), monkeypatch)
     run.go(NUM_RECORDED)
     run.go(20, stall_s=5 * LAYER_S)
-    # Passes that are too slow all the same are planned again later, for less.
+    # Passes that are still too slow are planned again later, for less.
     assert run.links[:5] == pytest.approx([1e9, 1e9, 0.8e9, 0.64e9, 0.512e9])
     assert set(run.links[5:]) <= {run.links[4]}
 

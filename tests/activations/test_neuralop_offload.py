@@ -1,4 +1,4 @@
-"""Offloading and checkpointing of neuralop's models: gradients of the plain run, and nothing but activations moves."""
+"""Tests that neuralop's models, offloaded and checkpointed, give the plain gradients and move only activations."""
 
 import copy
 import math
@@ -159,7 +159,7 @@ def test_selective_checkpointing_of_the_blocks() -> None:
     assert checkpointed < selective.total_bytes < saved_bytes(model, 32)
 
 
-# ------------------------------------------------------------------------------------------------------ what moves
+# ------------------------------------------------------------------------------------------------------ moved bytes
 
 
 def saved_bytes(model: nn.Module, nodes: int) -> int:
@@ -170,7 +170,7 @@ def saved_bytes(model: nn.Module, nodes: int) -> int:
 
 @pytest.mark.parametrize(("nodes", "mib_per_sample"), [(64, 13.7), (128, 54.3), (256, 216.9)])
 def test_bytes_per_sample_of_a_published_size(nodes: int, mib_per_sample: float) -> None:
-    """Tried out with neuralop 2.0.0 before this was written."""
+    """Compare with bytes measured separately with neuralop 2.0.0."""
     model = models.FNO(n_modes=(16, 16), in_channels=1, out_channels=1, hidden_channels=32, projection_channel_ratio=2)
     with SavedBytes(exclude=model.parameters()) as saved:
         model(torch.randn(1, 1, nodes, nodes))
@@ -186,7 +186,7 @@ def test_each_checkpointing_flag_saves_its_own_share(kind: str) -> None:
 
 
 class Watch(saved_tensors_hooks):
-    """Every tensor that autograd hands to hooks."""
+    """Hooks that list every tensor that autograd passes to them."""
 
     def __init__(self, model: nn.Module) -> None:
         self._weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
@@ -219,7 +219,7 @@ def test_each_storage_moves_once_and_no_weight_does(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_hooks_are_given_weights_and_some_storages_twice(kind: str) -> None:
-    """So that moving each storage once, and no weight, is something that the offloader does."""
+    """Check that plain hooks get weights and repeated storages, which the offloader does not move."""
     model = build(kind)
     watch = Watch(model)
     with watch:
@@ -230,7 +230,7 @@ def test_hooks_are_given_weights_and_some_storages_twice(kind: str) -> None:
 
 @pytest.mark.parametrize(("kind", "has_strided"), [("fno", False), ("tfno", True), ("uno", False)])
 def test_complex_and_strided_tensors_are_among_those_that_move(kind: str, has_strided: bool) -> None:
-    """So that the equality of gradients says something about them."""
+    """Check that the comparison of gradients covers complex and strided tensors."""
     model = build(kind)
     watch = Watch(model)
     with watch:
@@ -256,7 +256,7 @@ def test_copies_and_pickles_of_a_wrapped_model(kind: str, remake: Callable[[nn.M
     with torch.no_grad():
         for parameter in copied.parameters():
             parameter.zero_()
-    assert copied(batch_of(32)[0]).abs().max() == 0  # and weights of its own
+    assert copied(batch_of(32)[0]).abs().max() == 0  # and the copy has its own weights
     assert equal(gradients(model), plain_gradients(kind, 32))
     assert used.stats.bytes_moved > moved
 
@@ -287,7 +287,7 @@ def small_fno() -> nn.Module:
 
 
 def train_in_a_loop(samples: Any, model: nn.Module) -> list[Tensor]:
-    """Steps 1, 2 and 4 of neuralop's guide to CPU offloading, with the two lines that the documentation changes."""
+    """Train by steps 1, 2 and 4 of neuralop's guide to CPU offloading, with the two lines of our documentation."""
     train_loader = DataLoader(samples.train_db, 8)
     data_processor = samples.data_processor.to(CPU)
     data_processor.train()

@@ -1,4 +1,4 @@
-"""Solvers that keep their stages in one storage and write it through `.data`: gradients are bitwise the plain ones."""
+"""Tests of solvers that write their stages to one storage through `.data`: bitwise the plain gradients."""
 
 import warnings
 

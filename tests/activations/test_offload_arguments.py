@@ -1,4 +1,4 @@
-"""The offloader's options as fields: the same names, defaults and meaning as the offloader's own."""
+"""Tests that the fields for offloading have the names, defaults and meaning of the offloader's options."""
 
 from dataclasses import fields
 from inspect import signature
@@ -12,7 +12,7 @@ from hf_memopt import ActivationOffloader, SyncCopier
 from hf_memopt.activations.offload_arguments import MODES, OffloadArguments
 
 CPU = torch.device("cpu")
-# Fields that the offloader calls otherwise, or does not have.
+# Fields with another name in the offloader, or with none.
 OWN = {"offload", "cpu_copies"}
 
 

@@ -1,4 +1,4 @@
-"""Several backward passes in one context, what is active where, and what a context says of itself."""
+"""Tests of contexts: several backward passes, the scope of modes and hooks, names and signatures."""
 
 import inspect
 import logging
@@ -64,7 +64,7 @@ PATTERNS = [micro_batches, interleaved, in_reverse, twice, with_a_metric]
 def test_what_is_predicted_of_several_backwards_is_what_is_measured(
     pattern: Callable[[nn.Module], None], seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Peaks to the byte, bytes copied too, whatever the plan."""
+    """Compare peaks and copied bytes exactly, under random plans."""
     plan_by_lot = plan_at_random(seed, in_flight=seed % 3, ahead=seed // 2)
     monkeypatch.setattr(plan_maker, "make_plan", plan_by_lot)
     model = blocks()
@@ -83,7 +83,7 @@ def test_what_is_predicted_of_several_backwards_is_what_is_measured(
 
 
 class Probe(nn.Module):
-    """Notes how many dispatch modes are active where it is called."""
+    """A module that counts the active dispatch modes when it is called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Probe(nn.Module):
 
 
 class Block(nn.Module):
-    """Its own product is computed again, what its submodules compute is not."""
+    """A block whose own product is recomputed, while its submodules' results are not."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class Block(nn.Module):
 
 
 def test_operations_are_noted_only_where_results_are_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The probes are called inside a block that recomputes, between blocks, and outside of the model."""
+    """Probe inside a block that recomputes, between blocks, and outside of the model."""
     model = nn.Sequential(Probe(), Block(), Probe(), nn.Linear(16, 16), Probe(), Block(), Probe())
     outside = Probe()
 
@@ -121,7 +121,7 @@ def test_operations_are_noted_only_where_results_are_computed_again(monkeypatch:
     def owner_is_linear(index: int) -> bool:
         (planner,) = offloader._planners[model].values()
         owners = planner.recording.owners
-        return index < len(owners) and owners[index] == "3"  # saves what the first block has computed
+        return index < len(owners) and owners[index] == "3"  # the module that saves the first block's result
 
     monkeypatch.setattr(plan_maker, "make_plan", recompute_what_blocks_compute)
     model(BATCH).square().mean().backward()
@@ -142,7 +142,7 @@ def test_operations_are_noted_only_where_results_are_computed_again(monkeypatch:
 
 
 def test_a_wrapped_forward_keeps_its_name_and_signature() -> None:
-    """Trainer chooses a batch's columns by it."""
+    """Check the signature, by which Trainer chooses a batch's columns."""
     layer = nn.Linear(4, 4)
     wrapped = wrap_forward_with_offload(layer.forward, copier=SyncCopier())
     assert inspect.signature(wrapped) == inspect.signature(layer.forward)
@@ -167,7 +167,7 @@ def test_a_cpu_is_told_that_nothing_is_moved(caplog: pytest.LogCaptureFixture) -
 
 @pytest.mark.parametrize("mode", ["all", "auto"])
 def test_a_noise_that_is_saved_before_it_is_drawn_is_refused(mode: str) -> None:
-    """`torch.rrelu` alone cannot be told from other operations while it saves; its functional form can."""
+    """Check `torch.rrelu`, which cannot be told from other operations, unlike its functional form."""
 
     def loss(activate: Callable[..., Tensor]) -> Tensor:
         torch.manual_seed(0)
@@ -187,7 +187,7 @@ def test_a_noise_that_is_saved_before_it_is_drawn_is_refused(mode: str) -> None:
 
 
 def test_a_leaf_that_requires_grad_stays() -> None:
-    """Its gradient's accumulator holds it in any case; and what `.data` writes to it is seen, as in the plain run."""
+    """Check a leaf that its gradient's accumulator holds anyway, and a write by `.data` that backward reads."""
     x = torch.ones(1024).requires_grad_()
     offloader = ActivationOffloader(mode="all", offload_threshold_mb=0, copier=SyncCopier(), prefetch_ahead=0)
     with offloader.offload_context():

@@ -1,4 +1,4 @@
-"""Mode "inputs": the inputs of checkpointed blocks and nothing else. What users see: labels, reports, log lines."""
+"""Tests of mode "inputs", which moves only checkpointed blocks' inputs, and of labels, reports and log lines."""
 
 import logging
 from collections.abc import Callable
@@ -57,7 +57,7 @@ def test_each_block_input_moves_once_and_nothing_else(
     for step in range(1, 4):
         got = gradients(decoder, tokens, offloader)
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-        # Smaller than the threshold are the rotary tables and masks, which are inputs of every block too.
+        # Rotary tables and masks, also inputs of every block, are below the threshold.
         assert offloader.stats.bytes_moved == step * NUM_LAYERS * tokens.numel() * HIDDEN * 4
     assert offloader.stats.host_bytes_live == 0
     assert offloader.stats.measured_peak_gib <= 3 * tokens.numel() * HIDDEN * 4 / 2**30
@@ -123,7 +123,7 @@ def test_host_memory_that_only_recording_needed_is_given_back(decoder: nn.Module
 
 @pytest.mark.parametrize("freed", [False, True])
 def test_weights_that_are_freed_after_backward_are_not_computed_from(freed: bool) -> None:
-    """As sharded training does it."""
+    """Free weights after backward, as sharded training does."""
     layer = nn.Linear(16, 16)
     offloader = ActivationOffloader(offload_threshold_mb=0, copier=SyncCopier())
     storage = layer.weight.untyped_storage()

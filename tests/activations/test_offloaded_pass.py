@@ -1,4 +1,4 @@
-"""A forward pass puts each storage where the plan says, once, and knows when backward needs it and when it is over."""
+"""Tests that a pass moves each storage once, as planned, and knows when backward needs it and ends."""
 
 import dataclasses
 from collections.abc import Callable
@@ -47,7 +47,7 @@ def save(forward: OffloadedPass, saved: Tensor) -> LiveStorage:
 
 
 class Packed:
-    """What autograd holds instead of a tensor."""
+    """A stand-in for the object that autograd keeps instead of a tensor."""
 
     def __init__(self, forward: OffloadedPass, saved: Tensor) -> None:
         self.read_in = 0
@@ -115,7 +115,7 @@ def test_what_the_host_has_no_room_for_stays() -> None:
     assert [storage.is_kept for storage in storages] == [False, True]
     assert counters.bytes_kept == NUM_BYTES
     forward.release()
-    assert context.held.now_bytes == NUM_BYTES  # of that the host has no copy
+    assert context.held.now_bytes == NUM_BYTES  # the host has no copy of these bytes
 
 
 def planned(context: DeviceState, plan: OffloadPlan = PLAN, **options: object) -> OffloadedPass:
@@ -163,7 +163,7 @@ def test_gradients_are_bitwise_the_plain_ones_and_each_end_is_reported(context: 
         assert torch.equal(torch.autograd.grad(loss, x, retain_graph=retain)[0], want)
         assert not forward.is_in_backward
     assert ended == [forward] * (1 + retain)
-    assert inside[0] is False  # nothing has been asked for when backward begins
+    assert inside[0] is False  # no storage is read when backward begins
     assert forward.peak_bytes >= 2 * NUM_BYTES
     assert forward.elapsed_s() > 0
     del loss
@@ -192,16 +192,16 @@ def test_a_backward_that_was_broken_off_ends_with_the_next_save(context: DeviceS
 def test_backward_brings_back_as_far_ahead_as_it_was_told(
     context: DeviceState, ahead: int, expected: list[int]
 ) -> None:
-    """After each use, in the reverse order of saving, how many of the three storages are still away."""
+    """Compare the numbers of storages that are still away after each use, in the reverse order of saving."""
     forward = OffloadedPass(context, ahead, OffloadCounters())
     views = [Packed(forward, tensor()) for _ in range(3)]
     forward.release()
     assert away_after_each_use(forward, views) == expected
-    assert all(view.storage.is_away for view in views)  # when the backward is over, what it brought back goes
+    assert all(view.storage.is_away for view in views)  # the end of backward drops the reloaded bytes
 
 
 def test_a_large_storage_that_never_leaves_does_not_widen_the_window(context: DeviceState) -> None:
-    """Such are the logits of a language model: backward begins with them, while they still wait for their copy."""
+    """Check a large storage such as a language model's logits, with which backward begins before their copy ends."""
     forward = OffloadedPass(context, 1, OffloadCounters())
     saved = [tensor() for _ in range(6)] + [tensor(6 * NUM_BYTES)]
     views = [Packed(forward, each) for each in saved]

@@ -1,4 +1,4 @@
-"""ActivationOffloader: bitwise gradients whatever is saved and whenever copies happen, and nothing left behind."""
+"""Tests of ActivationOffloader: bitwise gradients for all saved tensors and times of copies, and nothing left over."""
 
 import gc
 import logging
@@ -86,7 +86,7 @@ def test_nothing_is_left_after_a_dropped_graph_or_an_exception(decoder: nn.Modul
 def test_a_fault_in_any_copy_or_wait_leaves_the_next_step_right(
     tokens: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "unraisablehook", lambda error: None)  # payloads wait as they die
+    monkeypatch.setattr(sys, "unraisablehook", lambda error: None)  # dying payloads wait, and their errors are ignored
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Sigmoid())
     x = torch.randn(4, 8)

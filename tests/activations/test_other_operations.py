@@ -1,4 +1,4 @@
-"""Plans that were made for one pass, in passes that save as much but do something else."""
+"""Tests of plans in passes that save as much as the planned pass but run other operations."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not sup
 
 
 class Kinds(nn.Module):
-    """Makes the same sizes in several ways."""
+    """A model that computes tensors of the same sizes in several ways."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -22,13 +22,13 @@ class Kinds(nn.Module):
     def forward(self, batch: Tensor, kind: int) -> Tensor:
         x = self.first(batch)
         copied = (x.clone(), x.relu(), x.tanh(), x.exp())[kind % 4] * self.scale
-        # Saves x, as it is before or after the change: autograd allows both.
+        # Saves x before or after the in-place change; autograd allows both.
         rest = torch.sin(x) if kind < 4 else torch.sigmoid_(x)
         return self.last(copied + rest).square().mean()
 
 
 class Packed(nn.Module):
-    """Recurrent layers of two kinds over sequences of several lengths."""
+    """A model of two kinds of recurrent layers over sequences of several lengths."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ def test_packed_sequences_of_changing_lengths(mode: str) -> None:
 
 
 class Wave(nn.Module):
-    """Saves the sine or the cosine of what it has saved."""
+    """A model that saves its input, and the sine or the cosine of its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Wave(nn.Module):
 
 
 def test_a_pass_with_other_operations_is_recorded_again() -> None:
-    """The first one has what the plan computes again copied; the plan that is made next fits it."""
+    """Check that the first other pass copies the storages to be recomputed, and that the next plan fits."""
     recomputed: list[int] = []
 
     def run(model: nn.Module, context: Context, number: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Saved tensors that are parts of a larger storage: copied at most once, and only where that frees anything."""
+"""Tests that saved parts of larger storages are copied at most once, and only if a copy frees memory."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ def make(**options: Any) -> ActivationOffloader:
 
 
 class Part(nn.Module):
-    """Makes `(8, 8)` of its batch and saves parts of that, at different times."""
+    """A model that makes `(8, 8)` of its batch, and saves parts of the result at different times."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Part(nn.Module):
     def forward(self, batch: Tensor) -> Tensor:
         x = self.first(batch)
         gate, value = x.chunk(2, 1)
-        gated = nn.functional.silu(gate)  # saves one half; what follows saves the other one
+        gated = nn.functional.silu(gate)  # saves one half; the next line saves the other half
         return self.last(torch.cat([gated * value.sin(), value * gated.cos()], 1)).square().mean()
 
 
@@ -59,7 +59,7 @@ def test_a_storage_of_which_halves_are_saved_is_copied_once() -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_what_is_written_to_a_part_that_was_not_shown_yet(mode: str) -> None:
-    """A buffer that is filled column by column behind autograd's back."""
+    """Check a buffer that is filled column by column, unseen by autograd."""
 
     class Filled(nn.Module):
         def __init__(self) -> None:
@@ -71,7 +71,7 @@ def test_what_is_written_to_a_part_that_was_not_shown_yet(mode: str) -> None:
             columns, x = torch.zeros(4, 6, len(self.layers)), batch
             for place, layer in enumerate(self.layers):
                 columns.data[..., place] = torch.tanh(layer(x)).data
-                # Saves what has been filled by now, and shows what it saved before once more.
+                # Saves the columns filled so far, and the earlier columns once more.
                 x = layer(x) + (columns[..., : place + 1] * layer.bias[:, None]).sum(-1)
             return x.square().mean()
 
@@ -85,7 +85,7 @@ def test_what_is_written_to_a_part_that_was_not_shown_yet(mode: str) -> None:
 
 
 class Rows(nn.Module):
-    """Saves a few rows, or a part of each, of results that are gone before backward."""
+    """A model that saves a few rows, or parts of rows, of results that are dropped before backward."""
 
     def __init__(self, columns: slice) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ def test_rows_of_what_the_model_lets_go_of(mode: str, copier: str, columns: slic
 def test_of_what_the_model_lets_go_of_only_the_saved_part_is_copied(columns: slice) -> None:
     model, offloader = Rows(columns), make()
     step(model, offloader.offload_context, 0)
-    # The batch, whole; of the layer's result what lies between the first and the last saved element; and the squares'.
+    # The whole batch, the layer's result from the first to the last saved element, and the squares.
     num_elements = 8 * 8 + (3 * 8 if columns == slice(None) else 2 * 8 + 2) + 3 * len(model.scale)
     assert offloader.stats.bytes_moved == 4 * num_elements
     assert offloader.stats.host_bytes_live == 0
@@ -138,7 +138,7 @@ def test_slices_of_a_lasting_data_set_stay_where_they_are(mode: str) -> None:
 
 
 def test_a_budget_is_for_what_goes_with_the_step() -> None:
-    """All of the data, and results that are kept for longer, are there anyway."""
+    """Check that a data set and results kept beyond the step do not count."""
     data, model = torch.randn(1000, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
     offloader = make(mode="auto", budget_gib=2 * 10 * 8 * 4 / 2**30)
     for number in range(6):
@@ -150,7 +150,7 @@ def test_a_budget_is_for_what_goes_with_the_step() -> None:
 
 
 def test_what_ceases_to_last_is_counted_from_then_on() -> None:
-    """A result is kept in some passes, and dropped in later ones."""
+    """Keep a result in some passes, and drop it in later passes."""
     model, offloader = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), make(mode="auto", max_slowdown=1e9)
     for number in range(8):
         x = torch.randn(4, 8)

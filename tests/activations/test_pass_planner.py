@@ -1,4 +1,4 @@
-"""Mode "auto": whatever the plan says, gradients stay bitwise; a plan says beforehand what is then measured."""
+"""Tests of mode "auto": bitwise gradients under any plan, and predictions equal to measurements."""
 
 import copy
 import gc
@@ -52,7 +52,7 @@ def tokens() -> Tensor:
 
 
 def language_loss(model: nn.Module, tokens: Tensor, autocast: bool = False) -> Tensor:
-    torch.manual_seed(7)  # dropout
+    torch.manual_seed(7)  # for dropout
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         return model(input_ids=tokens, labels=tokens).loss
 
@@ -65,14 +65,14 @@ def step(offloader: ActivationOffloader, model: nn.Module, loss: Callable[[], Te
 
 
 def recompute_all(profile: Profile, link: Any, **limits: Any) -> OffloadPlan:
-    """Whatever can be."""
+    """Return a plan that recomputes every storage that can be recomputed, and offloads the others."""
     actions = bytes(Action.OFFLOAD if storage.recompute_s is None else Action.RECOMPUTE for storage in profile.storages)
     timeline = simulate(profile, actions, link, in_flight_bytes=0, prefetch_bytes=0)
     return _plan(profile, Candidate(actions, CopyWindow(0, 0), 0, 0, timeline, None))
 
 
 def saved_gib(model: nn.Module, tokens: Tensor) -> float:
-    """What a plain step saves."""
+    """Return the GiB that a plain step saves."""
     with SavedBytes(exclude=model.parameters()) as saved:
         language_loss(model, tokens)
     return saved.total_bytes / GIB
@@ -103,14 +103,14 @@ def test_any_plan_gives_the_plain_gradients_and_the_predicted_peak(
 
 
 def test_what_is_modified_in_place_later_is_not_computed_from(monkeypatch: pytest.MonkeyPatch, copier: Copier) -> None:
-    """The residual stream is nobody's saved tensor, so eager mode allows its modification."""
+    """Check a residual stream that no operation saves, so that eager mode allows its modification."""
     monkeypatch.setattr(plan_maker, "make_plan", plan_at_random(seed=0))
     torch.manual_seed(0)
     first, second = nn.Linear(8, 8), nn.Linear(8, 8)
 
     def loss() -> Tensor:
         stream = first(torch.ones(4, 8))
-        normed = stream.double().sin()  # saves the cast, which could be made again from the stream
+        normed = stream.double().sin()  # saves the cast, which could be recomputed from the stream
         stream += second(normed.float())
         return stream.square().sum()
 
@@ -123,7 +123,7 @@ def test_what_is_modified_in_place_later_is_not_computed_from(monkeypatch: pytes
 
 
 def test_a_modification_that_was_not_there_when_recorded_is_harmless(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Autograd has not saved the source, so that the plain run allows it."""
+    """Check a modification of a source that autograd has not saved, which the plain run allows."""
     monkeypatch.setattr(plan_maker, "make_plan", recompute_all)
     layer = nn.Linear(8, 8)
     offloader = ActivationOffloader(offload_threshold_mb=0, copier=SyncCopier())
@@ -193,7 +193,7 @@ def test_double_backward_through_recomputed_tensors(monkeypatch: pytest.MonkeyPa
 
 
 def test_modules_that_are_made_for_one_call_may_be_gone(monkeypatch: pytest.MonkeyPatch, copier: Copier) -> None:
-    """transformers makes one around each kernel that has an implementation in torch."""
+    """Check a module made for one call, as transformers makes around kernels implemented in torch."""
     monkeypatch.setattr(plan_maker, "make_plan", recompute_all)
     torch.manual_seed(0)
     layer = nn.Linear(8, 8)

@@ -1,4 +1,4 @@
-"""What a recorder makes of a pass: times without the offloader's own work, sources by index, and passes that grow."""
+"""Tests of recorded passes: times without the offloader's own work, sources by index, and passes that grow."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,7 +19,7 @@ from hf_memopt.transfer.clock import HostClock
 
 
 class Clock(HostClock):
-    """Goes on when it is told to, in whole seconds."""
+    """A clock that advances on demand, in whole seconds."""
 
     now_s = 0.0
 
@@ -58,7 +58,7 @@ class Pass:
         return self
 
     def computable(self, index: int, *sources: Any, **facts: Any) -> "Pass":
-        """By one operation of half a second, unless `facts` say otherwise."""
+        """Record that a storage is computable, by one operation of half a second unless `facts` differ."""
         steps = [SimpleNamespace(record=SimpleNamespace(marks=(1.0, 1.5)))]
         facts = {"steps": steps, "modules": set(), "operations": ("sin",), "checks": [], **facts}
         known = {name: lambda value=value: value for name, value in facts.items()}
@@ -70,7 +70,7 @@ class Pass:
 
 
 def source(storage: torch.UntypedStorage, live: bool) -> Any:
-    """An operand that is read from this storage; `live`, autograd has saved it."""
+    """Return an operand that is read from a storage, which autograd has saved if `live`."""
     return SimpleNamespace(
         key=storage._cdata,
         is_saved=live,
@@ -116,13 +116,13 @@ def test_a_node_of_another_backward_is_another_one(monkeypatch: pytest.MonkeyPat
 
 def test_memory_that_goes_with_the_last_use_needs_no_time_of_its_own() -> None:
     found = Pass().save().save().save().save().save()
-    found.compute(1).recorder.freed(4)  # a tensor that was dropped before backward: the time of the last event, a save
+    found.compute(1).recorder.freed(4)  # a tensor dropped before backward counts until the last event, a save
     found.compute(1).use(0).recorder.freed(0)
     found.use(1).compute(2).use(2).recorder.freed(1)
     found.end_backward()
     used, late, retained, unused, dropped = found.profile().storages
     assert (used.freed_s, late.freed_s) == (None, 4)
-    assert retained.freed_s is None  # its last use is the end of the step
+    assert retained.freed_s is None  # the last use ends the step
     assert unused.freed_s == found.profile().step_s == 4
     assert dropped.freed_s == 0
 
@@ -136,7 +136,7 @@ def test_a_retained_graph_is_freed_at_the_end_of_the_step() -> None:
 
 
 class Saving(nn.Module):
-    """Saves in its forward."""
+    """A module that saves in its forward."""
 
     def forward(self, found: Pass) -> Pass:
         return found.save()
@@ -166,7 +166,7 @@ def test_sources_are_known_by_the_index_that_autograd_gives_them() -> None:
     assert [storage.sources for storage in storages] == [(), (0, 5), (3, 6), (), (), (), ()]
     assert [storage.num_bytes for storage in storages[5:]] == [32, 16]
     assert [(storage.saved_at_s, storage.uses_s) for storage in storages[5:]] == [(1, ()), (2, ())]
-    assert result.sizes == (16,) * 5  # without those that only recomputing would save
+    assert result.sizes == (16,) * 5  # without storages that only recomputation would save
 
 
 def test_a_source_that_autograd_has_let_go_of_would_have_to_be_saved_again() -> None:
@@ -176,7 +176,7 @@ def test_a_source_that_autograd_has_let_go_of_would_have_to_be_saved_again() -> 
 
 
 def test_a_pass_that_goes_on_after_it_was_taken_for_over_is_recorded_as_a_whole() -> None:
-    """As with a second backward that comes after the next pass has begun."""
+    """Run a second backward after the next pass has begun."""
     found = Pass().save().compute(1).save()
     found.computable(1, source(torch.zeros(8).untyped_storage(), live=False)).use(1).end_backward()
     assert [storage.sources for storage in found.profile().storages] == [(), (2,), ()]
@@ -186,7 +186,7 @@ def test_a_pass_that_goes_on_after_it_was_taken_for_over_is_recorded_as_a_whole(
 
 @pytest.mark.parametrize("saved", [False, True])
 def test_a_key_belongs_to_a_noted_storage_even_if_it_dies(saved: bool) -> None:
-    """Or a new storage, at the same place in memory, would be taken for it."""
+    """Check that no new storage at the same address is taken for a recorded storage."""
     found, dying = Pass().save(), torch.zeros(8).untyped_storage()
     key, pins = dying._cdata, [StoragePin.of(dying)]
     if saved:

@@ -1,4 +1,4 @@
-"""Passes that follow a plan are compared with plain ones."""
+"""Tests of the comparison of planned passes with plain passes."""
 
 import random
 
@@ -10,7 +10,7 @@ NUM_PAIRS = 8
 
 
 def in_turn(slowdown: float, max_slowdown: float = 0.0, noise: float = 0.0, seed: int = 0) -> dict[int, float]:
-    """Return which slowdowns are found to be too much, by the number of pairs of passes."""
+    """Return the slowdowns found too large, by the number of pairs of passes."""
     comparison, generator = Comparison(max_slowdown, takes_turns=True), random.Random(seed)
     found: dict[int, float] = {}
     for number in range(1, NUM_PAIRS + 1):

@@ -1,4 +1,4 @@
-"""What the hooks give back: any view as it was, whatever autograd does with it; weights stay where they are."""
+"""Tests that the hooks restore any view that autograd saves, and leave weights on the device."""
 
 import _thread
 import time
@@ -19,7 +19,7 @@ from hf_memopt.activations.saved_tensor_hooks import MovedView, SavedTensorHooks
 
 
 def pack(offloader: ActivationOffloader, tensor: Tensor) -> Any:
-    """A context, and what its hook returns, without giving up the tensor's memory."""
+    """Return a context and the result of its hook, without releasing the tensor's memory."""
     context = SavedTensorHooks(
         offloader._threshold_bytes,
         frozenset(),
@@ -178,7 +178,7 @@ def test_buffers_of_the_model_never_move(make: Any) -> None:
 
 
 def test_threads_without_python_frames_save_tensors() -> None:
-    """As autograd's thread of an accelerator does in a backward pass that is to be differentiated."""
+    """Save from a thread like autograd's for an accelerator, in a backward that is differentiated itself."""
     tensor, packed = torch.randn(4), []
     with ActivationOffloader(mode="all", offload_threshold_mb=0, copier=SyncCopier()).offload_context():
         pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False)

@@ -1,4 +1,4 @@
-"""One budget for several backwards and several contexts: what is predicted is measured, to the byte."""
+"""Tests of one budget for several backwards and contexts: predictions equal measurements to the byte."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,7 +18,7 @@ Step = Callable[[nn.Module, ActivationOffloader], None]
 
 
 class Scales(nn.Module):
-    """Features of several scales, with a main head on each, and a probe that sends no gradient back."""
+    """A model of several scales, with a main head on each, and a probe that sends no gradient back."""
 
     def __init__(self, num_scales: int) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ def its_layers(model: nn.Module) -> Iterator[nn.Module | None]:
 
 
 def wrapped_layers(model: nn.Module, offloader: ActivationOffloader) -> None:
-    """Each layer runs in a context of its own."""
+    """Run each layer in a context of its own."""
     handles = [offloader.wrap(layer) for layer in model.children()]
     model(batch()).square().mean().backward()
     for handle in handles:
@@ -94,7 +94,7 @@ def wrapped_layers(model: nn.Module, offloader: ActivationOffloader) -> None:
 
 
 def adapted_in_an_inner_loop(model: nn.Module, offloader: ActivationOffloader) -> None:
-    """As MAML does it: gradients with a graph, and another forward with the weights that they give."""
+    """Take inner steps as MAML: gradients with a graph, and another forward with the updated weights."""
     with offloader.offload_context(model):
         weights: dict[str, Any] = dict(model.named_parameters())
         for _ in range(2):
@@ -142,7 +142,7 @@ def test_predicted_is_measured_within_the_budget(case: str, share: float) -> Non
 
 
 def test_passes_that_overlap_otherwise_keep_to_the_budget_in_the_end() -> None:
-    """A pipeline: the next forward runs before the backward of the one before it."""
+    """Run a pipeline, in which the next forward comes before the previous backward."""
     torch.manual_seed(0)
     model = chain()
 

@@ -1,4 +1,4 @@
-"""`skip`: what the named modules save stays on the device, in every mode, and gradients are the plain ones."""
+"""Tests that the saved tensors of modules in `skip` stay on the device in every mode, with the plain gradients."""
 
 import copy
 import logging
@@ -16,7 +16,7 @@ BATCH = 16
 
 
 class Tower(nn.Module):
-    """Encodes by a method of its own, too, as vision towers do."""
+    """A tower with its own encoding method beside forward, as in vision towers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class VisionTower(Tower):
 
 
 class Model(nn.Module):
-    """Everything that it saves is `(BATCH, 8)`."""
+    """A model whose saved tensors all have the shape `(BATCH, 8)`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ def model() -> Model:
 
 
 def moved(model: nn.Module, skip: Any, run: Any = step, **options: Any) -> int:
-    """Bytes of one step."""
+    """Return the bytes that one step moves."""
     offloader = ActivationOffloader(
         offload_threshold_mb=0, copier=SyncCopier(), skip=skip, **({"mode": "all"} | options)
     )
@@ -89,7 +89,7 @@ def test_what_the_modules_save_stays_and_everything_else_leaves(model: Model) ->
     everything = moved(model, ())
     for skip in (*((name,) for name in NAMES), (Tower,), (model.vision_tower,), [model.vision_tower, "head.99"]):
         assert moved(model, skip) == everything - in_tower, skip
-    assert moved(model, ("*",)) == moved(model, (nn.Module,)) == BATCH * 8 * 4  # of the loss
+    assert moved(model, ("*",)) == moved(model, (nn.Module,)) == BATCH * 8 * 4  # for the loss
 
 
 def test_modules_inside_are_meant_also_where_their_owner_is_not_called_itself(model: Model) -> None:
@@ -98,7 +98,7 @@ def test_modules_inside_are_meant_also_where_their_owner_is_not_called_itself(mo
             loss = model.vision_tower.encode(torch.ones(BATCH, 8, requires_grad=True) * 2).sum()
         loss.backward()
 
-    # Both tanh are the method's own, which runs for no module.
+    # The method, which is no module, computes both tanh.
     assert moved(model, ("vision_tower",), encodes) == 2 * BATCH * 8 * 4
     assert moved(model, (), encodes) == 3 * BATCH * 8 * 4
 
@@ -110,7 +110,7 @@ def test_skipped_bytes_are_kept_ones(model: Model) -> None:
         return offloader.stats.bytes_kept
 
     assert kept(()) == 0
-    # Each time that a tensor is saved: by both layers, both tanh, exp, and the head, whose input is what exp has saved.
+    # Saves count one by one: by both layers, both tanh, exp, and the head, whose input exp has also saved.
     assert kept(("vision_tower",)) == 6 * BATCH * 8 * 4
 
 
@@ -169,10 +169,10 @@ def test_inputs_of_checkpointed_regions(model: Model) -> None:
         assert_as_plain(checkpointed, model, mode, skip=("Tower",))
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's own
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's own warning
 @pytest.mark.parametrize("how", ["in place", "wrapped"])
 def test_compiled_modules(model: Model, how: str) -> None:
-    """A compiled graph has no modules, but its call has."""
+    """Check modules around a compiled graph, which has none inside."""
     torch._dynamo.reset()
     before = moved(model, ("vision_tower",))
     inner = model.vision_tower

@@ -1,4 +1,4 @@
-"""The figures of an offloader, counted by hand for a model of a few tensors."""
+"""Tests of an offloader's figures, counted by hand for a model of a few tensors."""
 
 from dataclasses import FrozenInstanceError, asdict
 
@@ -14,7 +14,7 @@ THRESHOLD_MB = 100 / 2**20
 
 
 def loss_of(model: nn.Sequential, x: Tensor) -> Tensor:
-    """Saves x; the first layer's output twice; its square and the second layer's weights; and 16 bytes of `exp`."""
+    """Return a loss that saves x, the first output twice, its square, the second weights and 16 bytes of `exp`."""
     hidden = model[0](x)
     return model[1](hidden * hidden).sum(1).exp().sum()
 

@@ -1,4 +1,4 @@
-"""Models that are compiled in place, layer by layer or as a step: gradients are bitwise those compiled without."""
+"""Tests that models compiled in place, by layer or as a step, give the compiled gradients bitwise when offloaded."""
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -74,7 +74,7 @@ def test_gradients_are_those_that_inductor_computes(how: str, mode: str) -> None
 
 @pytest.mark.parametrize("mode", ["all", "auto"])
 def test_a_backward_inside_of_a_compiled_step(mode: str, recwarn: pytest.WarningsRecorder) -> None:
-    """Destructors run there as they do elsewhere, and give back what was held."""
+    """Check that destructors inside a compiled step release host memory."""
     offloader = ActivationOffloader(mode=mode, offload_threshold_mb=0, copier=SyncCopier())
 
     def run(is_offloaded: bool) -> list[list[Tensor]]:

@@ -1,6 +1,6 @@
-"""Frozen weights stay on the device, and so does what is made of nothing else: their casts and dequantised copies.
+"""Tests that frozen weights stay on the device, and so do their casts and dequantised copies.
 
-They are there again at no cost whenever backward asks, so that sending them to the host would be traffic for nothing.
+Backward gets them again at no cost, so that copies to the host would be useless traffic.
 """
 
 import random
@@ -27,7 +27,7 @@ pytestmark = [
 
 COPIERS: dict[str, Callable[[], Copier]] = {"sync": SyncCopier, "late": lambda: AdversarialCopier("late")}
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-NUM_STEPS = 4  # two are recorded in mode "auto"
+NUM_STEPS = 4  # of which mode "auto" records two
 
 
 def lora(dtype: torch.dtype = torch.float32) -> Workload:
@@ -41,7 +41,7 @@ def lora(dtype: torch.dtype = torch.float32) -> Workload:
 
 
 class Adapted(nn.Module):
-    """Frozen linear layers, each with a low-rank adapter beside it."""
+    """Frozen linear layers, each with a low-rank adapter."""
 
     def __init__(self, base: nn.Sequential) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ def adapted(base: nn.Sequential) -> Workload:
 
 def int8() -> Workload:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SyntaxWarning)  # torchao's own source, wherever it is not compiled yet
+        warnings.simplefilter("ignore", SyntaxWarning)  # from torchao's source, when Python first compiles it
         from torchao.quantization import Int8WeightOnlyConfig, quantize_
     base = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 40), nn.Linear(40, 32))
     quantize_(base, Int8WeightOnlyConfig())
@@ -88,7 +88,7 @@ WORKLOADS: dict[str, tuple[Callable[[], Workload], bool]] = {
 
 
 def frozen_forms(module: nn.Module) -> Iterator[Tensor]:
-    """What quantised weights consist of, and what they become when they are used."""
+    """Yield the parts of quantised weights, and their dequantised forms."""
     for parameter in module.parameters():
         if hasattr(parameter, "__tensor_flatten__"):
             parts = [getattr(parameter, name) for name in parameter.__tensor_flatten__()[0]]

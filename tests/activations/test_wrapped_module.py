@@ -1,4 +1,4 @@
-"""Modules whose every forward is offloaded: hooks that survive copies, pickles and exceptions, and go again."""
+"""Tests of wrapped modules, whose hooks survive copies, pickles and exceptions, and can be removed."""
 
 import copy
 import gc

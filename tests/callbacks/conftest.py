@@ -12,12 +12,12 @@ transformers = LateModule("transformers")
 
 @pytest.fixture(scope="module", autouse=True)
 def quick_collections(small_heap: None) -> None:
-    """Trainer collects garbage often, which takes a second each time where everything has been imported."""
+    """Shorten Trainer's frequent garbage collections, which take a second each once all libraries are imported."""
 
 
 @pytest.fixture
 def make(tmp_path: Path) -> Callable[..., Any]:
-    """A trainer of the tiny decoder: 6 steps of 2 micro-batches, an evaluation after every second."""
+    """A constructor of trainers of a tiny decoder: 6 steps of 2 micro-batches, evaluated after every second step."""
 
     def make(model: nn.Module | None = None, **options: Any) -> Any:
         of_trainer = {

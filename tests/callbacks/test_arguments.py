@@ -1,4 +1,4 @@
-"""`MemoptArguments`: one spelling for command lines, YAML files and HF_MEMOPT, and what it attaches."""
+"""Tests of `MemoptArguments` from command lines, YAML files and HF_MEMOPT, and of the attached callbacks."""
 
 import dataclasses
 import inspect
@@ -12,7 +12,7 @@ from offload_trainers import equal, weights
 callbacks = LateModule("hf_memopt.callbacks")
 transformers = LateModule("transformers")
 
-# So that the tiny decoder's tensors move.
+# Offloads even the tiny decoder's tensors.
 TINY: dict[str, Any] = {"offload_threshold_mb": 0.0, "cpu_copies": True}
 YAML = "output_dir: out\nlearning_rate: 0.01\nbudget_gib: 6\nmemory_log: false\npin_memory: false\n"
 READ = {"budget_gib": 6.0, "memory_log": False, "pin_memory": False}

@@ -1,4 +1,4 @@
-"""What `attach` puts around a trainer's loss, what it refuses, and that it leaves nothing behind."""
+"""Tests of the context that `attach` puts around a trainer's loss, of its refusals, and of its removal."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -66,7 +66,7 @@ def test_a_model_that_model_init_makes(make: Any) -> None:
 
 
 def refuses(how: str, trainer: Any, offloader: ActivationOffloader, match: str) -> None:
-    """`attach` refuses at once, the callback as training begins."""
+    """Check that `attach` refuses at once, or the callback at the start of training."""
     callback = callbacks.ActivationOffloadCallback(offloader)
     begin = (trainer.args, trainer.state, trainer.control)
     refusal = pytest.raises(ValueError, match=match)
@@ -87,7 +87,7 @@ def test_a_trainer_that_offloads_already_is_refused(make: Any, how: str, monkeyp
     refuses(how, trainer, everything(), r"checkpointing_kwargs=\{'offload': True\}.*switch it off")
 
     trainer = make()
-    trainer.args.activation_offloading = True  # what TRL's arguments have
+    trainer.args.activation_offloading = True  # as in TRL's arguments
     refuses(how, trainer, everything(), "activation_offloading=True")
 
     fsdp = FullyShardedDataParallelPlugin(

@@ -1,4 +1,4 @@
-"""What `attach` does beside offloading: memory in the logs, and a report when there is none left."""
+"""Tests of `attach` beside offloading: memory in the logs, and a report when memory runs out."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ transformers = LateModule("transformers")
 
 
 class Regression(nn.Module):
-    """Runs out of memory when told to."""
+    """A regression that runs out of memory on demand."""
 
     fails = False
 
@@ -82,10 +82,10 @@ def test_without_offloader_and_memory_nothing_is_attached(trainer: Any) -> None:
 
 def test_the_model_card_tells_memory_and_time(trainer: Any, tmp_path: Path) -> None:
     handle = hf_memopt.attach(trainer, offloader=None)
-    trainer.create_model_card()  # nothing was logged yet
+    trainer.create_model_card()  # before the first log
     assert "Memory and time" not in (tmp_path / "README.md").read_text()
     trainer.train()
-    for _ in range(2):  # written anew each time
+    for _ in range(2):  # each call writes the section anew
         trainer.create_model_card()
         card = (tmp_path / "README.md").read_text()
         assert card.count("## Memory and time in training") == 1

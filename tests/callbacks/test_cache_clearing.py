@@ -1,4 +1,4 @@
-"""ClearCacheOnSaveCallback: once per checkpoint, and only what is not in use."""
+"""Tests that ClearCacheOnSaveCallback releases unused memory once per checkpoint."""
 
 import gc
 import logging
@@ -41,7 +41,7 @@ def test_the_cache_is_returned_after_each_checkpoint(
 ) -> None:
     counters = FakeCounters(total_bytes=10 * GIB)
     counters.move(3 * GIB)
-    counters.move(-GIB)  # is kept in the cache
+    counters.move(-GIB)  # stays in the cache
 
     def empty_cache() -> None:
         counters.reserved_bytes = counters.allocated_bytes

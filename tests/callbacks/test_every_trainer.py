@@ -1,4 +1,4 @@
-"""Scripts that know nothing of this library are attached to, and end with the plain run's losses and weights."""
+"""Tests that scripts without code for this library get offloading, and the plain run's losses and weights."""
 
 import logging
 import os
@@ -44,7 +44,7 @@ def test_a_trainer_is_attached_to_where_it_is_made(make: Any, caplog: pytest.Log
     assert equal(weights(trainer), weights(plain))
     assert "compute_loss_context_manager" in vars(trainer)
     assert "compute_loss_context_manager" not in vars(plain)
-    # One line: its own Accelerator did not wrap the model a second time.
+    # One line: the trainer's own Accelerator did not wrap the model a second time.
     (line,) = offload_lines(caplog)
     assert "moved to the host" in line
 
@@ -117,6 +117,7 @@ def plain_run(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return results(folder / "results.pt")
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("how", ["variable", "module", "launch"])
 def test_trls_sft_is_bitwise_the_plain_run(how: str, plain_run: Any, tmp_path: Path) -> None:
     module = "hf_memopt.callbacks.every_trainer"
@@ -141,8 +142,9 @@ def python_path(folder: Path) -> str:
     return os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
+@pytest.mark.e2e
 def test_the_script_sees_what_python_shows_it(tmp_path: Path) -> None:
-    """Its name, its arguments, its folder on the path, and its own exception with its traceback."""
+    """Check the script's name, arguments, folder on the path, and exception with its traceback."""
     (tmp_path / "beside.py").write_text("NUMBER = 7\n")
     script = tmp_path / "script.py"
     script.write_text("import sys, beside\nprint(__name__, sys.argv, beside.NUMBER)\nraise ValueError('mine')\n")

@@ -1,4 +1,4 @@
-"""`attach(trainer, frozen=...)`: TRL's reference, teacher and reward models live on the host; weights stay the same."""
+"""Tests of `attach(trainer, frozen=...)`: TRL's frozen models at home on the host, with the same trained weights."""
 
 import copy
 import logging
@@ -53,7 +53,7 @@ def rows(*columns: str) -> Any:
 def dpo(folder: Path, **options: Any) -> Any:
     policy = llama(0)
     for parameter in policy.model.layers[0].parameters():
-        parameter.requires_grad_(False)  # which the reference then has in common with it
+        parameter.requires_grad_(False)  # so that policy and reference share the layer
     return trl.DPOTrainer(
         policy,
         ref_model=copy.deepcopy(policy),
@@ -67,7 +67,7 @@ def grpo(folder: Path, **options: Any) -> Any:
     tokenizer = dpo_script.make_tokenizer()
     tokenizer.padding_side = "left"
     settings = {"num_generations": 4, "max_completion_length": 4, "beta": 0.1, **options}
-    # A reference of its own: TRL would load it from a folder.
+    # The reference is a separate model, which TRL loads from a folder.
     policy, judge = llama(0), llama(1, "LlamaForSequenceClassification", num_labels=1)
     policy.config._name_or_path = str(folder / "policy")
     policy.save_pretrained(folder / "policy")
@@ -83,7 +83,7 @@ def grpo(folder: Path, **options: Any) -> Any:
 
 
 def weights_after(trainer: Any) -> list[Tensor]:
-    torch.manual_seed(1)  # completions are drawn
+    torch.manual_seed(1)  # for random completions
     trainer.train()
     return [parameter.detach() for parameter in trainer.model.parameters()]
 
@@ -132,7 +132,7 @@ def test_what_was_attached_can_be_removed(tmp_path: Path) -> None:
 
 
 def stand_in(**attributes: Any) -> Any:
-    """A trainer with a model, and what is named."""
+    """Return a stand-in for a trainer with a model and the given attributes."""
     handler = SimpleNamespace(callbacks=attributes.pop("callbacks", []))
     engines = {"is_deepspeed_enabled": False, "is_fsdp_enabled": False}
     return SimpleNamespace(**{"model": nn.Linear(2, 2), "callback_handler": handler, **engines, **attributes})

@@ -1,4 +1,4 @@
-"""LeakDetectionCallback in a real Trainer on the CPU."""
+"""Tests of LeakDetectionCallback in a real Trainer on the CPU."""
 
 import gc
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ transformers = LateModule("transformers")
 
 @pytest.fixture(scope="module", autouse=True)
 def _frozen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What is older than this module is hidden, so that looking at all storages is fast."""
+    """Hide older objects from the collector, so that a search of all storages is fast."""
     make_trainer(transformers.Trainer, tmp_path_factory.mktemp("warm"), max_steps=1).train()
     gc.collect()
     gc.freeze()
@@ -28,7 +28,7 @@ def _frozen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def make_trainer(kind: Any, folder: Path, *callbacks: Any, **options: Any) -> Any:
-    """60 optimizer steps of two micro-batches in epochs of 6 steps, an evaluation every seventh step."""
+    """Return a trainer of 60 steps of two micro-batches, in epochs of 6 steps, evaluated every seventh step."""
     torch.manual_seed(0)
     data = [{"x": torch.randn(64), "labels": torch.randn(1)} for _ in range(24)]
     settings = (
@@ -76,7 +76,7 @@ def test_raises_if_asked(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("collects", [True, False], ids=["gc", "no_gc"])
 def test_a_sound_training_is_left_alone(tmp_path: Path, collects: bool) -> None:
-    """Bitwise the same weights with accumulation, evaluation and something kept per epoch; and no alarm."""
+    """Check bitwise equal weights and no alarm, with accumulation, evaluation and a tensor kept per epoch."""
     plain = make_trainer(transformers.Trainer, tmp_path, trainer_toys.KeptPerEpoch())
     plain.train()
     callback, kept = leak_detection.LeakDetectionCallback(every_n_steps=1), trainer_toys.KeptPerEpoch()
@@ -93,7 +93,7 @@ def test_a_sound_training_is_left_alone(tmp_path: Path, collects: bool) -> None:
 
 
 def test_counts_anew_when_training_begins_again(tmp_path: Path) -> None:
-    """As auto_find_batch_size does, without an end in between, and as resuming does."""
+    """Restart training before it has ended, as auto_find_batch_size does, and resume."""
     callback = leak_detection.LeakDetectionCallback(every_n_steps=1)
     trainer = make_trainer(
         trainer_toys.LeakyTrainer, tmp_path, callback, max_steps=30, save_strategy="steps", save_steps=30

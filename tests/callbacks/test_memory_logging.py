@@ -1,4 +1,4 @@
-"""MemoryLoggingCallback in a real Trainer and MemoryLogger in an Accelerate loop, on the CPU."""
+"""Tests of MemoryLoggingCallback in a real Trainer, and of MemoryLogger in an Accelerate loop, on the CPU."""
 
 import copy
 import logging
@@ -25,7 +25,7 @@ GIB = 2**30
 
 
 def make_trainer(folder: Path, *callbacks: Any, **options: Any) -> Any:
-    """Four optimizer steps of two micro-batches, a log and an evaluation every second one."""
+    """Return a trainer of four steps of two micro-batches, with a log and an evaluation every second step."""
     torch.manual_seed(0)
     data = [{"x": torch.randn(8), "labels": torch.randn(2)} for _ in range(16)]
     settings = (
@@ -45,7 +45,7 @@ def make_trainer(folder: Path, *callbacks: Any, **options: Any) -> Any:
 
 
 def train_counted(folder: Path, **options: Any) -> tuple[Any, CountedAllocator, MemoryTracker]:
-    """A training whose tensors are charged to an allocator that the callback reads."""
+    """Train with tensors charged to an allocator that the callback reads."""
     with CountedAllocator(total_bytes=10 * GIB) as allocator:
         callback = memory_logging.MemoryLoggingCallback(counters=allocator, **options)
         trainer = make_trainer(folder, callback)
@@ -94,9 +94,9 @@ def test_the_four_phases_are_told_apart_to_the_byte(tmp_path: Path) -> None:
     assert set(peaks) == {"forward", "backward", "optimizer", "evaluation"}
     assert all(peak.exact for peak in tracker.peaks.values())
     assert len(set(peaks.values())) == 4
-    # Nothing of size happens between the phases, so that the highest one made the peak of the whole run.
+    # No large tensor is made between the phases, so the highest phase has the peak of the whole run.
     assert max(peaks.values()) == max(allocator.timeline)
-    # The gradients are there from the first backward on, Adam's state from the first optimizer step on.
+    # Gradients exist from the first backward on, and Adam's state from the first optimizer step on.
     parameter_bytes = sum(parameter.nbytes for parameter in trainer.model.parameters())
     assert peaks["optimizer"] > 4 * parameter_bytes
     assert tracker.num_steps == 4
@@ -177,7 +177,7 @@ def test_the_clock_counts_batches_and_leaves_evaluation_out(
     monkeypatch.setattr("hf_memopt.callbacks.memory_logging.time.monotonic", lambda: now[0])
 
     class Slow(transformers.TrainerCallback):
-        """A batch takes 3 s, an evaluation 1000 s."""
+        """A clock by which a batch takes 3 s and an evaluation 1000 s."""
 
         def on_substep_end(self, *args: Any, **kwargs: Any) -> None:
             now[0] += 3
@@ -250,7 +250,7 @@ def test_training_again_after_an_exception(tmp_path: Path) -> None:
 
 
 def test_a_retry_with_smaller_batches(tmp_path: Path) -> None:
-    # train() begins twice then, without an end in between.
+    # On a retry train() starts a second time before the first training has ended.
     error = RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     trainer = make_trainer(
         tmp_path, memory_logging.MemoryLoggingCallback(), trainer_toys.FailsOnce(error), auto_find_batch_size=True

@@ -1,4 +1,4 @@
-"""Activation offloading in transformers' Trainer: the weights of the plain run, whatever happens in between."""
+"""Tests that offloading in transformers' Trainer gives the plain run's weights, also after errors and retries."""
 
 import logging
 from collections.abc import Callable
@@ -38,7 +38,7 @@ transformers = LateModule("transformers")
     ],
 )
 def test_weights_are_bitwise_those_of_the_plain_run(make: Any, settings: str, offloads: str) -> None:
-    """With accumulation, evaluation and generation in between, and dropout."""
+    """Compare with dropout, accumulation, and evaluation and generation between the steps."""
     want, generated = run(make, "plain", everything(), **SETTINGS[settings])
     assert len(generated) == 3
     for how in HOWS:
@@ -79,7 +79,7 @@ def test_inputs_of_checkpointed_layers(make: Any) -> None:
 
 @pytest.mark.parametrize("settings", ["fp32", "checkpointing"])
 def test_planned_offloading(make: Any, settings: str, caplog: pytest.LogCaptureFixture) -> None:
-    """With evaluation between the passes that are recorded and those that follow the plan."""
+    """Compare with evaluations between recorded and planned passes."""
     caplog.set_level(logging.INFO, logger="hf_memopt")
     want, _ = run(make, "plain", everything(), **SETTINGS[settings])
     for how in HOWS:
@@ -93,7 +93,7 @@ def test_planned_offloading(make: Any, settings: str, caplog: pytest.LogCaptureF
 
 
 class FailOnce:
-    """Raises at one call of a layer: in its forward, or as backward reaches its output."""
+    """A hook that raises at one call of a layer: in its forward, or when backward reaches its output."""
 
     def __init__(self, error: Callable[[], Exception], place: str, call: int) -> None:
         self.error, self.place, self.call = error, place, call
@@ -151,7 +151,7 @@ def test_the_callback_leaves_the_model_when_told_to(make: Any) -> None:
 
 
 def test_auto_find_batch_size_starts_over(make: Any) -> None:
-    """Trainer begins again with a smaller batch, without telling that the first training has ended."""
+    """Check that Trainer restarts with a smaller batch, though it never reports the end of the first training."""
     ends = []
     for how in ("plain", *HOWS):
         offloader = everything()

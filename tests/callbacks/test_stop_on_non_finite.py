@@ -1,4 +1,4 @@
-"""StopOnNonFiniteCallback: a bad step changes nothing and is named, a good training is bitwise what it is without."""
+"""Tests that StopOnNonFiniteCallback names a bad step before it changes weights, and changes no bit of a good run."""
 
 import itertools
 from pathlib import Path
@@ -17,7 +17,7 @@ transformers = LateModule("transformers")
 
 
 class Poison(torch.autograd.Function):
-    """Identity whose gradient is `value` where it should be bad."""
+    """An identity whose gradient is `value` in bad micro-batches."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, value: float) -> Tensor:
@@ -30,7 +30,7 @@ class Poison(torch.autograd.Function):
 
 
 class Regression(nn.Module):
-    """Backward is poisoned between the layers in the micro-batches of `bad`, counted from 0."""
+    """A regression whose backward is poisoned between the layers in the micro-batches of `bad`, counted from 0."""
 
     def __init__(self, bad: dict[int, float] | None = None) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ def num_hooks(model: nn.Module) -> int:
 def test_a_bad_step_is_named_and_changes_nothing(
     tmp_path: Path, value: float, max_grad_norm: float, micro_batch: int
 ) -> None:
-    """Also where clipping has made all gradients NaN before the callback sees them."""
+    """Check the name also where clipping has made all gradients NaN before the callback reads them."""
     snapshots = trainer_toys.Snapshots()
     bad = {6 + micro_batch - 1: value}  # in the fourth step
     callbacks = snapshots, stop_on_non_finite.StopOnNonFiniteCallback()
@@ -104,7 +104,7 @@ def test_training_is_bitwise_what_it_is_without(tmp_path: Path) -> None:
 
 
 def test_resumes_and_starts_over(tmp_path: Path) -> None:
-    """The step is counted from the start of training, and a second beginning leaves one set of hooks."""
+    """Check that steps count from the start of training, and that a second start leaves one set of hooks."""
     make_trainer(tmp_path, None, max_steps=2, save_strategy="steps", save_steps=2).train()
     callback = stop_on_non_finite.StopOnNonFiniteCallback()
     trainer = make_trainer(tmp_path, {3: float("nan")}, callback)
@@ -116,7 +116,7 @@ def test_resumes_and_starts_over(tmp_path: Path) -> None:
 
 
 def test_a_sum_that_overflows_is_found(tmp_path: Path) -> None:
-    """Two finite micro-batches whose sum is not."""
+    """Check two finite micro-batches whose sum is not finite."""
     trainer = make_trainer(tmp_path, None, stop_on_non_finite.StopOnNonFiniteCallback(), max_steps=1)
     for parameter in trainer.model.parameters():
         parameter.register_hook(lambda gradient: torch.full_like(gradient, 3e38))
@@ -150,7 +150,7 @@ def test_one_wait_for_the_device_per_step(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def scaled_step(callback: Any, trainer: Any, optimizer: AcceleratedOptimizer, scaler: Any) -> None:
-    """What Trainer does in a step in fp16, with a scaler that works on the CPU."""
+    """Take an fp16 step as Trainer does, with a scaler that works on the CPU."""
     callback.on_step_begin(trainer.args, trainer.state, trainer.control)
     loss = trainer.model(torch.ones(2, 4), torch.ones(2, 1))["loss"]
     scaler.scale(loss).backward()
@@ -166,13 +166,13 @@ def test_a_loss_scaler_may_skip_steps_until_its_scale_is_used_up(tmp_path: Path)
     callback = stop_on_non_finite.StopOnNonFiniteCallback()
     trainer = make_trainer(tmp_path, {1: float("inf"), 2: float("nan"), 3: float("nan"), 4: float("nan")})
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    Accelerator(cpu=True)  # the optimizer's wrapper asks for its state
+    Accelerator(cpu=True)  # sets the state that the optimizer's wrapper reads
     wrapped = AcceleratedOptimizer(torch.optim.AdamW(trainer.model.parameters()), scaler=scaler)
     callback.on_train_begin(trainer.args, trainer.state, trainer.control, model=trainer.model)
     scaled_step(callback, trainer, wrapped, scaler)
     assert not wrapped.step_was_skipped
     before = trainer_toys.copies(trainer.model)
-    for scale in (4.0, 2.0, 1.0):  # after the step
+    for scale in (4.0, 2.0, 1.0):  # the scale after each step
         scaled_step(callback, trainer, wrapped, scaler)
         assert wrapped.step_was_skipped
         assert scaler.get_scale() == scale

@@ -1,4 +1,4 @@
-"""Activation offloading in TRL's SFTTrainer: the plain run's weights, and no stacking on TRL's own offloading."""
+"""Tests of offloading in TRL's SFTTrainer: the plain run's weights, and no stacking on TRL's own offloading."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -73,6 +73,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_weights_are_bitwise_those_of_the_plain_run(make: Any, settings: str) -> None:
     want = trained(make(**SETTINGS[settings]))
@@ -105,7 +106,7 @@ def test_the_adapters_of_a_frozen_model_learn_and_its_weights_never_move(make: A
 
 
 def record_moved(offloader: ActivationOffloader) -> set[int]:
-    """Addresses of all storages that the offloader's copier copies to the host."""
+    """Return a set that collects the addresses of all storages copied to the host."""
     moved: set[int] = set()
     copier = offloader._given_copier
     to_host = copier.to_host
@@ -119,7 +120,7 @@ def record_moved(offloader: ActivationOffloader) -> set[int]:
 
 
 def test_trls_own_offloading_is_refused(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trl.trainer.sft_trainer.get_act_offloading_ctx_manager", lambda model: None)  # wants a GPU
+    monkeypatch.setattr("trl.trainer.sft_trainer.get_act_offloading_ctx_manager", lambda model: None)  # needs a GPU
     trainer = make(activation_offloading=True)
     with pytest.raises(ValueError, match=r"activation_offloading=True.*switch it off"):
         callbacks.attach(trainer, offloader=everything())

@@ -1,4 +1,4 @@
-"""Which module of the project relies on what a canary watches."""
+"""The modules of the project that rely on a canary's assertions."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ LOOP = "recipes/reflow/lerobot_loop.py"
 
 @contextmanager
 def relied_on_by(module: str) -> Iterator[None]:
-    """Any exception in here fails the test with a message that names `module`."""
+    """Fail the test at any exception inside, with a message that names `module`."""
     assert (Path(__file__).parents[2] / module.split()[0]).exists()
     try:
         yield

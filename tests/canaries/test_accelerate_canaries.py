@@ -1,4 +1,4 @@
-"""What the training step relies on in accelerate, and in torch's DDP and autocast. A failure names who relies on it."""
+"""Canaries of the training step in accelerate, torch's DDP and autocast. A failure names the module concerned."""
 
 import inspect
 import re
@@ -39,7 +39,7 @@ def test_backward_divides_by_the_accumulation_steps_and_scales() -> None:
 
 
 def test_the_optimizer_ignores_calls_in_the_middle_of_a_window() -> None:
-    """Why a step inside of `accumulate` is refused."""
+    """Watch the reason why a step inside of `accumulate` is refused."""
     with relied_on_by(STEP):
         accelerator, model, optimizer = prepared(gradient_accumulation_steps=2)
         before = model.weight.detach().clone()
@@ -90,7 +90,7 @@ def test_skipped_steps_are_told() -> None:
 
 
 def test_accelerate_does_not_recognise_every_lack_of_memory() -> None:
-    """Once it does, its test is enough."""
+    """Watch errors that Accelerate's own test misses; once it recognises all, that test is enough."""
     with relied_on_by(MICRO_BATCH):
         assert should_reduce_batch_size(RuntimeError("CUDA out of memory. Tried to allocate 1 MiB."))
         assert not should_reduce_batch_size(RuntimeError("CUDA error: out of memory"))
@@ -102,12 +102,12 @@ def test_ddp_shares_buffers_in_the_forward_that_follows_an_exchange() -> None:
         assert "broadcast_buffers" in inspect.signature(DistributedDataParallel).parameters
         source = inspect.getsource(DistributedDataParallel.will_sync_module_buffers)
         assert "self.require_forward_param_sync" in source
-        assert re.search(r"self\.(broadcast|forward_sync)_buffers\b", source)  # the second from torch 2.15 on
+        assert re.search(r"self\.(broadcast|forward_sync)_buffers\b", source)  # the latter from torch 2.15 on
         assert "self.require_forward_param_sync = False" in inspect.getsource(DistributedDataParallel._post_forward)
 
 
 def test_autocast_does_not_reuse_casts_that_were_made_without_gradients() -> None:
-    """In one autocast region, weights cast by the first forward pass would have no gradient in the second."""
+    """Watch weights in one autocast region: casts of a pass without gradients would have no gradient later."""
     with relied_on_by(GRADIENT_CACHE):
         model = nn.Linear(4, 1)
         with torch.autocast("cpu", torch.bfloat16):

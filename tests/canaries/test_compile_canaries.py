@@ -1,4 +1,4 @@
-"""What torch.compile takes and counts, on which `hf_memopt.training.compile` relies."""
+"""Canaries of `recipes/lgt/model.py` in torch.compile's arguments and counts."""
 
 import pytest
 import torch

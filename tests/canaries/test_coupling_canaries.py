@@ -1,7 +1,6 @@
-"""What couplings and their evaluation rely on in torch, datasets and lerobot. A failure names who relies on it."""
+"""Canaries of couplings and their evaluation in torch, datasets and lerobot. A failure names the module concerned."""
 
 import inspect
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from reliance import INTEGRATION, relied_on_by
 
 datasets = LateModule("datasets")
 arrow_writer = LateModule("datasets.arrow_writer")
-datasets_table = LateModule("datasets.table")
 policy_files = LateModule("hf_memopt.lerobot.policy_files")
 toy = LateModule("hf_memopt.recipes.reflow.smolvla_toy")
 lerobot_datasets = LateModule("lerobot.datasets")
@@ -34,49 +32,27 @@ def test_the_cpu_generator_takes_32_bits_of_a_seed_and_its_stream_is_fixed() -> 
     with relied_on_by(KEY):
         first, second = (torch.Generator().manual_seed(seed) for seed in (5, 5 + 2**32))
         assert torch.equal(torch.randn(3, generator=first), torch.randn(3, generator=second))
-        # Another stream would give folders that were written before other noise than their targets belong to.
+        # With another stream of numbers, the noise would no longer fit the targets in older folders.
         drawn = torch.randn(3, generator=torch.Generator().manual_seed(0))
         torch.testing.assert_close(drawn, torch.tensor([1.5409961, -0.2934289, -2.1787894]), rtol=0, atol=1e-6)
 
 
-def test_datasets_writes_shards_and_reads_a_folder_that_save_to_disk_could_have_written(tmp_path: Path) -> None:
-    with relied_on_by(STORE):
-        features = datasets.Features({"x": datasets.Sequence(datasets.Value("float32"), length=2)})
-        with arrow_writer.ArrowWriter(features=features, path=str(tmp_path / "shard.arrow")) as writer:
-            writer.write_batch({"x": torch.tensor([[1.0, 2.0], [3.0, 4.0]]).numpy()})
-            writer.finalize()
-        rows = datasets.Dataset.from_file(str(tmp_path / "shard.arrow"))
-        rows.save_to_disk(tmp_path / "saved")
-        state = json.loads((tmp_path / "saved" / "state.json").read_text())
-        assert set(state) == {
-            "_data_files",
-            "_fingerprint",
-            "_format_columns",
-            "_format_kwargs",
-            "_format_type",
-            "_output_all_columns",
-            "_split",
-        }
-        assert "features" in json.loads((tmp_path / "saved" / "dataset_info.json").read_text())
-        assert torch.equal(rows.with_format("torch")[:]["x"], torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
-
-
-def test_a_table_over_a_mapped_file_copies_nothing_and_outlives_the_files_name(tmp_path: Path) -> None:
+def test_a_dataset_over_a_mapped_file_copies_and_hashes_nothing_and_outlives_the_files_name(tmp_path: Path) -> None:
     with relied_on_by(STORE):
         file, features = tmp_path / "shard.arrow", datasets.Features({"x": datasets.Value("int64")})
         for values in ([2, 3], [0, 1]):
-            with arrow_writer.ArrowWriter(features=features, path=str(tmp_path / "draft")) as writer:
-                writer.write_batch({"x": values * 100_000})
-                writer.finalize()
+            with arrow_writer.ArrowWriter(features=features, path=str(tmp_path / "draft"), fingerprint="given") as out:
+                out.write_batch({"x": values * 100_000})
+                out.finalize()
             (tmp_path / "draft").rename(tmp_path / str(values[0]))
         (tmp_path / "0").rename(file)
         before = pyarrow.total_allocated_bytes()
         with pyarrow.memory_map(str(file)) as mapped:
             content = mapped.read_buffer()
-        table = datasets_table.InMemoryTable.from_buffer(content)
-        rows = datasets.Dataset(datasets_table.concat_tables([table, table]), fingerprint="given")
+        part = datasets.Dataset.from_buffer(content)
+        assert part._fingerprint == "given"  # else all data is hashed once more
+        rows = datasets.concatenate_datasets([part, part])
         assert pyarrow.total_allocated_bytes() - before < 100_000
-        assert rows._fingerprint == "given"  # else all data is hashed once more
         (tmp_path / "2").replace(file)
         assert rows[:2]["x"] == [0, 1]
 
@@ -104,7 +80,7 @@ def test_a_policy_in_training_is_told_its_dataset(
 
 def test_lerobots_loop_turns_bytes_into_floats_before_it_preprocesses() -> None:
     with relied_on_by(f"{INTEGRATION}/reflow/precompute_pairs.py"):
-        # From 0.6.2 on in a function of its own.
+        # From 0.6.2 on, lerobot has a function for this.
         source = inspect.getsource(getattr(lerobot_train, "_preprocess_dataset_batch", lerobot_train.train))
         convert = source.index(".to(dtype=torch.float32) / 255.0")
         assert convert < source.index("preprocessor(batch)", convert)

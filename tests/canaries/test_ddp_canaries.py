@@ -1,4 +1,4 @@
-"""How DDP says that torch's Join is on, and that a static graph has not exchanged gradients yet: we refuse both."""
+"""Canaries of the refusal of torch's Join, and of static graphs before their first exchange, in DDP's state."""
 
 from collections.abc import Iterator
 
@@ -53,7 +53,7 @@ def test_a_static_graph_says_that_it_has_run_backward() -> None:
 
 
 def test_a_static_graph_cannot_begin_without_an_exchange() -> None:
-    """Once it can, nothing is to be refused."""
+    """Watch the error that is the reason for a refusal."""
     model = ddp(static_graph=True)
     with model.no_sync(), pytest.raises(RuntimeError, match="expect_autograd_hooks_"):
         model(torch.ones(1, 2)).sum().backward()

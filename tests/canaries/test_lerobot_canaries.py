@@ -1,4 +1,4 @@
-"""What this project relies on in lerobot's commands and in accelerate. A failure names who relies on it."""
+"""Canaries of the project in lerobot's commands and in accelerate. A failure names the module concerned."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_transformers_asks_nobody_without_time_to_answer(monkeypatch: pytest.Mon
 
 
 class Recorder:
-    """Stands for every object of a training step and writes down what is called."""
+    """A stand-in for every object of a training step, which lists all calls."""
 
     def __init__(self, calls: list[str], name: str) -> None:
         self._calls, self._name = calls, name
@@ -129,7 +129,7 @@ def test_order_of_a_training_step() -> None:
             "scheduler.step",
             "policy.update",
         ]
-        # Numbers that forward returns are logged.
+        # lerobot logs the numbers that forward returns.
         assert "teacher_own_gib:0.5" in str(tracker)
 
 
@@ -151,7 +151,7 @@ def test_the_loop_is_one_of_the_two_that_are_known() -> None:
 
 
 def test_lerobot_declares_no_parts_of_a_smolvla_to_shard() -> None:
-    """Once it does, `check_replicated` may be wrong."""
+    """Watch for parts to shard, with which `check_replicated` may be wrong."""
     with relied_on_by(f"{INTEGRATION}/reflow/velocity_teacher.py"):
         assert not getattr(modeling_smolvla.SmolVLAPolicy, "_fsdp_wrap_modules", None)
 
@@ -169,7 +169,7 @@ def test_accelerators_windows() -> None:
             optimizer.step()
             optimizer.zero_grad()
             seen.append((accelerator.sync_gradients, weight.item()))
-        # Half of each batch's gradient counts, and only a window's end updates and clears.
+        # Each batch's gradient counts half, and only a window's end updates and clears.
         assert seen == [(False, 1), (True, 0), (False, 0), (True, -1)]
         assert isinstance(accelerator._models, list)
 
@@ -231,7 +231,7 @@ def test_bad_configuration_carries_its_reason(toy_student: Path, tmp_path: Path)
 def test_fine_tuning_replaces_the_normalisers_statistics(
     toy_teacher: Path, toy_dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The reason for comparing the teacher's statistics with the dataset's."""
+    """Watch the reason for comparing the teacher's statistics with the dataset's."""
     load_stats = dataset_metadata.LeRobotDatasetMetadata.__init__
 
     def shifted(self: dataset_metadata.LeRobotDatasetMetadata, *arguments: Any, **kwargs: Any) -> None:
@@ -249,7 +249,7 @@ def test_fine_tuning_replaces_the_normalisers_statistics(
 
 
 def test_lerobots_resume_is_not_exact(toy_teacher: Path, toy_dataset: Path, tmp_path: Path) -> None:
-    """It restores the random generators before its data loader draws from them."""
+    """Watch that lerobot restores the random generators before its data loader draws from them."""
     lerobot_runs.run(
         lerobot_runs.lerobot_train,
         lerobot_runs.PLUGIN,

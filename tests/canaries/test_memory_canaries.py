@@ -1,4 +1,4 @@
-"""What memory tracking relies on in torch and in transformers' Trainer. A failure names who relies on it."""
+"""Canaries of memory tracking in torch and in transformers' Trainer. A failure names the module concerned."""
 
 import inspect
 

@@ -1,4 +1,4 @@
-"""What the callbacks for Lightning and the cached loss of sentence-transformers rely on."""
+"""Canaries of the callbacks for Lightning, and of the cached loss of sentence-transformers."""
 
 import inspect
 

@@ -1,4 +1,4 @@
-"""What this project relies on in lerobot's π0. A failure names who relies on it."""
+"""Canaries of the project in lerobot's π0. A failure names the module concerned."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_nothing_reads_the_experts_output_layer(policy: Any) -> None:
 
 
 def test_lerobot_goes_on_with_random_weights(policy: Any, tmp_path: Path) -> None:
-    """Once it raises, `load_pi0_weights` has done its work."""
+    """Watch the reason for `load_pi0_weights`, which can go once lerobot raises an error."""
     policy.save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     del weights["model.state_proj.bias"]

@@ -1,4 +1,4 @@
-"""What simulated training steps rely on in torch, transformers and accelerate. A failure names who relies on it."""
+"""Canaries of simulated training steps in torch, transformers and accelerate. A failure names the module concerned."""
 
 import inspect
 import re
@@ -34,14 +34,13 @@ AUTOCAST = "hf_memopt/estimate/simulation/kernels/autocast.py"
 ATTENTION = "hf_memopt/estimate/simulation/kernels/attention.py"
 DEVICE = "hf_memopt/estimate/simulation/device.py"
 FAKE_MODE = "hf_memopt/estimate/simulation/fake_mode.py"
-FUSED_HEAD = "hf_memopt/estimate/simulation/kernels/fused_head.py"
 RANKS = "hf_memopt/estimate/simulation/ranks/first_rank.py"
 UNKNOWNS = "hf_memopt/estimate/simulation/data_dependent.py"
 
 pytestmark = pytest.mark.canary
 
-# Overloads that Python does not reach, or by names of dimensions, or that reach a listed one in turn. CUDA refuses
-# binary_cross_entropy under autocast; here it runs.
+# Overloads that Python reaches never or only by names of dimensions, or that call a listed overload. CUDA refuses
+# binary_cross_entropy under autocast, which the virtual accelerator runs.
 NOT_LISTED = {
     "_cudnn_rnn",
     "binary_cross_entropy",
@@ -59,7 +58,7 @@ NOT_LISTED = {
     "softmax.Dimname",
     "sum.dim_DimnameList",
 }
-# On CUDA these call the listed convolutions, which then cast.
+# Overloads that on CUDA call the listed convolutions, which then cast.
 LISTED_BESIDES = {"conv1d.padding", "conv2d.padding", "conv3d.padding"}
 
 
@@ -91,14 +90,14 @@ def test_trl_folds_its_tiles_in_functions_that_can_be_replaced() -> None:
     from trl.kernels import chunked_logprob
     from trl.trainer import utils
 
-    with relied_on_by(FUSED_HEAD):
+    with relied_on_by(DEVICE):
         code = inspect.getsource(chunked_logprob.ChunkedLogProbFunction)
         assert {"_forward_tile", "_backward_tile", "_addmm_fp32"} <= set(re.findall(r"\w+", code))
         assert "_use_triton(hidden_states.device)" in inspect.getsource(utils.add_fused_lm_head)
 
 
 def test_transformers_takes_fake_tensors_for_a_trace_where_it_is_told_otherwise() -> None:
-    """The first half says that the patch is still needed, the second that it reaches its user."""
+    """Watch in the first half that the patch is still needed, and in the second that it reaches its user."""
     with relied_on_by(DEVICE), FakeTensorMode():
         assert transformers_utils.is_tracing(torch.zeros(2))
     assert masking_utils.is_tracing is transformers_utils.is_tracing
@@ -132,7 +131,7 @@ def test_foreach_is_chosen_by_class_in_lists_that_lack_fakes() -> None:
 
 
 def test_fake_grouped_products_refuse_float32_before_torch_2_15() -> None:
-    """When older versions are no longer supported, a workaround can go."""
+    """Watch the reason for a workaround, which can go with the support of older versions."""
     with relied_on_by(UNKNOWNS), FakeTensorMode():
         rows, weights = torch.zeros(8, 16), torch.zeros(2, 16, 16)
         ends = torch.zeros(2, dtype=torch.int32)
@@ -151,13 +150,13 @@ def test_custom_operators_say_that_they_lack_a_fake_implementation() -> None:
 
 
 def test_the_first_operation_on_fake_tensors_imports_dynamo() -> None:
-    """If it no longer does, the import in `simulation.device` can go."""
+    """Watch the reason for the import in `simulation.device`."""
     source = inspect.getsource(torch._compile._disable_dynamo)
     assert "torch._dynamo" in source
 
 
 def test_an_alias_that_is_made_under_dispatch_modes_shares_the_version_counter() -> None:
-    """Only inside of a mode's own handler it does not. So guards need not hide from the modes around them."""
+    """Watch that only aliases made inside a mode's own handler have other counters, so guards work under modes."""
 
     class Watching(TorchDispatchMode):
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -185,7 +184,7 @@ def test_a_simulation_renames_the_backend_in_its_own_process_only() -> None:
 
 
 def test_torch_runs_a_rank_without_others() -> None:
-    """By its names for what only its own tests and engines are meant to call."""
+    """Watch the internal names of torch that run a rank without others."""
     with relied_on_by(RANKS):
         assert {"cpu", "cuda"} <= set(distributed.Backend.backend_capability[BACKEND])
         assert issubclass(FakeStore, distributed.Store)
@@ -201,7 +200,7 @@ def test_torch_runs_a_rank_without_others() -> None:
 
 
 def test_a_device_mesh_computes_with_the_numbers_of_ranks() -> None:
-    """The first half says that the patch is still needed, the second that it reaches FSDP2."""
+    """Watch in the first half that the patch is still needed, and in the second that it reaches FSDP2."""
     with relied_on_by(RANKS):
         assert "torch.arange" in inspect.getsource(device_mesh.init_device_mesh)
         assert fsdp_init.init_device_mesh is device_mesh.init_device_mesh

@@ -1,4 +1,4 @@
-"""What simulated reflow training relies on in torch and lerobot. A failure names who relies on it."""
+"""Canaries of simulated reflow training in torch and lerobot. A failure names the module concerned."""
 
 import inspect
 from collections.abc import Callable

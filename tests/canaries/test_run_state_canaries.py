@@ -1,4 +1,4 @@
-"""What checkpoints rely on in accelerate, safetensors and torch's loaders. A failure names who relies on it."""
+"""Canaries of checkpoints in accelerate, safetensors and torch's loaders. A failure names the module concerned."""
 
 import inspect
 import os
@@ -47,7 +47,7 @@ def flip_last_byte(file: Path) -> None:
 
 
 def test_a_changed_bit_of_the_weights_loads_without_a_word(saved: tuple[Accelerator, Path]) -> None:
-    """Once it does not, a manifest is no longer needed for them."""
+    """Watch the reason for a manifest of the weights."""
     with relied_on_by(FILES):
         accelerator, folder = saved
         (model,) = accelerator._models
@@ -58,7 +58,7 @@ def test_a_changed_bit_of_the_weights_loads_without_a_word(saved: tuple[Accelera
 
 
 def test_random_states_that_cannot_be_loaded_are_passed_over(saved: tuple[Accelerator, Path]) -> None:
-    """Hence they are tried first, and no resuming with another number of processes or on another kind of device."""
+    """Watch the reason why random states are checked first, and other numbers of processes or devices are refused."""
     with relied_on_by(STATES):
         accelerator, folder = saved
         (folder / "random_states_0.pkl").unlink()
@@ -93,7 +93,7 @@ class MakesFolder:
 def test_states_of_registered_objects_run_code_unless_torch_is_told_otherwise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The variable has to reach accelerate's `weights_only=False`."""
+    """Watch that the variable overrides accelerate's `weights_only=False`."""
     with relied_on_by(STATES):
         accelerator = Accelerator(cpu=True)
         accelerator.register_for_checkpointing(MakesFolder(tmp_path / "made"))
@@ -108,7 +108,7 @@ def test_states_of_registered_objects_run_code_unless_torch_is_told_otherwise(
 
 
 def test_accelerate_unpickles_eight_kinds_of_files() -> None:
-    """Weights, optimizers, schedules, samplers, loaders, the scaler, random and registered states: bin, pkl and pt."""
+    """Watch bin, pkl, pt: weights, optimizers, schedules, samplers, loaders, scaler, random and registered states."""
     with relied_on_by(STATES):
         source = inspect.getsource(load_accelerator_state) + inspect.getsource(load_custom_state)
         assert len(re.findall(r"[ (]load\(", source)) == 8
@@ -121,7 +121,7 @@ def test_weights_are_written_for_their_owner_alone(saved: tuple[Accelerator, Pat
 
 
 def test_a_missing_optimizer_is_noticed_when_the_model_is_overwritten(tmp_path: Path) -> None:
-    """Hence all files are verified before one is loaded."""
+    """Watch the reason why all files are verified before the first is loaded."""
     with relied_on_by(CHECKPOINTS):
         accelerator = Accelerator(cpu=True)
         model = nn.Linear(2, 2)
@@ -148,7 +148,7 @@ def test_neither_epoch_nor_position_in_the_data_is_saved(tmp_path: Path) -> None
 
 
 def test_registered_objects_are_saved_by_the_main_process() -> None:
-    """As the docstring of Checkpoints says."""
+    """Watch a statement of the docstring of Checkpoints."""
     with relied_on_by(CHECKPOINTS):
         assert "save_on_each_node=save_on_each_node" in inspect.getsource(save_custom_state)
         assert "is_main_process" in inspect.getsource(save)
@@ -164,7 +164,7 @@ def test_each_iterator_draws_a_seed_from_the_loaders_generator_or_the_global_one
 
 
 def test_a_batch_is_read_ahead() -> None:
-    """Why what datasets draw from global generators cannot be restored."""
+    """Watch the reason why draws of datasets from global generators cannot be restored."""
     with relied_on_by(BATCHES):
         read: list[int] = []
 

@@ -1,4 +1,4 @@
-"""Where FSDP2 keeps the gradients of gathered weights between two exchanges, which we drop after an error."""
+"""Canaries of FSDP2's gradients between two exchanges, which are dropped after an error."""
 
 from collections.abc import Iterator
 
@@ -37,7 +37,7 @@ def test_gradients_that_were_not_exchanged_can_be_dropped(dtype: torch.dtype | N
     model.set_requires_gradient_sync(False)
     model(torch.ones(1, 2)).sum().backward()
     model.set_requires_gradient_sync(True)
-    assert gradient() == 2  # zero_grad alone would leave that
+    assert gradient() == 2  # zero_grad alone would leave the first gradient
     model.set_requires_gradient_sync(False)
     model(torch.ones(1, 2)).sum().backward()
     model.set_requires_gradient_sync(True)

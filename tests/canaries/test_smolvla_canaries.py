@@ -1,4 +1,4 @@
-"""What this project relies on in the SmolVLA model and in transformers' caches. A failure names who relies on it."""
+"""Canaries of the project in the SmolVLA model and in transformers' caches. A failure names the module concerned."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the teacher's modes rely on in torch, PEFT and torchao."""
+"""Canaries of the teacher's modes in torch, PEFT and torchao."""
 
 import copy
 from typing import Any
@@ -80,7 +80,7 @@ def test_torchao_lists_the_tensors_inside_a_weight(recwarn: pytest.WarningsRecor
         again = type(weight).__tensor_unflatten__(inner, context, weight.size(), weight.stride())
     x = torch.randn(2, 32)
     want = copy.deepcopy(model)(x)
-    inner["qdata"].data = inner["qdata"].data.clone()  # rebinding what is inside reaches the wrapper
+    inner["qdata"].data = inner["qdata"].data.clone()  # the wrapper sees a rebound inner tensor
     assert torch.equal(nn.functional.linear(x, again, model[0].bias), want)
     inner["scale"].data = 2 * inner["scale"].data
     assert not torch.equal(nn.functional.linear(x, again, model[0].bias), want)

@@ -1,4 +1,4 @@
-"""What offloading in a Trainer relies on in transformers, TRL and accelerate. A failure names who relies on it."""
+"""Canaries of offloading in a Trainer in transformers, TRL and accelerate. A failure names the module concerned."""
 
 import importlib
 import inspect
@@ -155,7 +155,7 @@ def test_hf_argument_parser_leaves_words_that_are_none_of_its_flags() -> None:
 
 
 def test_grpo_and_rloo_have_no_activation_offloading_of_their_own() -> None:
-    """The documentation says so."""
+    """Watch a statement of the documentation."""
     import trl
 
     with relied_on_by("docs/trainer.md"):

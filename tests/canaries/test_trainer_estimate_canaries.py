@@ -1,4 +1,4 @@
-"""What `estimate_trainer` relies on in transformers and accelerate. A failure names who relies on it."""
+"""Canaries of `estimate_trainer` in transformers and accelerate. A failure names the module concerned."""
 
 from pathlib import Path
 from typing import Any

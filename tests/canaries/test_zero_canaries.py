@@ -1,6 +1,6 @@
-"""What offloading and the simulation of ZeRO rely on in DeepSpeed.
+"""Canaries of offloading and of the simulation of ZeRO in DeepSpeed.
 
-Its sources are read: importing it changes a process for good.
+The canaries read DeepSpeed's sources, because an import changes a process for good.
 """
 
 from importlib.util import find_spec

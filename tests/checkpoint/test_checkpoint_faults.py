@@ -29,6 +29,7 @@ def killed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return result
 
 
+@pytest.mark.e2e
 def test_latest_loads_after_every_kill(killed: dict[str, Any]) -> None:
     assert killed["num_lost"] == 0  # of the saves that the process knew to be complete
     assert killed["state_is_that_of_an_uninterrupted_run"]

@@ -13,10 +13,12 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from filelock import FileLock, Timeout
+from refusals import assert_refused
 from toy_run import BATCHES_PER_STEP, NUM_STEPS, ToyRun
 
 from hf_memopt.checkpoint import Checkpoints, files
-from hf_memopt.disk.files_on_disk import sha256
+from hf_memopt.disk.digests import sha256
 
 pytestmark = pytest.mark.usefixtures("no_waiting_for_the_disk")
 
@@ -227,3 +229,33 @@ def test_a_used_folder_is_refused_before_the_loop(saved: ToyRun, folder: Path) -
         fresh.stopping_on_signal(),
     ):
         pytest.fail("trains")
+
+
+@pytest.mark.usefixtures("saved")
+def test_a_second_process_is_told_before_its_loop_and_deletes_no_draft(folder: Path) -> None:
+    """To `flock`, two open files are as good as two processes."""
+    copy = folder.with_name("copy")
+    shutil.copytree(folder, copy)
+    (copy / "step-000004.partial").mkdir()
+    second = ToyRun(copy)
+    message = rf"{copy}: another process is writing there\. Wait for it or stop it, or choose another folder"
+    with FileLock(copy / ".lock"):
+        assert_refused(second, "latest", message)
+        with pytest.raises(ValueError, match=message), second.checkpoints.stopping_on_signal():
+            pytest.fail("trains")
+        with pytest.raises(ValueError, match=message):
+            second.save()
+        assert (copy / "step-000004.partial").is_dir()
+    second.resume()
+
+
+def test_runs_of_one_process_share_the_lock_and_the_last_one_releases_it(tmp_path: Path) -> None:
+    first, second = ToyRun(tmp_path), ToyRun(tmp_path)
+    first.train(1, save=True)
+    second.resume()
+    second.train(2, save=True)
+    del first
+    with pytest.raises(Timeout):
+        FileLock(tmp_path / ".lock", blocking=False).acquire()
+    del second
+    FileLock(tmp_path / ".lock", blocking=False).acquire()

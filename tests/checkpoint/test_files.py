@@ -217,6 +217,7 @@ class FullDisk:
         monkeypatch.setattr(owner, name, writing)
 
 
+@pytest.mark.e2e
 def test_a_full_disk_at_any_write_leaves_the_checkpoint_before(saved: ToyRun, uninterrupted: dict[str, Any]) -> None:
     folder = saved.checkpoints.folder
     pristine = folder.with_name("pristine")

@@ -12,6 +12,7 @@ from hf_memopt.cli import main
 Capture = pytest.CaptureFixture[str]
 
 
+@pytest.mark.e2e
 def test_a_comparison_is_printed_and_reported(tmp_path: Path, capsys: Capture) -> None:
     flags = [*CAUSAL_LM, "--cpu_copies", f"--output_dir={tmp_path}"]
     with accelerators.on_the_cpu():

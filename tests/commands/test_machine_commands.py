@@ -11,8 +11,7 @@ from refused import refused
 from run_folders import HOLDERS, causal_lm_run, demo_run, logged_run, write_json
 
 from hf_memopt.cli import main
-from hf_memopt.report.doctor import examine, page
-from hf_memopt.report.doctor.host import find_versions
+from hf_memopt.report.doctor import examine, find_versions, page
 
 Capture = pytest.CaptureFixture[str]
 
@@ -21,7 +20,7 @@ Capture = pytest.CaptureFixture[str]
 
 
 def test_the_command_prints_a_page_or_json(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_memopt.report.doctor.this_machine.host_limits", lambda: HOST)
+    monkeypatch.setattr("hf_memopt.report.doctor.host_limits", lambda: HOST)
     assert main(["doctor", "--device", "cpu"]) == 0
     assert capsys.readouterr().out == page(examine("cpu")) + "\n"
     assert main(["doctor", "--device", "cpu", "--json"]) == 0
@@ -33,8 +32,8 @@ def test_the_command_prints_a_page_or_json(capsys: Capture, monkeypatch: pytest.
 
 def test_the_quiet_command_tells_problems_by_its_status(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     sound = {**find_versions(), "datasets": "4"}
-    monkeypatch.setattr("hf_memopt.report.doctor.this_machine.host_limits", lambda: HOST)
-    monkeypatch.setattr("hf_memopt.report.doctor.this_machine.find_versions", lambda: sound)
+    monkeypatch.setattr("hf_memopt.report.doctor.host_limits", lambda: HOST)
+    monkeypatch.setattr("hf_memopt.report.doctor.find_versions", lambda: sound)
     assert main(["doctor", "--device", "cpu", "--quiet"]) == 0
     assert capsys.readouterr().out == ""
     sound["datasets"] = None
@@ -96,6 +95,7 @@ def test_without_matplotlib_nothing_is_written(
     assert main(["report", str(tmp_path), "--json"]) == 0  # needs no figures
 
 
+@pytest.mark.e2e
 def test_the_command_writes_or_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     demo_run(tmp_path)
     assert main(["report", str(tmp_path)]) == 0
@@ -111,6 +111,7 @@ def test_the_command_writes_or_prints(tmp_path: Path, capsys: pytest.CaptureFixt
     assert (tmp_path / "file").read_text() == "precious"
 
 
+@pytest.mark.e2e
 def test_runs_below_a_folder_are_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     demo_run(tmp_path / "demo")
     causal_lm_run(tmp_path / "sweep" / "first")

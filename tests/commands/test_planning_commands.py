@@ -49,6 +49,7 @@ def test_it_prints_the_phase_of_the_peak_first_and_whether_it_fits(model: str, t
     assert not re.search(r'(?:src|href)="(?!data:)', html)
 
 
+@pytest.mark.e2e
 def test_without_a_card_it_says_nothing_about_one(model: str, capsys: Capture) -> None:
     assert main(["estimate", model, *SMALL, "--offload", "all", "--accumulation", "2"]) == 0
     printed = capsys.readouterr().out
@@ -57,6 +58,7 @@ def test_without_a_card_it_says_nothing_about_one(model: str, capsys: Capture) -
     assert "Time of a step" not in printed
 
 
+@pytest.mark.e2e
 def test_it_can_guard_a_launch(model: str, capsys: Capture) -> None:
     arguments = ["estimate", model, *SMALL, "--gpu", "640MiB"]
     assert main(arguments) == 0
@@ -65,6 +67,7 @@ def test_it_can_guard_a_launch(model: str, capsys: Capture) -> None:
     assert main([*arguments[:-1], "8GiB", "--check"]) == 0
 
 
+@pytest.mark.e2e
 def test_where_it_does_not_fit_it_says_how_to_look_for_what_does(
     model: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -72,15 +75,16 @@ def test_where_it_does_not_fit_it_says_how_to_look_for_what_does(
     assert main(["estimate", model, *SMALL, "--accumulation", "3", *adapters, "--gpu", "640MiB"]) == 0
     said = capsys.readouterr().out.splitlines()[-1].partition("Settings that fit, if there are any: ")[2]
     given: dict[str, Any] = {}
-    monkeypatch.setattr(planning_commands, "_run_plan", lambda parsed: given.update(vars(parsed)) or 0)
+    monkeypatch.setattr(planning_commands, "_plan", lambda spec: given.update(vars(spec)) or 0)
     assert main(shlex.split(said)[1:]) == 0
     assert (given["model"], given["gpu"], given["effective_batch"], given["seq_len"]) == (model, "640MiB", 6, 32)
-    assert (given["lora_rank"], given["lora_targets"], given["max_grad_norm"]) == (2, "q_proj,v_proj", None)
+    assert (given["lora_rank"], given["lora_targets"], given["max_grad_norm"]) == (2, "q_proj,v_proj", "none")
     assert (given["precision"], given["dtype"], given["quantize"]) == ("bf16", "bfloat16", None)
     assert main(["estimate", model, *SMALL, "--gpu", "8GiB"]) == 0
     assert "Settings that fit" not in capsys.readouterr().out
 
 
+@pytest.mark.e2e
 def test_every_pass_of_an_update_takes_time(model: str, tmp_path: Path) -> None:
     def step_ms(accumulation: int) -> float:
         file = tmp_path / "estimate.json"
@@ -92,6 +96,7 @@ def test_every_pass_of_an_update_takes_time(model: str, tmp_path: Path) -> None:
     assert 6 * twice < often < 8 * twice
 
 
+@pytest.mark.e2e
 def test_figures_of_several_gpus_are_those_of_one(model: str, tmp_path: Path, capsys: Capture) -> None:
     ranks = ["--num-gpus", "2", "--engine", "fsdp2", "--seq-len", "32", "--precision", "bf16"]
     assert main(["estimate", model, *ranks, "--batch-size", "2", "--gpu", "640MiB"]) == 0
@@ -101,7 +106,7 @@ def test_figures_of_several_gpus_are_those_of_one(model: str, tmp_path: Path, ca
     assert "Of one GPU. Memory that NCCL takes for itself and time for communication are not in it." in printed
     assert printed.endswith("--effective-batch 4 --precision bf16 --engine fsdp2 --seq-len 32 --num-gpus 2\n")
     arguments = ["--gpu", "8GiB", "--effective-batch", "4", "--workers", "1", "--output", str(tmp_path)]
-    assert main(["plan", "--model", model, *ranks, *arguments]) == 0
+    assert main(["plan", model, *ranks, *arguments]) == 0
     printed = capsys.readouterr().out
     assert re.search(r"^\| 2 x 1 +\| kept", printed, re.MULTILINE)
     assert "Of one GPU." in printed
@@ -126,11 +131,11 @@ def test_a_recipe_is_estimated_with_its_own_configuration(tmp_path: Path, capsys
         ([], "name a MODEL"),
         (["/nowhere"], "model='/nowhere'"),
         (["MODEL", "--gpu", "24"], "gpu='24' is neither a size with its unit such as 8GiB, nor"),
-        (["MODEL", "--check"], "so it needs --gpu"),
-        (["MODEL", "--offload", "auto"], "offload='auto' weighs copies against compute, so it needs --gpu"),
+        (["MODEL", "--check"], "--check asks whether it fits on a card, so it needs --gpu"),
+        (["MODEL", "--offload", "auto"], "--offload='auto' weighs copies against compute, so it needs --gpu"),
         (["MODEL", "--recipe", "train_causal_lm"], "name one of them"),
-        (["--recipe", "train_causal_lm"], "needs --config FILE"),
-        (["--recipe", "train_causal_lm", "--num-gpus", "2"], "num_gpus=2: recipes are simulated on one GPU"),
+        (["--recipe", "train_causal_lm"], "needs --config=FILE"),
+        (["--recipe", "train_causal_lm", "--num-gpus", "2"], "--num-gpus=2: recipes are simulated on one GPU"),
         (
             ["--recipe", "train_nothing", "--config", "x"],
             "choose from causal_lm, fluxflow, lgt, neural_operator, reflow_smolvla, sft",

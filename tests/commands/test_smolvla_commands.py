@@ -17,6 +17,7 @@ Capture = pytest.CaptureFixture[str]
 # ------------------------------------------------------------------------------------------------ prepare-student
 
 
+@pytest.mark.e2e
 def test_prepared_student_trains_with_the_printed_command(
     toy_teacher: Path, toy_dataset: Path, tmp_path: Path, capsys: Capture
 ) -> None:
@@ -69,6 +70,7 @@ def test_precompute_passes_the_training_runs_flags_and_says_what_is_left(
 # ------------------------------------------------------------------------------------------------ evaluate
 
 
+@pytest.mark.e2e
 @pytest.mark.usefixtures("quick_evaluation")
 def test_the_command_measures_and_rolls_out(
     toy_student: Path, toy_dataset: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
@@ -117,6 +119,7 @@ def test_export_without_evaluation(toy_student: Path, tmp_path: Path, capsys: Ca
     assert "Not measured" in (output / "README.md").read_text()
 
 
+@pytest.mark.e2e
 @pytest.mark.usefixtures("quick_evaluation")
 def test_export_measures_on_the_runs_held_out_episodes(
     toy_student: Path, toy_dataset: Path, tmp_path: Path, capsys: Capture

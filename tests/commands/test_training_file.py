@@ -1,6 +1,5 @@
 """`--training-args FILE`: what the file says, and the flags that overrule it."""
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -9,10 +8,11 @@ import pytest
 import yaml
 from late_imports import LateModule
 
-from hf_memopt.cli import _parser, main
-from hf_memopt.commands import training_file
+from hf_memopt.cli import main
+from hf_memopt.commands import planning_commands
 
-argument_names = LateModule("hf_memopt.integrations.transformers.argument_names")
+argument_file = LateModule("hf_memopt.integrations.transformers.argument_file")
+file_workload = LateModule("hf_memopt.integrations.transformers.file_workload")
 transformers = LateModule("transformers")
 
 FILE: dict[str, Any] = {
@@ -40,15 +40,11 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def parsed(*words: str) -> argparse.Namespace:
-    return _parser("estimate").parse_args(["estimate", *words])
-
-
-def test_flags_are_told_from_defaults_whatever_their_values() -> None:
-    found = parsed("--training-args", "a.yaml", "--batch-size", "1", "--seq-len=2048", "--set", "a=b")
-    assert found.given >= {"training_args", "batch_size", "seq_len", "set"}
-    assert not found.given & {"precision", "max_grad_norm", "gpu", "json"}
-    assert (found.batch_size, found.set, found.max_grad_norm) == (1, ["a=b"], 1.0)
+def changes_of(*words: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    found: list[dict[str, Any]] = []
+    monkeypatch.setattr(planning_commands, "_estimate", lambda spec: found.append(file_workload._changes(spec)) or 0)
+    assert main(["estimate", "--training-args", "a.yaml", *words]) == 0
+    return found[0]
 
 
 @pytest.mark.parametrize(
@@ -65,17 +61,28 @@ def test_flags_are_told_from_defaults_whatever_their_values() -> None:
         (["--gpu", "t4", "--seq-len", "64"], {}),
     ],
 )
-def test_flags_become_fields(words: list[str], changes: dict[str, Any]) -> None:
-    found = training_file._changes(parsed("--training-args", "a.yaml", *words))
+def test_flags_become_fields(words: list[str], changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    found = changes_of(*words, monkeypatch=monkeypatch)
     assert found.items() >= changes.items()
     assert "learning_rate" not in found
+    assert changes or found == {}
 
 
-def test_a_flag_without_a_field_is_refused() -> None:
-    with pytest.raises(ValueError, match="--checkpointing=selective has no field in --training-args"):
-        training_file._changes(parsed("--training-args", "a.yaml", "--checkpointing", "selective"))
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--checkpointing", "selective"], "--checkpointing=selective has no field in --training-args; leave one of"),
+        (["--padding"], "--padding has no field in --training-args"),
+        (["--set", "a=b"], "--set=['a=b'] has no field in --training-args"),
+        (["--recipe", "lgt"], "--recipe=lgt has no field in --training-args"),
+    ],
+)
+def test_a_flag_without_a_field_is_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["estimate", "--training-args", "a.yaml", *words]) == 2
+    assert capsys.readouterr().err.startswith(f"hf-memopt estimate: error: {message}")
 
 
+@pytest.mark.e2e
 def test_estimate_says_what_is_trained_and_flags_win(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     peaks = []
     for words in ([], ["--batch-size", "1", "--seq-len", "96"], ["--checkpointing", "none"]):
@@ -90,6 +97,7 @@ def test_estimate_says_what_is_trained_and_flags_win(file: Path, capsys: pytest.
     assert abs(longer - given) < 2**18 < kept - given
 
 
+@pytest.mark.e2e
 def test_where_it_does_not_fit_the_plan_for_the_same_file_is_named(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -99,12 +107,13 @@ def test_where_it_does_not_fit_the_plan_for_the_same_file_is_named(
     assert capsys.readouterr().out.splitlines()[-1].endswith(expected)
 
 
+@pytest.mark.e2e
 def test_plan_writes_the_file_with_what_it_chooses(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = file.with_name("plan")
     assert main(["plan", "--training-args", str(file), "--gpu", "rtx4090", "--output", str(folder)]) == 0
     written = yaml.safe_load((folder / "sft.yaml").read_text())
     chosen = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "gradient_checkpointing": False}
-    assert written == yaml.safe_load(file.read_text()) | argument_names.current_names(chosen)
+    assert written == yaml.safe_load(file.read_text()) | argument_file.current_names(chosen)
     command = f"accelerate launch --config_file {folder}/accelerate.yaml -m trl.scripts.sft --config {folder}/sft.yaml"
     assert command in capsys.readouterr().out
     assert yaml.safe_load((folder / "accelerate.yaml").read_text())["mixed_precision"] == "bf16"

@@ -1,14 +1,13 @@
 """Files get their names when they are whole and on disk, and errors say what could not be written."""
 
 import errno
-import hashlib
 import os
 import shutil
 from pathlib import Path
 
 import pytest
 
-from hf_memopt.disk.files_on_disk import not_written, put_in_place, sha256, sync
+from hf_memopt.disk.files_on_disk import not_written, put_in_place
 
 
 def test_contents_are_on_disk_before_the_name_and_the_name_afterwards(
@@ -26,13 +25,6 @@ def test_contents_are_on_disk_before_the_name_and_the_name_afterwards(
     put_in_place(draft, file)
     assert synced == [("draft", "old"), (tmp_path.name, "new")]
     assert not draft.exists()
-
-
-def test_a_digest_is_that_of_the_contents(tmp_path: Path) -> None:
-    file = tmp_path / "file"
-    file.write_bytes(b"contents")
-    sync(file)
-    assert sha256(file) == hashlib.sha256(b"contents").hexdigest()
 
 
 @pytest.mark.parametrize(

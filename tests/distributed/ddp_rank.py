@@ -1,4 +1,4 @@
-"""Steps in the modes of DDP that ask for something of their own, and on a rank whose data has ended.
+"""Steps in the special modes of DDP, and on a rank whose data has ended.
 
 One function for each case, for test_ddp_modes.py.
 """
@@ -39,7 +39,7 @@ class Model(nn.Module):
 
 
 class Run:
-    """A model under DDP in a mode, and the same model in one process, which trains on all ranks' samples."""
+    """A model under DDP in a mode, and the same model in one process that trains on all ranks' samples."""
 
     def __init__(self, *, sync_each_batch: bool = False, is_checkpointed: bool = False, **ddp: Any) -> None:
         AcceleratorState._reset_state()
@@ -56,7 +56,7 @@ class Run:
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
 
     def difference(self, step: Callable[[Sequence[Any]], Any], sizes: Sizes) -> float:
-        """The largest of weights after each window is given to `step`, to those of the one process."""
+        """Return the weights' largest difference from the single process after `step` has trained on all windows."""
         generator = torch.Generator().manual_seed(1)
         for window in sizes:
             parts = [[make_batch(num, generator) for num in of_rank] for of_rank in window]
@@ -134,7 +134,7 @@ def refused_in_join() -> dict[str, Any]:
 
 
 def ended(step: Callable[..., Any], how: str) -> Callable[[Sequence[Any]], Any]:
-    """A step that a rank whose data has ended makes with its last window, which weighs nothing."""
+    """Return a step that repeats the last window with weight zero on a rank whose data has ended."""
     last: list[Any] = []
 
     def go_on(window: Sequence[Any]) -> Any:
@@ -168,7 +168,7 @@ def without_data() -> dict[str, float]:
 
 
 def refused_with_a_static_graph() -> dict[str, Any]:
-    """Two micro-batches on the second rank alone; then, in the same run, what the errors ask for."""
+    """Return the errors of two micro-batches on the second rank alone, and the difference after their remedy."""
     run = Run(static_graph=True)
     window = windows_of(run, [[[2], [1, 1]]])[0]
     errors = {
@@ -181,12 +181,12 @@ def refused_with_a_static_graph() -> dict[str, Any]:
         "GradientCache.loss": error_of(lambda: run.cache().loss(window)),
     }
     with torch.no_grad():
-        run.cache().loss(window)  # without gradients there is nothing to refuse
+        run.cache().loss(window)  # works without gradients
     return {"errors": errors, "difference afterwards": run.difference(run.train_step, ONE_FIRST)}
 
 
 def static_graphs() -> Iterator[tuple[str, float]]:
-    """Weights' differences to those of one process."""
+    """Yield the weights' differences from one process."""
     for name in ("train_step", "cached_step"):
         run = Run(static_graph=True)
         yield f"{name}, one micro-batch first", run.difference(getattr(run, name), ONE_FIRST)
@@ -206,7 +206,7 @@ def static_graphs() -> Iterator[tuple[str, float]]:
 
 
 def reentrant() -> float:
-    """Reentrant checkpointing, in which torch's DDP cannot find unused parameters in a backward that exchanges."""
+    """Return the difference under reentrant checkpointing, where DDP cannot find unused parameters while exchanging."""
     run = Run(find_unused_parameters=True, is_checkpointed=True)
     return run.difference(run.halving_step, ONE_FIRST)
 

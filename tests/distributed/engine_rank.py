@@ -1,4 +1,4 @@
-"""Real steps of one rank in the ways of `rank_steps`, for tests that simulate the first rank."""
+"""Real steps of one rank in the ways of `rank_steps`, for the tests of the simulated first rank."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 @contextmanager
 def gloo_on_copies() -> Iterator[None]:
-    """Keep what is counted from gloo's threads, which let go of a tensor some moment after its collective."""
+    """Give gloo copies of tensors, since its threads drop a tensor a moment after its collective."""
 
     def on_copies(collective: Callable[..., Any]) -> Callable[..., Any]:
         def run(*tensors: Tensor, **options: Any) -> Any:
@@ -42,7 +42,7 @@ def gloo_on_copies() -> Iterator[None]:
         yield
 
 
-# What collectives call their tensors, results first.
+# Argument names of collectives' tensors, results first.
 _TENSORS = ("output_tensor", "output", "input_tensor", "input", "tensor")
 
 
@@ -51,7 +51,7 @@ class _Done:
 
 
 class _NoOther(TorchDispatchMode):
-    """Fails where FSDP2 gathers or reduces by a name that is not in `collective_names`."""
+    """A mode that fails if FSDP2 gathers or reduces by a name that is not in `collective_names`."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         exchanges = ("c10d._allgather_base_.default", "c10d._reduce_scatter_base_.default")
@@ -66,7 +66,7 @@ def as_on_cuda() -> Any:
 
 
 def observed(way: Way) -> dict[str, Any]:
-    """What the rank holds after an update, and the most in each phase of two real steps."""
+    """Return the bytes that the rank holds after an update, and the peak in each phase of two real steps."""
     held: list[dict[str, int]] = []
     phases = StepPhases()
     log = AllocationLog("cpu", 1, phases)
@@ -90,6 +90,6 @@ def observed(way: Way) -> dict[str, Any]:
 
 
 def outcomes(ways: str) -> dict[str, Any]:
-    """Train a small Llama in each of the ways in `rank_steps.<ways>`; return what this rank held, by way."""
+    """Train a small Llama in each of the ways in `rank_steps.<ways>`; return the bytes that this rank held, by way."""
     distributed.init_process_group("gloo")
     return {name: observed(way) for name, way in getattr(rank_steps, ways).items()}

@@ -9,14 +9,14 @@ from typing import Any
 
 from toy_run import ToyRun
 
-LONGEST_S = 0.4  # until a rank is killed: some twenty checkpoints
+LONGEST_S = 0.4  # until a rank is killed, about twenty checkpoints
 STEPS_AT_THE_END = 3
 
 
 def attempt_to_train(run_folder: str, attempt: int, is_last: bool, sharded: bool) -> dict[str, Any]:
     """Resume and train until this rank or the other is killed; the last attempt trains to the end."""
     folder = Path(run_folder)
-    os.fsync = lambda descriptor: None  # nothing here outlives a reboot
+    os.fsync = lambda descriptor: None  # the test survives no reboot anyway
     run = ToyRun(folder / "run", seed=attempt, sharded=sharded)
     if attempt:
         run.resume()

@@ -1,6 +1,6 @@
 """Training by Trainer with and without MemoryLoggingCallback, for test_memory_two_processes.py.
 
-The counters say that this rank holds its number + 1 GiB.
+The counters report that this rank holds its number + 1 GiB.
 """
 
 from typing import Any
@@ -59,7 +59,7 @@ def logged_by_accelerate(counters: FakeCounters) -> dict[str, float]:
 
 
 def outcomes(folder: str) -> dict[str, Any]:
-    """Return the weights of both runs and what was logged on this rank."""
+    """Return the weights of both runs, and the logs of this rank."""
     plain = trained_weights(make_trainer(folder))
     rank = torch.distributed.get_rank()
     counters = FakeCounters(total_bytes=8 * 2**30)

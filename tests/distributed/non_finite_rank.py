@@ -35,7 +35,7 @@ class Regression(nn.Module):
 
 
 class Snapshot(TrainerCallback):
-    """The parameters after the newest step."""
+    """A callback that keeps the parameters after the newest step."""
 
     def __init__(self) -> None:
         self.parameters: list[float] = []

@@ -34,7 +34,7 @@ SHAPE = {
 
 
 class WatchingCopier(AdversarialCopier):
-    """Counts how often what it copies to the host is, at that time, a whole parameter of `model`."""
+    """A copier that counts its copies of whole, gathered parameters of `model` to the host."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__("late")
@@ -55,7 +55,7 @@ def everything(copier: Copier) -> ActivationOffloader:
 
 
 def train_under_ddp(folder: Path, how: str) -> None:
-    """4 steps of Trainer with 2 micro-batches, which Trainer spreads over the ranks."""
+    """Take 4 steps by Trainer, each of 2 micro-batches that Trainer spreads over the ranks."""
     generator = torch.Generator().manual_seed(1)
     rows = [torch.randint(0, 64, (16,), generator=generator) for _ in range(32)]
     torch.manual_seed(0)
@@ -105,7 +105,7 @@ def batch(rank: int, dtype: torch.dtype | None) -> Tensor:
 
 
 def train_under_fsdp(folder: Path, how: str, precision: str) -> None:
-    """3 steps of SGD; saves the whole gradients of each, and what was copied to the host."""
+    """Take 3 steps of SGD; save the whole gradients of each, and the counts of copies to the host."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if precision == "bf16" else None)
     model = blocks(sharded=how != "one_process", policy=policy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -136,7 +136,7 @@ def train_under_fsdp(folder: Path, how: str, precision: str) -> None:
 
 
 def penalty_on_sharded_weights(folder: Path) -> None:
-    """A loss on the sharded weights themselves, whose saved tensors are DTensors."""
+    """Compare a loss on the sharded weights themselves, whose saved tensors are DTensors."""
     results = {}
     for how in ("plain", "context"):
         model = blocks(sharded=True, policy=MixedPrecisionPolicy())
@@ -155,7 +155,7 @@ def penalty_on_sharded_weights(folder: Path) -> None:
 
 
 def keep_a_budget(folder: Path) -> None:
-    """The second rank has eight times the batch, so that a budget can be enough for the first rank alone."""
+    """Train with an eightfold batch on the second rank, so that a budget can suffice for the first rank alone."""
     smallest = {}
     for name, budget_gib in (("impossible", 1e-9), ("in_between", None), ("enough", 1.0)):
         if budget_gib is None:  # enough for the first rank's batch, too little for the second's

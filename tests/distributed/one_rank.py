@@ -1,6 +1,6 @@
-"""What each process of test_two_processes.py runs: `one_rank.py <folder> <the recipe's flags>`.
+"""A process of test_two_processes.py: `one_rank.py <folder> <the recipe's flags>`.
 
-Trains, and leaves the weights with which this rank ended in `<folder>/rank<number>.safetensors`.
+The process trains, and saves this rank's final weights as `<folder>/rank<number>.safetensors`.
 """
 
 import sys

@@ -37,7 +37,7 @@ def full_disk_on_one_rank(folder: Path) -> dict[str, Any]:
 
 
 def damaged(folder: Path) -> dict[str, Any]:
-    """Rank 0 alone reads all files."""
+    """Return both ranks' errors at a damaged file; rank 0 alone reads all files."""
     run = ToyRun(folder / "run")
     file = folder / "run" / "step-000006" / "optimizer.bin"
     content = file.read_bytes()

@@ -1,6 +1,6 @@
 """Offloading in a small Llama in two shards or under tensor parallelism, for test_sharded_offload.py.
 
-A case is a mode and conditions, such as `auto+lora+bf16`; one more is `teachers`.
+A case is a mode with conditions, such as `auto+lora+bf16`, or `teachers`.
 """
 
 from contextlib import nullcontext
@@ -20,7 +20,7 @@ from hf_memopt import ActivationOffloader, OffloadedTeacher, SyncCopier
 from hf_memopt.weights.offload import TeacherMode
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
-NUM_STEPS = 4  # two are recorded, the others follow the plan
+NUM_STEPS = 4  # two recorded steps, and two that follow the plan
 COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
 ROWS = ("self_attn.o_proj", "mlp.down_proj")
 
@@ -47,14 +47,14 @@ def model_for(conditions: set[str]) -> nn.Module:
 
 
 def tokens(step: int, conditions: set[str]) -> Tensor:
-    """The same on all ranks where these share a batch, and of other lengths on each where they do not and are to be."""
+    """Return a batch: the same on all ranks under tensor parallelism, of other lengths on each rank under "unequal"."""
     rank = 0 if "tensor_parallel" in conditions else distributed.get_rank()
     length = 12 + 9 * rank if "unequal" in conditions else 16
     return torch.randint(64, (2, length), generator=torch.Generator().manual_seed(10 * step + rank))
 
 
 def train(conditions: set[str], offloader: ActivationOffloader | None) -> list[Tensor]:
-    """The gradients of all steps, in this rank's shards."""
+    """Train, and return the gradients of all steps, in this rank's shards."""
     model = model_for(conditions)
     learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.SGD(learning, lr=0.1)
@@ -92,7 +92,7 @@ def outcome(case: str) -> dict[str, Any]:
 
 
 def distilled(mode: TeacherMode | None) -> list[Tensor]:
-    """The gradients of a sharded student that learns from a whole teacher, which `mode` keeps on the host."""
+    """Return the gradients of a sharded student that learns from a whole teacher on the host in a mode."""
     torch.manual_seed(1)
     config = LlamaConfig(**SIZES, num_attention_heads=4, max_position_embeddings=32)
     teacher: Any = LlamaForCausalLM(config).eval().requires_grad_(False)
@@ -130,6 +130,6 @@ def teachers() -> dict[str, Any]:
 
 
 def outcomes(*cases: str) -> dict[str, Any]:
-    """Return what came of each case on this rank."""
+    """Return the results of each case on this rank."""
     distributed.init_process_group("gloo")
     return {case: teachers() if case == "teachers" else outcome(case) for case in cases}

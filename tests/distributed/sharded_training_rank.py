@@ -43,14 +43,14 @@ def llama() -> nn.Module:
 
 
 class ShardedRun:
-    """A model sharded over both ranks, an optimizer that notes the whole gradient it is given, and a plain twin.
+    """A model sharded over both ranks, an optimizer that keeps the whole gradient of each step, and a plain twin.
 
     Args:
-        make: the model.
-        dtype: of the weights.
-        by_hand: call `fully_shard` before `prepare`, which then leaves the model as it is.
-        each_batch: have the accelerator exchange gradients in each backward.
-        precision: of accelerate's mixed precision.
+        make: constructor of the model.
+        dtype: type of the weights.
+        by_hand: whether `fully_shard` is called before `prepare`, which then leaves the model as it is.
+        each_batch: whether the accelerator exchanges gradients in each backward.
+        precision: Accelerate's mixed precision.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class ShardedRun:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Count how often gradients are exchanged."""
+        """Count the exchanges of gradients."""
 
         def counted(exchange: Any) -> Any:
             def run(*args: Any, **kwargs: Any) -> Any:
@@ -110,7 +110,7 @@ class ShardedRun:
             return train_step(self.accelerator, self.model, loss_fn, micro_batches, self.optimizer, **options)
 
     def difference(self, loss: Tensor) -> float:
-        """Of the step's gradient to that of `loss`, which is of `plain`."""
+        """Return the largest difference between the step's gradient and the gradient of `loss`, a loss of `plain`."""
         self.plain.zero_grad()
         loss.backward()
         return (self.gradient - self.plain_gradient()).abs().max().item()
@@ -145,7 +145,7 @@ def splits(**options: bool) -> dict[str, Any]:
 
 
 def one_batch_each() -> bool:
-    """In single precision: is the gradient, bit for bit, that of one process that accumulates both ranks' batches?"""
+    """Return whether the float32 gradient is bitwise that of one process that accumulates both ranks' batches."""
     run = ShardedRun(dtype=torch.float32)
     parts = [samples(4, rank).float() for rank in (0, 1)]
     run.step([parts[run.rank]])
@@ -155,7 +155,7 @@ def one_batch_each() -> bool:
 
 
 def tokens_of_several_lengths() -> list[float]:
-    """Sentences one by one, without a weight_fn, against all six at once."""
+    """Compare sentences one by one, without a weight_fn, with all six at once."""
     run = ShardedRun(llama)
     sentences = [[sentence(length, seed=10 * rank + length) for length in LENGTHS[rank]] for rank in (0, 1)]
     result = run.step(sentences[run.rank], lambda model, batch: model(**batch).loss)
@@ -195,7 +195,7 @@ def non_finite(precision: str, each_batch: bool) -> dict[str, Any]:
 
 
 def after_an_error(precision: str) -> list[bool]:
-    """In the third micro-batch, in forward or after it: is the next step what it would have been?"""
+    """Return whether steps after an error are unaffected, for errors in and after the third micro-batch's forward."""
     equal = []
     for where in ("forward", "loss"):
         run, other = (ShardedRun(dtype=torch.float32, precision=precision) for _ in range(2))

@@ -1,6 +1,6 @@
 """Teachers of 32 MiB on several ranks, for test_teacher_ranks.py.
 
-One in each of the modes that keep it on the host, then one from weights that differ by rank.
+There is a teacher in each mode that keeps it on the host, then one with weights that differ by rank.
 """
 
 import copy
@@ -25,12 +25,12 @@ def network(seed: int, width: int = 1024) -> nn.Module:
 
 
 def pss_bytes() -> int:
-    """This process's share of memory that no file backs, once all processes are where this one is.
+    """Return this process's share of memory without a file, once all processes have reached this call.
 
-    The share of a library's pages depends on which other programs on the machine use it.
+    The share of a library's pages depends on the other programs on the machine that use the library.
     """
     gc.collect()
-    return_freed_memory()  # of the slots, which stand for device memory
+    return_freed_memory()  # memory of the slots, which stand for device memory
     distributed.barrier()
     maps = psutil.Process().memory_maps(grouped=True)
     bytes_now = sum(part.pss for part in maps if part.path.startswith(("[anon]", "[heap]", FILE)))
@@ -50,7 +50,7 @@ def visit(mode: Any, width: int = 1024) -> dict[str, Any]:
             equal.append(torch.equal(module(x), want))
         distributed.barrier()
     equal.append(torch.equal(module(x), want))
-    # Giving up its own copy of the weights is the point: a private copy would have changed nothing.
+    # The process gives up its own copy of the weights: with a private copy no memory would be freed.
     return {
         "equal": all(equal),
         "weights_bytes": teacher.report().host_bytes,
@@ -68,10 +68,10 @@ def refusal(module: nn.Module) -> str:
 
 
 def outcomes() -> dict[str, Any]:
-    """Return the bytes, files and messages that this rank saw."""
+    """Return the bytes, files and messages of this rank."""
     distributed.init_process_group("gloo")
     rank = distributed.get_rank()
-    visit("stream", width=8)  # imports and buffers that come with first use
+    visit("stream", width=8)  # pays for imports and buffers of the first use
     different = copy.deepcopy(network(seed=0))
     different[3].weight[5, 7] += rank == 1
     return {

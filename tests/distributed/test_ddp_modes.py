@@ -1,4 +1,4 @@
-"""Two processes on the CPU: DDP with a static graph or within `Join`, and a rank whose data has ended."""
+"""Tests of two processes under DDP with a static graph, within `Join`, and with a rank whose data has ended."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ Results = list[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def results() -> Results:
-    """Return what each of the two ranks found."""
+    """The results of both ranks."""
     return on_ranks("ddp_rank:outcomes")
 
 

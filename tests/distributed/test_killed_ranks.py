@@ -1,4 +1,4 @@
-"""One of two ranks is killed again and again; started anew, both train on as if nothing had been."""
+"""Tests that two ranks train on exactly after one of them was killed, again and again."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ def train(folder: Path, num_kills: int, sharded: bool) -> None:
     first, second = on_ranks("killed_rank:attempt_to_train", str(folder), num_kills, True, sharded)
     assert first["resumed at"] == second["resumed at"] > 0
     assert first["differing"] == []
-    # Registered objects and positions are the main process's; everything else is each rank's own.
+    # Registered objects and positions are the main process's; all other states are each rank's own.
     assert second["differing"] == ["average", "losses"]
 
 

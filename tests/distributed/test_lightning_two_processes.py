@@ -1,4 +1,4 @@
-"""Lightning's Trainer under DDP in two processes on the CPU: the plain run's weights, and the ranks' largest memory."""
+"""Tests that Lightning's Trainer under DDP in two processes gives the plain run's weights."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from ranks import on_ranks
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Return what each of the two ranks found."""
+    """The results of both ranks."""
     return on_ranks("lightning_rank:outcomes", str(tmp_path_factory.mktemp("lightning")))
 
 
@@ -22,12 +22,4 @@ def test_weights_are_those_of_the_plain_run(results: list[dict[str, Any]], how: 
         assert rank[mode]["moved"] > 0
         assert not rank[mode]["replaced"]
     assert first[mode]["weights"] == second[mode]["weights"]
-    assert first[mode]["losses"] != second[mode]["losses"]  # of their own samples
-
-
-def test_logged_memory_is_the_largest_of_the_ranks(results: list[dict[str, Any]]) -> None:
-    """Also on the first, where the second holds a quarter of a GiB more from then on."""
-    assert results[0]["more on the second"] == results[1]["more on the second"]
-    before, after = (results[0][how] for how in ("manual optimization", "more on the second"))
-    assert all(after[name] > before["auto"]["memory"][name] + 0.2 for name in after if name.endswith("rss_gib"))
-    assert {"memory/forward_host_rss_gib", "memory/backward_host_rss_gib"} < after.keys()
+    assert first[mode]["losses"] != second[mode]["losses"]  # losses of each rank's own samples

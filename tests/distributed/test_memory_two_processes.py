@@ -1,4 +1,4 @@
-"""Two processes on the CPU log the memory of the one that holds most."""
+"""Tests that two processes on the CPU log the memory of the process that holds most."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from ranks import on_ranks
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Return what each rank saw."""
+    """The results of both ranks."""
     return on_ranks("memory_rank:outcomes", str(tmp_path_factory.mktemp("ranks")))
 
 

@@ -1,4 +1,4 @@
-"""Two processes on the CPU, by Trainer, stop together when one of them has a gradient that is not finite."""
+"""Tests that two processes of Trainer stop together when one of them has a non-finite gradient."""
 
 from typing import Any
 
@@ -8,13 +8,13 @@ from ranks import on_ranks
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Return what happened on each of the two ranks."""
+    """The results of both ranks."""
     return on_ranks("non_finite_rank:outcomes", str(tmp_path_factory.mktemp("non_finite")))
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
 def test_all_ranks_stop_before_the_update(results: list[dict[str, Any]], engine: str) -> None:
-    """No rank hangs, both name the one at fault, and their parameters are those of the step before."""
+    """Check that both ranks stop, name the bad rank, and keep the parameters of the step before."""
     first, second = (rank[engine] for rank in results)
     assert first == second
     assert first["before"] == first["after"] != []

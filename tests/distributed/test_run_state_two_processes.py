@@ -1,4 +1,4 @@
-"""Two processes on the CPU save and resume together, fail together, and stop when one of them is told to."""
+"""Tests that two processes save and resume together, fail together, and stop at a signal to one of them."""
 
 import json
 import re
@@ -10,7 +10,7 @@ from ranks import on_ranks
 def test_two_ranks_save_resume_fail_and_stop_together(tmp_path: Path) -> None:
     first, second = on_ranks("run_state_rank:outcomes", str(tmp_path))
     assert first["resumed"]["differing"] == []
-    # Registered objects and positions are the main process's; everything else is each rank's own.
+    # Registered objects and positions are the main process's; all other states are each rank's own.
     assert second["resumed"]["differing"] == ["average", "losses"]
     assert first["resumed"]["random"] != second["resumed"]["random"]
     manifest = json.loads((tmp_path / "run" / "step-000006" / "manifest.json").read_text())

@@ -1,4 +1,4 @@
-"""Activation offloading in two processes that shard a model by FSDP2, or share its layers by tensor parallelism."""
+"""Tests of activation offloading in two processes under FSDP2 and under tensor parallelism."""
 
 from itertools import combinations
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 from ranks import on_ranks
 
 CONDITIONS = ("lora", "checkpointing", "bf16", "unequal")
-# Each mode with each condition, and each two conditions together, once.
+# Each mode with each condition, and each pair of conditions, at least once.
 PAIRS = (
     "all+lora+bf16",
     "all+checkpointing+unequal",
@@ -31,7 +31,7 @@ PRODUCT = [
 
 
 def check(ranks: list[dict[str, Any]], cases: tuple[str, ...] | list[str]) -> None:
-    """Gradients are bitwise those of the plain run on both ranks, something moved, and nothing is left."""
+    """Check that both ranks have the plain run's gradients bitwise, moved bytes, and no host memory left."""
     for rank, results in enumerate(ranks):
         for case in cases:
             found = results[case]
@@ -41,7 +41,7 @@ def check(ranks: list[dict[str, Any]], cases: tuple[str, ...] | list[str]) -> No
 
 @pytest.fixture(scope="module")
 def results() -> list[dict[str, Any]]:
-    """Return what both ranks found, by case."""
+    """The results of both ranks, by case."""
     return on_ranks("sharded_offload_rank:outcomes", *PAIRS, "teachers")
 
 
@@ -50,7 +50,7 @@ def test_each_mode_under_each_pair_of_conditions(results: list[dict[str, Any]]) 
 
 
 def test_a_teacher_on_the_host_beside_a_sharded_student(results: list[dict[str, Any]]) -> None:
-    """Gradients are bitwise those with the whole teacher; a student that is sharded cannot be its own teacher."""
+    """Check gradients bitwise against the whole teacher, and the refusal of a sharded student as its own teacher."""
     for found in (rank["teachers"] for rank in results):
         assert (found["equal"], found["learns"]) == ({"swap": True, "stream": True}, True)
         assert "is sharded, and FSDP gathers weights" in found["refusal"]

@@ -1,4 +1,4 @@
-"""Checkpoints of a run that FSDP2 shards: saved by two processes, resumed by two, and what four and one are told."""
+"""Tests of FSDP2's sharded checkpoints: saved and resumed by two processes, refused by four and by one."""
 
 import json
 from pathlib import Path
@@ -7,11 +7,11 @@ from ranks import on_ranks
 
 
 def test_a_sharded_run_is_resumed_exactly_or_not_at_all(tmp_path: Path) -> None:
-    """Weights alone can be read by any number of processes, each of which gets its shard of them."""
+    """Check also that any number of processes can read the weights alone, each its own shard."""
     first, second = on_ranks("sharded_state_rank:resumed", str(tmp_path))
     assert first["at"] == second["at"] == 3
     assert first["differing"] == []
-    # Registered objects and positions are the main process's; everything else is each rank's own.
+    # Registered objects and positions are the main process's; all other states are each rank's own.
     assert second["differing"] == ["average", "losses"]
     manifest = json.loads((tmp_path / "run" / "step-000006" / "manifest.json").read_text())
     shards = {f"{folder}/__{rank}_0.distcp" for folder in ("pytorch_model_fsdp_0", "optimizer_0") for rank in (0, 1)}

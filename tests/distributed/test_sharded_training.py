@@ -1,4 +1,4 @@
-"""Two processes on the CPU, the model sharded by FSDP2: exact gradients, and decisions that both take together."""
+"""Tests of two processes with a model sharded by FSDP2: exact gradients, and joint decisions."""
 
 from typing import Any
 
@@ -9,21 +9,21 @@ from ranks import on_ranks
 training_rank = LateModule("training_rank")
 
 TOLERANCE = 1e-12  # fp64; sums over samples are taken in another order
-FLOAT32_LOSS = 1e-6  # transformers takes the loss of language models in float32
-NUM_SHARDED = 3  # two blocks, and what is outside of them
+FLOAT32_LOSS = 1e-6  # transformers computes the loss of language models in float32
+NUM_SHARDED = 3  # two blocks, and the model around them
 
 Results = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
 def results() -> Results:
-    """Return what each of the two ranks found."""
+    """The results of both ranks."""
     return on_ranks("sharded_training_rank:outcomes")
 
 
 @pytest.mark.parametrize("how", ["splits", "splits by hand", "splits, each batch"])
 def test_gradient_loss_and_norm_are_those_of_all_samples(results: Results, how: str) -> None:
-    """Gradients are exchanged once per sharded module, or once per micro-batch where that is asked for."""
+    """Check also that gradients are exchanged once per sharded module, or once per micro-batch on request."""
     for rank in results:
         assert rank[how].keys() == training_rank.SPLITS.keys()
         for *differences, num_exchanges, num_micro_batches in rank[how].values():
@@ -41,7 +41,7 @@ def test_a_batch_on_each_rank_has_bitwise_the_gradient_of_one_process(results: R
 
 
 def test_tokens_count_by_default(results: Results) -> None:
-    """Sentences of several lengths, one by one on two ranks, have the gradient of all of them at once."""
+    """Compare sentences of several lengths, one by one on two ranks, with all sentences at once."""
     for rank in results:
         assert max(rank["tokens"]) <= FLOAT32_LOSS
 

@@ -1,4 +1,4 @@
-"""All processes of a machine keep one copy of the teacher in host memory."""
+"""Tests that all processes of a machine keep one copy of the teacher in host memory."""
 
 import os
 from typing import Any
@@ -13,7 +13,7 @@ def check(seen: list[dict[str, Any]]) -> None:
         assert all(one[mode]["equal"] for one in seen)
         private_bytes = num_ranks * seen[0][mode]["weights_bytes"]
         assert private_bytes == num_ranks * 32 * 2**20
-        # Before, each process had a copy of its own.
+        # Before the teacher was shared, each process had a copy of its own.
         kept_bytes = private_bytes - sum(one[mode]["freed_bytes"] for one in seen)
         assert kept_bytes <= (1 / num_ranks + 0.05) * private_bytes
         assert all(one[mode]["files"] for one in seen)

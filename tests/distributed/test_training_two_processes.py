@@ -1,4 +1,4 @@
-"""Two processes on the CPU: exact gradients under DDP, and decisions that both take together."""
+"""Tests of two processes under DDP: exact gradients, and joint decisions."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ Results = list[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def results() -> Results:
-    """Return what each of the two ranks found."""
+    """The results of both ranks."""
     return on_ranks("training_rank:outcomes")
 
 
@@ -44,7 +44,7 @@ def test_both_stop_before_the_update_when_one_has_a_bad_gradient(results: Result
 
 @pytest.mark.parametrize("case", BAD)
 def test_both_stop_in_every_precision(results: Results, case: str) -> None:
-    """The rank and the micro-batch are named. A loss scaler may skip a step first, on both, until its scale is 1."""
+    """Check that the error names rank and micro-batch. A loss scaler may first skip a step, until its scale is 1."""
     precision, _, bad_rank, micro_batch = BAD[case]
     first, second = (rank["non-finite in"][case] for rank in results)
     assert first == second

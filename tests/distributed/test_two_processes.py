@@ -1,4 +1,4 @@
-"""Two processes on the CPU train one student together."""
+"""Tests that two processes on the CPU train one student together."""
 
 from pathlib import Path
 
@@ -16,11 +16,11 @@ lerobot_runs = LateModule("lerobot_runs")
 FOLDER = Path(__file__).parent
 
 
-@pytest.mark.slow  # two processes import lerobot; test_training_two_processes.py checks the same of plain models
+@pytest.mark.slow  # two processes import lerobot; test_training_two_processes.py checks plain models
 def test_two_processes_train_as_one(
     toy_student: Path, toy_dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two ranks with two micro-batches of one frame: the update of one process with a batch of four frames."""
+    """Compare two ranks, each with two micro-batches of one frame, with one process and a batch of four frames."""
     flags = lerobot_runs.train_flags(toy_student, toy_dataset, tmp_path / "run", steps=4, batch_size=1)
     output = torchrun(
         FOLDER / "one_rank.py",

@@ -1,4 +1,4 @@
-"""Two processes on the CPU: each rank offloads by itself, however many passes the other makes."""
+"""Tests of two processes that offload independently, with any numbers of passes."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ Results = list[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def results() -> Results:
-    """Return what each of the two ranks found."""
+    """The results of both ranks."""
     return on_ranks("uneven_rank:outcomes")
 
 

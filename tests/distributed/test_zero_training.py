@@ -1,4 +1,4 @@
-"""Two processes on the CPU under DeepSpeed's ZeRO-2 and ZeRO-3: exact steps, and stops that both take together."""
+"""Tests of two processes under DeepSpeed's ZeRO-2 and ZeRO-3: exact steps, and joint stops."""
 
 from importlib.util import find_spec
 from typing import Any
@@ -12,12 +12,12 @@ pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpee
 training_rank = LateModule("training_rank")
 
 STAGES = ("2", "3")
-FLOAT32 = 1e-6  # of numbers around 1; sums over samples are taken in another order
+FLOAT32 = 1e-6  # for numbers around 1, whose sums over samples have another order
 
 
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Any]]:
-    """Return what each rank has found, by stage."""
+    """The results of both ranks, by stage."""
     return on_ranks("zero_training_rank:outcomes", DS_ACCELERATOR="cpu")
 
 

@@ -1,4 +1,4 @@
-"""Activation offloading under DeepSpeed's ZeRO in two processes on the CPU, by Accelerate and by Trainer."""
+"""Tests of activation offloading under DeepSpeed's ZeRO in two processes, by Accelerate and by Trainer."""
 
 from importlib.util import find_spec
 from typing import Any
@@ -14,7 +14,7 @@ MODES = ("all", "auto")
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Return what each rank has found, by way, stage and mode."""
+    """The results of both ranks, by way, stage and mode."""
     return on_ranks("zero_rank:outcomes", str(tmp_path_factory.mktemp("zero")), DS_ACCELERATOR="cpu")
 
 
@@ -30,7 +30,7 @@ def test_training_ends_with_the_plain_weights(ranks: list[dict[str, Any]], way: 
 
 
 def test_of_gathered_weights_none_move(ranks: list[dict[str, Any]]) -> None:
-    """As many bytes as beside whole weights, and what DeepSpeed's linear function saves after others have saved it."""
+    """Compare the moved bytes with ZeRO-2, plus the inputs that DeepSpeed's linear function saves a second time."""
     for rank in ranks:
         stage_2, stage_3 = (rank[f"accelerate {stage} all"] for stage in (2, 3))
         assert stage_3["moved"] == stage_2["moved"] + stage_3["shared_inputs"]
@@ -38,5 +38,5 @@ def test_of_gathered_weights_none_move(ranks: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_none_of_them_stay_until_backward(ranks: list[dict[str, Any]], mode: str) -> None:
-    """ZeRO-3 frees them after forward, also in the steps that are recorded for a plan."""
+    """Check that ZeRO-3 frees gathered weights after forward, also in steps recorded for a plan."""
     assert [rank[f"accelerate 3 {mode}"]["gathered_left"] for rank in ranks] == [0, 0]

@@ -20,7 +20,7 @@ SPLITS = {
     "uneven": ([3, 3, 2], [5, 1]),
     "tail on one rank": ([4, 4], [1]),
 }
-# Precision, value, rank and micro-batch.
+# The precision, value, rank and micro-batch of each bad gradient.
 BAD = {
     f"{precision}-{value}-{rank}-{micro_batch}": (precision, float(value), rank, micro_batch)
     for precision in ("fp32", "bf16", "fp16")
@@ -44,7 +44,7 @@ class Model(nn.Module):
 
 
 class Run:
-    """In double precision, or in single precision with autocast to another one."""
+    """A run in float64, or in float32 with autocast to another precision."""
 
     def __init__(self, precision: str | None = None) -> None:
         AcceleratorState._reset_state()
@@ -55,7 +55,7 @@ class Run:
             kwargs_handlers=[unused],
             gradient_accumulation_steps=2,
         )
-        if precision == "fp16":  # which Accelerate refuses to set without a GPU
+        if precision == "fp16":  # set directly, since Accelerate refuses fp16 without a GPU
             self.accelerator.state._mixed_precision, self.accelerator.native_amp = "fp16", True
             self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
         self.rank = self.accelerator.process_index
@@ -72,13 +72,13 @@ class Run:
         self.gradient = vector(model)
 
     def exchange(self, state: None, bucket: torch.distributed.GradBucket) -> torch.futures.Future[Tensor]:
-        """What DDP does by itself, counted."""
+        """Average gradients as DDP does, and count the exchanges."""
         self.num_exchanges += bucket.index() == 0
         future = torch.distributed.all_reduce(bucket.buffer() / 2, async_op=True).get_future()
         return future.then(lambda done: done.value()[0])
 
     def difference(self, loss: Tensor) -> float:
-        """Of the step's gradient to that of `loss`, which is of `plain`."""
+        """Return the largest difference between the step's gradient and the gradient of `loss`, a loss of `plain`."""
         self.plain.zero_grad()
         loss.backward()
         return (self.gradient - vector(self.plain)).abs().max().item()
@@ -116,7 +116,7 @@ def splits() -> Iterator[tuple[str, Any]]:
 
 
 def weightless() -> list[float]:
-    """The second rank has no tokens: a loss of NaN, whose gradient is 0."""
+    """Take a step in which the second rank has no tokens: its loss is NaN, and its gradient counts as 0."""
     run = Run()
     part = samples(4, run.rank)
 
@@ -141,7 +141,7 @@ def non_finite() -> dict[str, Any]:
 
 
 def non_finite_in(precision: str, value: float, bad_rank: int, micro_batch: int) -> list[Any]:
-    """What each of two steps came to, and whether the weights are those from before."""
+    """Return the outcomes of two steps, and whether the weights are unchanged."""
     run = Run(precision)
     parts = list(samples(8, run.rank).float().split(2))
     before = weights(run.model)
@@ -166,7 +166,7 @@ def nothing_on_one_rank() -> str:
 
 
 def notes_of_running_out(batcher: MicroBatcher, model: nn.Module, batch: Any, optimizer: Any) -> list[str]:
-    """What a step adds to the error of a rank that runs out of memory; here all do."""
+    """Return the notes that a step adds to the error when all ranks run out of memory."""
 
     def failing(model: nn.Module, batch: Any) -> Tensor:
         raise torch.OutOfMemoryError("injected")
@@ -187,7 +187,7 @@ def error_of(step: Callable[[], Any]) -> str:
 
 
 def out_of_memory(bad_rank: int, fail_at: int, where: str) -> list[Any]:
-    """Micro-batches of 2 among 7 samples on the first rank, 8 on the second, until `bad_rank` fails."""
+    """Train in micro-batches of 2, with 7 samples on the first rank and 8 on the second, until `bad_rank` fails."""
     run = Run()
     sizes: list[int] = []
 
@@ -252,7 +252,7 @@ def search() -> int:
 
 
 def gradient_cache() -> dict[str, Any]:
-    """A loss with random numbers, over the outputs of both ranks, which have 7 and 5 samples."""
+    """Return results for a loss with random numbers over both ranks' outputs, of 7 and 5 samples."""
     run = Run()
     drawn: list[Tensor] = []
 

@@ -14,12 +14,12 @@ from torch.distributed.algorithms.join import Join
 from hf_memopt import ActivationOffloader
 from hf_memopt.training import MicroBatcher, train_step
 
-BUDGET_GIB = 0.0005  # a third of what a pass saves
+BUDGET_GIB = 0.0005  # a third of the bytes that a pass saves
 ROWS, WIDTH = 128, 64
 
 
 class Run:
-    """A model under DDP whose loss is computed under an offloader, or under none."""
+    """A model under DDP whose loss is computed with or without an offloader."""
 
     def __init__(self, offloader: ActivationOffloader | None) -> None:
         torch.manual_seed(0)
@@ -46,14 +46,14 @@ class Run:
 
 
 def steps(run: Run) -> None:
-    """`train_step` with one micro-batch on the first rank and three on the second."""
+    """Train by `train_step` with one micro-batch on the first rank and three on the second."""
     for _ in range(4):
         window = [run.rows() for _ in range((1, 3)[run.rank])]
         train_step(run.accelerator, run.model, run.loss, window, run.optimizer)
 
 
 def halving(run: Run) -> None:
-    """`MicroBatcher` on a rank that has made one pass when the other runs out of memory, and on one that has made 4."""
+    """Train by `MicroBatcher`, with a rank out of memory when one rank has made one pass and the other has made 4."""
     batcher = MicroBatcher(run.accelerator, ROWS)
     num_passes = 0
 
@@ -70,7 +70,7 @@ def halving(run: Run) -> None:
 
 
 def plain_loop(run: Run) -> None:
-    """One micro-batch per update on the first rank, three on the second, in a loop without this library's steps."""
+    """Train in a plain loop, with one micro-batch per update on the first rank and three on the second."""
     num_micro_batches = (1, 3)[run.rank]
     for _ in range(4):
         for number in range(num_micro_batches):
@@ -81,7 +81,7 @@ def plain_loop(run: Run) -> None:
 
 
 def joined(run: Run) -> None:
-    """Five updates on the first rank, one on the second, which then lets torch's `Join` answer for it."""
+    """Train within torch's `Join`, with five updates on the first rank and one on the second."""
     with Join([run.model]):
         for _ in range((5, 1)[run.rank]):
             run.loss(run.model, run.rows()).backward()
@@ -94,7 +94,7 @@ def updates(run: Run) -> None:
         run.update()
 
 
-# How the ranks train, and the budget of each.
+# The loop of each case, and the budget of each rank.
 CASES: dict[str, tuple[Callable[[Run], None], tuple[float | None, float | None]]] = {
     "train_step": (steps, (BUDGET_GIB, BUDGET_GIB)),
     "MicroBatcher": (halving, (BUDGET_GIB, BUDGET_GIB)),
@@ -106,7 +106,7 @@ CASES: dict[str, tuple[Callable[[Run], None], tuple[float | None, float | None]]
 
 
 def outcome(train: Callable[[Run], None], budgets_gib: tuple[float | None, float | None]) -> Iterator[dict[str, Any]]:
-    """The plain run, then the offloaded one."""
+    """Yield the results of the plain run, then of the offloaded run."""
     budget_gib = budgets_gib[dist.get_rank()]
     for offloader in (
         None,

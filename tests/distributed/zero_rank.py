@@ -25,12 +25,12 @@ from hf_memopt.callbacks import attach
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
 BATCH, LENGTH = 2, 16
-NUM_STEPS = 4  # two are recorded, the others follow the plan
-GLOO_LETS_GO_S = 5.0  # its threads hold what they gathered a moment longer
+NUM_STEPS = 4  # two recorded steps, and two that follow the plan
+GLOO_LETS_GO_S = 5.0  # gloo's threads keep gathered tensors a moment longer
 
 
 def zero(stage: int) -> dict[str, Any]:
-    """DeepSpeed's options. ZeRO-3 frees all weights but the norms' after each use: by default not small models'."""
+    """Return DeepSpeed's options: ZeRO-3 frees all weights but the norms' after each use, by default large ones."""
     when_freed = {
         "stage3_param_persistence_threshold": 100,
         "stage3_max_live_parameters": 0,
@@ -51,7 +51,7 @@ def llama() -> LlamaForCausalLM:
 
 
 class GatheredWeights:
-    """The linear layers' weights as they are when each is used."""
+    """The memory of the linear layers' gathered weights."""
 
     def __init__(self, model: nn.Module) -> None:
         self._memory: list[StorageWeakRef] = []
@@ -60,7 +60,7 @@ class GatheredWeights:
                 module.register_forward_pre_hook(self._note)
 
     def num_left(self) -> int:
-        """How many are still in memory."""
+        """Return the number of gathered weights still in memory."""
         assert self._memory
         end = time.monotonic() + GLOO_LETS_GO_S
         while (left := sum(not memory.expired() for memory in self._memory)) and time.monotonic() < end:
@@ -79,7 +79,7 @@ def whole_weights(model: nn.Module) -> list[Tensor]:
 
 
 def with_accelerate(folder: str, stage: int, offloader: ActivationOffloader | None) -> tuple[list[Tensor], int]:
-    """The weights in the end, and how many gathered ones were left between a forward and its backward, at most."""
+    """Return the final weights, and the most gathered weights left between a forward and its backward."""
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = Accelerator(mixed_precision="bf16", deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=zero(stage)))
     assert accelerator.distributed_type == DistributedType.DEEPSPEED
@@ -119,9 +119,9 @@ def with_trainer(folder: str, stage: int, offloader: ActivationOffloader | None)
 
 
 def shared_inputs() -> int:
-    """Bytes that linear functions save in all steps after other operations have saved them.
+    """Return the bytes that linear functions save in all steps after other operations have saved them.
 
-    In each layer the inputs of the keys, the values, the upper projection and, after the attention, the output.
+    These are the inputs of the keys, the values, the upper projection and the attention's output in each layer.
     """
     in_each_layer = 4 * BATCH * LENGTH * SIZES["hidden_size"] * torch.bfloat16.itemsize
     return NUM_STEPS * SIZES["num_hidden_layers"] * in_each_layer
@@ -153,13 +153,13 @@ def outcomes_by_way(folder: str) -> dict[str, Any]:
 def deepspeed_on_the_cpu() -> Iterator[None]:
     with (
         engines_on_the_cpu(),
-        # DeepSpeed would compile collectives of its own. The package has torch itself under this name.
+        # DeepSpeed would compile its own collectives. The attribute `deepspeed.comm.torch` is torch itself.
         patch.object(importlib.import_module("deepspeed.comm.torch"), "build_shm_op", lambda: None),
     ):
         yield
 
 
 def outcomes(folder: str) -> dict[str, Any]:
-    """Return what this rank has found, by way, stage and mode."""
+    """Return the results of this rank, by way, stage and mode."""
     with deepspeed_on_the_cpu():
         return outcomes_by_way(folder)

@@ -1,4 +1,4 @@
-"""Exact steps under DeepSpeed's ZeRO-2 and ZeRO-3, each beside a plain one, for test_zero_training.py."""
+"""Exact steps under DeepSpeed's ZeRO-2 and ZeRO-3, each beside a plain step, for test_zero_training.py."""
 
 from collections.abc import Callable
 from typing import Any
@@ -27,9 +27,9 @@ class ZeroRun:
     """A model in DeepSpeed's engine, and a plain twin.
 
     Args:
-        stage: of ZeRO.
-        max_grad_norm: what DeepSpeed is told to clip to; 0, it does not.
-        precision: of accelerate's mixed precision.
+        stage: stage of ZeRO.
+        max_grad_norm: gradient norm to which DeepSpeed clips; 0 for no clipping.
+        precision: Accelerate's mixed precision.
     """
 
     def __init__(self, stage: int, max_grad_norm: float = 0.0, precision: str = "no") -> None:
@@ -52,7 +52,7 @@ class ZeroRun:
     def plain_step(
         self, batch: Tensor, max_grad_norm: float = float("inf"), loss_fn: Callable[[Any, Any], Tensor] = mean_loss
     ) -> tuple[float, float]:
-        """Loss and norm of a step of the plain twin."""
+        """Return loss and norm of a step of the plain twin."""
         self.plain.zero_grad()
         loss = loss_fn(self.plain, batch)
         loss.backward()
@@ -72,7 +72,7 @@ def batches(num_samples: int, rank: int) -> Tensor:
 
 
 def splits(stage: int) -> dict[str, list[float]]:
-    """Two steps of each, the second of which must not see what the first one has collected."""
+    """Take two steps of each split, the second of which must not add to gradients of the first."""
     found = {}
     for name, sizes in SPLITS.items():
         run, differences = ZeroRun(stage), []
@@ -95,7 +95,7 @@ def clipped(stage: int) -> dict[str, Any]:
 
 def non_finite(stage: int, precision: str) -> dict[str, Any]:
     run = ZeroRun(stage, precision=precision)
-    # DeepSpeed casts weights, and not what goes in.
+    # DeepSpeed casts weights, but not inputs.
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     parts = list(batches(8, run.rank).to(dtype).split(2))
     run.step(parts)
@@ -111,12 +111,12 @@ def non_finite(stage: int, precision: str) -> dict[str, Any]:
 
 
 def contrastive(outputs: Tensor) -> Tensor:
-    """Depends on all pairs of samples, so that it is no mean over micro-batches."""
+    """Return a loss over all pairs of samples, which is no mean over micro-batches."""
     return (outputs @ outputs.T).logsumexp(dim=1).mean() + outputs.std()
 
 
 def cached(stage: int) -> dict[str, Any]:
-    """Two steps on the loss of all samples, micro-batches of other sizes on each rank; then one that must not be."""
+    """Take two steps on all samples' loss with unequal micro-batches, then an unequal and a non-finite step."""
     run, differences = ZeroRun(stage), []
     cache = GradientCache(run.accelerator, run.model, contrastive)
     sizes = ([3, 1], [2, 3])
@@ -160,7 +160,7 @@ def refused() -> dict[str, str]:
     first, second = ZeroRun(1), ZeroRun(2)
     cache = GradientCache(second.accelerator, second.model, contrastive)
     learnt = GradientCache(second.accelerator, second.model, Temperature())
-    with patch.object(second.model, "fp16_enabled", lambda: True):  # which DeepSpeed refuses on a CPU
+    with patch.object(second.model, "fp16_enabled", lambda: True):  # refused by DeepSpeed on a CPU
         fp16 = error_of(lambda: GradientCache(second.accelerator, second.model, contrastive))
     return {
         "fp16": fp16,

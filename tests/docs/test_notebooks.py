@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.e2e
+
 NOTEBOOKS = Path(__file__).parents[2] / "docs" / "notebooks"
 SHOWN = {
     "plan_and_train": "by the plan",

@@ -12,6 +12,8 @@ import pytest
 from late_imports import LateModule
 from patience import HANG_S
 
+pytestmark = pytest.mark.e2e
+
 launch = LateModule("accelerate.commands.launch")
 launch_utils = LateModule("accelerate.utils.launch")
 

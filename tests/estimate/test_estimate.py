@@ -1,4 +1,4 @@
-"""Estimates of a small network against sizes worked out by hand, what they assume, and what they refuse."""
+"""Tests of a small network's estimates: sizes computed by hand, assumptions, and refusals."""
 
 from functools import partial
 
@@ -14,7 +14,7 @@ WEIGHTS = 2 * WIDTH * HIDDEN * 4
 INPUTS = BATCH * WIDTH * 4
 HIDDENS = BATCH * HIDDEN * 4
 SCALAR = 512
-# cuBLAS's, of forward and of backward; the network has no biases.
+# cuBLAS's workspace, one each of forward and backward; the network has no biases.
 WORKSPACE = 8320 * 1024
 FUSED = partial(torch.optim.AdamW, fused=True)
 
@@ -26,7 +26,7 @@ def fused() -> MemoryEstimate:
 
 @pytest.fixture(scope="module")
 def foreach() -> MemoryEstimate:
-    """torch's default on CUDA."""
+    """An estimate with the foreach optimizer, torch's default on CUDA."""
     return estimate_peak_memory(partial(mlp_setup, make_optimizer=torch.optim.AdamW), step)
 
 
@@ -49,7 +49,7 @@ def test_the_fused_optimizer_needs_no_room_of_its_own(fused: MemoryEstimate) -> 
 
 
 def test_with_it_the_peak_is_at_the_end_of_the_second_backward(fused: MemoryEstimate) -> None:
-    # The loss and its gradient, and that of the hidden layer, are alive when the last weight's gradient is made.
+    # The loss, its gradient and the hidden layer's gradient are alive when the last weight's gradient is made.
     assert (fused.phase, fused.step) == ("backward", 2)
     assert fused.peak_bytes == fused.phases["optimizer"] + HIDDENS + 2 * SCALAR
 
@@ -58,7 +58,7 @@ def test_the_foreach_optimizer_sets_the_peak_with_a_copy_of_all_weights(foreach:
     assert (foreach.phase, foreach.step) == ("optimizer", 1)
     assert foreach.peak_bytes == 5 * WEIGHTS + INPUTS + 2 * WORKSPACE
     assert foreach.breakdown["temporaries"] == WEIGHTS
-    # Its step counts are on the host.
+    # The foreach optimizer's step counts are on the host.
     assert foreach.breakdown["optimizer state"] == 2 * WEIGHTS
 
 
@@ -119,7 +119,7 @@ def test_the_largest_tensors_have_owners_and_the_breakdown_adds_up(fused: Memory
 
 
 def test_it_fits_where_the_allocator_gets_through(fused: MemoryEstimate) -> None:
-    assert fused.reserved_bytes == (2 + 20) * 2**20  # of small tensors, and of both workspaces
+    assert fused.reserved_bytes == (2 + 20) * 2**20  # a segment of small tensors, and both workspaces
     assert fused.trace.fits(fused.reserved_bytes)
     assert not fused.trace.fits(fused.reserved_bytes - 1)
 

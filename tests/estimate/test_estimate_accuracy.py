@@ -1,4 +1,4 @@
-"""Estimates of real training steps on the CPU: peaks within 1 % of what live storages hold, in float32."""
+"""Tests that estimates of real training steps on the CPU are within 1 % of live storages' peaks, in float32."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +26,7 @@ def selective(workload: Workload) -> None:
 
 
 def frozen(workload: Workload) -> None:
-    """All but the upper half of the parameters."""
+    """Freeze the lower half of the parameters."""
     parameters = list(workload.module.parameters())
     for parameter in parameters[: len(parameters) // 2]:
         parameter.requires_grad_(False)
@@ -48,7 +48,7 @@ def lora(checkpointing: bool = False, use_dora: bool = False) -> Setup:
 
 
 class Velocity(nn.Module):
-    """A vector field and its flow in 10 Euler steps."""
+    """A vector field, with its flow in 10 Euler steps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def ode() -> Setup:
 
 
 def penalised() -> Setup:
-    """A critic with an R1 penalty: a gradient of a gradient."""
+    """Return a critic with an R1 penalty, a gradient of a gradient."""
 
     def build() -> Workload:
         critic = nn.Sequential(nn.Conv2d(3, 16, 3), nn.SiLU(), nn.Conv2d(16, 16, 3), nn.Flatten(), nn.Linear(2304, 1))

@@ -1,4 +1,4 @@
-"""An estimate in words."""
+"""Tests of an estimate's text."""
 
 from dataclasses import replace
 

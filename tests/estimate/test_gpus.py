@@ -1,4 +1,4 @@
-"""Cards by name and by size, and what they keep for themselves."""
+"""Tests of cards by name and by size, and of their reserved memory."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Which speeds a card has, and what is said of times on it."""
+"""Tests of the speeds of cards, and of the stated range of times."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The page of a step's memory: its timeline adds up and holds the peak."""
+"""Tests that the timeline on the page of a step's memory adds up and has the peak."""
 
 from pathlib import Path
 

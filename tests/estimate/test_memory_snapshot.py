@@ -1,4 +1,4 @@
-"""The snapshot of a simulated step: torch's own tools read it, and it adds up as they add it up."""
+"""Tests that torch's own tools read the snapshot of a simulated step, and find the same sums."""
 
 import pickle
 from pathlib import Path
@@ -36,7 +36,7 @@ def test_memory_over_time_is_the_estimates(estimated: MemoryEstimate, snapshot: 
             assert live.pop(event["addr"]) == event["size"]
         if in_steps:
             held.append(sum(live.values()))
-    # The ends of blocks that no storage uses are the difference.
+    # The difference is the unused ends of blocks.
     assert max(held) == estimated.peak_bytes - estimated.breakdown.get("unused ends of blocks", 0)
 
 
@@ -58,7 +58,7 @@ def test_each_storage_says_who_made_it_and_what_for(estimated: MemoryEstimate, s
     assert all(module.split(".")[0] in {"0", "1", "2", "Sequential", "forward"} for ((module, _), _) in found)
     kinds = {event["category"] for event in _allocated(snapshot)}
     assert {"parameters", "gradients", "activations", "optimizer state"} <= kinds
-    # What the viewer has to find beside kinds of its own.
+    # The viewer needs this kind beside our own kinds.
     assert "unknown" in {event.get("category") for event in snapshot["device_traces"][0]}
 
 

@@ -1,4 +1,4 @@
-"""The simulator changes torch, transformers and accelerate, but no other package of this library."""
+"""Tests that the simulator changes torch, transformers and accelerate, but no other package of this library."""
 
 import ast
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ import pytest
 import hf_memopt.estimate
 
 ROOT = Path(hf_memopt.estimate.__file__).parent
-# Methods that change what they are called on, such as a table of another module.
+# Methods that change their own object, such as a table of another module.
 CHANGING = {"add", "append", "clear", "discard", "extend", "insert", "pop", "popitem", "remove", "setdefault", "update"}
 CHANGING_BY_NAME = {"setattr", "delattr", "patch.object", "patch.dict", "patch.multiple"}
 
@@ -56,7 +56,7 @@ def test_what_is_asked_or_belongs_to_others_is_allowed(line: str) -> None:
 
 
 def changes(source: str) -> Iterator[str]:
-    """Lines that change something that was imported from another package of the library."""
+    """Yield the lines that change an import from another package of the library."""
     tree = ast.parse(source)
     foreign = set(_foreign(tree))
     for node in ast.walk(tree):
@@ -85,7 +85,7 @@ def _patches_by_path(node: ast.AST) -> bool:
 
 
 def _foreign(tree: ast.AST) -> Iterator[str]:
-    """Names under which other packages of the library, or what is in them, are known here."""
+    """Yield the names that a module imports from other packages of the library."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (each.asname or each.name.partition(".")[0] for each in node.names if "hf_memopt" in each.name)

@@ -1,4 +1,4 @@
-"""Models whose equal layers are simulated once, against whole simulations: the same to the byte."""
+"""Tests that models with equal layers simulated once equal whole simulations to the byte."""
 
 from pathlib import Path
 from typing import Any
@@ -50,15 +50,15 @@ WAYS: dict[str, dict[str, Any]] = {
         "micro_batch": 1,
     },
 }
-# With Adafactor, what the dense first layer hands over dies in the second, which has experts.
+# With Adafactor, the dense first layer's output dies in the second layer, which has experts.
 NOT_REPEATED = {("deepseek_v3", "fp16, eager, adafactor, two micro-batches")}
 OFFLOADED = {"checkpointing": "full", "offload": "inputs", "offload_threshold_mb": 1e-3}
 LORA = {"lora_rank": 4, "dtype": "bfloat16"}
 QLORA = {"lora_rank": 4, "quantize": "nf4", "dtype": "bfloat16"}
 LARGE = ("gpt_oss", "deepseek_v3")
-# PEFT wraps the router, and the model misses the router's `e_score_correction_bias`: no real run starts either.
+# PEFT wraps the router and hides its `e_score_correction_bias`, so that no real run starts either.
 NOT_TRAINED = {("deepseek_v3", "LoRA, checkpointed")}
-# One way for each model by default, all of them in `make test-slow`.
+# One way for each model by default, all ways in `make test-slow`.
 CASES = [
     pytest.param(
         model,
@@ -104,12 +104,12 @@ def check(few: MemoryEstimate, all_of_them: MemoryEstimate) -> None:
         assert getattr(few, name) == getattr(all_of_them, name), name
     for name in ("confidence", "assumptions", "unreached"):
         assert getattr(few, name) == getattr(all_of_them, name), name
-    # Kernels so small that starting them takes longest do not add up in a straight line.
+    # Launches dominate the times of so small kernels, which grow a little unevenly with layers.
     assert few.step_ms == pytest.approx(all_of_them.step_ms, rel=0.02)
 
 
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")
-@pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match")  # said of experts by PEFT
+@pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match")  # PEFT's warning about experts
 @pytest.mark.parametrize(("model", "way"), CASES)
 def test_equal_layers_are_simulated_once(model: str, way: str, tmp_path: Path) -> None:
     step = step_of(tmp_path, model, **WAYS[way])
@@ -134,6 +134,7 @@ def test_a_few_layers_tell_what_offloading_the_inputs_of_all_does(
     assert few.host_bytes > 0
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     "options",
     [{}, pytest.param({"use_dora": True, "optimizer": "paged-adamw-8bit"}, marks=pytest.mark.slow)],
@@ -144,6 +145,7 @@ def test_qlora(options: dict[str, Any], tmp_path: Path) -> None:
     check(repeated(step), whole(step))
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("model", "options"),
     [("llama", {"optimizer": "adamw-8bit"}), ("qwen3", {"num_hidden_layers": 4})],

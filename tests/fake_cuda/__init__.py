@@ -2,10 +2,11 @@
 
 The caching allocator, streams, events, autograd threads, choice of attention kernels and sync debug mode are torch's
 own. Below them, `runtime/` replaces `libcudart.so.13`. Streams are threads with queues, copies are asynchronous, device
-memory and registrations are booked, and each operator runs the CPU's kernel in the order of its stream. What breaks
-CUDA's rules about order and memory is an error at the call, and listed at the end of the test.
+memory and registrations are booked, and each operator runs the CPU's kernel in the order of its stream. A breach of
+CUDA's rules about order and memory is an error at the call, and is listed at the end of the test.
 
-`launch.py` starts a process on it, `plugin.py` makes pytest use it there, `device.py` sets it up and asks it questions.
+`launch.py` starts a process on the runtime, `plugin.py` makes pytest use it there, and `device.py` changes its settings
+and reads its state.
 
-It shows nothing about the numerics of GPU kernels, about what a driver does when it is misused, or about time.
+The runtime shows nothing about the numerics of GPU kernels, about a driver's response to misuse, or about time.
 """

@@ -1,4 +1,4 @@
-"""The fake CUDA runtime, built on demand into a cache folder by a C++ compiler, with headers of the wheels of torch."""
+"""The build of the fake CUDA runtime into a cache folder, by a C++ compiler with headers from the wheels of torch."""
 
 import fcntl
 import hashlib
@@ -20,11 +20,14 @@ Compiler = list[str]
 
 
 class CannotBuildError(Exception):
-    """Why there is no fake CUDA runtime here."""
+    """Raised with the reason why this machine cannot build the fake CUDA runtime."""
 
 
 def built() -> Path:
-    """Folder of the three libraries: `libcudart.so.13`, `libcuda.so.1` and `liboperators.so`. A minute if new."""
+    """Return the folder of `libcudart.so.13`, `libcuda.so.1` and `liboperators.so`, built first if it is new.
+
+    A build takes a minute.
+    """
     if platform.system() != "Linux":
         raise CannotBuildError(f"the fake CUDA runtime needs Linux, this is {platform.system()}")
     compiler = _compiler()
@@ -38,7 +41,7 @@ def built() -> Path:
 
 
 def _compiler() -> Compiler:
-    """From `CXX`, or what is there. It has to use libstdc++, as torch does."""
+    """Return the compiler: `CXX`, g++ or clang++. It has to use libstdc++, as torch does."""
     for name in [os.environ.get("CXX", ""), "g++", "clang++"]:
         if name and shutil.which(name):
             return [name]
@@ -50,7 +53,7 @@ def _cache() -> Path:
 
 
 def _key(compiler: Compiler) -> str:
-    """A hash of all that the libraries follow from."""
+    """Return a hash of all inputs of the build."""
     import torch
 
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True).stdout
@@ -61,7 +64,7 @@ def _key(compiler: Compiler) -> str:
 
 
 def _build_into(folder: Path, compiler: Compiler) -> None:
-    """Beside the folder, which gets its name when complete."""
+    """Build in a draft folder, which gets the folder's name when complete."""
     draft = folder.with_suffix(".draft")
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir()
@@ -70,7 +73,7 @@ def _build_into(folder: Path, compiler: Compiler) -> None:
 
 
 def _build(folder: Path, compiler: Compiler) -> None:
-    """Compiles two files at a time, then links."""
+    """Compile two files at a time, then link."""
     cuda = _cuda_headers()
     torch_headers, torch_libraries = _torch_folders()
     with ThreadPoolExecutor(2) as pool:
@@ -78,7 +81,7 @@ def _build(folder: Path, compiler: Compiler) -> None:
         for task in [pool.submit(_compile, compiler, source, folder, paths) for source, paths in includes.items()]:
             task.result()
 
-    # torch asks for each function in a version that is named like the library.
+    # torch looks up each function under a version with the name of the library.
     versions = folder / "versions.map"
     versions.write_text("libcudart.so.13 { global: *; };\n")
     _link(compiler, "libcudart.so.13", RUNTIME, folder, [f"-Wl,--version-script={versions}"])
@@ -112,7 +115,7 @@ def _run(command: list[str]) -> None:
 
 
 def _cuda_headers() -> list[str]:
-    """Options for the compiler: the CUDA wheel's headers, and Triton's copy of those that it leaves out."""
+    """Return compiler options for the CUDA wheel's headers, and for Triton's copy of the headers missing there."""
     packages = Path(sysconfig.get_path("purelib"))
     folders = [packages / "nvidia/cu13/include", packages / "triton/backends/nvidia/include"]
     for folder in folders:
@@ -122,7 +125,7 @@ def _cuda_headers() -> list[str]:
 
 
 def _torch_folders() -> tuple[list[str], Path]:
-    """Options for the compiler, and the folder of the libraries."""
+    """Return compiler options for torch's headers, and the folder of its libraries."""
     import torch
 
     folder = Path(torch.__path__[0])

@@ -1,4 +1,4 @@
-"""The fake device of this process: its settings, faults that tests plan, and faults that it has found."""
+"""The fake device of this process: settings, faults that tests plan, and faults that the runtime has found."""
 
 import ctypes
 import gc
@@ -13,12 +13,12 @@ LIBRARIES = "FAKE_CUDA_LIBRARIES"  # environment variable: the folder that `buil
 
 
 def is_loaded() -> bool:
-    """Whether this process runs on the fake CUDA runtime."""
+    """Return whether this process runs on the fake CUDA runtime."""
     return LIBRARIES in os.environ
 
 
 def _load() -> ctypes.CDLL:
-    runtime = ctypes.CDLL("libcudart.so.13")  # the one that was preloaded
+    runtime = ctypes.CDLL("libcudart.so.13")  # already preloaded
     runtime.fake_cuda_get.restype = ctypes.c_double
     runtime.fake_cuda_set.argtypes = [ctypes.c_char_p, ctypes.c_double]
     runtime.fake_cuda_fail.argtypes = [ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64]
@@ -31,19 +31,19 @@ def _load() -> ctypes.CDLL:
 
 
 def install_operators() -> None:
-    """torch computes on the fake device from now on."""
+    """Make torch compute on the fake device from now on."""
     import torch
 
     operators = Path(os.environ[LIBRARIES]) / "liboperators.so"
     torch.cuda.init()  # the allocator, which the operators watch
     for device in range(torch.cuda.device_count()):
-        torch.cuda.Stream(device)  # makes all streams that torch will ever make
+        torch.cuda.Stream(device)  # makes the whole pool of streams
     ctypes.CDLL(str(operators)).fake_cuda_install_operators()
 
 
 @contextmanager
 def settings(**changed: float) -> Iterator[None]:
-    """Settings for a while, by the names in `runtime/runtime.hpp`: `kernel_s=0.01`, `seed=3`, `capability=90`.
+    """Change settings for a while, by the names in `runtime/runtime.hpp`: `kernel_s=0.01`, `seed=3`, `capability=90`.
 
     torch reads the number of devices, their capability and their memory once.
     """
@@ -62,49 +62,52 @@ def settings(**changed: float) -> Iterator[None]:
 
 
 def restart_schedule() -> None:
-    """The same work gets the same delays from here on."""
+    """Restart the schedule, so that the same work gets the same delays again."""
     _load().fake_cuda_restart_schedule()
 
 
 def delays() -> list[list[float]]:
-    """Those of the schedule since its restart, in seconds, of each copy and kernel: by stream, the first used first."""
+    """Return the delays of each stream's copies and kernels since the schedule's restart, in seconds.
+
+    Streams are in the order of their first use.
+    """
     return [[float(delay) for delay in line.split()] for line in _load().fake_cuda_delays().decode().splitlines()]
 
 
 def fail(kind: str, k: int = 1, times: int = 1) -> None:
-    """The k-th call from now on fails, and those after it up to `times`: "malloc", "host_register", "copy", "event"."""
+    """Fail `times` calls from the k-th on. Kinds of calls are "malloc", "host_register", "copy" and "event"."""
     _load().fake_cuda_fail(kind.encode(), k, times)
 
 
 def num_calls(kind: str) -> int:
-    """How many calls of a kind that `fail` knows there have been."""
+    """Return the number of calls so far of a kind that `fail` knows."""
     return int(_load().fake_cuda_num_calls(kind.encode()))
 
 
 def leave_free(num_bytes: int, device: int = 0) -> None:
-    """Other processes take the device's memory, but for this much."""
+    """Take the device's memory, as other processes might, except some free bytes."""
     _load().fake_cuda_leave_free(device, num_bytes)
 
 
 def give_back(device: int = 0) -> None:
-    """Other processes leave the device."""
+    """Release the memory that `leave_free` took."""
     _load().fake_cuda_give_back(device)
 
 
 def faults() -> list[str]:
-    """What has gone wrong since `forget_faults`, with errors that nobody has read."""
+    """Return the faults since `forget_faults`, one line each, with errors that were never read."""
     return _load().fake_cuda_faults().decode().splitlines()
 
 
 def forget_faults() -> None:
-    """Forgets faults, planned failures and errors; a device that an error broke works again."""
+    """Forget faults, planned failures and errors; a device that an error broke works again."""
     _load().fake_cuda_fail_no_more()
     _load().fake_cuda_forget_faults()
 
 
 @contextmanager
 def no_synchronization() -> Iterator[None]:
-    """A call of any thread that keeps the host waiting for the device is a fault."""
+    """Record a fault for each call of any thread that makes the host wait for the device."""
     _load().fake_cuda_enter_region_without_waiting()
     try:
         yield
@@ -114,21 +117,21 @@ def no_synchronization() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Holdings:
-    """What the process holds of the devices."""
+    """Counts of a process's resources on the devices."""
 
     registrations: int  # of host memory
     device_blocks: int
-    events: int  # that take the time; torch's caches keep others
+    events: int  # with timing; torch's caches keep others
     streams: int
 
     def more_than(self, before: "Holdings") -> list[str]:
-        """What has come on top, one line each."""
+        """Return a line for each count that has grown."""
         now, then = vars(self), vars(before)
         return [f"{now[name] - then[name]} {name} left over" for name in now if now[name] > then[name]]
 
 
 def holdings() -> Holdings:
-    """Without what garbage, work in progress and torch's caches hold. Waits for all devices."""
+    """Count resources after a garbage collection, a wait for all devices and the release of torch's caches."""
     import torch
 
     gc.collect()

@@ -16,7 +16,7 @@ PRELOADED = ("fake_cuda.unseen", "pytest", "accelerate", "transformers.trainer",
 
 
 def environment(**settings: object) -> dict[str, str]:
-    """Of a child process. Settings as in `runtime/runtime.hpp`: `capability=90` becomes FAKE_CUDA_CAPABILITY=90."""
+    """Return a child's environment. A setting of `runtime/runtime.hpp` such as `seed=3` becomes FAKE_CUDA_SEED=3."""
     libraries = built()
     paths = [str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
     return {
@@ -37,7 +37,7 @@ def run_pytest(arguments: list[str], **settings: object) -> Ended:
     Processes with the same settings are forked from a server that has imported torch.
     """
     plugins = ["-p", "fake_cuda.plugin", "-p", "no:cacheprovider"]
-    # Libraries have imported some plugins of pytest, whose assertions are not rewritten then.
+    # Libraries have already imported some plugins of pytest, so their assertions are not rewritten.
     quiet = ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
     (ended,) = _server(**settings).run([Call("pytest:main", [[*plugins, *quiet, *arguments]])])
     return ended
@@ -49,7 +49,7 @@ def _server(**settings: object) -> ForkServer:
 
 
 def main() -> None:
-    """`python -m fake_cuda.launch SCRIPT [ARGUMENTS]`: a Python program on the fake runtime."""
+    """Run a Python program on the fake runtime: `python -m fake_cuda.launch SCRIPT [ARGUMENTS]`."""
     install = "import os, sys, runpy; from fake_cuda import device; device.install_operators(); "
     folder = "sys.argv = sys.argv[1:]; sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[0]))); "
     program = folder + "runpy.run_path(sys.argv[0], run_name='__main__')"

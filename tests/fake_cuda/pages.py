@@ -14,7 +14,7 @@ def runtime() -> ctypes.CDLL:
 
 
 class Pages(mmap.mmap):
-    """Anonymous memory with its address. As torch sees it: a tensor of bytes."""
+    """Anonymous memory with its address, and a view of it as a tensor of bytes."""
 
     def __new__(cls, size: int = SIZE) -> "Pages":
         return super().__new__(cls, -1, size)
@@ -25,7 +25,7 @@ class Pages(mmap.mmap):
         return ctypes.addressof(view)
 
     def tensor(self) -> torch.Tensor:
-        """Does not keep the pages alive."""
+        """Return a tensor of the bytes, which does not keep the pages alive."""
         return torch.frombuffer((ctypes.c_ubyte * len(self)).from_address(self.address), dtype=torch.uint8)
 
 

@@ -1,7 +1,7 @@
-"""pytest on the fake CUDA runtime: `-p fake_cuda.plugin` in a process that `launch.py` started.
+"""A pytest plugin for the fake CUDA runtime: `-p fake_cuda.plugin` in a process that `launch.py` started.
 
-After each test the faults that the runtime has found are errors, and so is what the test has left on the devices.
-`expect_faults` takes those that a test has planted.
+After each test the faults that the runtime has found are errors, and so are resources left on the devices.
+The fixture `expect_faults` takes the faults that a test has planted.
 """
 
 import gc
@@ -15,7 +15,7 @@ from fake_cuda import device
 
 ExpectFaults = Callable[..., None]
 
-LONGEST_MOMENT_S = 20  # on a machine that does much else
+LONGEST_MOMENT_S = 20  # on a busy machine
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -33,13 +33,13 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(autouse=True)
 def _schedule(request: pytest.FixtureRequest) -> Iterator[None]:
     seed = request.config.getoption("--schedule-seed")
-    device.restart_schedule()  # a test that fails does so again when it runs alone
+    device.restart_schedule()  # so that a failure repeats when its test runs alone
     with device.settings(**({} if seed is None else {"seed": seed})):
         yield
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """What is there before the first test is no garbage, and need not be looked through after each."""
+    """Freeze the objects from before the first test, so that no collection after a test walks them."""
     gc.collect()
     gc.freeze()
 
@@ -59,15 +59,15 @@ def _no_faults(request: pytest.FixtureRequest, _schedule: None) -> Iterator[None
     device.forget_faults()
     before = device.holdings()
     yield
-    request.node.funcargs.clear()  # what other fixtures have made
+    request.node.funcargs.clear()  # drops the values of other fixtures
     found = device.faults()
     if torch.cuda.get_sync_debug_mode():
         torch.cuda.set_sync_debug_mode("default")
         found.append("the sync debug mode was left on")
-    left = _left_since(before)  # waits, so what was on its way has arrived
+    left = _left_since(before)  # waits, so that work on its way has ended
     found += [fault for fault in device.faults() if fault not in found]
     device.forget_faults()
-    # The traceback of a test that has failed holds whatever the test held.
+    # The traceback of a failed test keeps the test's objects alive.
     if not request.node.stash[FAILED] and request.node.get_closest_marker("leaves_on_device") is None:
         found += left
     if found:
@@ -75,7 +75,7 @@ def _no_faults(request: pytest.FixtureRequest, _schedule: None) -> Iterator[None
 
 
 def _left_since(before: device.Holdings) -> list[str]:
-    """Autograd's own thread lets go of the last node of a backward a moment after the caller has gone on."""
+    """Return the resources left since a time, after waiting for autograd's thread to drop the last backward node."""
     deadline = time.monotonic() + LONGEST_MOMENT_S
     while (left := device.holdings().more_than(before)) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -84,7 +84,7 @@ def _left_since(before: device.Holdings) -> list[str]:
 
 @pytest.fixture
 def expect_faults(_no_faults: None) -> ExpectFaults:
-    """Checks that the faults so far are exactly those that contain these texts, one each, and forgets them."""
+    """A function that checks that the faults so far contain given texts, one each and no other, and forgets them."""
 
     def expect(*texts: str) -> None:
         found = device.faults()

@@ -1,4 +1,4 @@
-"""Every single call into CUDA fails once: the error is raised, nothing is held, and the next step is bitwise right."""
+"""Tests that fail every single call into CUDA: the error is raised, nothing leaks, the next step is bitwise right."""
 
 import copy
 import gc
@@ -15,14 +15,14 @@ from fake_cuda import device
 from fake_cuda.plugin import ExpectFaults
 from hf_memopt import ActivationOffloader, OffloadedTeacher
 
-# torch's allocator frees what it can when it is refused memory, and tries a second time.
+# torch's allocator tries a second time when it is refused memory, after it has released its cache.
 TIMES = {"malloc": 2, "host_register": 1, "copy": 1, "event": 1}
-# Of so many calls of a kind at most every one is made to fail in turn; the slow test tries all.
+# The largest number of calls of a kind that fail in turn; the slow test fails all calls.
 MOST = 4
 
 
 class Training:
-    """Four layers; a pass is at work while the next begins."""
+    """Training of four layers, in which a pass still runs when the next begins."""
 
     def __init__(self, **options: object) -> None:
         torch.manual_seed(0)
@@ -43,7 +43,7 @@ class Training:
 
 
 class Teaching:
-    """Two visits."""
+    """Two visits of an offloaded teacher."""
 
     def __init__(self, mode: str) -> None:
         torch.manual_seed(0)
@@ -72,7 +72,7 @@ SUBJECTS: dict[str, Callable[[], Training | Teaching]] = {
 
 
 def attack(subject: str, kind: str, most: int | None) -> Tally:
-    """Fails each call of a kind in turn, or `most` of them spread over the run."""
+    """Fail each call of a kind in turn, or `most` calls spread over the run."""
     want = SUBJECTS[subject]().run()
     tally = Tally(f"{kind} fails in {subject}", seed=0)
     num_calls = count_calls(subject, kind)
@@ -96,7 +96,7 @@ def fail_one(subject: str, kind: str, k: int, want: list[Tensor], tally: Tally) 
     case = f"call {k}"
     try:
         run = SUBJECTS[subject]()
-    except (RuntimeError, ValueError):  # which says that nothing can be streamed from memory that is not pinned
+    except (RuntimeError, ValueError):  # a refusal to stream from memory that is not pinned
         device.forget_faults()
         tally.refused += 1
         return
@@ -122,7 +122,7 @@ def same(got: list[Tensor], want: list[Tensor]) -> bool:
 
 @pytest.fixture(autouse=True)
 def errors_in_destructors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They cannot be raised: Python prints them, and goes on."""
+    """Hide errors in destructors, which Python cannot raise and only prints."""
     monkeypatch.setattr(sys, "unraisablehook", lambda error: None)
 
 

@@ -1,4 +1,4 @@
-"""Misuse of devices, streams and events, waits, and errors, planted: the fake CUDA runtime finds each kind."""
+"""Tests that the fake CUDA runtime finds planted misuse of devices, streams and events, planted waits and errors."""
 
 import ctypes
 import os
@@ -91,7 +91,7 @@ def test_sync_debug_mode_knows_what_waits(wait: str, on_gpu: torch.Tensor) -> No
     waits = {"item": on_gpu.sum().item, "nonzero": on_gpu.nonzero, "mask": lambda: on_gpu[on_gpu > 0]}
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it warns, once, of being a prototype
+            warnings.simplefilter("ignore")  # the mode warns once that it is a prototype
             torch.cuda.set_sync_debug_mode("error")
         on_gpu.add_(1)
         with pytest.raises(RuntimeError, match="synchronizing"):
@@ -136,7 +136,7 @@ def test_planned_failures(kind: str, on_gpu: torch.Tensor, expect_faults: Expect
         else:
             torch.cuda.current_stream().record_event()
 
-    device.fail(kind, k=2, times=2)  # torch's allocator frees what it can and tries a second time
+    device.fail(kind, k=2, times=2)  # torch's allocator releases its cache and tries a second time
     use()
     with pytest.raises((RuntimeError, AssertionError)):
         use()

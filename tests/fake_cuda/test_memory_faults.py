@@ -1,4 +1,4 @@
-"""Misuse of memory, planted: the fake CUDA runtime finds it, at the call or at the end of the test."""
+"""Tests that the fake CUDA runtime finds planted misuse of memory, at the call or at the end of the test."""
 
 import ctypes
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Operators on the fake device: the CPU's bits, in the order of the stream, with the GPU's rules about arguments."""
+"""Tests of operators on the fake device: the CPU's bits, the stream's order, the GPU's rules about arguments."""
 
 import copy
 import subprocess
@@ -15,7 +15,7 @@ from fake_cuda.launch import environment
 
 
 class Decoder(nn.Module):
-    """A small transformer with what most models have."""
+    """A small transformer: embedding, norm, attention, a gated feed-forward layer and a tied head."""
 
     def __init__(self, fused_attention: bool) -> None:
         super().__init__()
@@ -197,4 +197,4 @@ def test_grouped_attention_with_dropout_is_that_of_repeated_keys() -> None:
         return [output, *torch.autograd.grad(output.square().sum(), leaves)]
 
     for grouped, repeated in zip(run(1), run(2), strict=True):
-        torch.testing.assert_close(grouped, repeated)  # sums over a group may be rounded in between
+        torch.testing.assert_close(grouped, repeated)  # sums over a group may be rounded half-way

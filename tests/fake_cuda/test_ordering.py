@@ -1,4 +1,4 @@
-"""CUDA's rules of order and memory on the fake runtime, and that breaking them gives wrong data."""
+"""Tests of CUDA's rules of order and memory on the fake runtime, and of the wrong data that a breach gives."""
 
 import time
 from collections.abc import Iterator
@@ -38,7 +38,7 @@ def test_the_host_runs_ahead(pinned: torch.Tensor, slow_copies: None) -> None:
 
 def test_pageable_memory_keeps_the_host_waiting(slow_copies: None) -> None:
     on_gpu = torch.ones(SIZE, dtype=torch.uint8, device="cuda")
-    assert on_gpu.to("cpu", non_blocking=True).all()  # and so it is there when the call returns
+    assert on_gpu.to("cpu", non_blocking=True).all()  # the call returns after the copy
 
 
 @pytest.mark.parametrize("waits", [True, False])
@@ -70,7 +70,7 @@ def test_a_wait_is_for_the_record_that_the_event_has_then() -> None:
 
 
 def race(seed: int) -> list[float]:
-    """What a stream reads that does not wait for another, 30 times, with the delays of a schedule."""
+    """Return 30 reads of a stream that does not wait for another, under the delays of a schedule."""
     side, x = torch.cuda.Stream(), torch.zeros(100, device="cuda")
     totals = []
     with device.settings(seed=seed, max_delay_s=0.01):

@@ -1,4 +1,4 @@
-"""The delays of a schedule, and what they bring to light, are the same whenever its seed is the same."""
+"""Tests that a seed of a schedule fixes its delays, and the faults that the delays reveal."""
 
 from pathlib import Path
 
@@ -10,10 +10,10 @@ from fake_cuda.launch import run_pytest
 
 SLEEP_CYCLES = 100_000_000  # 50 ms
 MAX_DELAY_S = 0.1
-CLEAR_GAP_S = 0.02  # what is this much later is later, on a busy machine too
+CLEAR_GAP_S = 0.02  # a gap that shows the order of two events, on a busy machine too
 NUM_READS = 10
 
-# A process of its own for each run of this file, as for the files of tests/gpu.
+# Each run of this file has a process of its own, as the files of tests/gpu have.
 PLANTED = f"""
 import pytest
 from fake_cuda.test_schedule import read_without_waiting
@@ -26,7 +26,7 @@ def test_what_is_read_is_what_was_copied(num_before):
 
 
 def train_on_two_streams() -> list[list[float]]:
-    """The delays of some steps whose inputs come by a stream of their own, and whose losses go by another."""
+    """Return the delays of training steps with one stream for the inputs and another for the losses."""
     to_device, to_host = torch.cuda.Stream(), torch.cuda.Stream()
     model = torch.nn.Linear(8, 8, device="cuda")
     batches, losses = torch.ones(5, 4, 8).pin_memory(), torch.zeros(5).pin_memory()
@@ -35,7 +35,7 @@ def train_on_two_streams() -> list[list[float]]:
         with torch.cuda.stream(to_device):
             x = batch.to("cuda", non_blocking=True)
         torch.cuda.current_stream().wait_stream(to_device)
-        x.record_stream(torch.cuda.current_stream())  # freed at a time that depends on the streams
+        x.record_stream(torch.cuda.current_stream())  # its release depends on the streams
         result = model(x).square().mean()
         result.backward()
         to_host.wait_stream(torch.cuda.current_stream())
@@ -70,7 +70,7 @@ def test_without_a_seed_there_are_no_delays() -> None:
 
 
 def read_without_waiting(num_before: int) -> bool | None:
-    """Whether a read found what a copy was to bring that it did not wait for. None: the delays leave that open."""
+    """Return whether a read without a wait saw the copy's values, or None if the delays leave that open."""
     side, gate = torch.cuda.Stream(), torch.cuda.Event()
     host, x = torch.ones(100).pin_memory(), torch.zeros(100, device="cuda")
     other = torch.empty_like(x)
@@ -79,7 +79,7 @@ def read_without_waiting(num_before: int) -> bool | None:
         for _ in range(num_before):
             other.copy_(host, non_blocking=True)
     torch.cuda.synchronize()
-    torch.cuda._sleep(SLEEP_CYCLES)  # both begin when it ends, no matter when the host has submitted them
+    torch.cuda._sleep(SLEEP_CYCLES)  # copy and read begin when the sleep ends, whenever the host submits them
     gate.record()
     side.wait_event(gate)
     with torch.cuda.stream(side):
@@ -104,7 +104,7 @@ def test_a_missing_wait_is_found_again_with_its_seed() -> None:
 
 
 def failures(file: Path, seed: int, only: list[str]) -> list[str]:
-    """The tests of a file that fail in a process of their own."""
+    """Return the tests of a file that fail in a process of their own."""
     tests = [f"{file}::{name}" for name in only] or [str(file)]
     run = run_pytest([*tests, "--schedule-seed", str(seed), "-q", "-rf"], max_delay_s=MAX_DELAY_S)
     assert run.returned in [pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED], run.output

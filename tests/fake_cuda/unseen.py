@@ -1,7 +1,7 @@
 """Hides the GPU from modules that are imported after this one, until the process is forked.
 
-Libraries ask for GPUs when they are imported, torchao for one. CUDA counts as started then, and no forked process could
-use it.
+Some libraries, such as torchao, ask for GPUs when they are imported. CUDA counts as started then, and no forked process
+could use CUDA.
 """
 
 import os

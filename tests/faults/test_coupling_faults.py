@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 import random
 import re
 import shutil
@@ -15,7 +16,8 @@ from late_imports import LateModule
 from mutations import Tally, content, delete, empty, link_to_nothing, mutations_of, overwrite, restore, turn_into_folder
 
 coupling_toys = LateModule("coupling_toys")
-source_module = LateModule("hf_memopt.lerobot.couplings.source")
+couplings_cache = LateModule("hf_memopt.lerobot.couplings.cache")
+writer = LateModule("hf_memopt.lerobot.couplings.writer")
 
 
 SEED = 4
@@ -31,13 +33,13 @@ def other_teacher() -> Any:
 
 
 @functools.cache
-def make_plan() -> Any:
+def make_spec() -> Any:
     return coupling_toys.make_spec(batch_size=6)
 
 
-def write(folder: Path, plan: Any = None, teacher: Any = None) -> list[int]:
-    return source_module.precompute(
-        teacher or coupling_toys.Teacher(), coupling_toys.load, plan or make_plan(), folder, shard_size=12
+def write(folder: Path, spec: Any = None, teacher: Any = None) -> list[int]:
+    return writer.precompute(
+        teacher or coupling_toys.Teacher(), coupling_toys.load, spec or make_spec(), folder, shard_size=12
     )
 
 
@@ -48,17 +50,15 @@ def caches(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write(folder / "pristine")
     write(folder / "teacher", coupling_toys.make_spec(batch_size=6, weights="0" * 64), other_teacher())
     write(folder / "noise", coupling_toys.make_spec(batch_size=6, seed=8))
-    write(folder / "order", dataclasses.replace(make_plan(), indices=make_plan().indices[::-1]))
+    write(folder / "order", dataclasses.replace(make_spec(), indices=make_spec().indices[::-1]))
     return folder
 
 
 def couplings(folder: Path) -> list[Any]:
-    """All of them, in the order of two epochs."""
-    source = source_module.CouplingSource.cached(folder, coupling_toys.load, expected=make_plan().key)
-    found = []
-    for epoch in range(2):
-        source.set_epoch(epoch)
-        found += list(source)
+    """All of them, in the specification's order."""
+    cache = couplings_cache.CouplingCache(folder)
+    cache.check(make_spec().key.to_dict())
+    found: list[Any] = coupling_toys.couplings_of(cache, make_spec())
     return found
 
 
@@ -86,10 +86,21 @@ def damage_two_files(folder: Path, other: Path, dice: random.Random) -> None:
     dice.choice([delete, empty, overwrite, turn_into_folder, link_to_nothing])(second, dice)
 
 
+def place(shard: Path) -> str:
+    """The part of a shard's name that says which one it is; the rest is a digest."""
+    return shard.name[: len("data-00000-of-00004")]
+
+
+def take_the_place_of(shard: Path, folder: Path) -> Path:
+    """Where this shard goes in a folder that then has no other one of its place."""
+    for file in folder.glob(f"{place(shard)}-*"):
+        file.unlink()
+    return folder / shard.name
+
+
 def take_a_shard_of_another_cache(folder: Path, other: Path, dice: random.Random) -> None:
     data = dice.choice(sorted(other.glob("*.arrow")))
-    for file in (data, data.with_suffix(".json")):
-        shutil.copyfile(file, folder / file.name)
+    shutil.copyfile(data, take_the_place_of(data, folder))
 
 
 def take_a_file_of_another_cache(folder: Path, other: Path, dice: random.Random) -> None:
@@ -99,7 +110,7 @@ def take_a_file_of_another_cache(folder: Path, other: Path, dice: random.Random)
 
 def take_all_shards_of_another_cache(folder: Path, other: Path, dice: random.Random) -> None:
     for file in other.glob("data-*"):
-        shutil.copyfile(file, folder / file.name)
+        shutil.copyfile(file, take_the_place_of(file, folder))
 
 
 def take_another_cache(folder: Path, other: Path, dice: random.Random) -> None:
@@ -107,38 +118,37 @@ def take_another_cache(folder: Path, other: Path, dice: random.Random) -> None:
     restore(folder, folder.parent / dice.choice(["teacher", "noise"]))
 
 
-def swap_two_shards(folder: Path, other: Path, dice: random.Random) -> None:
+def swap_the_contents_of_two_shards(folder: Path, other: Path, dice: random.Random) -> None:
+    _swap(*dice.sample(sorted(folder.glob("*.arrow")), 2))
+
+
+def swap_the_places_of_two_shards(folder: Path, other: Path, dice: random.Random) -> None:
     first, second = dice.sample(sorted(folder.glob("*.arrow")), 2)
-    for suffix in (".arrow", ".json"):
-        _swap(first.with_suffix(suffix), second.with_suffix(suffix))
-
-
-def swap_two_of_a_kind(folder: Path, other: Path, dice: random.Random) -> None:
-    _swap(*dice.sample(sorted(folder.glob(dice.choice(["data-*.json", "*.arrow"]))), 2))
+    first_again = folder / first.name.replace(place(first), place(second))
+    second.rename(folder / second.name.replace(place(second), place(first)))
+    first.rename(first_again)
 
 
 def copy_a_shard_to_another_place(folder: Path, other: Path, dice: random.Random) -> None:
     first, second = dice.sample(sorted(folder.glob("*.arrow")), 2)
-    for suffix in (".arrow", ".json"):
-        shutil.copyfile(first.with_suffix(suffix), second.with_suffix(suffix))
+    second.unlink()
+    shutil.copyfile(first, folder / first.name.replace(place(first), place(second)))
 
 
 def delete_a_shard(folder: Path, other: Path, dice: random.Random) -> None:
-    data = dice.choice(sorted(folder.glob("*.arrow")))
-    data.unlink()
-    data.with_suffix(".json").unlink()
+    dice.choice(sorted(folder.glob("*.arrow"))).unlink()
 
 
-def lead_elsewhere(folder: Path, other: Path, dice: random.Random) -> None:
-    state = folder / "state.json"
-    state.write_text(state.read_text().replace('"data-', f'"../{other.name}/data-', dice.randrange(1, 4)))
+def describe_another_cache(folder: Path, other: Path, dice: random.Random) -> None:
+    """As it would be without the digest over the description."""
+    file = folder / "couplings.json"
+    described = json.loads((other / file.name).read_text())
+    file.write_text(json.dumps({**described, "sha256": json.loads(file.read_text())["sha256"]}))
 
 
 def link_to_a_shard_of_another_cache(folder: Path, other: Path, dice: random.Random) -> None:
-    data = dice.choice(sorted(folder.glob("*.arrow")))
-    for file in (data, data.with_suffix(".json"))[: dice.randrange(1, 3)]:
-        file.unlink()
-        file.symlink_to(other / file.name)
+    data = dice.choice(sorted(other.glob("*.arrow")))
+    take_the_place_of(data, folder).symlink_to(data)
 
 
 def rename_the_shards(folder: Path, other: Path, dice: random.Random) -> None:
@@ -153,11 +163,11 @@ KINDS: tuple[Attack, ...] = (
     take_a_file_of_another_cache,
     take_all_shards_of_another_cache,
     take_another_cache,
-    swap_two_shards,
-    swap_two_of_a_kind,
+    swap_the_contents_of_two_shards,
+    swap_the_places_of_two_shards,
     copy_a_shard_to_another_place,
     delete_a_shard,
-    lead_elsewhere,
+    describe_another_cache,
     link_to_a_shard_of_another_cache,
     rename_the_shards,
 )
@@ -203,7 +213,7 @@ def judge(tally: Tally, folder: Path, what: str, changed: set[str], right: list[
         else:
             tally.silent.append(what)
         return
-    named = any(Path(name).stem in complaint for name in changed) or "not the ones asked for" in complaint
+    named = any(place(Path(name)) in complaint for name in changed) or "not the ones asked for" in complaint
     if not named or "\n" in complaint:
         tally.unclear.append(f"{what}: {complaint}")
     elif not mended(folder, complaint, right):

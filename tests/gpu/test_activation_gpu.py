@@ -1,4 +1,4 @@
-"""ActivationOffloader on a real accelerator: ordering against slow copies and slow compute, memory, no waiting host."""
+"""Tests of ActivationOffloader on a GPU: order under slow copies and slow compute, memory, a host that never waits."""
 
 import gc
 from collections.abc import Callable
@@ -28,7 +28,7 @@ Gradients = list[Tensor]
 
 
 class Block(nn.Module):
-    """Saves ten times its input, in tensors of at least 1 MiB, and computes its gradients without atomic additions."""
+    """A layer that saves ten times its input, in tensors of at least 1 MiB, and computes gradients without atomics."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Blocks(nn.Module):
 
 
 class SleepyCopier(StreamCopier):
-    """Each copy comes late: its stream sleeps first."""
+    """A copier whose streams sleep before each copy."""
 
     def to_host(self, source: Tensor, destination: Tensor) -> Transfer:
         with self._stream_to_host:
@@ -85,7 +85,7 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
 def gradients(model: nn.Module, x: Tensor, context: AbstractContextManager[Any] | None = None) -> Gradients:
     with context or nullcontext():
         loss = loss_of(model, x)
-    # Whatever the allocator hands out now may be what the offloader has given up.
+    # Overwrites any memory that the offloader has released.
     torch.full((2**24,), float("nan"), device="cuda")
     loss.backward()
     found = [parameter.grad for parameter in model.parameters()]
@@ -100,7 +100,7 @@ def saved_bytes(model: nn.Module, x: Tensor) -> int:
 
 
 def make_offloader(mode: str, model: nn.Module, x: Tensor, **options: Any) -> ActivationOffloader:
-    """An offloader of that mode, and the checkpointing or budget that belongs to it."""
+    """Return an offloader of a mode, and switch the model's checkpointing on for mode "inputs"."""
     model.checkpointing = mode == "inputs"
     if mode == "auto":
         options["budget_gib"] = BUDGET_SHARE * saved_bytes(model, x) / 2**30
@@ -129,7 +129,7 @@ def test_compute_waits_for_slow_copies(model: nn.Module, x: Tensor, mode: str, p
     for _ in range(4):
         assert equal(gradients(model, x, offloader.offload_context(model)), want)
     torch.cuda.synchronize()
-    # A plan may well avoid a link that is this slow, and a fake GPU computes longer than copies sleep.
+    # A plan may avoid so slow a link, and a fake GPU computes longer than copies sleep.
     if mode != "auto" and not is_loaded():
         assert offloader.stats.stall_ms > 10
 
@@ -141,7 +141,7 @@ def test_copies_wait_for_slow_compute(model: nn.Module, x: Tensor, mode: str) ->
     for _ in range(4):
         late = torch.full_like(x, float("nan"))
         torch.cuda._sleep(SLEEP_CYCLES)
-        late.copy_(x)  # what a copy that did not wait for it would not find
+        late.copy_(x)  # a copy that did not wait would still read NaN
         assert equal(gradients(model, late, offloader.offload_context(model)), want)
 
 
@@ -162,7 +162,7 @@ def test_the_host_runs_ahead_of_slow_copies(model: nn.Module, x: Tensor) -> None
     with offloader.offload_context(model):
         loss = loss_of(model, x)
     finished = torch.cuda.current_stream().record_event()
-    assert not finished.query()  # events see no wait that sync debug mode does not know of
+    assert not finished.query()  # also covers waits that sync debug mode does not report
     loss.backward()
 
 
@@ -187,7 +187,7 @@ def test_a_plan_that_is_followed_allocates_no_host_memory(model: nn.Module, x: T
 
 
 def peak_bytes(model: nn.Module, x: Tensor, make_context: Callable[[], AbstractContextManager[Any]]) -> int:
-    """Of one pass, over what is allocated before it."""
+    """Return the peak of one pass over the bytes that were allocated before."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -209,7 +209,7 @@ def test_the_peak_falls_and_memory_returns(model: nn.Module, x: Tensor, mode: st
         gradients(model, x, offloader.offload_context(model))
     before = torch.cuda.memory_allocated()
     peak = peak_bytes(model, x, lambda: offloader.offload_context(model))
-    # Gradients and temporaries are the same in both; what autograd saves is not.
+    # Both peaks include the same gradients and temporaries; they differ in the tensors that autograd saves.
     assert peak < plain - 0.4 * saved
     assert torch.cuda.memory_allocated() == before
     if mode == "auto":
@@ -230,7 +230,7 @@ def test_a_dropped_graph_gives_everything_back(model: nn.Module, x: Tensor, mode
 
 
 def test_what_is_dropped_under_slow_copies_harms_nobody(model: nn.Module, x: Tensor) -> None:
-    """Host memory that is freed under a copy would be an error of the device, which stays for the process."""
+    """Check for a device error, which would stay for the process, after host memory was dropped during a copy."""
     want = gradients(model, x)
     for has_backward in (False, True):
         offloader = make_offloader("all", model, x, copier=SleepyCopier("cuda"))

@@ -1,4 +1,4 @@
-"""What a GPU computes or chooses is what a CPU computes, and what tables and rules say."""
+"""Tests that a GPU computes and chooses the same as a CPU, as tables and as rules."""
 
 import attention_choices
 import pytest
@@ -8,7 +8,7 @@ from torch import nn
 
 @pytest.fixture(scope="module", autouse=True)
 def heavy_imports() -> None:
-    """Import these when the first test runs: collecting tests must not cost their seconds."""
+    """Import slow libraries when the first test runs, so that collecting tests stays fast."""
     global Darcy, samples, WeightAverage
     from hf_memopt.recipes.fluxflow.training_aids import WeightAverage
     from hf_memopt.recipes.neural_operator.darcy import Darcy, samples
@@ -34,7 +34,7 @@ def test_darcy_samples_are_those_of_a_cpu() -> None:
 
 
 def test_an_average_in_host_memory_is_that_on_the_gpu() -> None:
-    """Subtraction, multiplication and subtraction, each rounded as the standard says on either device."""
+    """Check an average of subtractions and multiplications, which IEEE 754 rounds alike on both devices."""
     model = nn.Linear(64, 64, device="cuda")
     averages = [WeightAverage(model, 0.9, torch.device(home)) for home in ("cpu", "cuda")]
     for _ in range(20):

@@ -1,4 +1,4 @@
-"""The estimates' model of the caching allocator against the allocator itself."""
+"""A comparison of the estimates' model of the caching allocator with the allocator itself."""
 
 import random
 from collections.abc import Callable
@@ -25,9 +25,9 @@ KINDS: dict[str, Callable[[random.Random], int]] = {
 @pytest.mark.skipif(not device.is_loaded(), reason="drivers do not promise falling addresses")
 @pytest.mark.parametrize("kind", KINDS)
 def test_peaks_are_the_allocators(kind: str) -> None:
-    """Allocated and reserved bytes of random logs, to the byte."""
+    """Compare allocated and reserved bytes of random logs, to the byte."""
     different = {}
-    with device.settings(poison=0):  # nobody reads what is allocated here
+    with device.settings(poison=0):  # the allocated memory is never read
         for seed in range(NUM_LOGS):
             real, modelled = peaks_of_a_log(random.Random(f"{kind}/{seed}"), KINDS[kind])
             if real != modelled:
@@ -36,7 +36,7 @@ def test_peaks_are_the_allocators(kind: str) -> None:
 
 
 def peaks_of_a_log(lots: random.Random, draw: Callable[[random.Random], int]) -> tuple[tuple[int, int], ...]:
-    """Peaks of allocated and reserved bytes: the allocator's, and the model's."""
+    """Return the peaks of allocated and reserved bytes: the allocator's pair, and the model's."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()

@@ -1,4 +1,4 @@
-"""Gradients are bitwise the plain run's on every architecture, on a device with streams."""
+"""Bitwise comparison of every architecture's offloaded gradients with the plain run's, on a device with streams."""
 
 import functools
 import random
@@ -22,7 +22,7 @@ pytestmark = [
 
 ALL = ARCHITECTURES | OWN_ARCHITECTURES
 
-# What these need of a GPU, and no CPU can do in its place.
+# Operations of these architectures that no CPU can do in the place of a GPU.
 NOT_ON_A_FAKE_GPU = {
     **dict.fromkeys(["gru", "lstm", "lstm_with_projections", "packed_gru"], "cuDNN's recurrent layers"),
     **dict.fromkeys(["cells", "message_passing"], "fused recurrent cells"),
@@ -33,13 +33,13 @@ NOT_ON_A_FAKE_GPU = {
 
 @functools.cache
 def import_what_it_needs(name: str) -> None:
-    """While the CPU is the default device: some libraries make tensors when they are imported, and keep them."""
+    """Build the architecture on the CPU once: some libraries make tensors at import and keep them."""
     ALL[name].build()
 
 
 @pytest.fixture(autouse=True)
 def on_gpu(name: str) -> Iterator[None]:
-    """Weights and batches are made there."""
+    """Make weights and batches on the GPU."""
     if is_loaded() and name in NOT_ON_A_FAKE_GPU:
         pytest.skip(f"the fake GPU has no {NOT_ON_A_FAKE_GPU[name]}")
     import_what_it_needs(name)
@@ -80,5 +80,5 @@ def test_any_plan_is_followed(index: int, name: str, monkeypatch: pytest.MonkeyP
     workload = ALL[name].build()
     want = gradients(workload)
     offloader = ActivationOffloader(mode="auto", offload_threshold_mb=0)
-    for _ in range(4):  # the first two are recorded, and a plan is made after each
+    for _ in range(4):  # the first two passes are recorded, with a plan made after each
         assert equal(gradients(workload, offloader=offloader), want)

@@ -1,4 +1,4 @@
-"""Each benchmark's part for accelerators, at the smallest size: it runs to its end and measures what it promises."""
+"""Runs of each benchmark's accelerator part, at the smallest size, with all its measurements."""
 
 import json
 import os
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 def run_estimate(*options: str) -> None:
-    """In a process of its own, whose cells have their own too: an estimate is made before the GPU is asked."""
+    """Run the estimate benchmark in its own process, because an estimate comes before the first CUDA call."""
     steps = ["--models", "bert", "--recipes", "--sizes", "toy", "--card", "h100"]
     command = [sys.executable, "-m", "benchmarks.planning.estimate", *steps, *options]
     run = subprocess.run(command, env=environ_of_processes(), capture_output=True, text=True, check=False)
@@ -24,7 +24,6 @@ def run_estimate(*options: str) -> None:
 
 @pytest.mark.slow  # the next test measures the same cells
 def test_estimate(output: Path) -> None:
-    """Estimated and measured in the same cells."""
     run_estimate(NO_LIMIT, "--output", str(output))
     check_measured(cells_of(output))
 
@@ -73,22 +72,28 @@ def test_activation_offload(load: Load, output: Path, monkeypatch: pytest.Monkey
     assert all(speed > 0 for speed in results_of(output)["link_gb_per_s"].values())
 
 
-def test_neural_operator(load: Load, output: Path) -> None:
-    """Without a card and on one."""
-    modes = ["plain", "ours all", "ours auto"]
-    sizes = ["--size", "toy", "--nodes", "16", "--batch-size", "2", "--batch-sizes", "2", "--cards", "2"]
-    arguments = [*sizes, "--steps", "2", NO_LIMIT, "--output", str(output), "--modes", *modes]
-    assert load("operators.memory").main(arguments) == 0
-    cells = cells_of(output)
-    assert [cell["mode"] for cell in cells] == 2 * modes
-    for cell in cells:
-        assert cell["gradients_equal"] is True
+def test_longest_sequence(load: Load, output: Path) -> None:
+    """Run on an emulated card, up to the last length to try."""
+    sizes = ["--size", "toy", "--workloads", "layers", "--cards", "2", "--to-tokens", "96", "--steps", "2"]
+    modes = ["--modes", "none", "checkpointing", "ours inputs", "ours auto"]
+    assert load("activations.longest").main([*sizes, *modes, NO_LIMIT, "--output", str(output)]) == 0
+    for cell in cells_of(output):
+        assert cell["longest_tokens"] == 96
         assert cell["step_ms"]["num_steps"] == 2
-        assert cell["peak_bytes"] > 0
+        assert cell["tokens_per_s"] > 0
+        assert cell["reserved_bytes"] >= cell["peak_bytes"] > 0
+
+
+def test_probe(load: Load, output: Path) -> None:
+    assert load("probe").main(["--size", "toy", "--output", str(output)]) == 0
+    found = results_of(output)["facts"]
+    assert found["return_codes"] == {"register": 0, "unregister": 0}
+    assert found["differing_gradients"]["deterministic"] == 0
+    assert all(found[name] > 0 for name in ("page_lock_gib_s", "half_flops", "to_device_gb_s", "to_host_gb_s"))
 
 
 def test_cache_clearing(load: Load, output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the variant whose allocator wants a process of its own."""
+    """Check all variants but the one whose allocator needs a process of its own."""
     benchmark = load("planning.cache_clearing")
     monkeypatch.setattr(benchmark, "SIZES", range(32, 65, 32))
     monkeypatch.setattr(benchmark, "EVERY", 1)
@@ -107,7 +112,7 @@ IMPORTS = """
 import importlib
 import benchmarks.blind
 import torch
-for name in ("activations.offload", "teacher.offload", "lgt.memory", "fluxflow.memory", "operators.memory"):
+for name in ("activations.offload", "activations.longest", "teacher.offload", "planning.estimate"):
     importlib.import_module(f"benchmarks.{name}")
 assert not torch.cuda.is_initialized()
 benchmarks.blind.see()
@@ -138,7 +143,7 @@ print(torch.cuda.memory._snapshot()["allocator_settings"]["max_split_size"])
 
 
 def test_the_allocator_reads_its_settings_when_cuda_starts() -> None:
-    """Not when torch or a benchmark is imported: cells set them in a process that has imported both."""
+    """Check that an import of torch or of a benchmark reads none: cells set them after both imports."""
     environ = {name: value for name, value in os.environ.items() if not name.endswith("ALLOC_CONF")}
     run = run_script(ALLOCATOR_SETTINGS, environ)
     assert run.stdout.split() == [str(64 * 2**20)], run.stderr

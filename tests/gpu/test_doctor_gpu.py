@@ -22,7 +22,7 @@ only_fake = pytest.mark.skipif(not fake_device.is_loaded(), reason="needs a devi
 
 @pytest.fixture(autouse=True)
 def empty_cache() -> Iterator[None]:
-    """What earlier tests have left to torch's cache is free."""
+    """Free the memory that earlier tests left in torch's cache."""
     torch.cuda.empty_cache()
     yield
     if fake_device.is_loaded():
@@ -31,8 +31,8 @@ def empty_cache() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def sound_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the host lacks is not the device's problem."""
-    monkeypatch.setattr("hf_memopt.report.doctor.host.cgroup_limits", lambda cgroups, membership: [])
+    """Hide the host's limits, so that all problems are the device's."""
+    monkeypatch.setattr("hf_memopt.report.doctor.cgroup_limits", lambda cgroups, membership: [])
 
 
 def test_the_page_has_each_device(capsys: Capture) -> None:
@@ -90,7 +90,7 @@ def test_the_teacher_is_where_it_says(mode: str, toy_student: Path, tmp_path: Pa
 
 
 def problems(capsys: Capture) -> list[str]:
-    """What `--quiet` prints; its exit status says whether there is anything."""
+    """Return the lines that `--quiet` prints, and check that the exit status is 1 if there are any."""
     status = main(["doctor", "--quiet", "--device", "cuda:0"])
     lines = capsys.readouterr().out.splitlines()
     assert status == bool(lines)

@@ -1,4 +1,4 @@
-"""Mode "auto" without a budget, for a thousand steps on a device that has room only if everything is offloaded."""
+"""A thousand steps of mode "auto" without a budget, on a device with room only if everything is offloaded."""
 
 from collections import deque
 from contextlib import nullcontext
@@ -19,11 +19,11 @@ WIDTH, NUM_LAYERS = 64, 6
 LARGEST_BATCH, LONGEST = 32, 1024  # 8 MiB in a tensor of this many tokens
 LARGEST_TEMPORARY_BYTES = 2 * MIB
 NUM_LOGGED = 3
-SLACK = 1.1  # for what the allocator cannot use of the memory that it has taken, which differs from step to step
+SLACK = 1.1  # for fragmentation in the allocator, which differs from step to step
 
 
 class Training:
-    """Layers that save much and compute little, and a user who allocates besides. Each step needs another amount."""
+    """Training of layers that save much and compute little, with other allocations and another size in each step."""
 
     def __init__(self, device: str = "cuda") -> None:
         self.device = device
@@ -33,7 +33,7 @@ class Training:
         self.logged: deque[Tensor] = deque(maxlen=NUM_LOGGED)
 
     def step(self, lots: torch.Generator, offloader: ActivationOffloader | None, largest: bool = False) -> None:
-        """One step of random size, or of the largest."""
+        """Take a step of random size, or of the largest."""
 
         def up_to(most: int) -> int:
             drawn = int(torch.randint(1, 9 * most // 8 + 1, (), generator=lots))  # the largest at every ninth time
@@ -53,7 +53,7 @@ class Training:
         self.logged.append(y.detach()[0, : up_to(length)].clone())
 
     def train(self, num_steps: int, offloader: ActivationOffloader | None = None, largest: bool = False) -> Tensor:
-        """The weight in the end. The same steps whenever they are as many."""
+        """Return the final weight. The same number of steps gives the same steps."""
         lots = torch.Generator().manual_seed(0)
         for _ in range(num_steps):
             self.step(lots, offloader, largest)
@@ -65,7 +65,7 @@ def make_offloader(**options: str) -> ActivationOffloader:
 
 
 def room_for_everything_offloaded() -> int:
-    """Bytes that steps of the largest size fit into, by what the allocator takes for them."""
+    """Return the bytes that the allocator reserves for steps of the largest size."""
     training = Training()
     torch.cuda.reset_peak_memory_stats()
     training.train(3, make_offloader(mode="all"), largest=True)
@@ -81,7 +81,7 @@ def test_a_thousand_steps_where_only_everything_offloaded_fits() -> None:
         found = Training().train(NUM_STEPS, offloader)
         with pytest.raises(torch.OutOfMemoryError):
             Training().train(NUM_STEPS)
-    # What a fake GPU computes is to the bit what a CPU does, which is faster.
+    # A CPU computes the same bits as a fake GPU, in less time.
     plain = Training("cpu" if fake_device.is_loaded() else "cuda").train(NUM_STEPS)
     assert torch.equal(found.cpu(), plain.cpu())
     assert offloader.stats.bytes_moved > 0

@@ -1,4 +1,4 @@
-"""Host memory of a GPU: registered while it is mapped, and as long as copies come or go."""
+"""Tests of page-locked host memory: registered while it is mapped and while copies use it."""
 
 import gc
 import os
@@ -21,13 +21,13 @@ SLEEP_CYCLES = 400_000_000  # 200 ms
 
 def test_memory_is_unregistered_before_it_is_unmapped() -> None:
     for _ in range(4):
-        assert pinned_empty(SIZE, torch.device("cuda")).is_pinned()  # an error that stayed behind fails what follows
+        assert pinned_empty(SIZE, torch.device("cuda")).is_pinned()  # an earlier error would fail the next call
         gc.collect()
     torch.zeros(1, device="cuda").normal_()
 
 
 def test_memory_comes_and_goes_a_thousand_times() -> None:
-    """None of it is left registered or resident."""
+    """Check that no memory stays registered or resident."""
     before = resident_bytes()
     for _ in range(1000):
         block = pinned_empty(SIZE, torch.device("cuda"))
@@ -37,7 +37,7 @@ def test_memory_comes_and_goes_a_thousand_times() -> None:
 
 
 def test_a_block_takes_no_more_than_was_asked_for() -> None:
-    """torch's own allocation would be rounded up to 128 MiB."""
+    """Check a size that torch's own allocator would round up to 128 MiB."""
     before = resident_bytes()
     block = pinned_empty(65 * SIZE, torch.device("cuda")).fill_(1)
     assert resident_bytes() - before == pytest.approx(block.nbytes, abs=8 * SIZE)
@@ -49,7 +49,7 @@ def test_a_refusal_is_a_code_and_does_not_fail_what_follows() -> None:
     assert pages.register(address, torch.device("cuda")) == 0
     assert pages.register(address, torch.device("cuda")) == ALREADY_REGISTERED
     assert torch.ones(4, device="cuda").sum().item() == 4
-    if fake_device.is_loaded():  # which takes every refusal for a fault
+    if fake_device.is_loaded():  # the fake GPU counts each refusal as a fault
         assert len(fake_device.faults()) == 1
         fake_device.forget_faults()
 

@@ -1,4 +1,4 @@
-"""Leaks of a GPU's memory: planted ones are found and put down to their holders, an offloader is none."""
+"""Tests that planted leaks of GPU memory are found with their holders, and that an offloader leaks nothing."""
 
 import gc
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ from hf_memopt.transfer.host_memory import pinned_empty
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.leaves_on_device,  # that is what leaks are
+    pytest.mark.leaves_on_device,  # as leaks do
     pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True:UserWarning"),
 ]
 
@@ -31,7 +31,7 @@ def on_gpu() -> Iterator[None]:
 
 
 @pytest.mark.sweep(share=1 / 3)
-@pytest.mark.parametrize("name", [name for name in LEAKS if name != "cycle"])  # which the collector frees
+@pytest.mark.parametrize("name", [name for name in LEAKS if name != "cycle"])  # the garbage collector frees a cycle
 def test_a_leak_is_found_and_put_down_to_its_holder(name: str) -> None:
     make, kind, shape, holder = LEAKS[name]
     report = detect_leaks(make())

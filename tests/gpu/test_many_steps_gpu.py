@@ -1,4 +1,4 @@
-"""Many steps of SmolVLA's distillation: the same weights, to the bit, wherever teacher and activations are."""
+"""Many steps of SmolVLA's distillation, bitwise equal wherever teacher and activations are."""
 
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -19,8 +19,7 @@ pytestmark = [
     pytest.mark.usefixtures("quick_plans"),
 ]
 
-# A handful would do to find wrong bytes, and is what the fake GPU has time for; many show what happens when memory is
-# used again and again.
+# A few steps find wrong bytes, and are all that the fake GPU has time for; many steps test memory in long use.
 NUM_STEPS = 4 if is_loaded() else 50
 BATCH_SIZE = 2
 SIZES = ["toy", pytest.param("real", marks=pytest.mark.slow)]
@@ -42,7 +41,7 @@ def resident(size: str, load: Load, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture(scope="module", autouse=True)
 def deterministic(load: Load) -> Iterator[None]:
-    """Take kernels that do not add in random order; those of the fake GPU are the CPU's."""
+    """Select kernels that add in a fixed order; the fake GPU's kernels always do."""
     with nullcontext() if is_loaded() else load("activations.model").deterministic():
         yield
 
@@ -63,7 +62,7 @@ def test_offloading_changes_no_weight(
 def test_another_order_of_batches_is_noticed(
     size: str, resident: tuple[list[float], list[Tensor]], load: Load, tmp_path: Path
 ) -> None:
-    """So the comparison can fail."""
+    """Check that the comparison with the resident run can fail."""
     losses, weights = train(load, size, tmp_path, "resident", seed=1)
     assert losses != resident[0]
     assert not all(torch.equal(found, expected) for found, expected in zip(weights, resident[1], strict=True))
@@ -72,7 +71,7 @@ def test_another_order_of_batches_is_noticed(
 def train(
     load: Load, size: str, folder: Path, mode: str, offloader: ActivationOffloader | None = None, seed: int = 0
 ) -> tuple[list[float], list[Tensor]]:
-    """Train a student from the same start on noise of a seed; its losses, and its trained weights on the host."""
+    """Train a student on noise of a seed, and return its losses and its trained weights on the host."""
     benchmark, modes, timing = load("teacher.offload"), load("teacher.modes"), load("timing")
     policy, checkpoint = benchmark.start(benchmark.SIZES[size], folder)
     source = modes.Source(policy, checkpoint, torch.device("cuda", 0), torch.float32)

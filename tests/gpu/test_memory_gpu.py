@@ -1,4 +1,4 @@
-"""MemoryTracker and the out-of-memory report on a real accelerator, against torch's own counters."""
+"""A comparison of MemoryTracker and the out-of-memory report with torch's own counters on a GPU."""
 
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ class Mlp(nn.Module):
 
 @pytest.fixture
 def step() -> Any:
-    """Phases of a training step by name, warmed up."""
+    """The phases of a training step by name, after a warm-up."""
     torch.manual_seed(0)
     model, x = Mlp().cuda(), torch.randn(256, 512, device="cuda")
     optimizer = torch.optim.AdamW(model.parameters())
@@ -45,7 +45,7 @@ def step() -> Any:
 
 
 def peaks_by_torch(phases: dict[str, Any]) -> dict[str, int]:
-    """What torch's own counter says of each phase, reset before each."""
+    """Return each phase's peak by torch's counter, which is reset before each phase."""
     peaks = {}
     for name, phase in phases.items():
         torch.cuda.reset_peak_memory_stats()
@@ -119,7 +119,7 @@ def test_a_reading_knows_the_device_as_a_whole() -> None:
     device = MemoryTracker("cuda").read().device
     assert device is not None
     assert device.total_bytes == torch.cuda.mem_get_info()[1]
-    # At least this process's own context.
+    # This process's CUDA context, at least.
     assert 0 < device.elsewhere_bytes < device.total_bytes
 
 

@@ -1,4 +1,4 @@
-"""A GPU that really runs out of memory in each phase of a step: what is reported, and that nothing is left behind."""
+"""Tests with a GPU that runs out of memory in each phase of a step: the report, and the memory afterwards."""
 
 import re
 import time
@@ -24,12 +24,12 @@ pytestmark = [
 
 MIB = 2**20
 SHAPE = (6144, 512)
-BIG = 12 * MIB  # of this shape: more than what torch puts into one segment with other tensors
-ROOM = {"forward": BIG + 2 * MIB, "backward": MIB, "optimizer": MIB}  # at which each phase fails: forward, half-way
+BIG = 12 * MIB  # bytes of this shape; torch gives so large a tensor a segment of its own
+ROOM = {"forward": BIG + 2 * MIB, "backward": MIB, "optimizer": MIB}  # at which each phase fails, forward half-way
 
 
 class Scaled(nn.Module):
-    """Everything large has the same size, and next to nothing is computed."""
+    """A layer whose large tensors all have the same size, with little arithmetic."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Scaled(nn.Module):
 
 
 class Training:
-    """A model and its steps, of which a phase can be made to run out of memory."""
+    """A model and training steps, with a chosen phase that runs out of memory."""
 
     def __init__(self, offloader: ActivationOffloader | None = None) -> None:
         torch.manual_seed(0)
@@ -49,7 +49,7 @@ class Training:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), foreach=True)
         self.x = torch.randn(SHAPE).cuda()
         self.offloader = offloader
-        self.step()  # from here on there are moments
+        self.step()  # allocates the moments
 
     def step(self) -> None:
         for run in self._phases().values():
@@ -58,7 +58,7 @@ class Training:
 
     @contextmanager
     def before(self, phase: str) -> Iterator[Callable[[], None]]:
-        """A phase of a step, for which there is too little memory; the phases before it are over."""
+        """Run the phases before one, and yield the phase itself on a device with too little memory for it."""
         phases = self._phases()
         for earlier in list(phases)[: list(phases).index(phase)]:
             phases[earlier]()
@@ -66,7 +66,7 @@ class Training:
             yield phases[phase]
 
     def fail(self, phase: str) -> None:
-        """Run out of memory, and be as before the step."""
+        """Run out of memory in a phase, and restore the state before the step."""
         weights, optimizer = deepcopy(self.model.state_dict()), deepcopy(self.optimizer.state_dict())
         with self.before(phase) as run, pytest.raises(torch.OutOfMemoryError):
             run()
@@ -93,7 +93,7 @@ class Training:
 
 
 def settle(allocated_bytes: int) -> None:
-    """Tensors hold this much again. Autograd's own thread lets go of a graph a moment after the error has come out."""
+    """Wait until tensors hold so many bytes: autograd's thread drops a graph a moment after the error is raised."""
     deadline = time.monotonic() + 60
     while torch.cuda.memory_allocated() != allocated_bytes and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -101,7 +101,7 @@ def settle(allocated_bytes: int) -> None:
 
 
 def device_line() -> str:
-    """What the report has to say of the device, by torch's public counters."""
+    """Return the report's line about the device as torch's public counters give it."""
     free_bytes, total_bytes = torch.cuda.mem_get_info()
     allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     in_pieces = torch.cuda.memory_stats()["inactive_split_bytes.all.current"]

@@ -1,4 +1,4 @@
-"""Copies run beside compute: what a profiler's trace of a real GPU shows."""
+"""A profiler's trace of a real GPU, in which copies run during compute."""
 
 from collections.abc import Iterable
 
@@ -17,14 +17,14 @@ pytestmark = [
 ]
 
 NUM_LAYERS, NUM_ROWS, WIDTH = 16, 8192, 4096  # each layer saves 128 MiB
-MATRIX_PRODUCTS = 4  # of each layer in either direction, which take longer than the layer's copy over any link
+MATRIX_PRODUCTS = 4  # of each layer, forward and again backward; they take longer than the layer's copy over any link
 LEAST = 0.9
 
 Interval = tuple[float, float]
 
 
 class Work(torch.autograd.Function):
-    """Takes time in forward and in backward, and saves nothing but a weight."""
+    """An operation that takes time in forward and in backward, and saves only a weight."""
 
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, weight: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ def test_nine_tenths_of_all_copies_run_beside_compute() -> None:
         torch.cuda.synchronize()
     spans: dict[bool, list[Interval]] = {True: [], False: []}  # of copies, of kernels
     for event in trace.events():
-        # Our own labels span copies and are none.
+        # The library's own labels span copies, but are not copies.
         if event.device_type == torch.autograd.DeviceBackend.CUDA and not event.is_user_annotation:
             spans["memcpy" in event.name.lower()].append((event.time_range.start, event.time_range.end))
     copies, kernels = union(spans[True]), union(spans[False])

@@ -1,4 +1,4 @@
-"""Recipes through their own entry points on a GPU: the same weights, to the bit, whatever is offloaded."""
+"""Runs of recipes on a GPU: bitwise equal weights with and without offloading."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from torch import Tensor
 
 @pytest.fixture(scope="module", autouse=True)
 def heavy_imports() -> None:
-    """Import these when the first test runs: collecting tests must not cost their seconds."""
+    """Import slow libraries when the first test runs, so that collecting tests stays fast."""
     global AutoencoderKL, fluxflow_report, lgt_evaluation, neural_operator_report, train_causal_lm, train_fluxflow
     global train_lgt, train_neural_operator
     from diffusers import AutoencoderKL
@@ -40,11 +40,11 @@ class Recipe:
     """A recipe at toy size.
 
     Attributes:
-        main: its entry point.
-        flags: what is trained, and for how long.
-        output: the flag that names the folder.
-        offload: the prefix of the flags about offloading.
-        weights: what the recipe leaves in the folder.
+        main: entry point of the recipe.
+        flags: flags of the model and the number of steps.
+        output: flag of the output folder.
+        offload: prefix of the offloading flags.
+        weights: path of the trained weights in the output folder.
     """
 
     main: Callable[[list[str]], Any]
@@ -95,7 +95,7 @@ RECIPES = {
 
 @pytest.fixture(autouse=True)
 def only_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Without figures, and with data of this test's own."""
+    """Draw no figures, and cache data in this test's folder."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setattr(neural_operator_report, "draw", lambda rows, file: None)
     monkeypatch.setattr(fluxflow_report, "draw", lambda history, file: None)

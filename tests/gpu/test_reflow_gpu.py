@@ -1,4 +1,4 @@
-"""Reflow distillation of SmolVLA on a GPU: the same weights, to the bit, wherever teacher and activations are."""
+"""Reflow distillation of SmolVLA on a GPU, bitwise equal wherever teacher and activations are."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from hf_memopt.weights import TeacherReport
 
 @pytest.fixture(scope="module", autouse=True)
 def heavy_imports() -> None:
-    """Import these when the first test runs: collecting tests must not cost their seconds."""
+    """Import slow libraries when the first test runs, so that collecting tests stays fast."""
     global lerobot_train, PLUGIN, recipe, run, SmolVLAReflowPolicy, train_flags, weights
     from lerobot_runs import PLUGIN, lerobot_train, run, train_flags, weights
 
@@ -30,7 +30,7 @@ pytestmark = [
     pytest.mark.usefixtures("quick_plans"),
 ]
 
-# Few Euler steps, and no search for the fastest convolution: its result differs from run to run.
+# Few Euler steps, and no search for the fastest convolution, whose choice differs from run to run.
 FLAGS = ("--policy.teacher_num_steps=2", "--cudnn_deterministic=true")
 
 
@@ -39,8 +39,8 @@ class Runs:
     """Trainings of one student.
 
     Attributes:
-        reports: the teacher's, after each batch of the newest run.
-        folder: of the newest run.
+        reports: report of the teacher after each batch of the newest run.
+        folder: output folder of the newest run.
     """
 
     student: Path
@@ -75,7 +75,7 @@ def runs(toy_student: Path, toy_dataset: Path, tmp_path: Path, monkeypatch: pyte
 
 @pytest.fixture
 def offload_activations(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ActivationOffloader]:
-    """Offloads what the students of all later runs save for backward."""
+    """Return a function that offloads the activations of the students in all later runs."""
     forward = SmolVLAReflowPolicy.forward
 
     def offload(mode: str) -> ActivationOffloader:
@@ -96,7 +96,7 @@ def same(ours: dict[str, Tensor], others: dict[str, Tensor]) -> bool:
 
 
 def check_traffic(reports: list[TeacherReport], mode: str) -> None:
-    """The teacher lives on the host, and comes anew for each batch."""
+    """Check that the teacher is at home on the host and is copied to the device for each batch."""
     assert {(report.mode, report.home) for report in reports} == {(mode, "cpu")}
     copied = [report.bytes_host_to_device for report in reports]
     assert all(before < after for before, after in zip([0, *copied], copied, strict=False))
@@ -111,12 +111,12 @@ def test_lerobot_train(runs: Runs, offload_activations: Callable[[str], Activati
     offloader = offload_activations("all")
     assert same(runs.train(lerobot_train, "--policy.teacher_offload=auto", steps=3), want)
     check_traffic(runs.reports[:2], "stream")
-    assert runs.reports[2].mode == "resident"  # it has seen two steps, and there is room
+    assert runs.reports[2].mode == "resident"  # after two steps, with room on the device
     assert offloader.stats.bytes_moved > 0
 
 
 def test_recipe(runs: Runs, offload_activations: Callable[[str], ActivationOffloader]) -> None:
-    """Accumulating, in bfloat16, and each model with a prefix of its own."""
+    """Check the recipe with accumulated gradients in bfloat16, and separate prefixes for teacher and student."""
     flags = ("--gradient_accumulation_steps=2", "--policy.dtype=bfloat16", "--policy.share_prefix=off")
     want = runs.train(recipe, *flags, "--policy.teacher_offload=resident", steps=4)
     assert not same(want, weights(runs.student))

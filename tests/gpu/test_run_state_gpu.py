@@ -1,4 +1,4 @@
-"""Resuming on a GPU: its random numbers and the loss scaler go on as well."""
+"""Tests of resuming on a GPU, with its random numbers and the loss scaler."""
 
 from pathlib import Path
 

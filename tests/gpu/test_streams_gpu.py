@@ -1,4 +1,4 @@
-"""Offloading on streams of the caller's own, on several of them and on several devices, and in processes that fork."""
+"""Tests of offloading on the caller's own streams, on several devices, and in processes that fork."""
 
 import gc
 import multiprocessing
@@ -17,7 +17,7 @@ from hf_memopt import ActivationOffloader
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 WIDTH, BATCH, NUM_BLOCKS = 64, 256, 6
-NUM_PASSES = 5  # mode "auto" records two of them
+NUM_PASSES = 5  # of which mode "auto" records two
 
 Gradients = list[Tensor]
 Run = Callable[[nn.Module, Tensor, Any], Gradients]
@@ -25,7 +25,7 @@ Run = Callable[[nn.Module, Tensor, Any], Gradients]
 
 @pytest.fixture(params=["all", "auto"])
 def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[], ActivationOffloader]:
-    """Mode "auto" follows plans made by lot, which really offload and recompute."""
+    """A constructor of offloaders; in mode "auto" they follow random plans, which offload and recompute."""
     monkeypatch.setattr("hf_memopt.activations.plan_maker.make_plan", RandomPlanner(random.Random(1)))
     return lambda: ActivationOffloader(mode=request.param, offload_threshold_mb=0)
 
@@ -41,7 +41,7 @@ def batch(seed: int, device: str = "cuda") -> Tensor:
 
 
 def taken(model: nn.Module) -> Gradients:
-    """Waits, because gradients belong to the streams of the operations that made them."""
+    """Wait for the streams that compute gradients, and return the gradients."""
     torch.cuda.synchronize()
     found = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     model.zero_grad()
@@ -49,7 +49,7 @@ def taken(model: nn.Module) -> Gradients:
 
 
 def overwrite_free_memory(device: str = "cuda") -> None:
-    """Whatever the allocator hands out now may be what the offloader has given up."""
+    """Fill with NaN any memory that the offloader has released."""
     for num_numbers in (BATCH * WIDTH, 4 * BATCH * WIDTH):
         torch.full((num_numbers,), float("nan"), device=device)
 
@@ -84,7 +84,7 @@ def blocks_on_alternating_streams(model: nn.Module, x: Tensor, context: Any) -> 
         for index, block in enumerate(model):
             stream = streams[index % 2]
             stream.wait_stream(before)
-            x.record_stream(stream)  # whose memory is another stream's
+            x.record_stream(stream)  # its memory belongs to another stream
             with torch.cuda.stream(stream):
                 x = block(x)
             before = stream
@@ -107,7 +107,7 @@ def test_gradients_are_those_without_offloading(run: Run, make: Callable[[], Act
 
 
 def test_two_models_train_side_by_side(make: Callable[[], ActivationOffloader]) -> None:
-    """Their forward and backward passes interleave, each on a stream of its own, with one offloader."""
+    """Interleave forward and backward passes of two models, each on its own stream, with one offloader."""
     models, inputs = [blocks(), blocks()], [batch(0), batch(1)]
     wants = [on_a_side_stream(model, x, nullcontext()) for model, x in zip(models, inputs, strict=True)]
     streams, offloader = [torch.cuda.Stream(), torch.cuda.Stream()], make()
@@ -143,7 +143,7 @@ def test_a_device_that_is_not_the_current_one(make: Callable[[], ActivationOfflo
 
 
 def test_half_precision_with_a_scaler(make: Callable[[], ActivationOffloader]) -> None:
-    """Weights after some updates, of which the first overflows."""
+    """Compare weights after several updates, of which the first overflows."""
 
     def train(offloader: ActivationOffloader | None) -> list[Tensor]:
         model, x = blocks(), batch(0)
@@ -164,7 +164,7 @@ def test_half_precision_with_a_scaler(make: Callable[[], ActivationOffloader]) -
 
 
 def test_a_fork_leaves_page_locked_memory_alone(make: Callable[[], ActivationOffloader]) -> None:
-    """As the workers of a DataLoader do: the child inherits blocks and copies under way, and ends."""
+    """Fork as a DataLoader does: the child inherits blocks and copies under way, and ends."""
     model, x, offloader = blocks(), batch(0), make()
     want = on_a_side_stream(model, x, nullcontext())
     for _ in range(3):

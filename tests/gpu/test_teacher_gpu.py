@@ -1,4 +1,4 @@
-"""OffloadedTeacher on a real accelerator: ordering of the stream copier, memory, no host synchronisation."""
+"""Tests of OffloadedTeacher on a GPU: order of the stream copier, memory, no host synchronisation."""
 
 import copy
 
@@ -8,17 +8,16 @@ from host_waits import host_never_waits
 from torch import Tensor, nn
 
 from hf_memopt.transfer import StreamCopier
-from hf_memopt.weights import OffloadedTeacher
-from hf_memopt.weights.visits_by_call import VisitsByCall
+from hf_memopt.weights import OffloadedTeacher, VisitsByCall
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-SLEEP_CYCLES = 200_000_000  # about 0.1 s: far longer than anything that might hide a missing wait
+SLEEP_CYCLES = 200_000_000  # about 0.1 s: far longer than any delay that could hide a missing wait
 
 
 @pytest.fixture
 def network() -> nn.Module:
-    """Transfer-bound on purpose: 64 MiB of weights and next to no arithmetic."""
+    """A transfer-bound network: 64 MiB of weights and little arithmetic."""
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(4))).eval()
 
@@ -46,7 +45,7 @@ def test_compute_waits_for_a_slow_copy(network: nn.Module, x: Tensor, want: Tens
             torch.cuda._sleep(SLEEP_CYCLES)
         with teacher.onload() as module:
             got = module(x)
-        # Whatever the allocator hands out next may be the teacher's old memory.
+        # Overwrites the teacher's released memory.
         torch.full((network[0].weight.numel() * 4,), float("nan"), device="cuda")
         assert torch.equal(got, want)
     torch.cuda.synchronize()
@@ -58,7 +57,7 @@ def test_a_copy_waits_for_slow_compute_on_recycled_memory(network: nn.Module, x:
     for _ in range(5):
         scratch = torch.ones(teacher.report().host_bytes, dtype=torch.uint8, device="cuda")
         torch.cuda._sleep(SLEEP_CYCLES)
-        scratch.fill_(255)  # runs after the sleep, on memory that the teacher is given next
+        scratch.fill_(255)  # runs after the sleep, on memory that the teacher gets next
         del scratch
         teacher.prefetch()
         with teacher.onload() as module:

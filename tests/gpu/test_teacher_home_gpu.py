@@ -1,4 +1,4 @@
-"""The recipe decides `teacher_offload=auto` for the card that is there, before its first step."""
+"""Tests that the recipe decides `teacher_offload=auto` for the current card before its first step."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from patience import HANG_S
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-# A process of its own, since a simulation forks, and no process may do so after backward has run on a device.
+# Runs in a process of its own: a simulation forks, which is forbidden after a backward on a device.
 RECIPE = """
 import sys
 from fake_cuda import device

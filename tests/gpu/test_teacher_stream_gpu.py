@@ -1,4 +1,4 @@
-"""Streamed teachers on a real accelerator: in-place reads, ordering, memory, no host synchronisation."""
+"""Tests of streamed teachers on a GPU: in-place reads, order, memory, no host synchronisation."""
 
 import copy
 
@@ -18,7 +18,7 @@ SLEEP_CYCLES = 20_000_000  # about 10 ms: far longer than a block's copy or comp
 
 
 class Network(nn.Module):
-    """4 MiB in each layer: 12 that are used once, 3 that are used five times, a table of 64 MiB."""
+    """A network of 12 layers used once, 3 layers used five times, each of 4 MiB, and a table of 64 MiB."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ def test_outputs_are_bitwise_resident(network: Network, tokens: Tensor, want: Te
         teacher.prefetch()
         with teacher.onload() as module:
             got = module(tokens)
-        torch.full((2**22,), float("nan"), device="cuda")  # whatever the allocator hands out next may be a slot
+        torch.full((2**22,), float("nan"), device="cuda")  # overwrites any released slot
         assert torch.equal(got, want)
     assert teacher.report().device_bytes == teacher.report().bytes_device_to_host == 0
 

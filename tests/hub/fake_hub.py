@@ -1,4 +1,4 @@
-"""As much of a model hub as downloading a policy and uploading one takes, on the loopback interface."""
+"""The parts of a model hub that downloads and uploads of a policy need, on the loopback interface."""
 
 import base64
 import hashlib
@@ -15,11 +15,11 @@ TOKEN = "hf_of_the_fake_hub"
 
 
 class FakeHub(ThreadingHTTPServer):
-    """Holds repositories of type model with one commit each, and what clients asked it.
+    """A server of model repositories with one commit each, which keeps its clients' requests.
 
     Attributes:
-        repositories: files by path, by repository id.
-        private: ids of the repositories that were created as private ones.
+        repositories: files of each repository id, by path.
+        private: ids of the private repositories.
         requests: method and path of every request.
     """
 
@@ -38,7 +38,7 @@ class FakeHub(ThreadingHTTPServer):
 
 @contextmanager
 def serve() -> Iterator[FakeHub]:
-    """A hub that answers for as long as the context lasts."""
+    """Run a hub for the length of the context."""
     with FakeHub() as hub:
         thread = threading.Thread(target=hub.serve_forever, kwargs={"poll_interval": 0.02})
         thread.start()
@@ -54,7 +54,7 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def log_message(self, format: str, *arguments: Any) -> None:
-        """Into the list instead of standard error."""
+        """Add the request to the list, instead of writing it to standard error."""
         self.server.requests.append(f"{self.command} {self.path}")
 
     def do_GET(self) -> None:

@@ -1,4 +1,4 @@
-"""Policies from and to the hub, through huggingface_hub itself, against a hub in this process."""
+"""Tests of downloads and uploads of policies by the real huggingface_hub, with a hub in this process."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +23,7 @@ TEACHER = "robots/teacher"
 
 @pytest.fixture
 def hub(tmp_path: Path, toy_teacher: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    """A hub with one teacher on it; huggingface_hub talks to nothing else."""
+    """A hub with one teacher, the only server that huggingface_hub reaches."""
     with serve() as fake:
         fake.repositories[TEACHER] = {file.name: file.read_bytes() for file in toy_teacher.iterdir()}
         monkeypatch.setattr(constants, "ENDPOINT", fake.url)
@@ -38,7 +38,7 @@ def hub(tmp_path: Path, toy_teacher: Path, monkeypatch: pytest.MonkeyPatch) -> I
 def test_teacher_from_the_hub(hub: FakeHub, toy_teacher: Path, tmp_path: Path) -> None:
     assert main(["prepare-student", "--teacher", TEACHER, "--output", str(tmp_path / "student")]) == 0
     config = policy_files.load_config(tmp_path / "student")
-    assert config.teacher_model_path == TEACHER  # so that the student trains on another machine, too
+    assert config.teacher_model_path == TEACHER  # so that the student also trains on another machine
     student, teacher = lerobot_runs.weights(tmp_path / "student"), lerobot_runs.weights(toy_teacher)
     assert all(torch.equal(student[name], teacher[name]) for name in teacher)
     assert policy_files.resolve_checkpoint(TEACHER).is_relative_to(tmp_path / "cache")

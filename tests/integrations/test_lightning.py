@@ -1,4 +1,4 @@
-"""Lightning's Trainer with activation offloading: the plain run's weights, and the strategy as it was."""
+"""Tests that Lightning's Trainer with offloading gives the plain run's weights, and gets its strategy back."""
 
 import logging
 from pathlib import Path
@@ -11,7 +11,7 @@ from late_imports import LateModule
 ours = LateModule("hf_memopt.integrations.lightning")
 toys = LateModule("lightning_toys")
 
-# Lightning's own: advice about workers and validation, and what its pytree helper calls.
+# Lightning's own warnings: advice about workers and validation, and calls of its pytree helper.
 pytestmark = [pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("UserWarning", "FutureWarning")]
 
 
@@ -38,7 +38,7 @@ def equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
 @pytest.mark.parametrize("mode", ["all", "auto"])
 def test_weights_are_those_of_the_plain_run(tmp_path: Path, settings: dict[str, Any], mode: str) -> None:
     offloading = ours.ActivationOffloading(toys.offloader(mode))
-    assert equal(trained(tmp_path, offloading, ours.MemoryMonitor(), **settings), trained(tmp_path, **settings))
+    assert equal(trained(tmp_path, offloading, **settings), trained(tmp_path, **settings))
     assert offloading.offloader.stats.bytes_moved > 0
 
 
@@ -56,7 +56,7 @@ def test_a_resumed_run_goes_on_as_the_plain_one_does(tmp_path: Path) -> None:
 
     checkpoint, saved = tmp_path / "half.ckpt", []
     assert equal(resumed(ours.ActivationOffloading(toys.offloader())), resumed())
-    assert saved[0]["callbacks"] == saved[1]["callbacks"]  # nothing of it
+    assert saved[0]["callbacks"] == saved[1]["callbacks"]  # without the callback
 
 
 def test_after_an_exception_the_strategy_is_as_it_was_and_the_next_run_is_right(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_after_an_exception_the_strategy_is_as_it_was_and_the_next_run_is_right(
 
 
 def test_validation_is_left_alone(tmp_path: Path) -> None:
-    """Also where it records gradients."""
+    """Check a validation that records gradients."""
     offloading = ours.ActivationOffloading(toys.offloader())
     trainer = toys.trainer(tmp_path, offloading, inference_mode=False)
     trainer.fit(module := toys.Regression(), toys.loader())
@@ -101,23 +101,3 @@ def test_two_offloaders_are_refused(tmp_path: Path) -> None:
     handle.remove()
     with pytest.raises(ValueError, match="neither an ActivationOffloader nor"):
         ours.ActivationOffloading(3)
-
-
-def test_memory_is_in_the_log(tmp_path: Path) -> None:
-    trainer = toys.trainer(tmp_path, ours.MemoryMonitor(), log_every_n_steps=4)
-    trainer.fit(toys.Regression(), toys.loader(), toys.loader(1))
-    logged = {name: float(value) for name, value in trainer.logged_metrics.items()}
-    phases = {f"memory/{phase}_host_rss_gib" for phase in ("forward", "backward", "optimizer", "evaluation")}
-    assert phases < set(logged)
-    assert all(value > 0 for name, value in logged.items() if name.endswith("rss_gib"))
-    with pytest.raises(ValueError, match="warn_at=2"):
-        ours.MemoryMonitor(warn_at=2)
-
-
-def test_a_lack_of_memory_is_explained(tmp_path: Path) -> None:
-    trainer = toys.trainer(tmp_path, ours.MemoryMonitor(), ours.ActivationOffloading(toys.offloader()))
-    with pytest.raises(torch.OutOfMemoryError, match="injected") as caught:
-        trainer.fit(toys.Regression(fail_at=1, error=torch.OutOfMemoryError), toys.loader())
-    (note,) = caught.value.__notes__
-    assert note.startswith("Out-of-memory report: the forward phase, in layers")
-    assert "the forward phase" in (tmp_path / "out_of_memory_rank0.txt").read_text()

@@ -1,4 +1,4 @@
-"""CachedLoss in SentenceTransformerTrainer: the weights of the uncached loss, from micro-batches."""
+"""Tests that CachedLoss in SentenceTransformerTrainer gives the uncached loss's weights from micro-batches."""
 
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ def trained(folder: Path, name: str, micro_batch_size: int | None, *, dropout: f
 @pytest.mark.parametrize("name", PAIRS)
 @pytest.mark.parametrize("micro_batch_size", [1, 3])
 def test_weights_are_those_of_the_uncached_loss(tmp_path: Path, name: str, micro_batch_size: int) -> None:
-    """In float64, up to the order of sums: sentences of different lengths, a smaller last batch, accumulation."""
+    """Compare in float64 up to the order of sums, with sentences of several lengths and a small last batch."""
     plain = trained(tmp_path, name, None, gradient_accumulation_steps=2)
     ours = trained(tmp_path, name, micro_batch_size, gradient_accumulation_steps=2)
     before = sentences.make_model(tmp_path, 0.0).double().state_dict()
@@ -53,7 +53,7 @@ def test_triplets_of_a_batch_by_labels(tmp_path: Path) -> None:
 
 
 def test_gradients_are_those_of_their_cached_loss_dropout_included(tmp_path: Path) -> None:
-    """Both draw the same masks for the same micro-batches."""
+    """Compare with dropout: both losses draw the same masks for the same micro-batches."""
     model = sentences.make_model(tmp_path, 0.3).double().train()
     found = []
     for make in (
@@ -83,7 +83,7 @@ def test_what_cannot_be_cached_is_refused(tmp_path: Path) -> None:
 
 
 def gradient(model: Any) -> Tensor:
-    """All gradients as one vector, which are taken away."""
+    """Return all gradients as one vector, and clear the gradients."""
     vector = torch.cat([each.grad.flatten() for each in model.parameters() if each.grad is not None])
     model.zero_grad()
     return vector

@@ -18,7 +18,6 @@ from hf_memopt.estimate.simulation.child_process import run_isolated
 from hf_memopt.estimate.simulation.ranks.first_rank import first_of
 from hf_memopt.jobs.accelerate_config import (
     DDP,
-    ENGINES,
     FSDP2,
     FSDP2_NO_RESHARD,
     ZERO2,
@@ -165,7 +164,3 @@ def test_each_gpu_has_its_share_of_an_update() -> None:
         check_step(4, DDP, 24, 4, "off")
     with pytest.raises(ValueError, match="offload='all' with engine='fsdp2' is not simulated"):
         check_step(4, FSDP2, 24, 2, "all")
-
-
-def test_the_default_engine_is_the_first_one() -> None:
-    assert ENGINES[0] == DDP

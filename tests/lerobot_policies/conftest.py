@@ -1,4 +1,4 @@
-"""A student, its batch and its draws, for the tests of the policy's parts."""
+"""Fixtures for the tests of the policy's parts: a student, a batch and its draws, teachers."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -12,7 +12,7 @@ from torch import Tensor
 
 @pytest.fixture(scope="session")
 def teacher_of(toy_vlm: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[dict[str, Any]], Path]:
-    """Gives the folder of a teacher of some architecture, written on the first call. Read only."""
+    """A function that returns a teacher's folder by its architecture, written on the first call. Read only."""
     from reflow_students import write_teacher
 
     written: dict[str, Path] = {}
@@ -28,7 +28,7 @@ def teacher_of(toy_vlm: Path, tmp_path_factory: pytest.TempPathFactory) -> Calla
 
 @pytest.fixture
 def make(toy_vlm: Path, teacher_of: Callable[[dict[str, Any]], Path]) -> Callable[..., Any]:
-    """Makes a student whose trained weights have moved away from its teacher's."""
+    """A constructor of students whose trained weights differ from their teacher's."""
     from reflow_students import make_student
 
     def make(move_state_proj: bool = True, architecture: dict[str, Any] | None = None, **flags: Any) -> Any:
@@ -57,7 +57,7 @@ def time() -> Tensor:
 
 @pytest.fixture(scope="session")
 def pi0_teacher(toy_vlm: Path, toy_dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoint folder of a stock π0 that lerobot trained and saved. Read only."""
+    """The checkpoint folder of a stock π0 that lerobot trained and saved. Read only."""
     from lerobot_runs import train_teacher
     from pi0_toys import teacher_flags, toy_sizes
 
@@ -67,7 +67,7 @@ def pi0_teacher(toy_vlm: Path, toy_dataset: Path, tmp_path_factory: pytest.TempP
 
 @pytest.fixture(scope="session")
 def random_teacher(toy_vlm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoint folder of a stock π0 with two cameras and random weights. Read only."""
+    """The checkpoint folder of a stock π0 with two cameras and random weights. Read only."""
     from pi0_toys import toy_sizes, write_teacher
 
     with toy_sizes(toy_vlm):
@@ -76,7 +76,7 @@ def random_teacher(toy_vlm: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 @pytest.fixture
 def toy_pi0(toy_vlm: Path) -> Iterator[None]:
-    """lerobot builds its π0 in toy size."""
+    """Make lerobot build its π0 in toy size."""
     from pi0_toys import toy_sizes
 
     with toy_sizes(toy_vlm):

@@ -1,4 +1,4 @@
-"""Files of a checkpoint are read as data, and only those that lie in its folder."""
+"""Tests that a checkpoint's files are read as data, and only inside its folder."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What SmolVLA's own fields must be for reflow."""
+"""Tests of the values of SmolVLA's own fields that reflow requires."""
 
 import dataclasses
 from pathlib import Path

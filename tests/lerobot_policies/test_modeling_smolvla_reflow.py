@@ -1,4 +1,4 @@
-"""A SmolVLA student is a SmolVLA: its own conventions hold, and its checkpoints are stock."""
+"""Tests that a SmolVLA student keeps SmolVLA's conventions, and that its checkpoints are stock."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A checkpoint is found, and read and compared with what goes with it before anything depends on it."""
+"""Tests that a checkpoint is found, read, and compared with its dataset and its teacher."""
 
 import dataclasses
 import json
@@ -22,7 +22,7 @@ STATE, IMAGE, ACTION = "observation.state", "observation.images.top", "action"
 
 @pytest.fixture
 def config() -> Any:
-    """Of a policy that normalises states and actions by mean and standard deviation, and images not at all."""
+    """The configuration of a policy that normalises states and actions by mean and deviation, and no images."""
     kind, feature = configs.FeatureType, configs.PolicyFeature
     return configuration_smolvla.SmolVLAConfig(
         device="cpu",
@@ -31,7 +31,7 @@ def config() -> Any:
     )
 
 
-# ------------------------------------------------------------------------------------------------ where it is
+# ------------------------------------------------------------------------------------------------ folders
 
 
 @pytest.mark.parametrize("below", ["", "pretrained_model", "checkpoints/last/pretrained_model"])
@@ -53,7 +53,7 @@ def test_what_is_neither_a_folder_nor_on_the_hub_is_refused(name: str) -> None:
         policy_files.resolve_checkpoint(name)
 
 
-# ------------------------------------------------------------------------------------------------ what is in it
+# ------------------------------------------------------------------------------------------------ files
 
 
 def test_weights_in_shards_are_to_be_converted(tmp_path: Path) -> None:
@@ -101,12 +101,12 @@ def test_weights_are_looked_at_before_a_model_is_built(config: Any, tmp_path: Pa
             load(tmp_path)
 
 
-# ------------------------------------------------------------------------------------------------ what goes together
+# ------------------------------------------------------------------------------------------------ consistency
 
 
 def test_equal_velocity_fields_may_have_other_settings(config: Any) -> None:
     other = dataclasses.replace(config, num_steps=3, optimizer_lr=1.0, resize_imgs_with_padding=[512, 512])
-    assert config.resize_imgs_with_padding == (512, 512)  # JSON makes a list of it
+    assert config.resize_imgs_with_padding == (512, 512)  # JSON has a list instead
     policy_files.check_same_architecture(config, other)
 
 
@@ -144,7 +144,7 @@ def statistics(**changes: Tensor) -> dict[str, Tensor]:
 
 @pytest.fixture
 def write(tmp_path: Path, config: Any) -> Callable[..., Path]:
-    """Writes a checkpoint's processors with the statistics that are given, and some settings of the normaliser's."""
+    """A function that writes a checkpoint's processors with given statistics and settings of the normaliser."""
 
     def write(tensors: dict[str, Tensor], **settings: Any) -> Path:
         modes = {kind: mode.value for kind, mode in config.normalization_mapping.items()}
@@ -167,7 +167,7 @@ def test_statistics_of_the_data_are_the_teachers_up_to_rounding(write: Callable[
     policy_files.check_same_statistics(folder, config, {STATE: {"mean": near, "std": near}, ACTION: {"mean": near}})
     policy_files.check_same_statistics(
         folder, config, {STATE: {"max": far}, IMAGE: {"mean": far}}
-    )  # normalises nothing
+    )  # statistics that normalise nothing
     message = re.escape(
         f"the teacher normalised {ACTION!r} with mean [1.0, 2.0], the dataset has [1.0, 2.01]. Reflow on"
     )

@@ -1,4 +1,4 @@
-"""A student's processors are those of a stock SmolVLA, and lerobot finds them by the policy's type."""
+"""Tests that a student has a stock SmolVLA's processors, which lerobot finds by the policy's type."""
 
 from pathlib import Path
 from typing import Any

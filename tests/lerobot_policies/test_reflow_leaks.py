@@ -1,4 +1,4 @@
-"""A reflow training that swaps its teacher keeps nothing from step to step."""
+"""Tests that a reflow training with a swapped teacher leaks nothing from step to step."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Flags of `lerobot-train` are read and refused as one ValueError, where lerobot ends the process."""
+"""Tests that flags of `lerobot-train` are read, and refused by a ValueError where lerobot ends the process."""
 
 import sys
 from collections.abc import Callable
@@ -16,7 +16,7 @@ Read = Callable[..., Any]
 
 @pytest.fixture
 def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Read:
-    """Reads flags that are added to those of a complete run."""
+    """A function that reads flags added to the flags of a complete run."""
     complete = ["--policy.type=smolvla_reflow", "--policy.push_to_hub=false", "--policy.device=cpu"]
     complete += ["--dataset.repo_id=you/data", f"--output_dir={tmp_path / 'run'}", lerobot_runs.PLUGIN]
 
@@ -31,7 +31,7 @@ def test_flags_are_read_and_validated(read: Read, tmp_path: Path) -> None:
     cfg = read("--steps=7", "--policy.teacher_num_steps=3")
     assert (cfg.steps, cfg.policy.teacher_num_steps, cfg.dataset.repo_id) == (7, 3, "you/data")
     assert cfg.output_dir == tmp_path / "run"
-    assert cfg.optimizer is not None  # which lerobot fills in when it validates
+    assert cfg.optimizer is not None  # lerobot fills in the optimizer when it validates
 
 
 def test_paths_become_absolute(read: Read, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What the live tensors of a toy step are for, and whom they belong to."""
+"""Tests of the kind and the owner of each live tensor of a toy step."""
 
 from typing import Any
 
@@ -43,7 +43,7 @@ def test_kinds_are_complete_and_exact_to_the_byte() -> None:
     # Two moments of each parameter, and a count of steps in four bytes.
     assert after[OPTIMIZER_STATE] == 2 * parameter_bytes + 4 * len(list(step.model.parameters()))
     assert GRADIENT not in after
-    # Each block: input and statistics of the norm, what up gets, what tanh gives (which down gets), what scale gets.
+    # Each block: input and statistics of the norm, input of up, output of tanh (the input of down), input of scale.
     per_block = BATCH * (DIM + 1 + 1 + DIM + 4 * DIM) * 4
     assert SAVED not in before
     assert after[SAVED] == 3 * per_block
@@ -74,7 +74,7 @@ def test_frozen_layers_are_recognised_by_the_weights_that_they_save() -> None:
 
 
 def test_a_first_layer_is_recognised_by_its_input_weight() -> None:
-    # Its input needs no gradient, so it saves that and not its weight.
+    # The input needs no gradient, so the layer saves its input and not its weight.
     model = nn.Sequential(nn.Linear(DIM, 3, bias=False))
     y = model(torch.randn(BATCH + 1, DIM))
     saved = [group for group in live_tensors(model, "cpu") if group.kind == SAVED and group.shape == (BATCH + 1, DIM)]
@@ -105,7 +105,7 @@ def test_what_a_pack_hook_wrapped_is_found_without_unpacking() -> None:
 
 
 class WrappedOptimizer(torch.optim.Optimizer):
-    """As accelerate's: an optimizer by type, with the groups and the state of the one inside."""
+    """A wrapper like Accelerate's: an optimizer by type, with the groups and the state of the optimizer inside."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer

@@ -1,4 +1,4 @@
-"""Memory figures through an Accelerator, and the words of a warning."""
+"""Tests of memory figures through an Accelerator, and of the text of a warning."""
 
 from pathlib import Path
 from typing import Any

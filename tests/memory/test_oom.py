@@ -1,4 +1,4 @@
-"""The out-of-memory report, with the error injected at each phase of a toy step on the CPU."""
+"""Tests of the out-of-memory report, with the error injected at each phase of a toy step on the CPU."""
 
 import gc
 import re
@@ -107,7 +107,7 @@ def test_a_fused_optimizer_saves_in_the_optimizer_phase_only() -> None:
 
 
 class NothingRuns(TorchDispatchMode):
-    """Fails at any tensor operation."""
+    """A mode that fails at any tensor operation."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise AssertionError(f"{function} ran")
@@ -212,7 +212,7 @@ def test_without_a_model_there_are_kinds_and_shapes() -> None:
     report = report_of(lambda: step.fail("backward"))
     assert re.search(rf"\d+ x \({4 * DIM}, {DIM}\) float32, parameter$", report, flags=re.MULTILINE)
     assert report.startswith("Out-of-memory report: the backward phase\n")
-    # Operations save weights too, which makes them no activations.
+    # Weights are no activations, though operations save them too.
     assert f"({4 * DIM}, {DIM}) float32, saved activation" not in report
 
 

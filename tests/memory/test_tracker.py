@@ -1,4 +1,4 @@
-"""MemoryTracker against a counted allocator, scripted counters and the CPU."""
+"""Tests of MemoryTracker with a counted allocator, with scripted counters and on the CPU."""
 
 import logging
 from collections.abc import Callable
@@ -28,7 +28,7 @@ class Mlp(nn.Module):
 
 
 class Phases:
-    """Drives a tracker through phases and keeps what the allocator itself saw in each."""
+    """A driver of a tracker through phases, which keeps the most bytes that the allocator counted in each."""
 
     def __init__(self, tracker: MemoryTracker, counters: FakeCounters) -> None:
         self.tracker = tracker
@@ -39,13 +39,13 @@ class Phases:
         start = len(self._timeline)
         with self.tracker.phase(name):
             result = action()
-        # The last entry before the phase is what was allocated when it began.
+        # The last entry before the phase has the bytes allocated at its start.
         self.seen[name] = max(self.seen.get(name, 0), *self._timeline[start - 1 :])
         return result
 
 
 def train(phases: Phases, allocator: CountedAllocator, num_steps: int = 3) -> None:
-    """Steps of two micro-batches and an evaluation, on a toy MLP that is charged to the allocator."""
+    """Train a toy MLP that is charged to the allocator, in steps of two micro-batches and an evaluation."""
     torch.manual_seed(0)
     model = Mlp()
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
@@ -82,7 +82,7 @@ def test_forward_peak_of_an_mlp_in_closed_form() -> None:
         with tracker.phase("forward"):
             loss = model(x)
     weights, inputs, hidden = (8 * 16 + 16 * 2) * 4, 4 * 8 * 4, 4 * 16 * 4
-    # The hidden layer before and after the activation function; the result, 8 values and their sum, comes later.
+    # The hidden layer counts before and after the activation function; the 8 results and their sum come later.
     assert tracker.peaks["forward"].at_most_bytes == weights + inputs + 2 * hidden
     assert tracker.read().device.counters.allocated_bytes == weights + inputs + hidden + loss.nbytes
 
@@ -142,7 +142,7 @@ def test_bounds_hold_for_every_course_of_memory(script: list[tuple[str, int | No
     for action, num_bytes in script:
         if action == "move":
             counters.move(max(num_bytes, -counters.allocated_bytes))
-        elif action == "reset":  # by someone else
+        elif action == "reset":  # by other code
             counters.reset_peaks()
             reset_within = reset_within or phase is not None
         elif action == "step":

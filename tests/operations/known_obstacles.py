@@ -1,34 +1,34 @@
-"""What torch cannot do by itself, so that nothing can be compared: each with a part of what its plain run says.
+"""Obstacles in torch itself, which leave no plain run to compare with, each with a part of the plain run's error.
 
-A test fails when a plain run says something else, and the whole sweep when it no longer says what is listed.
+A test fails if a plain run has another error, and the whole sweep if a listed error no longer occurs.
 """
 
 from collections.abc import Iterable
 
 from offload_variants import Outcome
 
-NO_SECOND = "no second derivative"  # says torch's database
+NO_SECOND = "no second derivative"  # by torch's database
 _FLASH = "_scaled_dot_product_flash_attention_for_cpu_backward is not implemented"
 _POOL = "avg_pool3d_out_frame"
 _IN_MODE = "inside an empty dispatch mode"
-# Under autocast torch multiplies in bfloat16, and only empty matrices get through backward; see the documentation.
+# Under autocast torch multiplies in bfloat16, and only empty matrices pass backward; see the documentation.
 _OUT = "functions with out=... arguments don't support automatic differentiation"  # in second derivatives
-# From torch 2.15 on its first sample is computed by a kernel without second derivative.
+# From torch 2.15 on, a kernel without second derivative computes the first sample of attention.
 _SDPA = "derivative for aten::_scaled_dot_product_flash_attention_for_cpu_backward"
 _PINV = ("to have the same dtype, but got: c10::BFloat16", "autocast")
 
 OPERATOR_OBSTACLES: dict[str, tuple[str, ...]] = {
-    "as_strided.partial_views": ("setStorage: sizes",),  # reaches beyond its input, whose memory is its own here
+    "as_strided.partial_views": ("setStorage: sizes",),  # reaches beyond its input, which has its own memory here
     "i0": ('"i1_backward" not implemented',),
-    "linalg.eigh": ("(input_is_complex == grad_is_complex)",),  # inside any dispatch mode, second derivatives raise
+    "linalg.eigh": ("(input_is_complex == grad_is_complex)",),  # second derivatives raise inside any dispatch mode
     "linalg.pinv": (*_PINV, _IN_MODE),
     "linalg.pinv.hermitian": (*_PINV, _IN_MODE),
     "linalg.pinv.singular": ("linalg.pinv(BFloat16",),
     "masked.prod": (_IN_MODE,),  # zeros of the other sign in second derivatives
-    # Inside a mode its mean saves two tensors more, so that checkpointing finds fewer when it computes again outside.
+    # Inside a mode ctc_loss's mean saves two tensors more, and checkpointing finds fewer when it recomputes outside.
     "nn.functional.ctc_loss": ("_ctc_loss_backward is not implemented", _IN_MODE),
     "nn.functional.linear_cross_entropy.chunked_none": (_OUT,),
-    "nn.functional.rrelu": ("other bits under torch's checkpointing",),  # which stops before the noise is drawn
+    "nn.functional.rrelu": ("other bits under torch's checkpointing",),  # checkpointing stops before the noise is drawn
     "nn.functional.scaled_dot_product_attention": (_SDPA,),
     "sparse.sampled_addmm": ("is_coalesced expected sparse coordinate tensor", "_to_sparse does not support automatic"),
     "special.i0e": ('"i1e_backward" not implemented',),
@@ -36,7 +36,7 @@ OPERATOR_OBSTACLES: dict[str, tuple[str, ...]] = {
 }
 
 _LSTM = "could not create a primitive descriptor for the LSTM forward"
-# What oneDNN has no kernel for on some CPUs, and what depends on torch's version: need not be said.
+# Errors that depend on oneDNN's kernels for the CPU or on torch's version, and may be absent.
 NOT_EVERYWHERE = (_LSTM, _SDPA)
 
 MODULE_OBSTACLES: dict[str, tuple[str, ...]] = {
@@ -75,7 +75,7 @@ LAYOUT_OBSTACLES: dict[str, tuple[str, ...]] = {
 
 
 def faults_of(outcomes: Iterable[Outcome], known: tuple[str, ...], *, is_whole: bool) -> list[str]:
-    """What went wrong: failures and obstacles that are not known and, if all samples ran, known ones that are gone."""
+    """Return the failures and obstacles that are not known and, if all samples ran, known obstacles that are gone."""
     outcomes = list(outcomes)
     failures = [failure for outcome in outcomes for failure in outcome.failures]
     faults = [failure for failure in failures if not any(part in failure for part in known)]

@@ -1,4 +1,4 @@
-"""Offloaded runs of a case: modes, forced plans, copiers, selective checkpointing; each compared with its plain run."""
+"""Offloaded runs of a case, compared with plain runs: modes, forced plans, copiers, selective checkpointing."""
 
 import random
 import zlib
@@ -20,7 +20,7 @@ from hf_memopt.activations.planner.offload_plan import OffloadPlan
 from hf_memopt.activations.planner.profile import Action, Link, Profile
 from hf_memopt.transfer import Copier, SyncCopier
 
-# Two passes are recorded, the second of them planned already.
+# Two passes are recorded, the second of which has a plan already.
 _PLANNED_PASSES = 4
 _AMPLE_GIB = 1024
 
@@ -36,7 +36,7 @@ COPIERS: dict[str, Callable[[int], Copier]] = {
 
 
 def _plan(profile: Profile, choose: Callable[[bool], Action]) -> OffloadPlan:
-    """A plan that leaves nothing on its way: what is offloaded is gone at once."""
+    """Return a plan without a window: offloaded storages leave the device at once."""
     actions = tuple(choose(storage.recompute_s is not None) for storage in profile.storages)
     order = tuple(index for index in profile.use_order if actions[index] is Action.OFFLOAD)
     given = {"actions": actions, "reload_order": order, "prefetch_bytes": 2 * max(profile.sizes, default=0)}
@@ -58,7 +58,7 @@ STRATEGIES = ("all", *PLANS)
 
 @contextmanager
 def forced_plans(choose: Callable[[bool], Action]) -> Iterator[list[OffloadPlan]]:
-    """Mode "auto" takes these plans; yields those that were made."""
+    """Make mode "auto" take forced plans, and yield the list of plans made."""
     made: list[OffloadPlan] = []
 
     def make_plan(profile: Profile, link: Link, **limits: Any) -> OffloadPlan:
@@ -83,7 +83,7 @@ class Variant:
     Attributes:
         strategy: "all", "inputs" or one of `PLANS`.
         copier: one of `COPIERS`.
-        seed: of random copiers and plans.
+        seed: seed of random copiers and plans.
     """
 
     strategy: str
@@ -96,12 +96,12 @@ class Variant:
         return f"{self.strategy}, {self.copier} copier, {self.setting}"
 
     def passes(self, case: Case) -> Iterator[list[Any]]:
-        """What each pass with one offloader gives."""
+        """Yield the results of each pass with one offloader."""
         offloader = ActivationOffloader(
             mode="auto" if self.strategy in PLANS else self.strategy,
             offload_threshold_mb=self.threshold_mb,
             copier=COPIERS[self.copier](self.seed),
-            # Without a budget one pass would not be planned.
+            # Without a budget one pass would go without a plan.
             budget_gib=_AMPLE_GIB if self.strategy in PLANS else None,
         )
         if self.strategy not in PLANS:
@@ -111,16 +111,16 @@ class Variant:
                 for _ in range(_PLANNED_PASSES):
                     yield run(case, self.setting, offloader.offload_context(case.model))
             assert made or self.threshold_mb, "no plan was made"
-        # Of inputs there may be none, and everything saved may be weights; there is the ballast otherwise.
+        # A case may save no inputs, or only weights; otherwise the ballast moves.
         has_moved = offloader.stats.bytes_moved > 0
         assert has_moved or self.strategy == "inputs" or self.threshold_mb, "nothing was moved"
 
 
 def variants_of(case: Case, *, thorough: bool = True, threshold_mb: float = 0) -> Iterator[Variant]:
-    """Every strategy plainly, with every copier, and "all", "inputs" and one plan in each other setting.
+    """Yield every strategy plainly, with every copier, and "all", "inputs" and one plan in each other setting.
 
-    One copier by lot, which depends on the case, in other settings and on dtypes other than float32: what is saved, and
-    when, is as it was. If not `thorough` one copier everywhere, and of the other settings autocast and one by lot.
+    Other settings, and dtypes other than float32, have one copier by lot, which depends on the case: saves and their
+    times are the same. If not `thorough`, all have one copier, and only autocast and another setting by lot run.
     """
     lots = random.Random(zlib.crc32(case.label.encode()))
     every_copier = thorough and all(leaf.dtype is torch.float32 for leaf in case.leaves)
@@ -136,35 +136,35 @@ def variants_of(case: Case, *, thorough: bool = True, threshold_mb: float = 0) -
             yield Variant(strategy, lots.choice(list(COPIERS)), setting, lots.randrange(1000), threshold_mb)
 
 
-# ------------------------------------------------------------------------------------------------ what torch does alone
+# ------------------------------------------------------------------------------------------------ plain runs
 
 
 class EmptyMode(TorchDispatchMode):
-    """Does nothing, yet some of torch's formulas look whether there is a mode and compute otherwise."""
+    """A mode without effect of its own, inside which some of torch's formulas compute differently."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
 
 
 class Controls:
-    """Plain runs of one case, and why some settings cannot be compared."""
+    """The plain runs of a case, with the reasons why some settings cannot be compared."""
 
     def __init__(self, case: Case) -> None:
         self._case = case
         self._found: dict[Setting, tuple[list[Any], str]] = {}
 
     def expected(self, setting: Setting) -> list[Any]:
-        """What the plain run gives; nothing of use where there is an `obstacle`."""
+        """Return the plain run's results, which are useless if there is an `obstacle`."""
         return self._control(setting)[0]
 
     def obstacle(self, setting: Setting) -> str:
-        """Why torch alone cannot do it: plain runs raise or differ, or checkpointing changes them; empty if it can."""
+        """Return why torch alone fails: plain runs raise or differ, or checkpointing changes them. Empty if not."""
         return self._control(setting)[1]
 
     def excuse(self, variant: "Variant") -> str:
-        """Return why a variant fails through no fault of the offloader, empty if there is no reason.
+        """Return why a variant fails through no fault of the offloader, empty without a reason.
 
-        Plans are made of passes that are recorded in a dispatch mode, which the offloader cannot leave for the nodes of
+        Plans come from passes recorded in a dispatch mode, which the offloader cannot leave for the nodes of
         checkpointed regions; see "Limits" in docs/activation_offloading.md.
         """
         setting = variant.setting
@@ -196,7 +196,7 @@ class Controls:
 
 
 def selective_runs(case: Case) -> dict[str, Callable[[], list[Any]]]:
-    """Selective checkpointing, alone and offloaded."""
+    """Return runs with selective checkpointing, alone and offloaded."""
 
     def selective(policy: str, offloaded: bool) -> list[Any]:
         offloader = ActivationOffloader(enabled=offloaded, mode="all", offload_threshold_mb=0, copier=SyncCopier())
@@ -209,12 +209,12 @@ def selective_runs(case: Case) -> dict[str, Callable[[], list[Any]]]:
     }
 
 
-# ------------------------------------------------------------------------------------------------ all of it
+# ------------------------------------------------------------------------------------------------ outcomes
 
 
 @dataclass
 class Outcome:
-    """What became of a case: obstacles by setting, and what went wrong."""
+    """The outcome of a case: obstacles by setting, and failures."""
 
     obstacles: dict[str, str]
     failures: list[str]
@@ -256,7 +256,7 @@ def _selective_failures(case: Case, expected: list[Any]) -> list[str]:
 
 
 def _failures(name: str, passes: Callable[[], Any], expected: list[Any]) -> list[str]:
-    """An exception, or the numbers of the passes that gave something else."""
+    """Return an exception, or the numbers of the passes with other results."""
     wrong = []
     try:
         for number, got in enumerate(passes()):

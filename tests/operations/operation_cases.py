@@ -1,4 +1,4 @@
-"""Torch's own samples of operators and modules as functions of leaves."""
+"""torch's own samples of operators and modules as functions of leaves."""
 
 import importlib
 import random
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-# Unwritten memory is NaN here, so that every run reads the same: the noise of RReLU is saved before it is drawn, and
-# torch's checkpointing stops between the two.
+# Operators for which unwritten memory is NaN, so that every run reads the same: RReLU saves its noise before drawing
+# it, and torch's checkpointing stops between the two.
 _READ_UNINITIALISED = ("nn.functional.rrelu",)
 
 DTYPES = (torch.float32, torch.complex64, torch.bfloat16)
@@ -22,16 +22,16 @@ SEED = 1234
 
 @dataclass
 class Case:
-    """Something to differentiate.
+    """A function to differentiate.
 
     Attributes:
-        label: says which sample.
-        function: takes one tensor for each of `leaves`.
-        leaves: its inputs are made from them.
-        model: whose parameters are leaves as well.
-        layout: what is done to the inputs' memory; see `LAYOUTS`.
+        label: name of the sample.
+        function: function of one tensor for each of `leaves`.
+        leaves: tensors from which the inputs are made.
+        model: module whose parameters are leaves as well.
+        layout: name of the inputs' layout; see `LAYOUTS`.
         has_second: whether torch defines the second derivative.
-        fills_memory: see `_READ_UNINITIALISED`.
+        fills_memory: whether unwritten memory is NaN; see `_READ_UNINITIALISED`.
     """
 
     label: str
@@ -49,27 +49,27 @@ class Case:
 
     @property
     def all_leaves(self) -> list[Tensor]:
-        """Everything to differentiate with respect to."""
+        """All tensors with respect to which the case is differentiated."""
         return self.leaves + (list(self.model.parameters()) if self.model else [])
 
     def inputs(self) -> list[Tensor]:
-        """Made from the leaves by operations, so that there is something to recompute."""
+        """Return inputs made from the leaves by operations, so that plans can recompute them."""
         return [LAYOUTS[self.layout](leaf * 1) if leaf.layout is torch.strided else leaf * 1 for leaf in self.leaves]
 
     def reset(self) -> None:
-        """Begin every run alike."""
+        """Restore random numbers and buffers, so that every run begins alike."""
         torch.manual_seed(SEED)
         random.seed(SEED)
         for buffer, first in self._buffers:
             buffer.data = first.clone()
 
     def has_written_buffers(self) -> bool:
-        """Whether the last run left other values in the model's buffers."""
+        """Return whether the last run left other values in the model's buffers."""
         return any(not torch.equal(now, first) for now, first in self._buffers)
 
 
 def with_gaps(tensor: Tensor) -> Tensor:
-    """Every second element of its memory; complex ones lazily conjugated too."""
+    """Return the tensor as every second element of its memory, with complex values lazily conjugated."""
     return torch.stack((tensor, tensor), -1)[..., 1].conj()
 
 
@@ -80,7 +80,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {"dense": lambda tensor: tensor
 
 
 def operator_cases(name: str, most: int, dtypes: tuple[torch.dtype, ...] = DTYPES) -> Iterator[Case]:
-    """At most so many samples for each dtype, spread over torch's list; every second one with gaps in its memory."""
+    """Yield at most `most` samples for each dtype, spread over torch's list, every second one with gaps in memory."""
     op_db = _database("common_methods_invocations", "op_db")
     (operator,) = (each for each in op_db if each.full_name == name and each.supports_autograd)
     for dtype in dtypes:
@@ -105,13 +105,13 @@ def operator_cases(name: str, most: int, dtypes: tuple[torch.dtype, ...] = DTYPE
 
 
 def operator_names() -> list[str]:
-    """All operators in torch's database that support autograd."""
+    """Return all operators in torch's database that support autograd."""
     op_db = _database("common_methods_invocations", "op_db")
     return sorted(operator.full_name for operator in op_db if operator.supports_autograd)
 
 
 def _processed(operator: Callable[..., Any], sample: Any) -> Callable[..., Any]:
-    """Of what the operator gives, the part that is unique: eigenvectors, say, have any phase."""
+    """Return the operator's unique part of the result; eigenvectors, for example, have any phase."""
     return lambda *args, **kwargs: sample.output_process_fn_grad(operator(*args, **kwargs))
 
 
@@ -126,7 +126,7 @@ def _fits_in_place(case: Case, sample: Any) -> bool:
     with torch.no_grad():
         try:
             output = case.function(*case.inputs())
-        except RuntimeError:  # the case itself will say so
+        except RuntimeError:  # the case itself reports the error
             return False
     return isinstance(output, Tensor) and (output.shape, output.dtype) == (sample.input.shape, sample.input.dtype)
 
@@ -135,7 +135,7 @@ def _fits_in_place(case: Case, sample: Any) -> bool:
 
 
 def module_cases(name: str, most: int, dtypes: tuple[torch.dtype, ...] = DTYPES) -> Iterator[Case]:
-    """At most so many samples for each dtype, in training and in evaluation mode."""
+    """Yield at most `most` samples for each dtype, in training and in evaluation mode."""
     module_db = _database("common_modules", "module_db")
     (info,) = (each for each in module_db if each.name == name)
     for dtype in dtypes:
@@ -156,7 +156,7 @@ def module_cases(name: str, most: int, dtypes: tuple[torch.dtype, ...] = DTYPES)
 
 
 class Sampled(nn.Module):
-    """A model with some of its arguments filled in; still a module, whose buffers `SelectiveCheckpoint` can look at."""
+    """A model with some arguments filled in, and still a module whose buffers `SelectiveCheckpoint` finds."""
 
     def __init__(self, model: nn.Module, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ class Sampled(nn.Module):
 
 
 def module_names() -> list[str]:
-    """All modules in torch's database."""
+    """Return all modules in torch's database."""
     module_db = _database("common_modules", "module_db")
     return sorted(info.name for info in module_db)
 
@@ -176,7 +176,7 @@ def module_names() -> list[str]:
 
 
 def _database(module: str, name: str) -> Any:
-    """One of torch's databases, without what importing torch's test suite sets for the whole process."""
+    """Return one of torch's databases, without the global settings of an import of torch's test suite."""
     with patch.object(torch.backends, "disable_global_flags", lambda: None):
         found = getattr(importlib.import_module(f"torch.testing._internal.{module}"), name)
     hypothesis.settings.load_profile("repeatable")
@@ -184,14 +184,14 @@ def _database(module: str, name: str) -> Any:
 
 
 def spread(count: int, most: int) -> list[int]:
-    """At most so many indices, the first and the last among them."""
+    """Return at most `most` indices, with the first and the last."""
     if count <= most:
         return list(range(count))
     return sorted({round(place * (count - 1) / max(1, most - 1)) for place in range(most)})
 
 
 def _function(call: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> tuple[Callable[..., Any], list[Tensor]]:
-    """A function of the tensors among the arguments that require gradients, and leaves with their values."""
+    """Return a function of the tensors that require gradients among the arguments, and leaves with their values."""
     tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor) and each.requires_grad]
 
     def function(*inputs: Tensor) -> Any:
@@ -210,10 +210,10 @@ def _function(call: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> t
 
 
 def differentiable(results: Any) -> list[Tensor]:
-    """The tensors in a function's result that have a gradient."""
+    """Return the tensors in a function's result that have a gradient."""
     return [each for each in tree_leaves(results) if isinstance(each, Tensor) and each.requires_grad]
 
 
 def values_in(results: Any) -> list[Any]:
-    """Everything in a function's result that can be compared."""
+    """Return all parts of a function's result that can be compared."""
     return [each.detach() if isinstance(each, Tensor) else each for each in tree_leaves(results)]

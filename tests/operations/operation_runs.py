@@ -1,4 +1,4 @@
-"""One case run once: forward, and backward in one of several ways."""
+"""A run of a case: forward, and backward in one of several ways."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -13,10 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_memopt.autograd_state import strided_parts
 
-# Behind the operation under test as much is saved as moves everything before it out of the window of copies under way:
-# while its source is still on the device, a wrong copy would not be noticed.
+# Enough is saved behind the operation under test to move all earlier saves out of the window of copies under way: while
+# its source is still on the device, a wrong copy would go unnoticed.
 _BALLAST_OPERATIONS = 3
-_BALLAST_FACTOR = 2  # times what the inputs have
+_BALLAST_FACTOR = 2  # times the inputs' bytes
 _SMALLEST_BALLAST_BYTES = 16384
 
 Call = Callable[..., Any]
@@ -24,11 +24,11 @@ Call = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Setting:
-    """How a case is run.
+    """The settings of a run.
 
     Attributes:
-        autocast: forward under autocast to bfloat16.
-        checkpointed: under torch's activation checkpointing.
+        autocast: whether forward runs under autocast to bfloat16.
+        checkpointed: whether torch's activation checkpointing is on.
         backward: "once" behind the context, or "inside" it; "twice" through one graph; "second" derivatives.
     """
 
@@ -58,13 +58,13 @@ SETTINGS = (
 def run(
     case: Case, setting: Setting, context: AbstractContextManager[Any] | None = None, call: Call | None = None
 ) -> list[Any]:
-    """What the case gives and its gradients.
+    """Return the case's results and gradients.
 
     Args:
-        case: what is run.
-        setting: how.
-        context: around the forward pass, and backward where it is to be inside or is differentiated in turn.
-        call: what calls the function instead of plain Python.
+        case: case to run.
+        setting: settings of the run.
+        context: context of the forward pass, and of backward if it is inside or is differentiated in turn.
+        call: function that calls the case's function, a plain call by default.
     """
     case.reset()
     with _uninitialised_is_nan() if case.fills_memory else nullcontext():
@@ -135,7 +135,7 @@ def _behind(ballast: Tensor, call: Call) -> Tensor:
 
 
 def _dense(tensor: Tensor) -> Tensor:
-    if tensor.dtype is torch.complex32:  # in which torch computes next to nothing
+    if tensor.dtype is torch.complex32:  # a type in which torch computes almost nothing
         tensor = tensor.to(torch.complex64)
     return tensor if tensor.layout is torch.strided else tensor.to_dense()
 
@@ -144,7 +144,7 @@ def _dense(tensor: Tensor) -> Tensor:
 
 
 def same(first: list[Any], second: list[Any]) -> bool:
-    """Whether two runs gave the same to the bit; one NaN is like another."""
+    """Return whether two runs have bitwise equal results; all NaN are equal."""
     return len(first) == len(second) and all(_same(a, b) for a, b in zip(first, second, strict=True))
 
 
@@ -157,7 +157,7 @@ def _same(first: Any, second: Any) -> bool:
 
 
 def _parts(tensor: Tensor) -> list[Tensor]:
-    """Strided tensors that it consists of."""
+    """Return the strided tensors inside a tensor."""
     return [_dense(part) for part in strided_parts(tensor)]
 
 

@@ -1,4 +1,4 @@
-"""torch's databases of operators and modules: in every mode each gives, offloaded, the bits that it gives plainly."""
+"""Tests that every operator and module of torch's databases gives the plain bits when offloaded in every mode."""
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,7 +12,7 @@ from known_obstacles import MODULE_OBSTACLES, OPERATOR_OBSTACLES, faults_of
 from offload_variants import try_everything
 from operation_cases import DTYPES, Case, module_cases, module_names, operator_cases, operator_names
 
-# What torch says of its own samples, deprecated ones among them.
+# torch's warnings about its own samples, such as deprecated ones.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 NUM_SAMPLES = 2
@@ -49,7 +49,7 @@ def test_a_module_in_whole(name: str) -> None:
 
 @pytest.mark.canary
 def test_the_lists_of_names_are_complete() -> None:
-    """Another release of torch may have others: correct operators.txt, modules.txt and `NOT_IN_EACH_TORCH`."""
+    """Check the names of a new release of torch; correct operators.txt, modules.txt and `NOT_IN_EACH_TORCH`."""
     installed, listed = {*operator_names(), *module_names()}, {*OPERATORS, *MODULES}
     assert installed - listed == set()
     assert listed - installed - NOT_IN_EACH_TORCH == set()
@@ -77,11 +77,11 @@ def faults(cases: Iterable[Case], known: tuple[str, ...], *, is_whole: bool) -> 
 
 
 def some_cases(make: Callable[..., Iterator[Case]], name: str, always: Sequence[str]) -> list[Case]:
-    """One case by lot; of those that were once wrong two for each dtype but bfloat16."""
+    """Return one case by lot, or two for each dtype but bfloat16 for names that were once wrong."""
     if name in always:
         return [case for dtype in DTYPES[:2] for case in islice(make(name, NUM_SAMPLES, (dtype,)), 2)]
     lots = random.Random(f"{SEED} {name}")
-    # What is saved and when does not depend on the dtype, so mostly float32.
+    # Saves and their times do not depend on the dtype, so it is mostly float32.
     dtypes = [torch.float32, lots.choice(DTYPES)]
     cases = next(
         filter(None, (list(make(name, NUM_SAMPLES, (dtype,))) for dtype in (lots.choice(dtypes), *DTYPES))), []

@@ -1,4 +1,4 @@
-"""The sweep over operations would notice: broken copies, wrong recomputation, obstacles that come and go."""
+"""Tests that the sweep over operations finds broken copies, wrong recomputation, and changed obstacles."""
 
 from dataclasses import replace
 from typing import Any
@@ -23,7 +23,7 @@ def a_case() -> Case:
 
 
 class ForgetfulCopier(SyncCopier):
-    """Brings zeros back."""
+    """A copier that brings zeros back."""
 
     def to_device(self, source: Tensor, destination: Tensor) -> object:
         return super().to_device(torch.zeros_like(source), destination)
@@ -43,7 +43,7 @@ def test_a_sound_offloader_has_no_faults() -> None:
     ids=str,
 )
 def test_wrong_bytes_from_the_host_are_found(strategy: str, setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So everything has left the device before backward uses it."""
+    """Check also that every saved tensor has left the device before backward."""
     monkeypatch.setitem(COPIERS, "forgetful", lambda seed: ForgetfulCopier())
     case = a_case()
     expected = Controls(case).expected(setting)
@@ -53,7 +53,7 @@ def test_wrong_bytes_from_the_host_are_found(strategy: str, setting: Setting, mo
 
 
 class WrongExp(TorchDispatchMode):
-    """What the sine's backward needs is zero when it is computed again; plain backward computes no exponentials."""
+    """A mode with zeros as exponentials, wrong in recomputation only: a plain backward computes no exponentials."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -112,7 +112,7 @@ def test_bits_are_compared(first: object, second: object, are_same: bool) -> Non
 
 
 def looks_for_a_mode(x: Tensor) -> Tensor:
-    """As some of torch's own formulas do."""
+    """Compute differently inside a dispatch mode, as some of torch's own formulas do."""
     return torch.sin(x) if torch._C._len_torch_dispatch_stack() else torch.sinh(x)
 
 

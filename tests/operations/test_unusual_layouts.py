@@ -1,4 +1,4 @@
-"""Tensors that are no plain strided memory: sparse, nested, oneDNN's. They stay where they are; the rest moves."""
+"""Tests that sparse, nested and oneDNN's tensors stay on the device, while all others move."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,7 @@ from offload_variants import try_everything
 from operation_cases import Case
 from torch import Tensor, nn
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # what torch says of its layouts
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch's warnings about its layouts
 
 NUM_NODES, WIDTH = 5, 4
 
@@ -20,7 +20,7 @@ def adjacency() -> Tensor:
 
 
 class GraphLayer(nn.Module):
-    """Graph convolution: a weighted sum over neighbours, then a dense layer."""
+    """A graph convolution: a dense layer, then a weighted sum over neighbours."""
 
     def __init__(self, layout: torch.layout) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class GraphLayer(nn.Module):
 
     def forward(self, nodes: Tensor) -> Tensor:
         messages = self.linear(nodes)
-        with torch.autocast("cpu", enabled=False):  # which sparse products do not know
+        with torch.autocast("cpu", enabled=False):  # sparse products do not support autocast
             return torch.relu(torch.sparse.mm(self.adjacency, messages.float()))
 
 
@@ -53,7 +53,7 @@ def nested_product(layout: torch.layout) -> Callable[[Tensor], Tensor]:
 
 
 def csr_values(x: Tensor) -> Tensor:
-    """A CSR matrix with gradients."""
+    """Return the product of a CSR matrix whose values have gradients."""
     rows, columns = torch.arange(0, NUM_NODES + 1) * WIDTH, torch.arange(WIDTH).repeat(NUM_NODES)
     matrix = torch.sparse_csr_tensor(rows, columns, x.flatten(), (NUM_NODES, WIDTH))
     return matrix @ torch.sin(x).t()

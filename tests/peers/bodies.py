@@ -1,4 +1,4 @@
-"""Runs of small functions with and without an offloader, and functions of autograd that several tests use."""
+"""Runs of small functions with and without an offloader, and common functions of autograd."""
 
 import gc
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from torch.autograd import Function
 
 from hf_memopt import ActivationOffloader
 
-NUM_STEPS = 4  # two are recorded in mode "auto"
+NUM_STEPS = 4  # of which mode "auto" records two
 MODIFIED = "one of the variables needed for gradient computation has been modified by an inplace operation"
 FREED = "Trying to backward through the graph a second time"
 
@@ -19,7 +19,7 @@ Body = Callable[[], list[Tensor]]
 
 
 def check(offloader: ActivationOffloader, body: Body) -> None:
-    """`body` returns gradients, and the same ones in the context as outside of it."""
+    """Check that `body` returns the same gradients in the context as outside of it."""
     torch.manual_seed(0)
     want = body()
     assert want
@@ -35,7 +35,7 @@ def check(offloader: ActivationOffloader, body: Body) -> None:
 
 
 def check_raises(offloader: ActivationOffloader, body: Callable[[], Any], message: str = MODIFIED) -> None:
-    """So does plain autograd, with the same message."""
+    """Check that `body` raises in the context with the same message as in plain autograd."""
     with pytest.raises(RuntimeError, match=message):
         body()
     for _ in range(NUM_STEPS):

@@ -1,4 +1,4 @@
-"""Offloaders in every mode and with every copier, for tests that were written for something else."""
+"""Offloaders in every mode and with every copier, for tests after those of other libraries."""
 
 import random
 
@@ -18,7 +18,7 @@ def copier(request: pytest.FixtureRequest) -> Copier:
 
 @pytest.fixture(params=["all", "auto"])
 def offloader(request: pytest.FixtureRequest, copier: Copier, monkeypatch: pytest.MonkeyPatch) -> ActivationOffloader:
-    """Moves whatever it can. In mode "auto" plans are drawn by lot; from the third pass on nothing is recorded."""
+    """An offloader without a threshold. In mode "auto" plans are random, and recording ends after two passes."""
     monkeypatch.setattr(plan_maker, "make_plan", RandomPlanner(random.Random(request.node.name)))
     monkeypatch.setattr(plan_maker, "measure_link", lambda *args: (1e10, 1e10))
     return ActivationOffloader(mode=request.param, offload_threshold_mb=0, copier=copier)

@@ -1,7 +1,7 @@
-"""After PyTorch's tests of saved tensors, custom functions, retained graphs and checkpoints (test/test_autograd.py).
+"""Tests after PyTorch's: saved tensors, custom functions, retained graphs and checkpoints (test/test_autograd.py).
 
 The ideas are the PyTorch contributors', licensed under BSD-3; the code is our own. Bodies run in our context, several
-times with one offloader; where PyTorch looks at its own hooks we look at gradients and at what the host still holds.
+times with one offloader; instead of PyTorch's hooks, the tests check gradients and the bytes left on the host.
 """
 
 import threading
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.sweep(share=1 / 4)
 
 
 class SaveResult(Function):
-    """Saves an output, an input, nothing and a tensor of its own."""
+    """A function that saves an output, an input, None and a tensor of its own."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
@@ -61,7 +61,7 @@ class SaveInSetup(Function):
 
 
 class BackwardInBackward(Function):
-    """Runs a graph of its own in forward and in backward."""
+    """A function that runs a graph of its own in forward and in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -168,7 +168,7 @@ def a_retained_graph() -> list[Tensor]:
 
 
 def parts_of_a_graph() -> list[Tensor]:
-    """Each backward frees its own part; what they share is freed by the last."""
+    """Return gradients of backwards that each free their own part, the last of which frees the shared part."""
     x = leaf(5, 5)
     shared = (x * 2).exp()
     heads = [shared.sin(), shared.square(), shared.tanh()]
@@ -238,7 +238,7 @@ def one_of_several_outputs() -> list[Tensor]:
 
 
 def products() -> list[Tensor]:
-    """Of these torch computes gradients in another way where a dispatch mode is active, to other bits."""
+    """Return gradients of products, which torch computes differently inside a dispatch mode, with other bits."""
     x = leaf(64)
     return gradients(x.abs().prod(), x) + gradients(x.cumprod(0), x)
 
@@ -311,7 +311,7 @@ def a_checkpoint_with_double_backward() -> list[Tensor]:
 
 
 def hooks_inside() -> list[Tensor]:
-    """The innermost hooks are the ones that run."""
+    """Return gradients with other hooks inside, of which the innermost run."""
     x, w = leaf(5, 5), leaf(5, 5)
     y = region(x, w).sin()
     with saved_tensors_hooks(lambda tensor: (tensor.clone(),), lambda packed: packed[0]):

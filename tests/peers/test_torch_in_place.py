@@ -1,7 +1,7 @@
-"""After PyTorch's tests of in-place modification and version counters (test/test_autograd.py).
+"""Tests after PyTorch's: in-place modification and version counters (test/test_autograd.py).
 
 The ideas are the PyTorch contributors', licensed under BSD-3; the code is our own. Bodies run in our context, several
-times with one offloader; where PyTorch looks at its own hooks we look at gradients and at what the host still holds.
+times with one offloader; instead of PyTorch's hooks, the tests check gradients and the bytes left on the host.
 """
 
 from collections.abc import Callable
@@ -114,7 +114,7 @@ def test_modification_is_refused_in_autograds_words(offloader: ActivationOffload
 
 
 def test_double_backward_does_not_read_what_was_modified(offloader: ActivationOffloader) -> None:
-    """Backward may have got a copy; then it is right to go on, and else autograd's error is due."""
+    """Check for the right result from a copy, or for autograd's error without a copy."""
     x = leaf(5, 5)
     for _ in range(NUM_STEPS):
         with offloader.offload_context():
@@ -170,7 +170,7 @@ def a_view_of_a_view() -> list[Tensor]:
     part = y[1:].view(3, 2, 3)[:, 1]
     part.mul_(5)
     z = y.exp()
-    part.detach().add_(0)  # counts, but what was saved is the result
+    part.detach().add_(0)  # counts as a write, but the result is saved, not the input
     return gradients(z, x)
 
 
@@ -192,7 +192,7 @@ def the_same_memory_in_turn() -> list[Tensor]:
 
 
 def saved_once_and_again_after_a_write() -> list[Tensor]:
-    """The first graph is dropped, and with it its objection."""
+    """Return gradients after a write between two graphs, the first of which is dropped and no longer objects."""
     x, y = leaf(5, 5), torch.ones(5, 5)
     unused = (x * y).sum()
     y.mul_(3)
@@ -201,10 +201,10 @@ def saved_once_and_again_after_a_write() -> list[Tensor]:
 
 
 def hidden_writes() -> list[Tensor]:
-    """Through `.data`: the newer graph reads the newer bytes, and nobody uses the older one."""
+    """Return gradients after a write through `.data`: the newer graph reads the newer bytes, the older is unused."""
     x = leaf(32, 32)
     unused = (x * x).sum()
-    for _ in range(4):  # pushes what was saved out of the window of copies under way
+    for _ in range(4):  # moves the saved tensors out of the window of copies under way
         (leaf(64, 64) * 2).exp()
     x.data.add_(1)
     return [*gradients(x * x, x), unused.detach()]
@@ -230,7 +230,7 @@ def test_allowed_modification(offloader: ActivationOffloader, body: Body) -> Non
     ],
 )  # fmt: skip
 def test_gradcheck(offloader: ActivationOffloader, check_of: Callable[..., bool], function: Any) -> None:
-    """Writes its input where no version counter sees it, between forward passes whose graphs are alive."""
+    """Run gradcheck, which writes its input past the version counter between passes whose graphs are alive."""
     torch.manual_seed(0)
     x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
     for _ in range(NUM_STEPS):

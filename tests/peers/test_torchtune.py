@@ -1,7 +1,7 @@
-"""After torchtune's tests of its activation offloading (tests/torchtune/training/test_activation_offloading.py).
+"""Tests after torchtune's: its activation offloading (tests/torchtune/training/test_activation_offloading.py).
 
-The ideas are Meta's, licensed under BSD-3; the code is our own. They are about what happens when backward gets a saved
-tensor, returns a view of it as a gradient, and the memory is reused behind the gradient's back.
+The ideas are Meta's, licensed under BSD-3; the code is our own. In most tests backward returns a view of a saved tensor
+as a gradient, while the tensor's memory may be reused.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from hf_memopt import ActivationOffloader
 
 pytestmark = pytest.mark.sweep(share=1 / 4)
 
-NUM_STEPS = 4  # two are recorded in mode "auto"
+NUM_STEPS = 4  # of which mode "auto" records two
 
 
 def test_a_stack_of_linear_layers_has_the_plain_gradients(offloader: ActivationOffloader) -> None:
@@ -35,7 +35,7 @@ def test_a_stack_of_linear_layers_has_the_plain_gradients(offloader: ActivationO
 
 
 def node(forward: Callable[[Any, Tensor], Tensor], backward: Callable[[Any, Tensor], Tensor]) -> Any:
-    """The `apply` of a custom function."""
+    """Return the `apply` of a custom function."""
     methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     return type("Node", (Function,), methods).apply
 
@@ -75,7 +75,7 @@ def expects_ones(ctx: Any, gradient: Tensor) -> Tensor:
 
 
 def test_a_gradient_may_be_a_view_of_a_saved_tensor(offloader: ActivationOffloader) -> None:
-    """It has to live on after its node, while other saved tensors come back."""
+    """Check a gradient that lives on after its node, while other saved tensors come back."""
     last = node(gives_saved_view, lambda ctx, gradient: saved(ctx).t())
     third = node(saves_itself, reads_and_passes_on)
     second = node(copies, lambda ctx, gradient: gradient.eq(1).float())
@@ -99,7 +99,7 @@ def saves_noise(ctx: Any, x: Tensor) -> Tensor:
 
 
 def test_a_checkpointed_region_hands_a_gradient_to_what_was_offloaded(offloader: ActivationOffloader) -> None:
-    """The region's recomputation reuses memory while the gradient on its way out is made of a saved tensor."""
+    """Check a region whose recomputation reuses memory while a gradient still views a saved tensor."""
     first = node(saves_fives, expects_ones)
     second = node(saves_itself, lambda ctx, gradient: gradient * saved(ctx).eq(1))
     third = node(saves_a_view_of_a_view, lambda ctx, gradient: saved(ctx).eq(1).float())
@@ -115,7 +115,7 @@ def test_a_checkpointed_region_hands_a_gradient_to_what_was_offloaded(offloader:
 
 @pytest.mark.parametrize("keep", [False, True])
 def test_a_saved_tensor_may_outlive_its_node(offloader: ActivationOffloader, keep: bool) -> None:
-    """Ours: what backward puts away keeps its bytes, however much comes back after it."""
+    """Check that a tensor kept by backward keeps its bytes while others come back. torchtune has no such test."""
     put_away: list[Tensor] = []
 
     def puts_away(ctx: Any, gradient: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""After TRL's tests of its activation offloading (tests/test_activation_offloading.py).
+"""Tests after TRL's: its activation offloading (tests/test_activation_offloading.py).
 
 The ideas are Hugging Face's, licensed under Apache 2.0; the code is our own, and models come from configurations.
 """
@@ -17,7 +17,7 @@ from hf_memopt.transfer import Copier
 
 pytestmark = pytest.mark.sweep(share=1 / 4)
 
-NUM_STEPS = 4  # two are recorded in mode "auto"
+NUM_STEPS = 4  # of which mode "auto" records two
 KIB = 2**10
 
 
@@ -36,7 +36,7 @@ def tokens() -> Tensor:
 
 
 def language_loss(model: nn.Module, tokens: Tensor) -> Tensor:
-    torch.manual_seed(42)  # dropout
+    torch.manual_seed(42)  # for dropout
     return model(input_ids=tokens, labels=tokens).loss
 
 
@@ -78,12 +78,12 @@ def test_small_tensors_stay(copier: Copier) -> None:
     offloader = ActivationOffloader(mode="all", offload_threshold_mb=1 / KIB, copier=copier)
     with offloader.offload_context(model):
         model(torch.randn(2, 5)).sum().backward()
-    assert offloader.stats.bytes_moved == 2 * 1000 * 4  # what sigmoid saves
+    assert offloader.stats.bytes_moved == 2 * 1000 * 4  # the result of sigmoid
     assert offloader.stats.bytes_kept > 0
 
 
 class TwoViews(nn.Module):
-    """One product, saved flat and transposed."""
+    """A model that saves one product flat and transposed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ def test_views_of_one_storage_travel_once(copier: Copier) -> None:
 
 
 class SaveDouble(Function):
-    """Saves what is gone as soon as forward is over, so that its address is used again."""
+    """A function that saves a tensor dropped at the end of forward, so that its address is used again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -163,7 +163,7 @@ def test_parameters_stay(copier: Copier, known: bool) -> None:
 
 
 def test_what_is_broadcast_travels_without_its_repetitions(offloader: ActivationOffloader) -> None:
-    """TRL keeps what is expanded, because its copies would not be."""
+    """Check an expanded tensor, which TRL keeps because its copies would not be expanded."""
     row = torch.randn(1, 8, requires_grad=True)
     others = torch.randn(64, 8)
     want = torch.autograd.grad((row.expand(64, 8) * others).exp().sum(), row)

@@ -1,4 +1,4 @@
-"""The distribution that lerobot finds by its name: built, and with it lerobot's commands take the policy's type."""
+"""Tests of the built distribution that lerobot finds by name, with which its commands take the policy's type."""
 
 import json
 import os
@@ -17,6 +17,8 @@ from patience import HANG_S
 
 import hf_memopt
 
+pytestmark = pytest.mark.e2e
+
 lerobot_runs = LateModule("lerobot_runs")
 
 NAME = "lerobot_policy_smolvla_reflow"
@@ -26,7 +28,7 @@ Command = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the plug-in installed and nothing else."""
+    """A folder that holds only the installed plug-in."""
     source, built = tmp_path_factory.mktemp("source") / NAME, tmp_path_factory.mktemp("wheel")
     copytree(ROOT / "plugins" / NAME, source, ignore=ignore_patterns("__pycache__", "*.egg-info", "build"))
     # With the environment's setuptools: an isolated build would download one.
@@ -35,7 +37,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert done.returncode == 0, done.stdout + done.stderr
     (wheel,) = built.iterdir()
     folder = tmp_path_factory.mktemp("installed")
-    # Installing a pure wheel without its dependencies is unpacking it.
+    # A pure wheel without dependencies is installed by unpacking.
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder)
     return folder
@@ -43,7 +45,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def command(installed: Path, tmp_path: Path) -> Command:
-    """Runs one of lerobot's commands in a process of its own, in which nothing but the plug-in names the policy."""
+    """A function that runs a command of lerobot in a process of its own, where only the plug-in names the policy."""
 
     def run(name: str, *flags: str) -> subprocess.CompletedProcess[str]:
         paths = [installed, ROOT / "tests", ROOT / "tests" / "plugins", os.environ.get("PYTHONPATH", "")]
@@ -99,7 +101,7 @@ def test_lerobot_evaluates_and_rolls_out(command: Command, toy_student: Path, tm
     assert evaluated.returncode == 0, evaluated.stderr[-3000:]
     found = json.loads((tmp_path / "eval" / "eval_info.json").read_text())
     assert found["overall"]["n_episodes"] == 2
-    # There is no robot: the policy is loaded first.
+    # The policy is loaded before the missing robot is noticed.
     robot = ["--robot.type=so100_follower", "--robot.port=/dev/null", "--device=cpu", "--task=anything"]
     rolled_out = command("lerobot-rollout", flags[0], *robot)
     assert "Policy loaded: type=smolvla_reflow" in rolled_out.stderr, rolled_out.stderr[-3000:]

@@ -1,8 +1,8 @@
-"""What a line of a random program may do. See `program_strategy` for how lines are put together.
+"""The operations of a random program's lines. `program_strategy` puts lines together.
 
-An operation is called with the run that it is a part of, with the tensors that it reads, and with its options. Shapes
-are known before a program runs, but for the number of rows R, which differs from pass to pass: -1 stands for R, -2 for
-a half of it, and so on.
+An operation is called with its run, with the tensors that it reads, and with its options. Shapes are known before a
+program runs, except the number of rows R, which differs from pass to pass: -1 stands for R, -2 for a half of R, and so
+on.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ Shape = tuple[int, int]
 
 
 class Silu(Function):
-    """Its backward returns a new tensor, or overwrites what it has saved."""
+    """A SiLU whose backward returns a new tensor, or overwrites its saved tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, how: str) -> Tensor:
@@ -34,7 +34,7 @@ class Silu(Function):
 
 
 class SiluOfAttribute(Function):
-    """Keeps its input by itself, and overwrites it in backward as a kernel does that autograd does not see."""
+    """A SiLU that keeps its input as an attribute, and overwrites the input in backward, unseen by autograd."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ class SiluOfAttribute(Function):
 
 
 class GradientInForward(Function):
-    """A loss per row whose forward overwrites its input by the gradient, as fused cross entropies do."""
+    """A loss per row whose forward overwrites its input with the gradient, as fused cross entropies do."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ class GradientInForward(Function):
 
 
 class Assign(Function):
-    """Writes a part of a buffer past autograd's count of modifications, as torchdiffeq's solvers do."""
+    """A write to a part of a buffer past autograd's count of modifications, as in torchdiffeq's solvers."""
 
     @staticmethod
     def forward(ctx: Any, buffer: Tensor, value: Tensor, part: str) -> Tensor:
@@ -176,12 +176,12 @@ class Operation:
     """A kind of line.
 
     Attributes:
-        function: performs it.
-        text: how it is printed.
-        group: which operations it may be exchanged with: those that read and make the same shapes.
-        makes: whether its result has a name. Others change their first operand, or run backward.
-        weight: how often it is drawn.
-        feature: what leaves it out; see `program_strategy.FEATURES`.
+        function: implementation of the operation.
+        text: template of the printed line.
+        group: name of a set of operations with the same shapes, which may replace each other.
+        makes: whether the result has a name. Other operations change their first operand, or run backward.
+        weight: relative frequency of draws.
+        feature: feature that the operation belongs to; see `program_strategy.FEATURES`.
     """
 
     function: Callable[..., Any]
@@ -271,7 +271,7 @@ OPERATIONS: dict[str, Operation] = {
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a program; `target` is "" where nothing is made."""
+    """One line of a program; `target` is "" for a line without a result."""
 
     target: str
     operation: str
@@ -284,7 +284,7 @@ class Line:
 
 
 def last_uses(lines: Sequence[Line], kept: Sequence[str]) -> list[list[str]]:
-    """Return for each line the names that no later one reads, `kept` left out."""
+    """Return for each line the names that no later line reads, without the names in `kept`."""
     seen, dying = set(kept), []
     for line in reversed(lines):
         names = [name for name in (*line.operands, line.target) if name and name not in seen]

@@ -1,9 +1,9 @@
 """Runs a program plainly and offloaded, and compares them bit by bit.
 
-Two kinds of programs say nothing, and are left out. Of some, plain torch itself reads bytes that were overwritten
-behind its back: their gradients differ from those of a run in which autograd saves copies. Others overwrite behind its
-back, in forward, what a saved tensor shows that backward never reads. No hook can tell whether a tensor that is saved
-later shows the same bytes.
+Two kinds of programs prove nothing and are left out. In the first kind plain torch itself reads bytes that were
+overwritten unseen by autograd: the gradients differ from those of a run in which autograd saves copies. In the second
+kind forward overwrites, unseen by autograd, a saved tensor's bytes that backward never reads. No hook can tell whether
+a tensor that is saved later has the same bytes.
 """
 
 import gc
@@ -34,7 +34,7 @@ Around = Callable[["Run"], AbstractContextManager[object]]
 
 
 class SlicingCopier(AdversarialCopier):
-    """Its device memory is a part of larger memory, as an allocator of its own would give it out."""
+    """A copier whose device memory is a slice of larger memory, as from an allocator of its own."""
 
     def empty_device(self, num_bytes: int) -> Tensor:
         self.tick()
@@ -57,14 +57,14 @@ class Run:
 
     Attributes:
         seen: losses and gradients, pass by pass.
-        error: what ended it, None if nothing did.
-        where: the pass that it came to.
+        error: error that ended the run, None without an error.
+        where: number of the last pass.
         steps_between: whether parameters were changed between the forward and the backward of a loss.
 
     Args:
-        program: that is run.
-        around: makes the context of a pass.
-        after_line: called with the name of each operation of a pass; before the first one it is "".
+        program: program to run.
+        around: constructor of a pass's context.
+        after_line: function that gets the name of each operation of a pass, and "" before the first operation.
     """
 
     def __init__(self, program: Program, around: Around, after_line: Callable[[str], None] = lambda name: None) -> None:
@@ -141,7 +141,7 @@ class Run:
         return loss
 
     def _make_parameters(self) -> None:
-        """Before the first context, which has to know the model."""
+        """Make all parameters before the first context, which needs the whole model."""
         for width, dtype in itertools.product((4, 8, 16, 32), (torch.float32, torch.float64)):
             for number in (0, 1):
                 self.linear(width, number, dtype)
@@ -155,7 +155,7 @@ class Run:
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """The same bytes with the same strides in other memory."""
+    """Return a copy with the same strides."""
     reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     memory = tensor.detach().as_strided((reach,), (1,), tensor.storage_offset()).clone()
     return memory.as_strided(tensor.shape, tensor.stride(), 0)
@@ -166,7 +166,7 @@ def _can_be_copied(tensor: Tensor) -> bool:
 
 
 class _Copy:
-    """A saved tensor and a copy of it, which backward gets."""
+    """A saved tensor and a copy for backward."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor, self._copy = tensor.detach(), _copy(tensor)
@@ -182,7 +182,7 @@ class _Copy:
 
 
 class _Copies:
-    """Saved tensors as copies.
+    """Hooks that save copies of tensors.
 
     Attributes:
         are_overwritten: whether a line of a forward pass, in which no backward ran, has changed a saved tensor unseen.
@@ -213,14 +213,14 @@ def _same(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 def plain(program: Program) -> Run:
-    """Run it plainly; programs that say nothing are rejected."""
+    """Return the plain run of a program, and reject a program that proves nothing."""
     run = Run(program, lambda run: nullcontext())
     finite = all(bool(tensor.isfinite().all()) for tensor in run.seen if tensor is not None)
     hypothesis.assume(finite)
     copies = _Copies()
     copied = Run(program, copies.hooks, copies.look)
     hypothesis.assume(not copies.are_overwritten)
-    # A run that plain torch ends with an error says something of the passes before.
+    # After an error of plain torch, the passes before it are still compared.
     hypothesis.assume(all(map(_same, run.seen, copied.seen)))
     hypothesis.assume(run.error is not None or copied.error is None)
     return run
@@ -230,7 +230,7 @@ def plain(program: Program) -> Run:
 
 
 class CountingClock(HostClock):
-    """Each mark is 0.1 ms after the last, so that plans do not depend on the machine."""
+    """A clock with 0.1 ms between marks, so that plans do not depend on the machine."""
 
     def __init__(self) -> None:
         self._now = 0
@@ -248,7 +248,7 @@ class CountingClock(HostClock):
 
 @contextmanager
 def repeatable() -> Iterator[None]:
-    """Plans are the same in each run, and are searched for less long."""
+    """Make plans the same in each run, with a shorter search."""
     with (
         patch.object(device_state, "clock_for", lambda device: CountingClock()),
         patch.object(plan_maker, "measure_link", lambda *_: (1e7, 1e7)),
@@ -264,20 +264,20 @@ MODES = ("all", "inputs", "auto", "plan by lot", "another plan by lot")
 
 
 def offloaded(program: Program, mode: str) -> list[str]:
-    """Return what is wrong with an offloaded run."""
+    """Return the errors of an offloaded run."""
     lots = RandomPlanner(random.Random(f"{mode} {program.seed}"))
     want = _EXPECTED[0]
     name = mode if mode in ("all", "inputs") else "auto"
     options: dict[str, Any] = {"mode": name, "offload_threshold_mb": 0, "copier": COPIERS[program.copier](program.seed)}
     if "lot" in mode:
-        options["budget_gib"] = 1024.0  # without a budget one pass more is not planned
+        options["budget_gib"] = 1024.0  # without a budget, one more pass would go without a plan
     offloader = ActivationOffloader(**options, max_slowdown=100.0)
     with patch.object(plan_maker, "make_plan", lots) if "lot" in mode else nullcontext():
         run = Run(program, lambda run: offloader.offload_context(run.model if program.is_known else None))
     return [*_differences(run, want), *_left_behind(offloader)]
 
 
-# The plain run of the program that is being checked: it is the same for all modes.
+# The plain run of the program under test, which all modes share.
 _EXPECTED: list[Run] = []
 
 
@@ -287,7 +287,7 @@ def _differences(run: Run, want: Run) -> Iterator[str]:
             yield "another loss or gradient than plain"
             return
     if run.error and "modified by an inplace operation" in run.error[1] and run.steps_between:
-        return  # nothing is computed again from changed parameters; where autograd has not saved them plain is right
+        return  # no run recomputes from changed parameters; plain torch is right if autograd has not saved them
     if (run.error is None) != (want.error is None):
         yield f"pass {run.where}: {run.error}; plain in pass {want.where}: {want.error}"
     elif run.error and want.error:
@@ -299,7 +299,7 @@ def _differences(run: Run, want: Run) -> Iterator[str]:
 
 
 def _is_of_writing(message: str) -> bool:
-    """Return whether autograd refuses that a saved tensor, or what a custom function returned, was written to."""
+    """Return whether a message is autograd's refusal of a write to a saved tensor or to a custom function's result."""
     return "modified by an inplace operation" in message or "is a view and its base" in message
 
 
@@ -314,7 +314,7 @@ def check(program: Program, modes: Sequence[str] = MODES) -> None:
     """Compare each mode with the plain run.
 
     Raises:
-        AssertionError: names the mode and what is wrong.
+        AssertionError: if a mode differs, with the mode and the difference.
     """
     torch.manual_seed(0)
     _EXPECTED[:] = [plain(program)]

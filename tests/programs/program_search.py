@@ -1,4 +1,4 @@
-"""Looks for a program that fails, and makes it small."""
+"""Search for a program that fails, and shrink it."""
 
 import os
 import pickle
@@ -14,14 +14,14 @@ from program_strategy import Program, programs
 
 @dataclass
 class Search:
-    """What a search has come to.
+    """Results of a search.
 
     Attributes:
-        num_valid: programs that say something, until the first failure.
-        num_tried: those that had to be left out included.
-        first: the first that was found to fail, as it was made.
-        program: the smallest that was found to fail, None if none did.
-        message: what is wrong with it.
+        num_valid: number of programs that prove something, until the first failure.
+        num_tried: number of all programs, those left out included.
+        first: first failing program as it was drawn.
+        program: smallest failing program, None if no program failed.
+        message: error of the smallest failing program.
     """
 
     num_valid: int = 0
@@ -38,7 +38,7 @@ def look(
     check: Callable[[Program], None] = check,
     shrinks: bool = True,
 ) -> Search:
-    """Try so many programs, up to the first that fails."""
+    """Try up to `num_programs` programs, and stop at the first that fails."""
     found = Search()
     phases = [Phase.generate, *([Phase.shrink] if shrinks else [])]
 
@@ -67,7 +67,7 @@ def look(
 
 
 def check_in_child(program: Program, modes: Sequence[str] = MODES) -> None:
-    """The same in a process of its own, whose death is a failure."""
+    """Check a program in a process of its own, and fail if the process dies."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:

@@ -15,7 +15,7 @@ _SIZES = (4, 8, 16, 32)
 
 @dataclass(frozen=True)
 class Body:
-    """What one pass does: `x` is its input, and the mean of each of `losses` is a loss."""
+    """The lines of a pass: `x` is the input, and the mean of each of `losses` is a loss."""
 
     lines: tuple[Line, ...]
     losses: tuple[str, ...]
@@ -27,7 +27,7 @@ class Body:
 
 @dataclass(frozen=True)
 class Pass:
-    """One context. Backward comes inside it, after it, together with that of the next one, twice, or never."""
+    """A pass in one context. Backward comes inside the context, after it, with the next pass's, twice, or never."""
 
     body: int = 0
     rows: int = 8
@@ -40,7 +40,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class Program:
-    """Bodies, passes, and how the offloaded run goes about it."""
+    """A program: bodies, passes, and settings of the offloaded run."""
 
     bodies: tuple[Body, ...]
     passes: tuple[Pass, ...]
@@ -69,7 +69,7 @@ class _Variable:
 
 
 class _Writer:
-    """Writes lines one after the other, with operands that fit."""
+    """A writer of lines with operands that fit."""
 
     def __init__(self, draw: Any, without: frozenset[str]) -> None:
         self._draw = draw
@@ -81,7 +81,7 @@ class _Writer:
         self.variables = [_Variable("x", (-1, 16), False, False, frozenset("x"))]
 
     def write_several(self, without: frozenset[str]) -> None:
-        """Patterns that single lines make rarely."""
+        """Write one of the patterns that single lines rarely form."""
         square = [each for each in self.variables if not each.is_spent and each.shape == (-1, 16)]
         first = self._pick([each for each in square if each.has_grad])
         if first is None:
@@ -89,7 +89,7 @@ class _Writer:
         pattern = self._draw(st.integers(0, 4))
         near, far = self._draw(st.sampled_from([("left", "right"), ("top", "bottom")]))
         if pattern == 4:
-            # One half of a buffer is saved, and the other one overwritten after it was read.
+            # One half of a buffer is saved, and the other half is overwritten after a read.
             buffer = self._then("buffer", [first], near)
             for part in (near, far):
                 self._then("fill.data", [buffer, first], part)
@@ -98,7 +98,7 @@ class _Writer:
             self._then("add", [used, self._then("scale", [read])])
             self._then("fill.data", [buffer, used], far)
         elif pattern >= 2:
-            # A buffer is filled half by half, and each half is used as soon as it is there.
+            # A buffer is filled half by half, and each half is used at once.
             how = self._draw(st.sampled_from([name for name in ("assign", "fill.data") if "data" not in without]))
             buffer = self._then("buffer", [first], near)
             buffer = self._then(how, [buffer, first], near)
@@ -107,7 +107,7 @@ class _Writer:
             buffer = self._then(how, [buffer, used], far)
             self._then("add", [used, self._then("part", [self._then("scale", [buffer])], far)])
         else:
-            # A function overwrites in backward what another saved tensor can be computed from.
+            # A function overwrites in backward the tensor from which another saved tensor can be recomputed.
             ways = {"aten": "aten", "by data": "data", "attribute": "data"}
             how = self._draw(st.sampled_from([name for name, feature in ways.items() if feature not in without]))
             read = self._then(self._draw(st.sampled_from(["tanh", "sigmoid", "exp"])), [first])
@@ -156,7 +156,7 @@ class _Writer:
     def _operands(self, operation: str) -> tuple[list[_Variable], Shape | None, tuple[Any, ...]] | None:
         group, some = OPERATIONS[operation].group, self.variables
         options: tuple[Any, ...] = ()
-        if operation == "reentrant":  # it warns of inputs without gradient
+        if operation == "reentrant":  # since reentrant checkpoints warn of inputs without gradient
             first = self._pick([each for each in some if each.shape[1] in _SIZES and each.has_grad])
         elif group in ("linear", "fused") or operation == "scale":
             first = self._pick([each for each in some if each.shape[1] in _SIZES])
@@ -228,7 +228,7 @@ def bodies(draw: Any, without: frozenset[str]) -> Body:
 
 @st.composite
 def exchanged(draw: Any, body: Body, without: frozenset[str]) -> Body:
-    """The same with other operations, so that as many tensors of the same sizes are saved, or nearly."""
+    """Draw a body with some operations exchanged, which saves about as many tensors of the same sizes."""
     lines = []
     for line in body.lines:
         now = OPERATIONS[line.operation]
@@ -239,7 +239,7 @@ def exchanged(draw: Any, body: Body, without: frozenset[str]) -> Body:
         change = now.group in ("unary", "in place", "fill") and draw(st.booleans())
         lines.append(replace(line, operation=draw(st.sampled_from(same))) if change else line)
     if "in place" not in without and draw(st.booleans()):
-        # Somebody's input is modified once it has been read.
+        # One line's input is modified in place after the read.
         reader = draw(st.integers(0, len(lines) - 1))
         names = [name for name in lines[reader].operands if name != "x"]
         if names:

@@ -1,4 +1,4 @@
-"""The random programs would notice: faults that are put into the offloader, one at a time."""
+"""Tests that random programs find faults planted in the offloader, one at a time."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,13 +20,13 @@ Put = Callable[[pytest.MonkeyPatch], None]
 
 @dataclass(frozen=True)
 class Fault:
-    """What is put in, and how many programs find it.
+    """A fault, and the search that finds it.
 
     Attributes:
-        put: puts it in.
-        num_programs: how many it took with hypothesis 6.170; other versions draw others.
-        features: those that the programs may use. The fewer, the sooner it is found, and nothing else is.
-        says: a part of what is wrong then; other failures do not count.
+        put: function that plants the fault.
+        num_programs: number of programs until the failure with hypothesis 6.170; other versions draw other programs.
+        features: features that the programs may use. Fewer features find the fault sooner, and find no other error.
+        says: part of the error's text; other failures do not count.
     """
 
     put: Put
@@ -36,7 +36,7 @@ class Fault:
 
 
 def views_have_no_offset(patch: pytest.MonkeyPatch) -> None:
-    """All views begin where their storage does."""
+    """Plant: all views begin at the start of their storage."""
     sound = autograd_state.ViewMeta.__init__
 
     def init(self: Any, tensor: Tensor) -> None:
@@ -47,7 +47,7 @@ def views_have_no_offset(patch: pytest.MonkeyPatch) -> None:
 
 
 def views_have_no_strides(patch: pytest.MonkeyPatch) -> None:
-    """All views are contiguous."""
+    """Plant: all views are contiguous."""
     sound = autograd_state.ViewMeta.__init__
 
     def init(self: Any, tensor: Tensor) -> None:
@@ -59,12 +59,12 @@ def views_have_no_strides(patch: pytest.MonkeyPatch) -> None:
 
 
 def one_copy_serves_all_versions(patch: pytest.MonkeyPatch) -> None:
-    """What was saved before an in-place modification is taken for what is saved after it."""
+    """Plant: a copy from before an in-place modification also serves saves after the modification."""
     patch.setattr(autograd_state.VersionGuard, "covers", lambda self, tensor: True)
 
 
 def modifications_go_unnoticed(patch: pytest.MonkeyPatch) -> None:
-    """Autograd's own check, which hooks switch off, is not made."""
+    """Plant: no check of versions, which autograd makes itself only without hooks."""
     patch.setattr(autograd_state.VersionGuard, "check", lambda self: None)
 
 
@@ -73,7 +73,7 @@ def nobody_waits_for_what_comes_back(patch: pytest.MonkeyPatch) -> None:
 
 
 def double_backward_reads_zeros(patch: pytest.MonkeyPatch) -> None:
-    """All bytes are zero when they are fetched while a graph of the backward is made."""
+    """Plant: all bytes are zero when they are fetched in a backward that makes a graph."""
     sound = storages.LiveStorage.fetch
 
     def fetch(self: Any, backward: int, is_first: bool) -> Tensor:
@@ -84,35 +84,35 @@ def double_backward_reads_zeros(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_copy_serves_what_nobody_had_shown(patch: pytest.MonkeyPatch) -> None:
-    """A storage is copied when a part of it is saved, and other parts, written by `.data` later, come from the copy."""
+    """Plant: a storage is copied at its first save, and parts that `.data` writes later come from the copy."""
     patch.setattr(shown_elements.ShownElements, "include_all_of", lambda self, tensor: True)
     patch.setattr(shown_elements.ShownElements, "include", lambda self, part: True)
     patch.setattr(offloaded_pass, "is_whole", lambda tensor, num_bytes: True)
 
 
 def restored_views_count_for_themselves(patch: pytest.MonkeyPatch) -> None:
-    """A backward that overwrites what it has saved goes unnoticed by the other nodes that have saved it."""
+    """Plant: a backward overwrites a saved tensor unnoticed by other nodes that have saved the same tensor."""
     patch.setattr(autograd_state.VersionGuard, "counted_together", lambda self, tensor: tensor)
 
 
 def custom_functions_are_like_others(patch: pytest.MonkeyPatch) -> None:
-    """Other tensors are computed again from what a custom function has saved, and overwrites."""
+    """Plant: tensors are recomputed from a tensor that a custom function has saved, and overwrites."""
     patch.setattr(saved_tensor_hooks, "called_from_function", lambda frame: False)
 
 
 def sources_are_the_models_own(patch: pytest.MonkeyPatch) -> None:
-    """Plans act by number, in passes that do something else too, and compute from what the model modifies there."""
+    """Plant: plans apply by number, also in passes that differ, and recompute from tensors that the model modifies."""
     patch.setattr(offloaded_pass, "OwnCopy", storages.KeptStorage)
     patch.setattr(offloaded_pass.OffloadedPass, "_is_as_recorded", lambda self, index, found: found is not None)
 
 
 def writes_through_data_are_not_counted(patch: pytest.MonkeyPatch) -> None:
-    """A tensor is computed again from what code has overwritten before it was saved."""
+    """Plant: a tensor is recomputed from a tensor that was overwritten before the save."""
     patch.setattr(op_tracer.OpTracer, "num_writes", lambda self, key: 0)
 
 
 def sources_may_be_written_to(patch: pytest.MonkeyPatch) -> None:
-    """A tensor is computed again from memory of the model's own, whose other parts are saved and wait for a copy."""
+    """Plant: a tensor is recomputed from the model's own memory, other parts of which are saved and not yet copied."""
 
     def has_own_bytes_of(self: storages.LiveStorage, tensor: Tensor) -> bool:
         return not self.is_kept and self.covers(tensor)
@@ -121,7 +121,7 @@ def sources_may_be_written_to(patch: pytest.MonkeyPatch) -> None:
 
 
 def memory_begins_where_its_storage_does(patch: pytest.MonkeyPatch) -> None:
-    """The offset of a slice that a copier returns is ignored."""
+    """Plant: the offset of a copier's slice is ignored."""
 
     def of(self: Any, memory: Tensor) -> Tensor:
         return memory.view(self._dtype).as_strided(self._size, self._stride, self._offset)

@@ -1,4 +1,4 @@
-"""Random autograd programs have the plain losses, gradients and errors in every mode."""
+"""Tests that random autograd programs have the plain losses, gradients and errors in every mode."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def _program(*lines: Line, seed: int) -> Program:
     return Program((body,), (Pass(),) * 3, copier="early", seed=seed, is_known=False, frees=False)
 
 
-# The examples: sources of what is computed again are written to through `.data` before they are saved or copied.
+# The examples write through `.data` to the source of a recomputed tensor before it is saved or copied.
 @settings(max_examples=60, phases=[Phase.explicit, Phase.generate, Phase.shrink], suppress_health_check=_CHECKS)
 @example(_program(_TANH, _WRITE, _SCALE, seed=1))
 @example(_program(_TANH, _WRITE, _LINEAR, _SCALE, seed=1))
@@ -56,7 +56,7 @@ def test_more_programs(number: int) -> None:
 
 
 def test_most_programs_say_something() -> None:
-    """The others have plain torch read what was overwritten behind its back."""
+    """Check that few programs are left out because plain torch reads overwritten bytes."""
     found = look(60, seed=0, check=lambda program: (torch.manual_seed(0), plain(program))[0] and None)
     assert found.num_tried < 3 * found.num_valid
 

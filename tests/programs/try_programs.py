@@ -1,4 +1,4 @@
-"""Tries random programs and prints, shrunk, what fails.
+"""Try random programs, and print shrunk failures.
 
 python tests/programs/try_programs.py --programs 500 --seed 3 --without slices "forward AD"
 """
@@ -27,7 +27,7 @@ def main() -> int:
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     num_failures = 0
-    if chosen.isolated:  # what every process would import anew
+    if chosen.isolated:  # import once, not in every process
         look(20, 0, frozenset(FEATURES))
     for seed in range(chosen.seed, chosen.seed + chosen.seeds):
         begun = time.perf_counter()

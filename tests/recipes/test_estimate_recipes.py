@@ -1,4 +1,4 @@
-"""Every recipe's update, estimated and really run on the CPU: both hold the same at their peaks."""
+"""A comparison of the estimated and the real peak of every recipe's update on the CPU."""
 
 import gc
 from collections.abc import Callable, Iterator
@@ -19,19 +19,21 @@ from hf_memopt.estimate.simulation.child_process import run_isolated
 from hf_memopt.estimate.simulation.device import simulation
 from hf_memopt.recipes.common.auto_plan import RecipeWorkload
 
-# Live storages, to the byte, in the same program: only what an operation keeps for itself may differ.
+pytestmark = pytest.mark.e2e
+
+# Both count live storages of the same program to the byte; only an operation's internal memory may differ.
 TOLERANCE = 0.001
 
 
 @pytest.fixture(autouse=True)
 def on_the_cpu() -> Iterator[None]:
-    """Also on a machine with a GPU, and with nothing left over from other tests or for them."""
+    """Run on the CPU, also on a machine with a GPU, with Accelerate's state reset before and after."""
     with accelerators.on_the_cpu():
         yield
 
 
 def real_peak_bytes(simulated: SimulatedStep) -> int:
-    """The most that live storages hold while the steps really run."""
+    """Return the peak bytes of live storages in a real run of the steps."""
     torch.manual_seed(0)
     allocator = CountedAllocator()
     with allocator:
@@ -46,7 +48,7 @@ def real_peak_bytes(simulated: SimulatedStep) -> int:
 
 
 def deviation(workload: RecipeWorkload, micro_batch: int, **settings: str) -> float:
-    """How far the estimate is above (or, negative, below) the real peak, as a share of it."""
+    """Return the estimate's relative deviation from the real peak, positive above the peak."""
     simulated = step_with(workload, micro_batch, **settings)
     estimate = estimate_peak_memory(simulated.setup, simulated.step, like="cpu", num_steps=simulated.num_steps)
     return estimate.peak_bytes / real_peak_bytes(simulated) - 1
@@ -124,7 +126,7 @@ def test_a_teacher_on_the_virtual_device_takes_its_bytes_there_and_on_the_host(t
     assert resident.phases["optimizer"] - swap.phases["optimizer"] == own_bytes
     assert resident.breakdown[TEACHER] == own_bytes
     assert own_bytes <= stream.host_bytes - resident.host_bytes < 1.01 * own_bytes
-    # Swapped weights are on their way again as soon as a micro-batch is over.
+    # The next copy of swapped weights begins as soon as a micro-batch ends.
     assert stream.phases["outside"] < swap.phases["outside"]
     assert stream.peak_bytes < swap.peak_bytes <= resident.peak_bytes
 

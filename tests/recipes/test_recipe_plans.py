@@ -1,4 +1,4 @@
-"""The recipes' plans: what they read, what they write, and that the recipes read it back."""
+"""Tests of the recipes' plans: their inputs, their output, and the recipes' reading of the output."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +17,8 @@ from hf_memopt.recipes.common.auto_plan import RecipeWorkload
 from hf_memopt.recipes.lgt import options as lgt_options
 from hf_memopt.recipes.lgt import workload as lgt_plan
 
+pytestmark = pytest.mark.e2e
+
 causal_lm_options = LateModule("hf_memopt.recipes.causal_lm.options")
 causal_lm_plan = LateModule("hf_memopt.recipes.causal_lm.workload")
 fluxflow_options = LateModule("hf_memopt.recipes.fluxflow.options")
@@ -26,7 +28,7 @@ neural_operator_plan = LateModule("hf_memopt.recipes.neural_operator.workload")
 
 CONFIGS = Path(__file__).parents[2] / "recipes" / "configs"
 WORKLOADS = (causal_lm, fluxflow, lgt, neural_operator)
-# Of each recipe: its plan, and its own parser of a file of options.
+# The plan of each recipe, and the recipe's own parser of a file of options.
 READERS: dict[str, tuple[Callable[..., RecipeWorkload], Callable[[Path], Any]]] = {
     "causal_lm": (causal_lm, lambda path: causal_lm_options.parse("", ["--config_path", str(path)])),
     "fluxflow": (fluxflow, lambda path: fluxflow_options.parse("", ["--config_path", str(path)])),
@@ -37,7 +39,7 @@ READERS: dict[str, tuple[Callable[..., RecipeWorkload], Callable[[Path], Any]]] 
 
 @pytest.fixture(autouse=True)
 def on_the_cpu() -> Iterator[None]:
-    """Also on a machine with a GPU, and with nothing left over from other tests or for them."""
+    """Run on the CPU, also on a machine with a GPU, with Accelerate's state reset before and after."""
     with accelerators.on_the_cpu():
         yield
 
@@ -56,7 +58,7 @@ def last_settings(workload: RecipeWorkload) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("plan_module", "file", "effective_batch"),
     [
-        # It parses the whole standard library.
+        # The recipe parses the whole standard library.
         pytest.param(causal_lm_plan, "causal_lm_demo.yaml", 8, marks=pytest.mark.slow),
         (fluxflow_plan, "fluxflow_demo.yaml", 4),
         (lgt_plan, "lgt.json", 64),
@@ -111,7 +113,7 @@ def test_the_recipe_reads_what_was_written(recipe: str, tmp_path: Path) -> None:
 def test_a_plan_of_what_is_offloaded_has_settled_after_the_simulated_steps(
     make: Callable[..., RecipeWorkload], tmp_path: Path
 ) -> None:
-    # With so small operations passes may take longer than the default allows, and plans are made for less later on.
+    # With such small operations passes may exceed the default slowdown, after which plans are made for less.
     flags = "--offload_threshold_mb=0.001", "--max_slowdown=0.5"
     workload = make(tmp_path, *flags, effective_batch=4)
     step = workload.simulated(first_settings(workload) | {"activations": "offloaded where free"}, 2)
@@ -122,7 +124,7 @@ def test_a_plan_of_what_is_offloaded_has_settled_after_the_simulated_steps(
     )
     for name in ("peak_bytes", "reserved_bytes", "phases", "breakdown", "host_bytes"):
         assert getattr(found, name) == getattr(longer, name), name
-    assert found.step_ms == pytest.approx(longer.step_ms, rel=0.01)  # a plan's copies may still move by a moment
+    assert found.step_ms == pytest.approx(longer.step_ms, rel=0.01)  # a plan's copies may still shift slightly
     assert found.host_bytes > 0
 
 

@@ -1,4 +1,4 @@
-"""A recipe that runs out of memory says which flags help, and goes on with smaller micro-batches if it may."""
+"""Tests that a recipe out of memory names the flags that help, and goes on with smaller micro-batches if allowed."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -12,6 +12,8 @@ from late_imports import LateModule
 from recipe_flags import CAUSAL_LM, FLUXFLOW, LGT, NEURAL_OPERATOR
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+pytestmark = pytest.mark.e2e
+
 out_of_memory = LateModule("hf_memopt.recipes.common.out_of_memory")
 causal_lm_options = LateModule("hf_memopt.recipes.causal_lm.options")
 lgt_config = LateModule("hf_memopt.recipes.lgt.options")
@@ -20,7 +22,7 @@ train_fluxflow = LateModule("hf_memopt.recipes.train_fluxflow")
 train_lgt = LateModule("hf_memopt.recipes.train_lgt")
 train_neural_operator = LateModule("hf_memopt.recipes.train_neural_operator")
 
-# The recipe, its flags, those of half the micro-batch, and how its folder is named.
+# The recipe, its flags, the flags of half the micro-batch, and the flag of its folder.
 RECIPES: dict[str, tuple[Any, tuple[str, ...], tuple[str, ...], str]] = {
     "causal_lm": (
         train_causal_lm,
@@ -42,13 +44,13 @@ RECIPES: dict[str, tuple[Any, tuple[str, ...], tuple[str, ...], str]] = {
         "output_dir",
     ),
 }
-# Rows of a training step that are too many, though fewer than an evaluation has.
+# The largest number of rows of a training step that fits; an evaluation has more rows.
 LIMITS = {"causal_lm": 4, "fluxflow": 2, "lgt": 2, "neural_operator": 4}
 
 
 @pytest.fixture
 def limit() -> Iterator[Callable[[int], None]]:
-    """Has forward passes with gradients fail when they have more rows than this."""
+    """A function that makes training forward passes of more than a number of rows run out of memory."""
     handles = []
 
     def set_limit(num_rows: int) -> None:
@@ -92,14 +94,14 @@ def test_the_error_names_the_flags_that_help(name: str, tmp_path: Path, limit: C
 
 
 def figures(results: dict[str, Any]) -> list[dict[str, float]]:
-    """Everything that was logged but times."""
+    """Return the logged figures without times."""
     return [{name: value for name, value in entry.items() if name != "seconds"} for entry in results["history"]]
 
 
 def test_a_run_goes_on_from_its_newest_checkpoint(
     tmp_path: Path, limit: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory runs out in the fifth update, as it does when longer samples come."""
+    """Run out of memory in the fifth update, as at longer samples."""
     updates = []
     update = train_causal_lm.update
 
@@ -118,8 +120,6 @@ def test_a_run_goes_on_from_its_newest_checkpoint(
 
 def test_what_cannot_be_halved_is_refused(tmp_path: Path) -> None:
     flags = ["--auto_micro_batch", f"--output_dir={tmp_path}"]
-    with pytest.raises(ValueError, match="auto_micro_batch=True is not for loop='trainer'; use --loop accelerate"):
-        causal_lm_options.parse("", [*CAUSAL_LM, *flags, "--loop=trainer"])
     with pytest.raises(ValueError, match=r"have another loss then; add --training\.gradient_cache"):
         lgt_config.parse("", [*LGT, "--auto_micro_batch"])
     options = causal_lm_options.parse("", [*CAUSAL_LM, *flags])

@@ -1,4 +1,4 @@
-"""The recipe: lerobot's flags, plus gradient accumulation that is exact and figures that say where memory goes."""
+"""Tests of the reflow recipe: lerobot's flags, exact gradient accumulation, and figures of memory."""
 
 import json
 import re
@@ -16,6 +16,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hf_memopt.report import read_run
 
+pytestmark = pytest.mark.e2e
+
 runs = LateModule("lerobot_runs")
 modeling = LateModule("hf_memopt.lerobot.modeling_smolvla_reflow")
 recipe = LateModule("hf_memopt.recipes.reflow_smolvla")
@@ -24,13 +26,13 @@ toy = LateModule("hf_memopt.recipes.reflow.smolvla_toy")
 
 REPOSITORY = Path(__file__).parents[2]
 ACCELERATE_SETTING = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
-# Sums of the same float32 gradients in another order, through four updates of size 0.02.
+# For sums of the same float32 gradients in another order, over four updates of size 0.02.
 TOLERANCE = 2e-6
 
 
 @pytest.fixture
 def num_updates() -> Iterator[list[int]]:
-    """Grows by one element at each real update of the weights."""
+    """A list that grows by one element at each real update of the weights."""
     updates: list[int] = []
     handle = register_optimizer_step_post_hook(lambda *_: updates.append(1))
     yield updates
@@ -46,11 +48,11 @@ def largest_difference(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> 
 def four_frame_batches(
     toy_student: Path, toy_dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> dict[str, Tensor]:
-    """The student after two updates from four frames each, and from here on the same draws for the same frames."""
+    """The student after two updates from four frames each. All later draws depend only on the frames."""
     runs.pin_draws(monkeypatch)
     flags = runs.train_flags(toy_student, toy_dataset, tmp_path / "whole", steps=2, batch_size=4)
     log = runs.run(recipe.main, *flags, *runs.PLAIN_SGD)
-    assert max(runs.logged(log, "grdn")) > 1  # so that clipping shows
+    assert max(runs.logged(log, "grdn")) > 1  # so that clipping has an effect
     trained = runs.weights(tmp_path / "whole")
     assert largest_difference(trained, runs.weights(toy_student)) > 1e-3
     return trained
@@ -81,7 +83,7 @@ def test_setting_of_accelerates_launcher_counts(
     num_updates: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And lerobot's own loop, under the same setting, is the control: it divides the loss and updates every batch."""
+    """Compare with lerobot's own loop, which divides the loss under this setting and updates every batch."""
     monkeypatch.setenv(ACCELERATE_SETTING, "2")
     runs.run(recipe.main, *runs.train_flags(toy_student, toy_dataset, tmp_path / "recipe", steps=4), *runs.PLAIN_SGD)
     assert len(num_updates) == 2
@@ -135,7 +137,7 @@ def test_own_flag_wins_over_the_launchers(
 
 
 def test_log_shows_the_norm_of_a_partial_sum(toy_student: Path, toy_dataset: Path, tmp_path: Path) -> None:
-    """Half the norm of the first batch's gradient, which is not clipped: its window goes on. 0.6.2 logs none."""
+    """Check for half the norm of the first batch's gradient, unclipped inside a window. lerobot 0.6.2 logs no norm."""
     flags = runs.train_flags(toy_student, toy_dataset, tmp_path / "run", steps=2)
     log = runs.run(recipe.main, *flags, *runs.PLAIN_SGD, "--gradient_accumulation_steps=2")
     control = runs.run(
@@ -206,7 +208,7 @@ def test_a_plain_smolvla_is_refused_with_the_command_that_makes_a_student(
 
 @pytest.fixture
 def from_random_weights(toy_teacher: Path, toy_vlm: Path, toy_dataset: Path, tmp_path: Path) -> list[str]:
-    """Flags of a run whose student has the teacher's architecture and none of its weights."""
+    """The flags of a run whose student has the teacher's architecture with random weights."""
     architecture = [flag.replace("=smolvla", "=smolvla_reflow") for flag in toy.policy_flags(toy_vlm)]
     reflow = ["--policy.use_reflow=true", f"--policy.teacher_model_path={toy_teacher}"]
     return [*architecture, *reflow, *runs.train_flags(toy_teacher, toy_dataset, tmp_path / "run", steps=1)[1:]]
@@ -270,7 +272,7 @@ def test_log_says_where_memory_goes(toy_student: Path, toy_dataset: Path, tmp_pa
 def test_the_home_that_was_chosen_is_the_teachers(
     flag: str, toy_student: Path, toy_dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the run, in its checkpoint, and in a run that goes on from there."""
+    """Check the home in the run, in its checkpoint, and in a run resumed from the checkpoint."""
     for choice in ("planned_home", "decided_home"):
         monkeypatch.setattr(f"hf_memopt.recipes.reflow_smolvla.{choice}", lambda cfg, *others: "swap")
     flags = runs.train_flags(toy_student, toy_dataset, tmp_path / "run", steps=2)

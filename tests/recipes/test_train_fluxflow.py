@@ -1,4 +1,4 @@
-"""The FluxFlow recipe through its own entry point: what it counts, what it leaves, and how it stops and goes on."""
+"""Tests of the FluxFlow recipe by its entry point: its counts, its results, stopping and resuming."""
 
 import json
 import os
@@ -20,13 +20,15 @@ from torch import Tensor, nn
 from hf_memopt import detect_leaks
 from hf_memopt.recipes.fluxflow.options import parse
 
+pytestmark = pytest.mark.e2e
+
 diffusers = LateModule("diffusers")
 train_fluxflow = LateModule("hf_memopt.recipes.train_fluxflow")
 
 
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Also on a machine with a GPU, with nothing left over from other tests or for them, and without curves."""
+    """Run on the CPU, with Accelerate's state reset before and after, and without curves."""
     monkeypatch.setattr("hf_memopt.recipes.fluxflow.report.draw", lambda history, file: None)
     with accelerators.on_the_cpu():
         yield
@@ -53,7 +55,7 @@ def equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Six steps without an interruption, two epochs of three batches each."""
+    """The folder of six steps without an interruption, in two epochs of three batches."""
     folder = tmp_path_factory.mktemp("whole")
     with accelerators.on_the_cpu():
         train(folder, "--max_steps=6", "--resolutions", "16", "8")
@@ -68,7 +70,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_steps_warm_up_and_r1_are_counted(
     training_steps: int, resolutions: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One global step per batch, whatever a batch does; R1 at every fourth update, whatever a step is."""
+    """Check for one global step per batch, with any number of updates, and for R1 at every fourth update."""
     calls: list[tuple[bool, float, int]] = []
 
     def step(gan: Any, images: Tensor, weights: Any, *, with_r1: bool) -> dict[str, Tensor]:
@@ -78,7 +80,7 @@ def test_steps_warm_up_and_r1_are_counted(
     monkeypatch.setattr("hf_memopt.recipes.train_fluxflow.step", step)
     flags = ("--r1_interval=4", "--kl_warmup_steps=10", "--kl_weight=1", f"--training_steps={training_steps}")
     run = prepared(tmp_path, *flags, "--resolutions", *map(str, resolutions))
-    run.gan.optimizers.vae.step()  # schedules want it
+    run.gan.optimizers.vae.step()  # schedulers expect a step of their optimizer first
     run.gan.optimizers.discriminator.step()
     rates = []
     for _, images in zip(range(5), run.batches, strict=False):
@@ -144,7 +146,7 @@ def test_random_perceptual_weights_are_named_wherever_they_show(
 
 
 def test_a_resumed_run_ends_where_the_uninterrupted_one_does(whole: Path, tmp_path: Path) -> None:
-    """Stopped by a signal in the second epoch."""
+    """Stop by a signal in the second epoch, and resume."""
     flags = ("--max_steps=6", "--resolutions", "16", "8", "--lr_scheduler_type=cosine")
     with pytest.MonkeyPatch.context() as patch:
         record = train_fluxflow.record
@@ -205,7 +207,7 @@ def test_a_folder_in_use_is_refused(whole: Path) -> None:
 
 
 def steps_of(run: Any) -> Any:
-    """A function that makes one global step each time."""
+    """Return a function that makes one global step in each call."""
     batches = iter(run.batches)
     return lambda: train_fluxflow.train_batch(run, next(batches))
 
@@ -218,7 +220,7 @@ def little_alive(small_heap: None, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("little_alive")
 @pytest.mark.parametrize("num_steps", [24, pytest.param(60, marks=pytest.mark.slow)])
 def test_steps_leak_nothing(num_steps: int, tmp_path: Path) -> None:
-    """With R1 in each: what it leaves behind at every 16th update only would look like nothing regular."""
+    """Check steps that all have R1, since a leak at every 16th update would not look regular."""
     run = prepared(tmp_path, "--num_drawn=16", "--r1_interval=1")
     found = detect_leaks(steps_of(run), num_steps=num_steps)
     assert not found.leaking, str(found)
@@ -227,7 +229,7 @@ def test_steps_leak_nothing(num_steps: int, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("little_alive")
 def test_a_planted_leak_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The penalty, whose graph a backward with `retain_graph` leaves alive, is kept."""
+    """Keep the penalty, whose graph a backward with `retain_graph` leaves alive."""
     kept: list[Tensor] = []
     penalty, backward = train_fluxflow.step.__globals__["r1_penalty"], torch.autograd.backward
 
@@ -295,7 +297,7 @@ def test_bad_input_is_refused_with_a_remedy(flags: list[str], message: str, tmp_
         train(tmp_path, *flags)
 
 
-@pytest.mark.filterwarnings("ignore:The `local_dir_use_symlinks` argument:UserWarning")  # of diffusers' making
+@pytest.mark.filterwarnings("ignore:The `local_dir_use_symlinks` argument:UserWarning")  # raised by diffusers
 def test_a_vae_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="vae='nowhere' cannot be loaded; pass a hub id or folder"):
         prepared(tmp_path, "--vae=nowhere")
@@ -322,7 +324,7 @@ def test_accelerate_launch_with_bfloat16(tmp_path: Path) -> None:
     launch = ["--cpu", "--num_processes=1", "--num_machines=1", "--mixed_precision=bf16", "--dynamo_backend=no"]
     script = ["-m", "hf_memopt.recipes.train_fluxflow", *TINY, f"--output_dir={tmp_path}", "--max_steps=2"]
     more = ["--report_to=tensorboard", "--checkpoint_vae"]
-    # As the command does, but without a second interpreter for the launcher.
+    # The same as the command, without a second interpreter for the launcher.
     launch_command(launch_command_parser().parse_args([*launch, *script, *more]))
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["mixed_precision"] == "bf16"

@@ -1,4 +1,4 @@
-"""The LGT recipe: through its own entry point, the same training whatever lever is pulled, and resumed to the bit."""
+"""Tests of the LGT recipe by its entry point, with equal training under each lever and after resuming."""
 
 import json
 import signal
@@ -22,15 +22,17 @@ from hf_memopt.recipes import train_lgt
 from hf_memopt.recipes.landscapes.prepare import main as prepare_landscapes
 from hf_memopt.recipes.lgt import data as lgt_data
 from hf_memopt.recipes.lgt import evaluation as lgt_evaluation
+from hf_memopt.recipes.lgt.model import compile_module
 from hf_memopt.recipes.lgt.report import Check, checklist_text
 from hf_memopt.recipes.lgt.step import Run, build_model
 from hf_memopt.recipes.train_lgt import main, make_accelerator, prepare, update
-from hf_memopt.training.compile import compile_module
+
+pytestmark = pytest.mark.e2e
 
 
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Also on a machine with a GPU, with nothing left over from other tests or for them, and without figures."""
+    """Run on the CPU, with Accelerate's state reset before and after, and without figures."""
     monkeypatch.setattr(lgt_evaluation, "draw_panels", lambda *arguments: None)
     monkeypatch.setattr(lgt_evaluation, "draw_curves", lambda *arguments: None)
     with accelerators.on_the_cpu():
@@ -39,7 +41,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run without any lever, with figures."""
+    """The folder of a run without any lever, with figures."""
     folder = tmp_path_factory.mktemp("plain")
     with accelerators.on_the_cpu():
         train(folder)
@@ -194,10 +196,10 @@ def test_too_few_latents_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-# Dynamo looks at the gradients of its inputs, of which all but the first step's are no leaves.
+# Dynamo reads the gradients of its inputs, which are no leaves except in the first step.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_compilation_is_timed_and_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a backend that needs no compiler."""
+    """Compile with a backend that needs no compiler."""
     monkeypatch.setattr(train_lgt, "compile_module", partial(compile_module, backend="eager"))
     results = train(tmp_path, "--training.use_compile", "--training.num_epochs=1", "--training.recompile_limit=16")
     (check,) = (check for check in results["checklist"] if "compiled" in check.name)
@@ -210,11 +212,11 @@ def test_compilation_is_timed_and_reported(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.slow
 def test_the_command_line_of_the_launcher(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """By its path, in bfloat16."""
+    """Launch the script by its path, in bfloat16."""
     launch = ["--cpu", "--num_processes=1", "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no"]
     flags = [*FLAGS, "--training.use_amp", "--training.num_epochs=1", "--offload.offload=all"]
     script = [train_lgt.__file__, *flags, f"--checkpoint.save_dir={tmp_path}"]
-    # As the command does, but without a second interpreter for the launcher.
+    # The same as the command, without a second interpreter for the launcher.
     launch_command(launch_command_parser().parse_args([*launch, *script]))
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["mixed_precision"] == "bf16"
@@ -235,7 +237,7 @@ def test_training_leaks_nothing(gradient_cache: bool, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_style_is_transferred(tmp_path: Path) -> None:
-    """The demo: held-out landscapes get the other style, and stay nearer to themselves than to others."""
+    """Check by the demo that held-out landscapes get the other style, and stay nearer to themselves than to others."""
     demo = Path(train_lgt.__file__).parent / "configs" / "lgt_demo.json"
     prepare_landscapes([f"--output_dir={tmp_path / 'landscapes'}"])
     places = ("--data.data_root", "--inference.vae_path")

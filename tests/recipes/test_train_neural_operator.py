@@ -1,4 +1,4 @@
-"""The Darcy recipe: through its own entry point, and the same training whatever is offloaded."""
+"""Tests of the Darcy recipe by its entry point, with equal training in each mode of offloading."""
 
 import json
 import os
@@ -22,6 +22,8 @@ from hf_memopt.checkpoint import endless_batches
 from hf_memopt.recipes.neural_operator.darcy import Darcy, generate
 from hf_memopt.recipes.neural_operator.options import ModelOptions, parse
 
+pytestmark = pytest.mark.e2e
+
 models = LateModule("neuralop.models")
 neural_operator_data = LateModule("hf_memopt.recipes.neural_operator.data")
 neural_operator_model = LateModule("hf_memopt.recipes.neural_operator.model")
@@ -34,9 +36,9 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Also on a machine with a GPU, and with nothing left over from other tests or for them.
+    """Run on the CPU, with Accelerate's state reset before and after.
 
-    Without figures, which take longer than all the rest. The module's own runs draw them.
+    No figures are drawn, which takes longer than the training, except in the fixtures' runs.
     """
     monkeypatch.setattr("hf_memopt.recipes.neural_operator.report.draw", lambda rows, file: None)
     with accelerators.on_the_cpu():
@@ -50,7 +52,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory, cache: str) -> Path:
-    """A run without offloading, with a checkpoint in the middle of an epoch: the seventh update of twelve."""
+    """The folder of a run without offloading, with a checkpoint inside an epoch, at the seventh update of twelve."""
     folder = tmp_path_factory.mktemp("plain")
     with accelerators.on_the_cpu():
         train_neural_operator.main([*TINY, cache, f"--output_dir={folder}", "--offload=off", "--checkpointing_steps=7"])
@@ -62,7 +64,7 @@ def train(folder: Path, *flags: str) -> dict[str, Any]:
 
 
 def weights(folder: Path) -> dict[str, Tensor]:
-    # Not only weights: neuralop adds the arguments that made the model.
+    # neuralop also saves the model's arguments.
     state = torch.load(folder / "model_state_dict.pt", weights_only=False)
     return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
@@ -146,7 +148,7 @@ def test_every_epoch_has_every_sample_in_an_order_of_its_own(cache: str, tmp_pat
 def test_micro_batches_give_the_same_update_up_to_rounding(
     plain: Path, cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After one epoch, since AdamW makes much of small differences where gradients are small."""
+    """Compare after one epoch, since AdamW amplifies small differences of small gradients."""
     sizes: list[int] = []
     backward = Accelerator.backward
     monkeypatch.setattr(Accelerator, "backward", lambda self, loss: (sizes.append(1), backward(self, loss)))
@@ -243,6 +245,8 @@ def test_the_users_own_files_are_used(plain: Path, cache: str, tmp_path: Path) -
         (["--offload=inputs"], "add --checkpoint_blocks or --checkpoint_mlps"),
         (["--loop=neuralop", "--checkpointing_steps=1"], "checkpointing_steps=1 is not for loop='neuralop'; use"),
         (["--loop=neuralop", "--micro_batch_size=2"], "micro_batch_size=2 is not for loop='neuralop'"),
+        (["--loop=neuralop", "--auto_micro_batch"], "auto_micro_batch=True is not for loop='neuralop'; use"),
+        (["--loop=neuralop", "--plan=auto"], "plan='auto' is not for loop='neuralop'; use --loop accelerate"),
         (["--resume_from_checkpoint=latest"], r"resume_from_checkpoint='latest': .* there is no valid checkpoint"),
     ],
 )
@@ -272,7 +276,7 @@ def test_accelerate_launch_with_bfloat16(cache: str, tmp_path: Path, capfd: pyte
     launch = ["--cpu", "--num_processes=1", "--num_machines=1", "--mixed_precision=bf16", "--dynamo_backend=no"]
     script = ["-m", "hf_memopt.recipes.train_neural_operator", *TINY, cache, f"--output_dir={tmp_path}"]
     more = ["--epochs=1", "--offload=all", "--cpu_copies", "--report_to=tensorboard"]
-    # As the command does, but without a second interpreter for the launcher.
+    # The same as the command, without a second interpreter for the launcher.
     launch_command(launch_command_parser().parse_args([*launch, *script, *more]))
     printed = capfd.readouterr().err
     results = json.loads((tmp_path / "results.json").read_text())

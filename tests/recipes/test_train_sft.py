@@ -1,4 +1,4 @@
-"""The recipe for supervised fine-tuning: through its own entry point, bitwise the same whatever is offloaded."""
+"""Tests of supervised fine-tuning by its entry point, bitwise equal in each mode of offloading."""
 
 import importlib.util
 import json
@@ -25,7 +25,7 @@ sft_options = LateModule("hf_memopt.recipes.sft.options")
 sft_plan = LateModule("hf_memopt.recipes.sft.workload")
 model_options = LateModule("hf_memopt.jobs.transformers_models.model_options")
 
-pytestmark = pytest.mark.usefixtures("quick_plans")
+pytestmark = [pytest.mark.usefixtures("quick_plans"), pytest.mark.e2e]
 
 RECIPES = Path(recipes.__file__).parent
 TINY = ("--max_steps=3", "--logging_steps=1", "--learning_rate=0.01", "--per_device_train_batch_size=4")
@@ -44,7 +44,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None
 
 
 def train(folder: Path, *flags: str) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses, and the weights that are saved."""
+    """Train, and return the losses and the saved weights."""
     log = train_sft.main([*TINY, *flags, f"--output_dir={folder}"])
     name = "adapter_model" if (folder / "adapter_model.safetensors").exists() else "model"
     return [entry["loss"] for entry in log if "loss" in entry], load_file(folder / f"{name}.safetensors")
@@ -93,7 +93,7 @@ def test_the_loss_is_on_the_assistants_words_alone(tmp_path: Path, monkeypatch: 
     train(tmp_path / "answers")
     train(tmp_path / "all", "--assistant_only_loss=false")
     answers, everything = ((torch.cat([each.flatten() for each in part]) >= 0) for part in (labels[:3], labels[3:]))
-    # Of 26 words in a conversation 12 are the assistant's: 7 and 5, with their ends.
+    # 12 of the 26 words in a conversation are the assistant's: 7 and 5, with their end tokens.
     assert answers.sum() == 3 * 4 * 12
     assert everything.sum() == 3 * 4 * 26
 
@@ -168,6 +168,7 @@ REFUSED = {
     ("--dataset=/nowhere",): "dataset='/nowhere' cannot be loaded",
     ("--budget_gib=1", "--offload=all"): "budget_gib=1.0 needs offload=auto",
     ("--resume_from_checkpoint=/nowhere",): "resume_from_checkpoint='/nowhere': no such folder",
+    ("--resume_from_checkpoint=latest",): "resume_from_checkpoint='latest': no such folder",
 }
 
 

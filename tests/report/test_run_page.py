@@ -1,4 +1,4 @@
-"""The page of a run stands alone; the command that writes it."""
+"""Tests of the self-contained page of a run, and of the command that writes the page."""
 
 import base64
 import json
@@ -15,7 +15,7 @@ from hf_memopt.report.figures import figures_of
 
 
 class Page(HTMLParser):
-    """Reads a page, and fails where its tags do not close or something lies outside of it."""
+    """A parser of a page that fails at an unclosed tag or at a reference outside of the page."""
 
     EMPTY = ("meta", "img", "source")
 
@@ -88,7 +88,7 @@ def test_memory_losses_and_what_the_model_makes_come_first(tmp_path: Path) -> No
     html = write_report(read_run(demo), tmp_path / "out").read_text()
     first = Page(html[html.index('<section class="first">') : html.index("</section>") + len("</section>")])
     written = [(tmp_path / "out" / f"{name}.png").read_bytes() for name in ("memory_over_time", "losses")]
-    assert first.images[1] == written[0]  # after the one for dark screens
+    assert first.images[1] == written[0]  # after the figure for dark screens
     assert first.images[3] == written[1]
     assert first.images[4] == PNG + b"paths"
     assert html.index("<section") == html.index('<section class="first">')

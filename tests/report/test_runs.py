@@ -1,4 +1,4 @@
-"""What is read of a run's folder, and what is refused."""
+"""Tests of the reading of a run's folder, and of refusals."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -58,7 +58,7 @@ def test_the_newest_checkpoint_of_a_trainer_is_read(tmp_path: Path) -> None:
         write_json(tmp_path / f"checkpoint-{step}" / "trainer_state.json", {"log_history": history})
     run = read_run(tmp_path)
     assert [(record["step"], record["memory/host_rss_gib"]) for record in run.timeline] == [(100, 1.0)]
-    append_metrics(tmp_path / METRICS_FILE, 7, {"memory/host_rss_gib": 2.0})  # is complete, so it comes first
+    append_metrics(tmp_path / METRICS_FILE, 7, {"memory/host_rss_gib": 2.0})  # the complete file takes precedence
     assert [record["step"] for record in read_run(tmp_path).timeline] == [7]
 
 

@@ -1,4 +1,4 @@
-"""What a model card says of memory and time."""
+"""Tests of a model card's section about memory and time."""
 
 from typing import Any
 

@@ -9,7 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_memopt.lerobot.couplings.source import CouplingKey, CouplingSource, CouplingSpec, precompute, weights_sha256
+from hf_memopt.disk.digests import weights_sha256
+from hf_memopt.lerobot.couplings.cache import CouplingCache
+from hf_memopt.lerobot.couplings.coupling_spec import Coupling, CouplingSpec
+from hf_memopt.lerobot.couplings.key import CouplingKey
+from hf_memopt.lerobot.couplings.writer import compute, precompute
 
 SHAPE = (3, 2)
 NUM_SAMPLES = 23
@@ -66,13 +70,30 @@ def precompute_slowly(folder: Path, seed: int, started: Any) -> None:
     precompute(Teacher(), pause_and_load, make_spec(), folder, shard_size=8)
 
 
-def assert_same(first: CouplingSource, second: CouplingSource, num_epochs: int) -> None:
-    """Both yield the same couplings, bit for bit."""
-    for epoch in range(num_epochs):
-        first.set_epoch(epoch)
-        second.set_epoch(epoch)
-        for ours, theirs in zip(first, second, strict=True):
-            assert ours.indices == theirs.indices
-            assert torch.equal(ours.noise, theirs.noise)
-            assert torch.equal(ours.target, theirs.target)
-            assert torch.equal(ours.observation["state"], theirs.observation["state"])
+def couplings_of(cache: CouplingCache, spec: CouplingSpec | None = None) -> list[Coupling]:
+    """All that the folder should hold, batch by batch."""
+    spec = spec or make_spec()
+    batches = [spec.batch(number) for number in range(spec.num_batches)]
+    return [cache.of(indices, [draw] * len(indices), load(indices)) for indices, draw in batches]
+
+
+def teachers_couplings(spec: CouplingSpec | None = None) -> list[Coupling]:
+    """The same, asked of the teacher."""
+    spec = spec or make_spec()
+    return [compute(Teacher(), load, spec, number) for number in range(spec.num_batches)]
+
+
+def assert_same(first: list[Coupling], second: list[Coupling]) -> None:
+    """Both are the same couplings, bit for bit."""
+    for ours, theirs in zip(first, second, strict=True):
+        assert ours.indices == theirs.indices
+        assert torch.equal(ours.noise, theirs.noise)
+        assert torch.equal(ours.target, theirs.target)
+        assert torch.equal(ours.observation["state"], theirs.observation["state"])
+
+
+def assert_is_the_teachers(folder: Path) -> None:
+    """The folder holds the default spec's couplings."""
+    cache = CouplingCache(folder)
+    cache.check(make_spec().key.to_dict())
+    assert_same(couplings_of(cache), teachers_couplings())

@@ -1,8 +1,6 @@
 """Devices and hosts as the doctor describes them."""
 
-from hf_memopt.report.doctor.devices import Device, LinkSpeed
-from hf_memopt.report.doctor.features import find_features
-from hf_memopt.report.doctor.host import HostLimits
+from hf_memopt.report.doctor import Device, HostLimits, LinkSpeed, find_features
 
 GPU = Device(
     "cuda:0",

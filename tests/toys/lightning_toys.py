@@ -1,6 +1,5 @@
 """A small LightningModule with all that a training step may do, and a trainer that writes nothing."""
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +16,20 @@ class Regression(LightningModule):
 
     Args:
         manual: call backward and the optimizer in the step itself.
-        fail_at: the step, counted from 0, that raises `error`.
-        error: what it raises, within a layer.
+        fail_at: the step, counted from 0, that raises a RuntimeError within a layer.
     """
 
-    def __init__(self, *, manual: bool = False, fail_at: int | None = None, error: Any = RuntimeError) -> None:
+    def __init__(self, *, manual: bool = False, fail_at: int | None = None) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.3), nn.GELU()) for _ in range(3)))
         self.automatic_optimization = not manual
-        self.fail_at, self.error = fail_at, error
+        self.fail_at = fail_at
         self.losses: list[Tensor] = []
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         if self.fail_at == batch_idx:
-            self.layers[1].register_forward_pre_hook(partial(fail, self.error))
+            self.layers[1].register_forward_pre_hook(fail)
         loss = (self.layers(batch) - batch.sin()).square().mean()
         self.losses.append(loss.detach())
         self.log("loss", loss)
@@ -51,9 +49,9 @@ class Regression(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-def fail(error: type[Exception], *args: Any) -> None:
-    """Raise `error`."""
-    raise error("injected")
+def fail(*args: Any) -> None:
+    """Raise."""
+    raise RuntimeError("injected")
 
 
 def loader(num_batches: int = 6) -> DataLoader[Tensor]:

@@ -1,4 +1,4 @@
-"""GradientCache: the full batch's gradient for losses that do not add up, where accumulating gives another one."""
+"""Tests that GradientCache gives the full batch's gradient of losses that are no sums, where accumulation does not."""
 
 import math
 import random
@@ -49,7 +49,7 @@ def target(num: int, dtype: torch.dtype) -> Tensor:
 
 
 def sliced_wasserstein(output: Tensor) -> Tensor:
-    """Between the outputs and fixed samples, along 16 directions that are drawn anew in each call."""
+    """Return the distance between the outputs and fixed samples along 16 directions, which each call draws anew."""
     directions = torch.randn(5, 16, dtype=output.dtype)
     directions = directions / directions.norm(dim=0)
     other = target(len(output), output.dtype)
@@ -57,7 +57,7 @@ def sliced_wasserstein(output: Tensor) -> Tensor:
 
 
 def contrastive(output: Tensor) -> Tensor:
-    """Each sample is its predecessor's counterpart, and all others are negatives."""
+    """Return a contrastive loss: each sample is its predecessor's positive, and all others are negatives."""
     normed = nn.functional.normalize(output, dim=1)
     return nn.functional.cross_entropy(10 * normed @ normed.roll(1, 0).t(), torch.arange(len(output)))
 
@@ -70,7 +70,7 @@ LOSSES = {each.__name__: each for each in (sliced_wasserstein, contrastive, batc
 
 
 def gradient(model: nn.Module) -> Tensor:
-    """All parameters' gradients as one vector, which are taken away."""
+    """Return all parameters' gradients as one vector, and clear the gradients."""
     vector = torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
     model.zero_grad()
     return vector
@@ -98,8 +98,8 @@ def relative(vector: Tensor, reference: Tensor) -> float:
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
 def test_equals_the_full_batch_where_accumulation_does_not(name: str, dtype: torch.dtype, tolerance: float) -> None:
-    """Tolerances for sums over samples in another order. The model sees 2 samples at a time."""
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)  # which must not matter
+    """Compare within tolerances for sums in another order, with 2 samples at a time."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)  # without effect on the cache
     model, loss_fn = accelerator.prepare(Encoder().to(dtype)), LOSSES[name]
     batch = samples(dtype=dtype)
     want_loss, want = full_batch(model, loss_fn, batch)
@@ -162,7 +162,7 @@ def test_with_dropout_the_gradient_is_that_of_the_micro_batches_as_one_graph() -
 @pytest.mark.parametrize("where", ["accelerate", "outside"])
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_autocast(where: str, checkpointed: bool) -> None:
-    """Also when one autocast region, and its cache of cast weights, encloses both forward passes."""
+    """Check autocast around each forward pass, and around both with one cache of cast weights."""
     mixed_precision = "bf16" if where == "accelerate" else "no"
     accelerator = Accelerator(cpu=True, mixed_precision=mixed_precision)
     model = accelerator.prepare(Encoder(dropout=0.2, checkpointed=checkpointed))
@@ -178,7 +178,7 @@ def test_autocast(where: str, checkpointed: bool) -> None:
         want = gradient(model)
         got = cached(accelerator, model, loss_fn, parts)[1]
     assert len(got) == len(want)
-    # One graph adds up gradients of casts in bf16, the cache those of micro-batches in fp32.
+    # One graph adds gradients of casts in bf16; GradientCache adds gradients of micro-batches in fp32.
     assert relative(got, want) < 1e-2
 
 
@@ -311,7 +311,7 @@ def trained(take_step: Callable[[GradientCache, Accelerator, Any, Any], None], l
 
 
 class Scaled(nn.Module):
-    """A loss with a parameter of its own."""
+    """A loss with its own parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -360,11 +360,11 @@ def test_a_step_that_is_not_finite_is_not_taken() -> None:
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_the_loss_for_loops_that_call_backward(autocast: bool) -> None:
-    """Bitwise `backward`'s gradients, scaled by the loop, also where backward runs outside of autocast."""
+    """Compare bitwise with the scaled gradients of `backward`, with backward inside and outside of autocast."""
     accelerator, model = Accelerator(cpu=True), Encoder(dropout=0.3)
     parts, region = samples().split(4), torch.autocast("cpu", torch.bfloat16, enabled=autocast)
 
-    # No product of matrices, which would take its gradient in bfloat16 where backward runs inside of the region.
+    # The loss has no matrix product, whose gradient would be in bfloat16 with backward inside of the region.
     cache = GradientCache(accelerator, model, lambda output: output.float().std(dim=0).sum() * torch.rand(()))
     with region:
         torch.manual_seed(3)

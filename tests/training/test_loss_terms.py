@@ -1,4 +1,4 @@
-"""A loss in chunks is that of the whole batch; R1 is itself, differentiated twice, offloaded and checkpointed."""
+"""Tests that a chunked loss equals the whole batch's, and that R1 is right when it is offloaded and checkpointed."""
 
 from collections.abc import Callable
 
@@ -20,7 +20,7 @@ from hf_memopt.training.loss_terms import chunked_loss, r1_penalty
 
 
 class Features(nn.Module):
-    """A frozen network that compares features, as LPIPS does."""
+    """A loss by the features of a frozen network, as LPIPS."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ def make_pair(batch_size: int, dtype: torch.dtype = torch.float64) -> tuple[Tens
 @settings(max_examples=25, deadline=None)
 @given(batch_size=st.integers(1, 7), chunk_size=st.integers(1, 8), factor=st.floats(0.1, 3))
 def test_value_and_gradient_are_those_of_the_whole_batch(batch_size: int, chunk_size: int, factor: float) -> None:
-    """Up to rounding, to which float64 leaves little room."""
+    """Compare up to float64's rounding."""
     loss, (output, target) = Features().double(), make_pair(batch_size)
     whole = loss(output, target).mean()
     (expected,) = torch.autograd.grad(whole * factor, output)
@@ -167,7 +167,7 @@ def test_the_derivative_of_r1_is_that_of_finite_differences() -> None:
 @pytest.mark.parametrize("normalised", [False, True])
 @pytest.mark.usefixtures("quick_plans")
 def test_offloading_changes_no_bit_of_r1(mode: str, normalised: bool) -> None:
-    """Also of passes without R1 between passes with it, and of the passes that "auto" has planned."""
+    """Compare passes with R1 and passes without R1 in between, also when "auto" follows a plan."""
     plain, offloaded = make_discriminator(normalised), make_discriminator(normalised)
     images = make_images()
     budget = {"budget_gib": 0.00012} if mode == "auto" else {}
@@ -209,7 +209,7 @@ def test_half_precision_is_squared_in_float32() -> None:
     images = torch.full((1, 3), 1.0, dtype=torch.float16, requires_grad=True)
     penalty = r1_penalty((images * 300).sum(1), images)
     assert penalty.dtype == torch.float32
-    assert penalty.item() == 3 * 300**2  # more than float16 can hold
+    assert penalty.item() == 3 * 300**2  # more than the largest float16
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""AdamW with states of few bits: what it holds, by estimate and on real tensors, and what it refuses."""
+"""Tests of AdamW with low-bit states: its memory, by estimate and on real tensors, and its refusals."""
 
 import sys
 from typing import Any

@@ -1,4 +1,4 @@
-"""MicroBatcher and find_micro_batch: whatever fits, each sample counts once."""
+"""Tests that MicroBatcher and find_micro_batch count each sample once at any size that fits."""
 
 import gc
 import logging
@@ -18,7 +18,7 @@ from hf_memopt.training.micro_batch import is_out_of_memory
 
 
 class Fail(torch.autograd.Function):
-    """Identity whose backward runs out of memory."""
+    """An identity whose backward runs out of memory."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -30,7 +30,7 @@ class Fail(torch.autograd.Function):
 
 
 class RunningMean(nn.Module):
-    """Changes a buffer in each forward."""
+    """A module that changes a buffer in each forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,12 +43,12 @@ class RunningMean(nn.Module):
 
 
 class Run:
-    """A prepared model with dropout and running statistics, and a loss that runs out of memory when it is told to.
+    """A prepared model with dropout and running statistics, and a loss that runs out of memory on demand.
 
     Args:
-        fail_at: the calls of the loss, counted from 1, that fail after the model's forward.
-        largest: micro-batches of more samples fail.
-        where: "forward" or "backward".
+        fail_at: calls of the loss, counted from 1, that fail after the model's forward.
+        largest: largest number of samples in a micro-batch that does not fail.
+        where: place of the failure, "forward" or "backward".
     """
 
     def __init__(self, *, fail_at: tuple[int, ...] = (), largest: int = 1000, where: str = "forward") -> None:
@@ -101,7 +101,7 @@ def equal(first: list[Tensor], second: list[Tensor]) -> bool:
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("fail_at", [1, 2, 3, 4])
 def test_a_step_that_runs_out_of_memory_is_as_if_it_had_begun_smaller(fail_at: int, where: str) -> None:
-    """Bitwise, dropout and running statistics included, in whichever micro-batch it happens."""
+    """Compare bitwise, with dropout and running statistics, for a failure in each micro-batch."""
     batches = [samples(8, seed) for seed in range(3)]
     want = Run()
     want.train(1, batches)
@@ -115,7 +115,7 @@ def test_a_step_that_runs_out_of_memory_is_as_if_it_had_begun_smaller(fail_at: i
 
 
 def test_in_a_later_step_the_earlier_ones_are_left_alone(caplog: pytest.LogCaptureFixture) -> None:
-    """Halved where it failed, kept from then on, and said once."""
+    """Check that the size is halved at the failure, kept afterwards, and logged once."""
     batches = [samples(7, seed) for seed in range(3)]
     run = Run(fail_at=(4,))
     with caplog.at_level(logging.WARNING):
@@ -196,7 +196,7 @@ def test_a_gradient_that_is_not_finite_is_named_by_its_place_in_the_step_that_fi
     run = Run(fail_at=(2,))  # after a whole micro-batch
     with pytest.raises(NonFiniteGradientError, match="rank 0, micro-batch 3: ") as caught:
         run.train(4, [batch])
-    assert [number for number, _ in caught.value.findings[0]] == [3, 4]  # the running mean stays NaN
+    assert [number for number, _ in caught.value.findings[0]] == [3, 4]  # since the running mean stays NaN
 
 
 def test_token_weights_stay_exact() -> None:
@@ -224,7 +224,7 @@ def test_token_weights_stay_exact() -> None:
 
 @pytest.mark.parametrize(("largest", "found"), [(1000, 12), (11, 6), (5, 3), (2, 2), (1, 1)])
 def test_finds_the_largest_micro_batch_that_fits(largest: int, found: int) -> None:
-    """With fewer samples to try with than the effective batch has, and nothing changed."""
+    """Search with fewer samples than the effective batch, and check that the search changes no state."""
     run = Run(largest=largest)
     run.train(1, [samples()])
     before, random = run.state(), torch.get_rng_state()

@@ -1,4 +1,4 @@
-"""train_step: the gradient of all micro-batches together, and nothing left behind when something goes wrong."""
+"""Tests of train_step: the gradient of all micro-batches together, and a clean state after an error."""
 
 import itertools
 from collections.abc import Callable
@@ -21,7 +21,7 @@ TOLERANCE = 1e-12  # fp64; sums over samples are taken in another order
 
 
 class Run:
-    """A prepared model and optimizer, and the gradients that the optimizer was given."""
+    """A prepared model and optimizer, and the gradients that the steps gave the optimizer."""
 
     def __init__(self, dtype: torch.dtype = torch.float64, **options: Any) -> None:
         self.accelerator = Accelerator(cpu=True, **options)
@@ -36,7 +36,7 @@ class Run:
         return train_step(self.accelerator, self.model, loss_fn or mean_loss, micro_batches, self.optimizer, **options)
 
     def whole(self, batch: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Loss and gradient of one batch, by torch alone."""
+        """Return loss and gradient of one batch, by torch alone."""
         loss = mean_loss(self.model, batch)
         return loss.detach(), list(torch.autograd.grad(loss, list(self.model.parameters())))
 
@@ -78,7 +78,7 @@ def failing(loss_fn: Callable[..., Tensor], at: int, error: BaseException) -> Ca
 @pytest.mark.parametrize("sizes", [[8], [4] * 2, [2] * 4, [1] * 8, [3, 3, 2], [5, 1, 1, 1]], ids=str)
 @pytest.mark.parametrize("accumulation_steps", [1, 3])
 def test_micro_batches_give_the_gradient_of_the_whole_batch(sizes: list[int], accumulation_steps: int) -> None:
-    """Whatever Accelerate divides by."""
+    """Compare for several numbers of accumulation steps, by which Accelerate divides."""
     run = Run(gradient_accumulation_steps=accumulation_steps)
     loss, want = run.whole(samples())
     result = run.step(samples().split(sizes), weight_fn=len)
@@ -114,7 +114,7 @@ def test_the_tail_window_divides_by_its_own_count_where_accelerate_does_not() ->
     _, want = run.whole(samples(3))
     run.step(tail)
     assert largest_difference(run.gradients[0], want) <= TOLERANCE
-    for part in tail:  # Accelerate alone: three quarters of it
+    for part in tail:  # Accelerate alone gives three quarters of it
         run.accelerator.backward(mean_loss(run.model, part))
     run.model.zero_grad()
     before = run.whole(samples(3))[1]
@@ -125,7 +125,7 @@ def test_the_tail_window_divides_by_its_own_count_where_accelerate_does_not() ->
 
 @pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
 def test_it_is_bitwise_the_plain_accelerate_loop_where_that_one_is_right(mixed_precision: str) -> None:
-    """Equal micro-batches, a full window, and a power of two to divide by."""
+    """Compare where Accelerate is right: equal micro-batches, a full window, and a power of two as the divisor."""
     run = Run(torch.float32, gradient_accumulation_steps=4, mixed_precision=mixed_precision)
     batches = samples(dtype=torch.float32).split(2)
     for batch in batches:
@@ -145,7 +145,7 @@ def test_clipping_is_once_for_the_whole_step() -> None:
 
 
 def test_what_weighs_nothing_is_left_out() -> None:
-    """A mean over no tokens is NaN."""
+    """Check a micro-batch of weight zero whose loss is NaN, as a mean over no tokens is."""
 
     def loss_fn(model: nn.Module, batch: Tensor) -> Tensor:
         return mean_loss(model, batch) * (float("nan") if batch[0, 0] == 0 else 1)
@@ -215,11 +215,11 @@ def test_the_scheduler_steps_with_the_optimizer() -> None:
 
 
 class ScaledRun(Run):
-    """In fp16 as on a GPU, with a loss scaler for the CPU."""
+    """A run in fp16, as on a GPU, with a loss scaler for the CPU."""
 
     def __init__(self, init_scale: float) -> None:
         accelerator = Accelerator(cpu=True)
-        accelerator.state._mixed_precision = "fp16"  # which Accelerate refuses to set without a GPU
+        accelerator.state._mixed_precision = "fp16"  # set directly, since Accelerate refuses fp16 without a GPU
         accelerator.native_amp = True
         accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=1000)
         self.accelerator = accelerator
@@ -233,7 +233,7 @@ class ScaledRun(Run):
 
 
 def test_an_overflow_that_the_loss_scaler_finds_is_a_skipped_step() -> None:
-    """Until its scale is used up: then the gradient itself is not finite."""
+    """Check that overflows skip steps until the smallest scale, where the error names the gradient."""
     run = ScaledRun(init_scale=4.0)
     batches = samples(dtype=torch.float32).split(4)
     result = run.step(batches, scheduler=run.scheduler, max_grad_norm=1.0)
@@ -254,7 +254,7 @@ def test_an_overflow_that_the_loss_scaler_finds_is_a_skipped_step() -> None:
 
 
 def test_a_scaled_gradient_is_the_plain_one() -> None:
-    """A power of two scales without rounding. Autocast rounds what it computes to fp16, as it does here without it."""
+    """Compare up to the rounding of autocast in fp16; a scale that is a power of two rounds nothing."""
     run = ScaledRun(init_scale=2.0**10)
     batches = samples(dtype=torch.float32).split(4)
     for batch in batches:
@@ -304,6 +304,6 @@ def test_what_would_go_wrong_is_refused() -> None:
     run.accelerator.sync_gradients = True  # as the message says
     run.step([samples()])
     run.accelerator.state.distributed_type = DistributedType.DEEPSPEED
-    run.accelerator.deepspeed_engine_wrapped = None  # as such an accelerator has it
+    run.accelerator.deepspeed_engine_wrapped = None  # as in an accelerator that has prepared no model
     with pytest.raises(ValueError, match="the accelerator uses DeepSpeed and has prepared no model"):
         run.step([samples()])

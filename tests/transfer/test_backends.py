@@ -1,4 +1,4 @@
-"""One registration per type of device: what is known without one, and what a registered one changes while it lasts."""
+"""Tests of devices without a backend's registration, and of the changes that a registration makes while it lasts."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Time as streams see it: marks of several compute streams may be in any order."""
+"""Tests of the clock of streams, whose marks on several compute streams may come in any order."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from hf_memopt.transfer.clock import StreamClock
 
 
 class TimedEvent:
-    """Happens at the next of the given moments, in milliseconds."""
+    """An event at the next of the given moments, in milliseconds."""
 
     moments: list[float]
 
@@ -47,7 +47,7 @@ def test_time_never_runs_backwards(clock: StreamClock) -> None:
 
 
 def test_a_pass_on_several_streams_is_recorded(clock: StreamClock) -> None:
-    # It begins on one stream, saves on another one that is far ahead, and is used on a third one that is behind.
+    # The pass begins on one stream, saves on a second that is far ahead, and is used on a third that is behind.
     TimedEvent.moments = [0.0, 7.0, 7.0, 2.0, 2.0, 9.0]
     recorder = PassRecorder(clock, None, DeviceBytes())
     storage = torch.zeros(4).untyped_storage()

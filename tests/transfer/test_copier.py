@@ -1,4 +1,4 @@
-"""Copiers: what they count, and the order in which the stream copier lets things happen."""
+"""Tests of the copiers' counts, and of the order of the stream copier's operations."""
 
 import os
 import weakref
@@ -74,7 +74,7 @@ class FakeEvent:
 
 
 class FakeStream:
-    """Records what is asked of it; copies inside `with stream` really happen, on the CPU."""
+    """A stream that logs its calls, while the CPU performs the copies inside `with stream`."""
 
     log: list[tuple[str, "FakeStream", Any]]
 
@@ -104,7 +104,7 @@ class FakeStream:
 
 @pytest.fixture
 def compute(monkeypatch: pytest.MonkeyPatch) -> FakeStream:
-    """The current compute stream of a machine that has none."""
+    """A fake compute stream for a machine without streams."""
     stream = FakeStream()
     monkeypatch.setattr(FakeStream, "log", [], raising=False)
     monkeypatch.setattr(torch, "Stream", FakeStream)
@@ -142,7 +142,7 @@ def test_stream_copier_waits_once_and_uses_one_stream_per_direction(compute: Fak
 
 
 def events_of(side: FakeStream) -> list[FakeEvent]:
-    """The ends of the copies on a stream."""
+    """Return the events at the ends of the copies on a stream."""
     return [event for name, stream, event in FakeStream.log if name == "record_event" and stream is side]
 
 
@@ -271,7 +271,7 @@ def test_copies_for_another_compute_stream_wait_for_those_before(
 
 
 class RecordedMemory(Tensor):
-    """Device memory that knows the streams that the allocator was told of."""
+    """Device memory that lists the streams recorded for it with the allocator."""
 
     recorded: list[FakeStream]
 
@@ -290,7 +290,7 @@ def test_stalls_are_asked_for_once_each(compute: FakeStream) -> None:
     for _ in range(300):
         copier.to_device(host, device).wait()
     events = {event for name, _, event in FakeStream.log if name == "record_event"}
-    # Of each wait and of each copy, the oldest that is under way; the device has come nowhere.
+    # Each wait and each copy queries the oldest event under way, while the device makes no progress.
     assert sum(event.num_queries for event in events) <= 3 * 300 + 2
     for event in events:
         event.finished = True

@@ -1,4 +1,4 @@
-"""Host memory for offloaded tensors stays near the largest need, and settles where needs have ceased to grow."""
+"""Tests that the host memory of offloaded tensors stays near the largest need, and settles when needs stop growing."""
 
 import random
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from hf_memopt.transfer.host_arena import HostArena
 
 KIB = 1024
 NUM_TENSORS = 21
-# What a transformer's layers save for each token, relative to each other.
+# Relative sizes of the tensors that a transformer's layers save for each token.
 SHARES = (1, 1, 4, 2, 1, 3, 1, 4, 4)
 
 
@@ -29,7 +29,7 @@ def mostly_short_texts(dice: random.Random) -> int:
 
 
 def sizes_of_step(num_tokens: int) -> list[int]:
-    """Some depend on the batch, some do not."""
+    """Return sizes in bytes, some of which depend on the batch."""
     return [64 * num_tokens * share for share in SHARES * 2] + [7 * KIB] * 3
 
 
@@ -43,7 +43,7 @@ def released_in_any_order(arena: HostArena, sizes: list[int], dice: random.Rando
 
 
 def hold_all(arena: HostArena, sizes: list[int], order: Callable[[list[Tensor]], None]) -> int:
-    """All are held at once."""
+    """Acquire blocks of all sizes, then release them in an order, and return the bytes held at once."""
     held = [block for block in map(arena.acquire, sizes) if block is not None]
     order(held)
     for block in held:
@@ -71,7 +71,7 @@ def some_released_at_once(arena: HostArena, sizes: list[int], dice: random.Rando
 def test_3000_steps_of_ever_other_sizes(
     step: Callable[[HostArena, list[int], random.Random], int], num_tokens: Callable[[random.Random], int]
 ) -> None:
-    """At most half as much again as the largest step needs, and nothing is taken in the last thousand."""
+    """Check for at most 1.5 times the largest step's need, and no allocation in the last thousand steps."""
     arena, dice = HostArena(SyncCopier()), random.Random(0)
     largest = num_allocations = 0
     for number in range(3000):
@@ -111,7 +111,7 @@ def test_a_smaller_step_in_between_changes_nothing() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_no_two_blocks_share_a_byte(seed: int) -> None:
-    """Blocks come and go in any order; each keeps what was written into it."""
+    """Check that blocks that come and go in any order keep the values written into them."""
     arena, dice = HostArena(SyncCopier(), budget_bytes=40_000), random.Random(seed)
     held: list[tuple[Tensor, int]] = []
     for number in range(2000):
@@ -145,17 +145,17 @@ def test_what_is_not_needed_any_more_is_given_back() -> None:
     for _ in range(2):
         in_order(arena, [10 * KIB] * 70, random.Random(0))
     arena.trim()
-    assert arena.bytes_held == 1000 * KIB  # not half as much again as was needed
+    assert arena.bytes_held == 1000 * KIB  # not 1.5 times the need
     for _ in range(2):
         in_order(arena, [10 * KIB] * 60, random.Random(0))
     arena.trim()
     assert arena.bytes_held == 600 * KIB
     in_order(arena, [10 * KIB] * 60, random.Random(0))
-    assert arena.num_allocations == 100  # none of those in use went
+    assert arena.num_allocations == 100  # no block in use went
     arena.trim()
     in_order(arena, [KIB], random.Random(0))
     arena.trim()
-    assert arena.bytes_held == 0  # the one that is left is ten times too large
+    assert arena.bytes_held == 0  # the remaining block was ten times too large
 
 
 def test_one_large_region_is_given_back_too() -> None:
@@ -181,7 +181,7 @@ def test_what_is_in_use_stays_when_the_rest_is_given_back() -> None:
 
 
 def test_what_arenas_hold_is_counted_together() -> None:
-    """An arena that goes takes its bytes along, and not its allocations."""
+    """Check that the bytes of a deleted arena are subtracted, and its allocations are not."""
     before = HostArena.of_process()
     first, second = HostArena(SyncCopier()), HostArena(SyncCopier())
     held = [first.acquire(10 * KIB), second.acquire(20 * KIB)]
@@ -194,7 +194,7 @@ def test_what_arenas_hold_is_counted_together() -> None:
 
 
 def test_a_destructor_may_release_while_a_block_is_being_made() -> None:
-    """Garbage collection runs at any time."""
+    """Release a block during an allocation, as a garbage collection might."""
 
     class Meddling(SyncCopier):
         def empty_host(self, num_bytes: int) -> Tensor:
@@ -212,7 +212,7 @@ def test_a_destructor_may_release_while_a_block_is_being_made() -> None:
 
 
 class Slab(SyncCopier):
-    """Cuts all host memory out of one storage, one piece right after the other."""
+    """A copier that cuts all host memory out of one storage, piece after piece."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Host memory stays until the copies of it are over, though the host only had the compute stream wait for them."""
+"""Tests that host memory stays until its copies end, though only the compute stream waits for them."""
 
 import gc
 from collections.abc import Callable
@@ -25,14 +25,14 @@ def copier() -> AdversarialCopier:
 
 
 def go_on(copier: AdversarialCopier) -> None:
-    """Other operations, until the device must have done what it has been given."""
+    """Run other operations until the device must have done its earlier work."""
     gc.collect()
     for _ in range(HOST_IS_AHEAD + 1):
         copier.tick()
 
 
 def arena_with_a_free_block(copier: AdversarialCopier) -> HostArena:
-    """Its block has been written and read; the compute stream has waited, and the host has not."""
+    """Return an arena whose block was written and read, with a wait of the compute stream but none of the host."""
     arena = HostArena(copier, budget_bytes=2 * SIZE)
     block = arena.acquire(SIZE)
     assert block is not None
@@ -115,7 +115,7 @@ def test_what_is_over_is_let_go(copier: AdversarialCopier) -> None:
 
 
 def test_a_destructor_that_gets_in_between_drops_nothing_unfinished() -> None:
-    """Garbage collection may run at any time, and what it finds may copy."""
+    """Copy from a destructor, as a garbage collection might at any time."""
     ends = HostBuffersInFlight()
 
     class Meddling:

@@ -1,4 +1,4 @@
-"""Page-locked memory: exact sizes, given back to the driver before it is unmapped, and pageable where it must be."""
+"""Tests of page-locked memory: exact sizes, unregistered before it is unmapped, pageable if registration fails."""
 
 import logging
 import mmap
@@ -15,7 +15,7 @@ HUGE_PAGES = getattr(mmap, "MADV_HUGEPAGE", None)
 
 
 class FakeRuntime:
-    """CUDA's books of registered memory; both calls answer with `error`."""
+    """A stand-in for CUDA's registrations of host memory, whose calls return `error`."""
 
     def __init__(self, error: int) -> None:
         self.error = error
@@ -33,7 +33,7 @@ class FakeRuntime:
 
 
 def is_mapped(address: int) -> bool:
-    """Whether this process has memory at an address. The heap may take a place at once that was unmapped just now."""
+    """Return whether an address is in a mapping of our own. The heap may take an unmapped address at once."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         begin, end = (int(bound, 16) for bound in line.split()[0].split("-"))
         if begin <= address < end:

@@ -1,4 +1,4 @@
-"""The region in which the host must not wait: torch's warning about it neither leaves the mode set nor ends a test."""
+"""Tests of the region without host waits: torch's warning neither leaves the debug mode set nor fails a test."""
 
 import warnings
 
@@ -9,7 +9,7 @@ from host_waits import host_never_waits
 
 @pytest.fixture
 def modes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The modes that torch was given, the last one in force. As on CUDA, it warns once each has been set."""
+    """The sync debug modes set so far, the last one in force. Each setting gives a warning, as on CUDA."""
     given = ["default"]
 
     def set_mode(mode: str) -> None:
@@ -32,7 +32,7 @@ def test_the_mode_is_put_back_after_an_error(modes: list[str]) -> None:
     assert modes[-1] == "default"
 
 
-@pytest.mark.filterwarnings("error")  # as everywhere in the suite, but where it runs with newer versions
+@pytest.mark.filterwarnings("error")  # as in the whole suite, except with newer versions of libraries
 def test_other_warnings_are_errors_inside(modes: list[str]) -> None:
     with pytest.raises(UserWarning, match="something else"), host_never_waits():
         warnings.warn("something else", stacklevel=1)

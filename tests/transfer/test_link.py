@@ -1,4 +1,4 @@
-"""The link's measured bandwidth: bytes over the clock's seconds, the first copy of each direction left out."""
+"""Tests of the link's bandwidth: bytes over the clock's seconds, without the first copy of each direction."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ MIB = 2**20
 
 
 class Link(SyncCopier):
-    """Moves 1 GiB/s to the host and 4 GiB/s to the device; the first copy of each direction takes a second more."""
+    """A link of 1 GiB/s to the host and 4 GiB/s to the device, with a second more for each direction's first copy."""
 
     def __init__(self) -> None:
         super().__init__()

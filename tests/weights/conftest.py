@@ -1,4 +1,4 @@
-"""The toy teacher that the tests of this folder share."""
+"""A toy teacher for the tests of this folder."""
 
 import pytest
 import torch

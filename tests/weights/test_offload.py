@@ -1,4 +1,4 @@
-"""OffloadedTeacher: bitwise the resident teacher, invisible to the student, and right again after any exception."""
+"""Tests of OffloadedTeacher: bitwise right, invisible to the student, and right again after any exception."""
 
 import copy
 import dataclasses

@@ -1,4 +1,4 @@
-"""Packed weights keep their values, strides, ties and overlaps."""
+"""Tests that packed weights keep their values, strides, ties and overlaps."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ def test_views_of_one_storage_travel_once() -> None:
 
 @st.composite
 def views(draw: st.DrawFn) -> Tensor:
-    """A random view of a random storage."""
+    """Draw a random view of a random storage."""
     dtype = draw(
         st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64])
     )

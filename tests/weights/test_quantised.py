@@ -1,4 +1,4 @@
-"""Teachers quantised with torchao are bitwise the same in every mode; other quantised weights are refused."""
+"""Tests that torchao's quantised teachers are bitwise right in every mode, and that others are refused."""
 
 import copy
 import warnings
@@ -30,7 +30,7 @@ class Network(nn.Module):
 
 def quantised(config: str) -> Network:
     with warnings.catch_warnings():
-        # An escape sequence in torchao's source, wherever that is not compiled yet.
+        # An escape sequence in torchao's source warns when Python first compiles the source.
         warnings.simplefilter("ignore", SyntaxWarning)
         from torchao import quantization
     torch.manual_seed(0)
@@ -72,11 +72,11 @@ def test_quantised_weights_cannot_be_cast(x: Tensor) -> None:
 
 
 class Params4bit(nn.Parameter):
-    """As bitsandbytes has it: a parameter with part of its value in attributes."""
+    """A parameter with part of its value in attributes, as in bitsandbytes."""
 
 
 class Sharded(torch.Tensor):
-    """As DTensor has it: names its inner tensors, of which this rank has some only."""
+    """A tensor that names its inner tensors, of which this rank has only a part, as DTensor does."""
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return [], None

@@ -1,4 +1,4 @@
-"""The first rank of a machine writes the weights; two ranks are tested in tests/distributed."""
+"""Tests that the first rank of a machine writes the weights. tests/distributed has the tests with two ranks."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What student and teacher have in common is held once, in the student's memory."""
+"""Tests that the weights common to student and teacher are held once, in the student's memory."""
 
 import copy
 
@@ -39,7 +39,7 @@ def test_sharing_follows_the_student_when_it_moves(pair: tuple[Network, Network]
     teacher, student = pair
     want = teacher(x)
     offloaded = OffloadedTeacher(teacher, device="cpu", mode="swap", share_with=student, copier=SyncCopier())
-    student.embed.weight.data = student.embed.weight.data.clone()  # what Module.to does
+    student.embed.weight.data = student.embed.weight.data.clone()  # as Module.to does
     with offloaded.onload() as module:
         assert module.embed.weight.data_ptr() == student.embed.weight.data_ptr()
         assert torch.equal(module(x), want)

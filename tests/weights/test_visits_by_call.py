@@ -1,4 +1,4 @@
-"""A frozen module that visits the device at each call, in a loop that knows nothing of it."""
+"""Tests of a frozen module that visits the device at each call, in a loop without code for the visits."""
 
 import copy
 from collections.abc import Callable
@@ -10,9 +10,9 @@ from adversarial_copier import AdversarialCopier
 from torch import Tensor, nn
 
 from hf_memopt import OffloadedTeacher, SyncCopier
-from hf_memopt.weights.visits_by_call import VisitsByCall
+from hf_memopt.weights import VisitsByCall
 
-SIZE = 64  # of which a bias fills the 256 bytes that packed weights are aligned to
+SIZE = 64  # so that a bias fills 256 bytes, to which packed weights are aligned
 NUM_LAYERS = 4
 NUM_BYTES = 4 * NUM_LAYERS * (SIZE * SIZE + SIZE)
 
@@ -64,7 +64,7 @@ def test_an_exception_ends_the_visit(mode: str, module: nn.Module, x: Tensor) ->
     for _ in range(2):
         with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
             module(x[:, 1:])
-        # A later call makes a visit of its own: the first one did not stay open.
+        # A later call makes a visit of its own: the first visit did not stay open.
         before = visits.teacher.report().bytes_host_to_device
         assert torch.equal(module(x), want)
         assert visits.teacher.report().bytes_host_to_device == before + NUM_BYTES

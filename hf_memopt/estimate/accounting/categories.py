@@ -22,7 +22,7 @@ from hf_memopt.estimate.accounting.allocation_log import (
     AllocationLog,
     StepPhases,
 )
-from hf_memopt.estimate.accounting.operation import tensors_in
+from hf_memopt.estimate.accounting.operation import Operation, name_of, tensors_in
 
 # In the order in which they are drawn, from the bottom up: permanent storages, those of the first steps, those that
 # come and go, and memory without a tensor.
@@ -188,6 +188,21 @@ def _things(value: Any, name: str) -> Iterable[tuple[str, Any]]:
     elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
         for position, item in enumerate(value):
             yield from _things(item, str(position))
+
+
+def exchanged(operation: Operation) -> Iterator[tuple[str, list[Tensor]]]:
+    """Yield the tensors of an operation of FSDP2 with their use; nothing for other operations.
+
+    Source: torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py of torch 2.11. Shards are gathered into one buffer,
+    from which the weights are copied; gradients are copied into another one, which is reduced to the shards' gradients.
+    """
+    match name_of(operation.function):
+        case "c10d._allgather_base_.default":
+            yield COMMUNICATION, [operation.args[0]]
+        case "c10d._reduce_scatter_base_.default":
+            yield COMMUNICATION, [operation.args[1]]
+        case "fsdp.split_with_sizes_copy.default":
+            yield GATHERED, operation.kwargs["out"]
 
 
 def alive_at(history: AllocationHistory, position: int) -> list[tuple[str, StorageRecord]]:

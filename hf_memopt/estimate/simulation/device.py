@@ -35,7 +35,7 @@ from hf_memopt.estimate.accounting.allocation_log import StepPhases
 from hf_memopt.estimate.gpus import DEFAULT_CARD
 from hf_memopt.estimate.simulation.data_dependent import DataDependentOps
 from hf_memopt.estimate.simulation.fake_mode import SimulatedTensors
-from hf_memopt.estimate.simulation.kernels import attention, autocast, fused_head
+from hf_memopt.estimate.simulation.kernels import attention, autocast
 from hf_memopt.estimate.simulation.virtual_time import (
     FIRST_STREAM,
     VirtualClock,
@@ -140,7 +140,7 @@ def simulation(
         if like == "cuda":
             enter(autocast.shared_casts())
             enter(attention.attention_as_on_cuda(DEVICE_TYPE, clock.card.compute_capability))
-            enter(fused_head.fused_head_as_on_cuda())
+            enter(_fused_head_as_on_cuda())
             enter(_redirect_autocast())
             enter(_redirect_accelerate(device))
         enter(_disable_compile(data_dependent))
@@ -223,6 +223,34 @@ def _redirect_accelerate(device: torch.device) -> Iterator[None]:
         patch.object(PartialState, "default_device", device),
     ):
         yield
+
+
+@contextmanager
+def _fused_head_as_on_cuda() -> Iterator[None]:
+    """Have TRL's fused output layer take as much memory as Triton's kernels on CUDA, if TRL was imported.
+
+    Elsewhere TRL folds the tiles of logits with torch's operations, which take memory of their own, and scores every
+    position. Source: `ChunkedLogProbFunction` and `add_fused_lm_head` of TRL 1.16.
+    """
+    kernels, caller = (sys.modules.get(name) for name in ("trl.kernels.chunked_logprob", "trl.trainer.utils"))
+    with ExitStack() as stack:
+        if kernels is not None:
+            stack.enter_context(patch.object(kernels, "_forward_tile", _fold_tile))
+            stack.enter_context(patch.object(kernels, "_backward_tile", _fold_tile))
+            stack.enter_context(patch.object(kernels, "_addmm_fp32", _add_product))
+        if caller is not None and hasattr(caller, "_use_triton"):
+            stack.enter_context(patch.object(caller, "_use_triton", lambda device: True))
+        yield
+
+
+def _fold_tile(tile: Tensor, *others: Any, **settings: Any) -> None:
+    """Touch the tile, and make nothing."""
+    tile.zero_()
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Multiply without memory for the product, which is added in float32: it lies where the sum does."""
+    torch.mm(left, right, out=total.view(left.dtype)[:, : right.shape[1]])
 
 
 @contextmanager

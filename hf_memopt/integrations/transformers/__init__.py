@@ -1,11 +1,4 @@
-"""For those who train with transformers' Trainer or TRL's trainers. Read in this order:
-
-- `trainer_estimate`: `estimate_trainer`, the memory of a trainer's own training steps.
-- `trainer_batches`: which of its batches are simulated.
-- `simulated_trainer`: the trainer on an accelerator without hardware.
-- `argument_file`, `file_trainer`: a file of arguments, and the trainer that it describes.
-- `file_workload`: the same as a workload that can be planned.
-"""
+"""For those who train with transformers' Trainer or TRL's trainers: estimates and plans of their own runs."""
 
 from hf_memopt.integrations.transformers.argument_file import ArgumentFile, read_argument_file
 from hf_memopt.integrations.transformers.file_workload import FileWorkload

@@ -1,17 +1,18 @@
-"""Files of TrainingArguments, and those that TRL's scripts read: YAML or JSON, without sections."""
+"""Files of TrainingArguments, and those that TRL's scripts read: YAML or JSON, without sections.
 
-import difflib
-import json
+Some fields have been renamed: versions of transformers that have both names read the older one only where the newer has
+no value, and then keep both equal.
+"""
+
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import yaml
 from transformers import HfArgumentParser, TrainingArguments
 
 from hf_memopt.command_line import argparse_raising
-from hf_memopt.integrations.transformers.argument_names import current_names
+from hf_memopt.jobs.spec import nearest, read_fields
 
 # The fields of TRL's ModelConfig and their defaults; a plain Trainer is made with the same.
 MODEL_FIELDS: dict[str, Any] = {
@@ -34,6 +35,11 @@ MODEL_FIELDS: dict[str, Any] = {
     "bnb_4bit_quant_type": "nf4",
     "use_bnb_nested_quant": False,
     "bnb_4bit_quant_storage": None,
+}
+# The newer names of fields that have been renamed.
+_NEWER = {
+    "gradient_checkpointing": "activation_checkpointing",
+    "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
 }
 # Fields that change memory and are not simulated, with the values that ask for nothing.
 _REFUSED: dict[str, tuple[Any, ...]] = {
@@ -136,28 +142,36 @@ def read_argument_file(path: Path) -> ArgumentFile:
     Raises:
         ValueError: it cannot be read; a field belongs to none of these, or to TRL, which is not installed.
     """
-    source = f"training-args={str(path)!r}"
-    if not path.is_file():
-        raise ValueError(f"{source} is not a file; name the YAML or JSON file with the fields of TrainingArguments")
-    try:
-        text = path.read_text(encoding="utf-8")
-        given = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (ValueError, yaml.YAMLError) as error:
-        raise ValueError(f"{source} cannot be read: {error}") from error
-    if not isinstance(given, dict):
-        raise ValueError(f"{source} holds no fields; write one in each line, such as bf16: true")
+    source = f"training_args={str(path)!r}"
+    given = read_fields(source, path, "TrainingArguments", "bf16: true")
     known = _names(TrainingArguments)
     others = [name for name in given if name not in known]
     if others:
         known |= _names_of_trl(others[0])
     for name in others:
         if name not in known:
-            nearest = ", ".join(difflib.get_close_matches(str(name), known, n=1, cutoff=0.0))
             raise ValueError(
                 f"{source}: {name!r} is a field of neither TrainingArguments nor TRL's SFTConfig, ModelConfig and "
-                f"ScriptArguments; the nearest is {nearest}. For another trainer call estimate_trainer(trainer)"
+                f"ScriptArguments; the nearest is {nearest(name, known)}. For another trainer call "
+                "estimate_trainer(trainer)"
             )
     return ArgumentFile(path, current_names(given), is_sft=bool(others))
+
+
+def current_names(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return fields and their values by the names that the installed transformers prefers.
+
+    Where both names of a field are given, the value of the newer one counts.
+    """
+    current = {name: _current_name(name) for name in given}
+    return {new: given[name] for name, new in current.items() if new == name or new not in given}
+
+
+def set_fields(arguments: TrainingArguments, values: Mapping[str, Any]) -> None:
+    """Set fields of arguments that have been made, under both names where the installed transformers has two."""
+    for name, value in values.items():
+        for each in {name, _current_name(name)}:
+            setattr(arguments, each, value)
 
 
 def _refuse(given: Mapping[str, Any]) -> None:
@@ -186,3 +200,8 @@ def _names_of_trl(first: str) -> set[str]:
         raise ValueError(f"{first!r} is not a field of TrainingArguments; for those of TRL: pip install trl") from error
     kinds: Iterable[Any] = (SFTConfig, ModelConfig, ScriptArguments, DatasetMixtureConfig)
     return {"env"}.union(*map(_names, kinds))
+
+
+def _current_name(name: str) -> str:
+    newer = _NEWER.get(name, name)
+    return newer if newer in {field.name for field in fields(TrainingArguments)} else name

@@ -15,14 +15,19 @@ import yaml
 from hf_memopt.callbacks import attach
 from hf_memopt.estimate.accounting.repeated_layers import Layers
 from hf_memopt.estimate.simulated_step import RepeatedLayers, SimulatedStep
-from hf_memopt.integrations.transformers.argument_file import MODEL_FIELDS, ArgumentFile
-from hf_memopt.integrations.transformers.argument_names import current_names
+from hf_memopt.integrations.transformers.argument_file import (
+    MODEL_FIELDS,
+    ArgumentFile,
+    current_names,
+    read_argument_file,
+)
 from hf_memopt.integrations.transformers.file_trainer import attention, make_trainer
 from hf_memopt.integrations.transformers.trainer_batches import largest_window
 from hf_memopt.integrations.transformers.trainer_estimate import trainer_step
 from hf_memopt.jobs.accelerate_config import write_accelerate_config
 from hf_memopt.jobs.equal_layers import equal_layers, told_by_few, under_offloading
 from hf_memopt.jobs.huggingface import ACTIVATIONS
+from hf_memopt.jobs.spec import JobSpec
 from hf_memopt.jobs.transformers_models.model_config import read_config
 from hf_memopt.jobs.transformers_models.tasks import TASKS, task_of
 from hf_memopt.jobs.workload import Lever, divisors
@@ -31,6 +36,77 @@ _TOKEN_TASKS = ("causal", "masked", "seq2seq")
 # Without selective checkpointing, for which Trainer has no field.
 _CHOICES = tuple(name for name, (checkpointing, _) in ACTIVATIONS.items() if checkpointing != "selective")
 _BATCH, _ACCUMULATION = "per_device_train_batch_size", "gradient_accumulation_steps"
+# Fields of the file that fields of a spec overrule.
+_FIELDS = {
+    "model": "model_name_or_path",
+    "batch_size": "per_device_train_batch_size",
+    "accumulation": "gradient_accumulation_steps",
+    "dtype": "dtype",
+    "attention": "attn_implementation",
+    "lora_rank": "lora_r",
+    "lora_targets": "lora_target_modules",
+    "use_dora": "use_dora",
+}
+# Fields of a spec whose values are spelled otherwise in the file.
+_VALUES: dict[str, dict[Any, dict[str, Any]]] = {
+    "precision": {name: {"bf16": name == "bf16", "fp16": name == "fp16"} for name in ("no", "bf16", "fp16")},
+    "checkpointing": {name: {"gradient_checkpointing": name == "full"} for name in ("none", "full")},
+    "quantize": {
+        name: {"load_in_4bit": name == "nf4", "load_in_8bit": name == "int8"} for name in ("none", "nf4", "int8")
+    },
+    "optimizer": {
+        "adamw": {"optim": "adamw_torch_fused"},
+        "adamw-foreach": {"optim": "adamw_torch"},
+        "adamw-8bit": {"optim": "adamw_torch_8bit"},
+        "adamw-4bit": {"optim": "adamw_torch_4bit"},
+        "adafactor": {"optim": "adafactor"},
+        "sgd": {"optim": "sgd"},
+    },
+}
+# Fields of a spec that say nothing about the training, or that the workload takes itself.
+_OTHERS = {"training_args", "seq_len", "task", "effective_batch", "offload", "max_grad_norm", "gpu", "host", "link"}
+_OTHERS |= {"check", "explain", "json", "timeline", "snapshot", "output", "workers"}
+# Fields of a spec that a plan of the file takes over; it chooses batches and checkpointing itself.
+OF_FILES = (_FIELDS.keys() | _VALUES.keys() | {"seq_len", "task"}) - {"batch_size", "accumulation", "checkpointing"}
+
+
+def file_workload(spec: JobSpec) -> "FileWorkload":
+    """Return the workload of a spec's `training_args`, which the spec's other fields overrule.
+
+    Raises:
+        ValueError: a field of the spec has no place in the file; see also `read_argument_file` and `FileWorkload`.
+    """
+    assert spec.training_args is not None
+    changes = _changes(spec)
+    return FileWorkload(
+        read_argument_file(spec.training_args),
+        changes,
+        seq_len=spec.seq_len,
+        task=spec.task or "auto",
+        effective_batch=spec.effective_batch,
+    )
+
+
+def _changes(spec: JobSpec) -> dict[str, Any]:
+    """Return the fields of the file that a spec overrules."""
+    changes: dict[str, Any] = {}
+    for name, value in sorted(spec.said().items()):
+        if name in _OTHERS:
+            continue
+        if name in _FIELDS:
+            changes[_FIELDS[name]] = value
+        elif name in _VALUES and value in _VALUES[name]:
+            changes |= _VALUES[name][value]
+        else:
+            raise ValueError(f"{name}={value!s} has no field in training_args; leave one of the two out")
+    if changes.get("attn_implementation") == "auto":
+        changes["attn_implementation"] = None
+    if "lora_r" in changes:
+        changes["use_peft"] = True
+    targets = changes.get("lora_target_modules", "all-linear")
+    if targets != "all-linear":
+        changes["lora_target_modules"] = targets.split(",")
+    return changes
 
 
 class FileWorkload:
@@ -75,7 +151,7 @@ class FileWorkload:
         self.arguments = file.training_arguments(changes, self._folder)
         length = seq_len or getattr(self.arguments, "max_length", None)
         if length is None:
-            raise ValueError("max_length is none, so samples may have any length; name one with --seq-len")
+            raise ValueError("max_length is none, so samples may have any length; name one with seq_len")
         self._seq_len: int = length
         longest = getattr(self._config, "max_position_embeddings", None)
         if longest is not None and length > longest:
@@ -96,12 +172,19 @@ class FileWorkload:
         return divisors(self.effective_batch)
 
     def as_given(self, offload: str = "off") -> SimulatedStep:
-        """Return the update as the file has it.
+        """Return the update with the file's own batch and checkpointing.
 
         Args:
             offload: the option of `attach`: "off" or a mode of `ActivationOffloader`.
+
+        Raises:
+            ValueError: the file's batch is no divisor of `effective_batch`.
         """
-        return self._step({}, offload)
+        if self.effective_batch % self.micro_batch:
+            raise ValueError(
+                f"effective_batch={self.effective_batch} must be a multiple of {_BATCH}={self.micro_batch}"
+            )
+        return self._step({_ACCUMULATION: self.effective_batch // self.micro_batch}, offload)
 
     def simulated(self, settings: Mapping[str, Any], micro_batch: int) -> SimulatedStep:
         checkpointing, offload = ACTIVATIONS[settings["activations"]]

@@ -11,10 +11,7 @@ from hf_memopt.activations.checkpointing.selective import apply_selective_checkp
 from hf_memopt.estimate.simulation.quantised.quantised_base import quantise
 from hf_memopt.jobs.accelerate_config import DDP
 from hf_memopt.jobs.transformers_models.adapters import LoraTargets, import_fused_head, with_adapters
-from hf_memopt.jobs.transformers_models.image_text.vision_tower import freeze_vision_tower
 from hf_memopt.jobs.transformers_models.model_options import ModelOptions
-
-CHECKPOINTING = ("none", "selective", "full")
 
 
 def build_model(options: ModelOptions, config: Any, checkpointing: str) -> nn.Module:
@@ -23,7 +20,7 @@ def build_model(options: ModelOptions, config: Any, checkpointing: str) -> nn.Mo
     Args:
         options: options of the training.
         config: the options', or one with fewer layers.
-        checkpointing: one of `CHECKPOINTING`: "selective" (`apply_selective_checkpointing`), "full" (transformers').
+        checkpointing: "none", "selective" (`apply_selective_checkpointing`), "full" (transformers').
 
     Raises:
         ValueError: no model can be built from the configuration, or it has no layers for the adapters.
@@ -40,7 +37,7 @@ def build_model(options: ModelOptions, config: Any, checkpointing: str) -> nn.Mo
         if getattr(model.config, "pad_token_id", 0) is None:
             model.config.pad_token_id = 0  # decoders that classify look for the last token that is none
     model.train()
-    frozen = freeze_vision_tower(model) if options.freeze_vision_tower else None
+    frozen = _freeze_vision_tower(model) if options.freeze_vision_tower else None
     if options.quantize != "none":
         quantise(model, options.quantize, dtype)
     if options.loss == "chunked":
@@ -53,3 +50,11 @@ def build_model(options: ModelOptions, config: Any, checkpointing: str) -> nn.Mo
     if checkpointing == "selective":
         apply_selective_checkpointing(model)
     return model  # type: ignore[no-any-return]
+
+
+def _freeze_vision_tower(model: Any) -> str:
+    """Freeze the vision tower of a vision-language model, and return its name in the model."""
+    tower: nn.Module = model.get_encoder(modality="image")
+    tower.requires_grad_(False)
+    name: str = next(name for name, module in model.named_modules() if module is tower)
+    return name

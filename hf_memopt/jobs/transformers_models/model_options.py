@@ -7,29 +7,17 @@ from typing import Any
 
 import torch
 
-from hf_memopt.estimate.simulation.quantised.quantised_base import LAYERS
-from hf_memopt.jobs.accelerate_config import DDP, ENGINES, check_ranks, check_zero
+from hf_memopt.jobs.accelerate_config import DDP, check_ranks, check_zero
 from hf_memopt.jobs.diffusers_models.denoising import Denoising
+from hf_memopt.jobs.spec import CHOICES, DEFAULTS
 from hf_memopt.jobs.transformers_models.adapters import import_fused_head, import_peft
 from hf_memopt.jobs.transformers_models.model_batches import Batch, Sample, with_padding
 from hf_memopt.jobs.transformers_models.model_config import read_config
-from hf_memopt.jobs.transformers_models.optimizers import OPTIMIZERS
 from hf_memopt.jobs.transformers_models.tasks import TASKS, Task, task_of
 from hf_memopt.ranges import COUNT, NOT_NEGATIVE, POSITIVE
 
-# The values of each option, the default first.
-CHOICES = {
-    "task": ("auto", *TASKS),
-    "dtype": ("float32", "bfloat16", "float16"),
-    "quantize": ("none", *LAYERS),
-    "precision": ("no", "bf16", "fp16"),
-    "attention": ("auto", "sdpa", "eager"),
-    "loss": ("full", "chunked"),
-    "optimizer": tuple(OPTIMIZERS),
-    "engine": ENGINES,
-}
-
-
+# Options that take one of a few values.
+_CHOSEN = ("task", "dtype", "quantize", "precision", "attention", "loss", "optimizer", "engine")
 # Options that mean something only beside adapters, and their defaults.
 _OF_ADAPTERS = (("quantize", "none"), ("lora_targets", None), ("use_dora", False))
 # Those that mean something to few tasks.
@@ -85,31 +73,31 @@ class ModelOptions:
     """
 
     model: str
-    seq_len: int = 2048
+    seq_len: int = DEFAULTS["seq_len"]
     effective_batch: int = 8
-    task: str = "auto"
-    images_per_sample: int = 1
+    task: str = DEFAULTS["task"]
+    images_per_sample: int = DEFAULTS["images_per_sample"]
     image_size: str | None = None
     freeze_vision_tower: bool = False
     padding: bool = False
-    dtype: str = "float32"
-    precision: str = "no"
-    attention: str = "auto"
-    loss: str = "full"
-    optimizer: str = "adamw"
+    dtype: str = DEFAULTS["dtype"]
+    precision: str = DEFAULTS["precision"]
+    attention: str = DEFAULTS["attention"]
+    loss: str = DEFAULTS["loss"]
+    optimizer: str = DEFAULTS["optimizer"]
     optimizer_in_backward: bool = False
     lora_rank: int | None = None
     lora_targets: str | None = None
     use_dora: bool = False
-    quantize: str = "none"
-    max_grad_norm: float | None = 1.0
+    quantize: str = DEFAULTS["quantize"]
+    max_grad_norm: float | None = DEFAULTS["max_grad_norm"]
     offload_threshold_mb: float = 10.0
-    num_gpus: int = 1
-    engine: str = DDP
+    num_gpus: int = DEFAULTS["num_gpus"]
+    engine: str = DEFAULTS["engine"]
 
     def __post_init__(self) -> None:
-        for name, known in CHOICES.items():
-            check_choice(name, getattr(self, name), known)
+        for name in _CHOSEN:
+            check_choice(name, getattr(self, name))
         for name in ("seq_len", "images_per_sample", "effective_batch", "lora_rank", "num_gpus"):
             COUNT.check(name, getattr(self, name))
         POSITIVE.check("max_grad_norm", self.max_grad_norm)
@@ -219,14 +207,14 @@ class ModelOptions:
         return TASKS[self.kind]
 
 
-def check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
+def check_choice(name: str, value: str) -> None:
     """Refuse a value that an option does not take.
 
     Raises:
         ValueError: names option, value and those that are known.
     """
-    if value not in known:
-        raise ValueError(f"{name}={value!r} is unknown; choose from {', '.join(known)}")
+    if value not in CHOICES[name]:
+        raise ValueError(f"{name}={value!r} is unknown; choose from {', '.join(CHOICES[name])}")
 
 
 def _parsed_size(text: str | None) -> tuple[int, int] | None:

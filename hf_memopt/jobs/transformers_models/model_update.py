@@ -11,8 +11,6 @@ from hf_memopt.jobs.transformers_models.model_building import build_model
 from hf_memopt.jobs.transformers_models.model_options import ModelOptions
 from hf_memopt.jobs.transformers_models.optimizers import OPTIMIZERS, update_in_backward
 
-OFFLOAD = ("off", "auto", "inputs", "all")
-
 
 class ModelUpdate:
     """One update with Accelerate, on the device that its `Accelerator` finds.
@@ -21,7 +19,7 @@ class ModelUpdate:
         options: options of the training.
         config: the options', or one with fewer layers.
         checkpointing: how activations are checkpointed.
-        offload: one of `OFFLOAD`.
+        offload: "off" or a mode of `ActivationOffloader`.
         micro_batch: samples per forward pass.
         num_micro_batches: forward passes.
     """

@@ -1,4 +1,4 @@
-"""Couplings on disk, by batch or by sample."""
+"""Couplings on disk, by sample."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,13 +9,13 @@ from safetensors.torch import load as tensors_from_bytes
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from hf_memopt.lerobot.couplings.coupling_spec import Coupling, CouplingSpec, Load, Observation
+from hf_memopt.lerobot.couplings.coupling_spec import Coupling, CouplingSpec, Observation
 from hf_memopt.lerobot.couplings.key import CouplingKey, check_same, draw_noise, observation_checksums
 from hf_memopt.lerobot.couplings.store import CouplingFolder
 
 
 class CouplingCache:
-    """The couplings of one folder, by batch or by sample. Copies and pickles read and check the folder anew.
+    """The couplings of one folder, by sample. Copies and pickles read and check the folder anew.
 
     Args:
         path: where `precompute` wrote them.
@@ -49,12 +49,6 @@ class CouplingCache:
     def check(self, expected: Mapping[str, Any]) -> None:
         """Raise a ValueError that names each field in which these couplings are not as expected."""
         check_same(self.folder.path, self.description, expected)
-
-    def batch(self, number: int, load: Load | None) -> Coupling:
-        """One batch of the spec, see `CouplingSource.cached`."""
-        indices, draw = self.spec.batch(number)
-        observation = None if self.has_observations or load is None else load(indices)
-        return self.of(indices, [draw] * len(indices), observation)
 
     def of(self, indices: Sequence[int], draws: Sequence[int], observation: Observation | None) -> Coupling:
         """Return the couplings of some samples, on the CPU.

@@ -4,10 +4,9 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from hf_memopt.lerobot.couplings.key import CouplingKey, draw_noise, noise_seed
+from hf_memopt.lerobot.couplings.key import CouplingKey, noise_seed
 
 Observation = Mapping[str, Tensor]
 Load = Callable[[list[int]], Observation]
@@ -23,7 +22,7 @@ class CouplingSpec:
 
     Attributes:
         key: the inputs that the couplings depend on.
-        indices: names of the samples, in the order in which they are batched. Pass them shuffled to train on batches.
+        indices: names of the samples, in the order in which they are batched.
         shape: shape of one sample's noise and target.
         num_draws: how many couplings each sample has.
         batch_size: samples per batch, at least 1.
@@ -83,19 +82,3 @@ class Coupling:
     observation: Observation
     noise: Tensor
     target: Tensor
-
-
-@torch.no_grad()
-def compute(solve: Solve, load: Load, spec: CouplingSpec, number: int) -> Coupling:
-    """Ask the teacher for batch `number` of a specification; arguments as for `CouplingSource.online`.
-
-    Raises:
-        ValueError: `solve` gave targets of another shape.
-    """
-    indices, _ = spec.batch(number)
-    observation = load(indices)
-    noise = draw_noise(spec.seeds(number), spec.shape)
-    target = solve(observation, noise)
-    if target.shape != noise.shape:
-        raise ValueError(f"solve gave targets of shape {tuple(target.shape)} for noise of shape {tuple(noise.shape)}")
-    return Coupling(indices, observation, noise, target.to("cpu", torch.float32))

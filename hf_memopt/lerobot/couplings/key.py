@@ -2,15 +2,13 @@
 
 import dataclasses
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-
-from hf_memopt.disk.files_on_disk import sha256
+from torch import Tensor
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ODD = 0x9E3779B97F4A7C15 - 2**64  # 2^64 over the golden ratio, as int64: neighbours get unrelated weights
@@ -55,25 +53,6 @@ def check_same(folder: Path, found: Mapping[str, Any], expected: Mapping[str, An
             f"the couplings in {folder} are not the ones asked for: {'; '.join(different)}. Use the settings that they "
             "were made with, or precompute them again into a new folder"
         )
-
-
-def weights_sha256(module: nn.Module) -> str:
-    """SHA-256 of a module's parameters and buffers: names, dtypes, shapes and bytes. Costs one copy to the host."""
-    digest = hashlib.sha256()
-    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    for name, tensor in sorted(tensors.items()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-    return digest.hexdigest()
-
-
-def files_sha256(files: Iterable[Path], root: Path) -> str:
-    """SHA-256 of files: their names below `root` and their contents. Costs one read."""
-    digest = hashlib.sha256()
-    for file in sorted(files):
-        digest.update(f"{file.relative_to(root).as_posix()} {file.stat().st_size}\n".encode())
-        digest.update(bytes.fromhex(sha256(file)))
-    return digest.hexdigest()
 
 
 def noise_seed(seed: int, index: int, draw: int) -> int:

@@ -1,4 +1,4 @@
-"""A folder of couplings: Arrow shards that are complete or absent, and together a dataset of the `datasets` library."""
+"""A folder of couplings: Arrow files of the `datasets` library, and `couplings.json`, which says what they hold."""
 
 import hashlib
 import json
@@ -10,37 +10,35 @@ from contextlib import contextmanager
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow
-from datasets import Dataset, Features, Sequence, Value
+from datasets import Dataset, Features, Sequence, Value, concatenate_datasets
 from datasets.arrow_writer import ArrowWriter
-from datasets.table import InMemoryTable, concat_tables
 from tqdm import tqdm
 
-from hf_memopt.disk.files_on_disk import not_written, put_in_place, sha256
+from hf_memopt.disk.files_on_disk import not_written, put_in_place
 from hf_memopt.disk.locks import WriterLock
 from hf_memopt.lerobot.couplings.key import check_same
 
 DESCRIPTION_FILE = "couplings.json"
-STATE_FILE = "state.json"  # the file that `datasets.load_from_disk` reads first; written when all shards are there
-INFO_FILE = "dataset_info.json"
 
 Columns = Mapping[str, Any]
 
+_FORMAT = "couplings 2"  # goes into all digests: files of another format count as damaged
 _AGAIN = "run the same `precompute` command again"
 
 
 class CouplingFolder:
     """Writes and reads one cache. Shards may be written by any number of processes, in any order, each by one.
 
-    couplings.json               the description given to `begin`, and its SHA-256
-    data-00002-of-00010.arrow    a shard
-    data-00002-of-00010.json     its note: its number, its size, its SHA-256, and that of the description
-    state.json                   makes the folder a dataset; written when all shards are there
+    couplings.json                               the description given to `begin`, and its SHA-256
+    data-00002-of-00010-2c26b46b68ffc68f.arrow   a shard
 
-    The note is written after its shard: a shard counts as absent unless its note fits it and the description. Files get
-    their names when they are whole and on disk, so that a kill or a full disk costs at most the shard in flight.
+    A shard's name ends in the digest of the description, the shard's number and the file's contents: a file that is
+    damaged, of other couplings or in another one's place has a name that does not fit, and the shard counts as absent.
+    Files get their names when they are whole and on disk, so that a kill or a full disk costs at most the shard in
+    flight.
 
     Args:
         path: path of the folder.
@@ -48,9 +46,8 @@ class CouplingFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        # Of each shard that `read` has checked, the file's size and times then.
-        self._checked: dict[int, os.stat_result] = {}
-        # Of each shard, the number of the row after its last one.
+        # Of each shard that `read` has checked: its file, and the number of the row after its last one.
+        self._checked: list[_Shard] = []
         self._ends: list[int] = []
 
     @property
@@ -61,7 +58,7 @@ class CouplingFolder:
     def begin(self, description: Mapping[str, Any]) -> None:
         """Create the folder for couplings of this description, or check that it holds such couplings already.
 
-        A description that is missing or damaged is written again if all shards in the folder belong to it.
+        A description that is missing or damaged is written again if a shard in the folder belongs to it.
 
         Args:
             description: JSON-able; has `num_shards`.
@@ -76,10 +73,8 @@ class CouplingFolder:
         try:
             found = self.description
         except _AbsentError:
-            # Only a folder with nothing but shards of this very description may get its description back: others hold
-            # other files, or couplings without a description.
-            self._refuse_other_files(_digest(description))
-            _write_json(self.path / DESCRIPTION_FILE, {**description, "sha256": _digest(description)})
+            self._refuse_other_files(description)
+            self._write_description(description)
             found = self.description
         check_same(self.path, found, description)
 
@@ -93,7 +88,12 @@ class CouplingFolder:
         file = self.path / DESCRIPTION_FILE
         if not os.path.lexists(file):
             raise _AbsentError(f"{self.path} holds no couplings: there is no {DESCRIPTION_FILE} in it; {_AGAIN}")
-        described = _read_json(file)
+        with _reading(file):
+            content = file.read_bytes()
+        try:
+            described = dict(json.loads(content))
+        except (ValueError, TypeError, RecursionError) as error:
+            raise _AbsentError(f"{file} is damaged ({error}); {_AGAIN}") from error
         if described.pop("sha256", None) != _digest(described):
             raise _AbsentError(f"{file} is damaged, or of an older version of hf_memopt; {_AGAIN}")
         return described
@@ -104,7 +104,7 @@ class CouplingFolder:
         Raises:
             ValueError: a file that cannot be read and is not to be replaced either, a folder for example; names it.
         """
-        return [shard for shard in self._with_bar(shards) if not self._is_complete(shard)]
+        return [shard for shard in self._with_bar(shards) if not self._is_complete(shard, self.description)]
 
     def write(self, shard: int, rows: Iterator[Columns], features: Features) -> None:
         """Write one shard from batches of columns; it appears when it is complete.
@@ -113,39 +113,34 @@ class CouplingFolder:
             ValueError: another process writes this shard.
             OSError: the disk is full, for example: names the file and how many bytes are free.
         """
-        file = self._data_file(shard)
-        with WriterLock(self.path / f".lock-{file.stem}", str(file), "give each process a RANK of its own"):
-            # The lock is ours, so other drafts of this shard are those of processes that were killed.
-            for draft in self.path.glob(f".{file.stem}.*"):
-                draft.unlink()
-            with _appearing(file) as draft:
-                with ArrowWriter(features=features, path=str(draft)) as writer:
-                    # The teacher computes the rows here. Its errors are not those of the disk, so only the lines that
-                    # write are watched.
-                    for columns in rows:
-                        with _writing(file):
-                            writer.write_batch(columns)
+        label = _label(shard, self.description)
+        file, draft = self.path / f"{label}.arrow", self.path / f".{label}.partial"
+        lock = WriterLock(self.path / f".lock-{label}", str(file), "give each process a RANK of its own")
+        lock.acquire()
+        try:
+            # A fingerprint in the file spares `datasets` from making one of all its contents.
+            fingerprint = f"{_digest(self.description)[:16]}-{shard}"
+            with ArrowWriter(features=features, path=str(draft), fingerprint=fingerprint) as writer:
+                # The teacher computes the rows here. Its errors are not those of the disk, so only the lines that
+                # write are watched.
+                for columns in rows:
                     with _writing(file):
-                        writer.finalize()
-                size, digest = draft.stat().st_size, sha256(draft)
-            note = {"couplings": _digest(self.description), "shard": shard, "num_bytes": size, "sha256": digest}
-            _write_json(self._note_file(shard), note)
+                        writer.write_batch(columns)
+                with _writing(file):
+                    writer.finalize()
+            with _writing(file):
+                whole = self.path / _name(shard, self.description, _contents(draft))
+                put_in_place(draft, whole)
+            for other in self._files(shard, self.description):
+                if other != whole:
+                    other.unlink()
+        finally:
+            draft.unlink(missing_ok=True)
+            lock.release()
 
-    def finish(self, features: Features) -> list[int]:
-        """Make the folder a dataset if all shards are there. Any process may do so, also several at once.
-
-        Returns:
-            The shards that are still missing. Reads all shards if none seems to be.
-        """
-        shards = range(self.num_shards)
-        # Reading all shards takes long, and is of no use while others are still at work.
-        missing = [shard for shard in shards if not self._seems_complete(shard)] or self.incomplete(shards)
-        if not missing:
-            files = [{"filename": self._data_file(shard).name} for shard in shards]
-            digests = [self._note(shard)["sha256"] for shard in shards]
-            _write_json(self.path / INFO_FILE, {"features": features.to_dict()})
-            _write_json(self.path / STATE_FILE, _dataset_state(files, digests))
-        return missing
+    def missing(self) -> list[int]:
+        """Return the shards without a file. Reads none."""
+        return [shard for shard in range(self.num_shards) if not self._files(shard, self.description)]
 
     def read(self) -> Dataset:
         """Map all rows from disk: of the files that were checked, also if others take their names later.
@@ -154,82 +149,80 @@ class CouplingFolder:
             ValueError: a shard is missing, truncated, damaged or of other couplings; names it. Costs one read of all
                 shards.
         """
-        tables = [self._table(shard) for shard in self._with_bar(range(self.num_shards))]
-        self._ends = list(accumulate(table.num_rows for table in tables))
-        return Dataset(concat_tables(tables), fingerprint=_digest(self.description)[:16])
+        self._checked = [self._find(shard, self.description) for shard in self._with_bar(range(self.num_shards))]
+        parts = [Dataset.from_buffer(shard.content) for shard in self._checked]
+        self._ends = list(accumulate(part.num_rows for part in parts))
+        return concatenate_datasets(parts)
 
     def check_unchanged(self, rows: Iterable[int]) -> None:
         """Raise a ValueError if something was written into the files of some rows since `read` checked them."""
         for shard in {bisect_right(self._ends, row) for row in rows}:
-            file = self._data_file(shard)
-            if _was_written_into(file, self._checked[shard]):
+            file = self._checked[shard].file
+            if _was_written_into(file, self._checked[shard].before):
                 raise ValueError(f"{file} was changed while it was in use; start again, which checks all files anew")
 
-    def _table(self, shard: int) -> InMemoryTable:
-        """Return one shard, after reading all of it. The mapping outlives the file's name."""
-        file, note = self._data_file(shard), self._note(shard)
-        with _reading(file):
-            # Before reading, so that writes meanwhile are noticed later.
-            self._checked[shard] = file.stat()
-            with pyarrow.memory_map(str(file)) as mapped:
-                content = mapped.read_buffer()
-        if content.size != note.get("num_bytes") or hashlib.sha256(content).hexdigest() != note.get("sha256"):
-            raise _AbsentError(f"{file} is truncated or damaged: its .json has another size or SHA-256; {_AGAIN}")
-        return InMemoryTable.from_buffer(content)
-
-    def _note(self, shard: int) -> dict[str, Any]:
-        """Return the notes about a shard, if it is this shard of these couplings."""
-        file, note = self._data_file(shard), _read_json(self._note_file(shard))
-        if note.get("couplings") != _digest(self.description):
+    def _find(self, shard: int, description: Mapping[str, Any]) -> "_Shard":
+        """Return one shard, after reading all of it."""
+        files = self._files(shard, description)
+        for file in files:
+            with _reading(file):
+                # Before reading, so that writes meanwhile are noticed later.
+                before = file.stat()
+                content = _contents(file)
+            if file.name == _name(shard, description, content):
+                return _Shard(file, before, content)
+        if files:
             raise _AbsentError(
-                f"{file} is not of the couplings that {DESCRIPTION_FILE} describes: its .json names another teacher's, "
-                f"other data's or another specification's; {_AGAIN}"
+                f"{files[-1]} is truncated, damaged or not of the couplings that {DESCRIPTION_FILE} describes: its "
+                f"name ends in the digest of other contents; {_AGAIN}"
             )
-        if note.get("shard") != shard:
-            raise _AbsentError(f"{file} is not shard {shard}: its .json says {note.get('shard')!r}; {_AGAIN}")
-        return note
+        raise _AbsentError(f"{self.path / _label(shard, description)}-*.arrow is missing; {_AGAIN}")
 
-    def _is_complete(self, shard: int) -> bool:
+    def _is_complete(self, shard: int, description: Mapping[str, Any]) -> bool:
         try:
-            self._table(shard)
+            self._find(shard, description)
         except _AbsentError:
             return False
         return True
 
-    def _seems_complete(self, shard: int) -> bool:
-        """Judge a shard by its size and its note, without reading it."""
-        try:
-            with _reading(self._data_file(shard)):
-                return bool(self._data_file(shard).stat().st_size == self._note(shard).get("num_bytes"))
-        except _AbsentError:
-            return False
+    def _files(self, shard: int, description: Mapping[str, Any]) -> list[Path]:
+        """Return the files that claim to be a shard: mostly one, and others where caches were mixed up."""
+        return sorted(self.path.glob(f"{_label(shard, description)}-*.arrow"))
 
-    def _refuse_other_files(self, digest: str) -> None:
-        """Raise a ValueError if there is a file here that is not of the couplings with this description's digest."""
+    def _refuse_other_files(self, description: Mapping[str, Any]) -> None:
+        """Raise a ValueError if there are files here, and none of them is a shard of this description."""
         names = sorted(file.name for file in self.path.iterdir() if not file.name.startswith("."))
-        for name in names:
-            if name not in (DESCRIPTION_FILE, STATE_FILE, INFO_FILE) and self._owner_of(name) != digest:
-                raise ValueError(
-                    f"output={str(self.path)!r} holds other files ({name}, …); delete them, or name a new folder"
-                )
+        others = [name for name in names if name != DESCRIPTION_FILE]
+        if others and not any(self._is_complete(shard, description) for shard in range(description["num_shards"])):
+            raise ValueError(
+                f"output={str(self.path)!r} holds other files ({others[0]}, …); delete them, or name a new folder"
+            )
 
-    def _owner_of(self, name: str) -> Any:
-        """Return the description's SHA-256 in the note beside a file of this name."""
-        try:
-            return _read_json((self.path / name).with_suffix(".json")).get("couplings")
-        except _AbsentError:
-            return None
+    def _write_description(self, description: Mapping[str, Any]) -> None:
+        # Several processes may write it at the same time; the last one wins, with equal bytes.
+        file, draft = self.path / DESCRIPTION_FILE, self.path / f".{DESCRIPTION_FILE}-{uuid.uuid4().hex}"
+        with _writing(file):
+            try:
+                draft.write_text(json.dumps({**description, "sha256": _digest(description)}, indent=2))
+                put_in_place(draft, file)
+            finally:
+                draft.unlink(missing_ok=True)
 
     def _with_bar(self, shards: Iterable[int]) -> Iterable[int]:
         """Show a bar once checking them has taken ten seconds."""
         bar: Iterable[int] = tqdm(shards, desc=f"checking {self.path}", unit="shard", delay=10)
         return bar
 
-    def _data_file(self, shard: int) -> Path:
-        return self.path / f"data-{shard:05d}-of-{self.num_shards:05d}.arrow"
 
-    def _note_file(self, shard: int) -> Path:
-        return self._data_file(shard).with_suffix(".json")
+class _Shard(NamedTuple):
+    """A shard that was checked: its file, that file's size and times before, and its contents, mapped.
+
+    The mapping outlives the file's name.
+    """
+
+    file: Path
+    before: os.stat_result
+    content: pyarrow.Buffer
 
 
 class _AbsentError(ValueError):
@@ -248,39 +241,26 @@ def coupling_features(num_elements: int, with_observations: bool) -> Features:
     return Features({**columns, "observation": Value("binary")} if with_observations else columns)
 
 
-def _dataset_state(files: list[dict[str, str]], digests: list[str]) -> dict[str, Any]:
-    """Return the state file of `datasets.Dataset.save_to_disk`, with a fingerprint of the shards' contents."""
-    return {
-        "_data_files": files,
-        "_fingerprint": hashlib.sha256("".join(digests).encode()).hexdigest()[:16],
-        "_format_columns": None,
-        "_format_kwargs": {},
-        "_format_type": None,
-        "_output_all_columns": False,
-        "_split": None,
-    }
+def _label(shard: int, description: Mapping[str, Any]) -> str:
+    return f"data-{shard:05d}-of-{description['num_shards']:05d}"
 
 
-def _write_json(file: Path, content: Mapping[str, Any]) -> None:
-    with _appearing(file) as draft:
-        draft.write_text(json.dumps(content, indent=2))
+def _name(shard: int, description: Mapping[str, Any], content: pyarrow.Buffer) -> str:
+    """Return the name that a shard's file has to have."""
+    digest = hashlib.sha256(f"{_digest(description)} {shard}\n".encode())
+    digest.update(content)
+    return f"{_label(shard, description)}-{digest.hexdigest()[:16]}.arrow"
 
 
 def _digest(description: Mapping[str, Any]) -> str:
     """SHA-256 of a description."""
-    return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(f"{_FORMAT} {json.dumps(description, sort_keys=True)}".encode()).hexdigest()
 
 
-def _read_json(file: Path) -> dict[str, Any]:
-    with _reading(file):
-        content = file.read_bytes()
-    try:
-        parsed = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise _AbsentError(f"{file} is damaged ({error}); {_AGAIN}") from error
-    if not isinstance(parsed, dict):
-        raise _AbsentError(f"{file} is damaged (it is not a JSON object); {_AGAIN}")
-    return parsed
+def _contents(file: Path) -> pyarrow.Buffer:
+    """Map a file."""
+    with pyarrow.memory_map(str(file)) as mapped:
+        return mapped.read_buffer()
 
 
 def _was_written_into(file: Path, before: os.stat_result) -> bool:
@@ -299,24 +279,9 @@ def _reading(file: Path) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        raise _AbsentError(f"{file} is missing: `precompute` did not finish; run the same command again") from error
+        raise _AbsentError(f"{file} is missing: `precompute` did not finish; {_AGAIN}") from error
     except OSError as error:
         raise ValueError(f"{file} cannot be read ({error}): mend that or delete it, and {_AGAIN}") from error
-
-
-@contextmanager
-def _appearing(file: Path) -> Iterator[Path]:
-    """Yield a draft beside `file`, which takes its name when it is whole and on disk, and disappears on an error."""
-    # Several processes may write the description and the state at the same time; the last one wins, with equal bytes.
-    draft = file.with_name(f".{file.name}-{uuid.uuid4().hex}")
-    with _writing(file):
-        draft.touch()
-    try:
-        yield draft
-        with _writing(file):
-            _put_in_place(draft, file)
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -326,10 +291,3 @@ def _writing(file: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise not_written(file, error, f". Make room, and {_AGAIN}") from error
-
-
-def _put_in_place(draft: Path, file: Path) -> None:
-    try:
-        put_in_place(draft, file)
-    except IsADirectoryError as error:
-        raise ValueError(f"{file} is a folder: delete it, and {_AGAIN}") from error

@@ -10,8 +10,8 @@ from safetensors.torch import save as tensors_to_bytes
 from torch import Tensor
 from tqdm import tqdm
 
-from hf_memopt.lerobot.couplings.coupling_spec import Coupling, CouplingSpec, Load, Observation, Solve, compute
-from hf_memopt.lerobot.couplings.key import observation_checksums
+from hf_memopt.lerobot.couplings.coupling_spec import Coupling, CouplingSpec, Load, Observation, Solve
+from hf_memopt.lerobot.couplings.key import draw_noise, observation_checksums
 from hf_memopt.lerobot.couplings.store import Columns, CouplingFolder, coupling_features
 
 
@@ -27,15 +27,15 @@ def precompute(
     world_size: int = 1,
     extra: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """Write the couplings of a specification to a folder, for `CouplingSource.cached`.
+    """Write the couplings of a specification to a folder, for `CouplingCache`.
 
     Call it again after an interruption or damage, with any number of processes: complete shards stay, the others are
-    written anew. Processes need not know of each other; each takes every `world_size`-th shard. Files that are there
-    already are read to find damage, before and after the work; a bar shows up if that takes more than ten seconds.
+    written anew. Processes need not know of each other; each takes every `world_size`-th shard. Its files that are
+    there already are read to find damage; a bar shows up if that takes more than ten seconds.
 
     Args:
-        solve: see `CouplingSource.online`.
-        load: see `CouplingSource.online`.
+        solve: from an observation and noise `(batch, *shape)` to targets of that shape.
+        load: from names of samples to the observation that conditions the teacher: tensors, batch first.
         spec: which couplings to compute.
         path: folder to create, or to complete.
         shard_size: couplings per file, rounded up to whole batches. An interruption loses at most one file's.
@@ -83,7 +83,23 @@ def precompute(
     with tqdm(total=total, desc="precompute", unit="batch", disable=rank != 0 or not mine) as bar:
         for shard, numbers in batches.items():
             folder.write(shard, _rows(solve, load, spec, numbers, store_observations, bar), features)
-    return folder.finish(features)
+    return folder.missing()
+
+
+@torch.no_grad()
+def compute(solve: Solve, load: Load, spec: CouplingSpec, number: int) -> Coupling:
+    """Ask the teacher for batch `number` of a specification; arguments as for `precompute`.
+
+    Raises:
+        ValueError: `solve` gave targets of another shape.
+    """
+    indices, _ = spec.batch(number)
+    observation = load(indices)
+    noise = draw_noise(spec.seeds(number), spec.shape)
+    target = solve(observation, noise)
+    if target.shape != noise.shape:
+        raise ValueError(f"solve gave targets of shape {tuple(target.shape)} for noise of shape {tuple(noise.shape)}")
+    return Coupling(indices, observation, noise, target.to("cpu", torch.float32))
 
 
 def _rows(

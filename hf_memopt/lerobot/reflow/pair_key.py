@@ -11,7 +11,7 @@ from lerobot.configs import PreTrainedConfig
 from lerobot.utils.constants import OBS_LANGUAGE_ATTENTION_MASK, OBS_LANGUAGE_TOKENS
 from torch import Tensor
 
-from hf_memopt.lerobot.couplings.source import files_sha256
+from hf_memopt.disk.digests import files_sha256
 from hf_memopt.lerobot.flow.known_flows import flow_of
 from hf_memopt.lerobot.flow.reflow_options import SELF
 from hf_memopt.lerobot.policy_files import (

@@ -11,8 +11,8 @@ from lerobot.policies.pretrained import PreTrainedPolicy
 from lerobot.utils.constants import OBS_STATE
 from torch import Tensor
 
+from hf_memopt.lerobot.couplings.cache import CouplingCache
 from hf_memopt.lerobot.couplings.key import draw_noise, noise_seed
-from hf_memopt.lerobot.couplings.source import CouplingCache
 from hf_memopt.lerobot.flow.flow_policy import Observation, SharedPrefix
 from hf_memopt.lerobot.flow.known_flows import flow_of, observe
 from hf_memopt.lerobot.flow.reflow_options import ReflowOptions

@@ -17,7 +17,9 @@ from lerobot.policies import make_policy
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from hf_memopt.lerobot.couplings.source import CouplingKey, CouplingSpec, precompute
+from hf_memopt.lerobot.couplings.coupling_spec import CouplingSpec
+from hf_memopt.lerobot.couplings.key import CouplingKey
+from hf_memopt.lerobot.couplings.writer import precompute
 from hf_memopt.lerobot.evaluate.measure import reading_dataset
 from hf_memopt.lerobot.flow.reflow_options import SELF, is_student
 from hf_memopt.lerobot.processors import load_processors
@@ -53,7 +55,7 @@ def precompute_for_policy(
         Shards that other processes have not written yet.
 
     Raises:
-        ValueError: flags without a teacher, or see `hf_memopt.lerobot.couplings.source.precompute`.
+        ValueError: flags without a teacher, or see `hf_memopt.lerobot.couplings.writer.precompute`.
     """
     # lerobot reads `sys.argv`, in several places.
     flags = [sys.argv[0], "--discover_packages_path=hf_memopt.lerobot", *training_flags]

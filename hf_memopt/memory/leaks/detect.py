@@ -9,8 +9,6 @@ from hf_memopt.memory.leaks.leak_report import Culprit, LeakReport, MemoryLeakEr
 from hf_memopt.memory.leaks.storage_ages import StorageAges, allocator_counter
 from hf_memopt.ranges import COUNT, COUNT_OR_ZERO, Range
 
-__all__ = ["Culprit", "LeakMonitor", "LeakReport", "MemoryLeakError", "detect_leaks"]
-
 logger = logging.getLogger(__name__)
 
 # Looks before the tested ones, the tested ones, and those after them whose tensors may still be in use.

@@ -1,6 +1,1 @@
-"""The parts of streaming weights: read in this order.
-
-- `access_trace`: which weights a module reads, and when.
-- `copy_schedule`: which weights travel together, and in what order.
-- `ring`: the device memory that they pass through.
-"""
+"""The parts of streaming weights: which weights are read when, and the device memory that they pass through."""

@@ -1,4 +1,4 @@
-"""Lightning's Trainer: activations in host memory and peak memory in its log, by two callbacks.
+"""Lightning's Trainer: activations in host memory, by one callback.
 
 python recipes/by_feature/trainers/lightning_trainer.py
 """
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from hf_memopt import ActivationOffloader, SyncCopier  # hf_memopt
-from hf_memopt.integrations.lightning import ActivationOffloading, MemoryMonitor  # hf_memopt
+from hf_memopt.integrations.lightning import ActivationOffloading  # hf_memopt
 
 on_cpu = not torch.accelerator.is_available()
 
@@ -32,7 +32,7 @@ class Denoiser(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-def train(folder: str, callbacks: list[object]) -> tuple[Trainer, Denoiser]:
+def train(folder: str, callbacks: list[object]) -> Denoiser:
     seed_everything(0)
     trainer = Trainer(
         max_steps=20,
@@ -52,19 +52,17 @@ def train(folder: str, callbacks: list[object]) -> tuple[Trainer, Denoiser]:
     model = Denoiser()
     samples: Any = torch.randn(640, 128)  # a tensor serves as a dataset of its rows
     trainer.fit(model, DataLoader(samples, batch_size=16))
-    return trainer, model
+    return model
 
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        _, plain = train(folder, [])
+        plain = train(folder, [])
         # A GPU needs no more than ActivationOffloading(). A CPU moves nothing by itself; this shows the copies.
         offloader = ActivationOffloader(
             offload_threshold_mb=0.0, mode="all" if on_cpu else "auto", copier=SyncCopier() if on_cpu else None
         )
-        trainer, offloaded = train(folder, [ActivationOffloading(offloader), MemoryMonitor()])  # hf_memopt
-    figures = {name: float(value) for name, value in trainer.logged_metrics.items() if name.startswith("memory/")}
-    print(", ".join(f"{name} {value:.2f}" for name, value in figures.items()))
+        offloaded = train(folder, [ActivationOffloading(offloader)])  # hf_memopt
     print(f"{offloader.stats.bytes_moved / 2**20:.1f} MiB went to host memory and came back")
     equal = all(map(torch.equal, plain.parameters(), offloaded.parameters()))
     print(f"Weights equal to those without offloading: {equal}")

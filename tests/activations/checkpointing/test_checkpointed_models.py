@@ -1,4 +1,4 @@
-"""Selective checkpointing of whole models: which blocks, and what stays of the model as it was."""
+"""Tests of selective checkpointing of whole models: the chosen blocks, and the unchanged rest of the model."""
 
 import copy
 import io
@@ -127,10 +127,10 @@ def test_a_cache_that_is_passed_by_position_is_left_out_too() -> None:
     model = transformers.GPT2LMHeadModel(config).train()
 
     def loss(model: Any) -> Tensor:
-        torch.manual_seed(1)  # of dropout
+        torch.manual_seed(1)  # for dropout
         return model(TOKENS, labels=TOKENS).loss
 
-    want = gradients(model, loss)  # without a cache, whose keys have other strides and round otherwise
+    want = gradients(model, loss)  # without a cache, whose keys have other strides and round differently
     model.config.use_cache = True
     apply_selective_checkpointing(model)
     assert equal(gradients(model, loss), want)
@@ -154,7 +154,7 @@ def test_modules_by_class_and_name(modules: Any, names: tuple[str, ...]) -> None
 
 
 class Nested(nn.Module):
-    """Two stages of blocks of one class, and in each block a smaller repetition."""
+    """A model with two stages of blocks of one class, and a smaller repetition in each block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -228,7 +228,7 @@ def compiled_anew() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-# dynamo looks at the gradient of what is not a leaf wherever a graph breaks
+# Dynamo reads the gradients of tensors that are no leaves wherever a graph breaks.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.usefixtures("compiled_anew")
 def test_in_compiled_models_checkpointed_blocks_run_eagerly() -> None:

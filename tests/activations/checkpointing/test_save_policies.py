@@ -1,4 +1,4 @@
-"""Which operations a policy keeps, and that recomputing a region runs the others only."""
+"""Tests of the operations that a policy keeps, and of the recomputation of all others."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ aten = torch.ops.aten
 
 
 class Calls(TorchDispatchMode):
-    """Notes the names of the operations that run, but for `detach`: with it a kept output is handed out."""
+    """A mode that lists the names of operations, except `detach`, which hands out kept outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ def made(name: str) -> Policy:
 
 
 def products(x: Tensor) -> list[Tensor]:
-    """Two products with something light in between."""
+    """Return two products with a light operation in between."""
     first = x.mm(x)
     second = first.exp().mm(x)
     return [first, second]
@@ -67,7 +67,7 @@ def never(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkpoint
 def test_a_replay_runs_what_was_not_kept(policy: str | Policy, again: list[str], x: Tensor) -> None:
     mode, results = keeping(made(policy) if isinstance(policy, str) else policy, x)
     replaying = ReplayOutputs(mode.kept)
-    for _ in range(2):  # it begins anew whenever it is entered
+    for _ in range(2):  # the mode begins anew at each entry
         with Calls() as calls, replaying:
             replayed = products(x)
         assert calls.names == again
@@ -90,7 +90,7 @@ def test_nothing_is_kept_before_the_region_is_over(x: Tensor) -> None:
 def test_what_the_region_writes_later_is_not_kept(x: Tensor) -> None:
     mode = KeepOutputs(always)
     with mode:
-        x.mm(x).data.mul_(2)  # no version shows it
+        x.mm(x).data.mul_(2)  # a write that no version shows
         x.mm(x)
     mode.save()
     assert list(mode.kept) == [(aten.mm.default, 1)]
@@ -115,7 +115,7 @@ def test_what_was_written_after_the_region_is_computed_again(x: Tensor) -> None:
     ],
 )
 def test_attention_is_kept_unless_it_drops_out(operation: Any, before: int) -> None:
-    """These kernels are for accelerators; that recomputation runs them again is all that dropout takes."""
+    """Check accelerators' attention kernels: with dropout they have to run again in recomputation."""
     query_to_dropout = (None,) * before
     assert may_be_kept(operation, query_to_dropout, {})
     assert may_be_kept(operation, (*query_to_dropout, 0.0), {})
@@ -132,7 +132,7 @@ def test_views_and_writes_are_recomputed() -> None:
 
 @torch.library.custom_op("save_policies::product", mutates_args=(), device_types="cpu")
 def product(left: Tensor, right: Tensor) -> Tensor:
-    """A kernel for the device that calls other operations."""
+    """An operator for the device that calls other operations."""
     return (left @ right).float()
 
 

@@ -1,4 +1,4 @@
-"""Selective checkpointing: bitwise gradients, exactly the bytes that a policy keeps, and nothing recomputed in vain."""
+"""Tests of selective checkpointing: bitwise gradients, exactly the policy's bytes, and no needless recomputation."""
 
 import gc
 from collections.abc import Callable
@@ -103,7 +103,7 @@ def complex_inverse(run: Callable[..., Tensor]) -> list[Tensor]:
 
 
 def inverse_under_autocast(run: Callable[..., Tensor]) -> list[Tensor]:
-    """Autocast computes it in float32, the products in it included."""
+    """Return an inverse and its gradients, which autocast computes in float32 with all products inside."""
     torch.manual_seed(0)
     x = torch.randn(5, 5, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
@@ -115,7 +115,7 @@ def inverse_under_autocast(run: Callable[..., Tensor]) -> list[Tensor]:
 @pytest.mark.parametrize("policy", [*POLICIES, keep_everything])
 @pytest.mark.parametrize("compute", [bilinear, complex_inverse, inverse_under_autocast])
 def test_operations_that_call_others_see_autocast_and_lazy_bits(compute: Any, policy: Any, mode: str | None) -> None:
-    """Inside a dispatch mode torch computes these otherwise."""
+    """Compare operations that torch computes differently inside a dispatch mode."""
     want = compute(lambda function, *args: function(*args))
     offloading = ActivationOffloader(mode=mode or "all", offload_threshold_mb=0, copier=SyncCopier())
     for _ in range(3):
@@ -125,7 +125,7 @@ def test_operations_that_call_others_see_autocast_and_lazy_bits(compute: Any, po
 
 
 def test_random_operations_are_recomputed() -> None:
-    """Whatever the policy says: the dropout that follows has to draw the same numbers again."""
+    """Check under every policy, since the dropout behind a random operation has to draw the same numbers again."""
 
     def region(x: Tensor) -> Tensor:
         return dropout(torch.rand_like(x) * x, 0.5).exp()
@@ -142,7 +142,7 @@ def test_random_operations_are_recomputed() -> None:
 
 F = 2 * N * D * 4 * D + 2 * N * 4 * D * D
 
-# Saved: plain x, up(x), its gelu, tanh's output. Multiples of F: forward, backward with both gradients, recomputed.
+# Saved: plain x, up(x), its gelu, tanh's output. Multiples of F: forward, backward for both gradients, recomputation.
 EXACT = {
     None: (1 + 4 + 4 + 1, 1 + 2 + 0),
     "all": (1, 1 + 2 + 1),
@@ -165,7 +165,7 @@ def test_saved_bytes(policy: str | None) -> None:
 
 @pytest.mark.parametrize("policy", EXACT)
 def test_offloaded_bytes_are_all_the_saved_ones(policy: str | None) -> None:
-    mlp, x = Mlp(), torch.randn(N, D, requires_grad=True) + 0  # a leaf would be a weight, which stays
+    mlp, x = Mlp(), torch.randn(N, D, requires_grad=True) + 0  # no leaf, since leaves stay on the device as weights do
     offloading = offloader()
     with offloading.offload_context(mlp):
         y = run_mlp(policy, mlp, x)

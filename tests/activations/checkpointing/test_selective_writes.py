@@ -1,4 +1,4 @@
-"""Selective checkpointing of what is written in place: kept outputs, views that torch does not call views, buffers."""
+"""Tests of selective checkpointing with in-place writes: kept outputs, views that torch does not track, buffers."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -22,7 +22,7 @@ def test_what_the_region_modifies_in_place_is_recomputed() -> None:
 
 
 class Gates(nn.Module):
-    """A recurrent cell's gates as torch's own CPU kernels compute them: one storage, four version counters."""
+    """The gates of a recurrent cell as in torch's own CPU kernels: one storage, four version counters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ def test_writes_that_the_version_of_a_kept_output_does_not_count(
 def test_what_is_modified_after_the_region_is_recomputed(
     product_of: Any, alias_of: Any, policy: Any, offloaded: bool
 ) -> None:
-    """The plain run does not need the product, so that it allows the modification."""
+    """Check a modification of the product, which the plain run allows because it does not need the product."""
     x, w = torch.randn(N, D, requires_grad=True), torch.randn(D, D, requires_grad=True)
 
     def region(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -137,7 +137,7 @@ def test_what_is_modified_after_the_region_is_recomputed(
 
 
 def test_a_view_that_torch_does_not_call_one_is_kept_with_what_it_views() -> None:
-    """Or the product would stay for its view's sake, whatever the policy says."""
+    """Check both views: a kept view without its product would keep the product alive under any policy."""
     x, w = torch.randn(2, N, D, requires_grad=True), nn.Parameter(torch.randn(D, D))
     with SavedBytes([w]) as saved:
         SelectiveCheckpoint()(lambda x: (x @ w).exp(), x)
@@ -176,7 +176,7 @@ WRITERS: dict[str, tuple[Callable[[], nn.Module], str]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*spectral_norm:FutureWarning")  # the old one still is in many checkpoints
+@pytest.mark.filterwarnings("ignore:.*spectral_norm:FutureWarning")  # still in many checkpoints
 @pytest.mark.parametrize("writer", WRITERS)
 def test_modules_that_write_buffers_are_refused(writer: str) -> None:
     make, complaint = WRITERS[writer]

@@ -1,4 +1,4 @@
-"""Plans that were simulated: the windows they are tried with, and the fastest of them for what they hold."""
+"""Tests of simulated plans: the windows tried, and the fastest plan for each peak."""
 
 import math
 
@@ -22,7 +22,7 @@ def test_windows_reach_as_far_as_was_allowed() -> None:
         (CopyWindow(1 / 2, 2), [], (0, 0)),
         (CopyWindow(1 / 2, 2), [10, 20, 30], (30, 60)),
         (CopyWindow(1 / 2, 1), [10, 20, 30], (30, 30)),
-        (CopyWindow(1 / 64, 8), [10, 20, 30], (0, 60)),  # less than the smallest storage is nothing
+        (CopyWindow(1 / 64, 8), [10, 20, 30], (0, 60)),  # a window below the smallest storage is zero
     ],
 )
 def test_a_window_in_bytes(window: CopyWindow, offloaded: list[int], num_bytes: tuple[int, int]) -> None:
@@ -55,4 +55,4 @@ def test_a_plan_is_simulated_once_and_only_so_many_are() -> None:
     assert trials.num_left == 1
     assert trials.evaluate(bytes([offload, keep, offload]), window) is None  # 40 bytes for the host
     assert trials.evaluate(bytes([keep, keep, keep]), window).peak_bytes == 60
-    assert trials.evaluate(bytes([keep, offload, keep]), window) is None  # none left
+    assert trials.evaluate(bytes([keep, offload, keep]), window) is None  # no simulation left

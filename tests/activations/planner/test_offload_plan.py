@@ -1,4 +1,4 @@
-"""Plans are what they say. How good they are: test_plan_budget.py."""
+"""Tests that plans equal their simulations. test_plan_budget.py tests their quality."""
 
 import pickle
 
@@ -24,7 +24,7 @@ def decoder() -> Profile:
 
 @pytest.fixture(scope="module")
 def decoder_link(decoder: Profile) -> Link:
-    return Link(sum(decoder.sizes) / 4, sum(decoder.sizes) / 4)  # a quarter fits through during forward
+    return Link(sum(decoder.sizes) / 4, sum(decoder.sizes) / 4)  # forward covers a quarter of the bytes
 
 
 def test_plan_is_what_its_simulation_says(decoder: Profile, decoder_link: Link) -> None:
@@ -47,7 +47,7 @@ def test_plan_is_what_its_simulation_says(decoder: Profile, decoder_link: Link) 
 
 
 def test_better_than_either_remedy_alone(decoder: Profile, decoder_link: Link) -> None:
-    """At the memory that full recomputation holds, and at what offloading everything holds."""
+    """Compare at the peak of full recomputation, and at the peak of offloading everything."""
     recompute = [KEEP if s.recompute_s is None else RECOMPUTE for s in decoder.storages]
     for actions in (recompute, [OFFLOAD] * len(recompute)):
         alone = simulate(decoder, actions, decoder_link, in_flight_bytes=2**24, prefetch_bytes=6 * 2**20)
@@ -59,7 +59,7 @@ def test_without_a_budget_the_slowdown_decides(decoder: Profile, decoder_link: L
     assert plan.slowdown <= 0.05
     assert plan.predicted_peak_bytes < 0.6 * sum(decoder.sizes)
     with_its_peak = plan_for(decoder, decoder_link, 2, plan.predicted_peak_bytes)
-    assert with_its_peak.slowdown <= plan.slowdown + 0.02  # polished for another end
+    assert with_its_peak.slowdown <= plan.slowdown + 0.02  # polished for another limit
 
 
 def test_prefetching_stays_within_what_was_allowed(decoder: Profile, decoder_link: Link) -> None:

@@ -1,4 +1,4 @@
-"""A plan as a table: owners that differ in a layer's number alone are one row, the largest first."""
+"""Tests of a plan's table: one row for owners that differ only in a layer's number, the largest first."""
 
 from hf_memopt.activations.planner.offload_plan import OffloadPlan
 from hf_memopt.activations.planner.offload_table import plan_report

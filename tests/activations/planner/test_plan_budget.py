@@ -1,4 +1,4 @@
-"""How good plans are: next to brute force where storages are few, and what a larger budget buys where they are many."""
+"""Tests of the quality of plans: near brute force for few storages, and better with larger budgets for many."""
 
 import copy
 import itertools
@@ -14,7 +14,7 @@ from hf_memopt.activations.planner.profile import Link, Profile
 from hf_memopt.activations.planner.refinement import STEP_TOLERANCE, time_class
 from hf_memopt.activations.planner.search import search_plans
 
-# What plans may be slower than the fastest there are.
+# The allowed step time of a plan, relative to the fastest plan.
 FACTOR = 1.03
 PROFILES: dict[str, Callable[[], tuple[Profile, float]]] = {
     "equal sizes, fast link": lambda: (chain([2**20] * 17), 3.0),
@@ -36,13 +36,13 @@ def plan_for(profile: Profile, link: Link, ahead: int, budget: int | None, **lim
 
 @pytest.fixture
 def search_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The search does not depend on the budget: here it is done once for a profile."""
+    """Search once for a profile, since the search does not depend on the budget."""
     found: list[Any] = []
 
     def search(*arguments: Any) -> Any:
         if not found or found[0] != arguments:
             found[:] = [arguments, search_plans(*arguments)]
-        trials = copy.copy(found[1])  # what is tried for one budget stays unknown to the others
+        trials = copy.copy(found[1])  # keeps the trials of one budget from the others
         trials.candidates, trials._known = trials.candidates.copy(), trials._known.copy()
         return trials
 
@@ -74,7 +74,7 @@ def test_smallest_budget_is_that_of_brute_force(seed: int) -> None:
 @pytest.mark.parametrize("name", PROFILES)
 @pytest.mark.usefixtures("search_once")
 def test_larger_budget_is_never_slower_and_moves_less(name: str) -> None:
-    """A tenth more of everything is always enough to move less, if the step was as fast before."""
+    """Check that a budget larger by a tenth of all bytes suffices to move less at the same step time."""
     profile, share = PROFILES[name]()
     link, total = link_for(profile, share), sum(profile.sizes)
     plans = []
@@ -100,7 +100,7 @@ def test_larger_budget_is_never_slower_and_moves_less(name: str) -> None:
 
 
 def test_memory_that_is_left_is_used() -> None:
-    """All copies hide, whatever the budget: what does not fit is moved, and a few storages for the windows."""
+    """Check a link on which all copies hide: only storages that do not fit move, and a few for the windows."""
     profile = chain([2**20] * 100)
     for part in (30, 50, 80):
         plan = plan_for(profile, link_for(profile, 3.0), 2, part * 2**20)
@@ -144,6 +144,6 @@ def test_limit_of_the_device_counts_where_there_is_no_budget() -> None:
     ids=["decoder", "u_net", "deep u_net"],
 )
 def test_tight_budgets_take_a_long_search(profile: Profile, share: float, budget: float, slowdown: float) -> None:
-    """What an exhaustive search finds; a quarter of the simulations found plans that are up to eight times slower."""
+    """Compare with an exhaustive search; a quarter of the simulations gave up to eight times slower plans."""
     plan = plan_for(profile, link_for(profile, share), 2, int(budget * sum(profile.sizes)))
     assert plan.slowdown < slowdown

@@ -1,4 +1,4 @@
-"""What a step saved and used: orders, counts, and records that cannot be."""
+"""Tests of a step's record of saves and uses: orders, counts, and impossible records."""
 
 import math
 

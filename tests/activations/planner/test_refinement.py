@@ -1,4 +1,4 @@
-"""What is done with memory and time that a plan leaves: copy less, within the limits that the plan meets itself."""
+"""Tests that memory and time left by a plan are used to copy less, within the plan's own limits."""
 
 import math
 
@@ -27,7 +27,7 @@ def test_moved_bytes_are_those_copied_and_those_made_again() -> None:
 
 
 def test_what_fits_is_kept() -> None:
-    """Of ten equal storages that were all offloaded, nine have room one after the other."""
+    """Check a plan that offloads ten equal storages, nine of which have room, one after the other."""
     trials = Trials(chain([100] * 10), Link(1e9, 1e9), 0, None, num_left=1)
     everything = trials.evaluate(bytes([OFFLOAD] * 10), CopyWindow(0.0, 0))
     limits = Limits(900, lambda step_s: True)
@@ -37,7 +37,7 @@ def test_what_fits_is_kept() -> None:
 
 
 def least_moved(costs: list[Cost], profile: Profile, budget: int, step_s: float) -> float:
-    """By plans that fit, and are as fast; there is none where the planner's narrower windows are better."""
+    """Return the fewest bytes moved by a plan that fits and is as fast, infinity without such a plan."""
     slowest = time_class(profile, step_s)
     fitting = [c for c in costs if c.peak_bytes <= budget and time_class(profile, c.step_s) <= slowest]
     return min((cost.offloaded_bytes for cost in fitting), default=math.inf)
@@ -45,7 +45,7 @@ def least_moved(costs: list[Cost], profile: Profile, budget: int, step_s: float)
 
 @pytest.mark.parametrize(("num_storages", "num_cases"), [(3, 30), (4, 12), (5, 3)])
 def test_moves_no_more_than_brute_force(num_storages: int, num_cases: int) -> None:
-    """But for a twentieth of all bytes on average, and mostly not at all."""
+    """Check for at most a twentieth of all bytes more on average, and mostly for none more."""
     for seed in range(num_cases):
         profile, link, ahead = at_random(seed, num_storages)
         costs = all_plans(profile, link, ahead)

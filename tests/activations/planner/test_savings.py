@@ -1,4 +1,4 @@
-"""estimate_offloading_memory_savings against figures worked out by hand."""
+"""Tests of estimate_offloading_memory_savings with figures computed by hand."""
 
 import math
 from typing import Any
@@ -20,7 +20,7 @@ def test_half_of_8000_mb() -> None:
 
 
 def test_transfer_time_of_100_mb_over_pcie_4() -> None:
-    """100 MiB are 104,857,600 bytes; 32 * 10**9 bytes/s move them in 3.2768 ms, and 10**8 bytes in 3.125 ms."""
+    """Check 100 MiB, 104,857,600 bytes, at 32 * 10**9 bytes/s: 3.2768 ms, and 3.125 ms for 10**8 bytes."""
     mib = estimate_offloading_memory_savings(100, 1.0, link_gb_per_s=32)
     assert mib["transfer_ms"] == pytest.approx(3.2768, rel=1e-12)
     assert "hidden_ms" not in mib
@@ -33,7 +33,7 @@ def test_transfer_time_of_100_mb_over_pcie_4() -> None:
     [
         # 1000 * 2**20 bytes at 1.048576 * 10**9 bytes/s take 1000 ms each way; backward computes for 2 * compute_ms.
         (1000, 2000, 0, 0),  # the forward pass just covers its copies
-        (600, 600 + 1000, 400, 100 * 400 / 1800),  # backward still covers its own
+        (600, 600 + 1000, 400, 100 * 400 / 1800),  # backward still covers its copies
         (200, 200 + 400, 800 + 600, 100 * 1400 / 600),
     ],
 )

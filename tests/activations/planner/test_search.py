@@ -1,4 +1,4 @@
-"""The search: next to brute force where storages are few, and bounded where they are many."""
+"""Tests of the search: near brute force for few storages, and bounded for many."""
 
 import math
 from typing import Any
@@ -13,12 +13,12 @@ from hf_memopt.activations.planner.profile import Action, Link, Profile
 from hf_memopt.activations.planner.search import search_plans
 from hf_memopt.activations.planner.simulator import Timeline, simulate
 
-# What plans may be slower than the fastest there are.
+# The allowed step time of a plan, relative to the fastest plan.
 FACTOR = 1.03
 
 
 def check_against_brute_force(profile: Profile, link: Link, ahead: int, host: int | None = None) -> None:
-    """At the tightest budget for each step time there is, where a plan is hardest to find."""
+    """Compare at the tightest budget of each possible step time, where plans are hardest to find."""
     costs = all_plans(profile, link, ahead, math.inf if host is None else host)
     fastest = front(costs)
     candidates = search_plans(profile, link, ahead, host).candidates

@@ -1,4 +1,4 @@
-"""The simulator: the timeline of a step under a plan equals closed forms."""
+"""Tests that the simulated timeline of a step under a plan equals closed forms."""
 
 import pytest
 
@@ -33,7 +33,7 @@ def test_synchronous_offload_stalls_for_both_copies() -> None:
 
 
 def test_copy_that_ends_with_forward_is_free() -> None:
-    """The second save pushes the first out exactly when its copy ends; what prefetches its reload has time enough."""
+    """Check a copy that ends exactly when the second save needs its memory, with time enough for the reload."""
     storages = [SavedStorage(100, 1.0, (9.0,)), SavedStorage(10, 2.0, (7.0,))]
     result = run(storages, [OFFLOAD, OFFLOAD], in_flight=100, prefetch=100)
     assert result.stall_s == 0
@@ -47,17 +47,17 @@ def test_copy_that_is_late_for_forward_stalls_by_the_difference() -> None:
 
 
 def test_two_storages_share_the_queue_to_the_host() -> None:
-    """Both saved at 1: copies end at 2 and 3. The third save, at 1.5, waits for both: 1.5 s. Reloads: 2 s each."""
+    """Check copies of saves at 1, ending at 2 and 3. A third save at 1.5 waits 1.5 s for both. A reload takes 2 s."""
     storages = [SavedStorage(100, 1.0, (9.0,)), SavedStorage(100, 1.0, (8.0,)), SavedStorage(1, 1.5, (7.0,))]
     result = run(storages, [OFFLOAD, OFFLOAD, KEEP], in_flight=200)
-    assert result.stall_s == 0  # nothing pushes them out
+    assert result.stall_s == 0  # no save needs their memory
     assert result.peak_bytes == 201
     result = run([*storages[:2], SavedStorage(200, 1.5, (7.0,))], [OFFLOAD] * 3, in_flight=200)
     assert result.stall_s == 1.5 + 2 + 2
 
 
 def test_two_reloads_share_the_queue_to_the_device() -> None:
-    """Storage 2 is used at 6 and starts its own reload and the others."""
+    """Check that the use of storage 2 at 6 starts its own reload and the other two."""
     storages = [SavedStorage(100, 1.0, (8.0,)), SavedStorage(100, 2.0, (7.0,)), SavedStorage(100, 4.0, (6.0,))]
     result = run(storages, [OFFLOAD] * 3, in_flight=100, prefetch=200)
     assert result.reload_order == (2, 1, 0)
@@ -81,7 +81,7 @@ def test_recomputation_costs_its_time_and_memory_from_the_use_on() -> None:
 
 
 def test_chain_is_recomputed_once_and_stays() -> None:
-    """0 is read to make 1, 1 to make 2. The use of 2 makes 1 too, which then waits for its own use."""
+    """Check a chain of storages 0, 1 and 2: the use of 2 also recomputes 1, which then stays for its own use."""
     storages = [
         SavedStorage(10, 1.0, (9.0,)),
         SavedStorage(20, 2.0, (8.0,), recompute_s=0.25, sources=(0,)),
@@ -99,7 +99,7 @@ def test_offloaded_source_is_reloaded_when_a_dependent_needs_it() -> None:
     ]
     result = run(storages, [OFFLOAD, OFFLOAD, RECOMPUTE])
     assert result.reload_order == (0, 1)
-    assert result.stall_s == pytest.approx((100 + 10) / 100 + (100 + 10) / 50)  # sums of tenths round
+    assert result.stall_s == pytest.approx((100 + 10) / 100 + (100 + 10) / 50)  # since sums of tenths round
     assert result.peak_bytes == 120
 
 
@@ -133,7 +133,7 @@ def test_source_of_an_idle_source_costs_nothing() -> None:
 
 
 def test_recomputation_hides_a_reload() -> None:
-    """2 is used at 7 and reloaded in 1 s, 1 in the 2 s after that: 1 s of compute and 1 s of recomputing 0."""
+    """Check that storage 1 reloads in 2 s while 1 s of compute and 1 s of recomputing storage 0 pass."""
     storages = [SavedStorage(1, 1.0, (8.0,), 1.0), SavedStorage(100, 1.0, (8.0,)), SavedStorage(50, 2.0, (7.0,))]
     result = run(storages, [RECOMPUTE, OFFLOAD, OFFLOAD], prefetch=100)
     assert result.stall_s == (100 + 50) / 100 + 1

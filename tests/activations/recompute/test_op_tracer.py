@@ -1,4 +1,4 @@
-"""What is noted about operations, and what the notes keep alive."""
+"""Tests of the records of operations, and of the tensors that the records keep alive."""
 
 import weakref
 
@@ -19,12 +19,12 @@ def operands(record: TracedOp) -> list[TensorRef]:
 
 
 def test_a_weight_is_held_without_its_history() -> None:
-    """A pass that is over would else keep the gradient accumulator, which torch warns of on another stream."""
+    """Check that no finished pass keeps a gradient accumulator, of which torch warns on another stream."""
     linear, x = nn.Linear(4, 8, bias=False), torch.randn(2, 4)
     recorder = OpTracer(frozenset(), None)
     with recorder:
         y = linear(x)
-    weight = operands(recorded(recorder, y))[1].weight  # the product reads a transposed view of it
+    weight = operands(recorded(recorder, y))[1].weight  # the product reads a transposed view of the weight
     assert weight is linear.weight
 
 

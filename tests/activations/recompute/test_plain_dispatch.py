@@ -1,4 +1,4 @@
-"""Operations that call others give inside a dispatch mode the bits that they give outside of it."""
+"""Tests that operations that call others give the same bits inside a dispatch mode as outside of it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -28,13 +28,13 @@ def bilinear() -> Tensor:
 
 @torch.library.custom_op("plain_dispatch::product", mutates_args=())
 def product(left: Tensor, right: Tensor) -> Tensor:
-    """In whatever precision autocast chooses."""
+    """A product in the precision that autocast chooses."""
     return (left @ right).float()
 
 
 @torch.library.custom_op("plain_dispatch::full_product", mutates_args=())
 def full_product(left: Tensor, right: Tensor) -> Tensor:
-    """Has autocast cast its operands; what it calls is not cast again."""
+    """A product whose operands autocast casts, without another cast of the operations inside."""
     return left @ right
 
 
@@ -77,7 +77,7 @@ def test_as_outside_of_modes(compute: Callable[[], Tensor]) -> None:
 
 
 def test_questions_of_fake_tensors_are_answered() -> None:
-    """torch asks for a fake tensor's device by an operation that its dispatcher does not know."""
+    """Check `prim.device`, by which torch asks for a fake tensor's device past its dispatcher."""
     with FakeTensorMode(), Plainly():
         fake = torch.empty(2, device="cuda")
         assert torch.ops.prim.device.default(fake) == torch.device("cuda", 0)

@@ -1,4 +1,4 @@
-"""What is computed again is the same bits, from bytes that are still those of the forward pass; others are refused."""
+"""Tests that recomputation gives the same bits from unchanged bytes, and is refused from changed bytes."""
 
 from collections.abc import Callable
 
@@ -16,7 +16,7 @@ from hf_memopt.transfer import SyncCopier
 
 
 class Pass:
-    """Notes operations and keeps what it is told to save, as a forward pass does."""
+    """A stand-in for a forward pass, which records operations and keeps the saved tensors."""
 
     def __init__(self) -> None:
         self.context = DeviceState(torch.device("cpu"), SyncCopier(), None)
@@ -118,7 +118,7 @@ def test_a_weight_that_is_no_longer_what_it_was_is_refused(spoil: Callable[[Tens
 def test_what_is_only_alive_is_offered_to_be_saved(x: Tensor) -> None:
     forward = Pass()
     with forward.recorder:
-        alive = torch.rand_like(x)  # nobody can compute it again
+        alive = torch.rand_like(x)  # random, so it cannot be recomputed
         y = alive.exp()
     (source,) = forward.computation(y).sources()
     assert source.live is None
@@ -141,7 +141,7 @@ def test_there_is_no_computation_from_what_is_gone_or_drawn_or_written_to(x: Ten
 
 @pytest.mark.parametrize("saves", [False, True])
 def test_there_is_no_computation_from_what_was_written_to_through_data(x: Tensor, saves: bool) -> None:
-    """Which changes no version counter."""
+    """Check writes through `.data`, which change no version counter."""
     forward = Pass()
     with forward.recorder:
         written, weight = torch.rand_like(x), nn.Parameter(x)
@@ -171,7 +171,7 @@ def test_a_recomputed_storage_holds_nothing_until_it_is_read(x: Tensor) -> None:
         got = storage.fetch(1, True)
         assert torch.equal(got, want)
         assert got.data_ptr() != y.data_ptr()
-        assert live.num_dependents == 0  # it has been computed and needs them no more
+        assert live.num_dependents == 0  # the recomputed storage needs no more sources
         assert forward.context.held.now_bytes == before + y.nbytes
         assert storage.fetch(1, False).data_ptr() == got.data_ptr()
         read_in.append("a backward that frees its graph")
@@ -194,7 +194,7 @@ def test_where_the_graph_is_retained_it_is_computed_for_each_backward(x: Tensor)
     storage = RecomputedStorage(y, forward.context, 1, forward.computation(y), None)
     storage.num_views = 1
     before = forward.context.held.now_bytes
-    for backward in (1, 2):  # autograd says of a thread outside of backward that its graph stays
+    for backward in (1, 2):  # outside of backward, autograd reports a retained graph
         assert torch.equal(storage.fetch(backward, True), bytes_of(y))
         forward.context.held.settle()
         assert forward.context.held.now_bytes == before

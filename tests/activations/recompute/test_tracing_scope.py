@@ -1,4 +1,4 @@
-"""A dispatch mode is on inside the chosen modules' own forwards, and off in their submodules and outside."""
+"""Tests that a dispatch mode is on in the chosen modules' own forwards, and off in submodules and outside."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from hf_memopt.activations.recompute.tracing_scope import active_in
 
 
 class Names(TorchDispatchMode):
-    """Notes the names of the operations that it sees."""
+    """A mode that lists the names of operations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Inner(nn.Module):
 
 
 class Outer(nn.Module):
-    """Computes exp, its children's cos, and sin."""
+    """A module that computes exp, its children's cos, and sin."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ def test_an_error_inside_of_a_module_turns_it_off() -> None:
 
 
 def test_a_module_that_is_at_work_already_is_left_as_it_was_entered() -> None:
-    """Its hooks come too late for this call; what it calls next is covered."""
+    """Check a module that is entered already: its own call has no hooks, and its next submodules do."""
     mode = Names()
 
     class Late(nn.Module):

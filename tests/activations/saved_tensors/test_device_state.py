@@ -1,4 +1,4 @@
-"""The queue of copies that passes share, and the arena that they copy to."""
+"""Tests of the passes' shared queue of copies, and of their arena on the host."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def test_memory_counts_until_the_node_that_reads_it_last_is_done() -> None:
 
 
 class Storage:
-    """Stands for a storage on its way to the host."""
+    """A stand-in for a storage on its way to the host."""
 
     def __init__(self, context: DeviceState, num_bytes: int) -> None:
         self.context, self.num_bytes, self.is_leaving = context, num_bytes, False
@@ -49,7 +49,7 @@ def test_the_oldest_copies_give_up_their_memory_first() -> None:
 
 
 class Slices(SyncCopier):
-    """Cuts device memory out of larger storages."""
+    """A copier that cuts device memory out of larger storages."""
 
     def __init__(self, begin: int) -> None:
         super().__init__()

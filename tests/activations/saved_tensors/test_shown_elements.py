@@ -1,4 +1,4 @@
-"""Which elements of a storage views show, compared with elements that are counted one by one."""
+"""Tests of the elements of a storage that views show."""
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ def shown(view: Tensor, size: int) -> set[int]:
 
 
 def test_no_view_is_said_to_be_shown_that_was_not() -> None:
-    """Compared with the elements counted one by one."""
+    """Compare with elements counted one by one."""
     lots = torch.Generator().manual_seed(0)
     x = torch.zeros(64)
     num_included = 0

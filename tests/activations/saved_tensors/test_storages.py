@@ -1,4 +1,4 @@
-"""What is kept stays where it is; what is offloaded leaves the device and comes back with the same bytes."""
+"""Tests that kept storages stay, and that offloaded storages come back with the same bytes."""
 
 from collections.abc import Callable
 
@@ -26,7 +26,7 @@ def tensor() -> Tensor:
 
 
 class Uses(Prefetcher):
-    """Counts the uses of storages, and prefetches nothing."""
+    """A prefetcher that counts uses of storages, and prefetches none."""
 
     def __init__(self) -> None:
         self.num_uses = 0
@@ -36,7 +36,7 @@ class Uses(Prefetcher):
 
 
 class Offloading:
-    """Offloads a tensor's storage and counts how often its bytes are needed."""
+    """An offloaded storage of a tensor, with a count of its uses."""
 
     def __init__(self, context: DeviceState, tensor: Tensor) -> None:
         self._uses = Uses()
@@ -50,7 +50,7 @@ class Offloading:
 
 
 def in_backward(action: Callable[[], None]) -> None:
-    """Do something while a backward that frees its graph is inside of a node."""
+    """Run an action in a node of a backward that frees its graph."""
     done = []
 
     def hook(gradient: Tensor) -> None:
@@ -84,7 +84,7 @@ def test_what_is_offloaded_leaves_and_comes_back_with_the_same_bytes(context: De
     assert (storage.is_away, context.held.now_bytes) == (False, NUM_BYTES)
     storage.let_go()
     assert (storage.is_away, context.held.now_bytes) == (True, 0)
-    tensor.data.zero_()  # whoever has the original may go on with its memory
+    tensor.data.zero_()  # the original's memory may be overwritten
 
     def read() -> None:
         assert torch.equal(storage.fetch(1, True), want)
@@ -92,7 +92,7 @@ def test_what_is_offloaded_leaves_and_comes_back_with_the_same_bytes(context: De
 
     in_backward(read)
     assert offloading.num_uses == 1
-    storage.end_backward(2)  # another one than has read it
+    storage.end_backward(2)  # a backward that has not read the storage
     assert not storage.is_away
     storage.end_backward(1)
     context.held.settle()
@@ -107,17 +107,17 @@ def test_where_the_graph_is_retained_the_last_reader_of_a_backward_gives_the_byt
     storage.num_views = 2
     storage.let_go()
     away = []
-    for _ in range(2):  # autograd says of a thread outside of backward that its graph stays
+    for _ in range(2):  # outside of backward, autograd reports a retained graph
         storage.fetch(1, True)
         away.append(storage.is_away)
     assert away == [False, True]
-    storage.fetch(0, True)  # by somebody who is in no backward, and of whom no end will be heard
+    storage.fetch(0, True)  # a read outside of any backward, whose end is never reported
     assert storage.is_away
 
 
 def test_a_prefetch_is_made_once_and_what_is_there_is_released(context: DeviceState, tensor: Tensor) -> None:
     storage = Offloading(context, tensor).storage
-    storage.prefetch()  # the bytes have not left
+    storage.prefetch()  # the bytes are still on the device
     assert context.held.now_bytes == NUM_BYTES
     storage.let_go()
     storage.let_go()
@@ -138,7 +138,7 @@ def test_a_backward_that_comes_early_reads_the_original(context: DeviceState, te
     def read() -> None:
         assert storage.fetch(1, True).data_ptr() == tensor.data_ptr()
         assert not storage.is_leaving
-        with torch.enable_grad():  # as where a backward makes a graph: that one gets bytes of its own
+        with torch.enable_grad():  # as in a backward that makes a graph, which gets its own bytes
             assert storage.fetch(1, True).data_ptr() != tensor.data_ptr()
 
     in_backward(read)

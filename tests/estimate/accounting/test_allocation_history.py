@@ -1,4 +1,4 @@
-"""What is read off a history of changes of memory."""
+"""Tests of the figures of a history of memory changes."""
 
 import torch
 

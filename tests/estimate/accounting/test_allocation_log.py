@@ -1,4 +1,4 @@
-"""The log of storages, with real tensors on the CPU."""
+"""Tests of the log of storages, with real tensors on the CPU."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""The model of CUDA's caching allocator, against cases computed by hand from its rules."""
+"""Tests of the model of CUDA's caching allocator, with cases computed by hand from its rules."""
 
 import itertools
 from dataclasses import replace
@@ -22,7 +22,7 @@ KIB, MIB = 2**10, 2**20
         (MIB + 1, MIB + 512, 20 * MIB),
         (10 * MIB - 512, 10 * MIB - 512, 20 * MIB),
         (10 * MIB, 10 * MIB, 10 * MIB),
-        # The rest of its segment, at most 1 MiB, is not split off.
+        # The rest of the segment, at most 1 MiB, is not split off.
         (11 * MIB, 12 * MIB, 12 * MIB),
         (13 * MIB + 1, 14 * MIB, 14 * MIB),
     ],
@@ -61,7 +61,7 @@ def test_a_segment_serves_the_stream_that_asked_for_it() -> None:
     assert allocator.reserved_bytes == 60 * MIB
     trace = MemoryTrace((0, 0, 1), (30 * MIB, -30 * MIB, 30 * MIB), ("",) * 3, (0, 1, 2), 0, streams={0: 1})
     assert trace.replay().peak_reserved_bytes == 60 * MIB
-    # On a device that is full, the segment that nobody uses goes back.
+    # On a full device, the unused segment is released.
     assert trace.fits(30 * MIB)
 
 
@@ -149,7 +149,7 @@ def test_on_a_cpu_the_peak_is_that_of_bytes() -> None:
 
 
 def test_the_smallest_capacity_is_the_least_on_which_the_run_goes_through() -> None:
-    # With room to spare the second block gets a segment of its own; on a full device it takes the first one's place.
+    # With room to spare the second block gets a segment of its own; on a full device it replaces the first segment.
     run = trace((0, 0, 1), (30 * MIB, -30 * MIB, 40 * MIB))
     assert run.unlimited.peak_reserved_bytes == 70 * MIB
     assert 40 * MIB <= run.smallest_capacity < 42 * MIB
@@ -163,7 +163,7 @@ SIZES = st.one_of(st.integers(1, MIB), st.integers(MIB, 12 * MIB), st.integers(1
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(SIZES, st.integers(0, 10**6)), max_size=60), st.sampled_from([None, 256 * MIB]))
 def test_blocks_never_overlap_and_the_books_balance(moves: list[tuple[int, int]], capacity: int | None) -> None:
-    """Each move allocates, and releases a block of those that live, if its number falls on one."""
+    """Make moves that each allocate, and release a live block if the move's number selects one."""
     allocator, live = CachingAllocator(capacity), []
     for num_bytes, number in moves:
         try:
@@ -179,7 +179,7 @@ def test_blocks_never_overlap_and_the_books_balance(moves: list[tuple[int, int]]
     for block in live:
         allocator.release(block)
     assert allocator.allocated_bytes == 0
-    # Everything has joined to whole segments, which a full device would get back.
+    # All blocks have joined to whole segments, which a full device would release.
     if capacity:
         allocator.allocate(capacity)
         assert allocator.reserved_bytes == capacity

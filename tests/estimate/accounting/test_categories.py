@@ -1,4 +1,4 @@
-"""What storages are for, with real tensors on the CPU."""
+"""Tests of the kinds of storages, with real tensors on the CPU."""
 
 import torch
 from torch import nn

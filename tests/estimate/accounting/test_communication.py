@@ -1,10 +1,9 @@
-"""Which tensors of FSDP2's operations are there for the sake of other ranks."""
+"""Tests that tensors of FSDP2's communication are told from others."""
 
 import pytest
 import torch
 
-from hf_memopt.estimate.accounting.categories import COMMUNICATION, GATHERED
-from hf_memopt.estimate.accounting.communication import exchanged
+from hf_memopt.estimate.accounting.categories import COMMUNICATION, GATHERED, exchanged
 from hf_memopt.estimate.accounting.operation import Operation
 
 

@@ -1,4 +1,4 @@
-"""When which kernel takes how much memory beside its result."""
+"""Tests of the memory that kernels take beside their results."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +17,7 @@ WORKSPACE = 8320 * KIB
 def workspaces(
     module: Callable[[], nn.Module], run: Callable[[State], object] = step, gpu: str = "t4", rows: int = 8
 ) -> dict[str, int]:
-    """What libraries hold at the peak."""
+    """Return the bytes of library workspaces at the peak."""
 
     def setup(device: torch.device) -> State:
         with device:
@@ -43,7 +43,7 @@ def test_forward_and_backward_have_a_handle_each(gpu: str, each: int) -> None:
 
 
 def test_a_product_that_adds_a_bias_takes_one_of_cublaslt() -> None:
-    # Backward multiplies without adding, so that its handle takes none.
+    # Backward multiplies without a bias, so its handle takes no cuBLASLt workspace.
     assert workspaces(lambda: linear(bias=True)) == {"cuBLAS": 2 * WORKSPACE, "cuBLASLt": MIB}
 
 
@@ -51,7 +51,7 @@ def test_recomputing_in_backward_takes_one_there_too() -> None:
     class Checkpointed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            # Recomputing stops at the second one, whose input is the last thing that backward needs.
+            # Recomputing stops at the second layer, whose input is the last tensor that backward needs.
             self.inner = nn.Sequential(linear(bias=True), linear(bias=True))
 
         def forward(self, x: torch.Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""The tensors that operations take and return."""
+"""Tests of the tensors that operations take and return."""
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode

@@ -1,4 +1,4 @@
-"""Layers that are added to the history of a simulation, compared with simulations that have them."""
+"""A comparison of layers added to a simulation's history with simulations of all layers."""
 
 from collections.abc import Callable
 from dataclasses import asdict
@@ -29,7 +29,7 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """Blocks whose widths return, between two layers of another kind."""
+    """A stack of blocks with recurring widths, between two layers of another kind."""
 
     def __init__(self, num_layers: int, widths: tuple[int, ...] = (256,), recompute: bool = False) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Stack(nn.Module):
 
 
 class Uneven(Stack):
-    """Each block keeps more than the one before it."""
+    """A stack in which each block keeps more than the block before it."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.before(x)
@@ -56,7 +56,7 @@ class Uneven(Stack):
 
 
 class Crossing(Stack):
-    """Work is done between the blocks, which belongs to none of them."""
+    """A stack with work between the blocks that belongs to no block."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = first = self.before(x)
@@ -66,7 +66,7 @@ class Crossing(Stack):
 
 
 def history(build: Callable[[], nn.Module], optimizer: Callable[..., Any] = torch.optim.AdamW) -> AllocationHistory:
-    """What two steps do; norms of all weights together, whose size depends on their number."""
+    """Return the history of two steps with a norm over all weights, whose size depends on their number."""
 
     def setup(device: torch.device) -> Any:
         with device:
@@ -86,11 +86,12 @@ def history(build: Callable[[], nn.Module], optimizer: Callable[..., Any] = torc
 
 
 def plain(found: AllocationHistory) -> Any:
-    """All that tells one history from another; places and sources are only hints to where things belong."""
+    """Return all parts of a history that have to be equal, without the hints at places and sources."""
     records = [{**asdict(each), "source": None} for each in found.records]
     return records, [change[:3] for change in found.changes], found.backwards, found.step_begins
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("build", "layers"),
     [

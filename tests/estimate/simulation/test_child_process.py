@@ -1,4 +1,4 @@
-"""Work in a process of its own: errors come back as what they were, and a process that dies is one."""
+"""Tests of work in a process of its own: errors keep their types, and a process that dies is an error."""
 
 import gc
 import os
@@ -36,7 +36,7 @@ def test_a_killed_simulation_is_an_error() -> None:
         estimate_peak_memory(mlp_setup, dies)
 
 
-# On a machine without an accelerator, or on one: its threads are there before the fork.
+# Forks after autograd's threads have started, on a machine with or without an accelerator.
 TOO_LATE = """
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -59,7 +59,7 @@ BACKWARD_FIRST = "backward()\nwith FakeTensorMode(): torch.zeros(1, device='cuda
 
 @pytest.mark.canary
 def test_a_fork_that_comes_too_late_is_explained() -> None:
-    """torch's autograd starts its threads for devices in the process's first backward, if it takes one to be there."""
+    """Check the error after a first backward, in which autograd starts its threads for the devices that it finds."""
     assert "estimate and plan before the first backward, or in a process of their own" in said_by(FAKE_FIRST)
     assert said_by(BACKWARD_FIRST) == "forked"
 

@@ -1,4 +1,4 @@
-"""Questions that only numbers could answer: what is assumed, and what is refused."""
+"""Tests of questions that only values could answer: the assumptions, and the refusals."""
 
 from collections.abc import Callable
 

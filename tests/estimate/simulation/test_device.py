@@ -1,4 +1,4 @@
-"""The virtual accelerator follows CUDA's rules: which kernels run, in which precision, and what moves where."""
+"""Tests that the virtual accelerator follows CUDA's rules of kernels, precision and moves."""
 
 import sys
 from typing import Any
@@ -157,7 +157,7 @@ def test_an_accelerator_made_inside_is_on_the_virtual_device() -> None:
         output = model(torch.zeros(2, 4, device=accelerator.device))
         return accelerator.device.type, model.weight.device.type, output.dtype, torch.cuda.is_available()
 
-    # The output is float32 since accelerate converts what autocast has left in half precision.
+    # The output is float32 since Accelerate converts autocast's half-precision outputs.
     assert simulated(run) == (DEVICE_TYPE, DEVICE_TYPE, WHOLE, False)
 
 

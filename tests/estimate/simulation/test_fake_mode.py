@@ -1,4 +1,4 @@
-"""Tensors without memory: what they share, and which operations torch may take for one that it has seen."""
+"""Tests of tensors without memory: their shared storages, and the operations that torch may cache."""
 
 import copy
 from typing import Any

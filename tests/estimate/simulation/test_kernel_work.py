@@ -1,4 +1,4 @@
-"""What operations ask of a card."""
+"""Tests of the arithmetic and the bytes of operations."""
 
 from collections.abc import Iterator
 from dataclasses import replace

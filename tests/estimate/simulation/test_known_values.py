@@ -1,4 +1,4 @@
-"""What is written down is known, and so is what follows from it."""
+"""Tests that written values are known, and so are values computed from known values."""
 
 from collections.abc import Callable
 

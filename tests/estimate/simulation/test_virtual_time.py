@@ -1,4 +1,4 @@
-"""Virtual time: closed forms of operations, their start and the copy queues, and the offloader's own plans in it."""
+"""Tests of virtual time: closed forms of operations, launches and copy queues, and the offloader's plans."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -20,7 +20,7 @@ from hf_memopt.estimate.simulation.virtual_time import VirtualClock, VirtualCopi
 
 MIB = 2**20
 ROWS, WIDTH, DEPTH = 4096, 256, 6  # activations of 4 MiB
-# So slow that starting operations takes no time beside them.
+# A card so slow that launches take no time beside the operations.
 CARD = Card("test", 8 * 2**30, float32_flops=1e12, half_flops=2e12, memory_bytes_per_s=5e10, link_bytes_per_s=2e9)
 
 
@@ -116,7 +116,7 @@ def test_operations_of_the_cpu_take_time_where_it_is_what_is_simulated(like: str
 
 
 def estimate(num_steps: int = 2, card: Card = CARD, like: Like = "cuda", **offloading: Any) -> MemoryEstimate:
-    """Of some linear layers with nonlinearities."""
+    """Estimate some linear layers with nonlinearities."""
 
     def setup(device: torch.device) -> Any:
         with device:
@@ -139,9 +139,9 @@ def estimate(num_steps: int = 2, card: Card = CARD, like: Like = "cuda", **offlo
 
 
 def check_prediction(stats: OffloadStats, copies_wait: bool) -> None:
-    """Nothing disturbs virtual time: a pass holds what its plan said, and takes no longer, up to a few launches.
+    """Check that a pass holds the predicted bytes and takes the predicted time, up to a few launches.
 
-    Where copies wait for each other and for compute, which no plan expects, it takes longer.
+    Where copies wait for each other and for compute, which no plan expects, a pass takes longer.
     """
     assert stats.measured_peak_gib == stats.predicted_peak_gib
     assert copies_wait or stats.measured_step_ms < 1.02 * stats.predicted_step_ms
@@ -154,14 +154,14 @@ def test_a_matrix_product_takes_its_arithmetic() -> None:
 
     found = estimate_peak_memory(setup, lambda state: state[0](state[1]).sum().backward(), gpu=CARD)
     product_ms = 1e3 * 2 * 4096**3 / (1e12 * speeds_of(CARD).float32)
-    assert found.phases_ms["forward"] == pytest.approx(product_ms, rel=0.02)  # the sum reads it once more
-    assert found.phases_ms["backward"] == pytest.approx(product_ms, rel=0.1)  # by the weight; inputs need no gradient
+    assert found.phases_ms["forward"] == pytest.approx(product_ms, rel=0.02)  # the sum reads the product once more
+    assert found.phases_ms["backward"] == pytest.approx(product_ms, rel=0.1)  # the weight's gradient; inputs need none
     assert found.step_ms == pytest.approx(sum(found.phases_ms.values()))
 
 
 @pytest.mark.parametrize("groups", [1, 64])
 def test_a_convolution_takes_its_arithmetic_whatever_its_groups(groups: int) -> None:
-    """With as many groups as channels, each output is one channel's."""
+    """Check one group, and as many groups as channels."""
 
     def setup(device: torch.device) -> Any:
         model = nn.Conv2d(64, 64, 11, padding=5, groups=groups, bias=False, device=device)
@@ -179,7 +179,7 @@ def test_offloading_everything_frees_memory_and_waits_for_the_link() -> None:
     assert plain.stall_ms == 0.0
     assert moved.stall_ms > 0.0
     assert moved.step_ms > plain.step_ms
-    # 2 * DEPTH activations of 4 MiB are saved, the input among them and the last one's square.
+    # 2 * DEPTH activations of 4 MiB are saved, with the input and with the last output for its square.
     assert plain.peak_bytes - moved.peak_bytes > DEPTH * 4 * MIB
     assert moved.host_bytes >= 2 * DEPTH * 4 * MIB
     assert plain.host_bytes < MIB
@@ -199,8 +199,8 @@ def test_the_offloaders_own_plan_holds_in_virtual_time() -> None:
 
 
 def test_a_plan_is_made_and_holds_on_a_simulated_cpu_that_copies_at_once() -> None:
-    """Without time of its own, the link would be as fast as can be and all of a step would happen in one moment."""
-    VersionGuard(torch.zeros(2))  # leaves nothing behind that a fake tensor could take for its own kind
+    """Check that a simulated CPU has a time of its own, without which a step would take no time."""
+    VersionGuard(torch.zeros(2))  # must leave no state that affects fake tensors
     planned = estimate(num_steps=5, like="cpu", mode="auto", budget_gib=24 / 1024, copier=SyncCopier())
     plain = estimate(like="cpu")
     assert planned.step_ms > plain.step_ms > 0.0

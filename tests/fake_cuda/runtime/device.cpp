@@ -12,12 +12,12 @@ EXPORTED cudaError_t cudaGetDeviceCount(int* count) {
   return cudaSuccess;
 }
 
-// Numbers of an A100, but for what the settings say.
+// The properties of an A100, except those that have settings.
 EXPORTED cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
   if (!may_use_cuda()) return cudaErrorInitializationError;
   if (device < 0 || device >= settings().num_devices()) return fault(cudaErrorInvalidDevice, "cudaGetDeviceProperties: no such device");
   *properties = {};
-  const char* name = std::getenv("FAKE_CUDA_NAME");  // that of a real card, for what looks it up
+  const char* name = std::getenv("FAKE_CUDA_NAME");  // the name of a real card, for code that looks the card up
   if (name != nullptr)
     std::snprintf(properties->name, sizeof properties->name, "%s", name);
   else

@@ -15,7 +15,7 @@ int unsupported(const char* text) {
 }
 }  // namespace
 
-// All of this process but the C library itself gives its pages back through here.
+// Every munmap of this process comes here, except those inside the C library.
 EXPORTED int munmap(void* pointer, size_t bytes) { return fake_cuda_unmap(pointer, bytes); }
 
 EXPORTED int cuInit(unsigned) { return SUCCESS; }

@@ -19,7 +19,7 @@ std::vector<std::string>& faults() {
   return *list;
 }
 
-// The last error of a thread, in a set that outlives it, so that an error that nobody reads is found.
+// The last error of a thread, in a set that outlives it, so that an unread error is found.
 struct LastError;
 std::set<LastError*>& last_errors() {
   static auto* all = new std::set<LastError*>;
@@ -122,7 +122,7 @@ EXPORTED const char* cudaGetErrorString(cudaError_t code) {
 
 EXPORTED void fake_cuda_report(const char* text) { report(text); }
 
-// All faults so far, one a line, with the errors that threads have not read. Stays valid until the next call.
+// All faults so far, one a line, with the errors that threads have not read. The text stays valid until the next call.
 EXPORTED const char* fake_cuda_faults() {
   static auto* text = new std::string;
   std::lock_guard<std::mutex> lock(faults_mutex);

@@ -1,8 +1,8 @@
-// A CUDA runtime without a GPU, for tests: what its files share.
+// A CUDA runtime without a GPU, for tests: the declarations that its files share.
 //
 // Device memory is host memory in a book of its own, a stream is a thread with a queue, a kernel is a function on the
-// CPU. What is kept is CUDA's contract about order and memory: who may run ahead of whom, which calls wait, and which
-// memory may be touched when. Breaking it is an error at the call and a line in the list of faults.
+// CPU. The runtime keeps CUDA's contract about order and memory: which work may run ahead of other work, which calls
+// wait, and which memory may be touched when. A breach is an error at the call and a line in the list of faults.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -25,11 +25,11 @@ namespace fake_cuda {
 
 constexpr int MAX_DEVICES = 4;
 
-// ---- settings.cpp: how the devices behave, from the environment, and changed by tests at run time.
+// ---- settings.cpp: the settings of the devices, from the environment, and changed by tests at run time.
 
 double environment(const char* name, double otherwise);
 
-// All are numbers, so that one function can set any of them.
+// Every setting is a number, so that one function can set any of them.
 struct Settings {
   std::atomic<double> devices{environment("FAKE_CUDA_DEVICES", 2)};
   std::atomic<double> capability{environment("FAKE_CUDA_CAPABILITY", 80)};  // 80 is 8.0
@@ -54,12 +54,12 @@ std::atomic<double>* find(const std::string& name);  // null if there is no such
 // True once for the call that a test has chosen to fail: the k-th "malloc", "host_register", "copy" or "event".
 bool planned_failure(const char* kind);
 
-// ---- faults.cpp: what went wrong, and the error codes that CUDA keeps.
+// ---- faults.cpp: the list of faults, and the error codes that CUDA keeps.
 
-// One line for the list of faults.
+// Adds a line to the list of faults.
 void report(const std::string& fault);
 
-// Each host thread keeps the last error of any call, until cudaGetLastError takes it. Both return `code`.
+// Both keep `code` as the last error of this host thread until cudaGetLastError takes it, and return `code`.
 cudaError_t result(cudaError_t code);
 cudaError_t fault(cudaError_t code, const std::string& what);
 
@@ -67,10 +67,10 @@ cudaError_t fault(cudaError_t code, const std::string& what);
 void break_device(int device, cudaError_t code, const std::string& what);
 cudaError_t device_error(int device);
 
-// A call that keeps the host waiting is a fault where the test has said that there is none.
+// Records that a call makes the host wait, which is a fault inside a region without waiting.
 void host_waits(const char* call);
 
-// What a process forks before it has used CUDA can use it. What it forks afterwards cannot, and is told so at every call.
+// A child that a process forks before its first use of CUDA can use CUDA. A later child gets an error at every call.
 bool is_forked_child();
 bool may_use_cuda();  // asked by every call; the first one is the use
 
@@ -80,7 +80,7 @@ bool may_use_cuda();  // asked by every call; the first one is the use
     if (cudaError_t error = device_error(device)) return result(error);       \
   } while (0)
 
-// ---- memory/: who owns which bytes.
+// ---- memory/: the owners of all bytes.
 
 struct Range {
   uintptr_t begin = 0;
@@ -99,18 +99,18 @@ struct Location {
   uint64_t booking;  // differs when memory at the same address was freed and allocated again
 };
 
-// Of all bytes of a range: memory that is only partly allocated or registered counts as `unmapped` or `pageable`.
+// Finds the place of a whole range: memory that is only partly allocated or registered is `unmapped` or `pageable`.
 Location locate(const Range& range);
 std::string describe(const Location& location);
 
-// Memory is held while a stream touches it: nothing is unmapped in between.
+// Taken while a stream touches memory, so that nothing is unmapped meanwhile.
 std::shared_lock<std::shared_mutex> hold_memory();
 
 // Host memory that copies on their way will read or write.
 uint64_t begin_flight(const Range& range);
 void end_flight(uint64_t flight);
 
-// ---- order/: what is done when.
+// ---- order/: the order of all work.
 
 using Job = std::function<void()>;
 
@@ -126,7 +126,7 @@ class Stream {
 
   const int device;
   const uint64_t number;
-  const bool blocking;  // waits for the legacy default stream, which waits for it
+  const bool blocking;  // waits for the legacy default stream, and the other way round
   const int priority;
 
  private:
@@ -148,7 +148,7 @@ Stream* default_stream_of(int device);
 // Puts a job behind all that the stream has to wait for.
 uint64_t submit(Stream& stream, Job job);
 
-// The same for copies and kernels, each of which takes longer by the schedule's next delay.
+// Submits a copy or a kernel, which takes longer by the schedule's next delay.
 uint64_t submit_by_schedule(Stream& stream, Job job);
 
 void wait_for_device(int device);

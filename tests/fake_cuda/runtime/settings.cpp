@@ -1,4 +1,4 @@
-// How the devices behave. Every setting is an environment variable FAKE_CUDA_<NAME>, and can be changed at run time.
+// The settings of the devices: environment variables FAKE_CUDA_<NAME>, which can be changed at run time.
 #include "runtime.hpp"
 
 #include <cmath>
@@ -26,7 +26,7 @@ std::map<std::string, PlannedFailure>& failures() {
   return *map;
 }
 
-// How often each kind of call that can be made to fail has been made.
+// Counts of calls, by the kinds of calls that tests can make fail.
 std::map<std::string, int64_t>& calls() {
   static auto* map = new std::map<std::string, int64_t>;
   return *map;
@@ -70,7 +70,7 @@ bool planned_failure(const char* kind) {
 
 using namespace fake_cuda;
 
-// Settings by their names. Those that do not exist are NaN.
+// Returns a setting by its name, NaN if there is no such setting.
 EXPORTED double fake_cuda_get(const char* name) {
   const std::atomic<double>* setting = find(name);
   return setting ? setting->load() : NAN;
@@ -85,7 +85,7 @@ EXPORTED int64_t fake_cuda_num_calls(const char* kind) {
   return calls()[kind];
 }
 
-// The k-th call of a kind from now on fails, and `times` - 1 after it.
+// Makes the k-th call of a kind from now on fail, and `times` - 1 calls after it.
 EXPORTED void fake_cuda_fail(const char* kind, int64_t k, int64_t times) {
   std::lock_guard<std::mutex> lock(failures_mutex);
   failures()[kind] = {k, times};

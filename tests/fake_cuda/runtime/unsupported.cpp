@@ -1,4 +1,4 @@
-// What torch and its libraries link but no test needs. Each says its name, as an error and in the list of faults.
+// Functions that torch and its libraries link but no test needs. A call is an error, and a line in the list of faults.
 #include <cuda_runtime_api.h>
 
 #include <string>

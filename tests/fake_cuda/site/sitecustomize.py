@@ -1,6 +1,6 @@
-"""Python imports this at its start where this folder is on PYTHONPATH: processes that it forks get the fake operators.
+"""A start-up module, which Python imports if its folder is on PYTHONPATH: forked processes get the fake operators.
 
-They are installed when a forked process first uses CUDA, since what it forks before that must be able to use it too.
+The operators are installed when a forked process first uses CUDA, so that processes forked earlier can use CUDA too.
 """
 
 import os

@@ -9,6 +9,7 @@ import pytest
 from late_imports import LateModule
 
 argument_file = LateModule("hf_memopt.integrations.transformers.argument_file")
+transformers = LateModule("transformers")
 trl = LateModule("trl")
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -63,5 +64,51 @@ def test_what_cannot_be_simulated_is_named(text: str, message: str, tmp_path: Pa
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"training-args='.*args\.yaml' is not a file"):
+    with pytest.raises(ValueError, match=r"training_args='.*args\.yaml' is not a file"):
         argument_file.read_argument_file(tmp_path / "args.yaml")
+
+
+PLACE = "hf_memopt.integrations.transformers.argument_file.TrainingArguments"
+
+
+@dataclasses.dataclass
+class Older:
+    gradient_checkpointing: bool = False
+    learning_rate: float = 1.0
+
+
+@dataclasses.dataclass
+class Both(Older):
+    activation_checkpointing: bool = False
+
+
+def test_an_older_version_is_given_the_older_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PLACE, Older)
+    assert argument_file.current_names({"gradient_checkpointing": True, "other": 1}) == {
+        "gradient_checkpointing": True,
+        "other": 1,
+    }
+    arguments = Older()
+    argument_file.set_fields(arguments, {"gradient_checkpointing": True, "learning_rate": 2.0})
+    assert vars(arguments) == {"gradient_checkpointing": True, "learning_rate": 2.0}
+
+
+def test_a_version_with_both_is_given_the_newer_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PLACE, Both)
+    assert list(argument_file.current_names({"gradient_checkpointing": True, "other": 1})) == [
+        "activation_checkpointing",
+        "other",
+    ]
+    both = {"activation_checkpointing": False, "gradient_checkpointing": True}
+    for given in (both, dict(reversed(both.items()))):
+        assert argument_file.current_names(given) == {"activation_checkpointing": False}
+    arguments = Both()
+    argument_file.set_fields(arguments, {"gradient_checkpointing": True, "learning_rate": 2.0})
+    assert arguments == Both(True, 2.0, True)
+
+
+def test_trainers_arguments_say_what_was_set(tmp_path_factory: pytest.TempPathFactory) -> None:
+    arguments = transformers.TrainingArguments(output_dir=str(tmp_path_factory.mktemp("out")), use_cpu=True)
+    argument_file.set_fields(arguments, {"gradient_checkpointing": True})
+    assert arguments.gradient_checkpointing
+    assert getattr(arguments, "activation_checkpointing", True)

@@ -61,6 +61,7 @@ def test_a_few_layers_tell_what_offloading_the_inputs_of_all_does(tmp_path: Path
     assert found.host_bytes == expected.host_bytes > 2**20
 
 
+@pytest.mark.e2e
 def test_a_plan_of_what_is_offloaded_has_settled_after_the_simulated_steps(tmp_path: Path) -> None:
     made = workload(tmp_path, {"per_device_train_batch_size": 8}, width=WIDE, seq_len=64, effective_batch=16)
     step, again = (made.simulated({"activations": "offloaded where free"}, 8) for _ in range(2))
@@ -109,10 +110,10 @@ def test_an_offloaded_candidate_is_attached_to(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "options", "message"),
     [
-        ({"max_length": None}, {}, "max_length is none.*--seq-len"),
+        ({"max_length": None}, {}, "max_length is none.*seq_len"),
         (SFT, {"seq_len": 65}, "seq_len=65 is longer than the model's max_position_embeddings=64"),
         ({"bf16": True}, {"seq_len": 8, "task": "image-classification"}, "task='image-classification'"),
-        ({"bf16": True}, {}, "name one with --seq-len"),
+        ({"bf16": True}, {}, "name one with seq_len"),
     ],
 )
 def test_mistakes_are_named(fields: dict[str, Any], options: dict[str, Any], message: str, tmp_path: Path) -> None:

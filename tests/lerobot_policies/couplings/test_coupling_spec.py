@@ -5,7 +5,6 @@ from late_imports import LateModule
 
 coupling_toys = LateModule("coupling_toys")
 coupling_spec = LateModule("hf_memopt.lerobot.couplings.coupling_spec")
-source = LateModule("hf_memopt.lerobot.couplings.source")
 writer = LateModule("hf_memopt.lerobot.couplings.writer")
 
 
@@ -29,7 +28,3 @@ def test_unusable_plans_are_refused() -> None:
             coupling_spec.CouplingSpec(**{**vars(spec), **changes})
     with pytest.raises(ValueError, match="shard_size=0 must be"):
         writer.precompute(coupling_toys.Teacher(), coupling_toys.load, spec, "never", shard_size=0)
-    with pytest.raises(ValueError, match="too few for 9 ranks"):
-        source.CouplingSource.online(coupling_toys.Teacher(), coupling_toys.load, spec, world_size=9)
-    with pytest.raises(ValueError, match="rank=2 must be"):
-        source.CouplingSource.online(coupling_toys.Teacher(), coupling_toys.load, spec, rank=2, world_size=2)

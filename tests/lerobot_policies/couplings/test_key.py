@@ -19,15 +19,6 @@ def test_a_row_of_noise_depends_on_its_seed_alone() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_a_digest_of_files_knows_their_names_and_contents(tmp_path: Path) -> None:
-    files = [tmp_path / "a", tmp_path / "b"]
-    for file in files:
-        file.write_text("same")
-    before = key.files_sha256(files, tmp_path)
-    assert key.files_sha256(files[::-1], tmp_path) == before
-    assert key.files_sha256([files[0].rename(tmp_path / "c"), files[1]], tmp_path) != before
-
-
 def test_each_field_that_differs_is_named() -> None:
     with pytest.raises(ValueError, match=r"num_steps is 4 there and 5 here; seed is None there and 1 here"):
         key.check_same(

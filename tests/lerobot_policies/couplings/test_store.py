@@ -1,7 +1,6 @@
 """A damaged or mixed-up cache of couplings is refused by the file's name, and the same command mends it."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -10,14 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from filelock import FileLock
 from late_imports import LateModule
 
 coupling_toys = LateModule("coupling_toys")
-couplings_source = LateModule("hf_memopt.lerobot.couplings.source")
+datasets = LateModule("datasets")
+couplings_cache = LateModule("hf_memopt.lerobot.couplings.cache")
+coupling_spec = LateModule("hf_memopt.lerobot.couplings.coupling_spec")
+couplings_key = LateModule("hf_memopt.lerobot.couplings.key")
+writer = LateModule("hf_memopt.lerobot.couplings.writer")
 
 
-SHARD = "data-00002-of-00006"
 AGAIN = r"run the same `precompute` command again$"
 
 
@@ -28,24 +30,30 @@ def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, other in (
         ("teacher", coupling_toys.make_spec(weights="0" * 64)),
         ("noise", coupling_toys.make_spec(seed=8)),
-        ("order", couplings_source.CouplingSpec(**{**vars(spec), "indices": spec.indices[::-1]})),
+        ("order", coupling_spec.CouplingSpec(**{**vars(spec), "indices": spec.indices[::-1]})),
     ):
-        couplings_source.precompute(coupling_toys.Teacher(), coupling_toys.load, other, path / name, shard_size=8)
+        writer.precompute(coupling_toys.Teacher(), coupling_toys.load, other, path / name, shard_size=8)
     return path
 
 
-def assert_is_the_teachers(folder: Path) -> None:
-    coupling_toys.assert_same(
-        couplings_source.CouplingSource.online(coupling_toys.Teacher(), coupling_toys.load, coupling_toys.make_spec()),
-        couplings_source.CouplingSource.cached(folder, coupling_toys.load),
-        2,
-    )
+def shard_of(folder: Path, shard: int = 2) -> Path:
+    (file,) = folder.glob(f"data-0000{shard}-of-00006-*.arrow")
+    return file
 
 
 def refuse(folder: Path, message: str) -> None:
     with pytest.raises(ValueError, match=message) as raised:
-        couplings_source.CouplingCache(folder)
+        couplings_cache.CouplingCache(folder)
     assert "\n" not in str(raised.value)
+
+
+def test_the_folder_is_read_by_the_datasets_library_alone(folder: Path) -> None:
+    files = sorted(folder.glob("data-*.arrow"))
+    assert len(files) == 6
+    rows = datasets.concatenate_datasets([datasets.Dataset.from_file(str(file)) for file in files])
+    assert rows.num_rows == 2 * coupling_toys.NUM_SAMPLES
+    assert rows[0]["noise_seed"] == couplings_key.noise_seed(7, rows[0]["index"], 0)
+    assert len(rows[0]["target"]) == 6
 
 
 # ------------------------------------------------------------------------------------------------ mixed up
@@ -53,61 +61,62 @@ def refuse(folder: Path, message: str) -> None:
 
 @pytest.mark.parametrize("other", ["teacher", "noise", "order"])
 def test_a_shard_of_another_cache_is_refused_by_name_and_replaced(own: Path, others: Path, other: str) -> None:
-    for suffix in (".arrow", ".json"):
-        shutil.copyfile(others / other / f"{SHARD}{suffix}", own / f"{SHARD}{suffix}")
-    refuse(
-        own,
-        rf"{SHARD}\.arrow is not of the couplings that couplings\.json describes: .* another specification's; {AGAIN}",
-    )
+    shard_of(own).unlink()
+    stranger = Path(shutil.copy(shard_of(others / other), own))
+    refuse(own, rf"{stranger} is .* not of the couplings that couplings\.json describes: .*; {AGAIN}")
     assert coupling_toys.write(own) == []
-    assert_is_the_teachers(own)
+    coupling_toys.assert_is_the_teachers(own)
+    assert not stranger.exists()
+
+
+def test_a_shard_of_another_cache_beside_the_right_one_does_no_harm(own: Path, others: Path) -> None:
+    for other in ("teacher", "noise", "order"):
+        shutil.copy(shard_of(others / other), own)
+    coupling_toys.assert_is_the_teachers(own)
 
 
 def test_a_shard_in_another_ones_place_is_refused_by_name_and_replaced(own: Path) -> None:
-    for suffix in (".arrow", ".json"):
-        shutil.copyfile(own / f"data-00001-of-00006{suffix}", own / f"{SHARD}{suffix}")
-    refuse(own, rf"{SHARD}\.arrow is not shard 2: its \.json says 1; {AGAIN}")
-    assert coupling_toys.write(own) == []
-    assert_is_the_teachers(own)
+    file, other = shard_of(own), shard_of(own, 1)
+    for name in (file.name, other.name.replace("data-00001", "data-00002")):
+        file.unlink(missing_ok=True)
+        shutil.copyfile(other, own / name)
+        refuse(own, rf"{own / name} is truncated, damaged or not of the couplings that .*; {AGAIN}")
+        assert coupling_toys.write(own) == []
+        coupling_toys.assert_is_the_teachers(own)
 
 
 def test_the_shards_that_were_checked_are_those_that_are_read(own: Path, others: Path) -> None:
-    state = own / "state.json"
-    state.write_text(state.read_text().replace('"data-', f'"{others / "teacher"}/data-'))
-    source = couplings_source.CouplingSource.cached(own, coupling_toys.load)
-    for file in own.glob("*.arrow"):
-        shutil.copyfile(others / "noise" / file.name, own / "draft")
-        (own / "draft").replace(file)
-    coupling_toys.assert_same(
-        couplings_source.CouplingSource.online(coupling_toys.Teacher(), coupling_toys.load, coupling_toys.make_spec()),
-        source,
-        2,
-    )
+    cache = couplings_cache.CouplingCache(own)
+    for shard in range(6):
+        shutil.copyfile(shard_of(others / "noise", shard), own / "draft")
+        (own / "draft").replace(shard_of(own, shard))
+    coupling_toys.assert_same(coupling_toys.couplings_of(cache), coupling_toys.teachers_couplings())
 
 
 @pytest.mark.parametrize("change", ["overwritten", "emptied"])
 def test_a_file_that_is_changed_while_it_is_in_use_is_refused(own: Path, others: Path, change: str) -> None:
-    source, file = couplings_source.CouplingSource.cached(own, coupling_toys.load), own / f"{SHARD}.arrow"
-    file.write_bytes((others / "noise" / file.name).read_bytes() if change == "overwritten" else b"")
+    cache, file = couplings_cache.CouplingCache(own), shard_of(own)
+    file.write_bytes(shard_of(others / "noise").read_bytes() if change == "overwritten" else b"")
     with pytest.raises(ValueError, match=rf"{file} was changed while it was in use; start again, which checks all"):
-        list(source)
-    refuse(own, rf"{file.name} is truncated or damaged")
+        coupling_toys.couplings_of(cache)
+    refuse(own, rf"{file.name} is truncated, damaged")
 
 
 def test_halves_that_were_written_apart_are_put_together_by_copying(tmp_path: Path) -> None:
     for rank in (0, 1):
         coupling_toys.write(tmp_path / str(rank), rank=rank, world_size=2)
         shutil.copytree(tmp_path / str(rank), tmp_path / "cache", dirs_exist_ok=True)
-    assert_is_the_teachers(tmp_path / "cache")
+    coupling_toys.assert_is_the_teachers(tmp_path / "cache")
 
 
-def test_a_cache_of_an_older_version_is_refused_and_not_overwritten(own: Path) -> None:
-    _rewrite(own / "couplings.json", lambda described: described.pop("sha256"))
-    for note in own.glob("data-*.json"):
-        _rewrite(note, lambda noted: [noted.pop(key) for key in ("couplings", "shard")])
-    refuse(own, rf"couplings\.json is damaged, or of an older version of hf_memopt; {AGAIN}")
-    with pytest.raises(ValueError, match=r"holds other files \(data-.*\); delete them, or name a new folder"):
-        coupling_toys.write(own)
+def test_a_cache_of_an_older_version_is_refused_and_not_overwritten(tmp_path: Path) -> None:
+    """Its shards have no digest in their names, and that of its description is another one."""
+    (tmp_path / "couplings.json").write_text(json.dumps({"num_shards": 6, "sha256": "0" * 64}))
+    (tmp_path / "data-00000-of-00006.arrow").write_text("precious")
+    refuse(tmp_path, rf"couplings\.json is damaged, or of an older version of hf_memopt; {AGAIN}")
+    with pytest.raises(ValueError, match=r"holds other files \(data-00000-of-00006\.arrow, …\); delete them, or name"):
+        coupling_toys.write(tmp_path)
+    assert (tmp_path / "data-00000-of-00006.arrow").read_text() == "precious"
 
 
 def test_a_description_is_written_again_for_its_own_shards_only(own: Path, others: Path) -> None:
@@ -116,19 +125,20 @@ def test_a_description_is_written_again_for_its_own_shards_only(own: Path, other
     stamps = {file: file.stat().st_mtime_ns for file in own.glob("*.arrow")}
     assert coupling_toys.write(own) == []
     assert {file: file.stat().st_mtime_ns for file in own.glob("*.arrow")} == stamps
-    assert_is_the_teachers(own)
+    coupling_toys.assert_is_the_teachers(own)
 
-    shutil.copyfile(others / "noise" / f"{SHARD}.json", own / f"{SHARD}.json")
-    (own / "couplings.json").write_text("{}")
-    with pytest.raises(ValueError, match=rf"holds other files \({SHARD}\.arrow, …\); delete them, or name a new"):
-        coupling_toys.write(own)
+    strangers = shutil.copytree(others / "noise", own.with_name("strangers"))
+    (strangers / "couplings.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"holds other files \(data-00000-.*, …\); delete them, or name a new folder"):
+        coupling_toys.write(strangers)
 
 
-def test_a_dataset_that_somebody_saved_is_not_taken_for_a_cache(own: Path) -> None:
-    for file in (*own.glob("data-*.json"), own / "couplings.json"):
-        file.unlink()
-    with pytest.raises(ValueError, match=r"holds other files \(data-00000-of-00006\.arrow"):
-        coupling_toys.write(own)
+def test_folders_without_couplings_are_refused(tmp_path: Path) -> None:
+    refuse(tmp_path, "holds no couplings")
+    (tmp_path / "thesis.tex").write_text("precious")
+    with pytest.raises(ValueError, match=r"holds other files \(thesis.tex"):
+        coupling_toys.write(tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["thesis.tex"]
 
 
 # ------------------------------------------------------------------------------------------------ damaged
@@ -147,16 +157,31 @@ def _link_to(target: str) -> Callable[[Path], None]:
     return link
 
 
-def _rewrite(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    content = json.loads(file.read_text())
-    change(content)
-    file.write_text(json.dumps(content))
+def test_every_truncation_and_every_flipped_byte_is_found(own: Path) -> None:
+    file = shard_of(own)
+    whole = file.read_bytes()
+    flipped = bytearray(whole)
+    flipped[len(whole) // 2] ^= 1
+    for damaged in (whole[:-1], whole[:100], b"", bytes(flipped), whole + b"\0"):
+        file.write_bytes(damaged)
+        refuse(own, rf"{file} is truncated, damaged")
+    file.write_bytes(whole)
+    couplings_cache.CouplingCache(own)
+
+
+def test_an_unfinished_cache_is_refused_and_repaired_by_the_same_command(own: Path) -> None:
+    shard_of(own).unlink()
+    refuse(own, rf"data-00002-of-00006-\*\.arrow is missing; {AGAIN}")
+    before = {file: file.stat().st_mtime_ns for file in own.glob("*.arrow")}
+    assert coupling_toys.write(own) == []
+    assert all(file.stat().st_mtime_ns == stamp for file, stamp in before.items())
+    coupling_toys.assert_is_the_teachers(own)
 
 
 BAD_JSON = ["", "{}", "null", "[" * 100_000]
 
 
-@pytest.mark.parametrize("file", ["couplings.json", f"{SHARD}.json", f"{SHARD}.arrow"])
+@pytest.mark.parametrize("find", [lambda folder: folder / "couplings.json", shard_of], ids=["description", "shard"])
 @pytest.mark.parametrize(
     "damage",
     [
@@ -170,29 +195,31 @@ BAD_JSON = ["", "{}", "null", "[" * 100_000]
     ids=[*(text[:8] or "empty" for text in BAD_JSON), "not text", "cut", "bits", "deleted", "dangling"],
 )
 def test_a_damaged_file_is_named_and_mended_by_the_same_command(
-    own: Path, file: str, damage: Callable[[Path], object]
+    own: Path, find: Callable[[Path], Path], damage: Callable[[Path], object]
 ) -> None:
-    damage(own / file)
-    with pytest.raises(ValueError, match=f"{Path(file).stem}.*run the same") as raised:
-        couplings_source.CouplingCache(own)
+    file = find(own)
+    damage(file)
+    with pytest.raises(ValueError, match=f"{file.stem[:19]}.*run the same") as raised:
+        couplings_cache.CouplingCache(own)
     assert "\n" not in str(raised.value)
     assert coupling_toys.write(own) == []
-    assert_is_the_teachers(own)
+    coupling_toys.assert_is_the_teachers(own)
 
 
-@pytest.mark.parametrize("file", ["couplings.json", f"{SHARD}.json", f"{SHARD}.arrow"])
+@pytest.mark.parametrize("find", [lambda folder: folder / "couplings.json", shard_of], ids=["description", "shard"])
 @pytest.mark.parametrize("damage", [_folder_instead, lambda file: _link_to(file.name)(file)], ids=["folder", "loop"])
 def test_what_precompute_cannot_replace_is_to_be_deleted(
-    own: Path, file: str, damage: Callable[[Path], object]
+    own: Path, find: Callable[[Path], Path], damage: Callable[[Path], object]
 ) -> None:
-    damage(own / file)
-    message = rf"{own / file} cannot be read \(.*\): mend that or delete it, and {AGAIN}"
+    file = find(own)
+    damage(file)
+    message = rf"{file} cannot be read \(.*\): mend that or delete it, and {AGAIN}"
     refuse(own, message)
     with pytest.raises(ValueError, match=message):
         coupling_toys.write(own)
-    (own / file).rmdir() if (own / file).is_dir() else (own / file).unlink()
+    file.rmdir() if file.is_dir() else file.unlink()
     assert coupling_toys.write(own) == []
-    assert_is_the_teachers(own)
+    coupling_toys.assert_is_the_teachers(own)
 
 
 def test_a_file_that_may_not_be_read_is_named(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,25 +230,16 @@ def test_a_file_that_may_not_be_read_is_named(own: Path, monkeypatch: pytest.Mon
     refuse(own, r"couplings\.json cannot be read \(\[Errno 13\] Permission denied: .*\): mend that or delete it")
 
 
-@pytest.mark.parametrize("key", ["couplings", "shard", "num_bytes", "sha256"])
 @pytest.mark.parametrize("value", [None, -1, "missing"])
-def test_a_note_that_says_something_else_never_gives_other_couplings(own: Path, key: str, value: Any) -> None:
-    _rewrite(own / f"{SHARD}.json", lambda note: note.pop(key) if value == "missing" else note.update({key: value}))
-    refuse(own, rf"{SHARD}\.arrow is")
-    assert coupling_toys.write(own) == []
-    assert_is_the_teachers(own)
-
-
-@pytest.mark.parametrize("file", ["state.json", "dataset_info.json"])
-def test_what_only_the_datasets_library_reads_is_mended_too(own: Path, file: str) -> None:
-    whole = (own / file).read_bytes()
-    (own / file).write_text("{}")
-    assert_is_the_teachers(own)
-    assert coupling_toys.write(own) == []
-    assert (own / file).read_bytes() == whole
-    _folder_instead(own / file)
-    with pytest.raises(ValueError, match=rf"{own / file} is a folder: delete it, and {AGAIN}"):
-        coupling_toys.write(own)
+def test_a_description_that_says_something_else_never_gives_other_couplings(own: Path, value: Any) -> None:
+    file = own / "couplings.json"
+    described = json.loads(file.read_text())
+    for key in described:
+        changed = {**described, key: value}
+        file.write_text(json.dumps({name: each for name, each in changed.items() if each != "missing"}))
+        refuse(own, r"couplings\.json is damaged, or of an older version")
+        assert coupling_toys.write(own) == []
+        assert json.loads(file.read_text()) == described
 
 
 def test_an_output_that_is_no_folder_is_named(tmp_path: Path) -> None:
@@ -235,29 +253,21 @@ def test_an_output_that_is_no_folder_is_named(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------ one writer
 
 
-def test_a_second_writer_of_a_shard_is_told_who_writes_it(tmp_path: Path) -> None:
-    def load_and_be_overtaken(indices: list[int]) -> dict[str, torch.Tensor]:
-        if not other and list(tmp_path.glob("cache/.data-*")):
-            with pytest.raises(
-                ValueError, match=rf"cache/data-.*\.arrow: process {os.getpid()} on .* give each process"
-            ):
-                coupling_toys.write(tmp_path / "cache")
-            other.append(coupling_toys.write(tmp_path / "cache", rank=5, world_size=6))
-        return coupling_toys.load(indices)
-
-    other: list[list[int]] = []
-    assert (
-        couplings_source.precompute(
-            coupling_toys.Teacher(), load_and_be_overtaken, coupling_toys.make_spec(), tmp_path / "cache", shard_size=8
-        )
-        == []
-    )
-    assert other[0] == [0, 1, 2, 3, 4]
-    assert_is_the_teachers(tmp_path / "cache")
-    assert not list((tmp_path / "cache").glob(".*"))
+def test_a_second_writer_of_a_shard_is_told(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    with FileLock(cache / ".lock-data-00000-of-00006"):
+        with pytest.raises(
+            ValueError, match=rf"{cache}/data-.*\.arrow: another process is writing there\. .* give each process a RANK"
+        ):
+            coupling_toys.write(cache)
+        assert coupling_toys.write(cache, rank=5, world_size=6) == [0, 1, 2, 3, 4]
+    assert coupling_toys.write(cache) == []
+    coupling_toys.assert_is_the_teachers(cache)
+    assert not list(cache.glob(".*"))
 
 
-def test_the_lock_of_a_dead_writer_does_not_stand_in_the_way(tmp_path: Path) -> None:
+def test_the_lock_and_the_draft_of_a_dead_writer_do_not_stand_in_the_way(tmp_path: Path) -> None:
     (tmp_path / "cache").mkdir()
     lock = tmp_path / "cache" / ".lock-data-00000-of-00006"
     code = (
@@ -266,5 +276,7 @@ def test_the_lock_of_a_dead_writer_does_not_stand_in_the_way(tmp_path: Path) -> 
     )
     subprocess.run([sys.executable, "-c", code], check=False)
     assert lock.exists()
+    (tmp_path / "cache" / ".data-00000-of-00006.partial").write_text("longer than a shard" * 1000)
     assert coupling_toys.write(tmp_path / "cache") == []
-    assert not lock.exists()
+    coupling_toys.assert_is_the_teachers(tmp_path / "cache")
+    assert not list((tmp_path / "cache").glob(".*"))

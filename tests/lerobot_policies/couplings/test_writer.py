@@ -1,11 +1,10 @@
 """Interrupted, starved and shared: what `precompute` has finished stays, and nothing is done twice."""
 
-import json
 import multiprocessing
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,38 +12,38 @@ from typing import Any
 import pytest
 from late_imports import LateModule
 from patience import HANG_S
-from two_processes import results_of_both, torchrun
+from two_processes import torchrun
 
 from hf_memopt import cli
 
 coupling_toys = LateModule("coupling_toys")
-source = LateModule("hf_memopt.lerobot.couplings.source")
+couplings_cache = LateModule("hf_memopt.lerobot.couplings.cache")
+writer = LateModule("hf_memopt.lerobot.couplings.writer")
 smolvla_toy = LateModule("hf_memopt.recipes.reflow.smolvla_toy")
 
 
-def complete_shards(folder: Path) -> set[str]:
-    """Files that count as complete, judged by this test and not by the code."""
-    found = set()
-    for note in folder.glob("data-*.json"):
-        data = note.with_suffix(".arrow")
-        if data.exists() and data.stat().st_size == json.loads(note.read_text())["num_bytes"]:
-            found.add(data.name)
-    return found
+def shards(folder: Path) -> dict[str, bytes]:
+    """The files that have the name of a shard, and their contents."""
+    return {file.name: file.read_bytes() for file in folder.glob("data-*.arrow")}
 
 
-def kill_at_random(folder: Path, num_kills: int) -> tuple[int, int]:
+def kill_at_random(folder: Path, num_kills: int, whole: dict[str, bytes]) -> tuple[int, int]:
     """Kill `precompute` again and again; a new folder is begun whenever one is finished.
+
+    Args:
+        folder: holds the folders.
+        num_kills: number of kills.
+        whole: the shards of an uninterrupted run.
 
     Returns:
         How many kills hit a process at work, and how many shards survived kills.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["hf_memopt.lerobot.couplings.source"])
+    context.set_forkserver_preload(["hf_memopt.lerobot.couplings.writer"])
     rng = random.Random(0)
     hits, survived, current = 0, 0, folder / "0"
     for kill in range(num_kills):
-        before = complete_shards(current)
-        contents = {name: (current / name).read_bytes() for name in before}
+        before = shards(current).keys()
         started = context.Event()
         process = context.Process(target=coupling_toys.precompute_slowly, args=(current, kill, started))
         process.start()
@@ -55,26 +54,22 @@ def kill_at_random(folder: Path, num_kills: int) -> tuple[int, int]:
         process.kill()
         process.join()
         hits += process.exitcode != 0
-        after = complete_shards(current)
-        assert before <= after
-        assert all((current / name).read_bytes() == content for name, content in contents.items())
+        after = shards(current)
+        assert before <= after.keys()
+        assert after.items() <= whole.items()
         survived += len(after) if process.exitcode else 0
         # Of all that was begun, only one shard's draft can be lost.
-        assert len(list(current.glob(".data-*.arrow-*"))) <= 1
-        if (current / "state.json").exists():
-            source.CouplingCache(current)
+        assert len(list(current.glob(".data-*.partial"))) <= 1
+        if len(after) == len(whole):
+            couplings_cache.CouplingCache(current)
             current = folder / str(kill + 1)
     coupling_toys.write(current)
-    coupling_toys.assert_same(
-        source.CouplingSource.online(coupling_toys.Teacher(), coupling_toys.load, coupling_toys.make_spec()),
-        source.CouplingSource.cached(current, coupling_toys.load),
-        2,
-    )
+    coupling_toys.assert_is_the_teachers(current)
     return hits, survived
 
 
-def has_moved_on(folder: Path, before: set[str], process: Any) -> bool:
-    return complete_shards(folder) != before or not process.is_alive()
+def has_moved_on(folder: Path, before: Set[str], process: Any) -> bool:
+    return shards(folder).keys() != before or not process.is_alive()
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -84,9 +79,10 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("num_kills", [4, pytest.param(100, marks=pytest.mark.slow)])
-def test_a_kill_loses_at_most_the_shard_in_flight(tmp_path: Path, num_kills: int) -> None:
-    hits, survived = kill_at_random(tmp_path, num_kills)
+def test_a_kill_loses_at_most_the_shard_in_flight(tmp_path: Path, folder: Path, num_kills: int) -> None:
+    hits, survived = kill_at_random(tmp_path, num_kills, shards(folder))
     assert hits >= num_kills // 4
     assert survived > 0
 
@@ -97,46 +93,66 @@ def test_an_error_leaves_complete_shards_and_no_draft(tmp_path: Path, monkeypatc
     def full_disk(handle: int) -> None:
         nonlocal calls
         calls += 1
-        if calls == 12:
+        if calls == 8:
             raise OSError(28, "No space left on device")
         flush(handle)
 
     monkeypatch.setattr(os, "fsync", full_disk)
     with pytest.raises(OSError, match=r"\.arrow could not be written: .*No space left.* bytes free"):
         coupling_toys.write(tmp_path / "cache")
-    assert len(complete_shards(tmp_path / "cache")) >= 1
+    assert len(shards(tmp_path / "cache")) >= 1
     assert not [file.name for file in (tmp_path / "cache").iterdir() if file.name.startswith(".")]
     assert coupling_toys.write(tmp_path / "cache") == []
 
 
 def test_processes_that_know_nothing_of_each_other_share_the_work(tmp_path: Path, folder: Path) -> None:
-    assert coupling_toys.write(tmp_path / "cache", rank=1, world_size=3) == [0, 2, 3, 5]
-    assert coupling_toys.write(tmp_path / "cache", rank=0, world_size=2) == [
-        3,
-        5,
-    ]  # restarted with another number of processes
-    assert coupling_toys.write(tmp_path / "cache", rank=1, world_size=2) == []
-    for file in folder.glob("*.arrow"):
-        assert file.read_bytes() == (tmp_path / "cache" / file.name).read_bytes()
+    solved: list[int] = []
+    teacher = coupling_toys.Teacher()
+    teacher.register_forward_hook(lambda *_: solved.append(1))
 
+    def write(rank: int, world_size: int) -> list[int]:
+        missing: list[int] = coupling_toys.write(tmp_path / "cache", teacher, rank=rank, world_size=world_size)
+        return missing
 
-@pytest.mark.slow
-def test_two_ranks_write_no_duplicates_and_train_alike_online_and_cached(tmp_path: Path, folder: Path) -> None:
-    first, second = results_of_both(Path(__file__).parents[1] / "distributed" / "coupling_rank.py", tmp_path)
-    assert first["weights"] == second["weights"]
-    assert not set(first["samples"]) & set(second["samples"])
-    assert first["solved"] + second["solved"] == coupling_toys.make_spec().num_batches
-    for file in folder.glob("*.arrow"):
-        assert file.read_bytes() == (tmp_path / "cache" / file.name).read_bytes()
+    assert write(1, 3) == [0, 2, 3, 5]
+    assert write(0, 2) == [3, 5]  # restarted with another number of processes
+    assert write(1, 2) == []
+    assert len(solved) == coupling_toys.make_spec().num_batches
+    assert shards(tmp_path / "cache") == shards(folder)
 
 
 @pytest.mark.slow
 def test_two_processes_precompute_for_a_policy(toy_student: Path, toy_dataset: Path, tmp_path: Path) -> None:
     flags = [f"--policy.path={toy_student}", "--policy.device=cpu", "--policy.push_to_hub=false"]
     flags += [*smolvla_toy.dataset_flags(toy_dataset), "--policy.teacher_num_steps=2", "--dataset.episodes=[0,1]"]
-    shards = ["--shard-size", "5"]
-    torchrun(Path(cli.__file__), "precompute", "--output", str(tmp_path / "two"), *shards, "--", *flags)
-    assert cli.main(["precompute", "--output", str(tmp_path / "one"), *shards, "--", *flags]) == 0
-    for file in (tmp_path / "one").glob("*.arrow"):
-        assert file.read_bytes() == (tmp_path / "two" / file.name).read_bytes()
-    assert source.CouplingCache(tmp_path / "two").spec == source.CouplingCache(tmp_path / "one").spec
+    shard_size = ["--shard-size", "5"]
+    torchrun(Path(cli.__file__), "precompute", "--output", str(tmp_path / "two"), *shard_size, "--", *flags)
+    assert cli.main(["precompute", "--output", str(tmp_path / "one"), *shard_size, "--", *flags]) == 0
+    assert shards(tmp_path / "one") == shards(tmp_path / "two")
+    assert couplings_cache.CouplingCache(tmp_path / "two").spec == couplings_cache.CouplingCache(tmp_path / "one").spec
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [({"num_draws": 3}, "num_draws"), ({"batch_size": 2}, "batch_size"), ({"num_samples": 22}, "num_samples")],
+)
+def test_a_folder_is_completed_with_its_own_spec_only(folder: Path, changes: dict[str, int], field: str) -> None:
+    with pytest.raises(ValueError, match=f"{field} is"):
+        writer.precompute(
+            coupling_toys.Teacher(), coupling_toys.load, coupling_toys.make_spec(**changes), folder, shard_size=8
+        )
+
+
+def test_random_augmentation_is_refused_before_anything_is_solved(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="augmented at random"):
+        writer.precompute(
+            coupling_toys.Teacher(), coupling_toys.load_augmented, coupling_toys.make_spec(), tmp_path / "cache"
+        )
+    assert not list((tmp_path / "cache").glob("*.arrow"))
+
+
+def test_targets_of_another_shape_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"solve gave targets of shape \(4, 6\) for noise of shape \(4, 3, 2\)"):
+        writer.precompute(
+            lambda observation, noise: noise.flatten(1), coupling_toys.load, coupling_toys.make_spec(), tmp_path
+        )

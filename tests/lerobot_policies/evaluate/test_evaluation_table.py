@@ -1,4 +1,4 @@
-"""A comparison in words, numbers and a figure."""
+"""Tests of a comparison in words, numbers and a figure."""
 
 import json
 from pathlib import Path

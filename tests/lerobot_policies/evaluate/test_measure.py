@@ -1,4 +1,4 @@
-"""The comparison of a student with its teacher: right on cases whose answer is known, and without side effects."""
+"""Tests of the comparison of a student with its teacher on cases with known answers, and of its side effects."""
 
 import json
 from pathlib import Path
@@ -33,7 +33,7 @@ def test_held_out_batches_are_preprocessed_and_spread_over_the_episodes(batches:
     assert batches[0]["action"].shape == (8, 6, 2)
     assert {int(episode) for batch in batches for episode in batch["episode_index"]} == {2, 3}
     frames = [int(frame) for batch in batches for frame in batch["index"]]
-    assert (frames[0], frames[-1]) == (12, 23)  # the last two of 4 episodes of 6 frames each
+    assert (frames[0], frames[-1]) == (12, 23)  # the last two of four episodes of 6 frames each
     assert batches[0]["observation.language.tokens"].ndim == 2
 
 
@@ -51,13 +51,13 @@ def test_a_teacher_agrees_with_itself(toy_teacher: Path, batches: list[dict[str,
 
 
 def test_memory_to_act_is_counted_to_the_byte(toy_teacher: Path, batches: list[dict[str, Any]], noise: Tensor) -> None:
-    """Of a policy that makes one known tensor of a known size while it samples."""
+    """Count for a policy that makes one tensor of a known size while it samples."""
     policy = policy_files.load_policy(toy_teacher)
     named = [*policy.named_parameters(), *policy.named_buffers()]
     distinct = {tensor.data_ptr(): tensor.nbytes for _, tensor in named}
     policy.model.sample_actions = lambda *arguments, noise: noise + torch.zeros(1000, dtype=torch.int64).float().sum()
     found = measure.memory_to_act(policy, known_flows.observe(policy, batches[0]), noise)
-    # int64 zeros beside their float copy; the rest is smaller
+    # int64 zeros beside their float copy; all other tensors are smaller
     assert found == (sum(distinct.values()), 8000 + 4000)
 
 

@@ -1,4 +1,4 @@
-"""A policy in an environment: its verdict, by number of Euler steps, and environments that cannot be used."""
+"""Tests of a policy in an environment: results by number of Euler steps, and refused environments."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Euler steps along a velocity field that is known in closed form."""
+"""Tests of Euler steps along a velocity field in closed form."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ flow_policy = LateModule("hf_memopt.lerobot.flow.flow_policy")
 
 
 def straight(ends: Tensor) -> object:
-    """The field of the straight lines from anywhere at time 1 to `ends` at time 0."""
+    """Return the field of the straight lines from any point at time 1 to `ends` at time 0."""
 
     class Straight(flow_policy.ConditionedExpert):
         def velocity(self, x_t: Tensor, time: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Every policy that reflow knows has its adapter, its student's type in lerobot, and the fields that are asked for."""
+"""Tests that every known policy has an adapter, its student's type in lerobot, and the required fields."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""π0's shared prefix: exact, smaller, and refused where it would not be exact."""
+"""Tests of π0's shared prefix: exact, smaller, and refused where it would not be exact."""
 
 import json
 import shutil
@@ -59,7 +59,7 @@ def test_the_target_is_what_stock_lerobot_samples(
     stock = modeling_pi0.PI0Policy.from_pretrained(random_teacher).eval()
     want = stock.model.sample_actions(*observation(stock, pi0_batch), noise=noise, num_steps=3)
     got = policy.generate_reflow_target(*observation(policy, pi0_batch), noise)
-    # lerobot's sampling keeps VLM and expert apart as well, so that the operations are the same.
+    # lerobot's sampling also runs VLM and expert separately, with the same operations.
     assert torch.equal(got, want)
     assert (policy.teacher_report().shared_bytes > 0) == (share_prefix == "on")
     assert "gemma_expert.lm_head" in str(stock.state_dict().keys())
@@ -143,7 +143,7 @@ def test_a_bfloat16_teacher_shares_the_prefix_of_either_student(
     want = exact.generate_reflow_target(*observation(exact, pi0_batch), noise)
     got = policy.generate_reflow_target(*observation(policy, pi0_batch), noise)
     assert not torch.equal(got, want)
-    # bfloat16 has 8 bits: weights and activations are each off by up to 0.4 %, over several layers.
+    # bfloat16 has 8 bits: weights and activations are off by up to 0.4 % each, over several layers.
     torch.testing.assert_close(got, want, rtol=0.05, atol=0.05)
     expert = policy.load_teacher_model().model.paligemma_with_expert.gemma_expert.model
     assert expert.layers[0].mlp.up_proj.weight.dtype == torch.bfloat16

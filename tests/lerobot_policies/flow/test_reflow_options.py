@@ -1,4 +1,4 @@
-"""Settings of reflow that make no sense are refused by name."""
+"""Tests that senseless settings of reflow are refused by name."""
 
 import dataclasses
 from pathlib import Path

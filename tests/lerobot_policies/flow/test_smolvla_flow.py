@@ -1,4 +1,4 @@
-"""The shared prefix: exact, smaller, and good for one graph."""
+"""Tests of SmolVLA's shared prefix: exact, smaller, and valid for one graph."""
 
 import itertools
 from collections.abc import Callable
@@ -104,6 +104,6 @@ def test_autocast_is_as_exact_with_a_shared_prefix_as_without(
             losses[share_prefix], _ = policy(batch, noise=noise, time=time)
         losses[share_prefix].backward()
         assert all(grad.isfinite().all() for grad in reflow_students.gradients(policy).values())
-    # bf16 has 8 bits: both paths are off by its rounding, neither by more.
+    # bf16 has 8 bits: both paths are off by no more than its rounding.
     assert abs(losses["on"] - exact) < 0.02 * exact
     assert abs(losses["off"] - exact) < 0.02 * exact

@@ -1,4 +1,4 @@
-"""π0's configuration takes reflow's fields, and keeps its own defaults."""
+"""Tests that π0's configuration takes reflow's fields, and keeps its own defaults."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""A π0 from stock lerobot's training to a student in stock lerobot's hands, with lerobot's and our own commands."""
+"""Tests of a π0 from stock lerobot's training to a student that stock lerobot loads, by both libraries' commands."""
 
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ FROZEN = "--policy.train_expert_only=true"
 
 @pytest.fixture(scope="module")
 def pi0_student(toy_vlm: Path, pi0_teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An untrained student's folder. Read only."""
+    """The folder of an untrained student. Read only."""
     with pi0_toys.toy_sizes(toy_vlm):
         return prepare.prepare_student(str(pi0_teacher), tmp_path_factory.mktemp("pi0") / "student")
 
@@ -77,7 +77,7 @@ def test_the_recipe_accumulates_and_says_why_nothing_is_shared(
     assert "shared prefix: off; the student trains its VLM (--policy.train_expert_only=true would freeze it)" in log
     before, after = lerobot_runs.weights(pi0_student), lerobot_runs.weights(tmp_path / "run")
     assert any(".paligemma." in name for name in before if not torch.equal(before[name], after[name]))
-    # lerobot logs a batch before its backward pass ends, so the first line has none.
+    # lerobot logs a batch before its backward pass ends, so the first line has no figure of backward.
     assert len(lerobot_runs.logged(log, "memory/backward_host_rss_gib")) == 1
 
 
@@ -95,7 +95,7 @@ def test_an_exported_student_is_a_stock_pi0(trained: Any, tmp_path: Path) -> Non
     policy = modeling_pi0.PI0Policy.from_pretrained(folder, strict=True).eval()
     assert (policy.config.type, policy.config.num_inference_steps) == ("pi0", 1)
     assert "teacher_model_path" not in (folder / "config.json").read_text()
-    # lerobot's method would also return random weights.
+    # Our own class: lerobot's method also accepts missing weights.
     student = modeling_pi0_reflow.PI0ReflowPolicy.from_pretrained(policy_files.resolve_checkpoint(output))
     ours = student.state_dict()
     assert all(torch.equal(weight, ours[name]) for name, weight in policy.state_dict().items())

@@ -1,4 +1,4 @@
-"""A student's processors are those of a stock π0, and lerobot finds them by the policy's type."""
+"""Tests that a student has a stock π0's processors, which lerobot finds by the policy's type."""
 
 from typing import Any
 

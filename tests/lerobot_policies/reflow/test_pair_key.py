@@ -1,4 +1,4 @@
-"""What a pair depends on: what conditions the models, without padding, and how a frame was made into it."""
+"""Tests of a pair's key: the models' conditions without padding, and the preprocessing of frames."""
 
 import dataclasses
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What improves a reflowed student beyond the plain loss: demonstrations, a robust loss, rounds, and no teacher."""
+"""Tests of the options beyond the plain reflow loss: demonstrations, a robust loss, rounds, a student as teacher."""
 
 import copy
 import dataclasses
@@ -25,12 +25,12 @@ reflow_smolvla = LateModule("hf_memopt.recipes.reflow_smolvla")
 lerobot_runs = LateModule("lerobot_runs")
 
 
-DIMS = 2  # of the toy's actions; the model pads them to 4
+DIMS = 2  # dimensions of the toy's actions; the model pads them to 4
 
 
 @pytest.fixture
 def batch(toy_teacher: Path, toy_dataset: Path) -> dict[str, Any]:
-    """Six frames, some of whose chunks run into the end of the episode."""
+    """A batch of six frames, some of whose chunks reach past the end of the episode."""
     (found,) = measure.held_out_batches(toy_teacher, toy.REPO_ID, toy_dataset, [2], batch_size=6, max_observations=6)
     return found
 
@@ -46,7 +46,7 @@ def time() -> Tensor:
 
 
 def load(folder: Path, **changes: Any) -> Any:
-    """A student whose trained weights have moved away from its teacher's."""
+    """Load a student, and move its trained weights away from the teacher's."""
     config = dataclasses.replace(policy_files.load_config(folder), device="cpu", **changes)
     student = modeling_smolvla_reflow.SmolVLAReflowPolicy.from_pretrained(folder, config=config).train()
     generator = torch.Generator().manual_seed(0)
@@ -99,7 +99,7 @@ def test_the_flag_changes_the_loss(
 
 
 def test_a_path_taken_back_leads_to_where_it_came_from(toy_student: Path, batch: Any, noise: Tensor) -> None:
-    """To its own noise, the nearer the smaller the steps are; Euler's error is of first order."""
+    """Check that the way back leads to the path's own noise, with Euler's error of first order in the step."""
     policy = load(toy_student)
     flow = known_flows.flow_of(policy.config)
     model, observation = policy.model, known_flows.observe(policy, batch)
@@ -132,7 +132,7 @@ def test_demonstrations_keep_their_actions_and_get_their_noise(
     _, found, target, valid = source.complete(drawn, policy.teacher, policy, observation, prefix)
     assert torch.equal(target[chosen], known_flows.flow_of(policy.config).demonstrated_actions(policy, batch)[chosen])
     assert torch.equal(found[~chosen], noise[~chosen])
-    # Padded dimensions go straight to the noise that was drawn, the robot's to the noise that the actions come from.
+    # Padded dimensions keep the drawn noise; the robot's dimensions get the noise from which the actions come.
     torch.testing.assert_close(found[chosen][..., DIMS:], noise[chosen][..., DIMS:], rtol=1e-5, atol=1e-5)
     assert (found[chosen][..., :DIMS] - noise[chosen][..., :DIMS]).abs().max() > 0.1
     solved = policy.teacher.sample(observation, noise, prefix)
@@ -146,7 +146,7 @@ def test_demonstrations_keep_their_actions_and_get_their_noise(
 def test_steps_behind_the_end_of_an_episode_do_not_count(
     toy_student: Path, batch: Any, noise: Tensor, share_prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At time 1 the model sees noise alone, so that the actions can enter through the loss only."""
+    """Check at time 1, where the model's input is noise alone and actions enter only through the loss."""
     policy = load(toy_student, share_prefix=share_prefix)
     policy.load_teacher_model()
     padding = batch["action_is_pad"]
@@ -168,7 +168,7 @@ def test_steps_behind_the_end_of_an_episode_do_not_count(
 def test_a_student_teaches_itself(
     toy_student: Path, batch: Any, noise: Tensor, time: Tensor, share_prefix: str
 ) -> None:
-    """As if a copy of it, as it is now, were the teacher; and again after a step."""
+    """Compare with a copy of the present student as the teacher, before and after a step."""
     policy = load(toy_student, teacher_model_path="self", share_prefix=share_prefix)
     for _ in range(2):
         twin = copy.deepcopy(policy)

@@ -1,4 +1,4 @@
-"""Training from precomputed couplings is training online, and needs no teacher."""
+"""Tests that training from precomputed couplings equals online training, and needs no teacher."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from hf_memopt.cli import main
 
-source = LateModule("hf_memopt.lerobot.couplings.source")
+couplings_cache = LateModule("hf_memopt.lerobot.couplings.cache")
 configuration_smolvla_reflow = LateModule("hf_memopt.lerobot.configuration_smolvla_reflow")
 measure = LateModule("hf_memopt.lerobot.evaluate.measure")
 modeling_smolvla_reflow = LateModule("hf_memopt.lerobot.modeling_smolvla_reflow")
@@ -44,7 +44,7 @@ def precompute(student: Path, dataset: Path, output: Path, *options: str, flags:
 
 @pytest.fixture(scope="module")
 def couplings(toy_student: Path, toy_dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Couplings of the toy teacher for the 12 frames of two episodes. Read only."""
+    """The toy teacher's couplings for the 12 frames of two episodes. Read only."""
     folder = tmp_path_factory.mktemp("couplings") / "cache"
     assert precompute(toy_student, toy_dataset, folder, "--shard-size", "10", flags=(*SEEDED, *EPISODES)) == 0
     return folder
@@ -52,13 +52,13 @@ def couplings(toy_student: Path, toy_dataset: Path, tmp_path_factory: pytest.Tem
 
 @pytest.fixture
 def student(toy_student: Path, couplings: Path) -> modeling_smolvla_reflow.SmolVLAReflowPolicy:
-    """A student that reads them."""
+    """A student that reads the couplings."""
     return load_student(toy_student, couplings_path=str(couplings))
 
 
 @pytest.fixture
 def config(toy_student: Path, couplings: Path) -> configuration_smolvla_reflow.SmolVLAReflowConfig:
-    """Its configuration."""
+    """The configuration of a student that reads the couplings."""
     return dataclasses.replace(
         policy_files.load_config(toy_student), teacher_num_steps=3, couplings_path=str(couplings)
     )
@@ -70,7 +70,7 @@ def load_student(folder: Path, **changes: Any) -> modeling_smolvla_reflow.SmolVL
 
 
 def orphan(student: Path, tmp_path: Path) -> Path:
-    """A student whose teacher does not exist."""
+    """Write a student whose teacher does not exist."""
     folder = Path(shutil.copytree(student, tmp_path / "orphan"))
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "teacher_model_path": str(tmp_path / "gone")}))
@@ -85,7 +85,7 @@ def check(config: configuration_smolvla_reflow.SmolVLAReflowConfig, dataset: Pat
 
 
 def test_the_folder_says_what_it_holds(couplings: Path) -> None:
-    cache = source.CouplingCache(couplings)
+    cache = couplings_cache.CouplingCache(couplings)
     assert sorted(cache.spec.indices) == list(range(12))
     described = cache.description
     assert (described["solver"], described["num_steps"], described["seed"]) == ("euler", 3, 3)
@@ -114,12 +114,12 @@ def test_training_from_the_folder_is_training_online_and_needs_no_teacher(
 
 @pytest.mark.parametrize("share_prefix", ["auto", "off"])
 def test_a_frames_pair_depends_on_the_frame_alone(toy_student: Path, toy_dataset: Path, share_prefix: str) -> None:
-    """In any company, under autocast, and with padding behind its instruction."""
+    """Compare pairs in batches of other frames, under autocast, and with padding behind the instruction."""
     policy = load_student(toy_student, couplings_seed=3, teacher_offload="swap", share_prefix=share_prefix)
     (batch,) = measure.held_out_batches(toy_student, toy.REPO_ID, toy_dataset, [1], batch_size=5, max_observations=5)
     together = pairs_of(policy, batch)
     policy(batch)
-    assert policy.teacher_report().device_bytes == 0  # asked before the student's forward, and not fetched again
+    assert policy.teacher_report().device_bytes == 0  # no fetch after the student's forward
     reverse = {key: value.flip(0) for key, value in batch.items() if isinstance(value, torch.Tensor)}
     for key in ("observation.language.tokens", "observation.language.attention_mask"):
         reverse[key] = torch.cat([reverse[key], torch.zeros_like(reverse[key][:, :3])], dim=1)
@@ -139,7 +139,7 @@ def test_a_larger_batch_gives_the_same_couplings_up_to_rounding(
     couplings: Path, toy_student: Path, toy_dataset: Path, tmp_path: Path
 ) -> None:
     precompute(toy_student, toy_dataset, tmp_path / "cache", "--batch-size", "16", flags=(*SEEDED, *EPISODES))
-    single, batched = source.CouplingCache(couplings), source.CouplingCache(tmp_path / "cache")
+    single, batched = couplings_cache.CouplingCache(couplings), couplings_cache.CouplingCache(tmp_path / "cache")
     for number in range(batched.plan.num_batches):
         indices, draw = batched.plan.batch(number)
         targets = [rows(cache, indices, draw) for cache in (single, batched)]
@@ -166,7 +166,7 @@ def test_copies_and_pickles_open_the_folder_anew(
     assert losses[0] == losses[1] == losses[2]
 
 
-# ------------------------------------------------------------------------------------------------ what is refused
+# ------------------------------------------------------------------------------------------------ refusals
 
 
 @pytest.mark.parametrize(
@@ -279,8 +279,8 @@ def test_stored_observations_may_be_augmented(toy_student: Path, toy_dataset: Pa
     assert student(batch)[0].isfinite()
 
 
-def rows(cache: source.CouplingCache, indices: list[int], draw: int) -> torch.Tensor:
-    """Targets, whatever the student sees."""
+def rows(cache: couplings_cache.CouplingCache, indices: list[int], draw: int) -> torch.Tensor:
+    """Return targets without a check of the student's observations."""
     cache._check_observations = lambda *_: None
     return cache.of(indices, [draw] * len(indices), {}).target
 

@@ -1,4 +1,4 @@
-"""The student's loss: exact with and without the shared prefix, and nothing but the loss differs from SmolVLA."""
+"""Tests of the student's loss: exact with and without the shared prefix, and the only difference from SmolVLA."""
 
 import copy
 import itertools
@@ -83,7 +83,7 @@ WAYS = {
 def test_offloaded_activations_give_the_same_gradients(
     way: str, options: dict[str, Any], make: Make, batch: Any, noise: Tensor, time: Tensor
 ) -> None:
-    """In the steps that are recorded, and in those that follow the plan."""
+    """Compare in the recorded steps, and in the planned steps."""
     policy = make(**WAYS[way])
     plain, _ = policy(batch, noise=noise, time=time)
     plain.backward()
@@ -125,7 +125,7 @@ def test_flags_switch_offloading_on_in_copies_too(
 def test_dtype_is_the_policys_own_autocast(
     use_reflow: bool, make: Make, batch: Any, noise: Tensor, time: Tensor
 ) -> None:
-    """So that it holds in any loop, and changes nothing in one that casts as well."""
+    """Check that the policy casts in any loop, with no change in a loop that casts too."""
     policy = make()
     policy.config.use_reflow = use_reflow
     with torch.autocast("cpu", torch.bfloat16):
@@ -170,7 +170,7 @@ def test_one_draw_of_noise_and_time_and_nothing_else_touches_the_generator(
 ) -> None:
     policy = make(reflow_time_sampling=sampling)
     torch.manual_seed(5)
-    loss, _ = policy(batch)  # loads the teacher on the way
+    loss, _ = policy(batch)  # the forward loads the teacher
     after = torch.get_rng_state()
     torch.manual_seed(5)
     noise = policy.model.sample_noise((reflow_students.BATCH, reflow_students.CHUNK, reflow_students.WIDTH), "cpu")

@@ -1,4 +1,4 @@
-"""The teacher's targets are stock lerobot's, its weights leave the device, and obstacles to sharing are named."""
+"""Tests that the teacher's targets are stock lerobot's, its weights leave the device, and obstacles are named."""
 
 import logging
 import shutil
@@ -166,7 +166,7 @@ def test_right_after_a_fault_in_any_forward(make: Make, batch: Any, noise: Tenso
 
 def test_update_prefetches_and_the_next_step_uses_it(make: Make, batch: Any) -> None:
     policy = make()
-    policy.update()  # before the first step there is nothing to fetch
+    policy.update()  # fetches nothing before the first step
     policy(batch)
     report = policy.teacher_report()
     policy.update()

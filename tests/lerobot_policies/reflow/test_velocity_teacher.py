@@ -1,4 +1,4 @@
-"""What every teacher has: a word on whether the student's prefix serves it, and if not, what to change."""
+"""Tests of the shared prefix of every teacher: whether the student's prefix serves it, and the remedy if not."""
 
 import logging
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ velocity_teacher = LateModule("hf_memopt.lerobot.reflow.velocity_teacher")
 
 
 def student(**settings: Any) -> Any:
-    """What is asked of a student: settings and the VLM's weights."""
+    """Return a stand-in for a student, with settings and the VLM's weights."""
     sharing = {
         "type": "smolvla_reflow",
         "share_prefix": "auto",
@@ -31,7 +31,7 @@ def student(**settings: Any) -> Any:
 
 
 def teacher_of(taught: Any) -> Any:
-    """A teacher that does nothing but say whether it shares the student's prefix."""
+    """Return a stand-in for a teacher, which only decides whether it shares the student's prefix."""
 
     class Standing(velocity_teacher.VelocityTeacher):
         @property
@@ -57,7 +57,7 @@ def test_nothing_keeps_a_student_with_a_frozen_vlm_from_sharing() -> None:
 
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
-    """Of this process alone."""
+    """A device mesh of this process alone."""
     torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
     yield init_device_mesh("cpu", (1,))
     torch.distributed.destroy_process_group()

@@ -7,8 +7,8 @@ from leaky_steps import toy, toy_step
 
 @pytest.fixture(scope="module", autouse=True)
 def _frozen() -> Iterator[None]:
-    """What is older than this module is hidden, so that looking at all storages is fast."""
-    toy_step(*toy())  # torch imports a lot when an optimizer runs for the first time
+    """Hide older objects from the collector, so that a search of all storages is fast."""
+    toy_step(*toy())  # torch imports many modules at the first optimizer step
     gc.collect()
     gc.freeze()
     yield

@@ -1,4 +1,4 @@
-"""detect_leaks and LeakMonitor: every planted leak is found and put down to the right holder, sound loops are not."""
+"""Tests that detect_leaks and LeakMonitor find every planted leak with its holder, and report no sound loop."""
 
 import gc
 from collections.abc import Callable, Iterator
@@ -18,12 +18,12 @@ def _garbage_collection(request: pytest.FixtureRequest) -> Iterator[None]:
         gc.disable()
     yield
     gc.enable()
-    # The planted cycle of parameter and gradient goes through C++, where no collector breaks it.
+    # No collector breaks the planted cycle of parameter and gradient, which goes through C++.
     for entry in [entry for entries in live_storages().values() for entry in entries if entry.kind == "gradient"]:
         entry.root.grad = None
 
 
-@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True:UserWarning")  # that is the leak
+@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True:UserWarning")  # the leak itself
 @pytest.mark.usefixtures("_garbage_collection")
 @pytest.mark.parametrize("name", LEAKS)
 def test_a_leak_is_found_and_put_down_to_its_holder(name: str) -> None:
@@ -86,7 +86,7 @@ def test_monitor_stays_quiet(make: Callable[[], Step]) -> None:
 
 
 def test_monitor_spends_one_percent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps of 50 ms and looks of 10 ms: one look a second."""
+    """Check for one look a second with steps of 50 ms and looks of 10 ms."""
     now, looks = [0.0], []
 
     def look(self: StorageAges, step: int) -> None:

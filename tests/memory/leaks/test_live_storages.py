@@ -11,7 +11,7 @@ from hf_memopt.memory.leaks.live_storages import live_storages
 
 
 def test_looking_changes_nothing() -> None:
-    """Weights and random numbers are bitwise those of a loop that nobody looks at, and nothing stays behind."""
+    """Check that looks leave weights and random numbers bitwise as they were, and no objects behind."""
 
     def trained(look: Callable[[], object]) -> list[Tensor]:
         torch.manual_seed(0)
@@ -45,7 +45,7 @@ def test_census_finds_what_a_graph_alone_holds() -> None:
 
 
 def test_census_unpacks_nothing() -> None:
-    """Neither a saved-tensor hook nor a checkpointed region runs because someone looks."""
+    """Check that a census runs neither a saved-tensor hook nor a checkpointed region."""
     calls = []
     hidden = torch.randn(4, 4, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: ("packed", t), lambda p: calls.append("unpack") or p[1]):
@@ -72,4 +72,4 @@ def test_census_passes_over_custom_functions_that_backward_freed() -> None:
     output = Double.apply(torch.ones(3, requires_grad=True)).sum()
     before = len(live_storages())
     output.backward()
-    assert len(live_storages()) <= before  # the saved product is gone, a gradient has come
+    assert len(live_storages()) <= before  # backward releases the saved product and adds a gradient

@@ -13,7 +13,7 @@ from hf_memopt.memory.leaks.referrers import describe_holder
 
 
 def test_a_chain_of_exceptions_is_followed() -> None:
-    """Each exception the cause of the next, and only the newest has a name."""
+    """Check a chain in which each exception is the cause of the next, and only the newest has a name."""
     model, _ = toy()
     last: Any = None
 

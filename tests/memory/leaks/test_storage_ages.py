@@ -9,7 +9,7 @@ from hf_memopt.memory.leaks.storage_ages import StorageAges
 
 
 def unreached(levels: Iterator[int]) -> float:
-    """A loop without a leak in Python, with an allocator that counts `levels`."""
+    """Return the unreached bytes of a loop without a leak in Python, under an allocator that counts `levels`."""
     ages = StorageAges(30, 8, 1024, lambda tensors: next(levels))
     for step in range(1, 47):
         ages.sample(step)

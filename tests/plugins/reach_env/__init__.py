@@ -13,7 +13,7 @@ from hf_memopt.recipes.reflow import smolvla_toy as toy
 
 
 class RenderedReach(Reach):
-    """Has pictures for the video that `lerobot-eval` makes."""
+    """The toy's environment with pictures for the video that `lerobot-eval` makes."""
 
     metadata: ClassVar = {"render_modes": ["rgb_array"], "render_fps": 10}
     render_mode = "rgb_array"
@@ -28,7 +28,7 @@ gymnasium.register("gym_reach/Reach-v0", RenderedReach, max_episode_steps=5)
 @EnvConfig.register_subclass("reach")
 @dataclass
 class ReachConfig(EnvConfig):
-    """Features as the toy's dataset has them."""
+    """The configuration of the environment, with the features of the toy's dataset."""
 
     task: str | None = "Reach-v0"
     fps: int = 10

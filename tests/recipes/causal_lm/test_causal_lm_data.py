@@ -1,4 +1,4 @@
-"""The language model's text: the default corpus, and blocks that hold it."""
+"""Tests of the language model's default corpus, and of the blocks of its text."""
 
 from late_imports import LateModule
 

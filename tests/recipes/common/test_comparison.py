@@ -1,4 +1,4 @@
-"""The comparison of modes: the same updates in each, what is measured, and processes that do not come to an end."""
+"""Tests of the comparison of modes: equal updates, measurements, and processes that die."""
 
 import json
 import os
@@ -40,13 +40,14 @@ def options_of(name: str, folder: Path, *more: str) -> Any:
     return recipe_modules[name].parse("", [*FLAGS[name], "--cpu_copies", place, *data, *more], compared=["off", "all"])
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("name", FLAGS)
 def test_modes_share_weights_and_batches(name: str, tmp_path: Path) -> None:
     options = options_of(name, tmp_path / "run")
     assert options.output_dir == str(tmp_path / "run")
     off, where = comparison.measure(name, comparison.in_mode(options, "off"), 4)
     offloaded, _ = comparison.measure(name, comparison.in_mode(options, "all"), 4)
-    assert len(set(off.losses)) == len(off.losses) == comparison.NUM_CHECKED  # it trains
+    assert len(set(off.losses)) == len(off.losses) == comparison.NUM_CHECKED  # the losses change
     assert (offloaded.losses, offloaded.weights_sha256) == (off.losses, off.weights_sha256)
     assert 0 < offloaded.saved_mib < off.saved_mib
     assert offloaded.moved_mib > 0
@@ -82,12 +83,13 @@ def test_running_out_of_memory_is_a_result(tmp_path: Path, monkeypatch: pytest.M
 
 
 class EndsItsProcess:
-    """Ends the process that unpickles it."""
+    """An object that ends any process that unpickles it."""
 
     def __reduce__(self) -> Any:
         return os._exit, (9,)
 
 
+@pytest.mark.e2e
 def test_a_process_that_is_killed_is_a_result() -> None:
     options = SimpleNamespace(offload=SimpleNamespace(offload="all"), end=EndsItsProcess())
     cost, where = comparison._in_a_new_process("train_lgt", options, 4)

@@ -1,4 +1,4 @@
-"""The cost of a run: what a timer counts, and the table."""
+"""Tests of the cost of a run: a timer's figures, and the table."""
 
 import math
 
@@ -32,7 +32,7 @@ def test_a_timer_counts_the_updates_since_its_last_restart() -> None:
             timer.end()
         cost = timer.cost()
     assert cost.moved_mib is not None
-    assert cost.moved_mib * 2**20 == pytest.approx(x.nbytes)  # the output; the input is a leaf
+    assert cost.moved_mib * 2**20 == pytest.approx(x.nbytes)  # bytes of the output; the input is a leaf
     assert (cost.step_ms is None, cost.peak_mib, cost.losses) == (False, None, [])
 
 

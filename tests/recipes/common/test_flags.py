@@ -1,4 +1,4 @@
-"""Dataclasses as flags: what is read from words and from files, and what is refused."""
+"""Tests of dataclasses as flags: values from words and from files, and refusals."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""What a finished run leaves: facts, `results.json` and figures."""
+"""Tests of a finished run's results: facts, `results.json` and figures."""
 
 import json
 from pathlib import Path

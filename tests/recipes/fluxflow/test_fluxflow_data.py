@@ -1,4 +1,4 @@
-"""FluxFlow's images: buckets, order, and going on where a run has stopped."""
+"""Tests of FluxFlow's images: buckets, order, and resuming inside an epoch."""
 
 from itertools import islice
 from pathlib import Path
@@ -27,7 +27,7 @@ STRIDE = 4
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Twelve wide images and nine high ones; the red of each is its number."""
+    """A folder of twelve wide and nine high images, whose red values tell their numbers."""
     path = tmp_path_factory.mktemp("images")
     for number in range(21):
         size = (48, 36) if number < 12 else (30, 45)

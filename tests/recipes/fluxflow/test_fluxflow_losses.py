@@ -1,4 +1,4 @@
-"""FluxFlow's losses, each on what its value is known for."""
+"""Tests of FluxFlow's losses on inputs with known values."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""One FluxFlow step: its levers change no gradient, and nothing of one network's update reaches the other."""
+"""Tests of a FluxFlow step: levers change no gradient, and neither network's update touches the other network."""
 
 from dataclasses import replace
 from typing import Any
@@ -18,18 +18,18 @@ fluxflow_step = LateModule("hf_memopt.recipes.fluxflow.step")
 
 
 TINY = options.ModelOptions(channels=[8, 16], discriminator_channels=8, discriminator_layers=2)
-# The order of the levers is that of memory: the first is the seed of all.
+# Every lever at the setting that takes the most memory, the baseline of the other settings.
 PLAIN = options.LeverOptions(lpips_gradient="plain", decode="twice", freeze_discriminator=False)
 LOSSES = options.LossOptions()
 
 
 def weights() -> Any:
-    """Of the losses."""
+    """Return weights of the losses."""
     return fluxflow_losses.Weights(kl=1e-3, adversarial=0.5)
 
 
 class TinyPerceptual(nn.Module):
-    """Stands in for LPIPS, whose VGG takes seconds."""
+    """A stand-in for LPIPS, whose VGG takes seconds."""
 
     name = "lpips_load_only"
 
@@ -55,7 +55,7 @@ Gradients = dict[str, Tensor | None]
 
 
 def gradients_of(levers: Any, dtype: torch.dtype = torch.float32, **more: Any) -> tuple[Gradients, Gradients]:
-    """Of the VAE's update and of the discriminator's, taken where the optimizers would."""
+    """Return the gradients that the optimizers of the VAE and of the discriminator get."""
     gan = make_gan(levers, dtype, **more)
     found: list[Gradients] = []
 
@@ -78,7 +78,7 @@ def plain() -> tuple[Gradients, Gradients]:
 
 
 def relative_error(ours: Gradients, theirs: Gradients) -> float:
-    """Largest difference by the norm of the whole gradient: some entries, such as biases before norms, are zero."""
+    """Return the largest difference relative to the whole gradient's norm: some entries, such as biases, are zero."""
     norm = torch.stack([each.norm() for each in theirs.values()]).norm()
     return max(((ours[name] - theirs[name]).norm() / norm).item() for name in theirs)
 
@@ -120,7 +120,7 @@ ROUNDED = {
 
 @pytest.mark.parametrize("lever", ROUNDED)
 def test_these_levers_change_gradients_by_rounding_alone(lever: str, plain: tuple[Gradients, Gradients]) -> None:
-    """1e-5 of the gradient in float32, 2^29 times less in float64: they sum the same terms in another order."""
+    """Check for 1e-5 of the gradient in float32, and 2^29 times less in float64: the sums have another order."""
     levers = replace(PLAIN, **ROUNDED[lever])
     vae, discriminator = gradients_of(levers)
     assert equal(discriminator, plain[1])
@@ -137,7 +137,7 @@ def test_decoding_once_changes_no_bit_of_the_encoders_gradient(plain: tuple[Grad
 
 
 def test_micro_batches_change_gradients_by_rounding_alone() -> None:
-    """Without latents' noise, which is drawn for the whole batch or for its parts."""
+    """Compare without the latents' noise, whose draws depend on the sizes of micro-batches."""
 
     def quiet(levers: Any, size: int) -> tuple[Gradients, Gradients]:
         with pytest.MonkeyPatch.context() as patch:
@@ -150,7 +150,7 @@ def test_micro_batches_change_gradients_by_rounding_alone() -> None:
 
 
 def test_the_adversarial_loss_reaches_the_decoder_only() -> None:
-    """With the other losses off, and one decoding as with two."""
+    """Check the gradients with the other losses off, with one decoding and with two."""
     losses = replace(LOSSES, detail_weight=0.0, mse_weight=0.0, lpips_weight=0.0)
     for decode in ("once", "twice"):
         gan = make_gan(replace(PLAIN, decode=decode))
@@ -192,7 +192,7 @@ def test_freezing_ends_with_an_error_too() -> None:
 
 
 def test_one_decoding_keeps_less() -> None:
-    """What is alive when backward begins: two decodings, LPIPS and the discriminator, or one decoding."""
+    """Compare the bytes alive at the start of backward: two decodings, LPIPS and discriminator, or one decoding."""
 
     def saved(levers: Any) -> int:
         gan = make_gan(levers)
@@ -218,7 +218,7 @@ def test_a_gradient_that_is_not_finite_is_not_applied() -> None:
 
 @pytest.mark.parametrize("levers", [PLAIN, options.LeverOptions(checkpoint_vae=True)])
 def test_bfloat16_trains_every_weight(levers: Any) -> None:
-    """Autocast keeps casts of weights; those made without gradients must not serve the passes with them."""
+    """Check that casts of weights that autocast keeps from passes without gradients serve no pass with gradients."""
     vae, discriminator = gradients_of(levers, autocast=lambda: torch.autocast("cpu", torch.bfloat16))
     exact = gradients_of(levers)
     assert 0 < relative_error(vae, exact[0]) < 0.1
@@ -226,7 +226,7 @@ def test_bfloat16_trains_every_weight(levers: Any) -> None:
 
 
 def test_a_step_needs_no_values_of_tensors() -> None:
-    """On the meta device there are none: whatever waited for the device or decided by them would fail."""
+    """Run a step on the meta device, where each read of a value fails."""
     made = make_gan(options.LeverOptions()).models
     models = fluxflow_model.Models(*(each.to("meta") for each in made))
     gan = fluxflow_step.Gan(

@@ -1,4 +1,4 @@
-"""FluxFlow's average of weights and its allocator's segments."""
+"""Tests of FluxFlow's average of weights, and of its setting of the allocator's segments."""
 
 import os
 
@@ -14,7 +14,7 @@ def test_the_average_is_exponential_and_leaves_the_model_alone() -> None:
     model = nn.Linear(2, 1, bias=False)
     average = training_aids.WeightAverage(model, 0.5, torch.device("cpu"))
     nn.init.constant_(model.weight, 1.0)
-    average.step()  # the first one starts anew
+    average.step()  # the first step copies the weights
     nn.init.constant_(model.weight, 3.0)
     average.step()
     with average.applied():

@@ -1,4 +1,4 @@
-"""Landscapes in two styles, and latents of them."""
+"""Tests of landscapes in two styles, and of their latents."""
 
 import random
 from pathlib import Path
@@ -55,7 +55,7 @@ def test_prepared_latents_are_what_training_reads(tmp_path: Path, capsys: pytest
     train_data, held_out = lgt_data.load(config)
     assert train_data.latents.shape == (28, 4, 8, 8)
     assert held_out.styles.tolist() == [0, 0, 1, 1]
-    assert main(flags) == found  # the same again, over what is there
+    assert main(flags) == found  # the same again, over the existing files
 
 
 def test_the_autoencoder_learns(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""LGT's losses: what they compare, and in which precision."""
+"""Tests of LGT's losses: their values, and their precision."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def test_sliced_wasserstein_compares_distributions() -> None:
     assert sliced_wasserstein(latents, latents + 1) > 0.5
     assert sliced_wasserstein(latents, latents + 1, max_samples=50) > 0.5
     shifted = 3 * torch.ones(4, 4, 8, 8)
-    # Of a patch of 9 equal positions in 4 channels: the square of a sum of 36 parts of a random unit vector, times 9.
+    # A patch of 9 equal positions in 4 channels: 9 times the square of a sum of 36 entries of a random unit vector.
     inner = sliced_wasserstein(0 * shifted, shifted, patch_size=1, num_projections=20_000)
     assert inner == pytest.approx(9.0, rel=0.05)
 

@@ -1,4 +1,4 @@
-"""LGT's network: velocities, their integration, and what the style does."""
+"""Tests of LGT's network: velocities, their integration, and the effect of the style."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The configuration of the LGT recipe: every field by file and by flag, and no other."""
+"""Tests of the LGT recipe's configuration: every field by file and by flag, and no other field."""
 
 import json
 from dataclasses import fields

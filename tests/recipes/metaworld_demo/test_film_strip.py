@@ -1,4 +1,4 @@
-"""The film strip: a row for each video, its pictures at equal distances."""
+"""Tests of the film strip: a row for each video, with its pictures at equal distances."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ io_utils = LateModule("lerobot.utils.io_utils")
 
 
 def write_video(file: Path, num_frames: int) -> Path:
-    """A video that gets brighter, at 80 frames a second as lerobot's Meta-World has."""
+    """Write a video that gets brighter, at 80 frames a second as in lerobot's Meta-World."""
     frames = [np.full((64, 64, 3), 2 * index, dtype=np.uint8) for index in range(num_frames)]
     io_utils.write_video(file, frames, 80)
     return file

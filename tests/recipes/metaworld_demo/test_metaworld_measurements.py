@@ -1,4 +1,4 @@
-"""The table of the demo in Meta-World."""
+"""Tests of the table of the demo in Meta-World."""
 
 from hf_memopt.recipes.metaworld_demo.measurements import POLICIES, table
 

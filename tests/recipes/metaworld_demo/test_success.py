@@ -1,4 +1,4 @@
-"""Success rates of lerobot-eval, and how sure they are."""
+"""Tests of lerobot-eval's success rates and their confidence intervals."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from hf_memopt.recipes.metaworld_demo.success import SuccessRate, read_successes
 
 
-# By statsmodels' proportion_confint(successes, episodes, method="wilson").
+# The intervals come from statsmodels' proportion_confint(successes, episodes, method="wilson").
 @pytest.mark.parametrize(
     ("successes", "episodes", "interval"),
     [(0, 10, (0.0, 0.27753)), (8, 10, (0.49016, 0.94332)), (95, 100, (0.88825, 0.97846)), (50, 50, (0.92865, 1.0))],

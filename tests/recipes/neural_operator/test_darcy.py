@@ -1,4 +1,4 @@
-"""Darcy data: the equation is solved to the stated tolerance and order, and files are what neuralop's loader reads."""
+"""Tests of Darcy data: the solver's stated tolerance and order, and files that neuralop's loader reads."""
 
 import itertools
 import math
@@ -33,7 +33,7 @@ def ones_inside(coefficients: Tensor) -> Tensor:
 
 
 def solve_directly(coefficients: Tensor, source: Tensor) -> Tensor:
-    """What `darcy.solve` gives, by scipy's sparse direct solver, which shares nothing with it."""
+    """Return the solution by scipy's sparse direct solver, which shares no code with `darcy.solve`."""
     import numpy as np
     import scipy.sparse as sparse
     from scipy.sparse.linalg import splu
@@ -58,7 +58,7 @@ def solve_directly(coefficients: Tensor, source: Tensor) -> Tensor:
 
 
 def error_of_exact_solution(nodes: int) -> float:
-    """Largest error for a = 1 + x y / 2 and u = sin(pi x) sin(2 pi y), with the source that belongs to them."""
+    """Return the largest error for a = 1 + x y / 2 and u = sin(pi x) sin(2 pi y), with the source of this solution."""
     x = torch.linspace(0, 1, nodes, dtype=torch.float64)[:, None]
     y = x.T
     sin_x, cos_x = torch.sin(torch.pi * x), torch.cos(torch.pi * x)
@@ -139,7 +139,7 @@ def test_a_solution_that_breaks_down_is_refused() -> None:
 
 
 def test_random_fields_have_the_stated_covariance() -> None:
-    """Variances of the first cosine coefficients over many fields; six standard deviations of such an estimate."""
+    """Compare variances of the first cosine coefficients over many fields, within six standard deviations."""
     num_samples, nodes, alpha, tau = 4000, 8, 2.0, 3.0
     noise = torch.randn(num_samples, nodes, nodes, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     fields = darcy.random_fields(noise, alpha, tau)
@@ -177,7 +177,7 @@ def test_a_finer_grid_holds_the_nodes_that_are_kept() -> None:
 
 
 def test_a_finer_grid_gives_smaller_errors() -> None:
-    """Against a still finer one: all share the coefficients, which are smooth here."""
+    """Compare with the finest grid, for smooth coefficients that all grids share."""
     x = torch.linspace(0, 1, 97, dtype=torch.float64)
     coefficients = (1 + x[:, None] * x)[None]
 
@@ -206,7 +206,7 @@ def test_bad_parameters_are_refused(changes: dict[str, object], message: str) ->
 # ----------------------------------------------------------------------------------------------------------- files
 
 
-@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true")  # its loaders always ask for it
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true")  # neuralop's loaders always set it
 def test_neuralops_loader_reads_the_files(tmp_path: Path) -> None:
     tests = [Darcy("test", resolution, 4) for resolution in (16, 32)]
     folder = cached_folder(tmp_path, TRAIN, tests, CPU)
@@ -231,7 +231,7 @@ def test_neuralops_loader_reads_the_files(tmp_path: Path) -> None:
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[Darcy]:
-    """Which files are generated."""
+    """A list of the parameters of all generated files."""
     calls: list[Darcy] = []
     monkeypatch.setattr(darcy, "generate", lambda parameters, device: calls.append(parameters) or {"x": 0, "y": 0})
     return calls

@@ -1,4 +1,4 @@
-"""The demo: the whole job through its commands, and what must come out of it."""
+"""Tests of the demo: the whole job through its commands, and its results."""
 
 import json
 import subprocess
@@ -25,7 +25,7 @@ def test_one_step_of_the_student_takes_a_side_as_the_teachers_ten_do(seed: int, 
     teacher, student = results["evaluation"]["teacher"], results["evaluation"]["student"]
     assert student["error"]["1"] <= 0.5 * teacher["error"]["1"]
     assert student["normalized_straightness"] < 0.5 * teacher["normalized_straightness"]
-    assert student["spread"]["1"] > 0.8 * teacher["spread"]["10"]  # it has not collapsed to the mean
+    assert student["spread"]["1"] > 0.8 * teacher["spread"]["10"]  # the student has not collapsed to the mean
     passing = results["passing_rates"]
     assert passing["teacher"]["10"] >= 0.9
     assert passing["teacher"]["1"] < 0.5

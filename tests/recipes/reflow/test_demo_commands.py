@@ -1,4 +1,4 @@
-"""What the demos share: a folder of their own, lerobot's flags, and commands that end with their log."""
+"""Tests of the common parts of the demos: a folder of their own, lerobot's flags, and commands with logs."""
 
 import subprocess
 import sys

@@ -1,7 +1,7 @@
-"""lerobot's loop in each version: who accumulates, who makes the accelerator, and what is observed.
+"""Tests with the loop of each version of lerobot: the accumulation, the making of the accelerator, and observations.
 
-What the loops have is recorded here, of 0.6.2 from lerobot's main branch; `tests/canaries` compares it with the lerobot
-that is installed.
+The loops are recorded here, 0.6.2 from lerobot's main branch. `tests/canaries` compares the records with the installed
+lerobot.
 """
 
 import json
@@ -39,7 +39,7 @@ def next_load_training_metadata(training_state_dir: Path) -> dict[str, Any]:
 
 
 def run_loop(accelerator: Accelerator, accumulates: bool) -> None:
-    """Lower a weight that is 0 by each batch's gradient, 1."""
+    """Lower a weight, at first 0, by each batch's gradient, 1."""
     weight = torch.nn.Parameter(torch.zeros(1))
     optimizer = accelerator.prepare(torch.optim.SGD([weight], lr=1.0))
     accelerator.updates = [weight.item()]
@@ -54,7 +54,7 @@ def run_loop(accelerator: Accelerator, accumulates: bool) -> None:
 
 @pytest.fixture(params=["0.6.1", "0.6.2"])
 def seen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[Accelerator]:
-    """The accelerators with which the loop of that version is run."""
+    """A list of the accelerators that the loop of a version of lerobot gets."""
     is_next, seen = request.param == "0.6.2", []
     monkeypatch.setattr(ACCUMULATES, is_next)
 
@@ -74,7 +74,7 @@ def seen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> lis
 
 
 def config(dtype: str = "float32", steps: int = 1) -> Any:
-    """What is read and written of a run's configuration."""
+    """Return the fields of a run's configuration that the loop reads and writes."""
     accelerator = SimpleNamespace(gradient_accumulation=SimpleNamespace(steps=steps), mixed_precision="no")
     return SimpleNamespace(policy=SimpleNamespace(dtype=dtype, device="cpu"), accelerator=accelerator)
 
@@ -86,12 +86,12 @@ def test_a_window_makes_one_update_whoever_accumulates(
 ) -> None:
     after: list[Accelerator] = []
     with lerobot_runs.new_process(()):
-        monkeypatch.setenv(lerobot_loop.ACCUMULATION_VARIABLE, "3")  # which the recipe has read by then
+        monkeypatch.setenv(lerobot_loop.ACCUMULATION_VARIABLE, "3")  # the recipe has read the variable before
         cfg = config(dtype)
         lerobot_loop.settle_accumulation(cfg, num_accumulation_steps)
         lerobot_loop.train(cfg, num_accumulation_steps, after.append)
         (accelerator,) = seen
-        # From 0.6.2 on, autocast is the policy's own affair.
+        # From 0.6.2 on, the policy itself applies autocast.
         bf16 = dtype == "bfloat16" and not lerobot_loop.LOOP_ACCUMULATES
         assert accelerator.mixed_precision == ("bf16" if bf16 else "no")
     assert accelerator.updates == ([0, -1, -2, -3, -4] if num_accumulation_steps == 1 else [0, 0, -1, -1, -2])

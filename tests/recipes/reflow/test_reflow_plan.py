@@ -1,4 +1,4 @@
-"""The plan of the reflow recipe: what it reads of a student, what it writes, and that the recipe reads it back."""
+"""Tests of the reflow recipe's plan: its reading of a student, its output, and the recipe's reading of the output."""
 
 import shlex
 import sys
@@ -18,6 +18,8 @@ from hf_memopt.estimate import estimate_peak_memory
 from hf_memopt.estimate.simulation.device import DEVICE_TYPE
 from hf_memopt.jobs import NothingFitsError
 
+pytestmark = pytest.mark.e2e
+
 policy_files = LateModule("hf_memopt.lerobot.policy_files")
 training_flags = LateModule("hf_memopt.lerobot.training_flags")
 reflow_smolvla = LateModule("hf_memopt.recipes.reflow_smolvla")
@@ -27,7 +29,7 @@ teacher_home = LateModule("hf_memopt.recipes.reflow.teacher_home")
 
 @pytest.fixture(autouse=True)
 def on_the_cpu() -> Iterator[None]:
-    """Also on a machine with a GPU, and with nothing left over from other tests or for them."""
+    """Run on the CPU, also on a machine with a GPU, with Accelerate's state reset before and after."""
     with accelerators.on_the_cpu():
         yield
 
@@ -129,7 +131,7 @@ def test_the_reflow_recipe_plans_the_teachers_home_for_its_own_batch(
 
 
 def reflow_run(student: Path) -> Any:
-    """What the recipe reads of lerobot's configuration for a plan: batches of 2."""
+    """Return the fields of lerobot's configuration that a plan reads, with batches of 2."""
     policy = policy_files.load_config(student)
     policy.pretrained_path = student
     return SimpleNamespace(policy=policy, batch_size=2)

@@ -1,4 +1,4 @@
-"""The toy: a VLM folder that lerobot accepts, and demonstrations that are ambiguous where they should be."""
+"""Tests of the toy: a VLM folder that lerobot accepts, and demonstrations that are ambiguous at the obstacle."""
 
 import json
 from pathlib import Path
@@ -23,14 +23,14 @@ def demonstrations() -> list[Any]:
 
 
 def distances_to_obstacle(scene: Any, path: np.ndarray) -> np.ndarray:
-    """Along the polyline through `path`, ten points per segment."""
+    """Return distances from ten points on each segment of `path` to the obstacle."""
     knots = np.linspace(0, len(path) - 1, 10 * (len(path) - 1) + 1)
     dense = np.stack([np.interp(knots, np.arange(len(path)), path[:, axis]) for axis in (0, 1)], axis=1)
     return np.linalg.norm(dense - scene.obstacle, axis=1)
 
 
 def deviation(demonstration: Any) -> np.ndarray:
-    """Signed distance of every position from the line between start and goal; positive on the left."""
+    """Return each position's signed distance from the line between start and goal, positive on the left."""
     scene = demonstration.scene
     x, y = (scene.goal - scene.start) / np.linalg.norm(scene.goal - scene.start)
     return (demonstration.positions - scene.start) @ np.array([-y, x])
@@ -87,7 +87,7 @@ def test_both_sides_are_taken_and_their_average_is_blocked(demonstrations: list[
     assert np.abs(largest).min() > 0.4
     for demonstration in demonstrations:
         scene = demonstration.scene
-        straight = np.linspace(scene.start, scene.goal, 9)  # what the two sides have in common
+        straight = np.linspace(scene.start, scene.goal, 9)  # the straight line, between the paths of both sides
         assert distances_to_obstacle(scene, straight).min() < toy.OBSTACLE_RADIUS / 2
 
 
@@ -107,7 +107,7 @@ def test_the_image_shows_where_things_are(demonstrations: list[Any]) -> None:
     assert image.shape == (toy.IMAGE_SIZE, toy.IMAGE_SIZE, 3)
     ticks = (np.arange(toy.IMAGE_SIZE) + 0.5) / toy.IMAGE_SIZE * 2 - 1
     for channel, center in ((0, agent), (1, scene.goal), (2, scene.obstacle)):
-        colorful = image[..., channel] - image.mean(axis=-1) > 100  # nothing else has much of this color
+        colorful = image[..., channel] - image.mean(axis=-1) > 100  # no other object has much of this color
         y, x = np.nonzero(colorful)
         found = np.array([ticks[x].mean(), -ticks[y].mean()])
         assert np.linalg.norm(found - center) < 2 / toy.IMAGE_SIZE

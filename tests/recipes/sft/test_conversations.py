@@ -1,4 +1,4 @@
-"""The conversations and the tiny model that need no download."""
+"""Tests of the conversations and of the tiny model, which need no download."""
 
 from pathlib import Path
 from typing import Any

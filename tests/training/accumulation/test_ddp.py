@@ -1,4 +1,4 @@
-"""One process under DDP; steps of two are in tests/distributed/test_ddp_modes.py."""
+"""Tests of one process under DDP. tests/distributed/test_ddp_modes.py has steps of two processes."""
 
 from collections.abc import Callable, Iterator
 

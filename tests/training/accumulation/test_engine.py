@@ -1,4 +1,4 @@
-"""What is asked of DeepSpeed's engine; tests/distributed/test_zero_training.py runs it in two processes."""
+"""Tests of the calls of DeepSpeed's engine. tests/distributed/test_zero_training.py runs it in two processes."""
 
 import math
 
@@ -11,7 +11,7 @@ from hf_memopt.training.accumulation.engine import apply, begin_window, check_en
 
 
 class Engine:
-    """Answers as DeepSpeed's would."""
+    """A stand-in for DeepSpeed's engine."""
 
     def __init__(self, stage: int = 2, clipping: float = 0.0, norm: float | None = 2.0) -> None:
         self._stage, self._clipping, self._norm = stage, clipping, norm
@@ -65,6 +65,6 @@ def test_an_engine_is_there_once_a_model_is_prepared() -> None:
     accelerator = Accelerator(cpu=True)
     assert engine_of(accelerator) is None
     accelerator.state.distributed_type = DistributedType.DEEPSPEED
-    accelerator.deepspeed_engine_wrapped = None  # as such an accelerator has it
+    accelerator.deepspeed_engine_wrapped = None  # as in an accelerator that has prepared no model
     with pytest.raises(ValueError, match="has prepared no model; pass it through prepare"):
         engine_of(accelerator)

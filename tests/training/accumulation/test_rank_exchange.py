@@ -1,4 +1,4 @@
-"""Which engines exact steps know; tests/distributed/test_sharded_training.py runs them in two processes."""
+"""Tests of the engines that exact steps know. tests/distributed/test_sharded_training.py runs two processes."""
 
 import pytest
 from accelerate import Accelerator

@@ -1,4 +1,4 @@
-"""split_batch: every sample once, in its order, whatever holds it."""
+"""Tests that split_batch keeps every sample once and in order, in all kinds of containers."""
 
 from collections import UserDict, namedtuple
 

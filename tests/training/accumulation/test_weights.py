@@ -1,4 +1,4 @@
-"""What micro-batches count by default: their parts then make the gradient of the whole batch."""
+"""Tests of the default weights of micro-batches, with which the parts give the whole batch's gradient."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +15,7 @@ from hf_memopt.training.accumulation.weights import default_weight
 
 transformers = LateModule("transformers")
 
-TOLERANCE = 1e-6  # transformers takes the loss of language models in float32; a wrong weight makes 1e-2
+TOLERANCE = 1e-6  # transformers computes losses of language models in float32; a wrong weight gives 1e-2
 SIZES = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 LENGTHS = (7, 2, 5, 3)
 
@@ -28,7 +28,7 @@ def fresh_accelerate() -> Iterator[None]:
 
 
 def sentences() -> dict[str, Tensor]:
-    """Rows of several lengths; the first half has no loss on its first three labels, as a prompt has none."""
+    """Return rows of several lengths. The first half has no loss on its first three labels, as on a prompt."""
     tokens = torch.randint(16, (4, 7), generator=torch.Generator().manual_seed(0))
     mask = torch.arange(7) < torch.tensor(LENGTHS)[:, None]
     labels = tokens.masked_fill(~mask, -100)
@@ -54,7 +54,7 @@ def sequence_classifier() -> Any:
 
 
 def gradients_of_a_step(model: nn.Module, step: Any) -> list[Tensor]:
-    """What the optimizer was given."""
+    """Return the gradients that a step gave the optimizer."""
     accelerator = Accelerator(cpu=True)
     found: list[Tensor] = []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -73,7 +73,7 @@ def loss_fn(model: nn.Module, batch: Any) -> Tensor:
 @pytest.mark.parametrize("make_model", [causal_lm, token_classifier, encoder_decoder, sequence_classifier])
 @pytest.mark.parametrize("how", ["train_step", "MicroBatcher"])
 def test_parts_of_several_lengths_have_the_gradient_of_the_whole(make_model: Any, how: str) -> None:
-    """transformers' own losses, in micro-batches of 3 and 1 rows."""
+    """Check transformers' own losses in micro-batches of 3 and 1 rows."""
     torch.manual_seed(0)
     model = make_model().double().eval()
     batch = sentences()
@@ -100,7 +100,7 @@ def test_parts_of_several_lengths_have_the_gradient_of_the_whole(make_model: Any
     [
         (torch.zeros(5, 2), 5),
         ({"x": torch.zeros(5, 2), "y": torch.zeros(5)}, 5),
-        ({"x": torch.zeros(5, 2), "labels": torch.zeros(5)}, 5),  # numbers to predict
+        ({"x": torch.zeros(5, 2), "labels": torch.zeros(5)}, 5),  # labels of a regression
         ({"pixels": torch.zeros(9, 2), "labels": torch.tensor([[1, -100], [2, 3]])}, 3),
         ({"labels": torch.zeros(2, 3).long(), "shift_labels": torch.tensor([[1, 2, -100], [-100, 3, -100]])}, 3),
     ],

@@ -1,4 +1,4 @@
-"""mode="auto": streams first, measures two optimizer steps, chooses once, and says what it expects."""
+"""Tests of mode="auto", which streams first, measures two optimizer steps, chooses once, and logs its estimate."""
 
 import gc
 import logging
@@ -22,7 +22,7 @@ NUM_LAYERS = 16
 
 @pytest.fixture
 def counters(monkeypatch: pytest.MonkeyPatch) -> FakeCounters:
-    """Stand in for an accelerator's, so that a CPU can go through what `auto` does there."""
+    """Counters in the place of an accelerator's, so that `auto` measures on a CPU as on an accelerator."""
     counters = FakeCounters(total_bytes=64 * MIB)
     monkeypatch.setattr(offload, "counters_for", lambda device: counters)
     monkeypatch.setattr(offload, "clock_for", lambda device: HostClock())
@@ -32,7 +32,7 @@ def counters(monkeypatch: pytest.MonkeyPatch) -> FakeCounters:
 
 @pytest.fixture
 def network() -> nn.Module:
-    """4 MiB of weights, 256 KiB in each layer, each used twice."""
+    """A network of 4 MiB of weights, 256 KiB in each layer, with each layer used twice."""
     torch.manual_seed(0)
     layers = [nn.Linear(256, 256, bias=False) for _ in range(NUM_LAYERS)]
     return nn.Sequential(*layers, *layers)
@@ -105,7 +105,7 @@ def test_headroom_decides_and_outputs_do_not_change(
     assert report.stall_ms_per_visit is not None
     assert report.predicted_stall_ms is not None
     assert (report.host_bytes == 0) == (mode == "resident")
-    assert counters.num_resets == 2 * 2  # both visits that were measured
+    assert counters.num_resets == 2 * 2  # two for each measured visit
 
 
 def test_a_resident_teacher_gives_the_host_copy_back(
@@ -114,7 +114,7 @@ def test_a_resident_teacher_gives_the_host_copy_back(
     copier = AdversarialCopier("late")
 
     class WaitingClock(HostClock):
-        """Whoever asks for a time waits for the device."""
+        """A clock whose times wait for the device."""
 
         def elapsed_s(self, start: float, end: float) -> float:
             copier.num_reached = copier.num_operations

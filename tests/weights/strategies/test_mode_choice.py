@@ -1,4 +1,4 @@
-"""The first mode that fits is chosen, from the fastest to the smallest."""
+"""Tests that the first mode that fits is chosen, from the fastest to the smallest."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Swapped weights are bitwise the resident ones, travel in one copy, and are right again after any exception."""
+"""Tests that swapped weights are bitwise right, travel in one copy, and are right again after any exception."""
 
 import copy
 
@@ -80,7 +80,7 @@ def test_prefetch_starts_one_copy_and_survives_an_exception(network: Network, x:
     teacher.prefetch()
     teacher.prefetch()
     assert copier.bytes_to_device == teacher.report().device_bytes == teacher.report().host_bytes
-    assert torch.equal(network(x), want)  # still usable at home
+    assert torch.equal(network(x), want)  # the network still works at home
     with teacher.onload() as module:
         assert torch.equal(module(x), want)
     assert copier.bytes_to_device == teacher.report().host_bytes
@@ -88,7 +88,7 @@ def test_prefetch_starts_one_copy_and_survives_an_exception(network: Network, x:
 
 
 class Copies(TorchDispatchMode):
-    """Lists every operation that creates or writes data, with its dtypes."""
+    """A mode that lists every operation that creates or writes data, with its dtypes."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A PEFT student whose base is its teacher: the base's outputs exactly, and refused where it would not be."""
+"""Tests of a PEFT student with its base as the teacher: the base's exact outputs, or a refusal where they differ."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_a_base_that_training_changes_is_refused(network: Network, make: Any, re
 
 def test_sharded_weights_are_refused(network: Network) -> None:
     student = adapted(network)
-    next(student.parameters())._is_flat_param = True  # as FSDP marks its own
+    next(student.parameters())._is_flat_param = True  # as FSDP marks its parameters
     with pytest.raises(ValueError, match="is sharded, and FSDP gathers"):
         OffloadedTeacher(student, device="cpu", share_with=student)
 

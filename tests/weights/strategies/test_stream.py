@@ -1,4 +1,4 @@
-"""Streamed teachers: bitwise the resident one on every path, in a small ring, right again after any exception."""
+"""Tests of streamed teachers: bitwise right on every path, in a small ring, and right again after any exception."""
 
 import copy
 import itertools
@@ -32,7 +32,7 @@ def tokens() -> Tensor:
 
 @pytest.fixture(autouse=True)
 def only_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is read in place reads NaN, but for a first embedding, so that every other weight has to be brought."""
+    """Make in-place reads give NaN, except for the first embedding, so that every other weight has to be copied."""
 
     def poisoned(master: Tensor, device: torch.device) -> Tensor:
         copied = torch.full_like(master, POISON)
@@ -68,7 +68,7 @@ def test_outputs_are_bitwise_resident_for_any_number_of_steps(
         with teacher.onload() as module:
             assert torch.equal(module.sample(tokens, num_steps), reference.sample(tokens, num_steps))
         assert teacher.report().device_bytes == copier.live_bytes == 0
-        assert torch.equal(module.sample(tokens, 2), reference.sample(tokens, 2))  # usable at home
+        assert torch.equal(module.sample(tokens, 2), reference.sample(tokens, 2))  # the network works at home
     assert teacher.report().bytes_device_to_host == 0
 
 
@@ -95,7 +95,7 @@ def test_without_a_hot_set_the_expert_passes_in_every_step(sampler: Sampler, tok
         before = copier.bytes_to_device
         with teacher.onload() as module:
             assert torch.equal(module.sample(tokens, 4), want)
-    assert plan_of(teacher).hot_bytes == 256  # `gain`, which no module's call announces
+    assert plan_of(teacher).hot_bytes == 256  # `gain`, which belongs to no module that is called
     expert = named_bytes(sampler.expert)
     assert copier.bytes_to_device - before > named_bytes(sampler.prefix) + 4 * expert
 
@@ -122,7 +122,7 @@ def test_every_block_is_on_its_way_before_it_is_needed(
 
 
 class PeakCopier(AdversarialCopier):
-    """Remembers the most device memory that was in use."""
+    """A copier that records the peak of device memory."""
 
     peak_bytes = 0
 
@@ -269,11 +269,11 @@ def test_a_weight_that_is_not_brought_is_caught(sampler: Sampler, tokens: Tensor
         assert module.sample(tokens, 1).isnan().any()
 
 
-# ------------------------------------------------------------------------------------------------ who reads how
+# ------------------------------------------------------------------------------------------------ late reads
 
 
 class HoldsViews(nn.Module):
-    """Takes views of weights, runs other layers, and only then reads the views."""
+    """A module that takes views of weights, runs other layers, and only then reads the views."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -302,7 +302,7 @@ def test_views_that_outlive_their_block_keep_its_memory(schedule: str) -> None:
 
 
 class KeepsHeldMemory(AdversarialCopier):
-    """Poisons a released slot only once nobody can read it: an allocator hands out no memory that a view holds."""
+    """A copier that leaves released slots as they are: allocators reuse no memory that a view holds."""
 
     def release(self, buffer: Tensor) -> None:
         contents = buffer.clone()

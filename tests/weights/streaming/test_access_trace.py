@@ -1,4 +1,4 @@
-"""A trace has each read, by whom it was done, and what was read too late for a hook."""
+"""Tests that a trace has each read with its module, and the reads that come too late for a hook."""
 
 import torch
 from torch import Tensor, nn
@@ -8,7 +8,7 @@ from hf_memopt.weights.streaming.access_trace import Read, Tracer
 
 
 class Reader(nn.Module):
-    """Reads its own weight after having called another module, and is called by nobody."""
+    """A module that reads its own weight after calling another module, and that is never called itself."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Plans hold every weight once, keep to their budget, and let loops keep what they read."""
+"""Tests that plans hold every weight once, keep to their budget, and keep the weights that a loop reads."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,7 +13,7 @@ def reads(*names: str) -> list[Read]:
 
 def test_plan_of_a_prefix_and_three_steps() -> None:
     plan = plan_stream(reads(*"012345" + "67" * 3), [10] * 9, {"module 8": (8,)})
-    assert [block.slices for block in plan.blocks if block.stays] == []  # both fit the ring together
+    assert [block.slices for block in plan.blocks if block.stays] == []  # 6 and 7 fit the ring together
     plan = plan_stream(reads(*"012" + "3456" * 3), [10] * 9, {"module 8": (8,)})
     assert [block.slices for block in plan.blocks if block.stays] == [(3,), (4,), (5,), (6,)]
     assert (plan.hot_bytes, plan.ring_bytes, plan.visit_bytes) == (40, 20, 70)

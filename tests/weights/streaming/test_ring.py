@@ -1,4 +1,4 @@
-"""A ring brings blocks, binds them and gives their memory back; neighbours travel in one copy."""
+"""Tests that a ring copies blocks, binds them and releases their memory, with one copy for neighbours."""
 
 import pytest
 import torch

@@ -1,6 +1,1 @@
-"""Which kernels CUDA would run, where other devices take other ones. Read in this order:
-
-- `autocast`: operations that autocast runs in another dtype on CUDA.
-- `attention`: the kernel that torch would choose, and the tensors that it keeps.
-- `fused_head`: TRL's output layer, whose kernels on CUDA work in place.
-"""
+"""Which kernels CUDA would run, where other devices take other ones."""

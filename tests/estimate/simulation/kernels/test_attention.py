@@ -1,4 +1,4 @@
-"""The rule for attention kernels against what torch itself chose, on CUDA devices of seven generations."""
+"""A comparison of the rule for attention kernels with torch's own choices on seven generations of CUDA devices."""
 
 import attention_choices
 import pytest

@@ -1,4 +1,4 @@
-"""Autocast on the virtual accelerator follows CUDA's policy."""
+"""Tests that autocast on the virtual accelerator follows CUDA's policy."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Weights in 8 bits by bitsandbytes."""
+"""Tests of bitsandbytes' 8-bit weights."""
 
 import torch
 from torch import nn

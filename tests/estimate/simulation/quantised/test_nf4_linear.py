@@ -1,4 +1,4 @@
-"""Weights in 4 bits."""
+"""Tests of 4-bit weights."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""Models with frozen weights in few bits: what they hold, and what stays as it was."""
+"""Tests of models with frozen quantised weights: their memory, and the unchanged layers."""
 
 from pathlib import Path
 from typing import Any
@@ -68,7 +68,7 @@ def test_a_model_is_estimated_with_its_weights_in_4_bits(folder: Path) -> None:
     numbers = DEPTH * (4 * WIDTH * WIDTH + 3 * WIDTH * INNER)
     others = 2 * VOCABULARY * WIDTH + (2 * DEPTH + 1) * WIDTH
     assert quantised["frozen parameters"] == numbers / 2 + 4 * others
-    # Each of the adapters has rank * (inputs + outputs) numbers.
+    # Each adapter has rank * (inputs + outputs) numbers.
     assert quantised["parameters"] == DEPTH * 2 * RANK * 2 * WIDTH * 4
 
 
@@ -81,7 +81,7 @@ def test_dora_unpacks_the_weights(folder: Path, how: str) -> None:
 
 
 def test_bitsandbytes_8_bits_keep_inputs_in_spite_of_checkpointing(folder: Path) -> None:
-    """For each token: what attention and the two halves of the MLP read, and what the last of each reads."""
+    """Count the inputs per token of attention, of both halves of the MLP, and of the last layer of each."""
     int8, nf4 = (estimated(folder, quantize=how, dtype="bfloat16", lora_targets="q_proj") for how in ("int8", "nf4"))
     inputs = DEPTH * TOKENS * (3 * WIDTH + INNER) * 4
     frozen = int8.breakdown["frozen parameters"] - nf4.breakdown["frozen parameters"]

@@ -1,4 +1,4 @@
-"""What all linear layers in few bits do."""
+"""Tests of the common behaviour of all quantised linear layers."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Weights in 8 bits by torchao: what the real layer keeps."""
+"""Tests that torchao's 8-bit weights keep the same memory as the real layer."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The simulated first of several ranks, against real processes on the CPU."""
+"""A comparison of the simulated first of several ranks with real processes on the CPU."""
 
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from hf_memopt.estimate.simulation.child_process import run_isolated
 from hf_memopt.estimate.simulation.ranks.first_rank import BACKEND, first_of
 
 
+@pytest.mark.ranks
 def test_three_real_ranks_hold_the_same_bytes_after_an_update_and_at_the_peak_of_each_phase(tmp_path: Path) -> None:
     check_first_rank(tmp_path, 3, "WAYS")
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO as the simulated first of several ranks, against real processes on the CPU."""
+"""A comparison of the simulated first rank under DeepSpeed's ZeRO with real processes on the CPU."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,6 +11,7 @@ from hf_memopt.estimate.accounting.categories import COMMUNICATION, GATHERED, GR
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 
 
+@pytest.mark.ranks
 def test_two_real_ranks_hold_the_same_bytes_after_an_update_and_at_the_peak_of_each_phase(tmp_path: Path) -> None:
     of_two, of_three = check_first_rank(tmp_path, 2, "ZERO_WAYS").values()
     assert {PARAMETER, GRADIENT, OPTIMIZER_STATE, COMMUNICATION} <= of_two & of_three

@@ -1,4 +1,4 @@
-// The books: who owns which memory, and what copies on their way will touch.
+// The books: the owners of memory, and the memory that copies under way will touch.
 #include "books.hpp"
 
 namespace fake_cuda {

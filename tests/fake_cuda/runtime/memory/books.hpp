@@ -1,4 +1,4 @@
-// What the files of this folder share: who owns which bytes, and the pages they lie in.
+// Declarations that the files of this folder share: the owners of bytes, and their pages.
 #pragma once
 
 #include <map>
@@ -21,7 +21,7 @@ extern std::mutex books_mutex;  // of all books, and of the counts of bytes in d
 Book& device_book();
 Book& host_book();
 
-// These leave `books_mutex` to their callers.
+// Callers of these functions hold `books_mutex`.
 uint64_t next_booking();
 bool overlaps_with_any(const Book& book, const Range& range);
 bool unbook(Book& book, const void* begin, Block* block);  // takes a block out of a book
@@ -34,7 +34,7 @@ bool is_mapped(const Range& range);
 int unmap_pages(void* pointer, size_t bytes);
 int unmap_when_unused(void* pointer, size_t bytes);
 
-// Poison shows what is read before it is written: 0xFF is NaN in every floating format, and -1 as an index.
+// Poison shows reads of memory that was never written: 0xFF is NaN in every floating format, and -1 as an index.
 void poison(void* memory, size_t bytes);
 
 }  // namespace fake_cuda

@@ -18,7 +18,7 @@ bool is_pageable(const Location& location) { return location.place == Place::pag
 bool is_lost(const Location& location) { return location.place == Place::unmapped; }
 bool is_same(const Location& a, const Location& b) { return a.place == b.place && a.booking == b.booking; }
 
-// A copy that a stream has come to. Both ends have to be what they were when the copy was submitted.
+// A copy in a stream. Both ends have to be the same allocations as when the copy was submitted.
 struct Copy {
   Range to, from;
   Location to_location, from_location;
@@ -39,7 +39,7 @@ struct Copy {
   }
 };
 
-// From registered or device memory the stream copies, and the host goes on at once.
+// Copies from registered or device memory in the stream, while the host goes on.
 void copy_in_stream(const Copy& copy) {
   const uint64_t reading = copy.from_location.place == Place::registered ? begin_flight(copy.from) : 0;
   const uint64_t writing = copy.to_location.place == Place::registered ? begin_flight(copy.to) : 0;
@@ -77,7 +77,7 @@ void copy_pageable(const Copy& copy) {
 bool can_be_device(const Location& location) { return location.place != Place::pageable; }
 bool can_be_host(const Location& location) { return location.place != Place::device; }
 
-// Registered memory is mapped into the device's address space as well, so it may be called either.
+// Registered memory is mapped into the device's address space as well, so either name is right.
 bool kind_fits(cudaMemcpyKind kind, const Location& to, const Location& from) {
   switch (kind) {
     case cudaMemcpyHostToHost: return can_be_host(to) && can_be_host(from);

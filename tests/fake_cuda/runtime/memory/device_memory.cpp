@@ -1,4 +1,4 @@
-// Device memory: how much there is, and who takes it.
+// Device memory: its size, and its allocations.
 #include "books.hpp"
 
 #include <algorithm>
@@ -10,7 +10,7 @@ namespace {
 
 int64_t used_bytes[MAX_DEVICES], bytes_of_others[MAX_DEVICES];
 
-// What the driver keeps on a device for a process that uses it.
+// Bytes that the driver keeps on a device for each process that uses the device.
 constexpr int64_t CONTEXT_BYTES = 256 << 20;
 
 int64_t free_bytes_of(int device) {
@@ -41,7 +41,7 @@ EXPORTED cudaError_t cudaMalloc(void** pointer, size_t bytes) {
   return cudaSuccess;
 }
 
-// Waits for the device, so that nothing can still use the memory. Afterwards its addresses are nobody's.
+// Waits for the device, so that nothing can still use the memory. Afterwards its addresses are unmapped.
 EXPORTED cudaError_t cudaFree(void* pointer) {
   if (!may_use_cuda()) return cudaErrorInitializationError;
   if (!pointer) return cudaSuccess;
@@ -68,7 +68,7 @@ EXPORTED cudaError_t cudaMemGetInfo(size_t* free_bytes, size_t* total_bytes) {
   return cudaSuccess;
 }
 
-// Memory that other processes hold, so that this much is free now.
+// Sets the memory of other processes, so that so many bytes are free now.
 EXPORTED void fake_cuda_leave_free(int device, int64_t bytes) {
   std::lock_guard<std::mutex> lock(books_mutex);
   bytes_of_others[device] = 0;

@@ -62,7 +62,7 @@ EXPORTED cudaError_t cudaHostUnregister(void* pointer) {
   return cudaSuccess;
 }
 
-// Gives pages back to the system. Those that are registered, or that a copy will touch, must not go.
+// Unmaps pages. Pages that are registered, or that a copy will touch, are a fault.
 EXPORTED int fake_cuda_unmap(void* pointer, size_t bytes) {
   const Range range = range_of(pointer, bytes);
   bool registered, flying;

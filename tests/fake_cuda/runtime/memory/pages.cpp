@@ -14,8 +14,8 @@ std::shared_mutex memory_in_use;
 
 }  // namespace
 
-// At addresses that fall from call to call, as drivers have it: of blocks that are equally large the caching allocator
-// takes the lowest.
+// Maps pages at addresses that fall from call to call, as drivers do: among blocks of one size the caching allocator
+// takes the lowest address.
 void* map_pages(size_t bytes) {
   constexpr size_t step = 2 << 20;
   static std::atomic<uintptr_t> lowest{uintptr_t{1} << 45};
@@ -32,12 +32,12 @@ bool is_mapped(const Range& range) {
   return range.bytes == 0 || mincore(reinterpret_cast<void*>(begin), end - begin, resident.data()) == 0;
 }
 
-// Past the watch over munmap.
+// Unmaps pages without the watch over munmap.
 int unmap_pages(void* pointer, size_t bytes) { return static_cast<int>(syscall(SYS_munmap, pointer, bytes)); }
 
 std::shared_lock<std::shared_mutex> hold_memory() { return std::shared_lock<std::shared_mutex>(memory_in_use); }
 
-// Not while a stream is just touching memory: a test that unmaps too early fails by a fault, not by a crash.
+// Waits until no stream touches memory: a test that unmaps too early gets a fault, not a crash.
 int unmap_when_unused(void* pointer, size_t bytes) {
   std::unique_lock<std::shared_mutex> alone(memory_in_use);
   return unmap_pages(pointer, bytes);

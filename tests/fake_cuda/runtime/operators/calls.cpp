@@ -1,5 +1,5 @@
-// What the host does for an operator, which is what it does for a GPU: it finds the results' shapes,
-// takes memory from torch's CUDA allocator, puts a job on the current stream and goes on.
+// The host's part of an operator, as for a GPU: it finds the results' shapes, takes memory from torch's CUDA allocator,
+// puts a job on the current stream and goes on.
 #include <ATen/Functions.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/cuda/CUDAFunctions.h>
@@ -14,7 +14,7 @@
 namespace fake_cuda {
 namespace {
 
-// Besides single numbers, these take tensors of the host: their indices.
+// Operators whose indices may be tensors of the host. All operators take single numbers of the host.
 const std::set<std::string> TAKE_HOST_TENSORS = {"aten::index", "aten::index_put", "aten::index_put_",
                                                  "aten::_index_put_impl_", "aten::_unsafe_index", "aten::_unsafe_index_put"};
 
@@ -56,7 +56,7 @@ bool has_mask(const Stack& arguments) {
   return found;
 }
 
-// Operators whose results have a shape that depends on the data. CUDA's make the host wait, and so do these.
+// Whether the shape of the results depends on the data. Such operators make the host wait, as CUDA's do.
 bool shape_depends_on_data(const OperatorHandle& op, const Stack& arguments) {
   if (TAKE_HOST_TENSORS.count(op.schema().name())) return has_mask(arguments);
   return op.hasTag(at::Tag::dynamic_output_shape) || op.hasTag(at::Tag::data_dependent_output);
@@ -69,7 +69,7 @@ Tensor new_on_device(const Tensor& like, c10::Device device) {
   return at::empty_strided(like.sizes(), like.strides(), like.options().device(device).pinned_memory(false));
 }
 
-// What an operator that writes into its arguments returns: those of its arguments that its schema names.
+// Returns the arguments that an operator has written, in the order of its schema.
 void return_written(const OperatorHandle& op, const Stack& arguments, Stack* stack) {
   for (const auto& result : op.schema().returns()) {
     TORCH_CHECK(result.alias_info(), op.operator_name(), " writes and makes new tensors as well");

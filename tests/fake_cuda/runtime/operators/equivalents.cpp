@@ -1,5 +1,5 @@
-// Operators that only GPUs have, by what a CPU does in their place: results have the GPU operator's form and the bits
-// that the same model has on a CPU.
+// CPU equivalents of the operators that only GPUs have: results have the GPU operator's form and the bits that the same
+// model has on a CPU.
 #include "operators.hpp"
 
 #include <ATen/CPUGeneratorImpl.h>
@@ -59,7 +59,7 @@ struct Attention {
     return at::softmax(scores, -1);
   }
 
-  Tensor kept(uint64_t seed) const {  // 0, or what makes up for the others
+  Tensor kept(uint64_t seed) const {  // 0, or 1 / (1 - dropout)
     const auto mask = at::empty({query.size(0), query.size(1), query.size(2), key.size(2)}, query.options());
     return mask.bernoulli_(1 - dropout, at::detail::createCPUGenerator(seed)) / (1 - dropout);
   }
@@ -173,7 +173,7 @@ void cudnn_batch_norm_backward(const OperatorHandle&, Stack& s) {
   s = {input, weight, bias};
 }
 
-// CPUs have no such operator but differentiate the norm's parts: these gradients differ from theirs in the last bits.
+// CPUs differentiate the norm's parts instead: their gradients differ from these in the last bits.
 // grad_out, input, normalized_shape, rstd, weight, output_mask
 void rms_norm_backward(const OperatorHandle&, Stack& s) {
   const Tensor grad = s[0].toTensor().to(at::kFloat), input = s[1].toTensor(), rstd = s[3].toTensor();
@@ -225,7 +225,7 @@ const std::vector<Equivalent>& equivalents() {
       {{"aten::native_dropout", ""}, native_dropout},
       {{"aten::histc", ""}, histogram},
       {{"aten::_fused_rms_norm_backward", ""}, rms_norm_backward},
-      // Composed on a CPU out of parts, of which the GPU's would be other ones.
+      // A CPU composes these of other parts than a GPU.
       {{"aten::convolution", ""}, run_cpu_kernel},
       {{"aten::convolution_backward", ""}, run_cpu_kernel},
   };

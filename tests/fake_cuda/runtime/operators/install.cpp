@@ -14,14 +14,14 @@ namespace {
 
 using at::Tensor;
 
-// torch's own CUDA code does these: they touch no data, or move it by the runtime's copies. (The last three are below.)
+// Operators of torch's own CUDA code: they touch no data, or move it by the runtime's copies. (Below: the last three.)
 const std::set<std::string> LEFT_TO_TORCH = {
     "aten::empty", "aten::empty_strided", "aten::resize_", "aten::set_", "aten::is_set_to", "aten::record_stream",
     "aten::_local_scalar_dense", "aten::_fused_sdp_choice", "aten::_use_cudnn_ctc_loss",
     "aten::_use_miopen_ctc_loss", "aten::_cudnn_init_dropout_state", "aten::copy_", "aten::_foreach_copy_", "aten::equal"};
 
-// ---- Copies: torch's own code copies between host and device, between devices, and what is a plain run of bytes. It
-// converts and rearranges on the device by a kernel, which is ours.
+// ---- Copies: torch's own code copies between host and device, between devices, and contiguous bytes. Conversions and
+// rearrangements on the device take a kernel, which is defined here.
 
 OperatorHandle find_operator(const char* name) { return c10::Dispatcher::singleton().findSchemaOrThrow(name, ""); }
 
@@ -44,7 +44,7 @@ void copy_all(at::TensorList to, at::TensorList from, bool non_blocking) {
   for (size_t i = 0; i < to.size(); i++) to[i].copy_(from[i], non_blocking);
 }
 
-// torch's own compares by a kernel that it does not look up as an operator.
+// torch's own `equal` launches a kernel without looking it up as an operator.
 bool equal(const Tensor& first, const Tensor& second) {
   if (first.sizes() != second.sizes()) return false;
   return at::eq(first, second).all().item<bool>();
@@ -62,7 +62,7 @@ bool is_view(const c10::FunctionSchema& schema) {
                      [](const auto& result) { return result.alias_info() && !result.alias_info()->isWrite(); });
 }
 
-// Replacing torch's kernels is what this file is for, so that torch need not warn of it.
+// Silences torch's warnings that kernels are replaced.
 class Silence : public c10::WarningHandler {
   void process(const c10::Warning&) override {}
 };

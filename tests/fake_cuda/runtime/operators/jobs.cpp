@@ -1,5 +1,5 @@
-// What a stream does for an operator: it sees device memory as CPU tensors and calls the CPU's kernel. It holds
-// addresses, not tensors: whoever frees memory too early is found out.
+// The stream's part of an operator: it sees device memory as CPU tensors and calls the CPU's kernel. It holds
+// addresses, not tensors, so that memory that is freed too early is a fault.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/cuda/CUDAGeneratorImpl.h>
 #include <c10/core/InferenceMode.h>
@@ -11,7 +11,7 @@
 namespace fake_cuda {
 namespace {
 
-// What the job will see: device memory, and copies of what the host may change meanwhile.
+// Returns the job's view of a tensor: device memory, or a copy of host memory, which the host may change meanwhile.
 Tensor for_job(const Tensor& tensor) {
   if (!tensor.defined()) return tensor;
   if (tensor.is_cuda()) return alias_on_cpu(tensor);
@@ -50,7 +50,7 @@ struct Job {
   std::optional<at::Generator> generator;  // for kernels that take none as an argument
   Stack arguments;
   Stack outputs;   // memory that the results are copied to, or
-  Stack* results;  // where they are wanted as they are; neither: the operator writes into its arguments
+  Stack* results;  // or that take the results as they are; neither if the operator writes into its arguments
 };
 
 void copy_results(const Stack& results, const Stack& outputs) {
@@ -69,7 +69,7 @@ void copy_results(const Stack& results, const Stack& outputs) {
 
 void run_job(void* data) {
   auto* job = static_cast<Job*>(data);
-  // Outside of it, what was allocated in it could not be written to.
+  // Tensors of inference mode can only be written in inference mode.
   const c10::InferenceMode in_inference_mode;
   generator_of_running_job = job->generator;
   try {

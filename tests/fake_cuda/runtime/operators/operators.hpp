@@ -1,4 +1,4 @@
-// What the files of the operators share.
+// Declarations that the files of the operators share.
 #pragma once
 
 #include <ATen/Tensor.h>
@@ -11,23 +11,23 @@ namespace fake_cuda {
 using c10::OperatorHandle;
 using torch::jit::Stack;
 
-// ---- calls.cpp: what the host does. Every operator of torch's that has a CUDA kernel becomes this function.
+// ---- calls.cpp: the host's part. Every operator of torch's that has a CUDA kernel becomes this function.
 
 void run_on_fake_device(const OperatorHandle& op, c10::DispatchKeySet, Stack* stack);
 
-// ---- shapes.cpp: which shapes results have.
+// ---- shapes.cpp: the shapes of results.
 
-// The results as tensors without memory, and outputs (`out=`) resized; errors about the arguments. Nothing where no "meta"
-// kernel says it.
+// Returns the results as tensors without memory, resizes outputs (`out=`), and raises errors about the arguments.
+// Returns nothing for an operator without a "meta" kernel.
 std::optional<Stack> infer_results(const OperatorHandle& op, const Stack& arguments);
 
-// Whether it has arguments that are given the results' shape.
+// Whether the operator resizes some of its arguments to the results' shape.
 bool resizes_outputs(const OperatorHandle& op);
 
-// ---- jobs.cpp: what the stream does.
+// ---- jobs.cpp: the stream's part.
 
-// Puts a call of the CPU's kernel on the current stream. What it returns is copied to `outputs`, device memory, or put
-// into `results` as it is. Neither: the operator writes into its arguments.
+// Puts a call of the CPU's kernel on the current stream. Its results are copied to `outputs`, device memory, or put
+// into `results` as they are. An operator that writes into its arguments has neither.
 void launch(const OperatorHandle& op, const Stack& arguments, const Stack& outputs, c10::Device device, Stack* results);
 
 bool is_generator(const c10::Argument& argument);
@@ -40,7 +40,7 @@ at::Generator job_generator();
 // Replaces the operator's arguments on the stack by its results, on CPU tensors.
 using CpuKernel = void (*)(const OperatorHandle&, Stack&);
 
-// What a CPU does instead of an operator that only GPUs have; null for all others.
+// Returns the CPU equivalent of an operator that only GPUs have; null for all others.
 CpuKernel find_equivalent(const c10::OperatorName& name);
 
 // Names of the operators that have an equivalent.

@@ -1,5 +1,5 @@
-// Which shapes an operator's results have, by its "meta" kernel: it checks the arguments and computes no numbers. Many of
-// these kernels are written in Python and take a millisecond, so each is asked once for arguments of the same layout.
+// Shapes of an operator's results by its "meta" kernel, which checks the arguments and computes no numbers. Many meta
+// kernels are written in Python and take a millisecond, so each is called once for arguments of the same layout.
 #include <ATen/Functions.h>
 
 #include <mutex>
@@ -53,7 +53,7 @@ void resize_outputs(const OperatorHandle& op, const Stack& arguments, const Stac
   }
 }
 
-// ---- What is known already
+// ---- The cache of shapes
 
 void describe(const Tensor& tensor, std::ostream& out) {
   if (!tensor.defined()) {
@@ -65,7 +65,7 @@ void describe(const Tensor& tensor, std::ostream& out) {
   out << ',';
 }
 
-// All that a meta kernel may look at.
+// Describes all that a meta kernel may look at.
 std::string describe(const OperatorHandle& op, const Stack& arguments) {
   std::ostringstream out;
   out << op.operator_name() << c10::get_default_dtype() << '(';

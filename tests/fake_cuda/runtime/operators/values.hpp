@@ -19,7 +19,7 @@ inline Tensor alias_on_cpu(const Tensor& tensor) {
   return alias;
 }
 
-// `function` of each tensor, alone or in a list; devices become `device`.
+// Applies `function` to each tensor, alone or in a list, and replaces devices by `device`.
 template <class Function>
 IValue map_tensors(const IValue& value, c10::DeviceType device, Function function) {
   if (value.isTensor()) return function(value.toTensor());

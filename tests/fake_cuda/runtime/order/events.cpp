@@ -9,7 +9,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// A place in a stream's queue, and when the stream got there.
+// A place in a stream's queue, and the time at which the stream reached the place.
 struct Record {
   Stream* stream;
   uint64_t position = 0;
@@ -41,7 +41,7 @@ std::shared_ptr<Record> record_of(const Event& event) {
   return event.record;
 }
 
-// The event and the stream behind two handles, or the error of a call that got a handle of none.
+// Finds the event and the stream of two handles, or returns the error of a call with an unknown handle.
 cudaError_t look_up(const char* call, cudaEvent_t event_handle, cudaStream_t stream_handle, Event** event, Stream** stream) {
   *event = find_event(event_handle);
   *stream = find_stream(stream_handle);
@@ -68,7 +68,7 @@ EXPORTED cudaError_t cudaEventCreateWithFlags(cudaEvent_t* handle, unsigned flag
 
 EXPORTED cudaError_t cudaEventCreate(cudaEvent_t* handle) { return cudaEventCreateWithFlags(handle, 0); }
 
-// Whoever waits for the event goes on waiting: the record outlives it.
+// Streams and hosts that wait for the event go on waiting: the record outlives the event.
 EXPORTED cudaError_t cudaEventDestroy(cudaEvent_t handle) {
   if (!may_use_cuda()) return cudaErrorInitializationError;
   Event* event = find_event(handle);
@@ -88,7 +88,7 @@ EXPORTED cudaError_t cudaEventRecordWithFlags(cudaEvent_t handle, cudaStream_t s
     return fault(cudaErrorInvalidResourceHandle, "cudaEventRecord: the event belongs to another device than the stream");
   auto record = std::make_shared<Record>();
   record->stream = stream;
-  // Found by nobody before its position is known.
+  // The record is published after its position is known.
   record->position = submit(*stream, [record] { record->time = Clock::now().time_since_epoch().count(); });
   std::lock_guard<std::mutex> lock(events_mutex);
   event->record = record;
@@ -99,7 +99,7 @@ EXPORTED cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   return cudaEventRecordWithFlags(event, stream, 0);
 }
 
-// The stream, not the host, waits; and for the record that the event has now, whatever is recorded later.
+// The stream, not the host, waits, for the event's present record; later records do not count.
 EXPORTED cudaError_t cudaStreamWaitEvent(cudaStream_t stream_handle, cudaEvent_t handle, unsigned) {
   RETURN_IF_UNUSABLE(current_device());
   Event* event;

@@ -1,4 +1,4 @@
-// Kernels: what is launched on streams.
+// Kernels, and their launch on streams.
 #include "runtime.hpp"
 
 #include <map>
@@ -9,7 +9,7 @@ using namespace fake_cuda;
 
 namespace {
 
-// The names of the kernels that libraries bring along as GPU code, which nothing here can run.
+// The names of the kernels that libraries contain as GPU code, which the fake device cannot run.
 std::map<const void*, std::string>& kernel_names() {
   static auto* names = new std::map<const void*, std::string>;
   return *names;
@@ -72,7 +72,7 @@ void fake_cuda_wait(cudaStream_t handle) {
   stream->wait(stream->last_position());
 }
 
-// ---- What the compiler of GPU code calls behind the `kernel<<<grid, block>>>(...)` notation.
+// ---- Functions that the compiler of GPU code calls behind the `kernel<<<grid, block>>>(...)` notation.
 
 EXPORTED void** __cudaRegisterFatBinary(void*) {
   static void* module;

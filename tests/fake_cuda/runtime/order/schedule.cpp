@@ -1,6 +1,6 @@
 // The schedule: seeded delays of copies and kernels.
 //
-// A delay follows from the seed, the stream and how many delays were drawn for that stream before, and is drawn when the
+// A delay follows from the seed, the stream and the number of that stream's earlier delays, and is drawn when the
 // work is submitted. So a program that submits the same work in the same order gets the same delays, however long
 // anything takes. Streams are numbered by their first delays, since torch hands out another stream each time.
 #include "runtime.hpp"
@@ -62,7 +62,7 @@ EXPORTED void fake_cuda_restart_schedule() {
   delays().clear();
 }
 
-// The delays since then, one line for each stream. Stays valid until the next call.
+// The delays since the restart, one line for each stream. The text stays valid until the next call.
 EXPORTED const char* fake_cuda_delays() {
   static auto* text = new std::string;
   std::lock_guard<std::mutex> lock(schedule_mutex);

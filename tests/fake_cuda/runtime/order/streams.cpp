@@ -10,7 +10,7 @@
 namespace fake_cuda {
 namespace {
 
-// Guards the set below. What it holds is never deleted: a thread may still be about to look at it.
+// Guards the set below. Its streams are never deleted: a thread may still be about to look at one.
 std::mutex streams_mutex;
 uint64_t num_created = MAX_DEVICES;
 
@@ -73,7 +73,7 @@ void Stream::run() {
       jobs_.pop_front();
     }
     job();
-    job = nullptr;  // what it holds is gone before anyone can know that it has run
+    job = nullptr;  // drops the objects of the job before its end becomes visible
     std::lock_guard<std::mutex> lock(mutex_);
     finished_++;
     changed_.notify_all();
@@ -106,8 +106,8 @@ Stream* find_stream(cudaStream_t handle) {
   return live_streams().count(stream) ? stream : nullptr;
 }
 
-// The legacy default stream and the blocking streams of its device take turns: what is submitted to one side waits for
-// all that was submitted to the other before. torch's own streams are non-blocking and take no part.
+// The legacy default stream and the blocking streams of its device take turns: a job of one side waits for all earlier
+// jobs of the other. torch's own streams are non-blocking and take no part.
 uint64_t submit(Stream& stream, Job job) {
   static const int drain = std::atexit(drain_at_exit);
   (void)drain;
@@ -178,7 +178,7 @@ EXPORTED cudaError_t cudaStreamCreateWithPriority(cudaStream_t* handle, unsigned
 
 EXPORTED cudaError_t cudaStreamCreate(cudaStream_t* handle) { return cudaStreamCreateWithPriority(handle, 0, 0); }
 
-// What is queued is still done.
+// Jobs in the queue still run.
 EXPORTED cudaError_t cudaStreamDestroy(cudaStream_t handle) {
   if (!may_use_cuda()) return cudaErrorInitializationError;
   Stream* stream = find_stream(handle);
@@ -227,7 +227,7 @@ EXPORTED cudaError_t cudaStreamAddCallback(cudaStream_t handle, cudaStreamCallba
   return cudaSuccess;
 }
 
-// Without the default streams, which nobody makes.
+// The number of streams without the default streams, which are not made by a call.
 EXPORTED int64_t fake_cuda_num_streams() {
   std::lock_guard<std::mutex> lock(streams_mutex);
   return std::count_if(live_streams().begin(), live_streams().end(), [](Stream* s) { return !is_default(*s); });

@@ -1,0 +1,100 @@
+"""The fields of a `JobSpec` as flags of a command, and `--spec FILE`."""
+
+import argparse
+import re
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hf_memopt.command_line import number
+from hf_memopt.jobs.spec import DEFAULTS, FIELDS, NOT_CLIPPED, JobSpec, SpecField, read_spec
+
+
+def add_flags(group: Any, *names: str) -> None:
+    """Add flags for fields of `JobSpec`, without defaults: the flags that are not typed leave no trace."""
+    for name in names:
+        each = FIELDS[name]
+        default = f" (default: {DEFAULTS[name]})" if name in DEFAULTS else ""
+        options = each.options | {"help": each.options["help"] + default} | _reading(each)
+        group.add_argument(each.flag, **options, default=argparse.SUPPRESS)
+
+
+def spec_of(parsed: argparse.Namespace) -> JobSpec:
+    """Return the job that a command's flags and the file of `--spec` describe; flags win over the file.
+
+    Raises:
+        ValueError: the file cannot be read; names `--spec`.
+    """
+    with flags_named({"spec"}):
+        held = read_spec(parsed.spec) if "spec" in parsed else JobSpec()
+    return replace(held, **{name: value for name, value in vars(parsed).items() if name in FIELDS})
+
+
+def flags_in_errors(parsed: argparse.Namespace, spec: JobSpec, flags: Collection[str]) -> set[str]:
+    """Return the fields that errors call by their flags: those of the command whose value is not from a file.
+
+    Args:
+        parsed: the command line.
+        spec: the job that it describes.
+        flags: fields that are flags of the command.
+    """
+    return {name for name in flags if name in parsed or name not in spec.said()}
+
+
+def add_spec(parser: argparse.ArgumentParser) -> None:
+    """Add `--spec`."""
+    parser.add_argument(
+        "--spec",
+        type=Path,
+        default=argparse.SUPPRESS,
+        metavar="FILE",
+        help="YAML or JSON with fields named like the flags of estimate and plan, such as seq_len: 4096; flags win "
+        "over the file",
+    )
+
+
+def _reading(each: SpecField) -> dict[str, Any]:
+    """Return the options of `add_argument` about a field's type."""
+    if each.kind is bool:
+        return {"action": "store_true"}
+    if each.kind is list:
+        return {"action": "append"}
+    if each.allowed is not None:
+        parse = number(each.allowed)
+        return {"type": _or_none(parse) if each.kind is float else parse}
+    return {} if each.kind is str else {"type": each.kind}
+
+
+def _or_none(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    def parse_other(text: str) -> Any:
+        return text if text == NOT_CLIPPED else parse(text)
+
+    parse_other.__name__ = parse.__name__
+    return parse_other
+
+
+@contextmanager
+def flags_named(names: Collection[str]) -> Iterator[None]:
+    """Name flags where errors inside name these fields."""
+    try:
+        yield
+    except ValueError as error:
+        message = with_flags(str(error), names)
+        if message == str(error):
+            raise
+        raise ValueError(message) from error
+
+
+def with_flags(message: str, names: Collection[str]) -> str:
+    """Return a message with flags for fields: `seq_len=0` becomes `--seq-len=0`, `padding=True` becomes `--padding`.
+
+    A field of one word is one only before "=". The field of a configuration that follows its model's name is none.
+    """
+    for name in names:
+        is_switch = name in FIELDS and FIELDS[name].kind is bool
+        value = "=True" if is_switch else "(?==)"
+        written = rf"{name}(?:{value})?\b" if "_" in name else f"{name}{value}"
+        message = re.sub(rf"(?<!': )(?<![\w.'/-]){written}", f"--{name.replace('_', '-')}", message)
+    return message

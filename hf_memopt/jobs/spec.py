@@ -1,0 +1,306 @@
+"""The description of a job: the fields that the flags of `hf-memopt estimate` and `plan`, a file, and Python share.
+
+It imports no torch, so that `--help` and a misspelt flag take no time.
+"""
+
+import difflib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+from hf_memopt.command_line import flag
+from hf_memopt.ranges import COUNT, POSITIVE, Range, ranges_in
+
+# The values of options that take one of a few, the default first.
+CHOICES: dict[str, tuple[str, ...]] = {
+    "task": (
+        "auto",
+        "seq2seq",
+        "speech-seq2seq",
+        "masked",
+        "image-text-to-text",
+        "causal",
+        "image-classification",
+        "sequence-classification",
+        "token-classification",
+        "ctc",
+        "denoising",
+    ),
+    "dtype": ("float32", "bfloat16", "float16"),
+    "quantize": ("none", "nf4", "int8", "int8-torchao"),
+    "precision": ("no", "bf16", "fp16"),
+    "attention": ("auto", "sdpa", "eager"),
+    "loss": ("full", "chunked"),
+    "optimizer": (
+        "adamw",
+        "adamw-foreach",
+        "sgd",
+        "adamw-8bit",
+        "adamw-4bit",
+        "adamw-8bit-bnb",
+        "paged-adamw-8bit",
+        "paged-adamw-32bit",
+        "adafactor",
+    ),
+    "engine": ("ddp", "fsdp2", "fsdp2-no-reshard", "zero2", "zero3"),
+    "checkpointing": ("none", "selective", "full"),
+    "offload": ("off", "auto", "inputs", "all"),
+}
+# What a model is trained with where nothing else is said.
+DEFAULTS: dict[str, Any] = {name: values[0] for name, values in CHOICES.items()} | {
+    "batch_size": 1,
+    "seq_len": 2048,
+    "images_per_sample": 1,
+    "max_grad_norm": 1.0,
+    "num_gpus": 1,
+}
+NOT_CLIPPED = "none"
+_CARD = "a card (a100-80gb, 4090, ...), a size (8GiB), or a size with a card's speed (48GiB@l40s)"
+
+Text = str | None
+File = Path | None
+Count = Annotated[int | None, COUNT]
+
+
+@dataclass(frozen=True)
+class JobSpec:
+    """A training run, the card for it, and the answers that are asked for. Each field's help is its documentation.
+
+    A field that is None, False or empty is not said: it is left to `DEFAULTS`, to the file of `training_args`, or to
+    the recipe's configuration. transformers' `HfArgumentParser` reads the class, too; the command has a reader of its
+    own (`commands.spec_flags`), since importing transformers takes more than a second.
+
+    Raises:
+        ValueError: a value is none of its field's; names the field, the value and what it takes.
+    """
+
+    model: Text = flag(None, "hub id, folder or config.json of a transformers model", metavar="MODEL")
+    training_args: File = flag(
+        None,
+        "YAML or JSON with fields of TrainingArguments, or of TRL's SFTConfig and ModelConfig: train as the file "
+        "says; other flags override it",
+        metavar="FILE",
+    )
+    recipe: Text = flag(
+        None, "instead of MODEL: a recipe (default: the one that --config is named after)", metavar="NAME"
+    )
+    config: File = flag(None, "the recipe's configuration file", metavar="FILE")
+    set: list[str] = flag([], "one of the recipe's levers; may be repeated", metavar="NAME=VALUE")
+    gpu: Text = flag(None, f"the card to fit: {_CARD}")
+    host: Text = flag(None, "host memory that may be used, such as 32GiB (default: any)")
+    link: Text = flag(None, "bandwidth between host and device, such as 12GBps (default: the card's)")
+    batch_size: Count = flag(None, "samples per forward pass")
+    accumulation: Count = flag(None, "forward passes per update (default: 1, or the recipe's)")
+    effective_batch: Count = flag(None, "samples per update (default: the configuration's)")
+    task: Text = flag(
+        None, "what the model learns; auto: by the class that the configuration names", choices=CHOICES["task"]
+    )
+    dtype: Text = flag(None, "of the weights", choices=CHOICES["dtype"])
+    quantize: Text = flag(
+        None,
+        "frozen weights in 4 or 8 bits by bitsandbytes, or in 8 by torchao; with --lora-rank",
+        choices=CHOICES["quantize"],
+    )
+    precision: Text = flag(
+        None,
+        "accelerate's autocast; a recipe has its own, or tries both with auto",
+        choices=(*CHOICES["precision"], "auto"),
+    )
+    attention: Text = flag(None, "auto: transformers' choice", choices=CHOICES["attention"])
+    loss: Text = flag(None, "full: from all logits at once; chunked: tile by tile, as in TRL", choices=CHOICES["loss"])
+    optimizer: Text = flag(
+        None,
+        "torch's fused AdamW, torch's default one, SGD without momentum, torchao's AdamW in few bits, bitsandbytes', "
+        "or Adafactor",
+        choices=CHOICES["optimizer"],
+    )
+    engine: Text = flag(
+        None, "how several GPUs share the run; zero2 and zero3 need DeepSpeed", choices=CHOICES["engine"]
+    )
+    seq_len: Count = flag(None, "tokens per sample, image tokens included, or frames of sound")
+    lora_rank: Count = flag(None, "train adapters of this rank and freeze the rest (default: none)")
+    lora_targets: Text = flag(
+        None,
+        "layers that get adapters, such as q_proj,v_proj (default: all-linear; for a denoiser, the layers that "
+        "diffusers' scripts adapt)",
+    )
+    images_per_sample: Count = flag(None, "images beside the text of a vision-language model")
+    image_size: Text = flag(
+        None,
+        "size of these images after the model's processor, or of those that a denoiser learns (default: the "
+        "configuration's, if it has one)",
+        metavar="H[xW]",
+    )
+    freeze_vision_tower: bool = flag(False, "do not train the vision tower, and give it no adapters")
+    padding: bool = flag(False, "give batches an attention mask, as if some samples were shorter")
+    use_dora: bool = flag(False, "adapters with a magnitude for each output (DoRA)")
+    optimizer_in_backward: bool = flag(
+        False, "update each weight as soon as its gradient is there; with --max-grad-norm none, without --accumulation"
+    )
+    max_grad_norm: Annotated[float | str | None, POSITIVE] = flag(
+        None, "clip gradients to this norm; none: do not clip"
+    )
+    num_gpus: Count = flag(None, "GPUs, with one process each; all figures are for one GPU")
+    checkpointing: Text = flag(None, "of activations", choices=CHOICES["checkpointing"])
+    offload: Text = flag(None, "of activations", choices=CHOICES["offload"])
+    check: bool = flag(False, "exit status 1 if it does not fit on --gpu")
+    explain: bool = flag(False, "say why each lever is used or not")
+    json: File = flag(None, "also write everything as JSON", metavar="FILE")
+    timeline: File = flag(None, "also draw memory over the step, by kind", metavar="FILE.html")
+    snapshot: File = flag(
+        None,
+        "also write a memory snapshot, which https://pytorch.org/memory_viz opens like that of a real run",
+        metavar="FILE.pickle",
+    )
+    output: File = flag(None, "folder for the chosen configuration and an accelerate config")
+    workers: Count = flag(None, "simulations at once (default: one per core)")
+
+    def __post_init__(self) -> None:
+        for name, value in self.said().items():
+            object.__setattr__(self, name, FIELDS[name].read(value))
+
+    def said(self) -> dict[str, Any]:
+        """Return the fields that have a value, in their order."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {
+            name: value for name, value in values.items() if value is not None and value is not False and value != []
+        }
+
+    @property
+    def is_of_recipe(self) -> bool:
+        """Return whether a recipe trains, rather than the trainer of a file or a model."""
+        return self.training_args is None and (self.recipe or self.config) is not None
+
+
+@dataclass(frozen=True)
+class SpecField:
+    """A field of `JobSpec`.
+
+    Attributes:
+        name: name of the field.
+        kind: type of its values.
+        allowed: range of its numbers; None, it has none.
+        options: options of argparse's `add_argument`: help, metavar and choices.
+    """
+
+    name: str
+    kind: type
+    allowed: Range | None
+    options: dict[str, Any]
+
+    @property
+    def flag(self) -> str:
+        """The field's flag on a command line."""
+        return f"--{self.name.replace('_', '-')}"
+
+    def words(self, value: Any) -> list[str]:
+        """Return the flag with a value, as they are written on a command line."""
+        return [self.flag] if self.kind is bool else [self.flag, str(value)]
+
+    def read(self, value: Any) -> Any:
+        """Return a value from Python or from a file as the field's type; a number may be a text.
+
+        Raises:
+            ValueError: the field does not take it.
+        """
+        if self.allowed is not None:
+            return self._number(value, self.allowed)
+        if self.kind is bool:
+            return self._expect(value, isinstance(value, bool), "true or false")
+        if self.kind is list:
+            return self._expect(value, isinstance(value, list | tuple), "a list")
+        self._expect(value, isinstance(value, str | int | float | Path), "a text")
+        known = self.options.get("choices")
+        if known and value not in known:
+            raise ValueError(f"{self.name}={value!r} is unknown; choose from {', '.join(known)}")
+        return self.kind(value)
+
+    def _number(self, value: Any, allowed: Range) -> Any:
+        if self.kind is float and value == NOT_CLIPPED:
+            return value
+        if isinstance(value, str):  # as YAML reads 1e-3
+            try:
+                value = self.kind(value)
+            except ValueError as error:
+                raise ValueError(f"{self.name}={value!r} {allowed.complaint(value)}") from error
+        self._expect(value, not isinstance(value, bool), "a number")
+        allowed.check(self.name, value)
+        return value
+
+    def _expect(self, value: Any, is_right: bool, kind: str) -> Any:
+        if not is_right:
+            raise ValueError(f"{self.name}={value!r} must be {kind}")
+        return value
+
+
+_KINDS: dict[Any, type] = {
+    bool: bool,
+    list[str]: list,
+    str | None: str,
+    Path | None: Path,
+    int | None: int,
+    float | str | None: float,
+}
+
+
+def _fields() -> dict[str, SpecField]:
+    kinds, hints = get_type_hints(JobSpec), get_type_hints(JobSpec, include_extras=True)
+    return {
+        each.name: SpecField(
+            each.name, _KINDS[kinds[each.name]], next(ranges_in(hints[each.name]), None), dict(each.metadata)
+        )
+        for each in fields(JobSpec)
+    }
+
+
+FIELDS = _fields()
+
+
+def read_spec(path: Path) -> JobSpec:
+    """Read a file of `JobSpec`'s fields, YAML or JSON.
+
+    Raises:
+        ValueError: it cannot be read, has a field that there is not, or a value that its field does not take.
+    """
+    source = f"spec={str(path)!r}"
+    held = read_fields(source, path, "a job", "seq_len: 4096")
+    for name in held:
+        if name not in FIELDS:
+            raise ValueError(f"{source}: {name!r} is not a field of a job; the nearest is {nearest(name, FIELDS)}")
+    try:
+        return JobSpec(**held)
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from error
+
+
+def read_fields(source: str, path: Path, owner: str, example: str) -> dict[str, Any]:
+    """Read a file of fields without sections, YAML or JSON.
+
+    Args:
+        source: the file, as messages name it.
+        path: path of the file.
+        owner: the thing whose fields these are, for messages.
+        example: a line of such a file.
+
+    Raises:
+        ValueError: there is no such file, it cannot be read, or it holds no fields.
+    """
+    import yaml
+
+    if not path.is_file():
+        raise ValueError(f"{source} is not a file; name the YAML or JSON file with the fields of {owner}")
+    try:
+        text = path.read_text(encoding="utf-8")
+        given = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (ValueError, yaml.YAMLError) as error:
+        raise ValueError(f"{source} cannot be read: {error}") from error
+    if not isinstance(given, dict):
+        raise ValueError(f"{source} holds no fields; write one in each line, such as {example}")
+    return given
+
+
+def nearest(name: object, known: Iterable[str]) -> str:
+    """Return the one of the known names that is most like a name."""
+    return difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.0)[0]

@@ -1,0 +1,145 @@
+"""The workload of a spec: of a model, of a file of arguments, or of a recipe; and the step that the spec describes."""
+
+import importlib
+import pkgutil
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from hf_memopt.estimate.simulated_step import SimulatedStep
+from hf_memopt.jobs.huggingface import HuggingFaceModel
+from hf_memopt.jobs.spec import FIELDS, NOT_CLIPPED, JobSpec
+from hf_memopt.jobs.workload import Lever, Workload
+
+# Trainers and recipes stand above this package and use it; they are found by name.
+_FILES = "hf_memopt.integrations.transformers.file_workload"
+_RECIPES = "hf_memopt.recipes"
+# The fields of a spec that a model's workload has too.
+OF_MODELS = tuple(each.name for each in fields(HuggingFaceModel) if each.name in FIELDS)
+
+
+def workload_of(spec: JobSpec) -> Workload:
+    """Return the workload that a spec describes, for `plan` and for `given_step`.
+
+    Raises:
+        ValueError: the spec names nothing to train, or two things, or has a value that is not simulated.
+    """
+    if spec.training_args is not None:
+        made: Workload = importlib.import_module(_FILES).file_workload(spec)
+        return made
+    return _of_recipe(spec) if spec.is_of_recipe else _of_model(spec)
+
+
+def given_step(spec: JobSpec, workload: Workload) -> tuple[SimulatedStep, int]:
+    """Return the step with the spec's own batch, checkpointing and offloading, and the forward passes of an update.
+
+    Args:
+        spec: the description.
+        workload: its workload.
+
+    Raises:
+        ValueError: the settings do not go together, or no lever of the recipe has them.
+    """
+    made: Any = workload
+    micro_batch = spec.batch_size or 1
+    if spec.training_args is not None:
+        micro_batch = made.micro_batch
+        step: SimulatedStep = made.as_given(spec.offload or "off")
+    elif spec.is_of_recipe:
+        settings = {each.name: each.values[0] for each in workload.levers} | _chosen(spec.set, workload.levers)
+        step = workload.simulated(settings, micro_batch)
+    else:
+        step = made.step_with(spec.checkpointing or "none", spec.offload or "off", micro_batch)
+    passes = workload.effective_batch // (micro_batch * step.num_gpus)
+    if spec.accumulation not in (None, passes):
+        raise ValueError(
+            f"accumulation={spec.accumulation}: effective_batch={workload.effective_batch} has {passes} passes of "
+            f"batch_size={micro_batch}; leave one of them out"
+        )
+    return step, passes
+
+
+def _of_model(spec: JobSpec) -> HuggingFaceModel:
+    if spec.model is None:
+        raise ValueError("name a MODEL (hub id, folder or config.json), or a recipe with its config, or training_args")
+    options = {name: value for name, value in spec.said().items() if name in OF_MODELS}
+    if spec.max_grad_norm == NOT_CLIPPED:
+        options["max_grad_norm"] = None
+    batch = (spec.batch_size or 1) * (spec.accumulation or 1) * (spec.num_gpus or 1)
+    return HuggingFaceModel(**{"effective_batch": batch} | options)
+
+
+# ---------------------------------------------------------------------------------------------------- recipes
+
+
+def _of_recipe(spec: JobSpec) -> Workload:
+    if spec.engine or (spec.num_gpus or 1) > 1:
+        raise ValueError(f"num_gpus={spec.num_gpus or 1}: recipes are simulated on one GPU; give num_gpus with a model")
+    if spec.model is not None:
+        asked = f"recipe={spec.recipe!r}" if spec.recipe else f"config={str(spec.config)!r}"
+        raise ValueError(f"{asked} and model={spec.model!r}: name one of them")
+    batch = spec.effective_batch
+    if batch is None and spec.accumulation is not None:
+        batch = (spec.batch_size or 1) * spec.accumulation
+    name = spec.recipe
+    if name is None and spec.config is not None:
+        name = recipe_of(spec.config)
+    return recipe_workload(name or "", spec.config, precision=spec.precision, effective_batch=batch)
+
+
+def recipe_workload(name: str, config: Path | None, **options: Any) -> Workload:
+    """Return the workload of a recipe and its configuration file.
+
+    Args:
+        name: such as "train_lgt" or "lgt".
+        config: the file that the recipe is started with.
+        options: options of the recipe's `workload`; those that are None are left to it.
+
+    Raises:
+        ValueError: there is no such recipe, or the file cannot be read.
+    """
+    recipe = name.removeprefix("train_")
+    if recipe not in _recipes():
+        raise ValueError(f"recipe={name!r} is not a recipe that can be simulated; choose from {', '.join(_recipes())}")
+    if config is None:
+        raise ValueError(f"recipe={name!r} needs config=FILE, which it would be started with")
+    if not config.is_file():
+        raise ValueError(f"config={str(config)!r} is not a file")
+    given = {option: value for option, value in options.items() if value is not None}
+    workload: Workload = importlib.import_module(f"{_RECIPES}.{_recipes()[recipe]}.workload").workload(config, **given)
+    return workload
+
+
+def recipe_of(config: Path) -> str:
+    """Return the recipe that a configuration file's name begins with: `lgt_demo.json` is for `train_lgt`.
+
+    Raises:
+        ValueError: no recipe's name begins the file's.
+    """
+    fitting = [recipe for recipe in _recipes() if f"{config.stem}_".startswith(f"{recipe}_")]
+    if not fitting:
+        raise ValueError(
+            f"config={str(config)!r}: no recipe's name begins this file's; say which with recipe={'|'.join(_recipes())}"
+        )
+    return max(fitting, key=len)
+
+
+def _recipes() -> dict[str, str]:
+    """Return the recipes that can be simulated, and the package in which the parts of each are."""
+    modules = list(pkgutil.iter_modules(importlib.import_module(_RECIPES).__path__))
+    scripts = [module.name.removeprefix("train_") for module in modules if not module.ispkg]
+    packages = [module.name for module in modules if module.ispkg]
+    return {script: package for script in sorted(scripts) for package in packages if script.startswith(package)}
+
+
+def _chosen(texts: Sequence[str], levers: Sequence[Lever]) -> dict[str, Any]:
+    values = {(each.name, str(value)): value for each in levers for value in each.values}
+    chosen = {}
+    for text in texts:
+        name, _, value = text.partition("=")
+        if (name, value) not in values:
+            known = "; ".join(f"{each.name}={'|'.join(map(str, each.values))}" for each in levers)
+            raise ValueError(f"set={text!r} is not a value of a lever; there are {known}")
+        chosen[name] = values[name, value]
+    return chosen

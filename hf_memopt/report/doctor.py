@@ -1,0 +1,350 @@
+"""The devices and limits of this machine, and the features of this library that work there: `hf-memopt doctor`."""
+
+import importlib.util
+import os
+import platform
+import resource
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Literal
+
+import psutil
+import torch
+
+from hf_memopt.memory.device_counters import counters_for
+from hf_memopt.text_table import align
+from hf_memopt.transfer import clock_for, copier_for
+from hf_memopt.transfer.host_memory import CGROUPS, MEMBERSHIP, cgroup_limits, pinned_empty
+from hf_memopt.transfer.link import measure_link
+from hf_memopt.units import GIB, MIB
+
+_REQUIRED = ("torch", "transformers", "accelerate", "datasets", "safetensors", "psutil")
+_OPTIONAL = ("lerobot", "trl", "peft", "diffusers", "neuraloperator", "matplotlib")
+_PINNED_PROBE_BYTES = 16 * MIB
+# A device is reported as a problem if less than this share of its memory is free.
+_FREE_SHARE = 0.5
+
+
+@dataclass(frozen=True)
+class LinkSpeed:
+    """Bandwidth between device and host in GB/s (1e9 bytes), one direction at a time."""
+
+    to_host_gb_per_s: float
+    to_device_gb_per_s: float
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device. Facts that do not exist there or could not be read are None, and `obstacle` says why.
+
+    Attributes:
+        name: such as `cuda:0`.
+        kind: the type of the device, with `rocm` told apart from `cuda`.
+        model: as its driver calls it.
+        pinned: link from and to page-locked host memory.
+        pageable: link from and to ordinary host memory.
+        can_pin: whether a block of 16 MiB could be page-locked.
+        has_counters: whether torch counts allocations there.
+    """
+
+    name: str
+    kind: str
+    model: str
+    free_gib: float | None = None
+    total_gib: float | None = None
+    pinned: LinkSpeed | None = None
+    pageable: LinkSpeed | None = None
+    can_pin: bool | None = None
+    has_counters: bool = False
+    obstacle: str | None = None
+
+
+@dataclass(frozen=True)
+class HostLimits:
+    """Host memory. A limit that is not set is None."""
+
+    total_gib: float
+    available_gib: float
+    cgroup_limit_gib: float | None
+    locked_limit_gib: float | None
+    num_cpus: int
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A feature of this library on this machine, and the reason for its state.
+
+    `untried` is expected to work, and was never tested on this kind of device.
+    """
+
+    name: str
+    status: Literal["on", "off", "untried"]
+    reason: str
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The facts about a machine; versions of packages that are not installed are None."""
+
+    devices: list[Device]
+    host: HostLimits
+    versions: dict[str, str | None]
+    features: list[Feature]
+    problems: list[str]
+
+
+def examine(device: str | None = None) -> Machine:
+    """Look at this machine; see `examine_device` for what it costs.
+
+    Args:
+        device: name of the only device to look at; None, all accelerators, or the CPU where there is none.
+
+    Raises:
+        ValueError: there is no such device.
+    """
+    devices = [examine_device(found) for found in find_devices(device)]
+    host, versions = host_limits(), find_versions()
+    features = find_features(devices[0], obstacle_to_compile(devices[0].kind))
+    return Machine(devices, host, versions, features, find_problems(devices, host, versions, device))
+
+
+# ------------------------------------------------------------------------------------------------ devices
+
+
+def find_devices(name: str | None = None) -> list[torch.device]:
+    """Return the devices that a name (`cuda`, `cuda:1`, `cpu`) means; None, all accelerators, or else the CPU.
+
+    Raises:
+        ValueError: this machine has no such device.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    count = torch.accelerator.device_count() if accelerator else 0
+    there = [torch.device(accelerator.type, index) for index in range(count)] if accelerator else []
+    if name is None:
+        return there or [torch.device("cpu")]
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"device={name!r} is not a device: {str(error).splitlines()[0]}") from error
+    candidates = [*there, torch.device("cpu")]
+    chosen = [found for found in candidates if found.type == device.type and device.index in (None, found.index)]
+    if not chosen:
+        raise ValueError(f"device={name!r} is not there; this machine has {', '.join(map(str, candidates))}")
+    return chosen
+
+
+def examine_device(device: torch.device) -> Device:
+    """Look at one device; copies some 400 MiB over its link, and waits for them."""
+    if device.type == "cpu":
+        return Device("cpu", "cpu", platform.machine(), obstacle="the CPU's memory is the host's: there is no link")
+    kind = "rocm" if torch.version.hip and device.type == "cuda" else device.type
+    if kind == "mps":
+        return Device(str(device), kind, kind, obstacle="device and host share one memory: there is no link")
+    try:
+        return _examine_accelerator(device, kind)
+    except RuntimeError as error:  # out of memory and lost devices among them
+        return Device(str(device), kind, kind, obstacle=str(error).splitlines()[0])
+
+
+def _examine_accelerator(device: torch.device, kind: str) -> Device:
+    free_bytes, total_bytes = torch.accelerator.get_memory_info(device)
+    can_pin = pinned_empty(_PINNED_PROBE_BYTES, device).is_pinned()
+    return Device(
+        str(device),
+        kind,
+        model=torch.get_device_module(device).get_device_name(device) if device.type in ("cuda", "xpu") else kind,
+        free_gib=free_bytes / GIB,
+        total_gib=total_bytes / GIB,
+        pinned=_link(device, pin_memory=True) if can_pin else None,
+        pageable=_link(device, pin_memory=False),
+        can_pin=can_pin,
+        has_counters=counters_for(device) is not None,
+    )
+
+
+def _link(device: torch.device, pin_memory: bool) -> LinkSpeed:
+    to_host, to_device = measure_link(copier_for(device, pin_memory), clock_for(device))
+    return LinkSpeed(to_host / 1e9, to_device / 1e9)
+
+
+# ------------------------------------------------------------------------------------------------ host and versions
+
+
+def host_limits(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> HostLimits:
+    """Return the memory of the host, and how much of it this process may take and lock."""
+    memory = psutil.virtual_memory()
+    limits = [limit for limit in cgroup_limits(cgroups, membership) if limit < memory.total]
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return HostLimits(
+        total_gib=memory.total / GIB,
+        available_gib=memory.available / GIB,
+        cgroup_limit_gib=min(limits) / GIB if limits else None,
+        locked_limit_gib=None if locked == resource.RLIM_INFINITY else locked / GIB,
+        num_cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else psutil.cpu_count(),
+    )
+
+
+def find_versions() -> dict[str, str | None]:
+    """Return versions by name; None for packages that are not installed."""
+    driver = Path("/sys/module/nvidia/version")
+    return {
+        "python": platform.python_version(),
+        **{name: _version(name) for name in ("hf_memopt", *_REQUIRED, *_OPTIONAL)},
+        "CUDA that torch was built for": torch.version.cuda,
+        "NVIDIA driver": driver.read_text().strip() if driver.exists() else None,
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+# ------------------------------------------------------------------------------------------------ features
+
+
+def find_features(device: Device, compile_obstacle: str | None) -> list[Feature]:
+    """Return the features of this library on a device.
+
+    Args:
+        device: an examined device.
+        compile_obstacle: answer of `obstacle_to_compile` for its kind.
+    """
+    kind = device.kind
+    copies = "copies on side streams, both directions at once"
+    no_copies = {
+        "cpu": "what runs on the CPU is in host memory already; SyncCopier() performs the copies, to try them",
+        "mps": "device and host share one memory, so that copies would free nothing",
+    }.get(kind)
+    no_counters = f"torch keeps no allocator counters on {kind}: host memory only" if not device.has_counters else None
+    no_oom = f"on {kind} torch raises a plain RuntimeError when memory runs out" if kind in ("cpu", "mps") else None
+    no_snapshot = "needs CUDA" if kind not in ("cuda", "rocm") else None
+    return [
+        _on_device("activation offloading", kind, no_copies, copies),
+        _on_device("teacher offloading", kind, no_copies, copies),
+        Feature("recomputation", "on", "SelectiveCheckpoint, on any device"),
+        _pinning(device),
+        _on_device(
+            "peak memory by phase",
+            kind,
+            no_counters,
+            "from the allocator's counters, without waiting for the device",
+        ),
+        _on_device("out-of-memory report", kind, no_oom, "explain_oom adds it to torch.OutOfMemoryError"),
+        _on_device("allocator snapshot", kind, no_snapshot, "records after torch.cuda.memory._record_memory_history()"),
+        Feature("leak detection", "on", "counts live storages, on any device"),
+        Feature("torch.compile", *(("off", compile_obstacle) if compile_obstacle else ("on", "its compiler is there"))),
+    ]
+
+
+def obstacle_to_compile(kind: str) -> str | None:
+    """Say why torch.compile cannot generate code for a kind of device; None if nothing is known to be missing."""
+    if kind == "mps":
+        return "not examined on this kind of device"
+    if kind != "cpu":
+        return None if importlib.util.find_spec("triton") else "the package triton is not installed"
+    # As torch._inductor.config.cpp.cxx chooses it.
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    return None if shutil.which(compiler) else f"the C++ compiler {compiler} is not installed (CXX names another)"
+
+
+def _on_device(name: str, kind: str, obstacle: str | None, reason: str) -> Feature:
+    """Return a feature that runs code on the device, which is proven on CUDA only."""
+    if obstacle is not None:
+        return Feature(name, "off", obstacle)
+    if kind != "cuda":
+        return Feature(name, "untried", f"the same code as on CUDA, never run on {kind}")
+    return Feature(name, "on", reason)
+
+
+def _pinning(device: Device) -> Feature:
+    name = "pinned host memory"
+    if device.can_pin is None:
+        return Feature(name, "off", device.obstacle or "not examined")
+    if not device.can_pin:
+        return Feature(
+            name, "off", "a block of 16 MiB could not be page-locked: raise the locked-memory limit (ulimit -l)"
+        )
+    rounded = "" if device.kind in ("cuda", "rocm") else "; torch rounds sizes up to powers of two here"
+    return Feature(name, "on", f"a block of 16 MiB was page-locked{rounded}")
+
+
+# ------------------------------------------------------------------------------------------------ problems
+
+
+def find_problems(
+    devices: list[Device], host: HostLimits, versions: dict[str, str | None], asked_for: str | None = None
+) -> list[str]:
+    """Return the features likely to fail or to be slow, each with its remedy."""
+    problems = [f"{name} is not installed: pip install {name}" for name in _REQUIRED if versions[name] is None]
+    if asked_for is None and devices[0].kind == "cpu" and Path("/dev/nvidiactl").exists():
+        problems.append(
+            "there is an NVIDIA driver, yet torch finds no CUDA device: look at CUDA_VISIBLE_DEVICES, and whether "
+            f"torch (built for CUDA {torch.version.cuda}) is too new for the driver (nvidia-smi)"
+        )
+    if host.cgroup_limit_gib is not None and host.cgroup_limit_gib < host.available_gib:
+        problems.append(
+            f"the control group allows {host.cgroup_limit_gib:.1f} GiB of host memory, less than the "
+            f"{host.available_gib:.1f} GiB that the system calls available and offloading counts on: pass "
+            "host_budget_gib to ActivationOffloader"
+        )
+    return [*problems, *(problem for device in devices for problem in _device_problems(device))]
+
+
+def _device_problems(device: Device) -> Iterator[str]:
+    if device.obstacle is not None and device.kind not in ("cpu", "mps"):
+        yield f"{device.name} could not be examined: {device.obstacle}"
+    if device.can_pin is False:
+        yield f"{device.name}: host memory cannot be pinned, so copies are slow and block the host: raise ulimit -l"
+    if device.free_gib is not None and device.total_gib and device.free_gib < _FREE_SHARE * device.total_gib:
+        yield (
+            f"{device.name}: only {device.free_gib:.1f} of {device.total_gib:.1f} GiB are free: "
+            "end the processes that hold the rest"
+        )
+
+
+# ------------------------------------------------------------------------------------------------ the page
+
+
+def page(machine: Machine) -> str:
+    """Return the findings as text, in sections."""
+    sections = {
+        "Devices": [line for device in machine.devices for line in _device_lines(device)],
+        "Host": _host_lines(machine.host),
+        "Versions": align((name, found or "none") for name, found in machine.versions.items()),
+        f"Features on {machine.devices[0].name}": align(
+            (feature.status, feature.name, feature.reason) for feature in machine.features
+        ),
+        "Problems": machine.problems or ["none found"],
+    }
+    return "\n\n".join("\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in sections.items())
+
+
+def _device_lines(device: Device) -> Iterator[str]:
+    yield f"{device.name}: {device.model}"
+    if device.total_gib is not None and device.free_gib is not None:
+        yield f"  memory: {device.free_gib:.2f} GiB free of {device.total_gib:.2f} GiB"
+    for title, link in (("pinned", device.pinned), ("pageable", device.pageable)):
+        if link is not None:
+            speed = f"{link.to_host_gb_per_s:.1f} GB/s to the host, {link.to_device_gb_per_s:.1f} GB/s to the device"
+            yield f"  link, {title} host memory: {speed}"
+    if device.obstacle is not None:
+        yield f"  {device.obstacle}"
+
+
+def _host_lines(host: HostLimits) -> list[str]:
+    cgroup, locked_gib = host.cgroup_limit_gib, host.locked_limit_gib
+    return align(
+        [
+            ("memory", f"{host.available_gib:.2f} GiB available of {host.total_gib:.2f} GiB"),
+            ("limit of the control group", "none" if cgroup is None else f"{cgroup:.2f} GiB"),
+            ("locked-memory limit (ulimit -l)", "none" if locked_gib is None else f"{1024 * locked_gib:,.0f} MiB"),
+            ("CPUs of this process", str(host.num_cpus)),
+        ]
+    )

@@ -1,0 +1,116 @@
+"""`--spec FILE`, and flags that win over it; errors that name what was typed."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from refused import refused
+
+from hf_memopt.cli import _parser, main
+from hf_memopt.commands import planning_commands, spec_flags
+from hf_memopt.jobs import JobSpec
+from hf_memopt.jobs.spec import FIELDS
+
+Capture = pytest.CaptureFixture[str]
+FILE = "model: a/model\nseq_len: 64\ndtype: bfloat16\neffective_batch: 8\npadding: true\ngpu: 8GiB\n"
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    (tmp_path / "job.yaml").write_text(FILE)
+    return str(tmp_path / "job.yaml")
+
+
+def spec_of(monkeypatch: pytest.MonkeyPatch, command: str, *words: str) -> JobSpec:
+    """Return the spec with which a command runs."""
+    found: list[JobSpec] = []
+    monkeypatch.setattr(planning_commands, f"_{command}", lambda spec: found.append(spec) or 0)
+    assert main([command, *words]) == 0
+    return found[0]
+
+
+@pytest.mark.parametrize("command", ["estimate", "plan"])
+def test_flags_win_over_the_file(command: str, file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = {"model": "a/model", "seq_len": 64, "dtype": "bfloat16", "effective_batch": 8, "padding": True}
+    assert spec_of(monkeypatch, command, "--spec", file).said() == said | {"gpu": "8GiB"}
+    found = spec_of(monkeypatch, command, "b/model", "--spec", file, "--seq-len", "32", "--gpu", "t4")
+    assert found.said() == said | {"model": "b/model", "seq_len": 32, "gpu": "t4"}
+
+
+@pytest.mark.parametrize("command", ["estimate", "plan"])
+def test_a_model_is_named_with_and_without_a_flag(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    for words in (["a/model", "--gpu", "t4"], ["--model", "a/model", "--gpu=t4"], ["--gpu=t4", "--", "a/model"]):
+        assert spec_of(monkeypatch, command, *words) == JobSpec("a/model", gpu="t4")
+    assert "not allowed with argument" in refused(capsys, command, "a/model", "--model", "b/model", "--gpu", "t4")
+
+
+def test_every_field_is_a_flag_of_a_command() -> None:
+    found: set[str] = set()
+    for command, names in (("estimate", planning_commands._OF_ESTIMATE), ("plan", planning_commands._OF_PLAN)):
+        (commands,) = (each for each in _parser(command)._actions if each.dest == "command")
+        flags = {each.dest for each in commands.choices[command]._actions} & FIELDS.keys()
+        assert flags == {"model", *planning_commands._TRAINING, *names}
+        found |= flags
+    assert found == FIELDS.keys()
+
+
+def test_flags_that_are_not_typed_leave_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert spec_of(monkeypatch, "estimate") == JobSpec()
+    words = ["--batch-size", "1", "--seq-len=2048", "--set", "a=b", "--set", "c=d", "--max-grad-norm", "none"]
+    said = {"batch_size": 1, "seq_len": 2048, "set": ["a=b", "c=d"], "max_grad_norm": "none"}
+    assert spec_of(monkeypatch, "estimate", *words).said() == said
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("seq_ln: 3", "--spec='job.yaml': 'seq_ln' is not a field of a job; the nearest is seq_len"),
+        ("seq_len: 0", "--spec='job.yaml': seq_len=0 must be at least 1"),
+    ],
+)
+def test_a_mistake_in_the_file_is_one_line(
+    text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("job.yaml").write_text(text)
+    for command in ("estimate", "plan"):
+        assert refused(capsys, command, "--spec", "job.yaml") == f"hf-memopt {command}: error: {message}\n"
+
+
+def test_a_plan_needs_a_card(capsys: Capture) -> None:
+    assert "name one, or a size such as 8GiB, with --gpu" in refused(capsys, "plan", "a/model")
+
+
+def test_a_field_from_the_file_keeps_its_name(file: str, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    def complain(spec: JobSpec) -> int:
+        raise ValueError("seq_len=64 with lora_rank=2 and padding=True: use task='ctc'")
+
+    monkeypatch.setattr(planning_commands, "_estimate", complain)
+    told = refused(capsys, "estimate", "--spec", file, "--lora-rank", "2")
+    assert told.endswith("error: seq_len=64 with --lora-rank=2 and padding=True: use --task='ctc'\n")
+
+
+@pytest.mark.parametrize(
+    ("message", "named"),
+    [
+        ("seq_len=0 must be at least 1", "--seq-len=0 must be at least 1"),
+        ("quantize='nf4': for adapters; give a lora_rank", "--quantize='nf4': for adapters; give a --lora-rank"),
+        ("padding=True: leave it out", "--padding: leave it out"),
+        ("use_dora=True and optimizer_in_backward", "--use-dora and --optimizer-in-backward"),
+        ("the task is not simulated; check the path", "the task is not simulated; check the path"),
+        ("model='x': image_size=-1 must be at least 0", "model='x': image_size=-1 must be at least 0"),
+        ("'seq_len' and /tmp/seq_len and --seq-len", "'seq_len' and /tmp/seq_len and --seq-len"),
+        ("max_seq_len=3", "max_seq_len=3"),
+    ],
+)
+def test_fields_become_flags_in_messages(message: str, named: str) -> None:
+    assert spec_flags.with_flags(message, FIELDS.keys() - {"model"}) == named
+
+
+def test_an_error_that_names_no_field_is_not_touched() -> None:
+    error: Any = ValueError("no word of it")
+    with pytest.raises(ValueError, match="no word") as caught, spec_flags.flags_named({"seq_len"}):
+        raise error
+    assert caught.value is error

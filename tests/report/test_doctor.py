@@ -1,0 +1,242 @@
+"""Tests of `hf-memopt doctor`: the facts about a machine, its features and problems, and their page."""
+
+import resource
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+from counted_allocator import FakeCounters
+from doctor_machines import CPU, GPU, HOST, statuses
+from torch import Tensor
+
+from hf_memopt.report import doctor
+from hf_memopt.report.doctor import (
+    Device,
+    HostLimits,
+    Machine,
+    examine_device,
+    find_devices,
+    find_features,
+    find_problems,
+    find_versions,
+    host_limits,
+    obstacle_to_compile,
+    page,
+)
+from hf_memopt.transfer import Copier, SyncCopier
+from hf_memopt.transfer.clock import HostClock
+from hf_memopt.units import GIB
+
+# ------------------------------------------------------------------------------------------------ devices
+
+
+@pytest.mark.parametrize("can_pin", [True, False])
+def test_an_accelerator_is_measured(monkeypatch: pytest.MonkeyPatch, can_pin: bool) -> None:
+    """Measure a CPU with stand-ins for the parts of an accelerator."""
+    copiers: list[Copier] = []
+
+    def make_copier(device: torch.device, pin_memory: bool) -> Copier:
+        copiers.append(SyncCopier())
+        return copiers[-1]
+
+    def make_pinned(num_bytes: int, device: torch.device) -> SimpleNamespace:
+        return SimpleNamespace(is_pinned=lambda: can_pin)
+
+    monkeypatch.setattr(doctor, "copier_for", make_copier)
+    monkeypatch.setattr(doctor, "clock_for", lambda device: HostClock())
+    monkeypatch.setattr(doctor, "pinned_empty", make_pinned)
+    monkeypatch.setattr(doctor, "counters_for", lambda device: FakeCounters())
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (3 * GIB, 4 * GIB))
+    found = examine_device(torch.device("hpu:0"))
+    assert (found.free_gib, found.total_gib, found.can_pin, found.has_counters) == (3, 4, can_pin, True)
+    # Pinned memory is measured only if it can be pinned.
+    assert (found.pinned is not None) == can_pin
+    assert found.pageable is not None
+    assert len(copiers) == 1 + can_pin
+    assert all(copier.bytes_to_host == copier.bytes_to_device == 6 * 16 * 2**20 for copier in copiers)
+
+
+@pytest.mark.parametrize("name", ["nonsense", "cpu:7", "vulkan"])
+def test_a_device_that_is_not_there_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"device='{name}' is no"):
+        find_devices(name)
+
+
+# ------------------------------------------------------------------------------------------------ host and versions
+
+
+@pytest.mark.parametrize(
+    ("membership", "limits", "expected"),
+    [
+        ("0::/job/step", {"job/step/memory.max": "3000", "job/memory.max": "2000", "memory.max": "max"}, 2000),
+        ("0::/job", {"job/memory.max": "max"}, None),
+        ("0::/of/the/host", {"memory.max": "1000"}, 1000),
+        ("3:cpu:/a\n4:memory:/a\n0::/", {"memory/a/memory.limit_in_bytes": "4096", "memory.max": "8192"}, 4096),
+        ("4:memory:/", {"memory/memory.limit_in_bytes": "9223372036854771712"}, None),
+        ("", {}, None),
+    ],
+)
+def test_limits_of_control_groups(
+    tmp_path: Path, membership: str, limits: dict[str, str], expected: int | None
+) -> None:
+    (tmp_path / "membership").write_text(membership)
+    for name, limit in limits.items():
+        (tmp_path / "groups" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "groups" / name).write_text(limit + "\n")
+    found = host_limits(tmp_path / "groups", tmp_path / "membership")
+    assert found.cgroup_limit_gib == (None if expected is None else expected / GIB)
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(resource.RLIM_INFINITY, None), (8 * 2**20, 8 / 1024)])
+def test_the_locked_memory_limit(monkeypatch: pytest.MonkeyPatch, limit: int, expected: float | None) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (limit, limit))
+    assert host_limits().locked_limit_gib == expected
+    assert host_limits().total_gib == psutil.virtual_memory().total / GIB
+
+
+# ------------------------------------------------------------------------------------------------ features
+
+
+def test_everything_is_on_with_cuda() -> None:
+    assert set(statuses(GPU).values()) == {"on"}
+
+
+@pytest.mark.parametrize("kind", ["xpu", "rocm", "hpu"])
+def test_what_never_ran_on_a_device_is_not_called_on(kind: str) -> None:
+    found = statuses(replace(GPU, kind=kind))
+    assert {name for name, status in found.items() if status == "on"} == {
+        "recomputation",
+        "pinned host memory",  # as the test of pinning has shown
+        "leak detection",
+        "torch.compile",
+    }
+    assert found["allocator snapshot"] == ("untried" if kind == "rocm" else "off")
+
+
+@pytest.mark.parametrize("kind", ["cpu", "mps"])
+def test_where_offloading_frees_nothing_it_is_off(kind: str) -> None:
+    device = Device(kind, kind, kind, obstacle="no link")
+    on = {name for name, status in statuses(device).items() if status == "on"}
+    assert on == {"recomputation", "leak detection", "torch.compile"}
+    assert statuses(device)["activation offloading"] == "off"
+    assert all(feature.reason for feature in find_features(device, None))
+
+
+def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    obstacle = obstacle_to_compile("cpu")
+    assert obstacle is not None
+    assert "no-such-compiler" in obstacle
+    compiles = find_features(CPU, obstacle)[-1]
+    assert (compiles.status, compiles.reason) == ("off", obstacle)
+    monkeypatch.setenv("CXX", "sh")
+    assert obstacle_to_compile("cpu") is None
+
+
+# ------------------------------------------------------------------------------------------------ problems
+
+
+def test_a_sound_machine_has_no_problems() -> None:
+    assert find_problems([GPU], HOST, find_versions()) == []
+
+
+@pytest.mark.parametrize(
+    ("device", "host", "versions", "complaint"),
+    [
+        (GPU, HOST, {"datasets": None}, "datasets is not installed: pip install datasets"),
+        (GPU, replace(HOST, cgroup_limit_gib=16.0), {}, "allows 16.0 GiB of host memory, less than the 60.0 GiB"),
+        (replace(GPU, can_pin=False), HOST, {}, "cuda:0: host memory cannot be pinned"),
+        (replace(GPU, free_gib=30.0), HOST, {}, "cuda:0: only 30.0 of 80.0 GiB are free"),
+        (Device("xpu:0", "xpu", "xpu", obstacle="lost"), HOST, {}, "xpu:0 could not be examined: lost"),
+    ],
+)
+def test_each_problem_is_found_alone(
+    device: Device, host: HostLimits, versions: Mapping[str, str | None], complaint: str
+) -> None:
+    (problem,) = find_problems([device], host, {**find_versions(), **versions})
+    assert complaint in problem
+
+
+def test_a_device_that_fails_becomes_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(device: torch.device) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate a lot.")
+
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", fail)
+    device = examine_device(torch.device("cuda:1"))
+    assert device.obstacle == "CUDA out of memory."
+    (problem,) = find_problems([device], HOST, find_versions())
+    assert problem == "cuda:1 could not be examined: CUDA out of memory."
+
+
+# ------------------------------------------------------------------------------------------------ the page
+
+
+def test_the_page_names_everything() -> None:
+    machine = Machine([GPU], HOST, find_versions(), find_features(GPU, None), ["something is wrong"])
+    lines = [line.strip() for line in page(machine).splitlines()]
+    assert "memory: 70.00 GiB free of 80.00 GiB" in lines
+    assert "link, pinned host memory: 24.0 GB/s to the host, 25.0 GB/s to the device" in lines
+    assert "link, pageable host memory: 5.0 GB/s to the host, 6.0 GB/s to the device" in lines
+    assert "locked-memory limit (ulimit -l)  8 MiB" in lines
+    assert lines[-2:] == ["Problems", "something is wrong"]
+    sound = Machine([CPU], HOST, find_versions(), find_features(CPU, None), [])
+    assert page(sound).endswith("Problems\n  none found")
+
+
+def section(text: str, title: str) -> list[str]:
+    """Return a section's lines without their common indentation."""
+    blocks = {lines[0]: lines[1:] for lines in (block.splitlines() for block in text.split("\n\n"))}
+    assert all(line.startswith("  ") for line in blocks[title])
+    return [line[2:] for line in blocks[title]]
+
+
+def page_of(*devices: Device, host: HostLimits = HOST) -> str:
+    versions = {"torch": "2.11", "datasets": None}
+    return page(Machine(list(devices), host, versions, find_features(devices[0], None), ["a", "b"]))
+
+
+def test_sections_are_in_order_and_features_are_the_first_devices() -> None:
+    titles = [block.splitlines()[0] for block in page_of(GPU, CPU).split("\n\n")]
+    assert titles == ["Devices", "Host", "Versions", "Features on cuda:0", "Problems"]
+    assert section(page_of(GPU), "Problems") == ["a", "b"]
+
+
+def test_each_device_says_what_is_known_of_it() -> None:
+    lost = Device("xpu:0", "xpu", "Other GPU", obstacle="lost")
+    unpinned = replace(GPU, name="cuda:1", pinned=None, free_gib=None)
+    assert section(page_of(GPU, unpinned, lost), "Devices") == [
+        "cuda:0: Some GPU",
+        "  memory: 70.00 GiB free of 80.00 GiB",
+        "  link, pinned host memory: 24.0 GB/s to the host, 25.0 GB/s to the device",
+        "  link, pageable host memory: 5.0 GB/s to the host, 6.0 GB/s to the device",
+        "cuda:1: Some GPU",
+        "  link, pageable host memory: 5.0 GB/s to the host, 6.0 GB/s to the device",
+        "xpu:0: Other GPU",
+        "  lost",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("limits", "lines"),
+    [
+        ({}, ["limit of the control group      none", "locked-memory limit (ulimit -l)  8 MiB"]),
+        (
+            {"cgroup_limit_gib": 1.5, "locked_limit_gib": 2.0},
+            ["limit of the control group      1.50 GiB", "locked-memory limit (ulimit -l)  2,048 MiB"],
+        ),
+        ({"locked_limit_gib": None}, ["limit of the control group      none", "locked-memory limit (ulimit -l)  none"]),
+    ],
+)
+def test_limits_that_there_are_not_are_called_none(limits: dict[str, float | None], lines: list[str]) -> None:
+    found = section(page_of(CPU, host=replace(HOST, **limits)), "Host")
+    assert found[0].split() == ["memory", "60.00", "GiB", "available", "of", "64.00", "GiB"]
+    assert [" ".join(line.split()) for line in found[1:3]] == [" ".join(line.split()) for line in lines]
+    assert found[3].split()[-1] == "8"
+
+
+def test_a_package_that_is_missing_is_called_none() -> None:
+    assert section(page_of(CPU), "Versions") == ["torch     2.11", "datasets  none"]
