@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from gradients import equal
 from late_imports import LateModule
-from offload_trainers import decoder, equal, examples, weights
+from offload_trainers import decoder, examples, weights
 from torch import Tensor, nn
 
 callbacks = LateModule("hf_memopt.callbacks")
