@@ -1,13 +1,10 @@
 """For tests that count everything alive in a process: what earlier tests left there does not count."""
 
 import gc
-import os
-import sys
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
-import torch
 
 from hf_memopt.memory import attribution
 from hf_memopt.memory.leaks.live_storages import Held, live_storages
@@ -27,15 +24,3 @@ def hide_what_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         attribution, "live_optimizers", lambda: [each for each in all_optimizers() if id(each) not in other_optimizers]
     )
-
-
-def leave() -> NoReturn:
-    """End a rank of a test that has two.
-
-    At once: while the interpreter shuts down, gloo's threads can abort the process ("terminate called without an active
-    exception"), and a rank that is gone makes one abort that still talks to it.
-    """
-    torch.distributed.barrier()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)

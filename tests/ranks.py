@@ -3,9 +3,13 @@
 import functools
 import os
 import socket
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
-from fork_server import Call, Ended, ForkServer, called
+from fork_server import TESTS, Call, Ended, ForkServer, called
+from patience import HANG_S
 
 PRELOADED = ("torch", "torch.distributed.fsdp", "accelerate", "transformers.trainer", "safetensors.torch", "hf_memopt")
 
@@ -57,3 +61,19 @@ def _on_this_rank(function: str, *arguments: Any) -> Any:
 @functools.cache
 def _server() -> ForkServer:
     return ForkServer(PRELOADED, {**os.environ, "ACCELERATE_USE_CPU": "true"})
+
+
+def torchrun(script: Path, *arguments: str) -> str:
+    """Run a script by torchrun in two processes, and return their errors; helpers beside the tests can be imported."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    paths = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
+    result = subprocess.run(
+        [*launch, str(script), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+        check=False,
+        env={**os.environ, "ACCELERATE_USE_CPU": "true", "PYTHONPATH": paths},
+    )
+    assert result.returncode == 0, result.stderr[-6000:]
+    return result.stderr

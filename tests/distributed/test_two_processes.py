@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 from late_imports import LateModule
+from ranks import torchrun
 from safetensors.torch import load_file
-from two_processes import torchrun
 
 reflow_smolvla = LateModule("hf_memopt.recipes.reflow_smolvla")
 modeling_smolvla = LateModule("lerobot.policies.smolvla.modeling_smolvla")

@@ -55,7 +55,7 @@ def precompute_for_policy(
         Shards that other processes have not written yet.
 
     Raises:
-        ValueError: flags without a teacher, or see `hf_memopt.lerobot.couplings.writer.precompute`.
+        ValueError: flags without a teacher, a folder of other couplings, or data that is augmented at random.
     """
     # lerobot reads `sys.argv`, in several places.
     flags = [sys.argv[0], "--discover_packages_path=hf_memopt.lerobot", *training_flags]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from late_imports import LateModule
 from patience import HANG_S
-from two_processes import torchrun
+from ranks import torchrun
 
 from hf_memopt import cli
 
