@@ -20,6 +20,11 @@ from late_imports import IMPORTED_WHILE_COLLECTING, SLOW
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+# Tiny models, data and machines are imported by name, in the processes that tests start too.
+TOYS = str(Path(__file__).parent / "toys")
+sys.path.insert(0, TOYS)
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [TOYS, os.environ.get("PYTHONPATH")]))
+
 # Another seed chooses another part of each sweep: HF_MEMOPT_SEED=7 make test.
 SEED = os.environ.get("HF_MEMOPT_SEED", "0")
 

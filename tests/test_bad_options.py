@@ -308,6 +308,10 @@ RESULTS = {
 }
 
 
+# What takes a count of 0.
+TAKES_ZERO = {"min_bytes_per_step", "num_taken", "prefetch_ahead", "step"}
+
+
 def numeric_parameters(name: str) -> dict[str, str]:
     public = getattr(PUBLIC[name], name)
     is_plain_error = inspect.isclass(public) and "__init__" not in vars(public)
@@ -323,6 +327,7 @@ def test_every_public_name_that_takes_numbers_has_a_case() -> None:
 @pytest.mark.parametrize("name", CALLS)
 def test_numbers_of_public_names(name: str) -> None:
     for parameter, annotation in numeric_parameters(name).items():
-        for value in (-1, float("nan"), float("inf"), *((1.5,) if annotation.startswith("int") else ())):
+        of_counts = (1.5, *(() if parameter in TAKES_ZERO else (0,))) if annotation.startswith("int") else ()
+        for value in (-1, float("nan"), float("inf"), *of_counts):
             with pytest.raises(ValueError, match=rf"^{parameter}={value} must be "):
                 CALLS[name](**{parameter: value})

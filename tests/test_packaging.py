@@ -7,8 +7,6 @@ import sys
 import textwrap
 import zipfile
 from collections.abc import Callable
-from email.message import Message
-from email.parser import HeaderParser
 from pathlib import Path
 
 import pytest
@@ -97,21 +95,8 @@ def test_every_source_file_is_in_the_wheel_and_no_test_is(wheel_files: dict[str,
     }
     modules = {name for name in wheel_files if name.endswith(".py")}
     assert modules == expected
-    assert {"hf_memopt/callbacks/__init__.py", "hf_memopt/recipes/reflow_smolvla.py"} <= modules
-    assert "hf_memopt/py.typed" in wheel_files
-    assert {"hf_memopt/report/templates/page.html", "hf_memopt/report/templates/page.css"} <= set(wheel_files)
-
-
-def test_metadata(wheel_files: dict[str, str]) -> None:
-    metadata = _headers(wheel_files[f"{DIST_INFO}/METADATA"])
-    assert metadata["Requires-Python"] == ">=3.12"
-    assert metadata["License-Expression"] == "Apache-2.0"
-    assert f"{DIST_INFO}/licenses/LICENSE" in wheel_files
-    required = {line.partition(">")[0] for line in metadata.get_all("Requires-Dist") if "extra" not in line}
-    expected = {"torch", "transformers", "accelerate", "datasets", "safetensors", "psutil", "pyyaml", "filelock"}
-    assert required == expected
-    assert metadata.get_payload().strip() == (ROOT / "README.md").read_text().strip()
-    assert _headers(wheel_files[f"{DIST_INFO}/WHEEL"])["Root-Is-Purelib"] == "true"
+    others = {"hf_memopt/py.typed", "hf_memopt/report/templates/page.html", "hf_memopt/report/templates/page.css"}
+    assert others | {f"{DIST_INFO}/licenses/LICENSE"} <= set(wheel_files)
 
 
 def test_core_works_where_only_torch_is_installed(run_bare: RunBare) -> None:
@@ -171,7 +156,3 @@ def _run(command: list[str]) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
-
-
-def _headers(text: str) -> Message:
-    return HeaderParser().parsestr(text)

@@ -1,27 +1,35 @@
 """Tests that numbers outside their range are refused by name, value and reason."""
 
-from typing import Any
-
 import pytest
 
-from hf_memopt.ranges import COUNT, SHARE, Range
+from hf_memopt.ranges import COUNT, NOT_NEGATIVE, POSITIVE, SEED, SHARE, Range
 
 
 @pytest.mark.parametrize(
     ("allowed", "value", "complaint"),
     [
-        (COUNT, 1.5, "must be a whole number"),
         (COUNT, 0, "must be at least 1"),
-        (SHARE, 1.0, "must be less than 1"),
-        (SHARE, float("nan"), "must be a finite number"),
-        (Range(above=0, why="; use 1"), 0, "must be above 0; use 1"),
+        (COUNT, 1.5, "must be a whole number"),
+        (COUNT, 2**62, "must be at most 2147483647"),
+        (COUNT, "3", "must be a whole number"),
+        (NOT_NEGATIVE, -0.5, "must be at least 0"),
+        (NOT_NEGATIVE, float("nan"), "must be a finite number"),
+        (NOT_NEGATIVE, float("inf"), "must be a finite number"),
+        (POSITIVE, 0, "must be above 0"),
+        (SHARE, 1, "must be less than 1"),
+        (SEED, -1, "must be at least 0"),
+        (SEED, 2**70, "must be at most 4294967295"),
+        (Range(above=0, why="; None does not clip"), -1, "must be above 0; None does not clip"),
     ],
 )
-def test_a_number_outside_is_refused(allowed: Range, value: Any, complaint: str) -> None:
-    with pytest.raises(ValueError, match=rf"^x={value} {complaint}$"):
-        allowed.check("x", value)
+def test_a_range_names_option_value_and_bound(allowed: Range, value: object, complaint: str) -> None:
+    with pytest.raises(ValueError, match=f"^option={value!r} {complaint}$"):
+        allowed.check("option", value)
 
 
-@pytest.mark.parametrize(("allowed", "value"), [(COUNT, 1), (SHARE, 0.0), (SHARE, 0.999), (COUNT, None)])
-def test_a_number_inside_is_taken(allowed: Range, value: Any) -> None:
-    allowed.check("x", value)
+@pytest.mark.parametrize(
+    ("allowed", "value"),
+    [(COUNT, 1), (COUNT, None), (NOT_NEGATIVE, 0), (NOT_NEGATIVE, 10**400), (SHARE, 0.999), (SEED, 2**32 - 1)],
+)
+def test_a_range_takes_what_is_in_it(allowed: Range, value: object) -> None:
+    allowed.check("option", value)

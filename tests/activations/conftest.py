@@ -3,23 +3,12 @@
 from collections.abc import Callable
 
 import pytest
-import torch
-import transformers
 from adversarial_copier import COPIERS
+from tiny_decoders import some_tokens, tiny_decoder
 from torch import Tensor, nn
 
 from hf_memopt import ActivationOffloader
 from hf_memopt.transfer import Copier
-
-SMALL = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "vocab_size": 64,
-}
 
 
 @pytest.fixture(params=COPIERS)
@@ -36,10 +25,9 @@ def make(copier: Copier) -> Callable[..., ActivationOffloader]:
 
 @pytest.fixture
 def decoder() -> nn.Module:
-    torch.manual_seed(0)
-    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SMALL)).train()
+    return tiny_decoder()
 
 
 @pytest.fixture
 def tokens() -> Tensor:
-    return torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(1))
+    return some_tokens()

@@ -9,11 +9,10 @@ from dataclasses import astuple, dataclass, fields
 import pytest
 import torch
 from adversarial_copier import AdversarialCopier
-from architectures import ARCHITECTURES, Workload
+from architectures import ARCHITECTURES, Workload, equal, gradients, loss_of
 from own_architectures import OWN_ARCHITECTURES
 from random_plans import RandomPlanner
 from weights_at_home import forbid_weights
-from workload_gradients import equal, gradients, loss_of
 
 from hf_memopt import ActivationOffloader, SyncCopier
 from hf_memopt.memory import SavedBytes

@@ -2,12 +2,14 @@
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import astuple
 
 import pytest
 import torch
-import transformers
 from adversarial_copier import AdversarialCopier
+from gradients import equal, language_loss, take_gradients
+from tiny_decoders import SHAPE, tiny_decoder
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -17,32 +19,17 @@ from hf_memopt.transfer import Copier, SyncCopier
 COPIERS: dict[str, Callable[[], Copier]] = {"sync": SyncCopier, "late": lambda: AdversarialCopier("late")}
 pytestmark = pytest.mark.usefixtures("quick_plans")
 
-NUM_LAYERS, HIDDEN = 3, 32
-
 
 @pytest.fixture
 def decoder() -> nn.Module:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": HIDDEN, "intermediate_size": 64, "num_hidden_layers": NUM_LAYERS, "vocab_size": 64}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes, **heads, use_cache=False)).train()
-
-
-@pytest.fixture
-def tokens() -> Tensor:
-    return torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(1))
+    return tiny_decoder(use_cache=False)
 
 
 def gradients(model: nn.Module, tokens: Tensor, offloader: ActivationOffloader | None = None) -> list[Tensor]:
-    if offloader is None:
-        loss = model(input_ids=tokens, labels=tokens).loss
-    else:
-        with offloader.offload_context(model):
-            loss = model(input_ids=tokens, labels=tokens).loss
+    with offloader.offload_context(model) if offloader else nullcontext():
+        loss = language_loss(model, tokens)
     loss.backward()
-    found = [parameter.grad.clone() for parameter in model.parameters()]
-    model.zero_grad()
-    return found
+    return take_gradients(model)
 
 
 @pytest.mark.parametrize("copier", COPIERS)
@@ -52,15 +39,15 @@ def test_each_block_input_moves_once_and_nothing_else(
 ) -> None:
     decoder.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
     decoder.enable_input_require_grads()
-    want = gradients(decoder, tokens)
+    want, input_bytes = gradients(decoder, tokens), tokens.numel() * SHAPE["hidden_size"] * 4
     offloader = ActivationOffloader(offload_threshold_mb=0.002, mode="inputs", copier=COPIERS[copier]())
     for step in range(1, 4):
         got = gradients(decoder, tokens, offloader)
-        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+        assert equal(got, want)
         # Rotary tables and masks, also inputs of every block, are below the threshold.
-        assert offloader.stats.bytes_moved == step * NUM_LAYERS * tokens.numel() * HIDDEN * 4
+        assert offloader.stats.bytes_moved == step * SHAPE["num_hidden_layers"] * input_bytes
     assert offloader.stats.host_bytes_live == 0
-    assert offloader.stats.measured_peak_gib <= 3 * tokens.numel() * HIDDEN * 4 / 2**30
+    assert offloader.stats.measured_peak_gib <= 3 * input_bytes / 2**30
 
 
 def test_without_checkpointing_nothing_moves(decoder: nn.Module, tokens: Tensor) -> None:

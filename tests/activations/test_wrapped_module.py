@@ -24,10 +24,12 @@ def test_wrap_survives_copies_pickles_and_exceptions(decoder: nn.Module, tokens:
         with pytest.raises(IndexError):
             language_loss(model, tokens + 1000)
     assert set(decoder.state_dict()) == keys
+    moved = handle.offloader.stats.bytes_moved
+    language_loss(copy.deepcopy(decoder), tokens).backward()
+    assert handle.offloader.stats.bytes_moved == moved > 0  # copies have offloaders of their own
     handle.remove()
     assert not decoder._forward_pre_hooks
     assert not decoder._forward_hooks
-    assert handle.offloader.stats.bytes_moved > 0
     gc.collect()
     assert handle.offloader.stats.host_bytes_live == 0
 

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gradients import equal
 from late_imports import LateModule
-from offload_trainers import equal, weights
+from offload_trainers import weights
 
 callbacks = LateModule("hf_memopt.callbacks")
 transformers = LateModule("transformers")

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from accelerate.state import AcceleratorState
 from accelerate.utils import FullyShardedDataParallelPlugin
+from gradients import equal
 from late_imports import LateModule
-from offload_trainers import HOWS, decoder, equal, everything, packed, run, switch_on
+from offload_trainers import HOWS, decoder, everything, packed, run, switch_on
 from torch import Tensor, nn
 
 from hf_memopt import ActivationOffloader

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from gradients import equal
 from late_imports import LateModule
-from offload_trainers import decoder, equal, examples, weights
+from offload_trainers import decoder, examples, weights
 from torch import Tensor, nn
 
 callbacks = LateModule("hf_memopt.callbacks")
@@ -18,7 +19,7 @@ every_trainer = LateModule("hf_memopt.callbacks.every_trainer")
 accelerate = LateModule("accelerate")
 transformers = LateModule("transformers")
 
-SCRIPT = Path(__file__).parents[1] / "sft_script.py"
+SCRIPT = Path(__file__).parents[1] / "toys" / "sft_script.py"
 SETTINGS = "offload_threshold_mb=0,cpu_copies=true"
 
 

@@ -8,17 +8,9 @@ from typing import Any
 import pytest
 import torch
 from adversarial_copier import AdversarialCopier
+from gradients import equal
 from late_imports import LateModule
-from offload_trainers import (
-    HOWS,
-    SETTINGS,
-    equal,
-    everything,
-    packed,
-    run,
-    switch_on,
-    weights,
-)
+from offload_trainers import HOWS, SETTINGS, everything, packed, run, switch_on, weights
 from torch import Tensor, nn
 
 from hf_memopt import SyncCopier

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 from adversarial_copier import AdversarialCopier
+from gradients import equal
 from late_imports import LateModule
-from offload_trainers import SHAPE, STEPS, equal, everything, weights
+from offload_trainers import STEPS, everything, weights
+from tiny_decoders import SHAPE
 from torch import Tensor
 
 from hf_memopt import ActivationOffloader, SyncCopier

@@ -149,12 +149,6 @@ def test_export_refuses_an_existing_folder_before_it_measures(
     assert [file.name for file in tmp_path.iterdir()] == ["file"]
 
 
-def test_export_refuses_zero_steps(toy_student: Path, tmp_path: Path, capsys: Capture) -> None:
-    flags = ["--policy", str(toy_student), "--output", str(tmp_path / "exported"), "--num-steps", "0"]
-    assert "argument --num-steps: 0 must be at least 1" in refused(capsys, "export", *flags, "--no-evaluation")
-    assert list(tmp_path.iterdir()) == []
-
-
 # ------------------------------------------------------------------------------------------------ what is gone
 
 

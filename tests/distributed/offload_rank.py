@@ -9,11 +9,12 @@ import torch
 import torch.distributed as dist
 from adversarial_copier import AdversarialCopier
 from safetensors.torch import save_file
+from tiny_decoders import tiny_decoder
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 from hf_memopt import ActivationOffloader
 from hf_memopt.activations import InfeasibleBudgetError
@@ -21,16 +22,6 @@ from hf_memopt.activations.planner.offload_plan import make_plan
 from hf_memopt.activations.planner.profile import Link
 from hf_memopt.callbacks import ActivationOffloadCallback, attach
 from hf_memopt.transfer import Copier
-
-SHAPE = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "vocab_size": 64,
-}
 
 
 class WatchingCopier(AdversarialCopier):
@@ -58,8 +49,7 @@ def train_under_ddp(folder: Path, how: str) -> None:
     """Take 4 steps by Trainer, each of 2 micro-batches that Trainer spreads over the ranks."""
     generator = torch.Generator().manual_seed(1)
     rows = [torch.randint(0, 64, (16,), generator=generator) for _ in range(32)]
-    torch.manual_seed(0)
-    model = Qwen3ForCausalLM(Qwen3Config(**SHAPE))
+    model = tiny_decoder()
     quiet = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no", "output_dir": str(folder)}
     arguments = TrainingArguments(
         max_steps=4, per_device_train_batch_size=2, gradient_accumulation_steps=2, learning_rate=1e-2, **quiet

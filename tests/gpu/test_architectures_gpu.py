@@ -6,11 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from architectures import ARCHITECTURES
+from architectures import ARCHITECTURES, equal, gradients
 from fake_cuda.device import is_loaded
 from own_architectures import OWN_ARCHITECTURES
 from random_plans import RandomPlanner
-from workload_gradients import equal, gradients
 
 from hf_memopt import ActivationOffloader
 

@@ -1,7 +1,8 @@
 """Tests after PyTorch's: saved tensors, custom functions, retained graphs and checkpoints (test/test_autograd.py).
 
-The ideas are the PyTorch contributors', licensed under BSD-3; the code is our own. Bodies run in our context, several
-times with one offloader; instead of PyTorch's hooks, the tests check gradients and the bytes left on the host.
+The ideas are the PyTorch contributors' and, where it is said, torchtune's (Meta), both licensed under BSD-3; the code
+is our own. Bodies run in our context, several times with one offloader; instead of PyTorch's hooks, the tests check
+gradients and the bytes left on the host.
 """
 
 import threading
@@ -332,66 +333,69 @@ def test_checkpoints_and_hooks(offloader: ActivationOffloader, body: Body) -> No
     check(offloader, body)
 
 
-# ---------------------------------------------------------------------------- layouts
+# ---------------------------------------------------------------------------- saved tensors that outlive their nodes
 
 
-def sparse_products() -> list[Tensor]:
-    x, w = leaf(5, 5), leaf(5, 5)
-    adjacency = (torch.eye(5) + torch.eye(5).roll(1, 0)).to_sparse()
-    return gradients(torch.sparse.mm(adjacency, x * 2).sin() * (adjacency @ w), x, w)
+def node(forward: Callable[[Any, Tensor], Tensor], backward: Callable[[Any, Tensor], Tensor]) -> Any:
+    """Return the `apply` of a custom function."""
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type("Node", (Function,), methods).apply
 
 
-def sparse_gradients() -> list[Tensor]:
-    table = leaf(10, 4)
-    rows = nn.functional.embedding(torch.tensor([1, 3, 3]), table, sparse=True)
-    (gradient,) = torch.autograd.grad(rows.square().sum(), table)
-    assert gradient.is_sparse
-    return [gradient.to_dense()]
+def saving(make: Callable[[Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
+    """Return the forward of a node that saves what `make` makes of its input."""
+
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(make(x))
+        return x.clone()
+
+    return forward
 
 
-def a_sparse_leaf() -> list[Tensor]:
-    x = leaf(5, 5)
-    adjacency = torch.eye(5).to_sparse().requires_grad_()
-    (gradient, of_x) = torch.autograd.grad(torch.sparse.mm(adjacency, x * 2).sin().sum(), [adjacency, x])
-    return [gradient.to_dense(), of_x]
+def saved(ctx: Any) -> Tensor:
+    (tensor,) = ctx.saved_tensors
+    return tensor
 
 
-def jagged_rows() -> list[Tensor]:
-    x = leaf(5, 4)
-    rows = torch.nested.as_nested_tensor([x[:2] * 1, x[2:] * 1], layout=torch.jagged)
-    return gradients((rows.sin() * rows).to_padded_tensor(0.0), x)
+def passes_on(ctx: Any, gradient: Tensor) -> Tensor:
+    saved(ctx)
+    return gradient
 
 
-def nested_rows() -> list[Tensor]:
-    x = leaf(5, 4)
-    rows = torch.nested.as_nested_tensor([x[:2] * 1, x[2:] * 1])
-    return gradients((rows.clone() * rows.clone()).to_padded_tensor(0.0), x)
+def a_gradient_that_is_a_saved_view() -> list[Tensor]:
+    """After torchtune: the gradient lives on after its node, while other saved tensors come back."""
+    x = leaf(64, 16)
+    last = node(saving(Tensor.t), lambda ctx, gradient: saved(ctx).t())
+    third = node(saving(lambda x: x), passes_on)
+    first = node(saving(lambda x: torch.full_like(x, 5.0)), lambda ctx, gradient: gradient * saved(ctx))
+    return gradients(last(third(first(x))), x)
 
 
-def other_strides() -> list[Tensor]:
-    x = leaf(2, 3, 4, 4)
-    y = (x * 2).to(memory_format=torch.channels_last).flip(0).expand(3, -1, -1, -1, -1)
-    return gradients(y.sin() * y.mT, x)
+def a_gradient_out_of_a_checkpoint() -> list[Tensor]:
+    """After torchtune: the region's recomputation reuses memory while its gradient is made of a saved tensor."""
+    x = leaf(64, 16)
+    first = node(saving(lambda x: torch.full_like(x, 5.0)), lambda ctx, gradient: gradient * saved(ctx))
+    second = node(saving(lambda x: x), lambda ctx, gradient: gradient * saved(ctx))
+    third = node(saving(lambda x: x.t().t()), lambda ctx, gradient: saved(ctx))
+    noisy = node(saving(torch.rand_like), lambda ctx, gradient: saved(ctx) + gradient)
+    return gradients(checkpoint(lambda x: noisy(noisy(third(x))), second(first(x)), use_reentrant=False), x)
 
 
-def lazy_bits() -> list[Tensor]:
-    x = torch.randn(4, 4, dtype=torch.complex64, requires_grad=True)
-    y = (x * 2).conj()
-    return gradients((y * y.imag * (x.mH @ y)).abs(), x)
+def what_backward_puts_away() -> list[Tensor]:
+    x = y = leaf(16, 16)
+    put_away: list[Tensor] = []
+
+    def puts_away(ctx: Any, gradient: Tensor) -> Tensor:
+        put_away.append(saved(ctx)[1:])
+        return gradient * saved(ctx)
+
+    for _ in range(5):
+        y = node(saving(lambda x: x), puts_away)(y) + 1
+    return [*gradients(y, x), *put_away]
 
 
-def empty_and_scalar() -> list[Tensor]:
-    x = leaf(4)
-    return gradients((x[:0] * 2).exp().sum() + (x.sum() * x[0]).sin(), x)
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
 @pytest.mark.parametrize(
-    "body",
-    [
-        sparse_products, sparse_gradients, a_sparse_leaf, jagged_rows, nested_rows, other_strides, lazy_bits,
-        empty_and_scalar,
-    ],
-)  # fmt: skip
-def test_layouts(offloader: ActivationOffloader, body: Body) -> None:
+    "body", [a_gradient_that_is_a_saved_view, a_gradient_out_of_a_checkpoint, what_backward_puts_away]
+)
+def test_saved_tensors_that_outlive_their_nodes(offloader: ActivationOffloader, body: Body) -> None:
     check(offloader, body)

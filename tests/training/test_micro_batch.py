@@ -262,10 +262,3 @@ def test_out_of_memory_is_recognised(message: str) -> None:
 def test_other_errors_are_not_recognised() -> None:
     assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     assert not is_out_of_memory(torch.distributed.DistBackendError("NCCL error: out of memory"))
-
-
-def test_sizes_that_are_none_are_refused() -> None:
-    with pytest.raises(ValueError, match="micro_batch_size=0"):
-        MicroBatcher(Accelerator(cpu=True), 0)
-    with pytest.raises(ValueError, match="effective_batch=0"):
-        find_micro_batch(Accelerator(cpu=True), nn.Linear(1, 1), None, samples(), effective_batch=0)  # type: ignore[arg-type]

@@ -24,7 +24,6 @@ from checkpointed_models import (
     equal,
     gradients,
     keep_everything,
-    qwen3,
 )
 from torch import Tensor, nn
 
@@ -66,7 +65,7 @@ def torch_saved(value: Any) -> Any:
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, pickled, torch_saved])
 @pytest.mark.parametrize("policy", ["heavy_ops", keep_everything])
 def test_copies_are_checkpointed_by_themselves(duplicate: Callable[[Any], Any], policy: Any) -> None:
-    model, loss = qwen3(), MODELS["qwen3"][1]
+    model, loss = build("qwen3")
     want = gradients(model, loss)
     handle = apply_selective_checkpointing(model, policy)
     saved = SavedBytes(model.parameters())
@@ -84,7 +83,7 @@ def test_copies_are_checkpointed_by_themselves(duplicate: Callable[[Any], Any], 
 
 
 def test_state_and_class_stay(tmp_path: Path) -> None:
-    model = qwen3()
+    model = build("qwen3")[0]
     before = copy.deepcopy(model.state_dict())
     classes = [type(module) for module in model.modules()]
     handle = apply_selective_checkpointing(model)
@@ -115,7 +114,7 @@ def test_evaluation_runs_plainly(mode: str) -> None:
 
 
 def test_generation_keeps_its_cache() -> None:
-    model = qwen3().eval()
+    model = build("qwen3")[0].eval()
     want = model.generate(TOKENS, max_new_tokens=4, do_sample=False, pad_token_id=0)
     apply_selective_checkpointing(model)
     assert torch.equal(model.generate(TOKENS, max_new_tokens=4, do_sample=False, pad_token_id=0), want)
@@ -185,7 +184,7 @@ def test_modules_that_are_not_there(modules: Any, complaint: str) -> None:
 
 
 def test_gradient_checkpointing_is_not_stacked() -> None:
-    model = qwen3()
+    model = build("qwen3")[0]
     model.gradient_checkpointing_enable()
     with pytest.raises(ValueError, match=r"enabled in 'model.*gradient_checkpointing_disable"):
         apply_selective_checkpointing(model)

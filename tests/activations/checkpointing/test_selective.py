@@ -21,7 +21,6 @@ from checkpointed_models import (
     gradients,
     keep_everything,
     offloader,
-    qwen3,
 )
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -55,7 +54,7 @@ def test_gradients_are_bitwise_the_plain_ones(name: str, policy: Any, autocast: 
 @pytest.mark.parametrize("schedule", ["early", "late", "random"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_offloaded_gradients_whenever_copies_happen(policy: str, schedule: str) -> None:
-    model, loss = qwen3(), MODELS["qwen3"][1]
+    model, loss = build("qwen3")
     want = gradients(model, loss)
     apply_selective_checkpointing(model, policy)
     offloading = offloader(AdversarialCopier(schedule))

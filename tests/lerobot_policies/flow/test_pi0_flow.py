@@ -119,13 +119,13 @@ def test_demonstrations_are_taken_to_their_noise(random_teacher: Path, pi0_batch
     flow = known_flows.flow_of(policy.config)
     actions = flow.demonstrated_actions(policy, pi0_batch)
     assert actions.shape == noise.shape
-    assert torch.equal(actions[..., : pi0_toys.STATE_DIM], pi0_batch["action"])
-    assert not actions[..., pi0_toys.STATE_DIM :].any()
+    assert torch.equal(actions[..., : reflow_students.STATE_DIM], pi0_batch["action"])
+    assert not actions[..., reflow_students.STATE_DIM :].any()
     model = policy.load_teacher_model().model
     expert = flow.expert(model, flow.prefix(model, known_flows.observe(policy, pi0_batch)))
     backwards = torch.tensor([True, False, True, False])
     with torch.no_grad():
-        found, ends = expert.couple(noise, actions, backwards, 4, pi0_toys.STATE_DIM)
+        found, ends = expert.couple(noise, actions, backwards, 4, reflow_students.STATE_DIM)
         sampled = expert.sample(noise, 4)
     assert torch.equal(ends[backwards], actions[backwards])
     assert not torch.equal(found[backwards], noise[backwards])

@@ -6,19 +6,18 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import reflow_students
 import torch
-from lerobot.configs import FeatureType, PolicyFeature
 from lerobot.policies.pi0 import modeling_pi0, processor_pi0
 from lerobot.policies.pi0.configuration_pi0 import PI0Config
+from reflow_students import CHUNK, moved, robot
 from torch import Tensor
 from transformers import SiglipVisionConfig
 
 from hf_memopt.lerobot.pi0.configuration_pi0_reflow import PI0ReflowConfig
 from hf_memopt.lerobot.pi0.modeling_pi0_reflow import PI0ReflowPolicy
-from hf_memopt.recipes.reflow.smolvla_toy import CAMERA, IMAGE_SIZE, PATH_STEPS
+from hf_memopt.recipes.reflow.smolvla_toy import IMAGE_SIZE
 
-BATCH, CHUNK, WIDTH, STATE_DIM = 4, PATH_STEPS, 16, 14
-SECOND_CAMERA = "observation.images.wrist"
 VOCABULARY = 320
 # Rounding: the joint forward multiplies the tokens of VLM and expert in other groups than the shared path.
 TOLERANCE = 1e-5
@@ -83,21 +82,8 @@ def teacher_flags() -> list[str]:
 
 
 def settings(**changes: Any) -> dict[str, Any]:
-    """A configuration's fields: two cameras, and more dimensions than the robot has."""
-    image = PolicyFeature(FeatureType.VISUAL, (3, IMAGE_SIZE, IMAGE_SIZE))
-    return {
-        **_SIZES,
-        "max_state_dim": WIDTH,
-        "max_action_dim": WIDTH,
-        "train_expert_only": True,
-        "input_features": {
-            "observation.state": PolicyFeature(FeatureType.STATE, (STATE_DIM,)),
-            CAMERA: image,
-            SECOND_CAMERA: image,
-        },
-        "output_features": {"action": PolicyFeature(FeatureType.ACTION, (STATE_DIM,))},
-        **changes,
-    }
+    """Return a configuration's fields."""
+    return {**_SIZES, "train_expert_only": True, **robot(), **changes}
 
 
 def write_teacher(folder: Path, **changes: Any) -> Path:
@@ -111,24 +97,9 @@ def make_student(teacher: Path, **flags: Any) -> PI0ReflowPolicy:
     """A student whose trained weights have moved away from its teacher's."""
     fields = {"use_reflow": True, "teacher_model_path": str(teacher), "teacher_offload": "swap", **flags}
     student = PI0ReflowPolicy.from_pretrained(teacher, config=PI0ReflowConfig(**settings(**fields)))
-    torch.manual_seed(1)
-    for parameter in student.parameters():
-        if parameter.requires_grad:
-            parameter.data.add_(0.05 * torch.randn_like(parameter))
-    return student.train()
+    return moved(student)
 
 
 def make_batch() -> dict[str, Tensor]:
-    """A batch with padded instructions."""
-    generator = torch.Generator().manual_seed(1)
-    masks = torch.ones(BATCH, 5, dtype=torch.bool)
-    masks[1, 3:] = False
-    image = (BATCH, 3, IMAGE_SIZE, IMAGE_SIZE)
-    return {
-        "observation.state": torch.randn(BATCH, STATE_DIM, generator=generator),
-        CAMERA: torch.rand(image, generator=generator),
-        SECOND_CAMERA: torch.rand(image, generator=generator),
-        "observation.language.tokens": torch.randint(7, 290, (BATCH, 5), generator=generator),
-        "observation.language.attention_mask": masks,
-        "action": torch.randn(BATCH, CHUNK, STATE_DIM, generator=generator),
-    }
+    """Return a batch with padded instructions, all of whose cameras are there."""
+    return {name: value for name, value in reflow_students.make_batch().items() if "padding_mask" not in name}

@@ -26,7 +26,7 @@ configs = LateModule("lerobot.configs")
 configuration_smolvla = LateModule("lerobot.policies.smolvla.configuration_smolvla")
 
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 CAUSAL_LM = (
     f"--text_file={ROOT / 'LICENSE'}",
     "--vocab_size=300",

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from lgt_toys import TINY as LGT_MODEL
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 # With accumulation ten updates take 40 batches, and an epoch has 27, so that a window crosses its end.
 CAUSAL_LM = (

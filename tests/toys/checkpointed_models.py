@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import transformers
+from tiny_decoders import some_tokens, tiny_decoder
 from torch import Tensor, nn
 from torch.nn.functional import dropout, gelu
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -47,20 +48,6 @@ class ConvNet(nn.Module):
         return x.float().square().mean()
 
 
-def qwen3() -> nn.Module:
-    config = transformers.Qwen3Config(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        vocab_size=64,
-        attention_dropout=0.1,
-    )
-    return transformers.Qwen3ForCausalLM(config).train()
-
-
 def vit() -> nn.Module:
     config = transformers.ViTConfig(
         hidden_size=32,
@@ -75,12 +62,12 @@ def vit() -> nn.Module:
     return transformers.ViTForImageClassification(config).train()
 
 
-TOKENS = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(1))
+TOKENS = some_tokens()
 IMAGES = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(2))
 MAPS = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(3))
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Tensor]]] = {
-    "qwen3": (qwen3, lambda model: model(input_ids=TOKENS, labels=TOKENS).loss),
+    "qwen3": (lambda: tiny_decoder(attention_dropout=0.1), lambda model: model(input_ids=TOKENS, labels=TOKENS).loss),
     "vit": (vit, lambda model: model(pixel_values=IMAGES, labels=torch.tensor([0, 3])).loss),
     "conv": (ConvNet, lambda model: model(MAPS)),
 }

@@ -4,26 +4,14 @@ import functools
 from typing import Any
 
 import torch
-import transformers
 from late_imports import LateModule
+from tiny_decoders import tiny_decoder
 from torch import Tensor, nn
 
 from hf_memopt import ActivationOffloader, SyncCopier
 
 callbacks = LateModule("hf_memopt.callbacks")
 trainer_toys = LateModule("trainer_toys")
-
-SHAPE = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "vocab_size": 64,
-    "attention_dropout": 0.1,
-}
-
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "fp32": {},
@@ -53,8 +41,7 @@ HOWS = ["attach", "callback"]
 
 
 def decoder() -> nn.Module:
-    torch.manual_seed(0)
-    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SHAPE))
+    return tiny_decoder(attention_dropout=0.1)
 
 
 @functools.cache
@@ -79,10 +66,6 @@ def switch_on(how: str, trainer: Any, offloader: ActivationOffloader) -> None:
 
 def weights(trainer: Any) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in trainer.model.parameters()]
-
-
-def equal(first: list[Tensor], second: list[Tensor]) -> bool:
-    return len(first) == len(second) and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 def packed(offloader: ActivationOffloader) -> int:

@@ -1,5 +1,6 @@
 """Students of a toy SmolVLA with two cameras, and what stock lerobot's teacher makes of their observations."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,23 +22,21 @@ SECOND_CAMERA = "observation.images.wrist"
 TOLERANCE = 1e-5
 
 
-def settings(vlm: Path, **changes: Any) -> dict[str, Any]:
-    """A configuration's fields."""
+def robot() -> dict[str, Any]:
+    """Return a configuration's features: two cameras, and fewer dimensions than the policy has."""
     image = PolicyFeature(FeatureType.VISUAL, (3, IMAGE_SIZE, IMAGE_SIZE))
+    state = PolicyFeature(FeatureType.STATE, (STATE_DIM,))
     return {
-        **POLICY_SETTINGS,
-        "vlm_model_name": str(vlm),
-        "device": "cpu",
         "max_state_dim": WIDTH,
         "max_action_dim": WIDTH,
-        "input_features": {
-            "observation.state": PolicyFeature(FeatureType.STATE, (STATE_DIM,)),
-            CAMERA: image,
-            SECOND_CAMERA: image,
-        },
+        "input_features": {"observation.state": state, CAMERA: image, SECOND_CAMERA: image},
         "output_features": {"action": PolicyFeature(FeatureType.ACTION, (STATE_DIM,))},
-        **changes,
     }
+
+
+def settings(vlm: Path, **changes: Any) -> dict[str, Any]:
+    """A configuration's fields."""
+    return {**POLICY_SETTINGS, "vlm_model_name": str(vlm), "device": "cpu", **robot(), **changes}
 
 
 def write_teacher(vlm: Path, folder: Path, architecture: dict[str, Any]) -> Path:
@@ -54,9 +53,14 @@ def make_student(
     fields = {"use_reflow": True, "teacher_model_path": str(teacher), "teacher_offload": "swap", **flags}
     config = SmolVLAReflowConfig(**{**settings(vlm, **architecture), **fields})
     student = SmolVLAReflowPolicy.from_pretrained(teacher, config=config)
+    return moved(student, leave=() if move_state_proj else ("state_proj",))
+
+
+def moved(student: Any, leave: Sequence[str] = ()) -> Any:
+    """Move a student's trained weights, but those with these words in their names, and return it in training mode."""
     torch.manual_seed(1)
     for name, parameter in student.named_parameters():
-        if parameter.requires_grad and (move_state_proj or "state_proj" not in name):
+        if parameter.requires_grad and not any(word in name for word in leave):
             parameter.data.add_(0.05 * torch.randn_like(parameter))
     return student.train()
 
