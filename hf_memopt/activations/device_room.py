@@ -1,4 +1,4 @@
-"""How much of a device saved activations may hold beside everything else, measured while passes are recorded."""
+"""Memory of a device that saved activations may hold beside everything else, measured while passes are recorded."""
 
 import os
 
@@ -7,19 +7,15 @@ import torch
 from hf_memopt.memory.device_counters import Counters, counters_for
 from hf_memopt.transfer.backends import backend_of
 
-# The share of the process's memory that a plan may use; fragmentation and slightly larger steps take the rest.
+# Share of the process's memory that a plan may use; fragmentation and slightly larger steps take the rest.
 USABLE = 0.95
 
 
 class DeviceRoom:
     """The memory that a device has left for saved activations.
 
-    While a pass is recorded, the process's peak memory counters are reset each time that a tensor is saved or used: the
-    peak of each stretch in between, less the bytes of saved activations, is the memory that everything else needed.
-
-    Args:
-        counters: the device's memory.
-        device: an accelerator.
+    While a pass is recorded, the process's peak memory counters are reset whenever a tensor is saved or used: the peak
+    of each stretch, less the bytes of saved activations, is the need of everything else.
     """
 
     def __init__(self, counters: Counters, device: torch.device) -> None:
@@ -28,12 +24,10 @@ class DeviceRoom:
         self._num_retries = self._num_ooms = 0
 
     def begin(self) -> None:
-        """Note that a pass that is recorded begins."""
         self._begun_bytes = self._other_bytes = self._counters.read().allocated_bytes
         self._counters.reset_peaks()
 
     def sample(self, saved_bytes: int) -> None:
-        """Note that a stretch of compute is over, in which saved activations held `saved_bytes`."""
         self._other_bytes = max(self._other_bytes, self._counters.read().peak_allocated_bytes - saved_bytes)
 
     def end(self, saved_bytes: int) -> None:
@@ -42,15 +36,12 @@ class DeviceRoom:
         self._lasting_bytes = max(self._begun_bytes, self._counters.read().allocated_bytes - saved_bytes)
 
     def restart(self) -> None:
-        """Note that another stretch begins."""
         self._counters.reset_peaks()
 
     def limit_bytes(self) -> int:
-        """Return the bytes that saved activations may hold in the pass that is about to begin.
-
-        This is `USABLE` of the memory that the process has or could have (this rank's part of the device's free
-        memory), less the recorded need of everything else, less memory allocated for good since, such as optimizer
-        states.
+        """Return the bytes that saved activations may hold in the next pass: `USABLE` of the memory that the process
+        has or could have (this rank's part of the free memory), less the recorded need of everything else and memory
+        allocated for good since, such as optimizer states.
         """
         memory = self._counters.read()
         free_bytes, total_bytes = self._counters.free_and_total()
@@ -58,7 +49,7 @@ class DeviceRoom:
         return int(USABLE * capacity) - self._other_bytes - (memory.allocated_bytes - self._begun_bytes)
 
     def grow(self, ratio: float) -> None:
-        """Note that passes, and the other memory that they need, are larger than the recorded one by `ratio`."""
+        """Note that passes, and the other memory that they need, are `ratio` times the recorded one."""
         self._other_bytes += int((ratio - 1) * max(0, self._other_bytes - self._lasting_bytes))
 
     def look_back(self, saved_peak_bytes: int) -> None:
@@ -69,27 +60,23 @@ class DeviceRoom:
             self._other_bytes = max(self._other_bytes, peak_bytes - saved_peak_bytes)
 
     def watch(self) -> None:
-        """Note that a planned pass begins."""
         memory = self._counters.read()
         self._num_retries, self._num_ooms = memory.num_alloc_retries, memory.num_ooms
 
     def ran_short(self) -> bool:
-        """Return whether the allocator has had to give its cache back to the device since then: nothing was left."""
+        """Return whether the allocator has returned its cache to the device since `watch`: nothing was left."""
         return self._counters.read().num_alloc_retries > self._num_retries
 
     def ran_out(self) -> bool:
-        """Return whether an allocation has failed since then."""
         return self._counters.read().num_ooms > self._num_ooms
 
     def _share(self, total_bytes: int) -> int:
-        """Return the bytes of a device that torch's own limit for the process allows."""
         if self._device.type != "cuda":
             return total_bytes
         return int(torch.cuda.get_per_process_memory_fraction(self._device) * total_bytes)
 
 
 def room_on(device: torch.device) -> DeviceRoom | None:
-    """Return the room on an accelerator, None where torch keeps no counters."""
     if backend_of(device).is_unlimited:
         return None
     counters = counters_for(device)
@@ -97,6 +84,5 @@ def room_on(device: torch.device) -> DeviceRoom | None:
 
 
 def _ranks_per_device() -> int:
-    """Processes of this machine that share one device."""
     ranks, devices = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.accelerator.device_count()
     return max(1, -(-ranks // max(1, devices)))

@@ -18,11 +18,7 @@ _PASSED_ON = ("offload_threshold_mb", "prefetch_ahead", "pin_memory", "max_slowd
 
 @dataclass
 class OffloadArguments:
-    """Options of activation offloading on the command line, with their meaning in each field's help text.
-
-    Raises:
-        ValueError: `skip` is no list of names.
-    """
+    """Options of activation offloading; a ValueError where `skip` is no list of names."""
 
     offload: Literal["off", "auto", "all", "inputs"] = flag("auto", "which saved activations go to host memory")
     budget_gib: Annotated[float, NOT_NEGATIVE] | None = flag(
@@ -46,7 +42,6 @@ class OffloadArguments:
         SkippedModules(self.skip)
 
     def make_offloader(self, device: torch.device) -> ActivationOffloader | None:
-        """Return a new offloader for a model on `device`; None in mode "off"."""
         if self.offload == "off":
             return None
         return ActivationOffloader(

@@ -1,7 +1,7 @@
-"""One pass: where it puts the storages that it saves, and which of them its backward needs next.
+"""One pass: places of the storages that it saves, and the one that its backward needs next.
 
-The pass drives its storages, in the order of the host's calls and never by how far the device has come. So each step
-allocates and frees in the same order as the last one, and the planner's simulator predicts the peak to the byte. See
+The pass drives its storages in the order of the host's calls, never by how far the device has come. So each step
+allocates and frees in the same order, and the planner's simulator predicts the peak to the byte. See
 `activations/README.md`.
 """
 
@@ -37,8 +37,8 @@ from hf_memopt.activations.stats import OffloadCounters
 from hf_memopt.autograd_state import NO_BACKWARD, current_backward, may_be_cast_of_frozen_weight, next_node
 from hf_memopt.uncompiled import uncompiled
 
-# How many bytes may wait for their copy to the host, as a multiple of the largest storage seen, before compute has to
-# wait too. Two let one copy run while the next tensor is computed.
+# Bytes that may wait for their copy to the host before compute has to, as a multiple of the largest storage seen. Two
+# let one copy run while the next tensor is computed.
 _STORAGES_IN_FLIGHT = 2
 _UNFORESEEN = -1
 
@@ -50,30 +50,21 @@ class View(Protocol):
 
 
 class OffloadedPass:
-    """The storages of one device that are saved before a backward begins, and how far backward has come through them.
+    """The storages of one device saved before a backward begins, and how far backward has come through them.
 
     Mostly that is one forward and one backward pass. Several contexts share a pass if no backward begins in between; a
     pass may go on saving after a backward, and have any number of backwards.
 
     Args:
-        device: copies from and to it.
-        prefetch_ahead: how many storages to bring back ahead of their use, in bytes: this many times the largest one
-            that has left the device, so that many small ones may be under way together.
-        counters: counters of the offloader.
-        plan: actions by storage, windows in bytes, and the order of reloading. None: offload everything and learn the
-            order from backward.
+        prefetch_ahead: storages to bring back ahead, in bytes of the largest that has left: many small ones at once.
+        plan: actions and windows. None: offload everything and learn the order from backward.
         recording: the recorded pass that the plan was made from.
         foreseen_reads: reads of each storage by each backward under the plan, where there are several; else empty.
-        budget_bytes: the limit that the plan was made for.
-        is_for_these_sizes: whether a plan says nothing of passes that save more than the recorded one, because their
-            other memory is not known.
-        recorder: notes saves and uses with their times, for the planner.
+        is_for_these_sizes: whether the plan does not hold for larger passes, whose other memory is not known.
         keeps_all: whether everything stays on the device, and hooks are of no use once the pass has begun.
-        op_tracer: notes on the operations performed, where storages may be computed again.
         on_end: called at the end of each backward through this pass.
 
     Attributes:
-        sizes: bytes of the storages that autograd saved, in order.
         peak_bytes: the most that saved activations held on the device until the last backward was over.
         is_other_work: whether something that the plan computes again came about otherwise than in the recorded pass.
     """
@@ -108,7 +99,7 @@ class OffloadedPass:
         self.ended: Any = None
         # Whether saving a tensor has to be kept out of the notes on the model's own operations.
         self.is_observed = recorder is not None or op_tracer is not None
-        # Whether torch.profiler runs, and is to show copies.
+        # torch.profiler is to show copies.
         self._is_traced: bool = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
         self._counters = counters
         self.keeps_all = keeps_all
@@ -118,11 +109,11 @@ class OffloadedPass:
         self._is_for_these_sizes = is_for_these_sizes
         self._is_larger = False
         self._on_end = on_end
-        # Backward passes at work, by torch's number: the outermost, then those that it runs inside of its nodes.
+        # Backward passes at work, by torch's number: the outermost, then those inside of its nodes.
         self._backwards: list[int] = []
         # Storages that give up device memory at the end of a backward.
         self._movable: list[weakref.ref[LiveStorage]] = []
-        # Storages that the model still has, and those that were saved in a recorded pass.
+        # Storages that the model still has, and those saved in a recorded pass.
         self._pending: list[weakref.ref[LiveStorage]] = []
         self._recorded: list[weakref.ref[LiveStorage]] = []
         planned = (None, 0) if plan is None else (plan.reload_order, plan.prefetch_bytes)
@@ -134,16 +125,14 @@ class OffloadedPass:
         return self._num_views > 0 and not self._is_closed
 
     def close(self) -> None:
-        """Have the next context begin a pass of its own."""
         self._is_closed = True
 
     @property
     def is_in_backward(self) -> bool:
-        """Return whether a backward has begun and has not ended, or was broken off."""
+        """Return whether a backward is at work or was broken off."""
         return bool(self._backwards)
 
     def working(self) -> AbstractContextManager[None]:
-        """Return a context whose time the recorder takes for the offloader's, not the model's."""
         return nullcontext() if self.recorder is None else self.recorder.working()
 
     # ------------------------------------------------------------------------------------------------ forward
@@ -151,16 +140,9 @@ class OffloadedPass:
     def save(
         self, tensor: Tensor, key: int, num_bytes: int, of_function: bool = False, is_skipped: bool = False
     ) -> LiveStorage:
-        """Return the storage behind a tensor that autograd saves, put where the plan says.
+        """Return the storage behind a tensor, plain and strided, that autograd saves, put where the plan says.
 
         One copy serves all saved views of a storage, as long as they count modifications together and show nothing new.
-
-        Args:
-            tensor: plain and strided.
-            key: key of its storage.
-            num_bytes: size of its storage.
-            of_function: whether a custom `autograd.Function` saves it.
-            is_skipped: whether a module saves it whose saved tensors stay on the device.
         """
         node = next_node()
         live = self._get(key)
@@ -186,15 +168,13 @@ class OffloadedPass:
         return live
 
     def _is_saved_source(self, live: LiveStorage) -> bool:
-        """Return whether a copy that others are computed from is the storage that autograd saves now, as recorded."""
+        """Return whether a copy made for computing others is the storage that autograd saves now, as recorded."""
         return live.index == len(self.sizes) and live.num_writes == self._num_writes(live.key)
 
     def _num_writes(self, key: int) -> int | None:
-        """Return how many writes to a storage have been seen, None where nothing is watched."""
         return None if self.op_tracer is None else self.op_tracer.num_writes(key)
 
     def _get(self, key: int) -> LiveStorage | None:
-        """Return the newest live storage of this key, wherever its bytes are."""
         entry = self.device.storages.get(key)
         return None if entry is None else entry()
 
@@ -207,7 +187,6 @@ class OffloadedPass:
         of_function: bool,
         is_skipped: bool,
     ) -> LiveStorage:
-        """Give a storage its number in the pass, and carry out the plan's action unless an earlier pass has done so."""
         self._backwards.clear()  # a backward that has not ended by now was broken off by an exception
         self._ripen()
         index, num_writes = len(self.sizes), self._num_writes(key)
@@ -219,7 +198,7 @@ class OffloadedPass:
             recomputation = Resolver(self.op_tracer, self._get).resolve(self.op_tracer.operand(tensor))
         if self.recorder is None and action is Action.RECOMPUTE and not self._is_as_recorded(index, recomputation):
             recomputation, self.is_other_work = None, True
-        # A cast of a frozen weight stays where it is: moving it would copy all frozen weights in each step.
+        # Moving casts of frozen weights would copy all frozen weights in each step.
         is_weight = not tensor.requires_grad and may_be_cast_of_frozen_weight(tensor)
         is_weight = is_weight or (recomputation is not None and recomputation.reads_weights_alone())
         stays = is_weight or is_skipped
@@ -227,7 +206,6 @@ class OffloadedPass:
             self.recorder.saved(tensor.untyped_storage(), index, stays, num_writes, of_function)
             if recomputation is not None:
                 self.recorder.computable(index, recomputation)
-        # A storage that an earlier pass has offloaded or kept stays as it is.
         if live is None:
             if stays and (action is Action.OFFLOAD or recomputation is None):
                 action = Action.KEEP
@@ -244,7 +222,7 @@ class OffloadedPass:
         return live
 
     def _distrust(self, live: LiveStorage, tensor: Tensor) -> None:
-        """Note that a custom function has a storage, whose kernels may write to it in forward and in backward."""
+        """Note that a custom function has a storage, which its kernels may write to in forward and in backward."""
         live.of_function = True
         if self.op_tracer is not None:
             self.op_tracer.distrust(tensor.untyped_storage())
@@ -252,15 +230,11 @@ class OffloadedPass:
             self.recorder.not_computable(live.index)
 
     def _may_last(self, tensor: Tensor, index: int, num_bytes: int) -> bool:
-        """Return whether a storage is left where it is as long as the model has it.
-
-        Other parts of it may be saved, or it outlives the backward pass, so that a copy would free nothing.
-        """
+        """Return whether parts may be saved later, or the storage outlives backward: a copy would free nothing."""
         is_lasting = self.recording is not None and index in self.recording.lasting
         return is_lasting or not is_whole(tensor, num_bytes)
 
     def _ripen(self) -> None:
-        """Start the copies of pending storages that the model has let go of by now."""
         if not self._pending:
             return
         pending = [storage for entry in self._pending if (storage := entry()) is not None]
@@ -287,7 +261,7 @@ class OffloadedPass:
             return self._recompute(tensor, index, recomputation)
         if action is Action.KEEP:
             return KeptStorage(tensor, self.device, index, is_pending)
-        # Also a storage to be computed again that has come about otherwise than when it was recorded.
+        # Also one to be computed again that came about otherwise than in the recording.
         return self._offload(tensor, index, is_pending=is_pending)
 
     def _offload(
@@ -295,11 +269,7 @@ class OffloadedPass:
     ) -> LiveStorage:
         """Start copying a storage to the host, or keep it where the host has no room.
 
-        Args:
-            tensor: a view of it.
-            index: its place in the pass.
-            is_private: whether the model may go on to write to the storage.
-            is_pending: whether to wait until the model has let go of it.
+        The model may go on to write to a private one; a pending one waits until the model has let go of it.
         """
         device = self.device
         block = None if is_pending else device.arena.acquire(tensor.untyped_storage().nbytes())
@@ -313,7 +283,6 @@ class OffloadedPass:
         return storage
 
     def _leave(self, storage: OffloadedStorage) -> None:
-        """Have a storage give up its memory once it is its turn, and come back."""
         self.device.bytes_moved += storage.num_copied_bytes
         entry: Any = weakref.ref(storage)
         self._prefetcher.add(storage.index, entry, storage.num_bytes)
@@ -321,7 +290,7 @@ class OffloadedPass:
         self.device.leave(storage, self.plan.in_flight_bytes if self.plan else _STORAGES_IN_FLIGHT * largest_bytes)
 
     def _recompute(self, tensor: Tensor, index: int, recomputation: Recomputation) -> LiveStorage:
-        # The plan counts each source once, in the order in which the computation names them first.
+        # The plan counts each source once, in the order of their first mention.
         places: dict[int, int] = {}
         for source in recomputation.sources():
             place = places.setdefault(source.key, len(places))
@@ -335,10 +304,7 @@ class OffloadedPass:
         return live
 
     def _save_source(self, source: StoredInput, index: int) -> None:
-        """Copy a source that autograd has not saved, on the device or to the host, for a storage computed from it.
-
-        The model is free to write to its own memory of it.
-        """
+        """Copy a source that autograd has not saved: the model is free to write to its own memory of it."""
         tensor = source.tensor
         assert tensor is not None
         num_writes = self._num_writes(source.key)
@@ -351,7 +317,6 @@ class OffloadedPass:
         source.live, source.tensor = live, None
 
     def _action(self, index: int, num_bytes: int) -> Action:
-        """Return the action for a storage."""
         if self.keeps_all:
             return Action.KEEP
         if self.plan is None or self.recording is None or not 0 <= index < len(self.plan.actions):
@@ -367,28 +332,21 @@ class OffloadedPass:
         return Action.OFFLOAD if over and action is Action.KEEP and planned.can_offload else action
 
     def _is_as_recorded(self, index: int, recomputation: Recomputation | None) -> bool:
-        """Return whether a storage came about by the operations that the plan is to repeat."""
         recorded = self.recording.operations.get(index) if self.recording is not None else None
         return recomputation is not None and recomputation.operations() == recorded
 
     def _source_index(self, index: int, place: int) -> int:
-        """Return the index of the storage that the computation of another one reads in this place."""
         sources = self.recording.profile.storages[index].sources if self.recording else ()
         return sources[place] if place < len(sources) else _UNFORESEEN
 
     def _owner(self, index: int) -> str:
-        """Return the module that saved a storage, as far as it was recorded."""
         owners = self.recording.owners if self.recording else ()
         return owners[index] if index < len(owners) else ""
 
     # ----------------------------------------------------------------------------------------------- backward
 
     def use(self, storage: LiveStorage, view: View) -> Tensor:
-        """Return the bytes of a storage of which autograd unpacks a view, `(num_bytes,)` uint8.
-
-        Raises:
-            RuntimeError: the tensor was modified in place since it was saved.
-        """
+        """Return the bytes, `(num_bytes,)` uint8; a RuntimeError if the tensor was modified in place since."""
         backward = self._note_backward()
         storage.check()
         is_first = view.read_in != backward
@@ -407,19 +365,16 @@ class OffloadedPass:
         storage.read_in = backward
 
     def add_view(self, storage: LiveStorage) -> None:
-        """Note a saved tensor."""
         storage.num_views += 1
         self._num_views += 1
 
     def drop_view(self, storage: LiveStorage) -> None:
-        """Note that a saved tensor is gone."""
         storage.num_views -= 1
         self._num_views -= 1
         if self.recorder is not None and storage.num_views == 0 and not sys.is_finalizing():
             self.recorder.freed(storage.index)
 
     def release(self) -> None:
-        """Give up all device memory of which the host has a copy."""
         self.device.let_all_go()
         for entry in self._movable:
             storage = entry()
@@ -442,7 +397,7 @@ class OffloadedPass:
 
     def _begin_backward(self) -> None:
         self._ripen()
-        # Storages that the model still has when the first backward begins outlive the forward pass.
+        # Storages that the model still has now outlive the forward pass.
         recorded, self._recorded = self._recorded, []
         for entry in recorded:
             storage = entry()
@@ -450,7 +405,6 @@ class OffloadedPass:
                 self.recorder.lasts(storage.index)
 
     def elapsed_s(self) -> float:
-        """Seconds from the first save to the end of the last backward; waits for the device."""
         return self.device.clock.elapsed_s(self.begun, self.ended)
 
     @uncompiled
@@ -461,7 +415,7 @@ class OffloadedPass:
         del self._backwards[self._backwards.index(task) :]
         if self._backwards:
             return
-        # The outermost backward is over: storages that it brought back go, and the next one starts anew.
+        # Storages that the outermost backward brought back go, and the next one starts anew.
         self.ended = self.device.clock.mark()
         self._foreseen.end_backward()
         self._prefetcher.end_backward()

@@ -1,4 +1,4 @@
-"""Saved activations go to host memory after the forward pass has used them and come back in time for backward."""
+"""Moves saved activations to host memory and back in time for backward."""
 
 import functools
 import gc
@@ -36,7 +36,7 @@ PlannersByDevice = dict[torch.device, PassPlanner]
 
 MODES = ("auto", "all", "inputs")
 _HOST_SHARE = 0.9
-_HOST_MEMORY = ("cpu", "mps", "meta")  # there is nowhere else to go
+_HOST_MEMORY = ("cpu", "mps", "meta")
 _NOTHING_TO_MOVE = (
     "nothing is moved: on a CPU saved activations are in host memory already. To try it there, give the copier that "
     "performs every copy on a CPU too: ActivationOffloader(copier=hf_memopt.SyncCopier())"
@@ -47,49 +47,47 @@ class ActivationOffloader:
     """Moves tensors that autograd saves for backward to host memory, exactly, and brings them back ahead of their use.
 
     Gradients are bitwise those of the plain run: each storage is copied once, byte for byte, however many views of it
-    are saved, and views come back with their strides, offsets and lazy conjugation; a storage that is computed again is
-    computed by the same operation from the same bytes. Weights, buffers, their views and casts never move, nor do other
-    leaves that require grad. Tensors of unknown subclasses and layouts stay on the device, and so do tensors saved
-    during backward itself.
+    are saved, and views come back with their strides, offsets and lazy conjugation; a storage that is computed again
+    comes from the same operation and bytes. Weights, buffers, their views and casts never move, nor do other leaves
+    that require grad, tensors of unknown subclasses and layouts, and tensors saved during backward.
 
     Args:
         enabled: False makes every method a pass-through.
         offload_threshold_mb: storages smaller than this many MiB stay on the device.
-        prefetch_ahead: how many storages backward brings back ahead of their use, in the order that it used last time,
-            counted in bytes of the largest one. 0 fetches each one when it is needed.
+        prefetch_ahead: storages that backward brings back ahead of their use, in the order of last time, counted in
+            bytes of the largest one. 0 fetches each one when it is needed.
         pin_memory: use page-locked host memory. False copies more slowly and blocks the host.
-        budget_gib: mode "auto" only. Saved activations above the threshold hold at most this much device memory at any
-            moment, at the least predicted time.
+        budget_gib: mode "auto" only. Saved activations above the threshold never hold more device memory than this, at
+            the least predicted time.
         max_slowdown: mode "auto" without a budget. The smallest peak whose predicted step takes at most this share
-            longer than the plain one; on an accelerator that has no room for it, the fastest plan that fits the memory
-            left there, and if none does everything is offloaded.
+            longer than the plain one; on an accelerator without room for it, the fastest plan that fits, and if none
+            does everything is offloaded.
         host_budget_gib: host memory to use at most; storages without room there stay on the device. None: nine tenths
             of the memory available when the first tensor is offloaded.
         mode: "all" offloads every storage above the threshold. "inputs" offloads the inputs of regions under activation
             checkpointing and nothing else. "auto" records the first two passes, offloading everything, and plans from
             the second pass on which storages to keep, to offload and to compute again.
-        skip: modules whose saved tensors stay on the device, where a budget counts them: module objects, classes, and
-            patterns, with the wildcards of `fnmatch`, of names that end so or of class names. All modules inside of
-            them are meant too. Inside of a compiled graph no modules are told apart.
+        skip: modules whose saved tensors stay on the device, where a budget counts them, with all modules inside:
+            module objects, classes, and patterns, with the wildcards of `fnmatch`, of names that end so or of class
+            names. Inside of a compiled graph no modules are told apart.
         copier: how bytes move. None: side streams on an accelerator, and nothing to do on the CPU. `SyncCopier()` makes
             a CPU run every step of an offloaded run.
 
     A pass is everything that one context saves, with any number of backwards through it. Contexts that follow each
-    other without a backward in between share a pass, whatever their models, and one plan. Where passes overlap
-    otherwise, the budget still holds for all of them together: later ones offload more than planned, and plans become
-    smaller until it does. Without a budget the
-    process's peak memory counters are reset in the two recorded passes. An `OutOfMemoryError` in a planned pass makes
-    the next plan smaller. Threads that train side by side need an offloader each.
+    other without a backward in between share a pass and one plan, whatever their models. Where passes overlap
+    otherwise, the budget still holds for all together: later ones offload more than planned, and plans become smaller
+    until it does. Without a budget the process's peak memory counters are reset in the two recorded passes. An
+    `OutOfMemoryError` in a planned pass makes the next plan smaller. Parallel threads need an offloader each.
 
     Raises:
         ValueError: an option is out of range, or set without the mode that reads it.
         InfeasibleBudgetError: from the second `offload_context` on: the budget cannot be met; says which could. Each
             rank decides alone, and its error names it.
 
-    Limits: only the innermost pair of saved-tensor hooks runs, so this must not be stacked on another offloader, and
-    regions under activation checkpointing show only their inputs. Tensors that a custom autograd function stores on its
-    context by itself are not seen, nor are writes to saved tensors behind autograd's back (`.data`, NumPy).
-    `torch.func` and hooks on saved tensors do not work inside a context, as with any saved-tensor hooks.
+    Limits: only the innermost pair of saved-tensor hooks runs: do not stack this on another offloader; regions under
+    activation checkpointing show only their inputs. Tensors that a custom autograd function stores on its context by
+    itself are not seen, nor are writes to saved tensors behind autograd's back (`.data`, NumPy). `torch.func` and hooks
+    on saved tensors do not work inside a context, as with any saved-tensor hooks.
     """
 
     def __init__(
@@ -134,7 +132,7 @@ class ActivationOffloader:
     def offload_context(self, model: nn.Module | None = None) -> Iterator["ActivationOffloader"]:
         """Offload tensors saved for backward inside. Backward may run inside the context or after it.
 
-        Does nothing where gradients are disabled when it is entered, or a CUDA graph is being captured.
+        Does nothing where gradients are disabled on entry, or a CUDA graph is being captured.
 
         Args:
             model: its parameters and buffers are never moved, and its passes have a plan of their own. Without it
@@ -145,7 +143,6 @@ class ActivationOffloader:
             return
         self._drop_what_failed()
         fixed = storages_of(model)
-        # Passes are planned for the model whose context began them.
         owner, begun = self._open_pass() or (self._key(model), None)
         if begun is None:
             self._review(owner)
@@ -174,8 +171,7 @@ class ActivationOffloader:
     def wrap(self, model: nn.Module) -> WrappedModule:
         """Run every forward of `model` in an `offload_context`; returns a handle whose `remove()` undoes it.
 
-        Works through forward hooks, so `model` keeps its class, its `forward` and its state, and copies and pickles of
-        it are wrapped as well, each with an offloader of its own.
+        `model` keeps class, `forward` and state. Copies and pickles are wrapped too, with offloaders of their own.
         """
         return WrappedModule(model, self)
 
@@ -212,7 +208,7 @@ class ActivationOffloader:
             for planner in planners.values()
             if planner.plan and planner.recording
         )
-        # The model whose plan was the newest may be gone.
+        # The newest plan's model may be gone.
         newest = self._ended
         if not plans and newest is not None and newest.plan is not None and newest.recording is not None:
             plans = (plan_report(newest.plan, newest.recording.owners, newest.recording.sizes),)
@@ -220,14 +216,14 @@ class ActivationOffloader:
         return OffloadReport(plans, "" if plans else none_yet)
 
     def __reduce__(self) -> Any:
-        # Copies and pickles carry the options: memory, streams and recordings belong to one process's graphs. Modules
-        # to skip are arguments, so that a copied model's offloader gets the copied ones.
+        # Memory, streams and recordings belong to one process's graphs. Modules to skip are arguments, so that a copied
+        # model's offloader gets the copied ones.
         options = dict(self._options)
         skip = options.pop("skip")
         return functools.partial(_with_skip, **options), (skip,)
 
     def _drop_what_failed(self) -> None:
-        """Give back the host memory of a backward that raised, if any is held at all."""
+        """Give back the host memory of a backward that raised."""
         if any(device is not None and device.arena.bytes_live for device in self._devices.values()):
             forget_failed_backward()
 
@@ -236,7 +232,6 @@ class ActivationOffloader:
         return any(planner.rests for planner in self._planners_of(self._key(model)).values())
 
     def _open_pass(self) -> tuple[nn.Module, OffloadedPass] | None:
-        """Return the pass that a new context goes on with, and the model whose context began it."""
         for model, planners in self._planners.items():
             for planner in planners.values():
                 if planner.open_pass is not None:
@@ -244,7 +239,6 @@ class ActivationOffloader:
         return None
 
     def _go_on(self, begun: OffloadedPass, model: nn.Module | None, fixed: frozenset[int]) -> OpTracer | None:
-        """Prepare a pass for another context, and return its tracer of operations."""
         if begun.recorder is not None:
             begun.recorder.name_modules(model)
         if begun.op_tracer is not None:
@@ -264,7 +258,7 @@ class ActivationOffloader:
         return planners[device].open_pass or planners[device].begin_pass(op_tracer)
 
     def _note_end(self, ended: OffloadedPass) -> None:
-        if not ended.keeps_all:  # a plain pass, which is only there for comparison
+        if not ended.keeps_all:  # a plain pass is only for comparison
             self._ended = ended
 
     def _key(self, model: nn.Module | None) -> nn.Module:
@@ -292,7 +286,6 @@ class ActivationOffloader:
             op_tracer.is_noting = False
 
     def _scope(self, op_tracer: OpTracer, owner: nn.Module, model: nn.Module | None) -> AbstractContextManager[object]:
-        """Return where operations are noted: everywhere while recording, then in the modules that a plan repeats."""
         if op_tracer.is_timing:
             return _timing(op_tracer)
         makers = set().union(*(planner.makers() for planner in self._planners_of(owner).values()))
@@ -310,7 +303,7 @@ class ActivationOffloader:
         return OpTracer(fixed, None) if any(planner.makers() for planner in planners) else None
 
     def _note_idle(self, owner: nn.Module) -> None:
-        """Nothing that was saved is large enough: say so once, and do not prepare for recomputing it again."""
+        """Nothing saved is large enough: say so once, and do not prepare for recomputing it again."""
         if owner not in self._idle:
             self._idle.add(owner)
             threshold_mb = self._options["offload_threshold_mb"]
@@ -361,7 +354,7 @@ def wrap_forward_with_offload(forward: Callable[..., Any], **options: Any) -> Ca
 
 @contextmanager
 def _timing(op_tracer: OpTracer) -> Iterator[None]:
-    """Have operations timed, without full collections of garbage, of which one may take longer than a small step."""
+    """Time operations without full garbage collections, of which one may take longer than a small step."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -386,7 +379,6 @@ def _say_captured() -> None:
 
 
 def _device_of(model: nn.Module | None, copier: Copier | None) -> torch.device:
-    """Return the device of a model, or of the tensors that the copier would move."""
     parameter = next(model.parameters(), None) if model is not None else None
     if parameter is not None:
         return parameter.device

@@ -1,12 +1,12 @@
 """Mode "auto": two passes are recorded, a plan is made after each, and made again when it no longer fits.
 
-Recording slows a pass down, all the more the smaller its kernels are. So the first pass that follows a plan is timed as
-a whole, and where it was faster the plan is made again for times in proportion.
+Recording slows a pass down, the more the smaller its kernels are. So the first pass that follows a plan is timed as a
+whole, and where it was faster the plan is made again for times in proportion.
 
-Without a budget a pass after the recorded ones is neither recorded nor planned. On a CPU it runs without hooks, else
-everything is offloaded as in those: the time without copies is the plain one, for which `max_slowdown` is meant. A plan
-whose passes take longer is made again for less: first nothing is computed again, for which operations have to be noted,
-then fewer storages go, and in the end everything is kept, on a CPU without hooks.
+Without a budget a pass after the recorded ones is plain: on a CPU without hooks, else everything is offloaded. Its time
+without copies is the one for which `max_slowdown` is meant. A plan whose passes take longer is made again for less:
+first nothing is computed again, for which operations have to be noted, then fewer storages go, and in the end
+everything is kept, on a CPU without hooks.
 """
 
 import logging
@@ -38,24 +38,15 @@ from hf_memopt.transfer.clock import HostClock
 
 logger = logging.getLogger(__name__)
 
-# The first pass runs with cold caches and allocators, so its times are only good enough to start with.
+# The first pass runs with cold caches and allocators: its times are only good enough to start with.
 _RECORDED_PASSES = 2
 _MAX_CORRECTIONS = 3
-# How often a plan that computes nothing again is made for less before it keeps everything.
+# Times that a plan without recomputation is made for less before it keeps everything.
 _MAX_REDUCTIONS = 2
 
 
 class PassPlanner:
-    """Records, plans and corrects one model's passes on one device.
-
-    Args:
-        device: copies from and to it.
-        limits: the budgets and the slowdown that the user allows.
-        counters: counters of the offloader.
-        model: names the modules that save tensors.
-        on_end: called at the end of each backward.
-        room: the memory that the device has left, None where it is not known.
-    """
+    """Records, plans and corrects one model's passes on one device; `room` is None where it is not known."""
 
     def __init__(
         self,
@@ -72,38 +63,35 @@ class PassPlanner:
         self.recording: RecordedPass | None = None
         self._device, self._limits, self._room = device, limits, room
         self._counters = counters
-        # Weak: offloaders know plans by model, and must not keep the models.
+        # Offloaders know plans by model, and must not keep the models.
         self._model = None if model is None else weakref.ref(model)
         self._on_end = on_end
         self._maker = PlanMaker(device, limits, room)
         self._times = PassTimes(device, limits.max_slowdown, takes_turns=self._has_room_for_everything())
         self._num_recorded = 0
-        # Plans that were made again because of times or of passes of another length; bounded, so that noise ends.
+        # Plans made again because of times or of passes of another length; bounded, so that noise ends.
         self._num_corrections = self._num_reductions = 0
         self._begun: weakref.ref[OffloadedPass] | None = None
         self._ended: OffloadedPass | None = None
-        # Without a budget: whether the next pass shows how long a plain one takes.
+        # Whether the next pass shows how long a plain one takes.
         self._wants_plain = False
         self._num_operations: Mapping[Any, int] = {}
         self._ran_out = False
-        # Recording offloads everything and leaves an oversized arena. trim() must run twice: once to start counting
-        # free blocks, once to drop those that a planned pass never took.
+        # Recording leaves an oversized arena. trim() must run twice: to start counting free blocks, and to drop those
+        # that a planned pass never took.
         self._trims_left = 2
 
     @property
     def is_recording(self) -> bool:
-        """Return whether the next pass is to be recorded."""
         return self._num_recorded < _RECORDED_PASSES
 
     @property
     def open_pass(self) -> OffloadedPass | None:
-        """Return the newest pass if another context goes on with it."""
         this_pass = self._begun() if self._begun is not None else None
         return this_pass if this_pass is not None and this_pass.is_open else None
 
     @property
     def _plan_to_follow(self) -> OffloadPlan | None:
-        """Return the plan of the next pass; a plain pass has none."""
         return None if self._wants_plain else self.plan
 
     def makers(self) -> Makers:
@@ -116,7 +104,6 @@ class PassPlanner:
         return set().union(*(makers.get(index, set()) for index in recomputed))
 
     def begin_pass(self, op_tracer: OpTracer | None) -> OffloadedPass:
-        """Return the next pass, planned as far as earlier ones allow."""
         model = self._model() if self._model is not None else None
         recorder = None
         if self._room is not None:
@@ -149,13 +136,8 @@ class PassPlanner:
         return needs_by_backward(self.recording.profile, plan.actions)
 
     def review(self) -> None:
-        """Learn from the passes since the last one, before another one begins.
-
-        Raises:
-            InfeasibleBudgetError: the first plan shows that the budget cannot be met.
-        """
-        # Learn from the last pass that ended, in this order: it ran out of memory; it was recorded; it saved other
-        # sizes; the device has less room; its times are not the predicted ones.
+        """Learn from the last pass that ended; an `InfeasibleBudgetError` if no plan meets the budget."""
+        # The order matters: out of memory, recorded, other sizes, less room, other times than predicted.
         this_pass, self._ended = self._ended, None
         if self._has_run_out():
             assert self.plan is not None
@@ -183,12 +165,7 @@ class PassPlanner:
             self._device.arena.trim()
 
     def break_off(self, ran_out: bool) -> None:
-        """Note that an exception has ended a context.
-
-        Args:
-            ran_out: whether the device ran out of memory. Then device memory with a copy elsewhere is given up, and
-                later plans hold less.
-        """
+        """Note that an exception has ended a context; where memory ran out, later plans hold less."""
         this_pass = self._begun() if self._begun is not None else None
         if this_pass is not None:
             this_pass.close()
@@ -207,7 +184,6 @@ class PassPlanner:
         self._on_end(this_pass)
 
     def _is_to_be_timed(self, this_pass: OffloadedPass) -> bool:
-        """Return whether a pass is a plain one, or the first that follows the plan."""
         if this_pass.recorder is not None:
             return False
         return self._wants_plain or (self._times.wants_whole and this_pass.plan is self.plan is not None)
@@ -247,7 +223,6 @@ class PassPlanner:
     # ------------------------------------------------------------------------------------------------- correcting
 
     def _take_plain(self, this_pass: OffloadedPass) -> None:
-        """Take the time of a plain pass, and plan for it if it is the first."""
         assert self.recording is not None
         self._wants_plain = False
         if self._times.wants_plain:
@@ -269,7 +244,6 @@ class PassPlanner:
             self._replan()
 
     def _compare(self, this_pass: OffloadedPass, plan: OffloadPlan) -> None:
-        """Plan again where passes are not as they were predicted."""
         assert self.recording is not None
         if self._times.wants_whole:
             self._plan_for(self._times.take_whole(self.recording, plan))
@@ -288,7 +262,6 @@ class PassPlanner:
             self._wants_plain = self._times.wants_plain
 
     def _plan_for(self, recording: RecordedPass | None) -> None:
-        """Plan for the times of a pass that was not recorded, where they differ."""
         if recording is not None:
             self.recording = recording
             self._replan()
@@ -306,10 +279,7 @@ class PassPlanner:
             self._reduce(self._limits.max_slowdown / slowdown)
 
     def _reduce(self, share: float) -> None:
-        """Compute nothing again; if that is so, offload a share of the storages; if that does not help, keep them all.
-
-        The smallest stay: copying one takes as long on the host as copying a large one.
-        """
+        """Compute nothing again; if that is so, offload a share of the storages; if that fails, keep them all."""
         assert self.plan is not None
         assert self.recording is not None
         if Action.RECOMPUTE in self.plan.actions:
@@ -317,6 +287,7 @@ class PassPlanner:
             self._replan()
         elif self._num_reductions < _MAX_REDUCTIONS:
             self._num_reductions += 1
+            # The smallest stay: the host takes as long to copy a small one as a large one.
             self.recording = offloading_fewer(self.recording, self.plan.actions, share)
             self._replan()
         else:

@@ -32,7 +32,7 @@ class _Event:
 
 @dataclass(eq=False)
 class _Unsaved:
-    """A source of the storage `dependent` that was not saved by then; `index` is set if autograd saves it later."""
+    """A source of the storage `dependent` not saved by then; `index` is set if autograd saves it later."""
 
     num_bytes: int
     dependent: int
@@ -41,7 +41,6 @@ class _Unsaved:
     index: int | None = None
 
     def was_modified(self, num_writes: int | None) -> bool:
-        """Return whether the source has been written to, given the number of writes to its storage seen by now."""
         return self.num_writes != num_writes or self.guard.was_modified()
 
 
@@ -49,8 +48,7 @@ class _Unsaved:
 class _Computable:
     """The operations that could compute a storage again: their times, and the sources that they read.
 
-    `checks` say whether that is no longer so. They are made at the end of each backward up to the one that used the
-    storage: later writes to the operands do not matter.
+    `checks` say whether it has changed, until the backward that used the storage ends: later writes do not matter.
     """
 
     marks: list[Any]
@@ -60,11 +58,9 @@ class _Computable:
     checks: list[Callable[[], bool]] | None
 
     def saved_sources(self) -> list[int]:
-        """Return the indices of the sources that autograd had saved before."""
         return [source for source in self.sources if not isinstance(source, _Unsaved)]
 
     def source_indices(self, unsaved_indices: "dict[_Unsaved, int]") -> tuple[int, ...]:
-        """Return the index of each source, once each and in the order in which the computation reads them."""
         indices = []
         for source in self.sources:
             if not isinstance(source, _Unsaved):
@@ -75,15 +71,6 @@ class _Computable:
 
 
 class PassRecorder:
-    """Notes everything that one context saved, and the backward passes through it.
-
-    Args:
-        clock: clock of the compute stream.
-        model: gives the storages' owners their names.
-        held: the device memory that saved activations hold.
-        room: measures the memory that everything else needs; None does not.
-    """
-
     def __init__(
         self, clock: Clock, model: nn.Module | None, held: DeviceBytes, room: DeviceRoom | None = None
     ) -> None:
@@ -95,32 +82,31 @@ class PassRecorder:
         self._events: list[_Event] = []
         self._sizes: dict[int, int] = {}
         self._owners: dict[int, str] = {}
-        # The events in which storages were saved, and which of them the model has kept.
+        # The events in which storages were saved, and the storages that the model has kept.
         self._placed: dict[int, int] = {}
         self._lasting: set[int] = set()
         self._indices: dict[int, int] = {}
         self._staying: set[int] = set()
-        # How many events had been noted when the last saved tensor of a storage went.
+        # Events noted when the last saved tensor of a storage went.
         self._freed: dict[int, int] = {}
         self._unsaved: dict[int, _Unsaved] = {}
         self._all_unsaved: list[_Unsaved] = []
         self._computable: dict[int, _Computable] = {}
-        # As long as these exist, no other storage is given the key of one that was noted.
+        # While these exist, no other storage is given the key of one that was noted.
         self._pins: list[StoragePin] = []
         self._begun = clock.mark()
 
     def name_modules(self, model: nn.Module | None) -> None:
-        """Give the modules of another model their names."""
         for name, module in model.named_modules() if model is not None else ():
             self._names.setdefault(id(module), name)
 
     @contextmanager
     def working(self) -> Iterator[None]:
         """Take the time inside for the offloader's, not the model's."""
-        # The event is listed before the work is done: `saved` and `using` fill in its subject.
+        # Listed before the work is done: `saved` and `using` fill in its subject.
         event = _Event(self._clock.mark())
         self._events.append(event)
-        # A stretch of the model's own work ends here, and the next one begins when this is left.
+        # A stretch of the model's own work ends here.
         if self._room is not None:
             self._room.sample(self._held.now_bytes)
         try:
@@ -132,7 +118,6 @@ class PassRecorder:
 
     @contextmanager
     def using(self, index: int) -> Iterator[None]:
-        """Take the time inside for bringing back a storage that autograd unpacks."""
         with self.working():
             self._events[-1].used, self._events[-1].node = index, current_node()
             yield
@@ -140,23 +125,14 @@ class PassRecorder:
     def saved(
         self, storage: torch.UntypedStorage, index: int, stays: bool, num_writes: int | None, of_function: bool = False
     ) -> None:
-        """Note that autograd saved a storage, inside of `working`.
-
-        Args:
-            storage: that a saved tensor is a view of.
-            index: its place in the pass.
-            stays: whether it never goes to the host.
-            num_writes: how many writes to it have been seen, None where nothing is watched.
-            of_function: whether a custom `autograd.Function` saved it, which gets a copy of its own.
-        """
+        """Note, inside of `working`, that autograd saved a storage; one that `stays` never goes to the host."""
         key = storage._cdata
         self._pins.append(StoragePin.of(storage))
         self._placed[index] = len(self._events) - 1
         self._indices[key] = index
         self._sizes[index] = storage.nbytes()
         self._owners[index] = _owner(self._names)
-        # Another storage could be computed from this one before it was saved. Now autograd saves it, so that the
-        # planner will know this source by its index.
+        # A source that another storage could be computed from is saved now: the planner will know it by its index.
         if key in self._unsaved and not of_function:
             source = self._unsaved.pop(key)
             if not source.was_modified(num_writes):
@@ -169,7 +145,6 @@ class PassRecorder:
         self._events[-1].saved.append(index)
 
     def lasts(self, index: int) -> None:
-        """Note that the model has a storage for longer than forward."""
         self._lasting.add(index)
 
     def not_computable(self, index: int) -> None:
@@ -177,7 +152,7 @@ class PassRecorder:
         self._computable.pop(index, None)
 
     def computable(self, index: int, computation: Recomputation) -> None:
-        """Note how a storage could be computed again; keeps nothing of it but times and keys."""
+        """Note the computation of a storage; keeps nothing of it but times and keys."""
         sources = [self._source(source, index) for source in computation.sources()]
         marks = [step.record.marks for step in computation.steps()]
         self._computable[index] = _Computable(
@@ -185,8 +160,7 @@ class PassRecorder:
         )
 
     def _source(self, source: StoredInput, dependent: int) -> "int | _Unsaved":
-        # The planner knows saved storages by their index. Any other source would have to be saved for this purpose
-        # alone, unless autograd still saves it later in the pass: see `saved`.
+        # Any other source would have to be saved for this purpose alone, unless autograd still saves it: see `saved`.
         if source.is_saved and source.key in self._indices:
             return self._indices[source.key]
         known = self._unsaved.get(source.key)
@@ -197,13 +171,11 @@ class PassRecorder:
         return self._unsaved[source.key]
 
     def freed(self, index: int) -> None:
-        """Note that the last saved tensor of a storage is gone."""
         self._freed[index] = len(self._events)
 
     def end_backward(self, mark: Any) -> None:
         """Note that a backward is over. Operands modified or freed by now, as eager mode may allow, are no sources."""
-        # A storage that this backward has used was computable until its use, as the plan requires: its checks end here.
-        # The others stay under watch until their own backward.
+        # Checks of a storage that this backward has used end here: it was computable until its use.
         used = {event.used for event in self._events}
         for index, noted in list(self._computable.items()):
             if noted.checks is not None and any(has_changed() for has_changed in noted.checks):
@@ -211,17 +183,17 @@ class PassRecorder:
             elif index in used:
                 noted.checks = None
         self._events.append(_Event(mark, mark, ends_backward=True))
-        self._unsaved.clear()  # who saves these from now on does so too late
+        self._unsaved.clear()  # too late to be saved from now on
         if self._room is not None:
             self._room.end(self._held.now_bytes)
 
     def finish(self) -> RecordedPass:
         """Return the profile; waits for the device."""
         times = _Times(self._clock, self._begun, self._events)
-        # Sources that autograd never saved come after the storages that it did.
+        # Sources that autograd never saved come last.
         unsaved = [source for source in self._all_unsaved if source.index is None]
         indices = {source: len(self._sizes) + place for place, source in enumerate(unsaved)}
-        # Never left alone means that tensors of the model's parts kept a storage.
+        # Never left alone: tensors of the model's parts kept a storage.
         lasting = self._lasting | (self._sizes.keys() - times.saved_s.keys())
         storages = [
             self._lasting_storage(index, times) if index in lasting else self._storage(index, times, indices)
@@ -240,7 +212,7 @@ class PassRecorder:
 
     def _storage(self, index: int, times: "_Times", unsaved_indices: dict[_Unsaved, int]) -> SavedStorage:
         uses_s = times.uses_of(index)
-        # A storage that backward never used needs no way back, so that nothing is kept for recomputing it.
+        # One that backward never used needs no way back.
         computable = self._computable.get(index) if uses_s else None
         if computable is not None and not times.outlive(computable.saved_sources(), uses_s):
             computable = None
@@ -262,14 +234,7 @@ class PassRecorder:
 
 
 class _Times:
-    """When events happened, in seconds of compute: the clock stands still while the offloader itself works.
-
-    Attributes:
-        saved_s: by index, when the model let go of a storage.
-        backward_ends_s: the end of each backward.
-        events_s: the time of each event.
-        step_s: the time of the last event.
-    """
+    """Times of events, in seconds of compute: the clock stands still while the offloader itself works."""
 
     def __init__(self, clock: Clock, begun: Any, events: list[_Event]) -> None:
         self.saved_s: dict[int, float] = {}
@@ -278,7 +243,6 @@ class _Times:
         self._uses_s: dict[int, list[float]] = {}
         now, before, node, node_time = 0.0, begun, None, 0.0
         for event in events:
-            # Only the time between the offloader's own stretches is compute.
             now += clock.elapsed_s(before, event.begun)
             before = event.ended
             time = now
@@ -296,25 +260,19 @@ class _Times:
         self.step_s = now
 
     def uses_of(self, index: int) -> tuple[float, ...]:
-        """Return the times at which backward read a storage."""
         return tuple(self._uses_s.get(index, ()))
 
     def outlive(self, sources: list[int], uses_s: tuple[float, ...]) -> bool:
-        """Return whether autograd itself needs the saved sources no earlier than they are read to compute a storage.
+        """Return whether autograd needs the saved sources no earlier than they are read to compute a storage.
 
-        Until then writing to them is an error in the plain run, too. Later a kernel may use their memory, or the model.
+        Until then writing to them is an error in the plain run, too; later a kernel or the model may use their memory.
         """
         backward = bisect_left(self.backward_ends_s, uses_s[-1])
         read_s = next(used_s for used_s in uses_s if bisect_left(self.backward_ends_s, used_s) == backward)
         return all(max(self._uses_s.get(source, (-1.0,))) >= read_s for source in sources)
 
     def freed_s(self, num_events: int | None, uses_s: tuple[float, ...]) -> float | None:
-        """Return when memory went that did not go with its last use.
-
-        Args:
-            num_events: how many events had been noted by then; None where the memory is still there.
-            uses_s: when it was read.
-        """
+        """Return when memory went that did not go with its last use; `num_events` were noted by then, None if never."""
         freed_s = self.step_s if num_events is None else self.events_s[num_events - 1]
         return freed_s if not uses_s or freed_s > uses_s[-1] else None
 

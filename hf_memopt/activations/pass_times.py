@@ -1,4 +1,4 @@
-"""Measures the times of whole passes, and compares them with a plan's and with those of plain passes."""
+"""Times of whole passes, compared with a plan's and with those of plain passes."""
 
 import logging
 import weakref
@@ -15,70 +15,56 @@ from hf_memopt.transfer.clock import HostClock
 
 logger = logging.getLogger(__name__)
 
-# Differences from the prediction that are put down to noise, as a share of the step.
+# Differences put down to noise, as a share of the step.
 _TOLERATED = 0.02
 
 
 class PassTimes:
-    """The times of one model's passes on one device.
-
-    Args:
-        device: the state that passes share, with the clock of the compute stream.
-        max_slowdown: by which share a plan may make passes longer.
-        takes_turns: whether each planned pass is followed by a plain one.
-    """
+    """The times of one model's passes on one device; with `takes_turns` a plain pass follows each planned one."""
 
     def __init__(self, device: DeviceState, max_slowdown: float, takes_turns: bool) -> None:
         self._device = device
         # On a host's clock copies never run beside compute.
         self._has_own_time = not isinstance(device.clock, HostClock)
         self._comparison = Comparison(max_slowdown, takes_turns)
-        # Whether a pass that followed the plan in force has been timed as a whole, without recording.
+        # Whether a pass under the plan in force has been timed as a whole, without recording.
         self._is_timed = False
         self._computed_s = 0.0
         self._stalled_ms = 0.0
-        # A pass whose end the device may still have to reach before it can be compared with the plan.
+        # A pass to compare with the plan once the device has reached its end.
         self._watched: OffloadedPass | None = None
 
     def start_timing(self, this_pass: OffloadedPass) -> None:
         """Begin to time a pass as a whole; the host waits for the device."""
-        # Asking for a time between two equal marks waits until the device has reached the mark. The stalls before it
-        # are counted off, so that `stop_timing` finds those of this pass alone.
+        # Asking for a time waits for its marks. The stalls so far are counted off, for `stop_timing`.
         self._device.clock.elapsed_s(this_pass.begun, this_pass.begun)
         self._newly_stalled_s()
 
     def stop_timing(self, this_pass: OffloadedPass) -> None:
-        """Take the time of the pass, up to the end of the last backward so far; the host waits for the device."""
+        """Take the time of the pass up to the end of its last backward; the host waits for the device."""
         self._computed_s = this_pass.elapsed_s() - self._newly_stalled_s()
 
     def begin_recording(self) -> None:
-        """Forget the times before a pass was recorded."""
         self._is_timed = False
         self._comparison.restart()
 
     def begin_plan(self) -> None:
-        """Forget the times of the plan before."""
         self._watched = None
         self._comparison.restart()
         self._newly_stalled_s()
 
     def forget_plain(self) -> None:
-        """Forget the time of the one plain pass: no plain pass of the new size has been timed."""
+        """Forget the time of the one plain pass, which was of another size."""
         self._comparison.plain_s = None
 
     # ----------------------------------------------------------------------------------------------- plain passes
 
     @property
     def wants_plain(self) -> bool:
-        """Return whether it is a plain pass's turn."""
         return self._comparison.wants_plain
 
     def compare_plain(self, this_pass: OffloadedPass, recording: RecordedPass) -> float | None:
-        """Compare a plain pass with the planned one before it, if it saved the same sizes as far as that is noted.
-
-        Returns:
-            the share by which planned passes take longer, if that is too much.
-        """
+        """Return the share by which planned passes take longer than a plain one of equal sizes, if too much."""
         if tuple(this_pass.sizes) == recording.sizes[: len(this_pass.sizes)]:
             return self._comparison.add_plain(self._computed_s)
         self._comparison.drop_planned()
@@ -87,12 +73,7 @@ class PassTimes:
     def take_plain(
         self, recording: RecordedPass, num_operations: Mapping[weakref.ref[nn.Module] | None, int]
     ) -> RecordedPass:
-        """Return the recording with the time of a pass that was not recorded, and the time of noting operations.
-
-        Args:
-            recording: recording of the pass before.
-            num_operations: how many operations each module performed in it.
-        """
+        """Return the recording with the time of a pass that was not recorded, and the time of noting operations."""
         plain_s, recorded_s = self._computed_s, recording.profile.step_s
         self._is_timed = True
         if plain_s <= 0 or recorded_s <= 0:
@@ -107,7 +88,6 @@ class PassTimes:
 
     @property
     def wants_whole(self) -> bool:
-        """Return whether the times of the plan in force still have to be compared with those of a whole pass."""
         return self._has_own_time and not self._is_timed
 
     def take_whole(self, recording: RecordedPass, plan: OffloadPlan) -> RecordedPass | None:
@@ -117,7 +97,7 @@ class PassTimes:
         return self._scaled(recording, self._computed_s, expected_s) if self._computed_s > 0 else None
 
     def next_ended(self, this_pass: OffloadedPass) -> OffloadedPass | None:
-        """Return a planned pass whose end the device has reached, this one or one before; None if there is none yet."""
+        """Return a planned pass whose end the device has reached, this one or one before."""
         self._watched = self._watched or this_pass
         # A host that runs ahead asks again when the next pass begins.
         if not self._device.clock.reached(self._watched.ended):
@@ -129,7 +109,7 @@ class PassTimes:
         """Return how much longer compute has waited for copies than predicted, 0 where that is within noise."""
         if not self._has_own_time:
             return 0.0
-        # Stalls of later passes, if the host is ahead, are among the new ones; the time of the pass is its own.
+        # The new stalls include those of later passes, if the host is ahead; the time of the pass is its own.
         excess_s = min(self._newly_stalled_s() - plan.stall_s, ended.elapsed_s() - plan.predicted_step_s)
         return excess_s if excess_s > _TOLERATED * plan.predicted_step_s else 0.0
 
@@ -138,7 +118,7 @@ class PassTimes:
         return self._comparison.add_planned(ended.elapsed_s())
 
     def _scaled(self, recording: RecordedPass, computed_s: float, expected_s: float) -> RecordedPass | None:
-        """Return the recorded times in proportion to a pass that was not recorded, None where they hardly differ."""
+        """Return the recorded times in proportion to a pass not recorded, None where they hardly differ."""
         if abs(computed_s - expected_s) <= _TOLERATED * expected_s:
             return None
         figures = 1e3 * computed_s, 1e3 * expected_s
@@ -146,6 +126,5 @@ class PassTimes:
         return scaled(recording, computed_s / expected_s)
 
     def _newly_stalled_s(self) -> float:
-        """Return how long compute has waited for copies since the last call or plan."""
         before, self._stalled_ms = self._stalled_ms, self._device.copier.stall_ms()
         return 1e-3 * (self._stalled_ms - before)

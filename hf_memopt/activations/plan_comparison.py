@@ -1,24 +1,16 @@
-"""How much longer passes that follow a plan take than plain ones.
+"""Slowdown of passes that follow a plan against plain ones.
 
 Single passes differ by more than a plan may miss its limit, so the fastest of several are compared. Where a plain pass
-costs no memory, as on a CPU, as many plain as planned passes are taken, in turn. Elsewhere there is one plain pass.
+costs no memory, as on a CPU, planned and plain passes take turns. Elsewhere there is one plain pass.
 """
 
-# By how much a plan may miss `max_slowdown`, by the number of planned passes that are compared: the fewer, the more.
+# How far a plan may miss `max_slowdown`, by the number of planned passes compared: the fewer, the more.
 _IN_TURN = {1: 0.1, 2: 0.05, 8: 0.0}
 _WITH_ONE = {2: 0.01}
 
 
 class Comparison:
-    """Times of passes that follow one plan, beside those of plain passes.
-
-    Args:
-        max_slowdown: by which share a plan may make passes longer.
-        takes_turns: whether each planned pass is followed by a plain one.
-
-    Attributes:
-        plain_s: seconds of the one plain pass, None where it was not timed. Not used where passes take turns.
-    """
+    """Times of passes that follow one plan, beside those of plain passes: `plain_s` where these do not take turns."""
 
     def __init__(self, max_slowdown: float, takes_turns: bool) -> None:
         self.plain_s: float | None = None
@@ -29,31 +21,20 @@ class Comparison:
 
     @property
     def wants_plain(self) -> bool:
-        """Return whether it is a plain pass's turn."""
         return self._takes_turns and len(self._in_turn_s) < len(self._planned_s)
 
     def restart(self) -> None:
-        """Begin with another plan."""
         self._planned_s.clear()
         self._in_turn_s.clear()
 
     def add_planned(self, elapsed_s: float) -> float | None:
-        """Take the seconds of a pass that followed the plan.
-
-        Returns:
-            by which share planned passes take longer, if it has just turned out that this is too much.
-        """
+        """Take the seconds of a planned pass; returns the slowdown, if it has just turned out to be too much."""
         if len(self._planned_s) == max(self._may_miss):
             return None
         self._planned_s.append(elapsed_s)
         return None if self._takes_turns or self.plain_s is None else self._excessive(self.plain_s)
 
     def add_plain(self, elapsed_s: float) -> float | None:
-        """Take the seconds of the plain pass after a planned one.
-
-        Returns:
-            as `add_planned`.
-        """
         self._in_turn_s.append(elapsed_s)
         return self._excessive(min(self._in_turn_s))
 

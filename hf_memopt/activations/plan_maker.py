@@ -1,4 +1,4 @@
-"""Makes plans for the memory that passes may hold: a budget, or the room that the device has left."""
+"""Plans for the memory that passes may hold: a budget, or the room that the device has left."""
 
 import logging
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ from hf_memopt.units import format_bytes
 logger = logging.getLogger(__name__)
 
 _SLOWER_LINK = 0.8
-# The memory that a plan may hold, as a share of the plan with which the device ran out of memory, or nearly did.
+# Share that a plan may hold of the one with which the device ran out of memory, or nearly did.
 _SMALLER = 0.7
 
 
 @dataclass(frozen=True)
 class OffloadLimits:
-    """The limits that a plan has to keep to; see `ActivationOffloader`."""
+    """The limits of a plan; see `ActivationOffloader`."""
 
     budget_bytes: int | None
     max_slowdown: float
@@ -29,16 +29,7 @@ class OffloadLimits:
 
 
 class PlanMaker:
-    """Makes the plans of one model's passes on one device.
-
-    Args:
-        device: the state that passes share; its link is measured for the first plan.
-        limits: the user's limits.
-        room: the memory that the device has left, None where it is not known.
-
-    Attributes:
-        limit_bytes: the limit that the plan in force was made for, None for no limit.
-    """
+    """Makes the plans of one model's passes on one device; `limit_bytes` is the limit of the plan in force."""
 
     def __init__(self, device: DeviceState, limits: OffloadLimits, room: DeviceRoom | None) -> None:
         self.limit_bytes: int | None = None
@@ -46,24 +37,15 @@ class PlanMaker:
         self._link: Link | None = None
         # A limit that the device has been seen not to grant.
         self._out_of_reach_bytes: int | None = None
-        # How much passes that were planned for the limit have held beyond it.
+        # Bytes that passes planned for the limit have held beyond it.
         self._overlap_bytes = 0
 
     @property
     def has_budget(self) -> bool:
-        """Return whether the user has set a budget."""
         return self._limits.budget_bytes is not None
 
     def make(self, profile: Profile, is_first: bool) -> OffloadPlan | None:
-        """Return a plan. None: the device has room for none, so that everything is offloaded.
-
-        Args:
-            profile: the recorded pass.
-            is_first: whether no plan was made before.
-
-        Raises:
-            InfeasibleBudgetError: the first plan shows that the budget cannot be met.
-        """
+        """Return a plan, None without room for one; an `InfeasibleBudgetError` if the first cannot meet the budget."""
         if self._link is None:
             self._link = Link(*measure_link(self._device.copier, self._device.clock))
         self.limit_bytes = self._find_limit()
@@ -73,13 +55,13 @@ class PlanMaker:
         return plan
 
     def has_less_room_than(self, plan: OffloadPlan) -> bool:
-        """Return whether a plan holds more than the device now has left: optimizer states came, or other processes."""
+        """Return whether a plan holds more than the device has left: optimizer states came, or other processes."""
         if self._room is None or self.has_budget:
             return False
         return plan.predicted_peak_bytes > self._room.limit_bytes()
 
     def note_shortage(self, plan: OffloadPlan) -> None:
-        """Note that the device ran out of memory under a plan, or nearly did: later plans hold less."""
+        """Have later plans hold less: the device ran out of memory under this one, or nearly did."""
         self._out_of_reach_bytes = int(_SMALLER * plan.predicted_peak_bytes)
         logger.warning(
             "activation offloading: the device ran out of memory, or nearly did, with %s of saved activations on it; "
@@ -89,7 +71,7 @@ class PlanMaker:
         )
 
     def note_overlap(self, peak_bytes: int) -> bool:
-        """Note the peak of a pass, and return whether it was over budget: passes overlap, which no plan foresees."""
+        """Return whether the peak of a pass was over budget: passes overlap, which no plan foresees."""
         assert self._limits.budget_bytes is not None
         excess_bytes = peak_bytes - self._limits.budget_bytes
         if excess_bytes <= 0:

@@ -1,4 +1,4 @@
-"""The profile of a recorded pass, and how it changes when passes turn out otherwise."""
+"""The profile of a recorded pass, and its changes when passes turn out otherwise."""
 
 import weakref
 from collections import Counter
@@ -35,7 +35,6 @@ class RecordedPass:
 
 
 def scaled(recording: RecordedPass, ratio: float) -> RecordedPass:
-    """Return the recording of a pass that takes `ratio` times as long."""
     profile = recording.profile
     storages = tuple(
         replace(
@@ -54,16 +53,8 @@ def scaled(recording: RecordedPass, ratio: float) -> RecordedPass:
 def with_cost_of_noting(
     recording: RecordedPass, num_operations: Mapping[weakref.ref[nn.Module] | None, int], s_per_operation: float
 ) -> RecordedPass:
-    """Return the recording with the time for which a plan has the operations noted that it is to repeat.
-
-    They are noted in the modules that perform them, all of a module's for each storage that is computed again. So each
-    of these storages takes its part of that.
-
-    Args:
-        recording: recording of a pass.
-        num_operations: by module.
-        s_per_operation: seconds for which noting one delays the pass.
-    """
+    """Return the recording with the time of noting the operations that a plan repeats, `s_per_operation` for each."""
+    # A module's operations are all noted, whichever of its storages is computed again: each of these takes its part.
     num_sharing = Counter(maker for makers in recording.makers.values() for maker in makers)
 
     def cost_s(index: int) -> float:
@@ -78,20 +69,13 @@ def with_cost_of_noting(
 
 
 def keeping_everything(recording: RecordedPass) -> RecordedPass:
-    """Return the recording of a pass in which every storage has to be kept."""
     recording = without_recomputing(recording)
     storages = tuple(replace(storage, can_offload=False) for storage in recording.profile.storages)
     return replace(recording, profile=replace(recording.profile, storages=storages))
 
 
 def offloading_fewer(recording: RecordedPass, actions: Sequence[Action], share: float) -> RecordedPass:
-    """Return the recording of a pass in which only the largest of the storages that a plan offloads can go.
-
-    Args:
-        recording: recording of the pass.
-        actions: the plan's.
-        share: how many of them can.
-    """
+    """Return the recording of a pass in which only the largest of the offloaded storages can go, a `share` of them."""
     storages = list(recording.profile.storages)
     offloaded = [index for index, action in enumerate(actions) if action is Action.OFFLOAD]
     by_size = sorted(offloaded, key=lambda index: storages[index].num_bytes, reverse=True)
@@ -102,18 +86,12 @@ def offloading_fewer(recording: RecordedPass, actions: Sequence[Action], share: 
 
 
 def without_recomputing(recording: RecordedPass) -> RecordedPass:
-    """Return the recording of a pass in which nothing can be computed again."""
     storages = tuple(replace(storage, recompute_s=None, sources=()) for storage in recording.profile.storages)
     return replace(recording, profile=replace(recording.profile, storages=storages), makers={})
 
 
 def grown(recording: RecordedPass, sizes: list[int]) -> RecordedPass:
-    """Return the recording of a pass as large as the largest seen, its times in proportion.
-
-    Args:
-        recording: recording of the passes so far.
-        sizes: bytes of the storages that another pass saved, as many as were recorded.
-    """
+    """Return the recording of a pass as large as the largest seen, its times in proportion."""
     largest = tuple(max(new, old) for new, old in zip(sizes, recording.sizes, strict=True))
     ratio = sum(largest) / sum(recording.sizes)
     recording = scaled(recording, ratio)

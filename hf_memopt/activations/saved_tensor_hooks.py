@@ -1,8 +1,6 @@
 """The pair of hooks that autograd calls for each tensor that it saves and each one that it asks for again.
 
-`SavedTensorHooks.pack` decides whether a tensor belongs to the pass or stays as it is, and leaves a payload in the
-autograd graph. The graph owns its payloads, and the payloads own the storages, on the device or on the host. A graph
-that is used twice, dropped, or lost to an exception therefore frees its memory by itself; nothing is tracked or reset.
+The graph owns the payloads, and these the storages: a graph dropped or lost to an exception frees its memory itself.
 """
 
 import logging
@@ -34,23 +32,19 @@ from hf_memopt.uncompiled import uncompiled
 
 logger = logging.getLogger(__name__)
 
-# A tensor that stays on the device without being counted: a detached alias and its version. A pair, since there may be
-# thousands of small ones. A hook that returned the tensor itself would tie the graph into a reference cycle.
+# A tensor that stays on the device uncounted: a detached alias and its version. A pair, since there may be thousands.
+# Returning the tensor itself would tie the graph into a reference cycle.
 Kept = tuple[Tensor, int]
 _STRIDED = torch.strided
 
 
 class KeptView:
-    """A saved tensor as a view of a storage that is counted and stays on the device.
-
-    Attributes:
-        read_in: the number of the backward pass that unpacked it last.
-    """
+    """A saved tensor as a view of a storage that is counted and stays on the device."""
 
     __slots__ = ("_kept", "_pass", "_storage", "read_in")
 
     def __init__(self, storage: LiveStorage, this_pass: OffloadedPass, tensor: Tensor) -> None:
-        # Counted first, so that `__del__` undoes no more than that, should anything fail.
+        # First, so that `__del__` undoes no more than that, should anything fail.
         self._storage, self._pass = storage, this_pass
         this_pass.add_view(storage)
         self._kept = tensor.detach(), tensor._version
@@ -66,11 +60,7 @@ class KeptView:
 
 
 class MovedView(ViewMeta):
-    """A saved tensor as a view of a storage that comes back from the host or is computed again.
-
-    Attributes:
-        read_in: the number of the backward pass that unpacked it last.
-    """
+    """A saved tensor as a view of a storage that comes back from the host or is computed again."""
 
     __slots__ = ("_pass", "_storage", "read_in")
 
@@ -99,10 +89,8 @@ class SavedTensorHooks:
         threshold_bytes: smaller storages are kept.
         fixed: keys of storages that never move: the model's weights and buffers.
         begin_pass: the forward pass on a device, None where nothing can be offloaded.
-        counters: counters of the offloader.
         inputs_only: leave everything alone but the inputs of checkpointed regions.
         leave_node: called while a backward node unpacks its saved tensors, where operations are noted.
-        skipped: calls of modules whose saved tensors stay on the device.
     """
 
     def __init__(
@@ -132,15 +120,11 @@ class SavedTensorHooks:
 
     @property
     def has_begun(self) -> bool:
-        """Return whether anything was there to offload."""
         return bool(self._passes)
 
     @uncompiled
     def pack(self, tensor: Tensor) -> Payload:
-        """Return the payload that autograd keeps instead of `tensor`.
-
-        The questions are asked from the cheapest to the dearest, since most saved tensors are small or weights.
-        """
+        """Return the payload to save instead of `tensor`. Cheap questions first: most are small or weights."""
         if type(tensor) not in PLAIN_TYPES:
             return self._keep_subclass(tensor)
         if tensor.layout is not _STRIDED or tensor.is_nested:  # memory of another kind, which is not counted
@@ -177,11 +161,7 @@ class SavedTensorHooks:
 
     @uncompiled
     def unpack(self, payload: Payload) -> Tensor:
-        """Return the saved tensor, on its device and ready for the compute stream.
-
-        Raises:
-            RuntimeError: it was modified in place since it was saved.
-        """
+        """Return the saved tensor, ready for the compute stream; a RuntimeError if it was modified in place since."""
         if self._leave_node is not None and in_backward():
             self._leave_node()
         if not isinstance(payload, tuple):

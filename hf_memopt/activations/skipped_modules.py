@@ -23,14 +23,7 @@ _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 
 
 class SkippedModules:
-    """The modules that a user's `skip` means, and all modules inside of them.
-
-    Args:
-        given: module objects, classes, and patterns.
-
-    Raises:
-        ValueError: it is no sequence of these.
-    """
+    """The modules that a user's `skip` means, and all modules inside of them; a ValueError where it is no sequence."""
 
     def __init__(self, given: Skip) -> None:
         if isinstance(given, str | nn.Module) or not isinstance(given, Sequence):
@@ -44,12 +37,9 @@ class SkippedModules:
         self._by_class: dict[type, bool] = {}
 
     def among(self, model: nn.Module | None) -> "SkippedCalls | None":
-        """Return the calls of skipped modules, to tell them from others; None if nothing is skipped.
+        """Return the calls of skipped modules, None if nothing is skipped; without a model patterns mean classes alone.
 
-        Entries that have matched no module by the time a model's second pass begins are named in a warning, once.
-
-        Args:
-            model: whose modules the names belong to. Without it patterns mean classes alone.
+        Entries that have matched no module by a model's second pass are named in a warning, once.
         """
         if not self._entries:
             return None
@@ -65,7 +55,6 @@ class SkippedModules:
         return SkippedCalls(skipped, self)
 
     def has_class(self, kind: type[nn.Module]) -> bool:
-        """Return whether all modules of a class are skipped."""
         if kind not in self._by_class:
             self._by_class[kind] = any(_means_class(entry, kind) for entry in self._entries)
         return self._by_class[kind]
@@ -83,12 +72,7 @@ class SkippedModules:
 
 
 class SkippedCalls:
-    """Tells whether code runs for a skipped module.
-
-    Args:
-        modules: ids of skipped modules that a model has, and of all modules inside of them.
-        skipped: knows further ones by their classes.
-    """
+    """Tells whether code runs for a skipped module: one of `modules`, by id, or of a skipped class."""
 
     def __init__(self, modules: set[int], skipped: SkippedModules) -> None:
         self._modules, self._skipped = modules, skipped
@@ -101,7 +85,7 @@ class SkippedCalls:
 
 
 def _modules_called(frame: FrameType | None) -> Iterator[nn.Module]:
-    """Yield the modules at work, from the innermost on, compiled ones as the module that was compiled."""
+    """Yield the modules at work, innermost first, compiled ones as the module that was compiled."""
     while frame is not None:
         if frame.f_code is _CALL:
             module: nn.Module = frame.f_locals["self"]
@@ -126,7 +110,7 @@ def _is_meant(entry: _Entry, name: str, module: nn.Module) -> bool:
 
 
 def _means_class(entry: _Entry, kind: type[nn.Module]) -> bool:
-    """Return whether an entry is a class or the pattern of one that another class is or derives from."""
+    """Return whether an entry is the class, or the pattern of one, that `kind` is or derives from."""
     if isinstance(entry, type):
         return issubclass(kind, entry)
     bases = [base for base in kind.__mro__ if issubclass(base, nn.Module) and base is not nn.Module]

@@ -5,16 +5,13 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class OffloadStats:
-    """Counters since the offloader was made, and figures of the newest pass whose backward is over.
-
-    Passes that only show how long a plain one takes are left out.
+    """Counters since the offloader was made, and figures of the newest pass that has ended; plain passes are left out.
 
     Attributes:
         bytes_kept: saved tensors left on the device, by view, without the model's weights.
         bytes_moved: copied to the host, of each storage as far as saved tensors show it.
         bytes_recomputed: left to be computed again, by storage.
-        bytes_weights: saved weights, buffers and other leaves that require grad, and autocast's copies of them, by
-            view: left where they are.
+        bytes_weights: saved weights, buffers, other leaves that require grad and autocast's copies, by view, not moved.
         bytes_deduplicated: saved views whose storage had been copied already.
         host_bytes_live: host memory that graphs hold now; 0 once none is alive.
         host_bytes_pinned: host memory in use or kept for the next step.
@@ -43,11 +40,7 @@ class OffloadStats:
 
 @dataclass
 class OffloadCounters:
-    """Counts of all contexts of an offloader, in bytes of saved tensors; see `OffloadStats`.
-
-    Attributes:
-        subclasses: names of the tensor types that stay on the device, each said once in the log.
-    """
+    """Counts of all contexts of an offloader, in bytes of saved tensors; `subclasses` are types already logged."""
 
     bytes_kept: int = 0
     bytes_weights: int = 0

@@ -7,8 +7,6 @@ from torch import nn
 
 
 class Offloads(Protocol):
-    """Makes the context of one forward of a module."""
-
     def offload_context(self, model: nn.Module | None = None) -> AbstractContextManager[Any]: ...
 
 

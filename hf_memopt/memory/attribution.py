@@ -34,16 +34,11 @@ class LiveTensors:
 
 
 def live_tensors(model: nn.Module | None, device_type: str) -> list[LiveTensors]:
-    """Return all live storages on devices of one type, by their use, largest first.
+    """Return all live storages on devices of one type, by their use, largest first; twice the cost of `live_storages`.
 
-    The module of a saved activation is the one whose weight the operation that saved it uses. An operation without a
-    weight is named after the nearest one with a weight that its input came through.
-
-    Args:
-        model: gives parameters their names. Without it, parameters are told by their type and have no owner.
-        device_type: such as "cuda".
-
-    Only looks: no tensor operation runs, and nothing is unpacked. Cost: as `live_storages`, twice for autograd nodes.
+    A saved activation belongs to the module whose weight the operation that saved it uses, else to the nearest
+    operation with a weight that its input came through. Without a model, parameters are told by their type and have no
+    owner. No tensor operation runs, and nothing is unpacked.
     """
     held = live_storages()
     named = _named_uses(model)
@@ -56,8 +51,8 @@ def live_tensors(model: nn.Module | None, device_type: str) -> list[LiveTensors]
         tensor = items[0].tensor
         storage = tensor.untyped_storage()
         if storage.device.type == device_type and storage.nbytes() and not _is_wrapper(tensor):
-            # The first that knows it decides: names from the model and the optimizers, then the tensor's own type, then
-            # the autograd graph. A tensor that an operation saved may be a parameter, and counts as one.
+            # The first that knows it: names from the model and the optimizers, the tensor's own type, then the autograd
+            # graph. A tensor that an operation saved may be a parameter, and counts as one.
             kind, owner = named.get(address) or _use_by_type(items) or saved.get(address) or (OTHER, "")
             key = (kind, owner, tuple(tensor.shape), tensor.dtype)
             groups[key] += 1
@@ -77,7 +72,6 @@ Use = tuple[str, str]  # kind, owner
 
 
 def _named_uses(model: nn.Module | None) -> dict[int, Use]:
-    """Return the uses of storages by address, as far as the model and the optimizers tell."""
     uses: dict[int, Use] = {}
     names = {}
     for name, parameter in model.named_parameters() if model is not None else ():
@@ -109,13 +103,12 @@ def _is_wrapper(thing: Any) -> bool:
 
 
 def _use_by_type(items: list[Held]) -> Use | None:
-    """Name storages that the model does not: weights of other modules, or of all without a model."""
+    # Weights of other modules, or of all without a model.
     kinds = {item.kind for item in items}
     return next(((kind, "") for kind in (PARAMETER, GRADIENT) if kind in kinds), None)
 
 
 def _saved_uses(tensors: Iterable[Tensor], named: dict[int, Use]) -> dict[int, Use]:
-    """Storages that autograd nodes saved, and the modules that they did it for."""
     weights = {address: owner for address, (kind, owner) in named.items() if kind == PARAMETER}
     uses: dict[int, Use] = {}
     for node in graph_nodes(tensors, set()):
@@ -128,7 +121,6 @@ def _saved_uses(tensors: Iterable[Tensor], named: dict[int, Use]) -> dict[int, U
 
 
 def _saved_by(node: Any) -> Iterator[Tensor]:
-    """Return plain tensors that a node saved, also inside of objects that a pack hook returned for them."""
     # A pack hook may return any object. Tensors one reference away are found: those of a tuple or of a slotted object.
     for packed in saved_values(node):
         for thing in (packed, *gc.get_referents(packed)):
@@ -138,8 +130,7 @@ def _saved_by(node: Any) -> Iterator[Tensor]:
 def _owner(node: Any, weights: dict[int, str]) -> str:
     """Return the operation, and the module of the weight that it or the nearest operation before it uses."""
     label = node.name().removesuffix("Backward0")
-    # Breadth first towards the inputs, so that the nearest operation with a weight names it. A mask of dropout, for
-    # example, then belongs to the linear layer before it.
+    # Breadth first towards the inputs: a mask of dropout, for example, belongs to the linear layer before it.
     queue, visited = deque([node]), {node}
     while queue:
         current = queue.popleft()
@@ -154,13 +145,11 @@ def _owner(node: Any, weights: dict[int, str]) -> str:
 
 
 def _weight(node: Any, weights: dict[int, str]) -> str | None:
-    """Name of a parameter that an operation uses: one that it saved, or that is its input."""
     for tensor in _saved_by(node):
         name = weights.get(tensor.untyped_storage()._cdata)
         if name is not None:
             return name
-    # An input of the operation is a weight if its AccumulateGrad node (the one with `variable`) follows, directly or
-    # behind a reshaping.
+    # AccumulateGrad (the node with `variable`) of a weight follows, directly or behind a reshaping.
     for following, _ in node.next_functions:
         current = following
         while current is not None and current.name() in RESHAPING:

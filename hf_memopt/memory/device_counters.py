@@ -1,4 +1,4 @@
-"""Where memory figures come from: the device's allocator, the device, the host."""
+"""Sources of memory figures: the device's allocator, the device, the host."""
 
 import logging
 import platform
@@ -48,24 +48,20 @@ class Counters(Protocol):
         ...
 
     def free_and_total(self) -> tuple[int, int]:
-        """Free and total memory of the device in bytes, over all processes."""
+        """Return free and total memory of the device in bytes, over all processes."""
         ...
 
 
 class AcceleratorCounters:
-    """The counters of torch's caching allocator on one accelerator.
-
-    A reading costs microseconds. It takes the nested dictionary that `torch.accelerator.memory_stats` is made from,
-    since flattening that one's 120 entries takes ten times longer.
-    """
+    """The counters of torch's caching allocator on one accelerator; a reading costs microseconds."""
 
     def __init__(self, device: torch.device) -> None:
         self._index = torch.accelerator.current_device_index() if device.index is None else device.index
 
     def read(self) -> DeviceMemory:
-        """Zeros before the first allocation."""
         if not torch._C._accelerator_isAllocatorInitialized():
             return DeviceMemory(0, 0, 0)
+        # `torch.accelerator.memory_stats` would take ten times longer, to flatten this.
         stats = torch._C._accelerator_getDeviceStats(self._index)
         allocated = stats["allocated_bytes"]["all"]
         return DeviceMemory(
@@ -78,12 +74,10 @@ class AcceleratorCounters:
         )
 
     def reset_peaks(self) -> None:
-        """Resets the process's peak counters of this device."""
         if torch._C._accelerator_isAllocatorInitialized():
             torch.accelerator.reset_peak_memory_stats(self._index)
 
     def free_and_total(self) -> tuple[int, int]:
-        """Asks the driver."""
         return torch.accelerator.get_memory_info(self._index)
 
 
@@ -117,12 +111,10 @@ class HostMemory:
 
     Attributes:
         rss_bytes: resident memory of this process, pages that it shares with others counted in full.
-        pss_bytes: the same with shared pages divided among their users, so that processes add up; None where the
-            system does not tell (it is Linux that does) or it was not asked for.
-        pinned_bytes: page-locked memory that torch's own allocator holds, rounded up to powers of two as it rounds.
-            Blocks of an `ActivationOffloader` or an `OffloadedTeacher` are pinned by other means and not among them.
-            None where no CUDA device is in use.
-        offload: bytes that `ActivationOffloader`s hold for saved activations.
+        pss_bytes: the same with shared pages divided among their users; None where not asked for, or not on Linux.
+        pinned_bytes: page-locked by torch's own allocator, rounded up to powers of two as it rounds; None where no CUDA
+            device is in use. Blocks of an `ActivationOffloader` or an `OffloadedTeacher` are pinned by other means.
+        offload: memory that `ActivationOffloader`s hold for saved activations.
         available_bytes: bytes that the machine could still give to processes.
         total_bytes: its memory.
     """
@@ -136,8 +128,6 @@ class HostMemory:
 
 
 class Host:
-    """Reads the host memory of the process that made it."""
-
     def __init__(self) -> None:
         self._process = psutil.Process()
 
@@ -146,7 +136,7 @@ class Host:
         return int(self._process.memory_info().rss)
 
     def read(self, *, pss: bool = False) -> HostMemory:
-        """Everything. With `pss` the kernel walks all page tables, which takes long in a large process."""
+        # With `pss` the kernel walks all page tables, which takes long in a large process.
         machine = psutil.virtual_memory()
         return HostMemory(
             rss_bytes=self.rss_bytes(),

@@ -35,7 +35,7 @@ def memory_metrics(tracker: MemoryTracker, reading: MemoryReading) -> dict[str, 
     """Return figures for an experiment tracker, each with its unit in the key, as far as the device has counters.
 
     Peaks are those since the tracker was made. A phase's peak is `memory/<phase>_peak_gib` where it is known exactly,
-    and otherwise lies between `memory/<phase>_peak_at_least_gib` and `memory/<phase>_peak_at_most_gib`.
+    and otherwise between `memory/<phase>_peak_at_least_gib` and `memory/<phase>_peak_at_most_gib`.
     """
     host = reading.host
     figures = {"memory/host_rss_gib": _gib(host.rss_bytes), "memory/pinned_gib": _gib(host.pinned_bytes)}
@@ -50,10 +50,7 @@ def memory_metrics(tracker: MemoryTracker, reading: MemoryReading) -> dict[str, 
 
 
 def largest_of_ranks(metrics: dict[str, float]) -> dict[str, float]:
-    """Return the largest of every figure over all ranks, and in `memory/peak_rank` the rank that held most.
-
-    All ranks have to call it together: it is one small gather. Alone, a process gets its own figures back.
-    """
+    """Return the largest of each figure over all ranks, which call together; `memory/peak_rank` is that with most."""
     of_ranks = gather_from_ranks(metrics)
     if len(of_ranks) == 1:
         return metrics
@@ -86,7 +83,7 @@ def short_figure(tracker: MemoryTracker) -> str:
 
 
 def phase_table(peaks: Mapping[str, PhasePeak]) -> str:
-    """Return the peaks of phases as lines of text, such as those of `MemoryTracker.peaks`."""
+    """Return the peaks of phases, as in `MemoryTracker.peaks`, as lines of text."""
     rows: list[tuple[str, ...]] = [("phase", "peak allocated", "reserved", "inactive splits", "retries")]
     if all(peak.at_most_bytes is None for peak in peaks.values()):
         rows = [("phase", "host memory")]
@@ -95,7 +92,6 @@ def phase_table(peaks: Mapping[str, PhasePeak]) -> str:
 
 
 def check_warn_at(warn_at: float) -> None:
-    """Raises ValueError unless `warn_at` is a share."""
     Range(above=0, at_most=1, why=": a share of the device's memory").check("warn_at", warn_at)
 
 

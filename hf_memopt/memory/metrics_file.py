@@ -1,8 +1,4 @@
-"""Memory figures of a run in a file: one JSON object per line and logged step.
-
-A line is `{"step": 40, "memory/allocated_gib": 3.1, ...}`, with the keys of `hf_memopt.memory.memory_metrics`, which
-carry their units.
-"""
+"""Memory figures of a run, one JSON object per logged step: `{"step": 40, "memory/allocated_gib": 3.1, ...}`."""
 
 import json
 from collections.abc import Mapping
@@ -33,11 +29,7 @@ def append_metrics(file: Path, step: int, metrics: Mapping[str, float]) -> None:
 
 
 def read_metrics(file: Path) -> list[dict[str, float]]:
-    """Return all lines in the order of their steps. Of a step that a resumed run logged again, the later line counts.
-
-    Raises:
-        ValueError: a line is not a JSON object with a step, such as the last line of a run killed while writing.
-    """
+    """Return all lines by step, of a step logged again the later one; a ValueError for one without a step."""
     by_step = {}
     for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
         try:

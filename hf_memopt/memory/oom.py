@@ -22,7 +22,6 @@ logger = logging.getLogger(__name__)
 _HEADER = "Out-of-memory report"
 _NUM_LARGEST = 10
 
-# Names of remedies.
 OFFLOADING = "activation offloading"
 CHECKPOINTING = "activation checkpointing"
 HALF_MICRO_BATCH = "half the micro-batch"
@@ -35,29 +34,26 @@ def explain_oom(
 ) -> Iterator[None]:
     """Adds a report to a `torch.OutOfMemoryError` that is raised inside, as a note, and lets it go on.
 
-    The report tells in which phase and module memory ran out, the live tensors by kind, the largest of them with the
-    modules that they belong to, and the bytes that each remedy would have saved. Python prints it below the traceback.
+    The report, which Python prints below the traceback, tells in which phase and module memory ran out, the live
+    tensors by kind, the largest of them with their modules, and the bytes that each remedy would have saved. It also
+    decorates a function: `trainer.train = explain_oom(trainer.model)(trainer.train)`.
+
+    The very error that came always leaves: a failure of the report is logged with its traceback. No tensor operation
+    runs, no device memory is requested, and nothing is kept alive that the error does not keep. Free until there is an
+    error. Other errors pass untouched; among them those of a CPU without memory, and of libraries that take memory past
+    torch's allocator, which raise a plain RuntimeError.
 
     Args:
         model: gives tensors their owners; without it there are kinds and shapes only.
-        output_dir: where to write the report (`out_of_memory_rank<r>.txt`), and, if the CUDA allocator's history was
-            being recorded, its snapshot (`out_of_memory_rank<r>.pickle`, for https://pytorch.org/memory_viz). It is
-            created. None writes nothing.
+        output_dir: folder for the report (`out_of_memory_rank<r>.txt`), and, if the CUDA allocator's history was being
+            recorded, its snapshot (`out_of_memory_rank<r>.pickle`, for https://pytorch.org/memory_viz). It is created.
+            None writes nothing.
         flags: how a program's user switches remedies on, by their names (`OFFLOADING`, ...), in place of the Python
             calls; the others are left out. None names all remedies and the calls.
-
-    The error that leaves is the very object that came in any case: a failure of the report is logged with its
-    traceback. No tensor operation runs and no device memory is requested. Nothing is kept alive that the error does not
-    keep. Free until there is an error.
-
-    Other errors pass untouched; among them those of a CPU without memory, and of libraries that take memory past
-    torch's allocator, which raise a plain RuntimeError.
 
     Example:
         >>> with explain_oom(model, output_dir="outputs/run"):
         ...     trainer.train()
-
-    It also decorates a function: `trainer.train = explain_oom(trainer.model)(trainer.train)`.
     """
     try:
         yield
@@ -69,13 +65,7 @@ def explain_oom(
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """A way to need less memory.
-
-    Attributes:
-        name: name of the remedy.
-        saved_bytes: the most that it would have saved.
-        how: how to switch it on, and what it costs or depends on.
-    """
+    """A way to need less memory: the most that it would have saved, and how to switch it on, with its cost."""
 
     name: str
     saved_bytes: int
@@ -151,7 +141,6 @@ def _report(error: BaseException, model: nn.Module | None, flags: Mapping[str, s
 
 
 def _phase(frames: list[FrameType]) -> str:
-    """Return the phase of a step, by the functions of torch and Trainer that had been entered."""
     entered = [(frame.f_code.co_filename.replace("\\", "/"), frame.f_code.co_name) for frame in frames]
     # An optimizer's step calls a closure, as in Lightning, that runs forward and backward.
     closures = [number for number, (_, name) in enumerate(entered) if name == "closure"]
@@ -167,7 +156,6 @@ def _phase(frames: list[FrameType]) -> str:
 
 
 def _failing_module(frames: list[FrameType], model: nn.Module | None) -> str:
-    """Name of the innermost module of `model` whose code was running."""
     if model is None:
         return ""
     names = {id(module): name or type(module).__name__ for name, module in model.named_modules()}
@@ -215,7 +203,6 @@ def _largest_lines(live: list[LiveTensors]) -> list[str]:
 
 
 def _write(report: str, folder: Path) -> str:
-    """Write the report and the snapshot; returns a line that says where they are."""
     folder.mkdir(parents=True, exist_ok=True)
     rank = distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
     text = folder / f"out_of_memory_rank{rank}.txt"

@@ -4,7 +4,6 @@ from torch import distributed
 
 
 def num_ranks() -> int:
-    """Return how many processes train together."""
     return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
 
 

@@ -12,13 +12,12 @@ from hf_memopt.autograd_state import strided_parts, unwrapped
 class SavedBytes:
     """Counts the distinct storages that a forward pass saves for backward, to the byte and on any device.
 
-    Sparse tensors count with their indices and values, tensors of subclasses with the tensors that they wrap.
+    Use as a context manager around the forward pass. Sparse tensors count with their indices and values, tensors of
+    subclasses with the tensors that they wrap. Saved-tensor hooks do not nest: inside, an inner pair of hooks takes
+    over, and checkpointed regions show only their inputs.
 
     Args:
         exclude: tensors whose storages do not count, usually the model's parameters.
-
-    Use as a context manager around the forward pass. Saved-tensor hooks do not nest: inside, an inner pair of hooks
-    takes over, and checkpointed regions show only their inputs.
     """
 
     def __init__(self, exclude: Iterable[Tensor] = ()) -> None:

@@ -16,12 +16,10 @@ class PhasePeak:
     Attributes:
         at_least_bytes: the phase's peak of allocated device memory was not lower.
         at_most_bytes: and not higher. Both are equal where the peak is known exactly.
-        reserved_bytes: highest reserved memory at the phase's beginnings and ends. Reserved memory shrinks only when
-            the cache is emptied.
+        reserved_bytes: highest reserved memory at the phase's ends. It shrinks only when the cache is emptied.
         inactive_split_bytes: likewise, of memory that lies unusable between tensors in use.
         num_alloc_retries: how often the allocator ran out in this phase and had to return its cache.
-        host_rss_bytes: highest resident host memory at the phase's beginnings and ends; None where the device has
-            counters, since reading it takes longer than they do.
+        host_rss_bytes: highest resident host memory at the phase's ends; None where the device has counters.
     """
 
     at_least_bytes: int | None = None
@@ -59,15 +57,7 @@ class PhasePeak:
 
 @dataclass(frozen=True, slots=True)
 class DeviceReading:
-    """Device memory at one moment, in bytes.
-
-    Attributes:
-        counters: the allocator's books.
-        highest_bytes: the most that tensors held at any time, in phases and outside.
-        total_bytes: memory of the device.
-        elsewhere_bytes: used on the device outside of this process's allocator: by other processes, and by this one's
-            device context and libraries.
-    """
+    """Device memory at one moment, in bytes; `elsewhere_bytes` are those outside of this process's allocator."""
 
     counters: DeviceMemory
     highest_bytes: int
@@ -108,7 +98,8 @@ class MemoryTracker:
         ...     tracker.step()
         >>> tracker.peaks["backward"].at_most_bytes
 
-    Phases may have any name, repeat, and nest: an outer one includes its inner ones.
+    Phases may have any name, repeat, and nest: an outer one includes its inner ones. Each beginning and end costs one
+    reading of the counters: microseconds. One tracker belongs to one thread.
 
     A process has one peak counter per device, and training loops read it too: lerobot does in every step, Trainer with
     `skip_memory_metrics=False`. By default the tracker therefore never resets it. Then a phase's peak is exact if the
@@ -117,13 +108,11 @@ class MemoryTracker:
     the reset is known from its beginning only.
 
     Args:
-        device: where the model runs; None, the current accelerator, or the CPU without one. On the CPU there are no
-            counters, and the figures are those of host memory.
+        device: where the model runs; None, the current accelerator, or the CPU without one. A CPU has no counters: the
+            figures are those of host memory.
         reset_peaks: reset the peak counter at each beginning and end of a phase, which makes every peak exact. Only
             where nothing else reads the counter.
         counters: where to read from; None, the device's own.
-
-    Costs one reading of the counters at each beginning and end: microseconds. One tracker belongs to one thread.
     """
 
     def __init__(
@@ -156,9 +145,7 @@ class MemoryTracker:
 
     @property
     def highest_bytes(self) -> int:
-        """The most that tensors held on the device up to the last end of a phase; without counters, the most resident
-        host memory at any beginning or end of one.
-        """
+        """The most that tensors held up to the last end of a phase; without counters, the most resident host memory."""
         return self._gauge.highest_bytes
 
     @contextmanager
@@ -187,20 +174,14 @@ class MemoryTracker:
         return finished
 
     def read(self, *, pss: bool = False) -> MemoryReading:
-        """Everything that is known of memory now.
-
-        Asks the driver and the system, so it is for logging and not for every phase. For `pss` see `HostMemory`: it
-        takes long in a large process.
-        """
+        """Return all that is known of memory now, for logging: asks driver and system. `pss` is as in `HostMemory`."""
         self._boundary()
         host = self._host.read(pss=pss)
         device = self._gauge.read() if isinstance(self._gauge, DeviceGauge) else None
         return MemoryReading(device, host)
 
     def _boundary(self) -> None:
-        """Charge the memory since the last boundary to the phases that are running."""
-        # Each beginning and end of a phase is a boundary. The stretch between two of them counts for every open phase,
-        # so that outer phases include inner ones. A phase's peak is the highest of its intervals.
+        # The stretch between two ends of phases counts for every open phase, so that outer phases include inner ones.
         interval = self._gauge.interval()
         for name in self._open:
             known = self._step.get(name)
@@ -208,8 +189,6 @@ class MemoryTracker:
 
 
 class DeviceGauge:
-    """Device memory between one call of `interval` and the next."""
-
     def __init__(self, counters: Counters, reset_peaks: bool) -> None:
         self._counters = counters
         self._reset_peaks = reset_peaks
@@ -217,18 +196,16 @@ class DeviceGauge:
         self.highest_bytes = self._now.peak_allocated_bytes
 
     def interval(self) -> PhasePeak:
-        """What is known of the memory since the last call."""
         before, self._now = self._now, self._counters.read()
         self.highest_bytes = max(self.highest_bytes, self._now.peak_allocated_bytes)
         interval = _between(before, self._now)
         if self._reset_peaks:
             self._counters.reset_peaks()
-            # The counter begins again at the bytes allocated, and so does the next interval.
+            # The counter begins again at the bytes allocated.
             self._now = replace(self._now, peak_allocated_bytes=self._now.allocated_bytes)
         return interval
 
     def read(self) -> DeviceReading:
-        """Return the counters as the last call of `interval` found them, and the device as a whole."""
         free_bytes, total_bytes = self._counters.free_and_total()
         elsewhere_bytes = max(0, total_bytes - free_bytes - self._now.reserved_bytes)
         return DeviceReading(self._now, self.highest_bytes, total_bytes, elsewhere_bytes)
@@ -242,17 +219,15 @@ class HostGauge:
         self._rss_bytes = self.highest_bytes = host.rss_bytes()
 
     def interval(self) -> PhasePeak:
-        """What is known of the memory since the last call."""
         before, self._rss_bytes = self._rss_bytes, self._host.rss_bytes()
         self.highest_bytes = max(self.highest_bytes, self._rss_bytes)
         return PhasePeak(host_rss_bytes=max(before, self._rss_bytes))
 
 
 def _between(before: DeviceMemory, now: DeviceMemory) -> PhasePeak:
-    # The process's counter tells the highest peak since its last reset, not since `before`:
-    # - it has changed: that peak was reached in this interval, because the counter grew here, or was reset here and has
-    #   begun again. The interval's peak is known exactly.
-    # - it is unchanged: the interval's peak lies between the bytes allocated at its ends and the counter.
+    # The counter tells the highest peak since its last reset. If it has changed, that peak was reached in this
+    # interval: it grew here, or was reset here and has begun again. If not, the interval's peak lies between the bytes
+    # allocated at its ends and the counter.
     peak_bytes = now.peak_allocated_bytes
     at_least_bytes = now.allocated_bytes if peak_bytes == before.peak_allocated_bytes else peak_bytes
     return PhasePeak(

@@ -1,4 +1,4 @@
-"""The devices and limits of this machine, and the features of this library that work there: `hf-memopt doctor`."""
+"""The devices and limits of this machine, and the features that work there: `hf-memopt doctor`."""
 
 import importlib.util
 import os
@@ -25,7 +25,7 @@ from hf_memopt.units import GIB, MIB
 _REQUIRED = ("torch", "transformers", "accelerate", "datasets", "safetensors", "psutil")
 _OPTIONAL = ("lerobot", "trl", "peft", "diffusers", "neuraloperator", "matplotlib")
 _PINNED_PROBE_BYTES = 16 * MIB
-# A device is reported as a problem if less than this share of its memory is free.
+# Less free memory than this share is a problem.
 _FREE_SHARE = 0.5
 
 
@@ -39,16 +39,9 @@ class LinkSpeed:
 
 @dataclass(frozen=True)
 class Device:
-    """One device. Facts that do not exist there or could not be read are None, and `obstacle` says why.
+    """One device, such as `cuda:0`. Facts that do not exist there or could not be read are None; `obstacle` says why.
 
-    Attributes:
-        name: such as `cuda:0`.
-        kind: the type of the device, with `rocm` told apart from `cuda`.
-        model: as its driver calls it.
-        pinned: link from and to page-locked host memory.
-        pageable: link from and to ordinary host memory.
-        can_pin: whether a block of 16 MiB could be page-locked.
-        has_counters: whether torch counts allocations there.
+    `kind` tells `rocm` from `cuda`; `pinned` and `pageable` are links from and to such host memory.
     """
 
     name: str
@@ -76,10 +69,7 @@ class HostLimits:
 
 @dataclass(frozen=True)
 class Feature:
-    """A feature of this library on this machine, and the reason for its state.
-
-    `untried` is expected to work, and was never tested on this kind of device.
-    """
+    """A feature of this library on this machine; `untried` should work, and was never tested on this kind of device."""
 
     name: str
     status: Literal["on", "off", "untried"]
@@ -98,14 +88,7 @@ class Machine:
 
 
 def examine(device: str | None = None) -> Machine:
-    """Look at this machine; see `examine_device` for what it costs.
-
-    Args:
-        device: name of the only device to look at; None, all accelerators, or the CPU where there is none.
-
-    Raises:
-        ValueError: there is no such device.
-    """
+    """Look at one device, or all accelerators, or else the CPU; a ValueError where there is no such device."""
     devices = [examine_device(found) for found in find_devices(device)]
     host, versions = host_limits(), find_versions()
     features = find_features(devices[0], obstacle_to_compile(devices[0].kind))
@@ -116,11 +99,7 @@ def examine(device: str | None = None) -> Machine:
 
 
 def find_devices(name: str | None = None) -> list[torch.device]:
-    """Return the devices that a name (`cuda`, `cuda:1`, `cpu`) means; None, all accelerators, or else the CPU.
-
-    Raises:
-        ValueError: this machine has no such device.
-    """
+    """Return the devices that a name (`cuda`, `cuda:1`, `cpu`) means; None, all accelerators, or else the CPU."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     count = torch.accelerator.device_count() if accelerator else 0
     there = [torch.device(accelerator.type, index) for index in range(count)] if accelerator else []
@@ -175,7 +154,6 @@ def _link(device: torch.device, pin_memory: bool) -> LinkSpeed:
 
 
 def host_limits(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> HostLimits:
-    """Return the memory of the host, and how much of it this process may take and lock."""
     memory = psutil.virtual_memory()
     limits = [limit for limit in cgroup_limits(cgroups, membership) if limit < memory.total]
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -189,7 +167,6 @@ def host_limits(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> HostL
 
 
 def find_versions() -> dict[str, str | None]:
-    """Return versions by name; None for packages that are not installed."""
     driver = Path("/sys/module/nvidia/version")
     return {
         "python": platform.python_version(),
@@ -210,12 +187,7 @@ def _version(package: str) -> str | None:
 
 
 def find_features(device: Device, compile_obstacle: str | None) -> list[Feature]:
-    """Return the features of this library on a device.
-
-    Args:
-        device: an examined device.
-        compile_obstacle: answer of `obstacle_to_compile` for its kind.
-    """
+    """Return the features on an examined device, given the answer of `obstacle_to_compile` for its kind."""
     kind = device.kind
     copies = "copies on side streams, both directions at once"
     no_copies = {
@@ -281,7 +253,6 @@ def _pinning(device: Device) -> Feature:
 def find_problems(
     devices: list[Device], host: HostLimits, versions: dict[str, str | None], asked_for: str | None = None
 ) -> list[str]:
-    """Return the features likely to fail or to be slow, each with its remedy."""
     problems = [f"{name} is not installed: pip install {name}" for name in _REQUIRED if versions[name] is None]
     if asked_for is None and devices[0].kind == "cpu" and Path("/dev/nvidiactl").exists():
         problems.append(
@@ -313,7 +284,6 @@ def _device_problems(device: Device) -> Iterator[str]:
 
 
 def page(machine: Machine) -> str:
-    """Return the findings as text, in sections."""
     sections = {
         "Devices": [line for device in machine.devices for line in _device_lines(device)],
         "Host": _host_lines(machine.host),

@@ -9,7 +9,7 @@ from hf_memopt.report.runs import LoggedPeak, Run, memory_column
 from hf_memopt.units import MIB
 
 COLORS = ("#4c78a8", "#9d7bc4", "#b58863", "#e58b3d", "#d1495b", "#4fa36b", "#7f8c9b", "#c9a227")
-# One colour for each kind of memory, in every figure of the library: words that name the same thing share it.
+# Words that name the same thing share a colour in every figure of the library.
 _KINDS = {
     "#4c78a8": ("parameters", "weights", "student weights"),
     "#31507a": ("frozen parameters",),
@@ -30,7 +30,7 @@ KIND_COLORS = {kind: color for color, kinds in _KINDS.items() for kind in kinds}
 _CURVES = {"teacher": KIND_COLORS["teacher"], "held out": COLORS[3]} | dict.fromkeys(("student", "training"), COLORS[0])
 _UNKNOWN_KIND = "#5d6b3f"
 _BAR, _TIME = "#e58b3d", "#4c78a8"
-_HOST = COLORS[0]  # the process's memory, over time and by phase
+_HOST = COLORS[0]
 _DEVICE_PEAK = "memory/peak_allocated_gib"
 
 Draw = Callable[[Any], None]
@@ -54,17 +54,13 @@ def figures_of(run: Run) -> dict[str, Draw]:
 
 
 def render(draw: Draw, *, dark: bool) -> bytes:
-    """Return a figure as PNG, on the page's own background.
-
-    Raises:
-        ValueError: matplotlib is not installed.
-    """
+    """Return a figure as PNG, on the page's own background; a ValueError where matplotlib is not installed."""
     try:
         import matplotlib
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise ValueError("the report needs matplotlib: pip install matplotlib") from error
-    # Without pyplot: a report that is written inside a user's program leaves its backend and figures alone.
+    # Without pyplot: a report written inside a user's program leaves its backend and figures alone.
     with matplotlib.rc_context(_style(dark)):
         figure = Figure(layout="constrained")
         draw(figure)
@@ -74,7 +70,6 @@ def render(draw: Draw, *, dark: bool) -> bytes:
 
 
 def render_both(draw: Draw) -> dict[str, bytes]:
-    """Return a figure as PNG for "light" and for "dark" pages; errors are those of `render`."""
     return {"light": render(draw, dark=False), "dark": render(draw, dark=True)}
 
 

@@ -13,15 +13,7 @@ from hf_memopt.report.runs import Run
 
 
 def render_page(template: str, title: str, facts: Mapping[str, str], headlines: list[str], **values: Any) -> str:
-    """Return a whole page.
-
-    Args:
-        template: file name in `templates/`, which extends `page.html`.
-        title: title of the page.
-        facts: the beginning of the page, by name.
-        headlines: the most important results, in words.
-        values: variables of the template itself. Text among them is escaped.
-    """
+    """Return a whole page from a file in `templates/` that extends `page.html`; text among `values` is escaped."""
     environment = Environment(
         loader=PackageLoader("hf_memopt.report"),
         autoescape=True,

@@ -14,10 +14,10 @@ COMPARISON_FILE = "comparison.json"
 TRAINER_FILE = "trainer_state.json"
 
 _FACTS = ("device", "mode", "loop", "mixed_precision", "num_processes", "corpus", "seed")
-# Where a run's memory is logged: by the run itself, or by the student's training within the demo.
+# The run's own log, or that of the student's training within the demo.
 _METRICS_PLACES = (METRICS_FILE, f"student/{METRICS_FILE}")
 _OOM_REPORTS = "out_of_memory_rank*.txt"
-# By these a folder is known to be a run's.
+# They mark a folder as a run's.
 _RUN_FILES = (
     RESULTS_FILE,
     COMPARISON_FILE,
@@ -28,9 +28,9 @@ _RUN_FILES = (
 )
 # The recipes' figures of a model's output.
 _STRIPS = ("sampled_paths", "panels")
-# Of a history's losses those that are shown; the VAE-GAN's have no sum that falls.
+# Losses of a history that are shown; the VAE-GAN's have no sum that falls.
 _LOSSES = {"training": "loss", "held out": "eval_loss", "reconstruction (L1)": "l1"}
-# Counters in a record of a recipe's or a Trainer's history; the first that it has is used.
+# Counters in a record of a recipe's or a Trainer's history; the first present is used.
 _COUNTERS = ("update", "epoch", "step")
 _NO_TIMELINE = (
     f"memory over time and peaks by phase: there is no {METRICS_FILE}, and no {TRAINER_FILE} with memory figures. "
@@ -48,10 +48,7 @@ _NO_TIME = f"time of each design: 'memory_bytes' in {RESULTS_FILE} counts bytes 
 
 @dataclass(frozen=True)
 class LoggedPeak:
-    """The highest memory in a phase of a step lies between two figures, which are the same where it is exact.
-
-    On a device without counters they are the host memory of the process at the ends of the phase.
-    """
+    """Bounds of the highest memory in a phase, equal where exact; without counters, host memory at the phase's ends."""
 
     name: str
     at_least_gib: float
@@ -154,7 +151,6 @@ def read_run(folder: Path) -> Run:
 
 
 def phase_peaks(record: Mapping[str, float]) -> list[LoggedPeak]:
-    """Return the phases that one logged step has figures for."""
     peaks = []
     for key, figure in record.items():
         if found := re.fullmatch(r"memory/(.+)_(?:peak|host_rss)_gib", key):
@@ -185,7 +181,6 @@ def _missing(modes: list[Any], holders: Mapping[str, Any], timeline: list[Any]) 
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    """Return the file's contents; nothing where there is none."""
     if not file.exists():
         return {}
     try:
@@ -210,7 +205,7 @@ def _facts(results: Mapping[str, Any], folder: Path) -> dict[str, str]:
 
 
 def _modes(results: Mapping[str, Any], comparison: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
-    """Return the compared modes, or that of the training where none were compared."""
+    # That of the training where none were compared.
     file, field, modes = COMPARISON_FILE, "modes", comparison.get("modes")
     if not comparison:
         file, field = RESULTS_FILE, "training_cost"
@@ -275,7 +270,6 @@ def _records(folder: Path) -> list[dict[str, float]]:
 
 
 def _losses(results: Mapping[str, Any], folder: Path) -> dict[str, list[tuple[float, float]]]:
-    """Read the demo's curves, or the loss and the held-out loss of a recipe's or a Trainer's history."""
     curves = results.get("learning_curves")
     try:
         if curves is not None:

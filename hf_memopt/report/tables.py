@@ -23,7 +23,6 @@ _MODE_COLUMNS = {
 
 
 def headlines(run: Run) -> list[str]:
-    """Return the most important results, in words."""
     return [*_mode_headline(run), *_holder_headline(run), *_phase_headline(run)]
 
 
@@ -47,7 +46,6 @@ def differing_modes(modes: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def holder_table(run: Run) -> Table:
-    """Return the MiB on the device by design and phase, and the largest of them."""
     phases = list(next(iter(run.holders.values())))
     reference = max(_totals(next(iter(run.holders.values()))))
     rows: list[list[Cell]] = []
@@ -58,7 +56,6 @@ def holder_table(run: Run) -> Table:
 
 
 def phase_table(run: Run) -> Table:
-    """Return peaks by phase as of the last logged step."""
     if run.phases_are_exact:
         return Table(["phase", "GiB"], [[phase.name, phase.at_least_gib] for phase in run.phases], digits=3)
     rows: list[list[Cell]] = [[phase.name, phase.at_least_gib, phase.at_most_gib] for phase in run.phases]
@@ -66,7 +63,6 @@ def phase_table(run: Run) -> Table:
 
 
 def policy_table(run: Run) -> Table:
-    """Return error and latency by policy and number of Euler steps."""
     rows: list[list[Cell]] = [
         [found["policy"], found["num_steps"], found["error"], found["latency_ms"]] for found in run.policies
     ]

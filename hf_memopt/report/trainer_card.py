@@ -18,12 +18,7 @@ def training_section(
 ) -> str | None:
     """Return Markdown about memory and time, or None where the log has no memory figures yet.
 
-    Args:
-        history: entries of a Trainer's log with the figures of `hf_memopt.memory.memory_metrics`.
-        device: its name, and how many train together.
-        update: its batches, in words.
-        seconds_per_batch: seconds per batch of forward, backward and the update; evaluation and saving are left out.
-        offloading: the treatment of activations, in words.
+    The history is a Trainer's log; `seconds_per_batch` are of forward, backward and the update alone.
     """
     logged = [entry for entry in history if any(name.startswith(_MEMORY) for name in entry)]
     if not logged:

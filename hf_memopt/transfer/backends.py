@@ -1,7 +1,6 @@
-"""Backends: the functions that the library needs of each type of device, one registration each.
+"""The functions that the library needs of each type of device; a type not registered has streams, as CUDA.
 
-A type that is not registered is an accelerator with streams, such as CUDA. The CPU is registered here. A simulation
-registers its device for as long as it runs: nothing else tells the library that nothing is really computed.
+A simulation registers its device while it runs: nothing else tells the library that nothing is really computed.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,14 +20,12 @@ class DeviceBackend:
     """The copier, clock and host memory of a type of device, and the class of its tensors.
 
     Attributes:
-        make_copier: called with the device, whether host memory is to be pinned, and the purpose of the copies.
-        make_clock: called with the device.
-        map_host: gives host memory, `(num_bytes,)` uint8, as the device reads it in place; raises a ValueError where it
-            cannot.
-        hide_operations: makes a context whose operations no dispatch mode sees that watches the training step.
+        make_copier: of the device, whether host memory is pinned, and the purpose of the copies.
+        map_host: host memory, `(num_bytes,)` uint8, as the device reads it in place; a ValueError where it cannot.
+        hide_operations: a context whose operations are hidden from dispatch modes that watch the training step.
         tensor_class: class of tensors that are nothing but a piece of memory and a view of it.
-        is_unlimited: whether its memory is the host's, or nothing can run out of it.
-        free_host_bytes: how much host memory copies may take.
+        is_unlimited: whether its memory is the host's, or cannot run out.
+        free_host_bytes: host memory that copies may take.
     """
 
     make_copier: Callable[[torch.device, bool, str], Copier] = lambda device, pin, purpose: StreamCopier(device, pin)
@@ -44,19 +41,16 @@ _ACCELERATOR = DeviceBackend()
 _CPU = DeviceBackend(lambda device, pin, purpose: SyncCopier(), lambda device: HostClock(), is_unlimited=True)
 _REGISTERED = {"cpu": _CPU}
 
-# Classes of tensors that are nothing but a piece of memory and a view of it, on any device; subclasses need more in
-# general. A set of its own, since it is asked for every tensor that is saved.
+# All `tensor_class`es; subclasses need more in general. A set of its own, as it is asked for every tensor saved.
 PLAIN_TYPES: set[type[Tensor]] = {Tensor}
 
 
 def backend_of(device: torch.device) -> DeviceBackend:
-    """Return the backend of the device's type."""
     return _REGISTERED.get(device.type, _ACCELERATOR)
 
 
 @contextmanager
 def registered(name: str, entry: DeviceBackend) -> Iterator[None]:
-    """Register the backend of a type of device; the one registered before comes back afterwards."""
     before, classes = dict(_REGISTERED), set(PLAIN_TYPES)
     _REGISTERED[name] = entry
     PLAIN_TYPES.add(entry.tensor_class)
@@ -74,7 +68,7 @@ def copier_for(device: torch.device | str, pin_memory: bool = True, purpose: str
     Args:
         device: the device that computes.
         pin_memory: whether host memory is page-locked.
-        purpose: "activations" or "teacher"; simulations book the device memory under it.
+        purpose: "activations" or "teacher", under which simulations book the device memory.
     """
     device = torch.device(device)
     return backend_of(device).make_copier(device, pin_memory, purpose)
@@ -87,9 +81,5 @@ def clock_for(device: torch.device | str) -> Clock:
 
 
 def readable_in_place(memory: Tensor, device: torch.device) -> Tensor:
-    """Return the same bytes as the device sees them.
-
-    Raises:
-        ValueError: the device cannot read this memory.
-    """
+    """Return the same bytes as the device sees them; a ValueError where it cannot read this memory."""
     return memory if memory.device.type == device.type else backend_of(device).map_host(memory, device)

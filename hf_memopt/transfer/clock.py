@@ -1,4 +1,4 @@
-"""Time as the compute stream sees it, in a form that a test can replace."""
+"""Time as the compute stream sees it, replaceable in tests."""
 
 import time
 from typing import Any, Protocol
@@ -13,17 +13,14 @@ class Clock(Protocol):
         """Return the moment at which the compute stream has done all work submitted so far."""
 
     def reached(self, mark: Any) -> bool:
-        """Return whether that moment is known to be over, without waiting."""
+        """Return whether that moment is known to be over."""
 
     def elapsed_s(self, start: Any, end: Any) -> float:
         """Seconds between two marks, never negative; waits until both are reached."""
 
 
 class HostClock:
-    """The CPU computes when it is told to, so that marks are moments of the host.
-
-    They are in the CPU time of the thread, so that other processes make no pass longer.
-    """
+    """Marks in the CPU time of the thread, so that other processes make no pass longer."""
 
     def mark(self) -> float:
         return time.thread_time()
@@ -36,7 +33,7 @@ class HostClock:
 
 
 class StreamClock:
-    """Events on an accelerator's current stream; a mark costs a microsecond or two and no synchronisation."""
+    """Events on an accelerator's current stream; a mark costs a microsecond or two."""
 
     def __init__(self, device: torch.device | str) -> None:
         self._device = torch.device(device)

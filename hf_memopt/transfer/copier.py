@@ -1,8 +1,7 @@
 """Copies between host and device memory, in a form that every caller can be tested with on a CPU.
 
-A caller allocates through the copier, starts a copy, and makes the compute stream wait for it before it reads the
-destination. It never touches streams or events itself, so that a test can put a copier in its place that performs each
-copy as early, as late or as randomly as these rules allow and poisons released memory.
+A caller never touches streams or events. So a test's copier can perform each copy as early, as late or as randomly as
+the rules below allow, and poison released memory.
 
 The life of an offloaded tensor on the three streams of `StreamCopier` (`|` records an event, `->` waits for it):
 
@@ -30,8 +29,7 @@ class Transfer(Protocol):
     def wait(self) -> None:
         """Order all later work of the current compute stream after the copy, and of the one that it was submitted on.
 
-        May be called more than once, on other streams too. Orders streams and not the host, which goes on at once.
-        When it raises, the copy is over.
+        May be called more than once, on other streams too. The host goes on at once. When it raises, the copy is over.
         """
 
 
@@ -39,21 +37,21 @@ class Transfer(Protocol):
 class Copier(Protocol):
     """Moves bytes between host and device memory.
 
-    A copy starts no earlier than the work that the compute stream already holds when it is submitted. Its source must
-    not be written, and neither end released, before `Transfer.wait` was called. Host memory may be dropped then, though
-    the copy may still be queued: the copier keeps it until the copy is over.
+    A copy starts after the work that the compute stream holds when it is submitted. Its source must not be written, and
+    neither end released, before `Transfer.wait`. Host memory may be dropped then: the copier keeps it as long as
+    needed.
     """
 
     bytes_to_device: int
     bytes_to_host: int
 
     def empty_host(self, num_bytes: int) -> Tensor:
-        """Uninitialised host memory, `(num_bytes,)` uint8; it may be a part of a larger storage."""
+        """Uninitialised host memory, `(num_bytes,)` uint8, perhaps a part of a larger storage."""
 
     def empty_device(self, num_bytes: int) -> Tensor:
-        """Uninitialised device memory that belongs to the compute stream, `(num_bytes,)` uint8.
+        """Uninitialised device memory of the compute stream, `(num_bytes,)` uint8.
 
-        It may be a part of a larger storage, and then begins at a multiple of `ALIGNMENT` bytes of that.
+        It begins at a multiple of `ALIGNMENT` bytes of its storage, which may be larger.
         """
 
     def release(self, buffer: Tensor) -> None:
@@ -66,11 +64,11 @@ class Copier(Protocol):
         """Start copying device memory to host memory of the same shape and dtype."""
 
     def stall_ms(self) -> float:
-        """Milliseconds for which compute waited for copies, over those that have finished."""
+        """Milliseconds for which compute waited for copies, of those that have finished."""
 
 
 class SyncCopier:
-    """Copies at once, on the CPU. The copier of machines without an accelerator, and the reference for all others."""
+    """Copies at once, on the CPU: the copier of machines without an accelerator, and the reference for all others."""
 
     def __init__(self) -> None:
         self.bytes_to_device = 0
@@ -84,7 +82,7 @@ class SyncCopier:
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     def release(self, buffer: Tensor) -> None:
-        """Nothing to do: memory returns to the allocator with its last reference."""
+        """Do nothing: memory returns to the allocator with its last reference."""
 
     def to_device(self, source: Tensor, destination: Tensor) -> Transfer:
         self.bytes_to_device += source.nbytes
@@ -106,34 +104,31 @@ class SyncCopier:
 
 class _Finished:
     def wait(self) -> None:
-        """Return at once: the copy was over before its transfer existed."""
+        """Do nothing: the copy was over before its transfer existed."""
 
 
 _FINISHED = _Finished()
 
 
 class StreamEvent(Protocol):
-    """An event of a stream, as `torch.Event`."""
-
     def query(self) -> bool:
-        """Return whether the stream has reached it."""
+        pass
 
     def synchronize(self) -> None:
-        """Have the host wait for it."""
+        pass
 
 
 class HostBuffersInFlight:
-    """Host memory that queued copies of one stream read or write, held until they are over."""
+    """Host memory held until the queued copies of one stream are over."""
 
     def __init__(self) -> None:
         self._held: deque[tuple[StreamEvent, Tensor]] = deque()
 
     def hold(self, memory: Tensor, finished: StreamEvent) -> None:
-        """Keep memory until the stream has reached `finished`, which it does after all that was given before."""
+        """Keep memory until `finished`, which comes after all that was given before."""
         self._held.append((finished, memory))
 
     def drop_finished(self) -> None:
-        """Let go of memory whose copies are over, without waiting."""
         # Taken out before it is asked: a destructor or another thread may get in between.
         while self._held:
             entry = self._held.popleft()
@@ -142,7 +137,6 @@ class HostBuffersInFlight:
                 return
 
     def wait(self) -> None:
-        """Have the host wait until all is over."""
         while self._held:
             finished, _memory = self._held.popleft()
             finished.synchronize()
@@ -155,10 +149,9 @@ class StreamCopier:
         device: an accelerator's device, such as `cuda` or `cuda:1`.
         pin_memory: allocate page-locked host memory. Copies from and to other memory block the host.
 
-    Destinations come from the compute stream's memory pool and go back to it. That is safe without `record_stream`
-    because a copy waits for the compute stream before it starts, and the compute stream waits for the copy before the
-    memory can be released (`Transfer.wait`). Only memory read by another stream than the one that it was allocated for
-    is recorded there. Dropping the copier waits for its copies, since the host memory goes with it.
+    Destinations come from the compute stream's memory pool without `record_stream`: a copy waits for the compute
+    stream, which waits for the copy before the memory can be released (`Transfer.wait`). Only memory read by another
+    stream than its own is recorded there. Dropping the copier waits for its copies, since the host memory goes with it.
     """
 
     def __init__(self, device: torch.device | str, pin_memory: bool = True) -> None:
@@ -191,7 +184,7 @@ class StreamCopier:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
     def release(self, buffer: Tensor) -> None:
-        """Nothing to do: the allocator reuses memory in the order of the compute stream."""
+        """Do nothing: the allocator reuses memory in the order of the compute stream."""
 
     def to_device(self, source: Tensor, destination: Tensor) -> Transfer:
         self.bytes_to_device += source.nbytes
@@ -203,7 +196,7 @@ class StreamCopier:
 
     def stall_ms(self) -> float:
         self._drop_finished()
-        # Of one compute stream the oldest ends first, so that nothing is asked twice of a device that is far behind.
+        # The oldest of a compute stream ends first, so that a device far behind is asked once.
         while self._waits:
             before, after = self._waits.popleft()
             if not after.query():
@@ -213,12 +206,11 @@ class StreamCopier:
         return self._stall_ms
 
     def _copy(self, source: Tensor, destination: Tensor, stream: torch.Stream) -> Transfer:
-        # The compute stream is looked up at every use: the caller may have entered another one since the last copy.
+        # Looked up at every use: the caller may have entered another stream since the last copy.
         compute = torch.accelerator.current_stream(self.device)
         if compute != self._compute:
             self._follow(compute)
-        # The copy begins after all that compute has been given so far: the work that made its source, and the last work
-        # that used the memory of its destination.
+        # After the work that made its source, and the last work that used the memory of its destination.
         stream.wait_stream(compute)
         with stream:
             destination.copy_(source, non_blocking=True)
@@ -228,8 +220,7 @@ class StreamCopier:
                 stream.synchronize()  # there is no event that tells when the copy is over
                 raise
         is_read = stream is self._stream_to_device
-        # The host's end is kept here until the copy is over, since its owner may drop it at any time. The device's end
-        # is kept by the transfer until compute has been told to wait.
+        # The copier keeps the host's end, which its owner may drop at any time; the transfer keeps the device's.
         ends, host, memory = (self._reading, source, destination) if is_read else (self._writing, destination, source)
         self._drop_finished()
         ends.hold(host, finished)
@@ -240,7 +231,7 @@ class StreamCopier:
         self._writing.drop_finished()
 
     def _follow(self, compute: torch.Stream) -> None:
-        """Another compute stream takes over. It has not waited for queued copies, and may be given the same memory."""
+        # The new stream has not waited for queued copies, and may be given the same memory.
         if self._compute is not None:
             self._stream_to_device.wait_stream(self._stream_to_host)
             self._stream_to_host.wait_stream(self._stream_to_device)
@@ -261,15 +252,9 @@ class StreamCopier:
 
 
 class _StreamTransfer:
-    """Holds the device memory of a copy until someone has waited, so that it is not freed under the copy.
+    """Holds the device memory of a copy until it was waited for, so that it is not freed under the copy.
 
-    Args:
-        copier: whose copy it is.
-        finished: its end.
-        owner: the compute stream that it was submitted on, to which the device memory returns.
-        memory: on the device.
-        is_read: whether later work reads the memory. Then it is held as long as this object, since that work may be on
-            other streams, of which the allocator has to be told.
+    With `is_read` as long as this object: work of other streams may read it, of which the allocator has to be told.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Host memory for offloaded tensors: a few large regions, of which blocks are cut step after step."""
+"""Host memory for offloaded tensors: a few large regions, from which blocks are cut step after step."""
 
 import logging
 import time
@@ -12,23 +12,23 @@ from hf_memopt.units import format_bytes, format_ms
 
 logger = logging.getLogger(__name__)
 
-# Blocks begin at multiples of it, so that they are aligned for every dtype and every copy.
+# For every dtype and every copy.
 _ALIGNMENT = 64
-# How much more than the largest need is taken once sizes have turned out to change.
+# Times the largest need, taken once sizes have turned out to change.
 _HEADROOM = 1.125
 # Memory held beyond this many times the need is given back.
 _SLACK = 1.5
 
 
 class HostHoldings(NamedTuple):
-    """The memory that the arenas of this process hold, and how often any of them has taken some."""
+    """Memory that the arenas of this process hold, and how often one has taken some."""
 
     num_bytes: int
     num_allocations: int
 
 
 class Region(NamedTuple):
-    """The name of host memory that was taken at once: a storage, or a part of one from some byte on."""
+    """Name of host memory taken at once: a storage, or a part of one from `base` on."""
 
     storage: int
     base: int
@@ -45,14 +45,13 @@ class Extent(NamedTuple):
 class HostArena:
     """Hands out host blocks and takes them back. A training step that repeats finds every block it needs.
 
-    Memory is taken in regions, one for each block at first. A step of other sizes cuts its blocks out of free extents,
-    each out of the smallest extent that is large enough; where none is, the regions that are wholly free become one. So
-    the memory held stays near the largest need, however many sizes there are, and nothing is taken any more once needs
-    have ceased to grow.
+    Memory is taken in regions, at first one for each block. A step of other sizes cuts each block out of the smallest
+    free extent that is large enough; where none is, the wholly free regions become one. So the memory held stays near
+    the largest need, and nothing more is taken once needs have ceased to grow.
 
     Args:
         copier: allocates the regions, pinned where it can.
-        budget_bytes: the arena never holds more than this; None, no limit.
+        budget_bytes: limit of the memory held; None, no limit.
     """
 
     _of_process: ClassVar[weakref.WeakSet["HostArena"]] = weakref.WeakSet()
@@ -62,14 +61,14 @@ class HostArena:
         self._copier = copier
         self._budget_bytes = budget_bytes
         self._regions: dict[Region, Tensor] = {}
-        # Free blocks by size, as they were handed out; they become extents when another size is asked for.
+        # Free blocks by size; they become extents when another size is asked for.
         self._blocks: dict[int, list[Tensor]] = {}
         self._extents: list[Extent] = []
-        # The most that was in use at a time: between the last two calls of `trim`, and since.
+        # The most in use at a time: between the last two calls of `trim`, and since.
         self._peak_bytes = self._recent_peak_bytes = 0
-        # Whether a step has needed more than the one before it since the last `trim`. Then one region serves best.
+        # Whether a step has needed more than the one before it since the last `trim`: one region serves best then.
         self._sizes_change = False
-        # Regions that nothing has been cut out of since the last `trim`.
+        # Regions that nothing has been cut from since the last `trim`.
         self._untouched: set[Region] = set()
         self._new_bytes = 0
         self._new_s = 0.0
@@ -80,11 +79,11 @@ class HostArena:
 
     @classmethod
     def of_process(cls) -> HostHoldings:
-        """Return the bytes of all live arenas, and the allocations of those that are gone too."""
+        """Return the bytes of all live arenas; the allocations are of those gone too."""
         return HostHoldings(sum(arena.bytes_held for arena in cls._of_process), cls._num_of_process)
 
     def acquire(self, num_bytes: int) -> Tensor | None:
-        """A block, `(num_bytes,)` uint8, or None if the budget has no room for it."""
+        """Return a block, `(num_bytes,)` uint8; None if the budget has no room for it."""
         blocks = self._blocks.get(num_bytes)
         block = blocks.pop() if blocks else self._cut(num_bytes)
         if block is not None:
@@ -94,17 +93,13 @@ class HostArena:
         return block
 
     def release(self, block: Tensor) -> None:
-        """Take back a block that nothing reads or writes any more.
-
-        Destructors call this at any moment, also inside of the arena's own methods or of the backward thread.
-        """
+        """Take back a block. Destructors call this at any moment, in the arena's methods or the backward thread too."""
         self._copier.release(block)
         num_bytes = block.nbytes
         self.bytes_live -= num_bytes
         self._blocks.setdefault(num_bytes, []).append(block)
 
     def log_growth(self) -> None:
-        """Say in the log how much has been taken since the last call, and how long that has held up the host."""
         if self._new_bytes:
             logger.info(
                 "activation offloading: took %s of host memory in %s, holds %s in %d allocations; later passes use it "
@@ -117,10 +112,7 @@ class HostArena:
             self._new_bytes, self._new_s = 0, 0.0
 
     def trim(self) -> None:
-        """Give back memory held beyond 1.5 times the largest need since the last call, which began the count.
-
-        Unused regions go first, and all free ones if that is not enough; they come back when they are needed.
-        """
+        """Give back memory beyond 1.5 times the largest need since the last call: unused regions first, then free."""
         before = self.bytes_held
         self._join()
         self._peak_bytes = self._recent_peak_bytes
@@ -137,7 +129,6 @@ class HostArena:
             )
 
     def _cut(self, num_bytes: int) -> Tensor | None:
-        """A block out of the smallest free extent that has room for it."""
         self._join()
         size = _aligned(num_bytes)
         extent = min((each for each in self._extents if each.num_bytes >= size), key=_num_bytes, default=None)
@@ -154,7 +145,6 @@ class HostArena:
         return self._regions[extent.region][start : start + num_bytes]
 
     def _join(self) -> None:
-        """Make extents of the free blocks, and one of those that are neighbours."""
         blocks, self._blocks = self._blocks, {}
         if not blocks:
             return
@@ -169,7 +159,7 @@ class HostArena:
         self._extents = joined
 
     def _grow(self, size: int) -> Extent | None:
-        """A new region, which takes the place of those that are free as a whole but too small."""
+        """Take a new region in place of the wholly free ones, which are too small."""
         free = self._free_regions()
         free_bytes = sum(extent.num_bytes for extent in free)
         rest_bytes = self.bytes_held - free_bytes
@@ -197,7 +187,7 @@ class HostArena:
         return extent
 
     def _extent(self, block: Tensor) -> Extent:
-        """Return the extent of a block in its region. Regions may lie side by side in one storage of the copier's."""
+        # Regions may lie side by side in one storage of the copier's.
         storage, start = block.untyped_storage()._cdata, int(block.storage_offset())
         base = max(region.base for region in self._regions if region.storage == storage and region.base <= start)
         return Extent(Region(storage, base), start, _aligned(block.nbytes))

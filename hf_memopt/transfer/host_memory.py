@@ -18,7 +18,7 @@ from hf_memopt.units import MIB
 
 logger = logging.getLogger(__name__)
 
-# From here on huge pages are asked for, which are faulted in and page-locked far faster; they round up to 2 MiB.
+# From here on huge pages are asked for, faulted in and page-locked far faster; they round up to 2 MiB.
 _LARGE_BYTES = 64 * MIB
 
 CGROUPS, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
@@ -27,9 +27,8 @@ CGROUPS, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 def pinned_empty(num_bytes: int, device: torch.device) -> Tensor:
     """Uninitialised page-locked memory, `(num_bytes,)` uint8; pageable, with one warning, where it cannot be had.
 
-    torch rounds its own pinned allocations up to a power of two, up to twice the size (pytorch issue 150517), which
-    matters for a block of gigabytes. On CUDA pages of our own are registered with the driver instead, and given back
-    when the memory is freed. Of our own, because a page that two allocations share cannot be registered twice.
+    torch rounds pinned allocations up to a power of two (pytorch issue 150517), which matters for gigabytes. On CUDA
+    the driver registers pages of our own instead: one that two allocations share cannot be registered twice.
     """
     if device.type != "cuda":
         return _pinned_by_torch(num_bytes)
@@ -43,15 +42,12 @@ def pinned_empty(num_bytes: int, device: torch.device) -> Tensor:
 
 
 class Pages(mmap.mmap):
-    """Memory of our own, of which CUDA is told before it is unmapped that it goes.
-
-    An `mmap` unmaps its memory when it dies and calls its weak references, finalizers among them, only then.
-    """
+    """Memory of our own. An `mmap` calls its finalizers only after unmapping, and CUDA has to be told before."""
 
     _registered: tuple[int, torch.device, int] | None = None
 
     def register(self, address: int, device: torch.device) -> int:
-        """Page-lock the memory, which lies at `address`; CUDA's error code, 0 for none."""
+        """Page-lock the memory, which lies at `address`; returns CUDA's error code, 0 for none."""
         error = int(_runtime().cudaHostRegister(address, len(self), 0))
         if error:
             _clear_last_error(device)
@@ -69,11 +65,8 @@ class Pages(mmap.mmap):
 
 
 def pinned_pages(pages: Pages, device: torch.device) -> Tensor:
-    """Page-lock memory that was mapped already, shared with other processes or not; all of it, as uint8.
-
-    On CUDA only; elsewhere, and with one warning where it cannot be had, the memory stays pageable.
-    """
-    block = torch.frombuffer(pages, dtype=torch.uint8)  # which keeps the pages, and every view of it does
+    """Page-lock memory mapped already; pageable elsewhere than on CUDA, and with one warning where that fails."""
+    block = torch.frombuffer(pages, dtype=torch.uint8)  # keeps the pages, as every view of it does
     if device.type != "cuda":
         return block
     error = pages.register(block.data_ptr(), device)
@@ -83,11 +76,7 @@ def pinned_pages(pages: Pages, device: torch.device) -> Tensor:
 
 
 def mapped_on_cuda(memory: Tensor, device: torch.device) -> Tensor:
-    """Return page-locked host memory, `(num_bytes,)` uint8, as CUDA sees it: in its address space.
-
-    Raises:
-        ValueError: the device is another one, or the memory is pageable.
-    """
+    """Return page-locked host memory, `(num_bytes,)` uint8, in CUDA's address space; a ValueError for any other."""
     if memory.nbytes == 0:
         return memory.to(device)
     if device.type != "cuda" or not memory.is_pinned():
@@ -106,14 +95,14 @@ def driver_is_gone(process: int) -> bool:
 
 
 def return_freed_memory() -> None:
-    """Give freed memory back to the system; glibc keeps memory between blocks in use. Some milliseconds per GiB."""
+    """Give memory that glibc keeps between blocks in use back to the system; some milliseconds per GiB."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)
 
 
 def available_bytes() -> int:
-    """Host memory that this process may take, of the system's or its container's, divided among the node's ranks."""
+    """Host memory that this process may take: of the system's or container's, its share among the node's ranks."""
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
         kib = next(line.split()[1] for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable:"))
@@ -124,14 +113,14 @@ def available_bytes() -> int:
 
 
 def cgroup_limits(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> Iterator[int]:
-    """Memory limits in bytes, of this process's control groups and all groups around them, versions 1 and 2."""
+    """Memory limits in bytes of this process's control groups and those around them, versions 1 and 2."""
     for line in membership.read_text().splitlines() if membership.exists() else ():
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue
         base, name = (root / "memory", "memory.limit_in_bytes") if controllers else (root, "memory.max")
         folder = base / path.lstrip("/")
-        # In a container the path may be the host's; then its folder is missing and the root is the container's own.
+        # In a container the path may be the host's: its folder is missing, and the root is the container's own.
         for group in (folder, *(parent for parent in folder.parents if parent.is_relative_to(base))):
             text = (group / name).read_text().strip() if (group / name).exists() else "max"
             if text != "max":
@@ -158,7 +147,7 @@ def _pinned_by_torch(num_bytes: int) -> Tensor:
 
 @cache
 def _warn_pageable(reason: str) -> None:
-    """Once for each reason: blocks are many."""
+    # Cached: one warning for each reason, as blocks are many.
     logger.warning(
         "cannot pin host memory (%s); copies will be slower and block the host. "
         "Raise the locked-memory limit (ulimit -l) or free host memory.",
@@ -168,15 +157,11 @@ def _warn_pageable(reason: str) -> None:
 
 @cache
 def _warn_still_registered(error: int) -> None:
-    """Once for each error: blocks are many."""
     logger.warning("cannot give page-locked host memory back: cudaHostUnregister returned error %d", error)
 
 
 class _CudaArray:
-    """Page-locked host memory, described to torch as CUDA memory at the same address.
-
-    It dies with the last tensor of that memory, when queued work may still read it: the host waits for the device then.
-    """
+    """Page-locked host memory as CUDA memory. Queued work may still read it when it goes: the host waits."""
 
     def __init__(self, memory: Tensor, device: torch.device) -> None:
         self._memory, self._device, self._process = memory, device, os.getpid()

@@ -1,4 +1,4 @@
-"""How fast the link between device and host is, measured."""
+"""Measured speed of the link between device and host."""
 
 import statistics
 from collections.abc import Callable
@@ -12,10 +12,7 @@ _REPEATS = 5
 
 
 def measure_link(copier: Copier, clock: Clock) -> tuple[float, float]:
-    """Bytes per second to the host and to the device, the median of a few copies of 16 MiB each; waits for the device.
-
-    The first copy of each direction is not counted: it touches its memory for the first time.
-    """
+    """Bytes per second to the host and to the device, each the median of copies of 16 MiB; waits for the device."""
     host, device = copier.empty_host(PROBE_BYTES), copier.empty_device(PROBE_BYTES)
     speeds = (
         bytes_per_s(lambda: copier.to_host(device, host), PROBE_BYTES, clock),
@@ -27,7 +24,7 @@ def measure_link(copier: Copier, clock: Clock) -> tuple[float, float]:
 
 
 def bytes_per_s(copy: Callable[[], Transfer], num_bytes: int, clock: Clock, repeats: int = _REPEATS) -> float:
-    """Median speed of a copy of `num_bytes` that is begun `1 + repeats` times; the first one is not counted."""
+    """Median speed of a copy that is begun `1 + repeats` times; the first touches its memory for the first time."""
     seconds = []
     for _ in range(1 + repeats):
         begun = clock.mark()

@@ -1,8 +1,8 @@
-"""Policies of selective checkpointing: which results are kept and which recomputed, operation by operation.
+"""Policies of selective checkpointing: operations whose results are kept, the others being recomputed.
 
-Policies are those of torch's `create_selective_checkpoint_contexts`. The two dispatch modes are our own, because those
-of torch 2.11 hold kept results where saved-tensor hooks do not see them, so that no offloader can move them, allow one
-backward only, and skip the random numbers that a kept operation drew, so that dropout after it draws other ones.
+Policies are those of torch's `create_selective_checkpoint_contexts`. The two dispatch modes are our own: those of torch
+2.11 hold kept results out of saved-tensor hooks' sight, so that no offloader can move them, allow one backward only,
+and skip the random numbers that a kept operation drew, so that dropout after it draws other ones.
 """
 
 import itertools
@@ -48,7 +48,7 @@ def _every_second_heavy_op() -> Policy:
     return lambda *args, **kwargs: _heavy_ops(*args, **kwargs) and next(count) % 2 == 0
 
 
-# One policy per run of a region, since it may count; None keeps nothing.
+# One policy per run of a region, since it may count.
 POLICIES: dict[str, Callable[[], Policy | None]] = {
     "heavy_ops": lambda: _heavy_ops,
     "all": lambda: None,
@@ -59,11 +59,9 @@ POLICIES: dict[str, Callable[[], Policy | None]] = {
 class KeepOutputs(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The forward pass of a region: notes the outputs that the policy keeps.
 
-    They are saved when the region is over, by `save`, outside of the dispatch and under the caller's saved-tensor
-    hooks. Until then they are not in `kept`, which the graph owns: a graph that owns its own outputs is never freed.
-
-    Writes of the region are noted by storage, because version numbers do not tell: `unsafe_chunk`, `_unsafe_view`,
-    `set_` and `.data` give tensors of the same memory with version counters of their own.
+    `save` saves them after the region, outside of the dispatch and under the caller's saved-tensor hooks. Until then
+    they are not in `kept`, which the graph owns: a graph that owns its own outputs is never freed. Writes are noted by
+    storage: `unsafe_chunk`, `_unsafe_view`, `set_` and `.data` give the same memory other version counters.
     """
 
     supports_higher_order_operators = True
@@ -97,7 +95,7 @@ class KeepOutputs(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def save(self) -> None:
-        """Save the outputs whose bytes the region has not gone on to change; the others are recomputed."""
+        """Save the outputs that the region has not changed since; the others are recomputed."""
         for place, output in enumerate(self._outputs):
             was_written = any(self._written_at.get(key, -1) > place for key in output.storages)
             if not was_written and output.has_its_versions():
@@ -116,8 +114,6 @@ class KeepOutputs(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class ReplayOutputs(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The recomputation of a region: runs the operations whose results were not kept."""
-
     supports_higher_order_operators = True
 
     def __init__(self, kept: "dict[_Position, _Kept]") -> None:
@@ -141,8 +137,6 @@ class ReplayOutputs(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Output:
-    """A kept result of an operation, as of now."""
-
     def __init__(self, position: _Position, result: Any) -> None:
         self.position, self.result = position, result
         self.storages = _storages_of(result)
@@ -153,13 +147,6 @@ class _Output:
 
 
 class _Kept:
-    """An output, saved when its region was over.
-
-    Args:
-        result: the return value of the operation.
-        aliases: tensors of the same memory with version counters of their own.
-    """
-
     def __init__(self, result: Any, aliases: list[Tensor]) -> None:
         self._saved = tree_map(_Saved, result)
         self._guards = [VersionGuard(tensor) for tensor in (*_plain_tensors(result), *aliases)]
@@ -172,7 +159,7 @@ class _Kept:
 
 
 class _Saved:
-    """Saved by autograd itself, in a node that never runs: hooks apply."""
+    """Saved by autograd itself, so that hooks apply, in a node that never runs."""
 
     def __init__(self, value: Any) -> None:
         self._value, self._owner = value, None
@@ -182,7 +169,7 @@ class _Saved:
             self._value, self._owner = None, _SaveTensor.apply(anchor, value.detach())  # type: ignore[no-untyped-call]
 
     def restore(self) -> Any:
-        # Another alias each time: autograd makes it the operation's output and writes its history on it.
+        # A new alias each time: autograd writes the operation's history on it.
         return self._value if self._owner is None else self._owner.grad_fn.saved_tensors[0].detach()
 
 
@@ -194,13 +181,12 @@ class _SaveTensor(torch.autograd.Function):
 
 
 def _call(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operation; operations that it calls see the state outside of the mode."""
+    """Run an operation; those that it calls see the state outside of the mode."""
     plainly = isinstance(func, torch._ops.OpOverload) and not func.is_view and PLAIN_TYPES.issuperset(types)
     return call_as_plain(func, args, kwargs) if plainly else func(*args, **kwargs)
 
 
 def _plain_tensors(values: Any) -> list[Tensor]:
-    """Return the tensors that are a view of a storage and nothing else."""
     leaves = [values] if isinstance(values, Tensor) else tree_leaves(values)
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and is_plain(leaf)]
 
@@ -215,7 +201,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
 
 @cache
 def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
-    """Positions and names of the arguments that an operation writes; higher-order operators do not say."""
+    # Higher-order operators do not say.
     arguments = func._schema.arguments if hasattr(func, "_schema") and func._schema.is_mutable else ()
     written = [argument.alias_info is not None and argument.alias_info.is_write for argument in arguments]
     return tuple((place, argument.name) for place, argument in enumerate(arguments) if written[place])

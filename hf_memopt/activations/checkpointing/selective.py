@@ -25,26 +25,23 @@ logger = logging.getLogger(__name__)
 class SelectiveCheckpoint:
     """Runs a module or a function so that backward recomputes it, all but the results that `policy` keeps.
 
-    `SelectiveCheckpoint("heavy_ops")(module, *args, **kwargs)` returns the result of `module(*args, **kwargs)`, and
-    gradients are bitwise the same: dropout draws the same numbers again. Without grad mode it is a plain call. Kept
-    results and the tensors among the arguments, nested ones too, pass through the saved-tensor hooks around the call,
-    so an `ActivationOffloader` moves them to the host. The saved tensors stay until the region's backward is over, and
-    with `retain_graph` or `create_graph` they serve every backward.
+    `SelectiveCheckpoint("heavy_ops")(module, *args, **kwargs)` gives the result and bitwise the gradients of
+    `module(*args, **kwargs)`: dropout draws the same numbers again. Without grad mode it is a plain call. Kept results
+    and tensors in the arguments pass through the saved-tensor hooks around the call, so an `ActivationOffloader` moves
+    them. They stay until the region's backward is over, or serve every backward with `retain_graph` or `create_graph`.
+    Cost: one Python dispatch per operation, in forward and in recomputation; the region is never compiled.
 
     Args:
         policy: "heavy_ops" keeps the outputs of matrix products, attention and convolutions; "alternate" those of every
             second of them, from the first; "all" recomputes everything. Or a function as torch's
             `create_selective_checkpoint_contexts` takes it, `(context, operation, *args, **kwargs)` to a
-            `CheckpointPolicy` or bool; it is asked in the forward pass only. Recomputed in any case: views,
-            operations that write in place or draw random numbers, and outputs that are modified in place, in the region
-            or after it (the latter is not noticed of `.data`, NumPy and other writes that autograd does not count).
+            `CheckpointPolicy` or bool, asked in the forward pass only. Always recomputed: views, operations that write
+            in place or draw random numbers, and outputs modified in place, in the region or after it (after it, writes
+            that autograd does not count go unnoticed: `.data`, NumPy).
 
     Raises:
-        ValueError: unknown policy; or, when called, a module whose forward writes a buffer, which would be written once
-            more in backward. Of functions only bound methods of a module can be checked.
-
-    Cost: one Python dispatch per operation, in the forward pass and in recomputation. Under `torch.compile` the region
-    runs eagerly.
+        ValueError: unknown policy; or, when called, a module whose forward writes a buffer, which backward would write
+            once more. Of functions only bound methods of a module can be checked.
     """
 
     def __init__(self, policy: str | Policy = "heavy_ops") -> None:
@@ -64,8 +61,7 @@ class SelectiveCheckpoint:
             return self._run(function, args, kwargs)
 
     def _run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        # Flat, because torch saves the tensors among the positional arguments only, and the random state of their
-        # devices only; nested or named tensors would stay out of the hooks' sight.
+        # Flat: torch saves only the tensors among the positional arguments, and the random state of their devices.
         leaves, structure = tree_flatten((args, kwargs))
 
         def run(*leaves: Any) -> Any:
@@ -75,8 +71,7 @@ class SelectiveCheckpoint:
         policy = self.policy if callable(self.policy) else POLICIES[self.policy]()
         if policy is None:
             return checkpoint(run, *leaves, use_reentrant=False)
-        # The checkpoint runs the region under the first mode, and each recomputation under the second one. Both share
-        # the dictionary of kept results, which is empty until `save`.
+        # Both modes share the dictionary of kept results, which is empty until `save`.
         keeping = KeepOutputs(policy)
         contexts = keeping, ReplayOutputs(keeping.kept)
         output = checkpoint(run, *leaves, use_reentrant=False, context_fn=lambda: contexts)
@@ -92,7 +87,7 @@ def _buffers_unchanged(module: nn.Module) -> Iterator[None]:
     _refuse_known_writers(module)
     before = [(name, buffer, buffer._version) for name, buffer in module.named_buffers()]
     yield
-    # In-place writes raise the version; an assignment such as `self.mean = ...` puts another tensor in the place.
+    # In-place writes raise the version; an assignment such as `self.mean = ...` replaces the tensor.
     for (name, buffer, version), now in zip(before, module.buffers(), strict=True):
         if buffer is not now or buffer._version != version:
             raise _writes_buffer(module, name.rpartition(".")[0], name.rpartition(".")[2])
@@ -133,20 +128,20 @@ def apply_selective_checkpointing(
     """Checkpoint a model's repeated blocks; returns a handle whose `remove()` undoes it.
 
     In training mode with gradients each block runs under `SelectiveCheckpoint(policy)`, otherwise plainly. State dict
-    and class stay as they are; copies and pickles are checkpointed as well (pickles need a policy by name, or one that
-    can be pickled). As transformers does when checkpointing, blocks get no key-value cache, which recomputation
-    would fill twice. `nn.DataParallel`, which copies modules shallowly, is not supported.
+    and class stay; copies and pickles are checkpointed as well (pickles need a policy by name, or one that can be
+    pickled). As in transformers, blocks get no key-value cache, which recomputation would fill twice.
+    `nn.DataParallel`, which copies modules shallowly, is not supported.
 
     Args:
         model: changed in place.
         policy: as for `SelectiveCheckpoint`.
         modules: the modules to checkpoint, by class, class name or name in the model; of nested ones the outermost.
-            None: transformers' `GradientCheckpointingLayer`s; in other models the members of a `ModuleList` or
-            `Sequential` of two or more modules of one class, for the class that has most parameters there.
+            None: transformers' `GradientCheckpointingLayer`s, or else the members of a `ModuleList` or `Sequential` of
+            two or more modules of one class, for the class that has most parameters there.
 
     Raises:
-        ValueError: no such module; one that runs with gradient checkpointing or with a replaced `forward` already; one
-            whose forward writes a buffer in its present mode.
+        ValueError: no such module; one with gradient checkpointing or a replaced `forward` already; one whose forward
+            writes a buffer in its present mode.
     """
     checkpointing = SelectiveCheckpoint(policy)
     for name, module in model.named_modules():
@@ -163,22 +158,15 @@ def apply_selective_checkpointing(
 
 
 class CheckpointedModules:
-    """Modules that run under a `SelectiveCheckpoint`; `names` says which."""
-
     def __init__(self, modules: dict[str, nn.Module], checkpointing: SelectiveCheckpoint) -> None:
         self.names = tuple(modules)
         self._modules = modules
         for module in modules.values():
-            # Wrapping in another module would change the state dict's keys, another class would not be picklable, and
-            # hooks cannot run the forward a second time. An attribute that can be pickled has none of these problems.
+            # Not a wrapper (other state dict keys), a class (no pickles) or hooks (no second run of the forward).
             module.forward = CheckpointedForward(module, checkpointing)
 
     def remove(self) -> None:
-        """Give the modules their own forward again.
-
-        Raises:
-            RuntimeError: something else has replaced the forward since; undo that first.
-        """
+        """Give the modules their own forward again; a RuntimeError if something else has replaced it since."""
         for name, module in self._modules.items():
             if not isinstance(vars(module).get("forward"), CheckpointedForward):
                 raise RuntimeError(f"the forward of {name!r} has been replaced since; undo that first")
@@ -194,7 +182,6 @@ class CheckpointedForward:
         self._names = _positional_names(type(module).forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # The class's own forward: the attribute of the instance is this very object.
         module = self._module
         forward = MethodType(type(module).forward, module)
         if not (module.training and torch.is_grad_enabled()):
@@ -210,12 +197,11 @@ _CACHES: dict[str, Any] = {"use_cache": False, "past_key_value": None, "past_key
 def _without_cache(
     names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments without caches, passed by name or, as in GPT-2's blocks, by position."""
+    """Replace caches passed by name or, as in GPT-2's blocks, by position."""
     given = dict(zip(names, args, strict=False)) | kwargs
     caches = {name: nothing for name, nothing in _CACHES.items() if given.get(name, nothing) is not nothing}
     if caches:
         _tell_once(f"checkpointed blocks run without a key-value cache: {', '.join(caches)} not passed on")
-    # A cache that was passed by position is replaced there, one that was passed by name under its name.
     by_position = tuple(caches.get(name, value) for name, value in zip(names, args, strict=False))
     by_name = {name: nothing for name, nothing in caches.items() if name not in names[: len(args)]}
     return by_position + args[len(by_position) :], kwargs | by_name
@@ -256,7 +242,6 @@ def _blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _repeated(model: nn.Module) -> list[dict[str, nn.Module]]:
-    """Return the modules in containers of one class only, by class. Their own submodules are not looked at."""
     groups: dict[type, dict[str, nn.Module]] = defaultdict(dict)
     blocks: dict[str, nn.Module] = {}
     for name, container in model.named_modules():

@@ -1,4 +1,4 @@
-"""Plans that were simulated, and the front of them: the fastest for each peak."""
+"""Simulated plans, and the front of them: the fastest for each peak."""
 
 import math
 from bisect import bisect_right
@@ -9,27 +9,24 @@ from typing import NamedTuple
 from hf_memopt.activations.planner.profile import Action, Link, Profile, count_needs
 from hf_memopt.activations.planner.simulator import Timeline, simulate
 
-# Ignore a candidate that beats a front member of equal or smaller peak by less than this share of the step time.
+# A candidate that beats a front member of equal or smaller peak by a smaller share of the step is ignored.
 _FRONT_STEP_TOLERANCE = 1e-3
 _KEEP, _OFFLOAD = int(Action.KEEP), int(Action.OFFLOAD)
 
 
 class CopyWindow(NamedTuple):
-    """The distance that copies may run ahead or behind, in terms of the storages that a plan offloads."""
-
     in_flight_fraction: float  # of the offloaded bytes
     prefetch_storages: int  # times the largest offloaded storage
 
 
 def windows(prefetch_ahead: int) -> list[CopyWindow]:
-    """Return the windows that plans are tried with, narrow ones first, prefetching varied fastest."""
     in_flight = (0.0, 1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2)
     prefetch = sorted({0, prefetch_ahead, *(count for count in (1, 2, 4, 8) if count < prefetch_ahead)})
     return [CopyWindow(fraction, count) for fraction in in_flight for count in prefetch]
 
 
 def window_bytes(window: CopyWindow, offloaded_sizes: list[int]) -> tuple[int, int]:
-    """Return `(in_flight_bytes, prefetch_bytes)`, the same for windows that have the same effect."""
+    """Return `(in_flight_bytes, prefetch_bytes)`, the same for windows of the same effect."""
     if not offloaded_sizes:
         return 0, 0
     total = sum(offloaded_sizes)
@@ -69,8 +66,6 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Limits:
-    """The bytes that a plan may hold, and the steps that are fast enough."""
-
     peak_bytes: int
     allow_step: Callable[[float], bool]
 
@@ -79,7 +74,7 @@ class Limits:
 
 
 class ParetoFront:
-    """Candidates of which none is both slower and larger than another, by peak."""
+    """Candidates by peak, of which none is both slower and larger than another."""
 
     def __init__(self) -> None:
         self.members: list[Candidate] = []
@@ -88,7 +83,7 @@ class ParetoFront:
         members = self.members
         if self.step_within(candidate.peak_bytes) <= candidate.step_s * (1 + _FRONT_STEP_TOLERANCE):
             return
-        # Sorted by peak, so also by falling step time: the replaced candidates lie in one piece.
+        # Sorted by peak, so also by falling step time: the replaced candidates are neighbours.
         first = bisect_right(members, candidate.peak_bytes, key=lambda member: member.peak_bytes)
         while first and members[first - 1].peak_bytes == candidate.peak_bytes:
             first -= 1
@@ -98,26 +93,17 @@ class ParetoFront:
         members[first:last] = [candidate]
 
     def step_within(self, peak_bytes: int) -> float:
-        """Return the step time of the fastest member that holds no more than `peak_bytes`, infinity without one."""
+        """Return the step time of the fastest member of at most `peak_bytes`, infinity without one."""
         place = bisect_right(self.members, peak_bytes, key=lambda member: member.peak_bytes)
         return self.members[place - 1].step_s if place else math.inf
 
     def neighbours(self, candidate: Candidate) -> list[Candidate]:
-        """Return the members next smaller and next larger than a member."""
         place = self.members.index(candidate)
         return self.members[max(0, place - 1) : place] + self.members[place + 1 : place + 2]
 
 
 class Trials:
-    """Simulates plans, each once and only so many, and remembers all of them.
-
-    Args:
-        profile: saves and uses of the step.
-        link: bandwidths.
-        prefetch_ahead: bounds the windows.
-        host_budget_bytes: plans that offload more are not tried. None, no limit.
-        num_left: how many may be simulated.
-    """
+    """Simulates plans, each once and at most `num_left`, and remembers them; none that exceeds the host budget."""
 
     def __init__(
         self, profile: Profile, link: Link, prefetch_ahead: int, host_budget_bytes: int | None, num_left: int
@@ -134,7 +120,6 @@ class Trials:
         self._staying = [index for index, s in storages if not s.can_offload]
 
     def within(self, limits: Limits) -> list[Candidate]:
-        """Return the simulated plans that meet the limits."""
         return [candidate for candidate in self.candidates if limits.allow(candidate)]
 
     def evaluate(self, actions: bytes, window: CopyWindow, thresholds: Thresholds | None = None) -> Candidate | None:
@@ -144,7 +129,7 @@ class Trials:
         return self._simulated(actions, window, in_flight, prefetch, thresholds)
 
     def evaluate_like(self, candidate: Candidate, actions: bytes, in_flight: int, prefetch: int) -> Candidate | None:
-        """Evaluate a plan with windows of at most so many bytes, and never wider ones than the candidate's."""
+        """Evaluate a plan with windows of at most so many bytes, never wider than the candidate's."""
         actions = self._normalised(actions)
         offloaded = self._offloaded(actions)
         total, largest = sum(offloaded), max(offloaded, default=0)
@@ -157,8 +142,7 @@ class Trials:
     ) -> tuple[Candidate, int]:
         """Give an action to the longest first part of `order` that is allowed, found by bisection.
 
-        Returns:
-            The changed plan, or the candidate where not even one storage can be changed; and how many were.
+        Returns the changed plan, or the candidate if none can change, and how many storages were changed.
         """
         best, count, too_many = candidate, 0, len(order) + 1
         while too_many - count > 1:
@@ -193,10 +177,7 @@ class Trials:
         return [size for size, action in zip(self.profile.sizes, actions, strict=True) if action == _OFFLOAD]
 
     def _normalised(self, actions: bytes) -> bytes:
-        """Return the plan that this one comes to.
-
-        Storages that may not move stay. Sources of nothing that is recomputed count as kept at no cost.
-        """
+        """Return the plan that this one comes to: immovable storages stay, unread sources count as kept."""
         if not self._only_sources and not self._staying:
             return actions
         normalised = bytearray(actions)

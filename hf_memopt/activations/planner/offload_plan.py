@@ -1,15 +1,11 @@
-"""Which saved storages to keep, to offload and to recompute, so that they fit a budget at the least time.
+"""Saved storages to keep, to offload and to recompute, so that they fit a budget at the least time.
 
-Plans differ in two costs, the peak of the bytes held and the step time, so the search collects the front of both: the
-plans that are fastest for their peak. Candidates come from a price on either resource: recompute the storages that cost
-least per byte, offload those that live longest or are spread most evenly, keep the rest, with the thresholds between
-the three on a grid. Around each plan on the front the search then tries other thresholds, wider and narrower copy
-windows, blends with its neighbours on the front and, up to 150 storages, other actions for single ones (`search`).
-Every candidate is simulated (`simulator`).
-
-Of the plans that fit, those whose predicted steps differ by less than 0.1 % of the plain step are equally fast: the
-difference could not be measured. A budget selects from them, and memory that is left is used to copy less
-(`refinement`).
+The search collects the front of peak and step time: the plans that are fastest for their peak. Candidates come from a
+price on either resource: recompute the storages that cost least per byte, offload those that live longest or are spread
+most evenly, keep the rest, with the thresholds between the three on a grid, and then from moves around each plan on the
+front (`search`). Every candidate is simulated (`simulator`). Predicted steps that differ by less than 0.1 % of the
+plain step are equally fast: the difference could not be measured. A budget selects from the plans that fit, and memory
+that is left is used to copy less (`refinement`).
 
 Recomputing by time per byte and hiding copies under compute is Capuchin's idea (Peng et al., ASPLOS 2020); choosing
 offloading and recomputation together, with an optimum for chains, is POFO's (Beaumont et al., NeurIPS 2021). Unlike
@@ -40,7 +36,7 @@ class InfeasibleBudgetError(ValueError):
     def __init__(
         self, budget_bytes: int, smallest_bytes: int, *, is_device_limit: bool = False, rank: int | None = None
     ) -> None:
-        # Rounded up, so that the number that is shown can be used.
+        # Rounded up, so that the number shown can be used.
         smallest_gib = -(-smallest_bytes * 10_000 // GIB) / 10_000
         if is_device_limit:
             message = (
@@ -69,18 +65,13 @@ class OffloadPlan:
     """An action for each storage, and their predicted cost.
 
     Attributes:
-        actions: one for each storage of the profile.
         in_flight_bytes: bytes that may wait for their copy to the host before compute waits too.
         prefetch_bytes: bytes that backward fetches ahead of the storage in use.
-        reload_order: the offloaded storages in the order in which backward first needs them.
+        reload_order: offloaded storages in the order in which backward first needs them.
         predicted_peak_bytes: the most that saved storages hold of the device.
         predicted_step_s: forward and backward with stalls and recomputation.
         plain_step_s: the same step with everything kept.
         stall_s: compute waiting for copies.
-        recompute_s: recomputation.
-        kept_bytes: stay on the device.
-        offloaded_bytes: go to the host and come back.
-        recomputed_bytes: are dropped and made again.
     """
 
     actions: tuple[Action, ...]
@@ -102,7 +93,6 @@ class OffloadPlan:
         return self.predicted_step_s / self.plain_step_s - 1 if self.plain_step_s else 0.0
 
     def summary(self) -> str:
-        """Return one line for a log."""
         return (
             f"saved activations: {format_bytes(self.kept_bytes)} kept, {format_bytes(self.offloaded_bytes)} offloaded, "
             f"{format_bytes(self.recomputed_bytes)} recomputed; predicted peak "
@@ -124,12 +114,9 @@ def make_plan(
 ) -> OffloadPlan:
     """Return the fastest plan that fits a budget or, without one, the smallest that is fast enough.
 
-    Steps that differ by less than 0.1 % of the plain one count as equally fast. Of equally good plans it is the one
-    that copies least, then the one that recomputes least. The result depends on the arguments alone. A larger
-    `budget_bytes` gives a step at most that much slower.
-
-    The number of simulations is bounded by the number of storages: tenths of a second for ten, one second for 100, one
-    to five seconds for 500 and more.
+    Of equally good plans it is the one that copies least, then the one that recomputes least. The result depends on the
+    arguments alone. A larger `budget_bytes` gives a step at most 0.1 % of the plain one slower. Takes tenths of a
+    second for ten storages, one second for 100, one to five seconds for 500 and more.
 
     Args:
         profile: saves and uses of one training step.
@@ -138,8 +125,7 @@ def make_plan(
         max_slowdown: without a budget, the accepted increase of step time, as a fraction of the plain step.
         prefetch_ahead: backward fetches ahead at most so many times the largest offloaded storage.
         host_budget_bytes: bytes that may be offloaded in all. None, no limit.
-        device_limit_bytes: without a budget, the room that the device has. If the smallest plan that is fast enough
-            does not fit it, the plan is the fastest that does. None, no limit.
+        device_limit_bytes: without a budget, the room of the device: the fastest plan that fits, if that would not.
 
     Raises:
         InfeasibleBudgetError: no plan fits the budgets, or the device.
@@ -154,15 +140,14 @@ def make_plan(
 
 
 def _fastest(trials: Trials, budget_bytes: int, *, is_device_limit: bool = False) -> Candidate:
-    """Return the fastest plan; of equally fast ones the one that copies, then recomputes, least."""
     profile = trials.profile
     fitting = [candidate for candidate in trials.candidates if candidate.peak_bytes <= budget_bytes]
     if not fitting:
         smallest_bytes = min(candidate.peak_bytes for candidate in trials.candidates)
         raise InfeasibleBudgetError(budget_bytes, smallest_bytes, is_device_limit=is_device_limit)
     fastest = time_class(profile, min(candidate.step_s for candidate in fitting))
-    # Polishing must not make a plan faster either: otherwise a smaller budget could give the faster plan, where
-    # polishing the plan of the larger one happens to find nothing.
+    # Polishing must not make a plan faster either: a smaller budget could then give the faster plan, where polishing
+    # that of the larger one happens to find nothing.
     limits = Limits(budget_bytes, lambda step_s: time_class(profile, step_s) == fastest)
     # The smallest of the fastest leaves the most room, and is the same for every budget that makes none faster.
     polish(trials, min(trials.within(limits), key=lambda c: (c.peak_bytes, c.step_s)), limits)
@@ -170,7 +155,6 @@ def _fastest(trials: Trials, budget_bytes: int, *, is_device_limit: bool = False
 
 
 def _smallest(trials: Trials, max_step_s: float) -> Candidate:
-    """Return the smallest plan that is fast enough; of equals the one that copies, then recomputes, least."""
     fast = [candidate for candidate in trials.candidates if candidate.step_s <= max_step_s]
     smallest = min(fast, key=lambda candidate: (candidate.peak_bytes, candidate.step_s))
     limits = Limits(smallest.peak_bytes, lambda step_s: step_s <= max_step_s)

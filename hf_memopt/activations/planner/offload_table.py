@@ -1,4 +1,4 @@
-"""A plan as a table that a person can read."""
+"""A plan as a table."""
 
 import re
 from collections import defaultdict
@@ -13,11 +13,7 @@ from hf_memopt.units import MIB
 
 @dataclass(frozen=True)
 class SavedBy:
-    """The bytes that one kind of module saves for backward, by the plan's action.
-
-    Attributes:
-        owner: name of the modules, with a star for a layer's number.
-    """
+    """Bytes that one kind of module saves, by the plan's action; a star in `owner` stands for a layer's number."""
 
     owner: str
     kept_bytes: int
@@ -55,7 +51,6 @@ class OffloadReport:
 
 
 def plan_report(plan: OffloadPlan, owners: Sequence[str], sizes: Sequence[int]) -> PlanReport:
-    """Sum up bytes by owner and action; owners that differ only in a layer's number count together."""
     rows: defaultdict[str, dict[Action, int]] = defaultdict(lambda: dict.fromkeys(Action, 0))
     for owner, num_bytes, action in zip(owners, sizes, plan.actions, strict=False):
         rows[re.sub(r"\.\d+(?=\.|$)", ".*", owner) or "outside the model"][action] += num_bytes

@@ -1,4 +1,4 @@
-"""The profile of a training step, its saves and uses with their times: recorded by passes, read by the planner."""
+"""The profile of a training step, recorded by passes and read by the planner."""
 
 import math
 from bisect import bisect_left
@@ -27,14 +27,13 @@ class EventKind(IntEnum):
 
 @dataclass(frozen=True)
 class SavedStorage:
-    """One device storage that autograd saved in a forward pass.
+    """One device storage that autograd saved in a forward pass; times are seconds of compute, stalls excluded.
 
     Attributes:
         num_bytes: its size.
-        saved_at_s: when, in seconds of compute since the pass began, stalls excluded.
-        uses_s: every unpacking in backward, on the same clock; uses by one autograd node carry the same time. Empty
-            and without `freed_s`: the storage exists only so that others can be recomputed from it, and costs nothing
-            unless one of them is.
+        saved_at_s: time since the pass began.
+        uses_s: every unpacking in backward; uses by one autograd node carry the same time. Empty and without `freed_s`:
+            only a source for others, at no cost unless one of them is recomputed.
         recompute_s: compute seconds to make it again. None: it cannot be.
         sources: indices of the storages that recomputing it reads.
         freed_s: when its memory goes if it is kept. None: with its last need, as in a backward that frees its graph.
@@ -61,8 +60,7 @@ class Profile:
         backward_ends_s: when each backward pass but the last one ended; storages that it had brought back went then.
 
     Raises:
-        ValueError: a storage is used before it or one of its sources was saved; a source does not exist, or depends on
-            the storage that is recomputed from it.
+        ValueError: a storage is used before it or a source was saved; a source is missing, or depends on its dependent.
     """
 
     storages: tuple[SavedStorage, ...]
@@ -79,12 +77,10 @@ class Profile:
 
     @cached_property
     def sizes(self) -> list[int]:
-        """Return the bytes of each storage."""
         return [storage.num_bytes for storage in self.storages]
 
     @cached_property
     def num_uses_by_backward(self) -> list[list[int]]:
-        """Return how often each backward pass unpacks each storage."""
         counts = [[0] * len(self.storages) for _ in range(len(self.backward_ends_s) + 1)]
         for index, storage in enumerate(self.storages):
             for used_s in storage.uses_s:
@@ -93,7 +89,6 @@ class Profile:
 
     @cached_property
     def dependents_first(self) -> list[int]:
-        """Return all storages, each before its sources."""
         num_unvisited = [0] * len(self.storages)
         for index, storage in enumerate(self.storages):
             for source in storage.sources:
@@ -132,7 +127,6 @@ class Profile:
 
     @cached_property
     def use_order(self) -> list[int]:
-        """Return the storages in the order of their first use."""
         return list(dict.fromkeys(index for _, kind, index in self.events if kind == EventKind.USE))
 
 
@@ -150,12 +144,12 @@ class Link:
 
 
 def count_needs(profile: Profile, actions: Sequence[int]) -> list[int]:
-    """Return how often each storage is needed: its own uses, and once for each storage that is recomputed from it."""
+    """Return how often each storage is needed: its own uses, and once for each storage recomputed from it."""
     return [sum(counts) for counts in zip(*needs_by_backward(profile, actions), strict=True)]
 
 
 def needs_by_backward(profile: Profile, actions: Sequence[int]) -> list[list[int]]:
-    """Return how often each backward pass needs each storage; each pass computes again the ones that it needs."""
+    """Return needs by backward pass; each pass computes again the storages that it needs."""
     return [_with_sources(profile, actions, num_uses.copy()) for num_uses in profile.num_uses_by_backward]
 
 
@@ -175,7 +169,7 @@ def reload_order(profile: Profile, actions: Sequence[int]) -> list[int]:
     """Return the offloaded storages in the order in which backward first needs them, also as sources."""
     order: dict[int, None] = {}
     recomputed: set[int] = set()
-    # The sources of a recomputed storage are needed when it is needed first, so they go on top of the stack.
+    # Sources are needed when their recomputed storage is needed first, so they go on top of the stack.
     stack = profile.use_order[::-1]
     while stack:
         index = stack.pop()

@@ -6,8 +6,7 @@ from hf_memopt.activations.planner.candidates import Candidate, Limits, Trials
 from hf_memopt.activations.planner.profile import Action, Profile, count_needs
 
 _KEEP, _OFFLOAD, _RECOMPUTE = (int(action) for action in Action)
-# Steps that differ by less, as a share of the plain step, count as equally fast: a tenth of the differences among steps
-# of one plan, and far below the accuracy of recorded times and measured bandwidths.
+# Share of the plain step: a tenth of the differences among steps of one plan, and far below the accuracy of times.
 STEP_TOLERANCE = 1e-3
 # Plans to simulate in polishing one, and their saves and uses in all.
 _MAX_PLANS = 200
@@ -17,16 +16,12 @@ _MAX_HALVINGS = 4
 
 
 def time_class(profile: Profile, step_s: float) -> float:
-    """Return a number that is equal for steps that count as equally fast.
-
-    These are classes, because "differs by little" is not transitive.
-    """
+    """Return a number that is equal for steps that count as equally fast; "differs by little" is not transitive."""
     width_s = STEP_TOLERANCE * profile.step_s
     return (step_s - profile.step_s) // width_s if width_s else step_s
 
 
 def moved_bytes(profile: Profile, candidate: Candidate) -> tuple[int, int]:
-    """Return the bytes copied to the host, and the bytes computed again."""
     needs = count_needs(profile, candidate.actions)
     recomputed = sum(
         size
@@ -63,8 +58,8 @@ class _Polish:
         self._cheapest = sorted(prices, key=lambda index: (prices[index], lifetimes[index]))
 
     def run(self, candidate: Candidate) -> None:
-        # Memory that is left keeps copied storages; then time that is left recomputes instead of copying; as far as
-        # memory and time still allow, recomputed storages are kept.
+        # Memory that is left keeps copied storages; time that is left recomputes instead of copying; then recomputed
+        # storages are kept as far as both allow.
         candidate = self._keep_offloaded(candidate)
         candidate = self._narrow(candidate)
         recomputed = self._change(candidate, self._with(candidate, self._cheapest, _OFFLOAD), _RECOMPUTE)
@@ -90,10 +85,9 @@ class _Polish:
         return [index for index in order if candidate.actions[index] == action]
 
     def _change(self, candidate: Candidate, indices: list[int], action: int) -> Candidate:
-        """Give an action to as many storages as the limits allow.
+        """Give an action to as many storages as the limits allow: with more memory never to fewer.
 
-        First the longest first part of the list gets it. The storage that did not fit is left out, and the search goes
-        on among those behind it that are small enough. With more memory this never keeps less.
+        First to the longest first part of the list; the one that does not fit is left out, and smaller ones follow.
         """
         while indices:
             candidate, count = self._trials.change_first(candidate, indices, action, self._limits.allow)

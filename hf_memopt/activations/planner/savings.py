@@ -1,4 +1,4 @@
-"""Bytes that activation offloading saves, and time that the link can hide: arithmetic for a first estimate."""
+"""Arithmetic for a first estimate: bytes that offloading saves, and time that the link can hide."""
 
 from hf_memopt.ranges import NOT_NEGATIVE, POSITIVE, Range
 from hf_memopt.units import MIB
@@ -15,22 +15,22 @@ def estimate_offloading_memory_savings(
 
     Physical limit: while the forward pass computes for `compute_ms`, the link carries `link_gb_per_s * compute_ms` to
     the host, and backward, which computes for twice as long, up to twice that back. Per token and layer, for b bytes
-    offloaded, F floating-point operations in the forward pass, P operations and B bytes per second, the share that can
-    be hidden is `min(1, B F / (P b))` in the forward pass and `min(1, 2 B F / (P b))` in backward. A real run hides at
-    most this much: copies cannot start before there is something to copy.
+    offloaded, F floating-point operations in forward, P operations and B bytes per second, the share that can be hidden
+    is `min(1, B F / (P b))` in forward and `min(1, 2 B F / (P b))` in backward. A real run hides at most this: copies
+    cannot start before there is something to copy.
 
     Args:
         activation_memory_gpu_mb: tensors that autograd saves per step, in MiB.
         offload_ratio: share of it that goes to the host, 0 to 1.
-        link_gb_per_s: bandwidth between device and host in one direction, in 10**9 bytes per second. PCIe 3.0 x16 is
-            specified for 16, 4.0 for 32, 5.0 for 64; measured figures are lower.
+        link_gb_per_s: bandwidth of one direction, in 10**9 bytes per second; specified for PCIe 3.0 x16 as 16, 4.0 as
+            32, 5.0 as 64, measured lower.
         compute_ms: computing time of one forward pass without offloading.
 
     Returns:
         Always `gpu_memory_mb` (activations left on the device), `gpu_savings_mb`, `cpu_usage_mb` (host memory) and
-        `savings_percent`; with `link_gb_per_s` also `transfer_ms`, for one direction; with `compute_ms` too,
-        `hidden_ms` and `exposed_ms`, both directions together, and `slowdown_percent`, the exposed time as a share of
-        forward and backward.
+            `savings_percent`; with `link_gb_per_s` also `transfer_ms`, for one direction; with `compute_ms` too,
+            `hidden_ms` and `exposed_ms`, both directions together, and `slowdown_percent`, the exposed time as a share
+            of forward and backward.
 
     Raises:
         ValueError: a value out of range, or `compute_ms` without `link_gb_per_s`.

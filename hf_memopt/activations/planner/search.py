@@ -1,8 +1,4 @@
-"""The search for plans, over all budgets at once.
-
-Plans trade the peak of the bytes held against the step time. The search keeps the Pareto front of both, starts from a
-grid of thresholds, and applies moves to the members of the front until none of them moves it any more.
-"""
+"""The search for plans, over all budgets at once, from a grid of thresholds along the front of peak and time."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -17,30 +13,26 @@ _GRID_IN_FLIGHT = 1 / 8
 _GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 # Members of the front around which one round searches, spread over the whole front.
 _MEMBERS_PER_ROUND = 16
-# How many plans to simulate: `_NUM_PLANS` and `_PLANS_PER_STORAGE` more for each storage, at most `_MAX_PLANS`, and at
-# most `_MAX_EVENTS` simulated saves and uses in all (2 to 4 us each), but `_MIN_PLANS` for the largest profiles too.
+# Plans to simulate: `_NUM_PLANS` and `_PLANS_PER_STORAGE` for each storage, at most `_MAX_PLANS` and `_MAX_EVENTS`
+# simulated saves and uses in all (2 to 4 us each), but at least `_MIN_PLANS`.
 _NUM_PLANS = 1_000
 _PLANS_PER_STORAGE = 15
 _MAX_PLANS = 4_000
 _MAX_EVENTS = 400_000
 _MIN_PLANS = 160
-# Change single storages only in profiles of up to this many: among more, one hardly matters.
+# Single storages are changed in profiles of up to this many: among more, one hardly matters.
 _MAX_STORAGES_ONE_BY_ONE = 150
-# Try every action for every storage in every window only in profiles of up to this many.
+# Every action is tried for every storage in every window in profiles of up to this many.
 _MAX_STORAGES_IN_ANY_WAY = 12
 _CHANGES_PER_VISIT = 4
-# Smaller steps between members of the front, as a share of the step, are not worth a search between them.
+# Smaller steps between members, as a share of the step, are not worth a search between them.
 _WORTH_FILLING = 2e-3
 
 Move = Callable[[Candidate], None]
 
 
 def search_plans(profile: Profile, link: Link, prefetch_ahead: int, host_budget_bytes: int | None = None) -> Trials:
-    """Return simulated plans, among them the best that were found for every budget.
-
-    See `offload_plan` for the method. It does not know the device budget, so that a larger one never
-    leads to a slower plan.
-    """
+    """Return plans for every budget, not knowing the device's: a larger one never leads to a slower plan."""
     wanted = min(_NUM_PLANS + _PLANS_PER_STORAGE * len(profile.storages), _MAX_PLANS)
     num_plans = min(wanted, _MAX_EVENTS // max(1, len(profile.events)))
     trials = Trials(profile, link, prefetch_ahead, host_budget_bytes, max(_MIN_PLANS, num_plans))
@@ -49,7 +41,7 @@ def search_plans(profile: Profile, link: Link, prefetch_ahead: int, host_budget_
 
 
 class _Search:
-    """Pareto local search: try plans near those on the front of peak and step time, as long as that moves the front."""
+    """Pareto local search: tries plans near those on the front as long as that moves the front."""
 
     def __init__(self, trials: Trials) -> None:
         self._trials = trials
@@ -70,12 +62,11 @@ class _Search:
         self._spread_ranks = _byte_ranks(self._profile, sorted(range(len(storages)), key=_spread))
         link = trials.link
         self._s_per_byte = 1 / link.to_host_bytes_per_s + 1 / link.to_device_bytes_per_s
-        # For each candidate the changes of single storages that `_change_one` has still to try. A member that is
-        # visited again goes on where its last visit ended.
+        # Changes that `_change_one` has still to try: a member visited again goes on where its last visit ended.
         self._changes: dict[Candidate, Iterator[tuple[int, float, int, int]]] = {}
 
     def run(self) -> None:
-        # Coarse moves first, and each finer one starts from the front that the coarser ones left.
+        # Coarse moves first: each finer one starts from the front that the coarser ones left.
         moves: list[Move] = [
             self._thresholds_move(1 / 8),
             self._vary_window,
@@ -107,26 +98,23 @@ class _Search:
         self._trials.change_first(member, indices, _KEEP, lambda trial: trial.peak_bytes < larger[0].peak_bytes)
 
     def _saved_s_per_byte(self, member: Candidate, index: int) -> float:
-        """Return about the seconds that keeping a storage saves."""
         # A plan without stalls hides all its copies, so that keeping an offloaded storage saves no time.
         if member.actions[index] == _RECOMPUTE:
             return (self._profile.storages[index].recompute_s or 0.0) / max(1, self._profile.sizes[index])
         return self._s_per_byte if member.timeline.stall_s else 0.0
 
     def _any_window(self, member: Candidate) -> None:
-        """Try all windows: more in flight often pays only together with more prefetching."""
+        # More in flight often pays only together with more prefetching.
         for window in self._trials.windows:
             self._trials.evaluate(member.actions, window, member.thresholds)
 
     def _improve(self, moves: list[Move]) -> None:
-        """Apply each move to each member of the front until all have been applied to all."""
         done: list[set[Candidate]] = [set() for _ in moves]
         progress = True
         while progress and self._trials.num_left:
             progress = False
             for move, seen in zip(moves, done, strict=True):
-                # A move may push members off the front, so the list is taken anew for each move, and one that has
-                # gone by its turn is skipped.
+                # Taken anew for each move, which may push members off the front.
                 todo = [member for member in self._trials.front.members if member not in seen]
                 progress = progress or bool(todo)
                 for member in todo[:: -(-len(todo) // _MEMBERS_PER_ROUND) or 1]:
@@ -150,9 +138,8 @@ class _Search:
         """Recompute storages that are cheap for their bytes; offload long-lived ones of the rest, and keep the others.
 
         Long-lived storages are mostly saved early, when the link still has time: there recomputation competes with a
-        copy, later with memory, so that each has its own threshold. Where the link is slow, it takes compute between
-        any two copies to hide them: then storages spread evenly over the step are offloaded, not the longest-lived
-        ones.
+        copy, later with memory, hence two thresholds. A slow link takes compute between any two copies to hide them:
+        then storages spread evenly over the step are offloaded.
         """
         actions = bytearray()
         offload_ranks = self._spread_ranks if thresholds.spread else self._lifetime_ranks
@@ -174,21 +161,16 @@ class _Search:
         return move
 
     def _vary_window(self, member: Candidate) -> None:
-        """Try the next wider and narrower windows, in flight and prefetched."""
         windows = self._trials.windows
         place = windows.index(member.window)
-        # The list varies prefetching fastest, so that the next amount in flight is this many places away.
+        # Prefetching varies fastest, so that the next amount in flight is this many places away.
         num_prefetch = sum(window.in_flight_fraction == 0 for window in windows)
         for other in (place - num_prefetch, place - 1, place + 1, place + num_prefetch):
             if 0 <= other < len(windows):
                 self._trials.evaluate(member.actions, windows[other], member.thresholds)
 
     def _blend(self, member: Candidate) -> None:
-        """Try plans between a member and its neighbours on the front.
-
-        Where the two differ, the blend takes the neighbour's actions for the half that lives shortest, or for every
-        second storage by lifetime, and the member's actions for the rest.
-        """
+        """Try plans that take, where a member and a neighbour on the front differ, half of the neighbour's actions."""
         for neighbour in self._trials.front.neighbours(member):
             differing = [
                 i for i, pair in enumerate(zip(member.actions, neighbour.actions, strict=True)) if pair[0] != pair[1]
@@ -202,7 +184,7 @@ class _Search:
                     self._trials.evaluate(bytes(blend), window)
 
     def _change_one(self, member: Candidate) -> None:
-        """Try another action for a single storage: the next few changes that may move the front, likeliest first."""
+        """Try the next few changes of single storages that may move the front, likeliest first."""
         if member not in self._changes:
             self._changes[member] = iter(self._likely_changes(member))
         num_tried = 0
@@ -216,7 +198,6 @@ class _Search:
                     break
 
     def _change_any(self, member: Candidate) -> None:
-        """Try every other action for every single storage, in every window."""
         for (index, storage), action in product(enumerate(self._profile.storages), _CHOICES):
             if action != _RECOMPUTE or storage.recompute_s is not None:
                 changed = bytearray(member.actions)
@@ -225,7 +206,7 @@ class _Search:
                     self._trials.evaluate(bytes(changed), window)
 
     def _likely_changes(self, member: Candidate) -> list[tuple[int, float, int, int]]:
-        """`(peak_bytes, step_s, storage, action)` of changes, estimated; the best for the front as it is now first."""
+        """Return `(peak_bytes, step_s, storage, action)` of changes, estimated; the best for the front now first."""
         step_within = self._trials.front.step_within
         changes = []
         for index, before in enumerate(member.actions):
@@ -239,9 +220,8 @@ class _Search:
         return [change[1:] for change in changes]
 
     def _estimate(self, member: Candidate, index: int, action: int) -> tuple[int, float]:
-        """Return a changed plan's peak and step, if the storage counts at the peak and its copies hide as others do."""
-        # This is a guess that orders the changes; simulating them decides. Where compute stalls now, it is taken to
-        # stall less by the time of a storage's copies when they go, and more by it when they come.
+        """Guess a changed plan's peak and step, to order the changes; simulating them decides."""
+        # Where compute stalls, a storage's copies are taken to be a part of the stall.
         before, size = member.actions[index], self._profile.sizes[index]
         recompute_s = self._profile.storages[index].recompute_s or 0.0
         stall_s = member.timeline.stall_s
@@ -262,7 +242,7 @@ class _Search:
 
 
 def _byte_ranks(profile: Profile, order: list[int]) -> list[float]:
-    """Return where in `order` each storage comes, from 0 to 1 and counted in bytes; infinity for those not in it."""
+    """Return each storage's place in `order`, from 0 to 1 and counted in bytes; infinity for those not in it."""
     total = sum(profile.sizes[index] for index in order) or 1
     ranks = [math.inf] * len(profile.sizes)
     before = 0

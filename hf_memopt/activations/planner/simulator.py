@@ -14,8 +14,8 @@ Saving b lets a leave, so compute waits for the copy of a. Backward finds c stil
 is; c goes when its copy is over. Using c starts the copy of b back, and using b that of a.
 
 Compute is delayed where it needs bytes that are not there, or must free memory whose copy is not over. The simulator
-acts in host order, as `offloaded_pass` does, so its peak is exact and its step time a prediction. Pure Python; one pass
-over the saves and uses, about 0.4 us each.
+acts in host order, as `offloaded_pass` does, so its peak is exact and its step time a prediction. About 0.4 us for each
+save and use.
 """
 
 import math
@@ -40,16 +40,7 @@ _UNSAVED, _ABSENT, _UNDER_WAY, _LEAVING, _RESIDENT, _OVER = range(6)
 
 @dataclass(frozen=True)
 class Timeline:
-    """The cost of a step.
-
-    Attributes:
-        peak_bytes: the most that saved storages hold of the device at any moment.
-        step_s: compute, stalls and recomputation together.
-        stall_s: time for which compute waits for copies.
-        recompute_s: time spent recomputing.
-        reload_order: offloaded storages in the order in which backward first needs them, also as sources.
-        offloaded_bytes: bytes copied to the host.
-    """
+    """The cost of a step; `step_s` is compute, stalls and recomputation together."""
 
     peak_bytes: int
     step_s: float
@@ -62,18 +53,7 @@ class Timeline:
 def simulate(
     profile: Profile, actions: Sequence[int], link: Link, *, in_flight_bytes: int, prefetch_bytes: int
 ) -> Timeline:
-    """Predict one training step.
-
-    Args:
-        profile: saves and uses of the step.
-        actions: an `Action` for each storage of the profile.
-        link: bandwidths.
-        in_flight_bytes: bytes that may wait for their copy to the host before compute waits too.
-        prefetch_bytes: bytes that backward fetches ahead of the storage in use.
-
-    Raises:
-        ValueError: not one action for each storage, or a storage is to be recomputed that cannot be.
-    """
+    """Predict one training step; a ValueError without an action for each storage, or if one cannot be recomputed."""
     if len(actions) != len(profile.storages):
         raise ValueError(f"actions has {len(actions)} entries for {len(profile.storages)} storages; give one for each")
     return _Step(profile, actions, link, in_flight_bytes, prefetch_bytes).run()
@@ -98,8 +78,7 @@ class _Step:
         self.needs_by_backward = needs_by_backward(profile, actions)
         self.total_needs = [sum(counts) for counts in zip(*self.needs_by_backward, strict=True)]
         self.backward = 0
-        # Uses still to come: of moved storages in the backward at work, since those that it brought back go at its end;
-        # of kept ones altogether.
+        # Uses still to come: of moved storages in the backward at work, at whose end they go; of kept ones altogether.
         self.needs = self.needs_by_backward[0].copy()
         for index, storage in enumerate(profile.storages):
             if actions[index] == _KEEP:
@@ -114,7 +93,7 @@ class _Step:
         self.arrives_s: dict[int, float] = {}
         # Copies to the host whose memory is still held, oldest first.
         self.leaving: deque[int] = deque()
-        # Storages whose last use has begun: the node at work still reads them, so they go when time moves on.
+        # Storages whose last use has begun go when time moves on: the node at work still reads them.
         self.ending: list[int] = []
         self.leaving_bytes = self.resident_bytes = self.peak_bytes = self.offloaded_bytes = 0
         self.time = -math.inf
@@ -138,7 +117,7 @@ class _Step:
                 else:
                     self._need(index)
             elif kind == _SAVE:
-                # Sources of storages that are not recomputed have no reader, and are not saved.
+                # Sources of nothing recomputed have no reader, and are not saved.
                 if actions[index] != _RECOMPUTE and (needs[index] or self._is_needed(index)):
                     self._save(index)
             elif kind == _FREE:
@@ -157,11 +136,9 @@ class _Step:
         )
 
     def _is_needed(self, index: int) -> bool:
-        """Return whether a storage to be offloaded has a reader."""
         return bool(self.total_needs[index]) or self.profile.storages[index].freed_s is not None
 
     def _free(self, index: int) -> None:
-        """Drop a storage whose graph is gone."""
         if self.actions[index] == _KEEP:
             self._count_need(index)
         elif self.actions[index] == _OFFLOAD and self.states[index] == _LEAVING:
@@ -170,7 +147,7 @@ class _Step:
             self.ending.append(index)
 
     def _end_backward(self) -> None:
-        """Drop moved storages: the next backward brings them anew, if it needs them at all."""
+        # The next backward brings moved storages anew, if it needs them at all.
         self._free_ending()
         self.backward += 1
         self.fetched_to = 0
@@ -191,7 +168,7 @@ class _Step:
         self.leaving.append(index)
         self.leaving_bytes += num_bytes
         self.fetched_to = 0
-        # The host gives up the oldest at this moment, however far its copy has come, and waits for it if need be.
+        # The oldest goes at this moment, however far its copy has come; the host waits for it if need be.
         while self.leaving_bytes > self.in_flight_bytes:
             self._give_up_oldest()
 
@@ -218,7 +195,6 @@ class _Step:
         stack = [(index, iter(storages[index].sources))]
         while stack:
             index, sources = stack[-1]
-            # Sources that must be computed themselves go onto the stack first; the others are needed at once.
             for source in sources:
                 if states[source] == _ABSENT and actions[source] == _RECOMPUTE:
                     stack.append((source, iter(storages[source].sources)))
@@ -270,7 +246,7 @@ class _Step:
     def _prefetch_after(self, index: int) -> None:
         order, bytes_before, states = self.reload_order, self.bytes_before, self.states
         first = self.positions[index] + 1
-        position = max(first, self.fetched_to)  # up to there nothing is left to fetch
+        position = max(first, self.fetched_to)
         limit = bytes_before[first] + self.prefetch_bytes
         while position < len(order) and bytes_before[position + 1] <= limit:
             if states[order[position]] == _ABSENT:
@@ -302,8 +278,7 @@ class _Step:
         self.ending.clear()
 
     def _free_now(self, index: int) -> None:
-        # A storage that was used while its offload was still running is freed only when that copy ends, since the copy
-        # reads it.
+        # An offload still running reads the memory.
         if index in self.copied_s:
             self._wait_until(self.copied_s[index])
         self.states[index] = _ABSENT if self._comes_again(index) else _OVER

@@ -1,4 +1,4 @@
-"""Traces the operation behind each tensor and its operands in forward, so that the tensor can be computed again.
+"""Traces the operation behind each tensor in forward, so that the tensor can be computed again.
 
 Notes hold no tensors except weights, so they keep no memory alive.
 """
@@ -38,7 +38,7 @@ _LIGHT = {
     _aten.sum.dim_IntList,
     _aten.upsample_nearest2d.default,
 }
-# Expensive operations: recomputed for a saved output itself, never on the way to another one.
+# Recomputed for a saved output itself, never on the way to another one.
 _HEAVY = {
     _aten._fft_c2c.default,
     _aten._fft_c2r.default,
@@ -52,11 +52,7 @@ _HEAVY = {
 
 
 class TensorRef:
-    """A tensor that an operation read, as a view of a storage. Weights are held, everything else is not.
-
-    Attributes:
-        weight: the tensor that keeps the storage of a weight: the operand or, where that is a view, the weight itself.
-    """
+    """A tensor that an operation read, as a view of a storage. Only `weight`, the operand or its base, is held."""
 
     __slots__ = ("_storage", "_tensor", "is_leaf", "key", "meta", "num_writes", "version", "weight")
 
@@ -84,12 +80,7 @@ class TensorRef:
 
 
 class TracedOp:
-    """One operation that was performed and can be again: same function, same operands, same bits.
-
-    Attributes:
-        module: the innermost module that performed it, where that is noted; None outside of modules.
-        num_writes: how many writes to the result's storage had been seen.
-    """
+    """One operation that was performed and can be again: same function, same operands, same bits."""
 
     __slots__ = ("args", "func", "kwargs", "light", "marks", "module", "num_writes", "output", "storage", "version")
 
@@ -103,22 +94,15 @@ class TracedOp:
 
 
 class OpTracer(TorchDispatchMode):
-    """Notes for each new storage the operation that made it.
+    """Notes for each new storage the operation that made it; some 15 us per operation on the host.
 
     Only functional, deterministic operations count: one that draws random numbers or writes into its operands cannot be
-    repeated. Costs about 15 us per operation on the host, while it is active.
-
-    Versions do not tell whether a storage still has the bytes that an operation read or left: `.data` and the parts of
-    `unsafe_chunk` are counted apart. So writes are counted by storage, as far as they are seen.
-
-    Attributes:
-        weights: keys of storages that stay where they are until backward is over.
-        is_noting: whether a context has it switched on.
-        num_by_module: operations that each module itself performed, None for outside of modules; counted with a clock.
+    repeated. Writes are counted by storage, as far as they are seen, since versions do not tell whether it still has
+    the same bytes: `.data` and the parts of `unsafe_chunk` are counted apart.
 
     Args:
-        weights: see above.
-        clock: times each operation, and has the module noted that performed it; None does not.
+        weights: keys of storages that stay where they are until backward is over.
+        clock: times each operation, and has it counted in `num_by_module`; None does not.
     """
 
     def __init__(self, weights: frozenset[int], clock: Clock | None) -> None:
@@ -133,14 +117,13 @@ class OpTracer(TorchDispatchMode):
 
     @property
     def is_timing(self) -> bool:
-        """Return whether operations are timed, for a plan."""
         return self._clock is not None
 
     def leave_node(self) -> None:
         """Leave the mode for the rest of a backward node; called while the node unpacks its saved tensors.
 
-        Nothing is noted in backward, and torch's formulas look whether there is a mode: that of `prod` then takes
-        another path, with other bits. The engine gives each node the modes that the thread had when backward began.
+        torch's formulas look whether there is a mode: that of `prod` then takes another path, with other bits. The
+        engine gives each node the modes that the thread had when backward began.
         """
         if is_innermost(self):
             _pop_mode()
@@ -178,19 +161,15 @@ class OpTracer(TorchDispatchMode):
         self._distrusted[storage._cdata] = StoragePin.of(storage)
 
     def is_distrusted(self, operand: TensorRef) -> bool:
-        """Return whether a custom `autograd.Function` has the operand's storage."""
         return operand.key in self._distrusted
 
     def operand(self, tensor: Tensor) -> TensorRef:
-        """A tensor as it is now."""
         return TensorRef(tensor, self.weights, self.num_writes(tensor.untyped_storage()._cdata))
 
     def num_writes(self, key: int) -> int:
-        """Return the number of writes to a storage that have been seen."""
         return self._num_writes.get(key, 0)
 
     def is_unwritten(self, operand: TensorRef) -> bool:
-        """Return whether no write to an operand's storage has been seen since the operation read it."""
         return self.num_writes(operand.key) == operand.num_writes
 
     def _count_writes(self, kind: "_Kind", args: Any, kwargs: Any) -> None:
@@ -231,8 +210,6 @@ class OpTracer(TorchDispatchMode):
 
 
 class _Kind(NamedTuple):
-    """Properties of an operation, by its schema."""
-
     is_view: bool
     is_repeatable: bool
     written_places: tuple[int, ...] = ()
@@ -262,18 +239,16 @@ def _is_repeatable(func: Any) -> bool:
 
 
 def is_innermost(mode: TorchDispatchMode) -> bool:
-    """Return whether no other mode has been entered inside this one."""
     depth = torch._C._len_torch_dispatch_stack()
     return depth > 0 and torch._C._get_dispatch_stack_at(depth - 1) is mode
 
 
 def is_parameter(tensor: Tensor) -> bool:
-    """Return whether a tensor is a parameter or a view of one."""
     return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
 
 
 def map_tensors(function: Callable[[Any], Any], value: Any, kind: Any = Tensor) -> Any:
-    """`value` with everything of `kind` in it replaced; looks into lists and tuples."""
+    """Replace everything of `kind` in a value; looks into lists and tuples."""
     if isinstance(value, kind):
         return function(value)
     if isinstance(value, list | tuple):

@@ -1,10 +1,10 @@
 """Operations inside a dispatch mode, performed as they are outside of all modes.
 
 torch hands an operation to a dispatch mode with everything above the modes switched off: autograd, autocast, the
-materialising of lazy conjugates and negatives. For a kernel that only reads and writes memory that makes no difference.
-A kernel that calls other operations loses the keys that they rely on: torch 2.11 gives wrong complex pseudo-inverses
-inside any mode, even an empty one, and computes `nn.Bilinear` under autocast in float32. Here these operations see
-again the keys that were on when the outer one was called; autograd alone stays off, as it does in the plain run.
+materialising of lazy conjugates and negatives. A kernel that calls other operations loses the keys that they rely on:
+torch 2.11 gives wrong complex pseudo-inverses inside any mode, even an empty one, and computes `nn.Bilinear` under
+autocast in float32. Here these operations see again the keys that were on when the outer one was called; autograd alone
+stays off, as in the plain run.
 
 Of torch's own operations autocast is given back to bilinear forms and, from torch 2.15 on, polar decompositions alone.
 Other composite kernels are in its lists, or are called by operations that are (`pinverse`, `lstsq`), so that in the
@@ -26,7 +26,7 @@ for _name in _AUTOCAST_KEYS:
 
 
 def call_as_plain(operation: Any, args: Any, kwargs: Any) -> Any:
-    """Return `operation(*args, **kwargs)` as outside of dispatch modes. For use in `__torch_dispatch__`; some 3 us."""
+    """Return `operation(*args, **kwargs)` as outside of dispatch modes, within `__torch_dispatch__`; some 3 us."""
     with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
         excluded = torch._C._dispatch_tls_local_exclude_set()
     excluded = excluded if _sees_autocast(operation) else excluded | _AUTOCAST

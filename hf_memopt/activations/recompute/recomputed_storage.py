@@ -13,12 +13,7 @@ from hf_memopt.uncompiled import uncompiled
 
 
 class RecomputedStorage(LiveStorage):
-    """Computed again when it is needed, and kept until its last need.
-
-    Args:
-        computation: with the live storage of every source in place; this object keeps them until it has been computed.
-        owner: the module that saved it, for a range in torch.profiler's trace; None where nothing is traced.
-    """
+    """Computed again when needed, from live sources that it keeps until then, and held until its last need."""
 
     __slots__ = ("_computation", "_computed_in", "_counted_bytes", "_device_type", "_memory", "_owner", "_sources")
 
@@ -39,7 +34,7 @@ class RecomputedStorage(LiveStorage):
             source.num_dependents += 1
 
     def ripen(self) -> None:
-        """Nothing is pending for this kind."""
+        """Do nothing: this kind is never pending."""
 
     def _num_own_tensors(self) -> int:
         return 0

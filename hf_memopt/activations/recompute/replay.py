@@ -1,8 +1,7 @@
 """Saved storages that are computed again in backward, operation by operation, from others that are there.
 
-A norm, an activation function or a cast saves tensors that one pass over memory computes again from its operands. This
-is rematerialisation (Chen et al. 2016) of single tensors instead of modules: the same kernel runs on the same bytes, so
-the result is the same bits. Nothing that draws random numbers is ever repeated.
+This is rematerialisation (Chen et al. 2016) of single tensors instead of modules: the same kernel runs on the same
+bytes, so the result is the same bits. Nothing that draws random numbers is ever repeated.
 """
 
 import weakref
@@ -17,19 +16,12 @@ from hf_memopt.activations.saved_tensors.shown_elements import elements
 from hf_memopt.activations.saved_tensors.storages import LiveStorage
 from hf_memopt.autograd_state import StoragePin, VersionGuard, ViewMeta, bytes_of
 
-# How many operations may lie between a storage and its sources.
+# Operations that may lie between a storage and its sources.
 _MAX_DEPTH = 12
 
 
 class StoredInput:
-    """An operand that is read from another storage of the pass.
-
-    `tensor` is the operand where its storage has not been saved yet; saving it sets `live` and drops `tensor`.
-
-    Attributes:
-        is_saved: whether autograd has saved the storage.
-        num_writes: how many writes to the storage had been seen when the operation read it.
-    """
+    """An operand read from another storage of the pass; saving its storage sets `live` and drops `tensor`."""
 
     __slots__ = ("guard", "is_saved", "key", "live", "meta", "num_bytes", "num_writes", "tensor")
 
@@ -44,7 +36,7 @@ class StoredInput:
             self.guard, self.num_bytes = VersionGuard(tensor), tensor.untyped_storage().nbytes()
 
     def pin(self) -> StoragePin:
-        """Something that keeps the storage's key from being given to another one."""
+        """Return a guard that keeps the storage's key from being given to another one."""
         if self.live is not None:
             return self.live.pin
         assert self.tensor is not None
@@ -58,20 +50,15 @@ class WeightInput:
 
     def __init__(self, weight: Tensor, meta: ViewMeta) -> None:
         self._weight, self._meta = weight, meta
-        # Made here and not where the operation is noted: inside a dispatch mode an alias has a version of its own.
+        # Not where the operation is noted: inside a dispatch mode an alias has a version of its own.
         self.guard = VersionGuard(weight)
         self._num_bytes = weight.untyped_storage().nbytes()
 
     def was_freed(self) -> bool:
-        """Return whether the memory is gone."""
         return self._weight.untyped_storage().nbytes() != self._num_bytes
 
     def read(self) -> Tensor:
-        """Return the operand.
-
-        Raises:
-            RuntimeError: the weight is no longer as it was. The plain run raises too if autograd has saved it.
-        """
+        """Return the operand; a RuntimeError if it has changed, as in the plain run if autograd has saved it."""
         try:
             self.guard.check()
         except RuntimeError as error:
@@ -86,7 +73,7 @@ class WeightInput:
 
 
 class ComputedInput:
-    """An operand that is not saved: computed on the way."""
+    """An operand computed on the way, not saved."""
 
     __slots__ = ("computation", "meta")
 
@@ -103,7 +90,7 @@ class Recomputation:
         map_tensors(self._operands.append, [args, *kwargs.values()], _INPUTS)
 
     def steps(self) -> "list[Recomputation]":
-        """This computation and those of its intermediates, each once."""
+        """Return this computation and those of its intermediates, each once."""
         found: dict[Recomputation, None] = {self: None}
         for operand in self._operands:
             if isinstance(operand, ComputedInput):
@@ -111,7 +98,7 @@ class Recomputation:
         return list(found)
 
     def modules(self) -> "set[weakref.ref[nn.Module] | None]":
-        """Return the innermost modules that performed the operations, where that was noted; None stands for none."""
+        """Return the innermost modules that performed the operations, where noted; None stands for none."""
         return {step.record.module for step in self.steps()}
 
     def reads_weights_alone(self) -> bool:
@@ -128,18 +115,15 @@ class Recomputation:
         return steps, tuple(source.is_saved for source in self.sources())
 
     def checks(self) -> list[Callable[[], bool]]:
-        """One for each operand that has to stay as it is until the computation is over: whether it no longer is.
-
-        Sources that autograd has not saved are copied for the computation, and may change.
-        """
+        """Return checks whether operands have changed, but for sources not saved by autograd, which are copied."""
         operands = [operand for step in self.steps() for operand in step._operands]
         lasting = [operand for operand in operands if not isinstance(operand, ComputedInput)]
         modified = [each.guard.was_modified for each in lasting if isinstance(each, WeightInput) or each.is_saved]
         return modified + [operand.was_freed for operand in operands if isinstance(operand, WeightInput)]
 
     def run(self, memory: dict[LiveStorage, Tensor]) -> Tensor:
-        """Return the result's storage as bytes. `memory` has that of every source."""
-        # An intermediate result is held only until its last reader has it, so count the readers first.
+        """Return the result's storage as bytes, given those of every source."""
+        # An intermediate result is held only until its last reader has it.
         operands = [operand for step in self.steps() for operand in step._operands]
         reads = Counter(operand.computation for operand in operands if isinstance(operand, ComputedInput))
         return self._run(memory, reads, {})
@@ -153,7 +137,6 @@ class Recomputation:
             if isinstance(operand, StoredInput):
                 assert operand.live is not None
                 return operand.meta.of(memory[operand.live])
-            # Computed by its first reader, handed over by its last.
             reads[operand.computation] -= 1
             result = done.pop(operand.computation, None)
             if result is None:
@@ -177,10 +160,6 @@ class Resolver:
 
     An operand is, in this order: a weight; a storage that the pass has saved; the result of light operations on such;
     or bytes that are alive for another reason and can be saved for this purpose.
-
-    Args:
-        op_tracer: the notes on the pass.
-        find_live: returns the newest live storage of a key.
     """
 
     def __init__(self, op_tracer: OpTracer, find_live: Callable[[int], LiveStorage | None]) -> None:
@@ -188,14 +167,12 @@ class Resolver:
         self._computations: dict[TracedOp, Recomputation] = {}
 
     def resolve(self, operand: TensorRef) -> Recomputation | None:
-        """Return the computation of an operand's storage, None if there is none."""
         record = self._op_tracer.record_of(operand)
         return None if record is None else self._compute(record, _MAX_DEPTH, pure=False)
 
     def _compute(self, record: TracedOp, depth: int, pure: bool) -> Recomputation | None:
         if record in self._computations:
             return self._computations[record]
-        # One operand that cannot be had makes the rest of the search pointless.
         missing = False
 
         def find(operand: TensorRef) -> Any:
@@ -228,12 +205,11 @@ class Resolver:
             return ComputedInput(light, operand.meta)
         if pure:
             return None
-        # The tensor is still alive elsewhere, so the pass can save it as a source.
+        # Alive elsewhere, so that the pass can save it as a source.
         tensor = operand.alive() if live is None and self._op_tracer.is_unwritten(operand) else None
         return StoredInput(operand, live, tensor) if live is not None or tensor is not None else None
 
     def _live(self, operand: TensorRef) -> LiveStorage | None:
-        """Return the live storage with the bytes that the operation read."""
         live = self._find_live(operand.key)
         if live is None or live.version != operand.version or live.was_modified():
             return None

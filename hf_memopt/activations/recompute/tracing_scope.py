@@ -1,4 +1,4 @@
-"""Where operations are noted: in a plan's steps only inside the modules whose results are computed again."""
+"""Operations are noted, in a plan's steps, only inside the modules whose results are computed again."""
 
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -13,13 +13,7 @@ from hf_memopt.activations.recompute.op_tracer import is_innermost
 
 @contextmanager
 def active_in(mode: TorchDispatchMode, modules: Collection[nn.Module], everywhere: bool) -> Iterator[None]:
-    """Have a dispatch mode active while one of `modules` is at work itself, not one of its submodules.
-
-    Args:
-        mode: slows down each operation for which it is active.
-        modules: by identity.
-        everywhere: active outside of the calls of modules, too.
-    """
+    """Have a mode, which slows operations down, active while one of `modules` is at work itself, not a submodule."""
     switch = _Switch(mode, everywhere)
     covered = {id(module) for module in modules}
     inner = {id(child): child for module in modules for child in _called_children(module)}
@@ -38,9 +32,8 @@ def active_in(mode: TorchDispatchMode, modules: Collection[nn.Module], everywher
 def off_in_dual_levels(mode: TorchDispatchMode) -> Iterator[None]:
     """Have a dispatch mode off inside of levels of forward-mode AD that are entered meanwhile.
 
-    torch's formulas for derivatives forward look whether there is any mode: those of layer norms then take another
-    path, whose results are rounded otherwise. Levels are entered and left by two functions of `torch.autograd`, which
-    are replaced for as long as this context lasts.
+    torch's formulas look whether there is any mode: those of layer norms then take another path, rounded otherwise. The
+    two functions of `torch.autograd` that enter and leave levels are replaced.
     """
     enter_level, exit_level = forward_ad.enter_dual_level, forward_ad.exit_dual_level
     left: list[bool] = []
@@ -65,17 +58,14 @@ def off_in_dual_levels(mode: TorchDispatchMode) -> Iterator[None]:
 
 
 def in_dual_level() -> bool:
-    """Return whether a level of forward-mode AD is entered."""
     return forward_ad._current_level >= 0
 
 
 class _Switch:
-    """Turns a mode on and off where modules begin and end."""
-
     def __init__(self, mode: TorchDispatchMode, is_on: bool) -> None:
         self._mode = mode
         self._is_on = is_on
-        # Of the modules at work: which, and whether the mode was on before.
+        # Ids of the modules at work, and whether the mode was on before.
         self._entered: list[tuple[int, bool]] = []
 
     def attach(self, module: nn.Module, is_covered: bool) -> "list[torch.utils.hooks.RemovableHandle]":

@@ -1,7 +1,4 @@
-"""State that all passes on one device share: its host memory, its live storages, and their copies under way.
-
-Facts and queues only. A `DeviceState` knows storages by a few attributes and never sees a forward pass.
-"""
+"""State that all passes on one device share. It knows storages by a few attributes, and no forward pass."""
 
 import weakref
 from collections import deque
@@ -36,7 +33,6 @@ class DeviceBytes:
         self._node: int | None = None
 
     def add(self, num_bytes: int) -> None:
-        """Count memory that a storage has taken."""
         if self._ending_bytes:
             self.settle()
         self.now_bytes += num_bytes
@@ -67,17 +63,7 @@ class Outgoing(Protocol):
 
 
 class DeviceState:
-    """The state that all forward passes on one device share.
-
-    Args:
-        device: where the passes compute.
-        copier: moves the bytes.
-        host_budget_bytes: host budget of the arena.
-
-    Attributes:
-        clock: the compute stream's.
-        hide_operations: makes a context in which no dispatch mode sees operations.
-    """
+    """Host memory, live storages and copies under way of one device."""
 
     def __init__(self, device: torch.device, copier: Copier, host_budget_bytes: int | None) -> None:
         self.copier = copier
@@ -87,19 +73,15 @@ class DeviceState:
         self.held = DeviceBytes()
         self.orders = ReloadOrders()
         self.bytes_moved = 0
-        # The live storages by key, as weak references. Each storage puts itself in and takes itself out when it dies.
+        # Each live storage puts itself in, by key, and takes itself out when it dies.
         self.storages: dict[int, weakref.ref[Any]] = {}
         self._num_passes = 0
-        # Weak: a graph that is dropped takes its storages along, copies under way included.
+        # A graph that is dropped takes its storages along, copies under way included.
         self._leaving: deque[weakref.ref[Outgoing]] = deque()
         self._leaving_bytes = 0
 
     def leave(self, storage: Outgoing, in_flight_bytes: int) -> None:
-        """Queue a storage whose copy to the host has begun; the oldest give up their memory where too many wait.
-
-        They do so in this order and at this moment only, however far the device has come: then each step allocates and
-        frees in the same order as the last one.
-        """
+        """Queue a storage whose copy has begun; if too many wait, the oldest give up memory, only now and in order."""
         storage.is_leaving = True
         self._leaving.append(weakref.ref(storage))
         self._leaving_bytes += storage.num_bytes
@@ -109,7 +91,6 @@ class DeviceState:
                 oldest.let_go()
 
     def stay(self, storage: Outgoing) -> None:
-        """Take a storage off the queue: it has given up its memory, or backward has claimed it."""
         if storage.is_leaving:
             storage.is_leaving = False
             self._leaving_bytes -= storage.num_bytes
@@ -137,7 +118,6 @@ class DeviceState:
         return bool(leaving)
 
     def begin_pass(self) -> None:
-        """Forget the copies that are over, and count the peak anew."""
         self._num_passes += 1
         if self._num_passes % _TRIM_EVERY == 0:
             self.arena.trim()

@@ -7,21 +7,12 @@ from typing import Any, Protocol
 
 import torch
 
-# How many orders are remembered, each of as many numbers as a pass has storages.
+# Orders remembered, each of as many numbers as a pass has storages.
 _NUM_ORDERS = 256
 
 
 class ReloadOrder:
-    """In which order storages are to be brought back.
-
-    Args:
-        indices: indices of the storages.
-        sizes: bytes by index; a storage missing there has not been offloaded.
-
-    Attributes:
-        positions: in the order, by index.
-        bytes_before: bytes before each position, and last the sum.
-    """
+    """The order in which storages are to be brought back; `bytes_before` are those before each, and last the sum."""
 
     def __init__(self, indices: Sequence[int], sizes: dict[int, int]) -> None:
         self.indices = indices
@@ -30,7 +21,7 @@ class ReloadOrder:
 
 
 class ReloadOrders:
-    """Remembers in which order backward used the offloaded storages of a forward pass: learned, not assumed."""
+    """The orders in which backward used the offloaded storages of forward passes: learned, not assumed."""
 
     def __init__(self) -> None:
         # By index and size of the offloaded storages: passes over other shapes do not disturb a learned order.
@@ -41,7 +32,6 @@ class ReloadOrders:
         return self._orders.get(_key(sizes)) or ReloadOrder(list(sizes)[::-1], sizes)
 
     def learn(self, sizes: dict[int, int], indices: Sequence[int]) -> None:
-        """Note the order in which a backward has used everything."""
         key = _key(sizes)
         known = self._orders.pop(key, None)
         # The newest last: shapes that never come again are forgotten.
@@ -55,8 +45,6 @@ def _key(sizes: dict[int, int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 class Offloaded(Protocol):
-    """A storage that the host has, as the prefetcher sees it."""
-
     index: int
 
     @property
@@ -68,17 +56,7 @@ class Offloaded(Protocol):
 
 
 class Prefetcher:
-    """Brings the offloaded storages of one pass back ahead of their use.
-
-    Args:
-        orders: in which order passes like this one used theirs.
-        prefetch_ahead: how many storages to bring back ahead of their use without a plan, in bytes of the largest.
-        planned: the order that a plan foresees; None to learn it.
-        planned_bytes: how many to bring back ahead with a plan.
-
-    Attributes:
-        largest_bytes: the size of the largest offloaded storage so far.
-    """
+    """Brings the offloaded storages of one pass back ahead of their use, in an order that is planned or learned."""
 
     def __init__(
         self, orders: ReloadOrders, prefetch_ahead: int, planned: Sequence[int] | None, planned_bytes: int
@@ -91,13 +69,12 @@ class Prefetcher:
         # Indices in the order of their first use ever, and those used in the backward at work.
         self._used: dict[int, None] = {}
         self._used_now: set[int] = set()
-        # The order in which storages are to be brought back, None until the first use, and how far that has come.
+        # None until the first use.
         self._order: ReloadOrder | None = None
         self._fetched_to = self._last_used = 0
         self._largest_to_fetch: int | None = None
 
     def add(self, index: int, entry: weakref.ref[Any], num_bytes: int) -> None:
-        """Note a storage that is being offloaded."""
         self._storages[index] = entry
         self._sizes[index] = num_bytes
         if num_bytes > self.largest_bytes:
@@ -105,7 +82,6 @@ class Prefetcher:
         self._order = self._largest_to_fetch = None
 
     def begin_use(self, storage: Offloaded) -> None:
-        """Note a use, and start the copies of the storages that follow in the order."""
         index = storage.index
         self._used_now.add(index)
         if index not in self._used:
@@ -120,8 +96,7 @@ class Prefetcher:
     def _find_largest_to_fetch(self) -> int:
         """Return the bytes of the largest storage that had left the device when this backward first asked.
 
-        A storage that backward uses before it leaves is not fetched: a language model's logits, with which backward
-        begins, would have gigabytes of other storages fetched ahead.
+        One used before it leaves does not count: a language model's logits would have gigabytes fetched ahead.
         """
         if self._largest_to_fetch is None:
             found = ((self._sizes[index], entry()) for index, entry in self._storages.items())
@@ -129,7 +104,6 @@ class Prefetcher:
         return self._largest_to_fetch
 
     def end_backward(self) -> None:
-        """Begin anew: the next backward may use everything again."""
         self._largest_to_fetch = None
         self._used_now.clear()
         self._fetched_to = self._last_used = 0
@@ -143,7 +117,7 @@ class Prefetcher:
             self._fetched_to = 0
         self._last_used = first
         limit = bytes_before[first] + room
-        position = max(first, self._fetched_to)  # up to there nothing is left to fetch
+        position = max(first, self._fetched_to)
         while position < len(indices) and bytes_before[position + 1] <= limit:
             if not self._fetch(indices[position]):
                 break
@@ -163,6 +137,6 @@ class Prefetcher:
         if storage is not None:
             try:
                 storage.prefetch()
-            except torch.OutOfMemoryError:  # not before it is needed, then, when other memory may have become free
+            except torch.OutOfMemoryError:  # once it is needed, other memory may have become free
                 return False
         return True

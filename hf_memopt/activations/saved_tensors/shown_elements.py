@@ -1,8 +1,8 @@
-"""Which elements of a storage its saved views have shown.
+"""The elements of a storage that its saved views have shown.
 
-A copy of a storage has the bytes of all elements, but only those that a saved view shows are sure to stay as they are:
-an ODE solver that keeps its stages in one storage writes the next one through `.data`, which no version counter counts,
-after the stages before were saved. So a copy serves a later view only for elements that a view before it has shown.
+Only these are sure to stay as they are: an ODE solver that keeps its stages in one storage writes the next one through
+`.data`, which no version counter counts, after the stages before were saved. So a copy serves a later view only for
+elements that a view before it has shown.
 """
 
 from collections.abc import Sequence
@@ -14,9 +14,7 @@ from torch import Tensor
 class Elements(NamedTuple):
     """The bytes that a strided view covers, the same for all views of the same elements.
 
-    Attributes:
-        first: byte of the storage.
-        runs: `(count, stride in bytes)` from the outermost to the innermost, `((num_bytes, 1),)` where there is no gap.
+    `runs` are `(count, stride in bytes)` from the outermost to the innermost, `((num_bytes, 1),)` without a gap.
     """
 
     first: int
@@ -49,24 +47,17 @@ def elements(offset: int, size: Sequence[int], stride: Sequence[int], itemsize: 
 
 
 def elements_of(tensor: Tensor) -> Elements:
-    """Return the elements of its storage that a plain tensor shows."""
     return elements(int(tensor.storage_offset()), tensor.size(), tensor.stride(), tensor.itemsize)
 
 
 def is_whole(tensor: Tensor, num_bytes: int) -> bool:
-    """Return whether a plain tensor shows all of its storage, which has `num_bytes`."""
     if tensor.nbytes != num_bytes:
         return False
     return tensor.is_contiguous() or elements_of(tensor) == Elements(0, ((num_bytes, 1),))
 
 
 class ShownElements:
-    """The elements of one storage that its saved views have shown so far.
-
-    Args:
-        num_bytes: size of the storage.
-        first: the part that the first of them has shown; None, everything.
-    """
+    """The elements of one storage that its saved views have shown so far; with `first=None` everything."""
 
     __slots__ = ("_num_bytes", "_parts")
 
@@ -77,11 +68,9 @@ class ShownElements:
 
     @classmethod
     def of(cls, tensor: Tensor, num_bytes: int) -> "ShownElements":
-        """Return the elements that the first view of a storage of so many bytes has shown: most show it whole."""
         return _EVERYTHING if is_whole(tensor, num_bytes) else cls(num_bytes, elements_of(tensor))
 
     def add(self, tensor: Tensor) -> None:
-        """Note another view."""
         if self._parts is None:
             return
         self._parts.append(elements_of(tensor))
@@ -89,18 +78,16 @@ class ShownElements:
             self._parts = None
 
     def extent(self, num_bytes: int) -> tuple[int, int]:
-        """Return the first shown byte and the number of bytes from there to the last, of a storage of `num_bytes`."""
+        """Return the first shown byte and the number of bytes from there to the last."""
         if self._parts is None:
             return 0, num_bytes
         first = min(part.first for part in self._parts)
         return first, max(part.last for part in self._parts) - first
 
     def include_all_of(self, tensor: Tensor) -> bool:
-        """Return whether a view shows nothing new."""
         return self._parts is None or self.include(elements_of(tensor))
 
     def include(self, part: Elements) -> bool:
-        """Return whether one of the views has shown all of a part."""
         return self._parts is None or any(shown.include(part) for shown in self._parts)
 
 

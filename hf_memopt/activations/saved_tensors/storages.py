@@ -1,7 +1,6 @@
-"""The storages behind saved tensors, and how each is had again in backward: kept, or copied to the host and back.
+"""The storages behind saved tensors, kept or copied to the host and back. They never see the pass that drives them.
 
-The third way, computing it again, is in `recompute/recomputed_storage.py`. A storage knows its device and its pass's
-prefetcher, and never sees the pass that drives it. `activations/README.md` draws the life of an offloaded one.
+`activations/README.md` draws the life of an offloaded one; `recompute/recomputed_storage.py` has another kind.
 """
 
 import sys
@@ -30,22 +29,16 @@ from hf_memopt.uncompiled import uncompiled
 
 
 class ForeseenReads:
-    """How often each backward through a pass reads each storage, as far as a plan foresees it.
-
-    Args:
-        by_backward: for each backward, reads by index; empty without a plan.
-    """
+    """Reads of each storage by each backward through a pass, as far as a plan foresees them; empty without a plan."""
 
     def __init__(self, by_backward: Sequence[Sequence[int]] = ()) -> None:
         self._by_backward = by_backward
         self._backward = 0
 
     def end_backward(self) -> None:
-        """Note that the next backward, if there is one, is another one."""
         self._backward += 1
 
     def in_this_backward(self, index: int) -> int:
-        """Return the reads of a storage in the backward at work."""
         return self._by_backward[self._backward][index]
 
     def comes_again(self, index: int) -> bool:
@@ -62,27 +55,20 @@ class LiveStorage(VersionGuard, ABC):
 
     A backward that frees its graph lets go of each saved tensor once it has used it, and with the last of them goes
     this object and all that it holds. Only where the graph is retained, or another graph has the storage too, is there
-    anything to count: then bytes that a backward brought back go after their last use in that backward.
-
-    Args:
-        tensor: a view of the storage that shares the version counter of all that are to be views of this object.
-        device: where it is.
-        index: its place in the pass.
+    anything to count: then bytes that a backward brought back go after their last use in that backward. `tensor` shares
+    the version counter of all that are to be views of this object.
 
     Attributes:
-        foreseen: reads by the backwards to come.
-        num_views: saved tensors that are alive.
-        is_pending: whether it is left alone because the model still has it: its memory is there anyway, and counts as
-            the model's. A storage of which a part was saved is, since other parts may follow.
+        is_pending: whether it is left alone because the model still has it, so that its memory counts as the model's. A
+            storage of which a part was saved is, since other parts may follow.
         has_late_views: whether other nodes have saved parts of it meanwhile.
         num_dependents: storages that are still to be computed from this one.
         saved_by: the pass that autograd last saved it in; None while it is only there to compute others from.
         saved_in_node: the autograd node that saved it last, by the number that follows it.
         of_function: whether a custom `autograd.Function` saved it, whose backward may overwrite it.
         is_weight: whether it is a copy of a weight that its module keeps for good.
-        num_writes: how many writes to its memory had been seen when it was saved, where they are watched.
+        num_writes: writes to its memory seen when it was saved, where they are watched.
         read_in: the number of the backward that read it last, 0 for none.
-        shown: the elements that its views have shown.
         pin: keeps the storage's address, which is `key`, from being given to another storage.
     """
 
@@ -109,11 +95,10 @@ class LiveStorage(VersionGuard, ABC):
         "shown",
     )
 
-    # Whether its kind stays on the device.
     is_kept: ClassVar[bool] = False
 
     def __init__(self, tensor: Tensor, device: DeviceState, index: int, is_pending: bool = False) -> None:
-        # Attributes that `__del__` reads, should anything fail.
+        # Read by `__del__`, should anything fail.
         self.device, self.key = device, 0
         super().__init__(tensor)
         self.is_pending, self.has_late_views = is_pending, False
@@ -143,14 +128,10 @@ class LiveStorage(VersionGuard, ABC):
             self._siblings = earlier._siblings
 
     def fetch(self, backward: int, is_first: bool) -> Tensor:
-        """Return the bytes on the device, `(num_bytes,)` uint8, ready for the compute stream.
+        """Return the bytes on the device, `(num_bytes,)` uint8, ready for the compute stream, unless modified since.
 
-        Args:
-            backward: the number of the backward at work, 0 for none.
-            is_first: whether the saved tensor, or the storage to be computed, asks for the first time in it.
-
-        Raises:
-            RuntimeError: the bytes are the model's own and were modified in place since they were saved.
+        `backward` is the number of that at work, 0 for none; `is_first`, whether the reader asks for the first time in
+        it.
         """
         memory = self._bring(backward)
         if self.is_read_again():
@@ -159,11 +140,9 @@ class LiveStorage(VersionGuard, ABC):
         return memory
 
     def is_read_again(self) -> bool:
-        """Return whether another backward may read the storage after this one."""
         return graph_is_retained() or self.foreseen.comes_again(self.index)
 
     def end_backward(self, backward: int) -> None:
-        """Give up bytes that a backward has read: they are not kept for another one."""
         if self.read_in == backward:
             self._give_up()
 
@@ -172,11 +151,6 @@ class LiveStorage(VersionGuard, ABC):
 
         One node saves all its tensors at once. Between two nodes code may have written elements that no view had shown,
         and the forward of a custom function those that it saves itself, both without any counter noticing.
-
-        Args:
-            tensor: the view.
-            node: that saves it, as in `saved_in_node`.
-            of_function: whether that is a custom function's.
         """
         if not self.covers(tensor):
             return False
@@ -190,7 +164,6 @@ class LiveStorage(VersionGuard, ABC):
         return is_copy and self.covers(tensor) and self.shown.include_all_of(tensor)
 
     def add_view(self, tensor: Tensor, node: int) -> None:
-        """Note a view that is being saved, and the node that saves it."""
         self.has_late_views = self.has_late_views or (
             self.saved_in_node not in (None, node) and not self.shown.include_all_of(tensor)
         )
@@ -211,7 +184,6 @@ class LiveStorage(VersionGuard, ABC):
         """Return how many tensors of the storage are held for the sake of this object."""
 
     def _count_read(self, backward: int, is_first: bool) -> None:
-        # The first read in this backward: from now on as many are left as there are readers.
         if self.read_in != backward:
             # Without a plan all readers are taken to be of the graph that is retained.
             is_foreseen = self.foreseen.comes_again(self.index)
@@ -239,8 +211,6 @@ class LiveStorage(VersionGuard, ABC):
 
 
 class KeptStorage(LiveStorage):
-    """Stays on the device."""
-
     __slots__ = ("_counted_bytes", "_tensor")
 
     is_kept = True
@@ -265,7 +235,7 @@ class KeptStorage(LiveStorage):
         return bytes_of(self._tensor)
 
     def _give_up(self) -> None:
-        """Kept memory goes with the graph."""
+        """Do nothing: kept memory goes with the graph."""
 
     @uncompiled
     def __del__(self) -> None:
@@ -274,10 +244,7 @@ class KeptStorage(LiveStorage):
 
 
 class OwnCopy(KeptStorage):
-    """Stays on the device as a copy of the model's storage, to which the model may go on to write.
-
-    Only others are computed from it, unless autograd saves the same bytes later.
-    """
+    """A copy on the device, for computing others: the model may go on to write to its storage."""
 
     __slots__ = ()
 
@@ -298,9 +265,7 @@ class OffloadedStorage(LiveStorage):
     """On its way to the host, on the host, or on its way back.
 
     Args:
-        block: host memory of the storage's size, returned to the arena when this object dies. None where the copy is
-            still pending.
-        prefetcher: prefetcher of the pass; starts the copies of the storages that follow before the wait for this one.
+        block: host memory, returned to the arena when this object dies. None: the copy is pending.
         is_private: whether to copy from a copy, since the model may go on to write to its own memory.
     """
 
@@ -327,7 +292,7 @@ class OffloadedStorage(LiveStorage):
         prefetcher: Prefetcher,
         is_private: bool = False,
     ) -> None:
-        # All that `__del__` reads is set before anything can fail.
+        # First all that `__del__` reads.
         self.device, self._block, self._prefetcher = device, block, prefetcher
         self._outgoing: Transfer | None = None
         self._incoming: Transfer | None = None
@@ -336,7 +301,6 @@ class OffloadedStorage(LiveStorage):
         self._counted_bytes = 0
         # The first byte that the host gets; it gets as many as its block has.
         self._first = 0
-        # Whether it waits, among others, for its device memory to be given up.
         self.is_leaving = False
         # Only tensors without `requires_grad` can be the noise of RReLU.
         self._may_be_noise = not tensor.requires_grad
@@ -365,7 +329,6 @@ class OffloadedStorage(LiveStorage):
         self._count()
 
     def _part(self, memory: Tensor, block: Tensor) -> Tensor:
-        """Return the part of the device memory of which the host has a copy."""
         return memory if block.nbytes == self.num_bytes else memory[self._first : self._first + block.nbytes]
 
     def _count(self) -> None:
@@ -377,7 +340,6 @@ class OffloadedStorage(LiveStorage):
 
     @property
     def num_copied_bytes(self) -> int:
-        """Return how many bytes go to the host, or have gone."""
         return 0 if self._block is None else self._block.nbytes
 
     @property
@@ -387,7 +349,6 @@ class OffloadedStorage(LiveStorage):
 
     @property
     def has_left(self) -> bool:
-        """Return whether the device has given up the memory that was saved."""
         return self._source is None
 
     def let_go(self) -> None:
@@ -398,7 +359,6 @@ class OffloadedStorage(LiveStorage):
             self._counted_bytes = 0
 
     def prefetch(self) -> None:
-        """Start bringing the bytes back, unless they are here or on their way."""
         if self._source is not None or self._memory is not None:
             return
         device, num_bytes = self.device, self.num_bytes
@@ -410,7 +370,6 @@ class OffloadedStorage(LiveStorage):
         device.held.add(num_bytes)
 
     def release(self) -> None:
-        """Give up the device memory, wherever backward is."""
         if not self.is_away:
             self._give_up()
 
@@ -427,7 +386,7 @@ class OffloadedStorage(LiveStorage):
             if self._may_be_noise:
                 refuse_rrelu()
             if self._memory is None:
-                self.prefetch()  # before those that follow, if it has not been started yet
+                self.prefetch()  # before those that follow
         elif self.is_leaving:
             self.device.stay(self)
         self._prefetcher.begin_use(self)
@@ -475,11 +434,7 @@ class OffloadedStorage(LiveStorage):
 
 
 class TracedStorage(OffloadedStorage):
-    """An `OffloadedStorage` that wraps every copy and every wait in a `torch.profiler` range.
-
-    Args:
-        owner: the module that saved it, for the ranges' names.
-    """
+    """An `OffloadedStorage` whose copies and waits are `torch.profiler` ranges, named after `owner`."""
 
     __slots__ = ("_owner",)
 
@@ -519,6 +474,5 @@ class TracedStorage(OffloadedStorage):
 
 
 def traced_range(what: str, index: int, num_bytes: int, owner: str) -> AbstractContextManager[object]:
-    """Return a range in the trace of torch.profiler, named after a storage."""
     name = f"hf_memopt::{what} #{index} {num_bytes / 2**20:.2f} MiB {owner}"
     return torch.profiler.record_function(name.rstrip())

@@ -1,1 +1,1 @@
-"""Finds memory that stays behind at every training step."""
+"""Memory that stays behind at every training step."""

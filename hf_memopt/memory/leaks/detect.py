@@ -1,4 +1,4 @@
-"""Find memory that stays behind at every training step."""
+"""Tests of training steps for memory that stays behind."""
 
 import gc
 import logging
@@ -21,23 +21,20 @@ def detect_leaks(step_fn: Callable[[], object], num_steps: int = 60, min_bytes_p
 
     Memory leaks if at least three quarters of the steps leave `min_bytes_per_step` or an autograd graph that is still
     alive at the end. The first sixth of the steps is warm-up, tensors made in the last sixth are taken to be in use.
+    Works on any device without synchronising it; each step costs a look, as in `LeakMonitor`.
 
     Args:
-        step_fn: one training step. Its result is dropped. A leak at every n-th step only is found if `step_fn` does n
-            steps.
+        step_fn: one training step, or n of them to find a leak at every n-th. Its result is dropped.
         num_steps: at least 24.
         min_bytes_per_step: less than this counts as none.
 
-    Works on any device and does not synchronise it. Costs one `live_storages` after each step.
-
     Raises:
-        ValueError: if `num_steps` is too small.
+        ValueError: `num_steps` is too small.
     """
     Range(at_least=24, whole=True, why=", to tell a leak from a start").check("num_steps", num_steps)
     COUNT_OR_ZERO.check("min_bytes_per_step", min_bytes_per_step)
     margin = num_steps // 6
-    # StorageAges keeps one sample more than it tests. That is the last one of the warm-up, so that the growth in the
-    # first tested step has a level to start from.
+    # StorageAges keeps the last sample of the warm-up too: the first tested step grows from there.
     ages = StorageAges(num_steps - 2 * margin, margin, min_bytes_per_step, allocator_counter())
     for step in range(1, num_steps + 1):
         step_fn()
@@ -57,7 +54,7 @@ class LeakMonitor:
         every_n_steps: how often to look. None: as often as costs at most 1 % of the time. A look costs 0.1 to 0.2 s of
             host time in a process that has imported transformers, and no device synchronisation.
         min_bytes_per_step: less than this is no leak. Autograd graphs count at any size.
-        action: "warn" logs the report, "raise" raises `MemoryLeakError`; either once, and from then on nothing is done.
+        action: "warn" logs the report, "raise" raises `MemoryLeakError`; either once, then nothing more is done.
 
     The earliest verdict comes at the 46th look. A tensor kept at every n-th step only, or once per epoch, is found only
     by looking that rarely. Each process watches itself: with "raise", the launcher has to end the others.
@@ -79,11 +76,7 @@ class LeakMonitor:
         self._next_look_s = 0.0
 
     def step(self) -> LeakReport | None:
-        """Call at the end of each step. Returns the report at the step where a leak is found, else None.
-
-        Raises:
-            MemoryLeakError: at that step, with `action="raise"`.
-        """
+        """End a step; returns the report when a leak is found, or raises `MemoryLeakError` with `action="raise"`."""
         self._num_steps += 1
         if self._found is not None or not self._is_due():
             return None
@@ -92,7 +85,7 @@ class LeakMonitor:
         self._num_looks += 1
         leaking = self._num_looks >= _WARM_UP + _TESTED + _IN_FLIGHT and self._ages.is_leaking()
         now = time.perf_counter()
-        # The next look waits until this one's cost is at most a hundredth of the time in between.
+        # So that a look costs at most a hundredth of the time in between.
         self._next_look_s = now + (now - start) / _MAX_OVERHEAD
         return self._announce() if leaking else None
 
@@ -123,7 +116,7 @@ def _report(ages: StorageAges) -> LeakReport:
         culprits = find_culprits(ages.suspects(), len(steps) - 1)
         if ages.unreached_bytes_per_step() > 0:
             culprits = (*culprits, unreached(ages.unreached_growth_bytes()))
-        # Only after the culprits were described: tensors that only reference cycles hold are gone afterwards.
+        # After the culprits were described: tensors that only reference cycles hold are gone then.
         before = ages.suspect_bytes()
         gc.collect()
         freed = before - ages.suspect_bytes()

@@ -52,14 +52,13 @@ class LeakReport:
 
     Attributes:
         leaking: whether memory stays behind at nearly every step.
-        bytes_per_step: how much, as the median over the tested steps. Small where only autograd graphs stay: their
-            nodes are host memory outside of tensors.
+        bytes_per_step: median over the tested steps. Small where only autograd graphs stay, whose nodes are no tensors.
         culprits: tensors that stay, the largest first.
         first_step, last_step: the tested steps, counted from 1.
         bytes_freed_by_gc: how much of it one `gc.collect()` freed, because only reference cycles held it.
         sees_allocator: whether an accelerator's allocator was asked too.
-        offload: host memory that offloading holds, and how often it has taken some from the first tested step on.
-            Batches of other sizes let it take some, now and then; a sound run soon takes no more.
+        offload: host memory that offloading holds, and how often it has taken some from the first tested step on, as
+            batches of other sizes let it; a sound run soon takes no more.
     """
 
     leaking: bool
@@ -98,29 +97,20 @@ class MemoryLeakError(RuntimeError):
 
 
 def unreached(num_bytes: int) -> Culprit:
-    """Describe memory that the allocator counts and no live storage accounts for."""
     remedy = "neither Python nor an autograd graph reaches it: a C++ extension, or a library's workspace"
     return Culprit("unreached", (), None, 0, num_bytes, 0, remedy)
 
 
 def find_culprits(suspects: dict[int, int], num_samples: int) -> tuple[Culprit, ...]:
-    """Describe storages that leak.
-
-    Args:
-        suspects: address and step of birth of live storages.
-        num_samples: samples in which they were born. Kinds that occur in fewer than half of them are left out.
-
-    Costs one `live_storages` and the search for who holds them, up to seconds in a large process.
-    """
+    """Describe storages that leak, by address and step of birth, but for rare kinds; takes up to seconds."""
     held = live_storages()
-    # The newest last, because `_culprit` describes the last one of a group: a list that grows is reached from its end,
-    # and in a linked chain the newest object has the shortest way to a name in the program.
+    # The newest last, because `_culprit` describes the last of a group: a list that grows is reached from its end, and
+    # in a linked chain the newest object has the shortest way to a name in the program.
     leaked = [(held[address], step) for address, step in sorted(suspects.items(), key=_step) if address in held]
     # Tensors that do not leak must not be held while referrers are searched for.
     del held
     groups = _group(leaked, num_samples / 2, by_shape=True) or _group(leaked, num_samples / 2, by_shape=False)
     groups.sort(key=lambda group: (-_num_bytes(group), -len(group)))
-    # This function's own references to the tensors are no holders.
     entries = [entry for entries, _ in leaked for entry in entries]
     return tuple(_culprit(group, entries) for group in groups[:_MAX_CULPRITS])
 
@@ -133,7 +123,6 @@ Storage = list[Held]  # one entry for each kind of holder, Python's first
 
 
 def _group(leaked: list[tuple[Storage, int]], min_samples: float, by_shape: bool) -> list[list[Storage]]:
-    """Storages of one kind that were born in at least `min_samples` steps."""
     groups: defaultdict[object, list[Storage]] = defaultdict(list)
     births: defaultdict[object, set[int]] = defaultdict(set)
     for storage, step in leaked:
@@ -189,5 +178,5 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def format_shape(shape: tuple[int | None, ...]) -> str:
-    """`(8, *, 32)`, with a star for a size that differs."""
+    """Return `(8, *, 32)`, with a star for a size that differs."""
     return f"({', '.join('*' if size is None else str(size) for size in shape)})"

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# How a storage is held, beside "parameter" and "tensor".
+# Kinds of holders, beside "parameter" and "tensor".
 WITH_GRAPH = "tensor with its graph"
 GRADIENT = "gradient"
 SAVED = "saved for backward"
@@ -16,12 +16,8 @@ SAVED = "saved for backward"
 class Held(NamedTuple):
     """A tensor on a live storage, and its holder.
 
-    Attributes:
-        tensor: on the storage.
-        kind: "parameter", "tensor", WITH_GRAPH, GRADIENT or SAVED.
-        root: the tensor of Python's to look for holders of. It is `tensor` itself if Python holds that, the leaf whose
-            `.grad` it is, or the tensor whose graph (or whose gradient's graph) saved it.
-        node: name of the autograd node that saved it, else empty.
+    `root` is the tensor of Python's to look for holders of: `tensor` itself if Python holds that, the leaf whose
+    `.grad` it is, or the tensor whose graph (or whose gradient's graph) saved it, in the autograd node named `node`.
     """
 
     tensor: Tensor
@@ -33,17 +29,15 @@ class Held(NamedTuple):
 def live_storages() -> dict[int, list[Held]]:
     """Each live storage under the address of its `StorageImpl`, on all devices, with one entry for each kind of holder.
 
-    Python's tensors come from the garbage collector's list, and first; tensors that C++ alone holds come from walking
-    the autograd graphs of those tensors and of their gradients. Packed values of saved-tensor hooks are looked at
-    without unpacking them, so that nothing is fetched or recomputed. Not seen: objects hidden by `gc.freeze`, tensors
-    without a strided storage (sparse ones, fake ones), and memory that only C++ code outside autograd holds.
-
-    Cost: 0.1 to 0.2 s for the 440 thousand objects of a process that has imported transformers, and some 20 µs per
-    autograd node; no device synchronisation. The result holds the tensors: drop it before the next step.
+    Python's tensors come first, from the garbage collector's list; those that C++ alone holds from the autograd graphs
+    of the former and of their gradients. Packed values of saved-tensor hooks are not unpacked: nothing is fetched or
+    recomputed. Not seen: objects hidden by `gc.freeze`, tensors without a strided storage (sparse ones, fake ones), and
+    memory that only C++ code outside autograd holds. The result holds the tensors: drop it before the next step. Cost:
+    0.1 to 0.2 s for the 440 thousand objects of a process that has imported transformers, and some 20 µs per autograd
+    node; no device synchronisation.
     """
     held: dict[int, list[Held]] = {}
-    # Tensor subclasses must not notice this: without the guard, each attribute that is read here would go through their
-    # __torch_function__, which may log, compute or fail.
+    # Without the guard, reading a subclass's attributes would go through its __torch_function__, which may log or fail.
     with torch._C.DisableTorchFunctionSubclass():
         tensors = _python_tensors()
         for tensor in tensors:
@@ -54,13 +48,12 @@ def live_storages() -> dict[int, list[Held]]:
 
 
 def count_graph_nodes(tensor: Tensor) -> int:
-    """Number of autograd nodes that `tensor` keeps alive."""
     return sum(1 for _ in graph_nodes([tensor], set()))
 
 
 def graph_nodes(starts: Iterable[Tensor | None], visited: set[Any]) -> Iterator[Any]:
     """Yield the autograd nodes that the graphs of `starts` keep alive, except those in `visited`, which grows."""
-    # With a stack and not by recursion: graphs of deep models are longer than Python's recursion limit.
+    # Not by recursion: graphs of deep models are longer than Python's recursion limit.
     stack = [tensor.grad_fn for tensor in starts if tensor is not None and tensor.grad_fn is not None]
     while stack:
         node: Any = stack.pop()
@@ -70,12 +63,11 @@ def graph_nodes(starts: Iterable[Tensor | None], visited: set[Any]) -> Iterator[
             stack.extend(following for following, _ in node.next_functions if following is not None)
 
 
-# Names of the attributes with the saved tensors of a type of node. dir() is slow, and there are few types of nodes.
+# Attributes with saved tensors by type of node: dir() is slow, and types are few.
 _RAW_NAMES: dict[type, list[str]] = {}
 
 
 def saved_tensors(node: Any) -> Iterator[Tensor]:
-    """Yield the tensors that an autograd node has saved, without unpacking those that hooks have packed."""
     return (value for value in saved_values(node) if isinstance(value, Tensor))
 
 
@@ -87,10 +79,10 @@ def saved_values(node: Any) -> Iterator[Any]:
     for name in _RAW_NAMES[kind]:
         try:
             raw = getattr(node, name)
-        except RuntimeError:  # how a custom Function says that backward has freed its saved tensors
+        except RuntimeError:  # a custom Function whose saved tensors backward has freed
             continue
-        # `data` is the result of the pack hook, or the tensor itself where there was no hook. Asking for the attribute
-        # without `_raw` would call the unpack hook, which fetches or recomputes.
+        # `data` is the pack hook's result, or the tensor where there was no hook. Without `_raw` the attribute would
+        # call the unpack hook, which fetches or recomputes.
         for saved in raw if isinstance(raw, tuple | list) else (raw,):
             yield getattr(saved, "data", None)
 
@@ -113,22 +105,20 @@ def _add(held: dict[int, list[Held]], item: Held) -> None:
         return
     storage = item.tensor.untyped_storage()
     if storage.device.type != "meta":
-        # One entry per kind is enough to describe a holder, and keeps this list short for storages with many views.
+        # One entry per kind is enough to describe a holder, and short for storages with many views.
         known = held.setdefault(storage._cdata, [])
         if all(other.kind != item.kind for other in known):
             known.append(item)
 
 
 def _behind(tensors: list[Tensor]) -> Iterator[Held]:
-    """Yield gradients of `tensors`, and tensors that their graphs and their gradients' graphs saved."""
     gradients = [(leaf.grad, leaf) for leaf in tensors if leaf.is_leaf and leaf.grad is not None]
     for gradient, leaf in gradients:
         yield Held(gradient, GRADIENT, leaf)
     leaf_of = {id(gradient): leaf for gradient, leaf in gradients}
     visited: set[Any] = set()
-    # Graphs of several tensors overlap, and each node is visited once, from the first tensor that leads to it. Newest
-    # tensors come first, so that a graph's saved tensors are put down to its last output, such as the loss, and not to
-    # one of the tensors on the way.
+    # Graphs overlap, and each node is visited once. Newest tensors come first, so that a graph's saved tensors are put
+    # down to its last output, such as the loss, and not to a tensor on the way.
     for start in sorted([*tensors, *(gradient for gradient, _ in gradients)], key=_sequence_number, reverse=True):
         yield from _graph(start, leaf_of.get(id(start), start), visited)
 

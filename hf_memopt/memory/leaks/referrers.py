@@ -1,4 +1,4 @@
-"""By whom an object is referenced, as a Python expression."""
+"""References to an object, as a Python expression."""
 
 import gc
 import inspect
@@ -22,20 +22,14 @@ _OWN_FILES = {str(path) for path in Path(__file__).parent.glob("*.py")}
 
 
 def describe_holder(thing: object, ignore: Iterable[object] = ()) -> str | None:
-    """Return the shortest chain of references from a name in the program to `thing`.
+    """Return the shortest chain of references from a name in the program to `thing`, but for those in `ignore`.
 
     For example `errors[3].__traceback__ → hidden of step() (loop.py:9), in main() (loop.py:20)`. Chains start at a
     local variable of a running function, at a module's global variable or at a class; where there is none, at the type
-    of the nearest object that is no plain container, in angle brackets. None if no such object refers to `thing`.
-
-    Args:
-        thing: any object that the garbage collector tracks.
-        ignore: containers of the caller that reference `thing` too.
-
-    Cost: one pass over all tracked objects for each link of the chain, tens of milliseconds each.
+    of the nearest object that is no plain container, in angle brackets. None if no such object refers to `thing`. Cost:
+    one pass over all tracked objects for each link of the chain, tens of milliseconds each.
     """
-    # Breadth first, from `thing` up through its referrers, until one has a name that a person can look up. Each object
-    # of a level comes with the expression that leads from it down to `thing`.
+    # Breadth first, from `thing` up through its referrers, until one has a name that a person can look up.
     running = _running_locals()
     seen = {id(thing), *map(id, ignore)}
     unrooted: str | None = None
@@ -47,11 +41,10 @@ def describe_holder(thing: object, ignore: Iterable[object] = ()) -> str | None:
                 return _shorten(f"{name}{expression}, in {place}")
             if isinstance(holder, type):
                 return _shorten(f"{holder.__module__}.{holder.__qualname__}{expression}")
-            # A module's namespace has put its name into the expression already. A function counts as a name only if the
-            # chain came through its closure; otherwise it is code like any other object.
+            # A module's namespace has put its name into the expression already. A function is a name only if the chain
+            # came through its closure; otherwise it is code like any other object.
             if _module_of(holder) or (isinstance(holder, FunctionType) and expression.startswith(_ARROW)):
                 return _shorten(expression.removeprefix(_ARROW))
-            # The nearest object with a type of its own, for chains that lead to no name.
             if unrooted is None and holder is not thing and not isinstance(holder, _PLAIN):
                 unrooted = f"<{type(holder).__name__}>{expression}"
         level, expressions = _one_level_up(level, expressions, seen)
@@ -67,12 +60,11 @@ def _shorten(expression: str) -> str:
 
 def _one_level_up(level: list[Any], expressions: list[str], seen: set[int]) -> tuple[list[Any], list[str]]:
     expression_of = {id(child): expression for child, expression in zip(level, expressions, strict=True)}
-    # Our own lists refer to the objects too, and gc would report them as holders.
+    # gc would report our own lists as holders.
     seen.add(id(level))
     holders: list[Any] = []
     longer: list[str] = []
     for parent in gc.get_referrers(*level):
-        # The search's own frames hold everything that it looks at.
         if id(parent) in seen or _is_own_frame(parent) or len(holders) == _MAX_BREADTH:
             continue
         child = next((child for child in gc.get_referents(parent) if id(child) in expression_of), None)
@@ -88,14 +80,12 @@ def _is_own_frame(thing: object) -> bool:
 
 
 def _module_of(thing: object) -> str | None:
-    """Name of the module whose namespace `thing` is."""
     name = thing.get("__name__") if type(thing) is dict else None
     module = sys.modules.get(name) if isinstance(name, str) else None
     return name if module is not None and vars(module) is thing else None
 
 
 def _longer(parent: Any, child: object, expression: str) -> str:
-    """Return the expression that starts one link earlier, at `parent`."""
     if isinstance(parent, FunctionType):
         return _enclosed(parent.__code__, expression)
     return _link(parent, child) + expression
@@ -163,15 +153,13 @@ def _place(code: CodeType, line: int | None = None) -> str:
 
 
 def _running_locals() -> dict[int, tuple[str, str]]:
-    """Return the name and function of each object in the running functions' local variables, by address."""
     names: dict[int, tuple[str, str]] = {}
-    # One of these frames is this function's own. A list that kept it would be a cycle (frame, local variable, list,
-    # frame), so the list is emptied on the way.
+    # One of these frames is this function's own. A list that kept it would be a cycle, so it is emptied on the way.
     newest = list(sys._current_frames().values())
     while newest:
         frame: FrameType | None = newest.pop()
         while frame is not None:
-            # Only functions have locals of their own: those of a module are its globals.
+            # Locals of a module are its globals.
             if frame.f_code.co_flags & inspect.CO_OPTIMIZED and frame.f_code.co_filename not in _OWN_FILES:
                 place = _place(frame.f_code, frame.f_lineno)
                 for name, value in _locals(frame):

@@ -1,4 +1,4 @@
-"""Since when each live storage is alive, and whether that betrays a leak."""
+"""Ages of live storages, which betray a leak."""
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
@@ -13,8 +13,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from hf_memopt.memory.leaks.live_storages import WITH_GRAPH, Held, live_storages
 from hf_memopt.transfer.host_arena import HostArena, HostHoldings
 
-# How many of the tested steps must leave something. If each step left something with probability 1/2, by chance, then
-# three quarters of 30 steps would do so with probability 0.003 (one-sided sign test).
+# Share of the tested steps that must leave something. By chance, with probability 1/2 in each of 30 steps, that would
+# happen with probability 0.003 (one-sided sign test).
 _LEAKY_SHARE = 0.75
 _COUNTING_DEVICES = ("cuda", "xpu")
 
@@ -37,19 +37,14 @@ def _birth(item: Held, step: int) -> _Birth:
 class StorageAges:
     """Tests whether nearly every one of the last steps left something that is still alive.
 
-    In a sound run, everything alive was made at the start or in the last few steps. A leak leaves something in nearly
-    every step between. Total live bytes would not show the difference: they also grow when optimizer state is made
-    late, when a cache fills up, in a longer batch, or in an evaluation.
+    In a sound run, everything alive was made at the start or in the last few steps. Total live bytes would not do: they
+    also grow when optimizer state is made late, when a cache fills up, in a longer batch, or in an evaluation.
 
         steps:  1 … 8 | 9 ………………… 38 | 39 … 46
                 start |    tested    | in flight
 
-    Args:
-        num_tested: samples that are tested, those before the newest `num_in_flight`.
-        num_in_flight: newest samples, whose tensors may be in use still, as prefetched batches are.
-        min_bytes_per_step: less than this is no leak. Autograd graphs count at any size.
-        unreached_bytes: what an accelerator's allocator has given out beyond the given tensors, where it counts that.
-            Growth of memory that neither Python nor autograd reaches is a leak too.
+    Tensors of samples in flight may be in use still, as prefetched batches are. Autograd graphs count at any size.
+    `unreached_bytes` measures an accelerator's allocator beyond the given tensors; growth of that is a leak too.
     """
 
     def __init__(
@@ -63,7 +58,7 @@ class StorageAges:
         self._min_bytes_per_step = min_bytes_per_step
         self._measure_unreached = unreached_bytes
         self._births: dict[int, _Birth] = {}
-        # One more than the samples, because growth is measured between two of them.
+        # One more than the samples, as growth is measured between two of them.
         self._steps: deque[int] = deque(maxlen=num_tested + num_in_flight + 1)
         self._unreached_bytes: deque[int] = deque(maxlen=num_tested + num_in_flight + 1)
         self._offload: deque[HostHoldings] = deque(maxlen=num_tested + num_in_flight + 1)
@@ -73,7 +68,6 @@ class StorageAges:
         held = live_storages()
         self._forget_dead()
         for address, items in held.items():
-            # Known storages keep their step of birth; a new one was made since the last look.
             if address not in self._births:
                 self._births[address] = _birth(items[0], step)
         self._steps.append(step)
@@ -82,7 +76,6 @@ class StorageAges:
             self._unreached_bytes.append(self._measure_unreached([items[0].tensor for items in held.values()]))
 
     def is_leaking(self) -> bool:
-        """Return whether at least three quarters of the tested samples leak bytes or a graph."""
         graphs = {birth.step for birth in self._births.values() if birth.has_graph}
         return (
             _mostly(rate >= self._min_bytes_per_step for rate in self._held_rates())
@@ -92,11 +85,10 @@ class StorageAges:
 
     @property
     def tested_steps(self) -> list[int]:
-        """The steps of the tested samples, and before them the step from which the first one counts."""
+        """Return the steps of the tested samples, and before them the step from which the first one counts."""
         return list(self._steps)[: self._num_tested + 1]
 
     def suspects(self) -> dict[int, int]:
-        """Return the live storages that were born in the tested steps: address and step."""
         self._forget_dead()
         tested = set(self.tested_steps[1:])
         return {address: birth.step for address, birth in self._births.items() if birth.step in tested}
@@ -105,11 +97,10 @@ class StorageAges:
         return sum(self._births[address].num_bytes for address in self.suspects())
 
     def held_bytes_per_step(self) -> float:
-        """Median over the tested samples of the bytes born in them that are alive."""
         return median(self._held_rates())
 
     def unreached_bytes_per_step(self) -> float:
-        """Growth of the allocator's bytes that no live storage accounts for, where it is persistent, else 0."""
+        """Return the growth of the allocator's bytes outside of live storages where it persists, else 0."""
         if self._measure_unreached is None:
             return 0.0
         levels, steps = list(self._unreached_bytes), list(self._steps)
@@ -121,7 +112,6 @@ class StorageAges:
         return self._unreached_bytes[-1] - self._unreached_bytes[0]
 
     def offload(self) -> HostHoldings:
-        """Return the host memory that offloading holds, and how often it has taken some in these samples."""
         first, last = self._offload[0], self._offload[-1]
         return HostHoldings(last.num_bytes, last.num_allocations - first.num_allocations)
 
@@ -137,8 +127,7 @@ class StorageAges:
         return _per_step(self.tested_steps, alive)
 
     def _forget_dead(self) -> None:
-        # Births are kept by address. A dead storage's address can be given to a new one only when its weak reference is
-        # gone, so an address that is still in this table always means the storage that was seen first.
+        # The address of a dead storage cannot be reused before its weak reference is gone.
         self._births = {address: birth for address, birth in self._births.items() if not _is_dead(birth)}
 
 
@@ -156,7 +145,7 @@ def _mostly(verdicts: Iterable[bool]) -> bool:
 
 
 def allocator_counter() -> Callable[[list[Tensor]], int] | None:
-    """Measures the bytes of the current accelerator's allocator that are not in tensors; None without such counters."""
+    """Count the bytes of the current accelerator's allocator that are in no tensor; None without such counters."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return _unreached_bytes if accelerator and accelerator.type in _COUNTING_DEVICES else None
 
