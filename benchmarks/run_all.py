@@ -67,24 +67,15 @@ LIMITED = (
 
 @dataclass(frozen=True)
 class Job:
-    """One process: a module with its arguments, in which `{folder}` stands for a folder of the job's own.
-
-    Attributes:
-        name: name of the job in `--only`, progress lines and files.
-        minutes: time limit.
-        real: arguments of `python -m` on a GPU; None for a benchmark that needs none.
-        toy: the same at toy size; None for a job whose module another job rehearses.
-        results: JSON file in `{folder}` that the module writes, if it writes any.
-    """
+    """One process: a module with its arguments, in which `{folder}` stands for a folder of the job's own."""
 
     name: str
-    minutes: float
-    real: str | None
-    toy: str | None = None
-    results: str = "results.json"
+    minutes: float  # time limit
+    real: str | None  # arguments of `python -m` on a GPU; None for a benchmark that needs none
+    toy: str | None = None  # the same at toy size; None if another job rehearses the module
+    results: str = "results.json"  # file in `{folder}` that the module writes
 
     def command(self, folder: Path, *, toy: bool, estimates: Path | None) -> list[str]:
-        """Return the command line of the job's process."""
         words = [word.replace("{folder}", str(folder)) for word in shlex.split((self.toy if toy else self.real) or "")]
         if words[0].startswith("benchmarks."):
             words += ["--output", f"{folder}/results.json"]
@@ -96,7 +87,6 @@ class Job:
 
 
 def compared(name: str, minutes: float, real: str, toy: str | None = None) -> Job:
-    """Return a job that runs `hf-memopt compare`."""
     command = "hf_memopt.cli compare"
     return Job(name, minutes, f"{command} {real}", toy and f"{command} {toy} {COPIES}", "comparison.json")
 
@@ -200,12 +190,7 @@ JOBS = (
 
 
 def run(options: argparse.Namespace, begun: float) -> list[list[str]]:
-    """Run the jobs that have no results yet; return a row of the final table for each job.
-
-    Args:
-        options: options of the command line, with the jobs in their order.
-        begun: start of the call, by `time.time()`.
-    """
+    """Run the jobs that have no results yet, of a call that has `begun` by `time.time()`; return the final table."""
     preload()
     where = facts(options.output)
     rows = []
@@ -253,7 +238,6 @@ def measured(job: Job, options: argparse.Namespace) -> tuple[dict[str, Any], dic
 
 
 def kill(process: "subprocess.Popen[bytes]") -> None:
-    """End a process and its children, unless it has ended by itself."""
     if process.poll() is None:
         for child in psutil.Process(process.pid).children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):  # ended in between

@@ -26,38 +26,21 @@ MAX_PASSES_TO_SETTLE = 8
 
 @dataclass(frozen=True)
 class Setting:
-    """The arguments of every mode.
-
-    Attributes:
-        model: model without checkpointing.
-        device: device of the training.
-        saved: bytes that autograd saves for one step.
-        host_limit_bytes: limit of host memory.
-        link_divisor: speed of this machine's link over that of the emulated link.
-    """
-
-    model: nn.Module
+    model: nn.Module  # without checkpointing
     device: torch.device
-    saved: Saved
+    saved: Saved  # for one step
     host_limit_bytes: int
     link_divisor: int
 
 
 @dataclass(frozen=True)
 class Handling:
-    """One mode, ready to train.
+    """One mode, ready to train."""
 
-    Attributes:
-        context: context for a forward pass.
-        stats: statistics of this library's offloader so far.
-        budget_bytes: budget of saved activations; None in modes without one.
-        is_planned: whether the mode needs some passes to record and plan.
-    """
-
-    context: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
-    stats: Callable[[], OffloadStats | None] = lambda: None
-    budget_bytes: int | None = None
-    is_planned: bool = False
+    context: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext  # around a forward pass
+    stats: Callable[[], OffloadStats | None] = lambda: None  # of this library's offloader
+    budget_bytes: int | None = None  # of saved activations
+    is_planned: bool = False  # needs passes to record and plan
 
 
 class SlowerLink:
@@ -96,18 +79,15 @@ class SlowerLink:
 
 
 def none(setting: Setting) -> Handling:
-    """Keep everything on the device."""
     return Handling()
 
 
 def checkpointing(setting: Setting) -> Handling:
-    """Use transformers' gradient checkpointing: each layer keeps its input and computes the rest again."""
     checkpoint_layers(setting.model)
     return Handling()
 
 
 def checkpoint_offload(setting: Setting) -> Handling:
-    """Use checkpointing whose inputs go to the host."""
     checkpoint_layers(setting.model, offload=True)
     return Handling()
 
@@ -129,13 +109,11 @@ def _checkpoint_on_cpu(*arguments: Any, **options: Any) -> Any:
 
 
 def torch_save_on_cpu(setting: Setting) -> Handling:
-    """Use torch's `save_on_cpu` for everything that autograd saves."""
     require_host_memory("save_on_cpu", setting.saved, setting.host_limit_bytes)
     return Handling(lambda: save_on_cpu(pin_memory=True))
 
 
 def trl(setting: Setting) -> Handling:
-    """Use TRL's OffloadActivations, as its trainers install it."""
     if setting.device.type == "cpu":
         raise UnavailableError("needs an accelerator")
     try:
@@ -155,14 +133,12 @@ PINNED_BYTES: dict[str, Callable[[Saved], int]] = {
 
 
 def require_host_memory(mode: str, saved: Saved, limit_bytes: int) -> None:
-    """Raise UnavailableError if a mode would take more host memory than the limit."""
     num_bytes = PINNED_BYTES[mode](saved) if mode in PINNED_BYTES else 0
     if num_bytes > limit_bytes:
         raise UnavailableError(f"needs {num_bytes / 2**30:.0f} GiB of host memory, limit {limit_bytes / 2**30:.0f} GiB")
 
 
 def ours_inputs(setting: Setting) -> Handling:
-    """Use checkpointing whose inputs this library moves."""
     checkpoint_layers(setting.model)
     return ours(setting, mode="inputs")
 
@@ -173,7 +149,6 @@ def seed_all(setting: Setting) -> Handling:
 
 
 def ours_auto(setting: Setting, share: float) -> Handling:
-    """Use this library's plan for saved activations within a share of their bytes."""
     return ours(setting, mode="auto", budget_bytes=round(share * setting.saved.unique_bytes))
 
 
@@ -183,7 +158,6 @@ def ours_without_budget(setting: Setting) -> Handling:
 
 
 def ours(setting: Setting, *, mode: str, budget_bytes: int | None = None, **options: Any) -> Handling:
-    """Use this library's offloader; on the CPU without a threshold."""
     on_cpu = setting.device.type == "cpu"
     copier = SyncCopier() if on_cpu else copier_for(setting.device)
     offloader = ActivationOffloader(

@@ -37,7 +37,6 @@ AGAIN = "none again"  # the plain run at the end, as a control
 
 
 def measure(settings: dict[str, Any], folder: Path) -> Row:
-    """Measure one mode at one length."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before the first matrix product
     device = current_device()
     if device.type == "cpu":
@@ -54,7 +53,6 @@ def measure(settings: dict[str, Any], folder: Path) -> Row:
 
 
 def steps_of(handling: Handling, work: Work, setting: Setting, settings: dict[str, Any]) -> Row:
-    """Return times and peaks of a mode, the offloader's statistics, and the gradients' digest."""
     host_allocations: list[int] = []
 
     def step() -> None:
@@ -83,7 +81,6 @@ def steps_of(handling: Handling, work: Work, setting: Setting, settings: dict[st
 
 
 def account(handling: Handling, host_allocations: list[int]) -> Row:
-    """Return statistics of this library's offloader."""
     stats = handling.stats()
     if stats is None:
         return {}
@@ -108,7 +105,6 @@ REPORT = Report(TARGETS, print_report, judge)
 
 
 def cells(options: argparse.Namespace) -> Iterator[Cell]:
-    """Yield every mode at every length, then this library's modes on slower links."""
     shared = {name: getattr(options, name) for name in ("size", "layers", "warmup", "steps", "seconds_per_cell")}
     shared["host_limit_gib"] = options.host_limit_gib
     for divisor in options.link_divisors:
@@ -121,7 +117,6 @@ def cells(options: argparse.Namespace) -> Iterator[Cell]:
 
 
 def parse(arguments: list[str] | None, device: torch.device) -> argparse.Namespace:
-    """Parse the command line; defaults depend on whether there is an accelerator."""
     on_cpu = device.type == "cpu"
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument

@@ -21,7 +21,7 @@ HEADER = [
     "host GiB",
     "gradients",
 ]
-# Limits of `QUANTITIES`. `tokens` restricts a target to one length.
+# Of `QUANTITIES`. `tokens` restricts a target to one length.
 PLANNED = [f"ours auto {percent} %" for percent in (10, 20, 35)]
 TARGETS: list[dict[str, Any]] = [
     *({"mode": mode, "quantity": "peak / budget", "at_most": 1.03} for mode in PLANNED),
@@ -39,7 +39,6 @@ Cells = dict[str, Cell]
 
 
 def print_report(results: dict[str, Any]) -> None:
-    """Print one table per length and link, each followed by its targets."""
     cells = results["cells"]
     if not cells:
         return
@@ -64,7 +63,6 @@ def print_report(results: dict[str, Any]) -> None:
 
 
 def _groups(cells: list[Cell]) -> Iterator[tuple[int, int, list[str], Cells]]:
-    """Yield link divisor, tokens, the modes that ran there, and their cells with those that use no link."""
     for divisor, num_tokens in dict.fromkeys((cell["link_divisor"], cell["num_tokens"]) for cell in cells):
         here = [cell for cell in cells if cell["num_tokens"] == num_tokens]
         by_mode = {cell["mode"]: cell for cell in here if cell["link_divisor"] == 1}
@@ -106,10 +104,7 @@ def _row(mode: str, cells: Cells) -> list[str]:
 
 
 def saved_peak_bytes(cell: Cell) -> int | None:
-    """Return the peak of saved activations on the device, without weights, gradients and temporaries.
-
-    Without an accelerator it is this library's own count, and None for other modes.
-    """
+    """Return the device's peak of saved activations; without one this library's own count, None for other modes."""
     if "peak_over_start_bytes" in cell:
         return int(cell["peak_over_start_bytes"] - cell["temporary_bytes"])
     counted = cell.get("offloader_peak_gib")

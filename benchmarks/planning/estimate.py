@@ -37,11 +37,7 @@ CUDNN_LAST = {"TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"}
 
 
 def measure(settings: dict[str, Any], folder: Path) -> Row:
-    """Estimate one step, before the device is queried, then measure it there.
-
-    Raises:
-        RuntimeError: the step could not be estimated.
-    """
+    """Estimate one step, before the device is queried, then measure it there."""
     found = {"estimate": settings["estimate"]} if settings["estimate"] else estimates.shared(settings, folder)
     if "error" in found["estimate"]:
         raise RuntimeError(f"not estimated: {found['estimate']['error']}")
@@ -78,7 +74,6 @@ def attention_order() -> list[str]:
 
 
 def deviations(found: Row) -> Row:
-    """Return the relative deviations of the estimate from the measured values."""
     estimate = found["estimate"]
     return {
         "deviation": estimate["allocated_bytes"] / found["measured_allocated_bytes"] - 1,
@@ -128,7 +123,6 @@ def running_card(device: torch.device) -> str | None:
 
 
 def parse(arguments: list[str] | None, device: torch.device) -> argparse.Namespace:
-    """Parse the command line; defaults depend on whether there is an accelerator."""
     on_cpu = device.type == "cpu"
     card = "h100" if on_cpu else running_card(device)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -172,7 +166,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """Run the benchmark, or only its estimates."""
     limit_s = options.time_limit_s
     if options.estimate_only:
         output = options.output or options.estimates or RESULTS_FOLDER / f"estimates-{options.card}.json"

@@ -51,18 +51,7 @@ def shared(settings: dict[str, Any], folder: Path) -> Row:
 def write_estimates(
     steps: Sequence[Step], card: str, output: Path, earlier: Path | None, *, time_limit_s: float
 ) -> dict[str, Any]:
-    """Estimate one step after the other; the file is rewritten after each.
-
-    Args:
-        steps: names and definitions.
-        card: name in `CARDS`.
-        output: results file.
-        earlier: file whose estimates are kept, except failed ones and those of steps that have changed.
-        time_limit_s: limit of all estimates together, in seconds.
-
-    Raises:
-        OtherEstimatesError: the earlier file is for another card.
-    """
+    """Estimate one step after the other; the file is rewritten after each."""
     begun = time.perf_counter()
     kept = [] if earlier is None else _taken_over(earlier, card, dict(steps))
     results = {**environment(torch.device("cpu")), "benchmark": BENCHMARK, "card": card, "cells": kept}
@@ -83,11 +72,7 @@ def write_estimates(
 
 
 def read_estimates(file: Path, card: str, steps: Sequence[Step]) -> dict[str, Row]:
-    """Return the figures of each step by its name, or the error of its estimate.
-
-    Raises:
-        OtherEstimatesError: the file is for another card, or lacks a step as it is defined now.
-    """
+    """Return the figures of each step by its name, or the error of its estimate."""
     rows = {row["step"]: row for row in _rows(file, card)}
     changed = [name for name, definition in steps if name not in rows or rows[name]["definition"] != definition]
     if changed:

@@ -39,8 +39,6 @@ AGAIN = "resident again"  # the reference at the end, as a control
 
 @dataclass(frozen=True)
 class Workload:
-    """One batch, its noise and times, and the optimizer of a student at its start."""
-
     batch: Batch
     noise: Tensor
     time: Tensor
@@ -57,14 +55,12 @@ class Answer:
 
 
 def require_transformers() -> None:
-    """Raise UnavailableError if lerobot's SmolVLA cannot run with this transformers."""
     if Version(transformers.__version__) >= TOO_NEW_TRANSFORMERS:
         versions = f"needs transformers before {TOO_NEW_TRANSFORMERS}, and this is {transformers.__version__}"
         raise UnavailableError(f"lerobot's SmolVLA {versions}: it shortens a cache in a way that later versions refuse")
 
 
 def measure(settings: dict[str, Any], folder: Path) -> Row:
-    """Measure one mode, dtype and batch size."""
     require_transformers()
     device, size = current_device(), SIZES[settings["size"]]
     if device.type == "cpu" and settings["size"] == "toy":
@@ -96,7 +92,6 @@ def start(size: Size, folder: Path) -> tuple[SmolVLAReflowPolicy, Path]:
 
 
 def write_whole(value: object, path: Path) -> None:
-    """Save a value atomically."""
     unfinished = path.with_suffix(".tmp")
     torch.save(value, unfinished)
     os.replace(unfinished, path)
@@ -193,7 +188,6 @@ def traffic(handling: Handling, work: Workload, device: torch.device) -> dict[st
 
 
 def compare(answer: Answer, reference: Answer | None) -> Row:
-    """Compare target and loss with the resident teacher's."""
     if reference is None:
         return {"loss": answer.loss}
     return {
@@ -209,7 +203,6 @@ REPORT = Report(TARGETS, print_report)
 
 
 def cells(options: argparse.Namespace) -> Iterator[Cell]:
-    """Yield every mode, then this library's on slower links, then the reference again."""
     modes = [(mode, None) for mode in MODES if mode in options.modes]
     modes += [(mode, link) for mode in ON_SLOWER_LINKS if mode in options.modes for link in options.links]
     modes += [(AGAIN, None)] if AGAIN in options.modes else []
@@ -224,7 +217,6 @@ def cells(options: argparse.Namespace) -> Iterator[Cell]:
 
 
 def parse(arguments: list[str] | None, device: torch.device) -> argparse.Namespace:
-    """Parse the command line; defaults depend on whether there is an accelerator."""
     on_cpu = device.type == "cpu"
     links = [] if on_cpu else [12.0, 25.0, 50.0]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
