@@ -154,8 +154,8 @@ def slug(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
-def results_path(theme: str, device: torch.device, folder: Path = RESULTS_FOLDER) -> Path:
-    return folder / f"{theme}-{slug(device_name(device))}.json"
+def results_path(theme: str, device: torch.device) -> Path:
+    return RESULTS_FOLDER / f"{theme}-{slug(device_name(device))}.json"
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

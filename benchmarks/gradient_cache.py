@@ -13,6 +13,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -169,19 +170,13 @@ def measure(sizes: dict[str, int], num_rounds: int) -> dict[str, Any]:
 def run(sizes: dict[str, int], num_rounds: int) -> dict[str, Any]:
     return {
         **environment(CPU),
-        "versions": {**environment(CPU)["versions"], "sentence-transformers": sentence_transformers_version()},
+        "versions": {**environment(CPU)["versions"], "sentence-transformers": version("sentence-transformers")},
         "benchmark": "gradient_cache",
         "sizes": sizes,
         "num_rounds": num_rounds,
         "target_of_theirs": TARGET,
         "kinds": measure(sizes, num_rounds),
     }
-
-
-def sentence_transformers_version() -> str:
-    import sentence_transformers
-
-    return str(sentence_transformers.__version__)
 
 
 def print_report(results: dict[str, Any]) -> None:

@@ -75,14 +75,14 @@ class _Clocks:
 
 
 def step_times_ms(
-    step: Callable[[], object], device: torch.device, *, max_steps: int, max_seconds: float, min_steps: int = 2
+    step: Callable[[], object], device: torch.device, *, max_steps: int, max_seconds: float
 ) -> list[float]:
-    """Return the duration of each call, at least `min_steps`, by accelerator events, or `perf_counter` on the CPU."""
+    """Return the duration of each call, two at least, by accelerator events, or `perf_counter` on the CPU."""
     clock = _cpu_step_ms if device.type == "cpu" else _device_step_ms
     begun = time.perf_counter()
     durations: list[float] = []
     while len(durations) < max_steps:
-        if len(durations) >= min_steps and time.perf_counter() - begun > max_seconds:
+        if len(durations) >= 2 and time.perf_counter() - begun > max_seconds:
             break
         durations.append(clock(step, device))
     return durations

@@ -54,7 +54,7 @@ def measure(settings: dict[str, Any], folder: Path) -> Row:
     found: Row = {"longest_tokens": 0, "stopped_by": "the limit of lengths"}
     with flash_attention(device):
         saved = saved_by(work)
-        setting = Setting(work.model, device, saved, host_limit_bytes, 1)
+        setting = Setting(work.model, device, saved, host_limit_bytes)
         handling = MODES[settings["mode"]](setting)
         for num_tokens in lengths(settings["from_tokens"], settings["to_tokens"]):
             try:

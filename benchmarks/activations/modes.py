@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
@@ -17,7 +17,6 @@ from benchmarks.activations.model import Saved
 from benchmarks.cells import UnavailableError
 from hf_memopt import ActivationOffloader, SyncCopier
 from hf_memopt.activations import OffloadStats
-from hf_memopt.transfer import Copier, Transfer, copier_for
 
 THRESHOLD_MB = 1.0
 NON_REENTRANT = {"use_reentrant": False}
@@ -30,7 +29,6 @@ class Setting:
     device: torch.device
     saved: Saved  # for one step
     host_limit_bytes: int
-    link_divisor: int
 
 
 @dataclass(frozen=True)
@@ -41,41 +39,6 @@ class Handling:
     stats: Callable[[], OffloadStats | None] = lambda: None  # of this library's offloader
     budget_bytes: int | None = None  # of saved activations
     is_planned: bool = False  # needs passes to record and plan
-
-
-class SlowerLink:
-    """A copier that makes each copy `divisor` times, and so takes `divisor` times as long. Bytes count once."""
-
-    def __init__(self, copier: Copier, divisor: int) -> None:
-        self._copier = copier
-        self._divisor = divisor
-
-    @property
-    def bytes_to_device(self) -> int:
-        return self._copier.bytes_to_device // self._divisor
-
-    @property
-    def bytes_to_host(self) -> int:
-        return self._copier.bytes_to_host // self._divisor
-
-    def to_device(self, source: Tensor, destination: Tensor) -> Transfer:
-        # One stream makes them in order, so all have ended when the last one has.
-        return [self._copier.to_device(source, destination) for _ in range(self._divisor)][-1]
-
-    def to_host(self, source: Tensor, destination: Tensor) -> Transfer:
-        return [self._copier.to_host(source, destination) for _ in range(self._divisor)][-1]
-
-    def empty_host(self, num_bytes: int) -> Tensor:
-        return self._copier.empty_host(num_bytes)
-
-    def empty_device(self, num_bytes: int) -> Tensor:
-        return self._copier.empty_device(num_bytes)
-
-    def release(self, buffer: Tensor) -> None:
-        self._copier.release(buffer)
-
-    def stall_ms(self) -> float:
-        return self._copier.stall_ms()
 
 
 def none(setting: Setting) -> Handling:
@@ -159,12 +122,11 @@ def ours_without_budget(setting: Setting) -> Handling:
 
 def ours(setting: Setting, *, mode: str, budget_bytes: int | None = None, **options: Any) -> Handling:
     on_cpu = setting.device.type == "cpu"
-    copier = SyncCopier() if on_cpu else copier_for(setting.device)
     offloader = ActivationOffloader(
         mode=mode,
         budget_gib=None if budget_bytes is None else budget_bytes / 2**30,
         host_budget_gib=setting.host_limit_bytes / 2**30,
-        copier=copier if setting.link_divisor == 1 else SlowerLink(copier, setting.link_divisor),
+        copier=SyncCopier() if on_cpu else None,
         **{"offload_threshold_mb": 0 if on_cpu else THRESHOLD_MB, **options},
     )
     return Handling(
@@ -203,4 +165,3 @@ MODES: dict[str, Callable[[Setting], Handling]] = {
     "all above 10 MB": seed_all,
 }
 OURS = tuple(mode for mode in MODES if mode.startswith("ours"))
-ON_SLOWER_LINKS = ("ours inputs", "ours auto 20 %")

@@ -200,7 +200,7 @@ def flops_of(work: Work, handling: Handling) -> int:
 def measure(name: str, start: Work, saved: Saved, plain_flops: int, want: Gradients) -> dict[str, Any]:
     work = Work(copy.deepcopy(start.model), start.tokens)
     try:
-        handling = SWITCHES[name](Setting(work.model, CPU, saved, round(host_limit_gib() * 2**30), link_divisor=1))
+        handling = SWITCHES[name](Setting(work.model, CPU, saved, round(host_limit_gib() * 2**30)))
     except UnavailableError as error:
         return {"error": str(error)}
     # One step at least, so that gradients are allocated.

@@ -41,10 +41,6 @@ def no_op() -> AbstractContextManager[Any]:
     return saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
 
 
-def hooks_of(offloader: ActivationOffloader) -> Hooks:
-    return lambda: offloader.offload_context()
-
-
 def kinds() -> dict[str, Hooks]:
     """Return the hooks to compare; all tensors are below the threshold of `ours, kept`."""
     kept = ActivationOffloader(mode="all", offload_threshold_mb=LARGE_MB, copier=SyncCopier())
@@ -52,8 +48,8 @@ def kinds() -> dict[str, Hooks]:
     return {
         "none": contextlib.nullcontext,
         "no-op": no_op,
-        "ours, kept": hooks_of(kept),
-        "ours, offloaded": hooks_of(offloaded),
+        "ours, kept": kept.offload_context,
+        "ours, offloaded": offloaded.offload_context,
         "save_on_cpu": lambda: save_on_cpu(pin_memory=True),  # copies even from the CPU
         "TRL": trl_hooks(),
     }

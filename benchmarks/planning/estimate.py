@@ -1,6 +1,6 @@
 """Estimated against measured device memory of training steps.
 
-    python -m benchmarks.planning.estimate --estimate-only --card h100 --estimates h100.json
+    python -m benchmarks.planning.estimate --estimate-only --card h100 --output h100.json
     python -m benchmarks.planning.estimate --estimates h100.json
     python -m benchmarks.planning.estimate --recipe train_causal_lm=lm.yaml --recipe train_neural_operator=darcy.yaml
 
@@ -134,11 +134,11 @@ def parse(arguments: list[str] | None, device: torch.device) -> argparse.Namespa
     add("--recipe", action="append", default=[], metavar="NAME=FILE", help="also this recipe")
     add("--card", choices=CARDS, default=card, help="card to estimate for (here: %(default)s)")
     add("--estimate-only", action="store_true", help="leave the device alone, and write the estimates")
-    add("--estimates", type=Path, help="file of estimates to read; with --estimate-only, to continue")
+    add("--estimates", type=Path, help="file of estimates to read")
     add("--steps", type=int, default=5, help="timed steps of each cell, at most (default: %(default)s)")
     add("--seconds-per-cell", type=float, default=4.0, help="stop timing a cell after this (default: %(default)s)")
     add("--time-limit-s", type=float, help="of the whole run (default: 510, or none with --estimate-only)")
-    add("--output", type=Path, help="JSON file (default: the one to continue, or in benchmarks/results)")
+    add("--output", type=Path, help="JSON file (default: in benchmarks/results)")
     options = parser.parse_args(arguments)
     if options.card is None:
         parser.error(f"this device is none of the cards that are known; choose one with --card: {', '.join(CARDS)}")
@@ -168,9 +168,8 @@ def main(arguments: list[str] | None = None) -> int:
 def run(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     limit_s = options.time_limit_s
     if options.estimate_only:
-        output = options.output or options.estimates or RESULTS_FOLDER / f"estimates-{options.card}.json"
-        earlier = options.estimates if options.estimates and options.estimates.exists() else None
-        return estimates.write_estimates(options.chosen, options.card, output, earlier, time_limit_s=limit_s)
+        output = options.output or RESULTS_FOLDER / f"estimates-{options.card}.json"
+        return estimates.write_estimates(options.chosen, options.card, output, time_limit_s=limit_s)
     return run_cells(
         BENCHMARK, list(cells(options)), options.output or results_path("estimate", device), time_limit_s=limit_s
     )

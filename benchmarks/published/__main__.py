@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from benchmarks.common import RESULTS_FOLDER, environment, write_results
+from benchmarks.common import MIB, RESULTS_FOLDER, environment, write_results
 from benchmarks.published.measurements import Measurement, measurements, sources
 from benchmarks.published.steps import estimate
 
@@ -28,7 +28,6 @@ RESULTS = RESULTS_FOLDER / "published.json"
 TABLE = RESULTS.with_suffix(".csv")
 PAGE = Path(__file__).parents[2] / "docs" / "published_measurements.md"
 BEGIN, END = "<!-- python -m benchmarks.published writes this -->", "<!-- up to here -->"
-MIB = 2**20
 FIGURES = {"allocated_mib": "allocated", "reserved_mib": "reserved"}
 # Fields that do not change the simulation.
 _RECORD = ("id", "source", "role", "stack", "unknown", "time_unknown", "not_simulated", "other_mib", "step_s", *FIGURES)

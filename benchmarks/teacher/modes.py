@@ -10,12 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.teacher.slow_link import SlowLinkCopier
 from benchmarks.teacher.smolvla import observe
 from benchmarks.timing import PhasePeaks
 from hf_memopt.lerobot.flow.flow_policy import Observation
 from hf_memopt.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
-from hf_memopt.lerobot.reflow.reflow_teacher import ReflowTeacher
 from hf_memopt.transfer import SyncCopier
 from hf_memopt.weights import OffloadedTeacher, TeacherReport
 
@@ -30,7 +28,6 @@ class Source:
     checkpoint: Path  # the same policy
     device: torch.device
     dtype: torch.dtype  # of the teacher's weights; bfloat16 also means autocast for the student
-    link_gb_per_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -157,8 +154,6 @@ def offloaded(source: Source, mode: str, share_prefix: str = "off") -> Handling:
         teacher_dtype=str(source.dtype).removeprefix("torch."),
         share_prefix=share_prefix,
     )
-    if source.link_gb_per_s is not None:
-        student.teacher = ReflowTeacher(student.config, SlowLinkCopier(source.device, source.link_gb_per_s))
     student.load_teacher_model()
 
     def target(observation: Observation, noise: Tensor) -> Tensor:
@@ -230,5 +225,4 @@ MODES: dict[str, Callable[[Source], Handling]] = {
     "accelerate": accelerate_cpu_offload,
     "stream-all": stream_all,
 }
-ON_SLOWER_LINKS = ("swap", "stream")
 OTHER_LIBRARIES = {"diffusers-leaf": "diffusers", "diffusers-block": "diffusers", "accelerate": "accelerate"}

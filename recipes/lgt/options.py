@@ -1,6 +1,6 @@
 """The configuration of `train_lgt.py`, in sections."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -14,7 +14,6 @@ from hf_memopt.recipes.common.flags import (
     Seed,
     Share,
     TwoOrMore,
-    as_words,
     flag,
     read_options,
 )
@@ -160,8 +159,3 @@ def parse(description: str, arguments: Sequence[str] | None = None, compared: Se
     remedy = "the states between checkpointed steps; add --training.use_gradient_checkpointing"
     check_offloading(options.offload, compared, checkpointed=training.use_gradient_checkpointing, remedy=remedy)
     return options
-
-
-def make_options(values: Mapping[str, Any]) -> Options:
-    """Return a configuration of the given fields, named `section.field`, and defaults for the others."""
-    return parse("", [word for name, value in values.items() for word in as_words(name, value)])

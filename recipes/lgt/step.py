@@ -73,20 +73,6 @@ class Objective:
         return {name: torch.stack([terms[name] for terms in seen]).mean() for name in seen[0]} if seen else {}
 
 
-def training_step(options: Options, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> Tensor:
-    """Run forward, backward, clipping and update without accelerate; return the loss, `()`, on the device."""
-    training = options.training
-    if training.use_amp and training.amp_dtype == "float16":
-        raise ValueError("training.amp_dtype='float16' needs a loss scaler; use bfloat16, which takes as much memory")
-    with torch.autocast(batch["start"].device.type, torch.bfloat16, enabled=training.use_amp):
-        loss = Objective(options)(model, batch)
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), training.max_grad_norm)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return loss.detach()
-
-
 @dataclass
 class Progress(loop.Progress):
     epoch: int = 0  # how many are complete; each has an entry in the history
