@@ -39,21 +39,11 @@ class UnavailableError(RuntimeError):
 
 @dataclass(frozen=True)
 class Cell:
-    """One measurement.
-
-    Attributes:
-        benchmark: module below `benchmarks` with the function `measure`.
-        name: name in tables and logs, unique within a run.
-        settings: argument of `measure`.
-        needs: packages that the cell imports.
-        environ: environment variables that CUDA reads when it starts, such as the allocator's.
-    """
-
-    benchmark: str
-    name: str
-    settings: dict[str, Any]
-    needs: tuple[str, ...] = ()
-    environ: dict[str, str] = field(default_factory=dict)
+    benchmark: str  # module below `benchmarks` with the function `measure`
+    name: str  # unique within a run
+    settings: dict[str, Any]  # argument of `measure`
+    needs: tuple[str, ...] = ()  # packages that the cell imports
+    environ: dict[str, str] = field(default_factory=dict)  # that CUDA reads when it starts
 
     @property
     def title(self) -> str:
@@ -62,28 +52,15 @@ class Cell:
 
 @dataclass(frozen=True)
 class Report:
-    """The evaluation of a benchmark's rows.
+    """The evaluation of a benchmark's rows."""
 
-    Attributes:
-        targets: limits, written into the results.
-        show: function that prints the tables and targets of all results.
-        judge: function that compares rows and adds the outcome to them, such as `gradients_equal`.
-    """
-
-    targets: Any
-    show: Callable[[dict[str, Any]], None]
-    judge: Callable[[list[Row]], None] = lambda rows: None
+    targets: Any  # limits, written into the results
+    show: Callable[[dict[str, Any]], None]  # prints tables and targets
+    judge: Callable[[list[Row]], None] = lambda rows: None  # adds comparisons of rows to them
 
 
 def run_cells(benchmark: str, cells: Sequence[Cell], output: Path, *, time_limit_s: float) -> dict[str, Any]:
-    """Measure one cell after the other; the results file is rewritten after each.
-
-    Args:
-        benchmark: module below `benchmarks` with the cells' `REPORT`.
-        cells: cells in the order of their measurement.
-        output: results file.
-        time_limit_s: limit of all cells together, in seconds; cells beyond it get an error that says so.
-    """
+    """Measure one cell after the other, up to a time limit for all; the results file is rewritten after each."""
     begun = time.perf_counter()
     preload()
     report: Report = importlib.import_module(f"benchmarks.{benchmark}").REPORT
@@ -105,11 +82,7 @@ def run_cells(benchmark: str, cells: Sequence[Cell], output: Path, *, time_limit
 
 
 def facts(folder: Path) -> dict[str, Any]:
-    """Return hardware, link, versions, commit and date, found in a process of its own.
-
-    Raises:
-        RuntimeError: the accelerator does not answer.
-    """
+    """Return hardware, link, versions, commit and date, found in a process of its own."""
     found = isolated(Cell("common", "facts", {}), folder, FACTS_S)
     if "error" in found:
         raise RuntimeError(f"the accelerator does not answer: {found['error']}")
@@ -164,7 +137,6 @@ def isolated(cell: Cell, folder: Path, limit_s: float) -> Row:
 
 
 def in_this_process(cell: Cell, folder: Path, limit_s: float) -> Row:
-    """Return the same as `isolated`, measured in this process."""
     with _environment(cell.environ):
         try:
             row: Row = importlib.import_module(f"benchmarks.{cell.benchmark}").measure(cell.settings, folder)
@@ -177,15 +149,7 @@ def in_this_process(cell: Cell, folder: Path, limit_s: float) -> Row:
 
 
 def compare(rows: Sequence[Row], found: str, verdict: str, work: Sequence[str], references: Sequence[str]) -> None:
-    """Compare an entry of each row with that of its reference; add whether they are equal, None without a reference.
-
-    Args:
-        rows: rows with their `mode`.
-        found: name of the entry.
-        verdict: name of the new entry.
-        work: names of the settings that a row and its reference share.
-        references: modes of references; the first one that has run counts.
-    """
+    """Add to each row whether `found` is that of the first mode of `references` with the same `work`; None without."""
     for row in (row for row in rows if found in row):
         same = [other for other in rows if found in other and all(other[name] == row[name] for name in work)]
         by_mode = {other["mode"]: other[found] for other in reversed(same)}

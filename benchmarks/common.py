@@ -37,12 +37,10 @@ def current_device() -> torch.device:
 
 
 def usable_bytes(card_gb: float) -> int:
-    """Return the bytes that a card of this nominal size leaves to tensors."""
     return round(USABLE_SHARE * card_gb * 2**30)
 
 
 def limit_memory(card_gb: float | None) -> None:
-    """Limit torch's allocator on the current CUDA device to a card's capacity in GB; None: no limit."""
     if torch.cuda.is_available():
         total_bytes = torch.cuda.mem_get_info()[1]
         share = 1.0 if card_gb is None else min(1.0, usable_bytes(card_gb) / total_bytes)
@@ -56,7 +54,6 @@ def measure(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Return hardware, versions, commit and date, the first entries of every results file."""
     return {
         "hardware": _hardware(device),
         "versions": {name: _version(name) for name in _PACKAGES},
@@ -102,12 +99,11 @@ def measured_commit() -> str | None:
 
 
 def host_limit_gib() -> float:
-    """Return the default limit of a benchmark's host memory, in GiB."""
     return round(0.7 * host_memory_gib(), 1)
 
 
 def host_memory_gib() -> float:
-    """Return the host memory that this process may use, in GiB: the machine's, or the limit of its control group."""
+    """Return the machine's memory, or the limit of this process's control group."""
     limit = Path("/sys/fs/cgroup/memory.max")
     given = limit.read_text().strip() if limit.exists() else "max"
     total = psutil.virtual_memory().total
@@ -115,7 +111,6 @@ def host_memory_gib() -> float:
 
 
 def link_gb_per_s(device: torch.device) -> dict[str, float] | None:
-    """Return the speed of the link each way; None on the CPU."""
     if device.type == "cpu":
         return None
     host, there = (
@@ -133,7 +128,6 @@ def link_gb_per_s(device: torch.device) -> dict[str, float] | None:
 
 
 def free_memory(device: torch.device) -> None:
-    """Collect reference cycles and empty the allocator's cache."""
     gc.collect()
     if device.type != "cpu":
         torch.accelerator.empty_cache()
@@ -145,12 +139,10 @@ def pinned_bytes(device: torch.device) -> int | None:
 
 
 def host_rss_bytes() -> int:
-    """Return the resident host memory of this process."""
     return int(psutil.Process().memory_info().rss)
 
 
 def write_results(results: dict[str, Any], path: Path) -> Path:
-    """Write `results` as JSON to `path`, atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".tmp")
     unfinished.write_text(json.dumps(results, indent=1) + "\n")
@@ -159,16 +151,13 @@ def write_results(results: dict[str, Any], path: Path) -> Path:
 
 
 def slug(text: str) -> str:
-    """Return the text in a form for file names."""
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
-def results_path(theme: str, device: torch.device, folder: Path = RESULTS_FOLDER) -> Path:
-    """Return `results/<theme>-<hardware>.json`."""
-    return folder / f"{theme}-{slug(device_name(device))}.json"
+def results_path(theme: str, device: torch.device) -> Path:
+    return RESULTS_FOLDER / f"{theme}-{slug(device_name(device))}.json"
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print columns aligned to their widest cell: the first to the left, the others to the right."""
     head, *lines = align([header, *rows], "<>")
     print("\n".join([head, "-" * max(map(len, (head, *lines))), *lines]))

@@ -90,11 +90,6 @@ export PYTHONPATH="$site:$PWD"
 
 
 def pinned(constraints: str) -> dict[str, str]:
-    """Return the versions of the packages and of PyAV.
-
-    Raises:
-        ValueError: the constraints lack the version of a package.
-    """
     versions = dict(line.split("==") for line in constraints.splitlines() if "==" in line)
     missing = [package for package in (*PACKAGES, "av") if package not in versions]
     if missing:
@@ -103,7 +98,6 @@ def pinned(constraints: str) -> dict[str, str]:
 
 
 def download(requirements: list[str], folder: Path, pip: list[str]) -> None:
-    """Download wheels for the GPU machine, independently of this one."""
     shutil.rmtree(folder, ignore_errors=True)
     platforms = [f"--platform={name}" for name in PLATFORMS]
     target = ["--only-binary=:all:", "--python-version=3.12", "--implementation=cp", *platforms]
@@ -111,7 +105,6 @@ def download(requirements: list[str], folder: Path, pip: list[str]) -> None:
 
 
 def write_head(folder: Path, commit: str | None, av_version: str) -> None:
-    """Write the head script, the commit, and the stub for PyAV."""
     shutil.rmtree(folder, ignore_errors=True)
     package, metadata = folder / "site" / "av", folder / "site" / f"av-{av_version}.dist-info"
     for new in (package, metadata):
@@ -123,7 +116,6 @@ def write_head(folder: Path, commit: str | None, av_version: str) -> None:
 
 
 def num_bytes(*folders: Path) -> int:
-    """Return the bytes of all files in some folders."""
     return sum(path.stat().st_size for folder in folders for path in folder.rglob("*") if path.is_file())
 
 

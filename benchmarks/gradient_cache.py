@@ -13,6 +13,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,6 @@ Step = Callable[[], float]
 
 
 def make_model(sizes: dict[str, int]) -> SentenceTransformer:
-    """Build a BERT with random weights and dropout, and the mean over words."""
     torch.manual_seed(0)
     by_word = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="[UNK]"))
     by_word.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -67,7 +67,6 @@ def make_columns(sizes: dict[str, int]) -> list[dict[str, Tensor]]:
 
 
 def kinds(model: SentenceTransformer, columns: list[dict[str, Tensor]], micro_batch_size: int) -> dict[str, Step]:
-    """Return one function for each kind, which takes an optimizer step and returns the loss."""
     accelerator = Accelerator(cpu=True)
     plain = torch.optim.AdamW(model.parameters(), lr=1e-9)  # so small that all rounds see the same model
     prepared = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=1e-9))
@@ -111,7 +110,6 @@ class SavedPeak:
         self._num_bytes = self.peak_bytes = 0
 
     def of(self, step: Step) -> int:
-        """Return the peak bytes of one step."""
         with torch.autograd.graph.saved_tensors_hooks(self._Saved.packing(self), lambda saved: saved.tensor):
             step()
         return self.peak_bytes
@@ -146,7 +144,6 @@ class SavedPeak:
 
 
 def measure(sizes: dict[str, int], num_rounds: int) -> dict[str, Any]:
-    """Return time, memory and loss of each kind."""
     model, columns = make_model(sizes), make_columns(sizes)
     compared = kinds(model, columns, sizes["micro_batch_size"])
     peaks = {name: SavedPeak(model).of(step) for name, step in compared.items()}
@@ -171,10 +168,9 @@ def measure(sizes: dict[str, int], num_rounds: int) -> dict[str, Any]:
 
 
 def run(sizes: dict[str, int], num_rounds: int) -> dict[str, Any]:
-    """Run the benchmark; return its results."""
     return {
         **environment(CPU),
-        "versions": {**environment(CPU)["versions"], "sentence-transformers": sentence_transformers_version()},
+        "versions": {**environment(CPU)["versions"], "sentence-transformers": version("sentence-transformers")},
         "benchmark": "gradient_cache",
         "sizes": sizes,
         "num_rounds": num_rounds,
@@ -183,15 +179,7 @@ def run(sizes: dict[str, int], num_rounds: int) -> dict[str, Any]:
     }
 
 
-def sentence_transformers_version() -> str:
-    """Return the version of the other library."""
-    import sentence_transformers
-
-    return str(sentence_transformers.__version__)
-
-
 def print_report(results: dict[str, Any]) -> None:
-    """Print the table."""
     rows = [
         [
             name,

@@ -29,7 +29,6 @@ ATTENTION = ("flash", "fmha", "sdpa", "cudnn", "attention")
 
 
 def measure(size_name: str, device: torch.device) -> dict[str, Any]:
-    """Return speeds of this machine, and whether gradients repeat; nothing on the CPU."""
     if device.type == "cpu":
         return {}
     size = SIZES[size_name]
@@ -52,7 +51,6 @@ def measure(size_name: str, device: torch.device) -> dict[str, Any]:
 
 
 def page_locking(num_bytes: int, device: torch.device) -> dict[str, Any]:
-    """Return the speed of page-locking host memory, its return codes, and the speed of the link from that memory."""
     runtime = torch.cuda.cudart()
     pages = mmap.mmap(-1, num_bytes)
     block = torch.frombuffer(pages, dtype=torch.uint8)
@@ -102,14 +100,12 @@ def _both_ways_gb_per_s(block: Tensor, there: Tensor, device: torch.device) -> f
 
 
 def half_flops(width: int, device: torch.device) -> float:
-    """Return multiplications and additions per second of a bfloat16 matrix product."""
     a, b = (torch.randn(width, width, device=device, dtype=torch.bfloat16) for _ in range(2))
     times = step_times_ms(lambda: a @ b, device, max_steps=10, max_seconds=2)
     return 2 * width**3 / (1e-3 * median_and_spread(times)["median"])
 
 
 def attention_gradients(num_tokens: int, num_heads: int, device: torch.device) -> list[Tensor]:
-    """Return the gradients of causal attention with a quarter as many key heads as query heads, from seed 0."""
     torch.manual_seed(0)
     options = {"device": device, "dtype": torch.bfloat16, "requires_grad": True}
     heads = num_heads, num_heads // 4, num_heads // 4
@@ -126,7 +122,6 @@ def differing(gradients: Callable[[], list[Tensor]], times: int = 3) -> int:
 
 
 def kernels_of(gradients: Callable[[], list[Tensor]]) -> list[str]:
-    """Return the names of the kernels that compute attention where torch chooses."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         gradients()
         torch.accelerator.synchronize()

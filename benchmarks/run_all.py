@@ -67,24 +67,15 @@ LIMITED = (
 
 @dataclass(frozen=True)
 class Job:
-    """One process: a module with its arguments, in which `{folder}` stands for a folder of the job's own.
-
-    Attributes:
-        name: name of the job in `--only`, progress lines and files.
-        minutes: time limit.
-        real: arguments of `python -m` on a GPU; None for a benchmark that needs none.
-        toy: the same at toy size; None for a job whose module another job rehearses.
-        results: JSON file in `{folder}` that the module writes, if it writes any.
-    """
+    """One process: a module with its arguments, in which `{folder}` stands for a folder of the job's own."""
 
     name: str
-    minutes: float
-    real: str | None
-    toy: str | None = None
-    results: str = "results.json"
+    minutes: float  # time limit
+    real: str | None  # arguments of `python -m` on a GPU; None for a benchmark that needs none
+    toy: str | None = None  # the same at toy size; None if another job rehearses the module
+    results: str = "results.json"  # file in `{folder}` that the module writes
 
     def command(self, folder: Path, *, toy: bool, estimates: Path | None) -> list[str]:
-        """Return the command line of the job's process."""
         words = [word.replace("{folder}", str(folder)) for word in shlex.split((self.toy if toy else self.real) or "")]
         if words[0].startswith("benchmarks."):
             words += ["--output", f"{folder}/results.json"]
@@ -96,7 +87,6 @@ class Job:
 
 
 def compared(name: str, minutes: float, real: str, toy: str | None = None) -> Job:
-    """Return a job that runs `hf-memopt compare`."""
     command = "hf_memopt.cli compare"
     return Job(name, minutes, f"{command} {real}", toy and f"{command} {toy} {COPIES}", "comparison.json")
 
@@ -109,16 +99,16 @@ JOBS = (
     Job(
         "activations-32k",
         7,
-        "benchmarks.activations.offload --tokens 32768 --link-divisors 1 --modes none checkpointing 'ours inputs'"
+        "benchmarks.activations.offload --tokens 32768 --modes none checkpointing 'ours inputs'"
         " 'ours auto 20 %' TRL 'checkpoint offload' save_on_cpu",
-        "benchmarks.activations.offload --size toy --layers 8 --tokens 64 --steps 2 --link-divisors 1 2",
+        "benchmarks.activations.offload --size toy --layers 8 --tokens 64 --steps 2",
     ),
     Job(
         "teacher-bf16-32",
         7,
-        "benchmarks.teacher.offload --dtypes bfloat16 --batch-sizes 32 --links --modes resident seed swap swap+shared"
+        "benchmarks.teacher.offload --dtypes bfloat16 --batch-sizes 32 --modes resident seed swap swap+shared"
         " stream stream+shared diffusers-leaf diffusers-block accelerate",
-        "benchmarks.teacher.offload --size toy --dtypes float32 --batch-sizes 2 --links --warmup 1 --steps 2"
+        "benchmarks.teacher.offload --size toy --dtypes float32 --batch-sizes 2 --warmup 1 --steps 2"
         " --seconds-per-cell 1",
     ),
     Job("estimates-small-models", 6, "benchmarks.planning.estimate --sizes small --recipes"),
@@ -156,12 +146,12 @@ JOBS = (
         "benchmarks.activations.longest --size toy --to-tokens 64 --steps 2 --seconds-per-cell 1",
     ),
     Job("longest-8", 5, "benchmarks.activations.longest --workloads layers --cards 8"),
-    Job("activations-8k", 6, "benchmarks.activations.offload --tokens 8192 --link-divisors 1 2"),
+    Job("activations-8k", 6, "benchmarks.activations.offload --tokens 8192"),
     Job("longest-lora-24", 8, "benchmarks.activations.longest --workloads lora --cards 24"),
     Job(
         "activations-32k-others",
         8,
-        "benchmarks.activations.offload --tokens 32768 --link-divisors 1 --modes none 'ours auto 10 %'"
+        "benchmarks.activations.offload --tokens 32768 --modes none 'ours auto 10 %'"
         " 'ours auto 35 %' 'ours auto' 'all above 10 MB' 'none again'",
     ),
     Job("estimates-medium-models", 6, "benchmarks.planning.estimate --sizes medium --recipes"),
@@ -169,14 +159,8 @@ JOBS = (
     Job("cache-clearing", 3, "benchmarks.planning.cache_clearing --steps 150"),
     Job("longest-12", 6, "benchmarks.activations.longest --workloads layers --cards 12"),
     Job("longest-16", 8, "benchmarks.activations.longest --workloads layers --cards 16"),
-    Job("teacher-bf16-8", 7, "benchmarks.teacher.offload --dtypes bfloat16 --batch-sizes 8 --links"),
-    Job(
-        "teacher-slow-links",
-        6,
-        "benchmarks.teacher.offload --dtypes bfloat16 --batch-sizes 32 --links 12 25 --modes resident swap stream",
-    ),
-    Job("teacher-float32", 8, "benchmarks.teacher.offload --dtypes float32 --batch-sizes 8 --links"),
-    Job("activations-slow-links", 5, "benchmarks.activations.offload --tokens 32768 --link-divisors 2 4"),
+    Job("teacher-bf16-8", 7, "benchmarks.teacher.offload --dtypes bfloat16 --batch-sizes 8"),
+    Job("teacher-float32", 8, "benchmarks.teacher.offload --dtypes float32 --batch-sizes 8"),
     # On the CPU; only rehearsed here.
     Job("offload-bytes", 3, None, "benchmarks.activations.offload_bytes --size toy"),
     Job("offload-cost", 3, None, "benchmarks.activations.offload_cost --rounds 3 --tensors 20"),
@@ -200,12 +184,7 @@ JOBS = (
 
 
 def run(options: argparse.Namespace, begun: float) -> list[list[str]]:
-    """Run the jobs that have no results yet; return a row of the final table for each job.
-
-    Args:
-        options: options of the command line, with the jobs in their order.
-        begun: start of the call, by `time.time()`.
-    """
+    """Run the jobs that have no results yet, of a call that has `begun` by `time.time()`; return the final table."""
     preload()
     where = facts(options.output)
     rows = []
@@ -253,7 +232,6 @@ def measured(job: Job, options: argparse.Namespace) -> tuple[dict[str, Any], dic
 
 
 def kill(process: "subprocess.Popen[bytes]") -> None:
-    """End a process and its children, unless it has ended by itself."""
     if process.poll() is None:
         for child in psutil.Process(process.pid).children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):  # ended in between

@@ -5,23 +5,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Verdict:
-    """The outcome of one target.
-
-    Attributes:
-        what: name of the quantity and of the mode that it belongs to.
-        value: measured value; None if it was not measured.
-        target: limit of the value.
-        at_least: whether the limit is a lower one.
-    """
-
-    what: str
+    what: str  # quantity, and the mode that it belongs to
     value: float | None
     target: float
-    at_least: bool = False
+    at_least: bool = False  # whether the limit is a lower one
 
     @property
     def outcome(self) -> str:
-        """Return `"met"`, `"missed"` or `"not measured"`."""
         if self.value is None:
             return "not measured"
         met = self.value >= self.target if self.at_least else self.value <= self.target
@@ -34,10 +24,8 @@ class Verdict:
 
 
 def ratio(value: float | None, over: float | None) -> float | None:
-    """Return the quotient; None if either number is unknown."""
     return None if value is None or not over else value / over
 
 
 def formatted(value: float | None, pattern: str) -> str:
-    """Return the text for a table, `-` for an unknown value."""
     return "-" if value is None else pattern.format(value)

@@ -31,9 +31,7 @@ def first_step_s(step: Callable[[], object], device: torch.device) -> float:
 def timed(step: Callable[[], object], device: torch.device, *, max_steps: int, max_seconds: float) -> dict[str, Any]:
     """Return step times, the allocator's peaks meanwhile, and the clocks; nothing on the CPU.
 
-    Returns:
-        `step_ms` (median, minimum, maximum, number), `peak_bytes` allocated, `peak_over_start_bytes` (over the bytes
-        allocated between steps), `reserved_bytes` at most, `num_alloc_retries` of the process, and `clocks`.
+    `peak_over_start_bytes` is over the bytes allocated between steps.
     """
     if device.type == "cpu":
         return {}
@@ -77,17 +75,14 @@ class _Clocks:
 
 
 def step_times_ms(
-    step: Callable[[], object], device: torch.device, *, max_steps: int, max_seconds: float, min_steps: int = 2
+    step: Callable[[], object], device: torch.device, *, max_steps: int, max_seconds: float
 ) -> list[float]:
-    """Return the duration of each call of `step`, by accelerator events, or by `perf_counter` on the CPU.
-
-    Stops after `max_steps`, or once `max_seconds` of wall clock have passed and `min_steps` were taken.
-    """
+    """Return the duration of each call, two at least, by accelerator events, or `perf_counter` on the CPU."""
     clock = _cpu_step_ms if device.type == "cpu" else _device_step_ms
     begun = time.perf_counter()
     durations: list[float] = []
     while len(durations) < max_steps:
-        if len(durations) >= min_steps and time.perf_counter() - begun > max_seconds:
+        if len(durations) >= 2 and time.perf_counter() - begun > max_seconds:
             break
         durations.append(clock(step, device))
     return durations
@@ -109,7 +104,6 @@ def _device_step_ms(step: Callable[[], object], device: torch.device) -> float:
 
 
 def median_and_spread(values: Sequence[float]) -> dict[str, float]:
-    """Return median, minimum and maximum."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
@@ -127,7 +121,6 @@ class PhasePeaks:
         self.peak_bytes: dict[str, int] = {}
 
     def start(self) -> None:
-        """Begin the first phase."""
         if self._device.type != "cpu":
             torch.accelerator.reset_peak_memory_stats(self._device)
 
@@ -142,7 +135,6 @@ class PhasePeaks:
         """Do nothing: the benchmark marks the end of backward itself."""
 
     def figures(self) -> dict[str, float]:
-        """Return no figures for the policy to log."""
         return {}
 
 
@@ -158,11 +150,7 @@ def copied_bytes(step: Callable[[], object]) -> dict[str, int]:
 
 
 def sum_copies(trace: dict[str, Any]) -> dict[str, int]:
-    """Sum copied bytes by direction in a trace of torch's profiler.
-
-    Raises:
-        NoDeviceActivityError: the trace has no device activity, so that a sum of 0 would mean nothing.
-    """
+    """Sum copied bytes by direction; raises without any device activity, where a sum of 0 would mean nothing."""
     events = [event for event in trace["traceEvents"] if event.get("cat") in ("gpu_memcpy", "kernel")]
     if not events:
         raise NoDeviceActivityError("the profiler recorded no device activity: is CUPTI available to this process?")

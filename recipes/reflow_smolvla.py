@@ -74,16 +74,11 @@ def take_accumulation_flag(arguments: list[str]) -> tuple[int, list[str]]:
 
 
 def take_flag(name: str, arguments: list[str]) -> tuple[str | None, list[str]]:
-    """Split a flag of the recipe's own off lerobot's command line; its value is None where it is not there."""
     return parser.parse_arg(name, arguments), parser.filter_arg(name, arguments)
 
 
 def check_is_student(arguments: Sequence[str]) -> None:
-    """Refuse a stock policy before lerobot refuses the flags of reflow, which its configuration does not have.
-
-    Raises:
-        ValueError: says the command that makes a student of it.
-    """
+    """Refuse a stock policy before lerobot refuses the flags of reflow, which its configuration does not have."""
     path, kind = parser.get_path_arg("policy", arguments), parser.get_type_arg("policy", arguments)
     if path is not None:
         kind = load_config(resolve_checkpoint(path)).type
@@ -118,13 +113,11 @@ def halving(cfg: TrainPipelineConfig, num_accumulation_steps: int) -> dict[str, 
 
 
 def check_numbers(cfg: TrainPipelineConfig) -> None:
-    """Refuse numbers that lerobot would find out about later, or not at all."""
     for name, allowed in RANGES.items():
         allowed.check(name, attrgetter(name)(cfg))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Train as the command line says, or `arguments` in its place."""
     if arguments is not None:
         sys.argv[1:] = arguments
     if {"--help", "-h"} & set(sys.argv[1:]):

@@ -49,7 +49,6 @@ logger = logging.getLogger("hf_memopt.recipes.train_causal_lm")
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """Train as the command line says; return the contents of `results.json`."""
     options = parse(__doc__, arguments)
     accelerator = make_accelerator(options)
     with loop.writing_to(options.training.output_dir, accelerator):
@@ -83,18 +82,13 @@ def make_accelerator(options: Options) -> Accelerator:
 
 
 def load(options: Options) -> tuple[Any, DatasetDict]:
-    """Return the tokenizer, and the corpus in blocks of tokens."""
     texts = data.read_texts(options.data)
     tokenizer = data.make_tokenizer(options.model, texts)
     return tokenizer, data.pack(texts, tokenizer, options.data, options.training.seed)
 
 
 def prepare(accelerator: Accelerator, options: Options, tokenizer: Any, blocks: DatasetDict) -> Run:
-    """Return model, optimizer, schedule and batches, the same for every call.
-
-    Raises:
-        ValueError: there are fewer blocks than one batch of all processes needs.
-    """
+    """Return model, optimizer, schedule and batches, the same for every call."""
     training = options.training
     num_blocks = training.per_device_batch_size * accelerator.num_processes
     if num_blocks > len(blocks["train"]):
@@ -116,7 +110,6 @@ def prepare(accelerator: Accelerator, options: Options, tokenizer: Any, blocks: 
 
 
 def evaluate(run: Run) -> dict[str, float]:
-    """Return the mean loss per token of the held-out blocks, and its exponential."""
     run.model.eval()
     losses = []
     with torch.no_grad():
@@ -129,10 +122,6 @@ def evaluate(run: Run) -> dict[str, float]:
 
 
 def train(run: Run) -> tuple[History, RunCost]:
-    """Run the training loop: updates, log lines, evaluations, checkpoints; the model is saved at the end.
-
-    Returns the log, and the cost of an update.
-    """
     training, accelerator = run.options.training, run.accelerator
     announce(run.model, run.options.offload, accelerator)
     accelerator.init_trackers("causal_lm", config=as_settings(run.options))
@@ -160,7 +149,6 @@ def train(run: Run) -> tuple[History, RunCost]:
 
 
 def log_and_evaluate(run: Run, loss: Tensor, training: TrainingOptions) -> None:
-    """Log the figures due after this update: memory, mean loss, held-out loss."""
     num_updates = run.progress.num_updates
     at_end = num_updates == training.max_steps
     run.memory.log(num_updates)
@@ -183,7 +171,6 @@ def save_model(run: Run, folder: str) -> None:
 
 
 def comparable(options: Options) -> Begin:
-    """Load the data, and return a function that begins a run with them, for `hf-memopt compare`."""
     tokenizer, blocks = load(options)
 
     def begin(options: Options) -> tuple[Run, Iterator[Tensor]]:

@@ -52,7 +52,6 @@ logger = logging.getLogger("hf_memopt.recipes.train_fluxflow")
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """Train as the command line says; return the contents of `results.json`."""
     options = parse(__doc__, arguments)
     accelerator = make_accelerator(options)
     output = Path(options.training.output_dir)
@@ -72,11 +71,6 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def make_accelerator(options: Options) -> Accelerator:
-    """Return one in float32 or bfloat16.
-
-    Raises:
-        ValueError: float16, for which the losses would have to be scaled.
-    """
     if options.levers.expandable_segments:
         use_expandable_segments()
     accelerator = loop.make_accelerator(options.training, options.training.output_dir)
@@ -87,33 +81,24 @@ def make_accelerator(options: Options) -> Accelerator:
 
 @dataclass
 class Progress(loop.Progress):
-    """How far training has come; goes into checkpoints. An update is a global step."""
-
     num_discriminator_updates: int = 0
 
 
 @dataclass(kw_only=True)
 class Run(loop.Run):
-    """With the other parts of a global step; models, optimizers and schedules are those of `gan`.
-
-    Attributes:
-        gan: the parts of an update.
-        average: average of the VAE's weights, where there is one.
-        source: source of the images.
-        place: in the data, after the last whole step.
-    """
+    """The parts of a global step; models, optimizers and schedules are those of `gan`."""
 
     gan: Gan
-    average: WeightAverage | None
+    average: WeightAverage | None  # of the VAE's weights
     source: data.Source
     progress: Progress = field(default_factory=Progress)
-    place: tuple[int, int] = (0, 0)
+    place: tuple[int, int] = (0, 0)  # in the data, after the last whole step
 
     def __post_init__(self) -> None:
         self.offloader = self.gan.offloader
 
     def position(self) -> dict[str, Any]:
-        """Return it with the place of each process in the data: buckets fill up at different times."""
+        """Add the place of each process in the data: buckets fill up at different times."""
         return {"data": gather_object([list(self.place)]), **super().position()}
 
     def restore(self, position: dict[str, Any]) -> None:
@@ -181,11 +166,6 @@ def train_batch(run: Run, images: Tensor) -> Figures:
 
 
 def train(run: Run) -> tuple[Run, RunCost]:
-    """Run the training loop. Return the run, and the cost of a global step.
-
-    Raises:
-        ValueError: there is nothing left to train.
-    """
     options, training = run.options, run.options.training
     report.announce(run.gan.models, options, run.accelerator, data.describe(options.data))
     run.accelerator.init_trackers("fluxflow", config=as_settings(run.options))
@@ -222,7 +202,6 @@ def train(run: Run) -> tuple[Run, RunCost]:
 
 
 def record(run: Run, figures: Figures) -> None:
-    """Record the means over processes and the learning rate."""
     names = sorted(figures)
     means = run.accelerator.reduce(torch.stack([figures[name].float() for name in names]), "mean").tolist()
     entry = dict(zip(names, means, strict=True)) | {"learning_rate": run.scheduler[0].get_last_lr()[0]}
@@ -230,8 +209,6 @@ def record(run: Run, figures: Figures) -> None:
 
 
 def comparable(options: Options) -> Begin:
-    """Return a function that begins a run, for `hf-memopt compare`."""
-
     def begin(options: Options) -> tuple[Run, Iterator[Tensor]]:
         run = prepare(make_accelerator(options), options)
         return run, (torch.stack(list(train_batch(run, images).values())).sum() for images in run.batches)

@@ -50,7 +50,6 @@ logger = logging.getLogger("hf_memopt.recipes.train_lgt")
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """Train as file and command line say; return the contents of `results.json`."""
     options = parse(__doc__, arguments)
     saving = options.checkpoint
     check_folder(saving.save_dir, saving.resume_from_checkpoint, "checkpoint.save_dir")
@@ -88,11 +87,7 @@ def make_accelerator(options: Options) -> Accelerator:
 
 
 def prepare(accelerator: Accelerator, options: Options, train_data: data.Latents) -> Run:
-    """Return model, optimizer, schedule and batches, the same for every call.
-
-    Raises:
-        ValueError: there are fewer latents than one batch of all processes needs.
-    """
+    """Return model, optimizer, schedule and batches, the same for every call."""
     training = options.training
     num_latents = training.batch_size * accelerator.num_processes
     if num_latents > len(train_data.styles):
@@ -134,18 +129,15 @@ def update(run: Run, window: list[Tensor]) -> dict[str, float]:
 
 
 def earliest_time(options: Options, epoch: int) -> float:
-    """Return the earliest time that integration starts at, rising over the first epochs."""
     warmup = options.training.epsilon_warmup_epochs
     return options.training.epsilon * (1.0 if epoch >= warmup else epoch / warmup)
 
 
 def window_sizes(run: Run) -> list[int]:
-    """Return how many batches each update of an epoch has; the last one may have fewer."""
     return [len(window) for window in batched(range(len(run.batches)), run.options.training.accumulation_steps)]
 
 
 def train(run: Run, held_out: data.Latents) -> tuple[Run, RunCost]:
-    """Run the training loop: updates, evaluations, checkpoints. Return the run, and the cost of an update."""
     options, accelerator = run.options, run.accelerator
     announce(run.model, options.offload, accelerator)
     accelerator.init_trackers("lgt", config=as_settings(options, by_section=True))
@@ -176,7 +168,6 @@ def train(run: Run, held_out: data.Latents) -> tuple[Run, RunCost]:
 
 
 def counted(run: Run, window: list[Tensor], timer: StepTimer) -> None:
-    """Make an update, and add its share to the figures of the epoch."""
     progress, begun = run.progress, time.perf_counter()
     timer.begin()
     losses = update(run, window)
@@ -188,7 +179,6 @@ def counted(run: Run, window: list[Tensor], timer: StepTimer) -> None:
 
 
 def end_epoch(run: Run, held_out: data.Latents) -> None:
-    """Step the schedule and record the figures, with those of an evaluation where one is due."""
     progress, training = run.progress, run.options.training
     assert run.bank is not None
     figures = {name: total / progress.num_windows for name, total in progress.sums.items()}
@@ -207,7 +197,6 @@ def end_epoch(run: Run, held_out: data.Latents) -> None:
 
 
 def comparable(options: Options) -> Begin:
-    """Load the data, and return a function that begins a run with them, for `hf-memopt compare`."""
     train_data, _ = data.load(options)
 
     def begin(options: Options) -> tuple[Run, Iterator[Tensor]]:

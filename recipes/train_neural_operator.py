@@ -44,7 +44,6 @@ logger = logging.getLogger("hf_memopt.recipes.train_neural_operator")
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """Train as the command line says; return the contents of `results.json`."""
     options = parse(__doc__, arguments)
     accelerator = make_accelerator(options)
     output = Path(options.training.output_dir)
@@ -106,14 +105,12 @@ def prepare(accelerator: Accelerator, options: Options, samples: data.Data) -> R
 
 
 def make_loaders(batch_size: int, samples: data.Data) -> list[DataLoader[Any]]:
-    """Return loaders of the training samples, shuffled, and of each test resolution's."""
     # A generator of its own keeps each loader from drawing from the global one, so that resuming is exact.
     train = DataLoader(samples.train, batch_size, shuffle=True, generator=torch.Generator())
     return [train, *(DataLoader(test, batch_size, generator=torch.Generator()) for test in samples.tests.values())]
 
 
 def train(run: Run) -> tuple[Run, RunCost]:
-    """Run the training loop: epochs of updates, evaluations, checkpoints. Return the run, and the cost of an update."""
     training, accelerator = run.options.training, run.accelerator
     announce(run.model, run.options.offload, accelerator)
     accelerator.init_trackers("neural_operator", config=as_settings(run.options))
@@ -144,7 +141,6 @@ def train(run: Run) -> tuple[Run, RunCost]:
 
 
 def end_epoch(run: Run, training: TrainingOptions) -> None:
-    """Record the mean training loss, and test errors where they are due."""
     epoch = run.progress.num_updates // len(run.batches)
     figures = {"loss": run.accelerator.reduce(run.epoch_loss / len(run.batches), "mean").item()}
     run.epoch_loss.zero_()
@@ -154,7 +150,6 @@ def end_epoch(run: Run, training: TrainingOptions) -> None:
 
 
 def comparable(options: Options) -> Begin:
-    """Load the data, and return a function that begins a run with them, for `hf-memopt compare`."""
     samples = data.load(options.data, make_accelerator(options).device)
 
     def begin(options: Options) -> tuple[Run, Iterator[Tensor]]:

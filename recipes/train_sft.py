@@ -35,7 +35,6 @@ logger = logging.getLogger("hf_memopt.recipes.train_sft")
 
 
 def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    """Train as the command line says; return Trainer's log."""
     options = parse(__doc__, arguments)
     sft, training, memopt = options
     resumed = check_folder(options)
@@ -65,7 +64,6 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
 
 
 def name_model(options: Options, process: PartialState) -> None:
-    """Make a tiny model in the output folder where none is named."""
     if options.sft.model is None:
         folder = Path(options.training.output_dir) / "tiny_model"
         if process.is_main_process:
@@ -75,11 +73,7 @@ def name_model(options: Options, process: PartialState) -> None:
 
 
 def read_rows(options: Options) -> Dataset:
-    """Return the conversations, and see that the loss is on the assistant's words where they are marked.
-
-    Raises:
-        ValueError: they cannot be loaded, or are no conversations.
-    """
+    """Return the conversations, and put the loss on the assistant's words where they are marked."""
     name, split = options.sft.dataset, options.sft.split
     if name is None:
         return make_conversations(512, options.training.seed)
@@ -97,7 +91,6 @@ def read_rows(options: Options) -> Dataset:
 
 
 def announce(trainer: SFTTrainer, options: Options) -> None:
-    """Announce the training in the log."""
     counts = [(each.numel(), each.requires_grad) for each in trainer.model.parameters()]
     trained, total = sum(count for count, learns in counts if learns), sum(count for count, _ in counts)
     logger.info(

@@ -44,7 +44,6 @@ TARGETS = {"of": "ours inputs", "over": "checkpointing", "times_longer": 2.0}
 
 
 def measure(settings: dict[str, Any], folder: Path) -> Row:
-    """Train lengths from the shortest on, until one does not fit or the limit of lengths is reached."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     device = current_device()
     if device.type == "cpu":
@@ -55,7 +54,7 @@ def measure(settings: dict[str, Any], folder: Path) -> Row:
     found: Row = {"longest_tokens": 0, "stopped_by": "the limit of lengths"}
     with flash_attention(device):
         saved = saved_by(work)
-        setting = Setting(work.model, device, saved, host_limit_bytes, 1)
+        setting = Setting(work.model, device, saved, host_limit_bytes)
         handling = MODES[settings["mode"]](setting)
         for num_tokens in lengths(settings["from_tokens"], settings["to_tokens"]):
             try:
@@ -72,7 +71,6 @@ def measure(settings: dict[str, Any], folder: Path) -> Row:
 
 
 def make_work(settings: dict[str, Any], device: torch.device) -> Work | LoraWork:
-    """Build the workload with the shortest sequence."""
     if settings["workload"] == "lora":
         return build(settings["size"], settings["from_tokens"], device)
     model = build_model(settings["size"], settings["layers"], device)
@@ -80,7 +78,6 @@ def make_work(settings: dict[str, Any], device: torch.device) -> Work | LoraWork
 
 
 def lengths(shortest: int, longest: int) -> Iterator[int]:
-    """Yield lengths half an octave apart."""
     for step in itertools.count():
         length = round(shortest * GROWTH**step / MULTIPLE) * MULTIPLE
         if length > longest:
@@ -89,12 +86,6 @@ def lengths(shortest: int, longest: int) -> Iterator[int]:
 
 
 def trained(work: Work | LoraWork, handling: Handling, device: torch.device, settings: dict[str, Any]) -> Row:
-    """Return times and peaks at one length.
-
-    Raises:
-        torch.OutOfMemoryError: the length does not fit.
-    """
-
     def step() -> None:
         work.step(handling.context)
 
@@ -106,7 +97,6 @@ def trained(work: Work | LoraWork, handling: Handling, device: torch.device, set
 
 
 def print_report(results: dict[str, Any]) -> None:
-    """Print a table for each workload: modes by cards, tokens and tokens per second; then the targets."""
     cells = results["cells"]
     for workload in dict.fromkeys(cell["workload"] for cell in cells):
         here = [cell for cell in cells if cell["workload"] == workload]
@@ -129,7 +119,6 @@ def _entry(cell: Row | None) -> str:
 
 
 def verdicts(results: dict[str, Any]) -> Iterator[Verdict]:
-    """Yield the ratio of our longest sequence to checkpointing's, on each card."""
     target, cells = results["targets"], results["cells"]
     for workload, card_gb in dict.fromkeys((cell["workload"], cell["card_gb"]) for cell in cells):
         if card_gb is not None:
@@ -143,7 +132,6 @@ REPORT = Report(TARGETS, print_report)
 
 
 def cells(options: argparse.Namespace) -> Iterator[Cell]:
-    """Yield modes on each card, layers before whole models."""
     shared = {name: getattr(options, name) for name in ("size", "steps", "seconds_per_cell", "host_limit_gib")}
     for workload in options.workloads:
         cards = options.cards if workload == "layers" else [gb for gb in options.cards if gb is None or gb >= LORA_GB]
@@ -158,7 +146,6 @@ def cells(options: argparse.Namespace) -> Iterator[Cell]:
 
 
 def parse(arguments: list[str] | None, device: torch.device) -> argparse.Namespace:
-    """Parse the command line; defaults depend on whether there is an accelerator."""
     on_cpu = device.type == "cpu"
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument

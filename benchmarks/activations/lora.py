@@ -42,13 +42,11 @@ class LoraWork:
         loss.backward()
 
     def longer(self, num_tokens: int) -> "LoraWork":
-        """Return the same work with another sequence."""
         tokens = torch.randint(0, self.head.out_features, (1, num_tokens), device=self.tokens.device)
         return LoraWork(self.model, self.head, tokens)
 
 
 def build(size: str, num_tokens: int, device: torch.device) -> LoraWork:
-    """Build a model with frozen random weights in bfloat16, and adapters of rank 16 on queries and values."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(0)

@@ -36,7 +36,6 @@ VOCABULARY = 1024
 
 
 def build_model(size: str, num_layers: int, device: torch.device) -> Qwen3Model:
-    """Build a Qwen3 without a head, in bfloat16, with random weights and allocated zero gradients."""
     torch.manual_seed(0)
     config = Qwen3Config(
         **SIZES[size], num_hidden_layers=num_layers, vocab_size=VOCABULARY, use_cache=False, attention_dropout=0.0
@@ -68,13 +67,11 @@ class Work:
         return (hidden * self.direction).float().mean()
 
     def step(self, context: Callable[[], Any] = contextlib.nullcontext) -> None:
-        """Add the gradients of one batch. There is no optimizer."""
         with context():
             loss = self.loss()
         loss.backward()
 
     def longer(self, num_tokens: int) -> "Work":
-        """Return the same work with another sequence."""
         return Work.make(self.model, num_tokens, self.tokens.device)
 
     def clear(self) -> None:
@@ -84,22 +81,14 @@ class Work:
 
 @dataclass(frozen=True)
 class Saved:
-    """Bytes that autograd saves in one forward pass.
+    """Bytes that autograd saves in one forward pass; on pinned host memory with torch's rounding to powers of two."""
 
-    Attributes:
-        unique_bytes: bytes of distinct storages, weights excluded.
-        unique_pinned_bytes: pinned host bytes of these, with torch's rounding to powers of two.
-        views_bytes: bytes of every saved tensor by itself, weights included.
-        views_pinned_bytes: pinned host bytes of these.
-    """
-
-    unique_bytes: int
+    unique_bytes: int  # of distinct storages, weights excluded
     unique_pinned_bytes: int
-    views_bytes: int
+    views_bytes: int  # of every saved tensor by itself, weights included
     views_pinned_bytes: int
 
     def scaled(self, factor: float) -> "Saved":
-        """Return the bytes for a sequence that is longer by a factor."""
         return Saved(*(round(factor * num_bytes) for num_bytes in astuple(self)))
 
     def beyond(self, smaller: "Saved", times: int) -> "Saved":
@@ -109,7 +98,6 @@ class Saved:
 
 
 def saved_by(work: Work) -> Saved:
-    """Count the bytes that one forward pass of all layers in use saves."""
     weights = {tensor.untyped_storage().data_ptr() for tensor in (*work.model.parameters(), *work.model.buffers())}
     storages: dict[int, torch.UntypedStorage] = {}  # held, so that no address is used twice
     views: list[int] = []
@@ -133,7 +121,6 @@ def _pinned_bytes(num_bytes: int) -> int:
 
 @contextlib.contextmanager
 def only_layers(model: nn.Module, num_layers: int) -> Iterator[None]:
-    """Have the model run its first layers alone."""
     all_layers = model.config.num_hidden_layers
     model.config.num_hidden_layers = num_layers
     try:
@@ -143,7 +130,7 @@ def only_layers(model: nn.Module, num_layers: int) -> Iterator[None]:
 
 
 def saved_by_all_layers(work: Work) -> Saved:
-    """Extrapolate the bytes of a whole forward pass: every layer saves as much as the second one."""
+    """Extrapolate: every layer saves as much as the second one."""
     counts = []
     for num_layers in (1, 2):
         with only_layers(work.model, num_layers):
@@ -154,8 +141,7 @@ def saved_by_all_layers(work: Work) -> Saved:
 def temporary_bytes(work: Work, device: torch.device) -> int | None:
     """Return the bytes of a step's peak beyond weights, gradients and saved activations; None on the CPU.
 
-    Measured on two layers without offloading or checkpointing, whose peak is at the start of backward, when everything
-    is saved.
+    Measured on two plain layers, whose peak is at the start of backward, when everything is saved.
     """
     if device.type == "cpu":
         return None
@@ -183,10 +169,7 @@ def compared(step: Callable[[], object], model: nn.Module) -> dict[str, Any]:
 
 
 def gradient_digest(model: nn.Module) -> str:
-    """Return a hash of two sums over the bits of each gradient, one of them weighted by position.
-
-    Equal gradients have equal digests. The sums are computed on the device, since gradients may have many GiB.
-    """
+    """Return a hash of two sums over each gradient's bits, computed on the device: gradients may have many GiB."""
     sums = [_sums(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
     return hashlib.sha256(repr(sums).encode()).hexdigest()
 
@@ -198,10 +181,7 @@ def _sums(gradient: Tensor) -> tuple[int, int]:
 
 
 def flash_attention(device: torch.device) -> AbstractContextManager[None]:
-    """Restrict attention to torch's flash kernel, whose backward is deterministic.
-
-    cuDNN's, which torch prefers on some devices, has no deterministic backward.
-    """
+    """Restrict attention to torch's flash kernel: cuDNN's, which torch may prefer, has no deterministic backward."""
     if device.type == "cpu":  # has one kernel
         return contextlib.nullcontext()
     return sdpa_kernel(SDPBackend.FLASH_ATTENTION)
@@ -209,10 +189,7 @@ def flash_attention(device: torch.device) -> AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def deterministic() -> Iterator[None]:
-    """Use kernels that give the same bits each time, or raise where torch has none.
-
-    `CUBLAS_WORKSPACE_CONFIG` has to be set before the first matrix product.
-    """
+    """Use kernels that repeat their bits, with `CUBLAS_WORKSPACE_CONFIG` set before the first matrix product."""
     fill = torch.utils.deterministic.fill_uninitialized_memory
     torch.utils.deterministic.fill_uninitialized_memory = False
     torch.use_deterministic_algorithms(True)

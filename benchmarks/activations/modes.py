@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
@@ -17,7 +17,6 @@ from benchmarks.activations.model import Saved
 from benchmarks.cells import UnavailableError
 from hf_memopt import ActivationOffloader, SyncCopier
 from hf_memopt.activations import OffloadStats
-from hf_memopt.transfer import Copier, Transfer, copier_for
 
 THRESHOLD_MB = 1.0
 NON_REENTRANT = {"use_reentrant": False}
@@ -26,88 +25,32 @@ MAX_PASSES_TO_SETTLE = 8
 
 @dataclass(frozen=True)
 class Setting:
-    """The arguments of every mode.
-
-    Attributes:
-        model: model without checkpointing.
-        device: device of the training.
-        saved: bytes that autograd saves for one step.
-        host_limit_bytes: limit of host memory.
-        link_divisor: speed of this machine's link over that of the emulated link.
-    """
-
-    model: nn.Module
+    model: nn.Module  # without checkpointing
     device: torch.device
-    saved: Saved
+    saved: Saved  # for one step
     host_limit_bytes: int
-    link_divisor: int
 
 
 @dataclass(frozen=True)
 class Handling:
-    """One mode, ready to train.
+    """One mode, ready to train."""
 
-    Attributes:
-        context: context for a forward pass.
-        stats: statistics of this library's offloader so far.
-        budget_bytes: budget of saved activations; None in modes without one.
-        is_planned: whether the mode needs some passes to record and plan.
-    """
-
-    context: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
-    stats: Callable[[], OffloadStats | None] = lambda: None
-    budget_bytes: int | None = None
-    is_planned: bool = False
-
-
-class SlowerLink:
-    """A copier that makes each copy `divisor` times, and so takes `divisor` times as long. Bytes count once."""
-
-    def __init__(self, copier: Copier, divisor: int) -> None:
-        self._copier = copier
-        self._divisor = divisor
-
-    @property
-    def bytes_to_device(self) -> int:
-        return self._copier.bytes_to_device // self._divisor
-
-    @property
-    def bytes_to_host(self) -> int:
-        return self._copier.bytes_to_host // self._divisor
-
-    def to_device(self, source: Tensor, destination: Tensor) -> Transfer:
-        # One stream makes them in order, so all have ended when the last one has.
-        return [self._copier.to_device(source, destination) for _ in range(self._divisor)][-1]
-
-    def to_host(self, source: Tensor, destination: Tensor) -> Transfer:
-        return [self._copier.to_host(source, destination) for _ in range(self._divisor)][-1]
-
-    def empty_host(self, num_bytes: int) -> Tensor:
-        return self._copier.empty_host(num_bytes)
-
-    def empty_device(self, num_bytes: int) -> Tensor:
-        return self._copier.empty_device(num_bytes)
-
-    def release(self, buffer: Tensor) -> None:
-        self._copier.release(buffer)
-
-    def stall_ms(self) -> float:
-        return self._copier.stall_ms()
+    context: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext  # around a forward pass
+    stats: Callable[[], OffloadStats | None] = lambda: None  # of this library's offloader
+    budget_bytes: int | None = None  # of saved activations
+    is_planned: bool = False  # needs passes to record and plan
 
 
 def none(setting: Setting) -> Handling:
-    """Keep everything on the device."""
     return Handling()
 
 
 def checkpointing(setting: Setting) -> Handling:
-    """Use transformers' gradient checkpointing: each layer keeps its input and computes the rest again."""
     checkpoint_layers(setting.model)
     return Handling()
 
 
 def checkpoint_offload(setting: Setting) -> Handling:
-    """Use checkpointing whose inputs go to the host."""
     checkpoint_layers(setting.model, offload=True)
     return Handling()
 
@@ -129,13 +72,11 @@ def _checkpoint_on_cpu(*arguments: Any, **options: Any) -> Any:
 
 
 def torch_save_on_cpu(setting: Setting) -> Handling:
-    """Use torch's `save_on_cpu` for everything that autograd saves."""
     require_host_memory("save_on_cpu", setting.saved, setting.host_limit_bytes)
     return Handling(lambda: save_on_cpu(pin_memory=True))
 
 
 def trl(setting: Setting) -> Handling:
-    """Use TRL's OffloadActivations, as its trainers install it."""
     if setting.device.type == "cpu":
         raise UnavailableError("needs an accelerator")
     try:
@@ -155,14 +96,12 @@ PINNED_BYTES: dict[str, Callable[[Saved], int]] = {
 
 
 def require_host_memory(mode: str, saved: Saved, limit_bytes: int) -> None:
-    """Raise UnavailableError if a mode would take more host memory than the limit."""
     num_bytes = PINNED_BYTES[mode](saved) if mode in PINNED_BYTES else 0
     if num_bytes > limit_bytes:
         raise UnavailableError(f"needs {num_bytes / 2**30:.0f} GiB of host memory, limit {limit_bytes / 2**30:.0f} GiB")
 
 
 def ours_inputs(setting: Setting) -> Handling:
-    """Use checkpointing whose inputs this library moves."""
     checkpoint_layers(setting.model)
     return ours(setting, mode="inputs")
 
@@ -173,7 +112,6 @@ def seed_all(setting: Setting) -> Handling:
 
 
 def ours_auto(setting: Setting, share: float) -> Handling:
-    """Use this library's plan for saved activations within a share of their bytes."""
     return ours(setting, mode="auto", budget_bytes=round(share * setting.saved.unique_bytes))
 
 
@@ -183,14 +121,12 @@ def ours_without_budget(setting: Setting) -> Handling:
 
 
 def ours(setting: Setting, *, mode: str, budget_bytes: int | None = None, **options: Any) -> Handling:
-    """Use this library's offloader; on the CPU without a threshold."""
     on_cpu = setting.device.type == "cpu"
-    copier = SyncCopier() if on_cpu else copier_for(setting.device)
     offloader = ActivationOffloader(
         mode=mode,
         budget_gib=None if budget_bytes is None else budget_bytes / 2**30,
         host_budget_gib=setting.host_limit_bytes / 2**30,
-        copier=copier if setting.link_divisor == 1 else SlowerLink(copier, setting.link_divisor),
+        copier=SyncCopier() if on_cpu else None,
         **{"offload_threshold_mb": 0 if on_cpu else THRESHOLD_MB, **options},
     )
     return Handling(
@@ -229,4 +165,3 @@ MODES: dict[str, Callable[[Setting], Handling]] = {
     "all above 10 MB": seed_all,
 }
 OURS = tuple(mode for mode in MODES if mode.startswith("ours"))
-ON_SLOWER_LINKS = ("ours inputs", "ours auto 20 %")

@@ -4,9 +4,8 @@
 
 A step is forward and backward of one sequence in bfloat16, without an optimizer, which would add the same to every
 mode. Each mode runs in a process of its own, and the plain run twice: first and last. Attention is always torch's
-flash kernel, so that gradients can be compared bit for bit. Links of half and a quarter of this machine's speed are
-emulated by repeating each copy: a fair model of bandwidth, with more work for the host. Without an accelerator toy
-layers run on the CPU, and only gradients, bytes and plans are reported. docs/benchmarks.md explains the columns.
+flash kernel, so that gradients can be compared bit for bit. Without an accelerator toy layers run on the CPU, and only
+gradients, bytes and plans are reported.
 """
 
 import argparse
@@ -27,7 +26,7 @@ from benchmarks.activations.model import (
     saved_by_all_layers,
     temporary_bytes,
 )
-from benchmarks.activations.modes import MODES, ON_SLOWER_LINKS, OURS, Handling, Setting, settle
+from benchmarks.activations.modes import MODES, OURS, Handling, Setting, settle
 from benchmarks.activations.report import TARGETS, print_report
 from benchmarks.cells import Cell, Report, Row, compare, own_failures, run_cells
 from benchmarks.common import current_device, host_limit_gib, host_rss_bytes, results_path
@@ -37,7 +36,6 @@ AGAIN = "none again"  # the plain run at the end, as a control
 
 
 def measure(settings: dict[str, Any], folder: Path) -> Row:
-    """Measure one mode at one length."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before the first matrix product
     device = current_device()
     if device.type == "cpu":
@@ -47,14 +45,12 @@ def measure(settings: dict[str, Any], folder: Path) -> Row:
     with flash_attention(device):
         saved = saved_by_all_layers(work)
         workload = {"saved_bytes": saved.unique_bytes, "temporary_bytes": temporary_bytes(work, device)}
-        limit_bytes = round(settings["host_limit_gib"] * 2**30)
-        setting = Setting(model, device, saved, limit_bytes, settings["link_divisor"])
+        setting = Setting(model, device, saved, round(settings["host_limit_gib"] * 2**30))
         mode = settings["mode"] if settings["mode"] != AGAIN else "none"
         return {**workload, **steps_of(MODES[mode](setting), work, setting, settings)}
 
 
 def steps_of(handling: Handling, work: Work, setting: Setting, settings: dict[str, Any]) -> Row:
-    """Return times and peaks of a mode, the offloader's statistics, and the gradients' digest."""
     host_allocations: list[int] = []
 
     def step() -> None:
@@ -83,7 +79,6 @@ def steps_of(handling: Handling, work: Work, setting: Setting, settings: dict[st
 
 
 def account(handling: Handling, host_allocations: list[int]) -> Row:
-    """Return statistics of this library's offloader."""
     stats = handling.stats()
     if stats is None:
         return {}
@@ -108,20 +103,16 @@ REPORT = Report(TARGETS, print_report, judge)
 
 
 def cells(options: argparse.Namespace) -> Iterator[Cell]:
-    """Yield every mode at every length, then this library's modes on slower links."""
     shared = {name: getattr(options, name) for name in ("size", "layers", "warmup", "steps", "seconds_per_cell")}
     shared["host_limit_gib"] = options.host_limit_gib
-    for divisor in options.link_divisors:
-        for num_tokens in options.tokens:
-            modes = [mode for mode in (*MODES, AGAIN) if mode in options.modes]
-            for mode in modes if divisor == 1 else filter(ON_SLOWER_LINKS.__contains__, modes):
-                what = {"mode": mode, "num_tokens": num_tokens, "link_divisor": divisor}
-                name = f"{mode}, {num_tokens} tokens" + (f", link 1/{divisor}" if divisor > 1 else "")
-                yield Cell("activations.offload", name, {**what, **shared}, ("trl",) if mode == "TRL" else ())
+    for num_tokens in options.tokens:
+        for mode in (mode for mode in (*MODES, AGAIN) if mode in options.modes):
+            settings = {"mode": mode, "num_tokens": num_tokens, **shared}
+            needs = ("trl",) if mode == "TRL" else ()
+            yield Cell("activations.offload", f"{mode}, {num_tokens} tokens", settings, needs)
 
 
 def parse(arguments: list[str] | None, device: torch.device) -> argparse.Namespace:
-    """Parse the command line; defaults depend on whether there is an accelerator."""
     on_cpu = device.type == "cpu"
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
@@ -129,7 +120,6 @@ def parse(arguments: list[str] | None, device: torch.device) -> argparse.Namespa
     add("--layers", type=int, default=8 if on_cpu else 6, help="at least 2 (here: %(default)s)")
     add("--tokens", nargs="+", type=int, default=[128] if on_cpu else [8192, 32768], help="here: %(default)s")
     add("--modes", nargs="+", choices=[*MODES, AGAIN], default=[*MODES, AGAIN], help="default: all")
-    add("--link-divisors", nargs="+", type=int, default=[1, 2, 4], help="emulated links (default: %(default)s)")
     add("--host-limit-gib", type=float, default=host_limit_gib(), help="host memory to take (here: %(default)s)")
     add("--warmup", type=int, default=2, help="untimed steps of each cell, at least 2 (default: %(default)s)")
     add("--steps", type=int, default=5, help="timed steps of each cell, at most (default: %(default)s)")

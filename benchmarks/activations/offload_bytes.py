@@ -49,13 +49,10 @@ Gradients = list[Tensor]
 
 
 class StepCounter(TorchDispatchMode):
-    """A counter of the bytes that a training step on the CPU copies away, and of the bytes that it holds.
+    """A counter of the bytes that a training step on the CPU copies away, and of those that it holds beside `fixed`.
 
     A CPU has one memory, so copies tell host and device apart: the destination of a copy is host memory until an
     operation reads it in place. Temporaries within an operation are not counted.
-
-    Args:
-        fixed: weights and their gradients, which exist before the step.
     """
 
     def __init__(self, fixed: list[Tensor]) -> None:
@@ -68,7 +65,6 @@ class StepCounter(TorchDispatchMode):
         self.highest_bytes = 0
 
     def bytes_alive(self) -> int:
-        """Return the bytes in the memory that represents the device."""
         self._device = {key: each for key, each in self._device.items() if not each[0].expired()}
         return sum(num_bytes for _, num_bytes in self._device.values())
 
@@ -172,7 +168,6 @@ class Work:
 
     @staticmethod
     def make(size: str) -> "Work":
-        """Build a Llama-shaped model in bfloat16 with random weights."""
         torch.manual_seed(0)
         shape = {**SIZES[size], "intermediate_size": 7 * SIZES[size]["hidden_size"] // 2}
         config = transformers.LlamaConfig(**shape, vocab_size=VOCABULARY[size], use_cache=False)
@@ -183,21 +178,19 @@ class Work:
         return self.model(input_ids=self.tokens, labels=self.tokens).loss
 
     def step(self, context: Callable[[], Any] = contextlib.nullcontext) -> None:
-        """Add the gradients of the sequence."""
         with context():
             loss = self.loss()
         loss.backward()
 
 
 def take_gradients(model: nn.Module) -> Gradients:
-    """Return copies of the gradients, and zero them in place."""
     found = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
     model.zero_grad(set_to_none=False)
     return found
 
 
 def flops_of(work: Work, handling: Handling) -> int:
-    """Count the floating-point operations of one step. Counting changes some kernels, so its gradients are dropped."""
+    """Count a step's floating-point operations. Counting changes some kernels, so its gradients are dropped."""
     with FlopCounterMode(display=False) as counter:
         work.step(handling.context)
     take_gradients(work.model)
@@ -205,10 +198,9 @@ def flops_of(work: Work, handling: Handling) -> int:
 
 
 def measure(name: str, start: Work, saved: Saved, plain_flops: int, want: Gradients) -> dict[str, Any]:
-    """Measure one switch on a copy of the model."""
     work = Work(copy.deepcopy(start.model), start.tokens)
     try:
-        handling = SWITCHES[name](Setting(work.model, CPU, saved, round(host_limit_gib() * 2**30), link_divisor=1))
+        handling = SWITCHES[name](Setting(work.model, CPU, saved, round(host_limit_gib() * 2**30)))
     except UnavailableError as error:
         return {"error": str(error)}
     # One step at least, so that gradients are allocated.
@@ -234,7 +226,6 @@ def measure(name: str, start: Work, saved: Saved, plain_flops: int, want: Gradie
 
 
 def run(size: str) -> dict[str, Any]:
-    """Run the benchmark; return its results."""
     work = Work.make(size)
     saved = saved_by(work)
     work.step()
@@ -256,7 +247,6 @@ def run(size: str) -> dict[str, Any]:
 
 
 def print_report(results: dict[str, Any]) -> None:
-    """Print the table and the target."""
     shape = results["shape"]
     print(
         f"Llama-shaped, {shape['num_hidden_layers']} layers of width {shape['hidden_size']}, "

@@ -21,7 +21,7 @@ HEADER = [
     "host GiB",
     "gradients",
 ]
-# Limits of `QUANTITIES`. `tokens` restricts a target to one length.
+# Of `QUANTITIES`. `tokens` restricts a target to one length.
 PLANNED = [f"ours auto {percent} %" for percent in (10, 20, 35)]
 TARGETS: list[dict[str, Any]] = [
     *({"mode": mode, "quantity": "peak / budget", "at_most": 1.03} for mode in PLANNED),
@@ -39,7 +39,6 @@ Cells = dict[str, Cell]
 
 
 def print_report(results: dict[str, Any]) -> None:
-    """Print one table per length and link, each followed by its targets."""
     cells = results["cells"]
     if not cells:
         return
@@ -47,15 +46,15 @@ def print_report(results: dict[str, Any]) -> None:
         f"{cells[0]['size']} Qwen3-8B-shaped layers, {cells[0]['layers']} of them, bfloat16, "
         f"{results['hardware']['name']}, {_link(results['link_gb_per_s'])}"
     )
-    for divisor, num_tokens, shown, by_mode in _groups(cells):
-        link = "" if divisor == 1 else f", emulated link of 1/{divisor} of the speed"
+    for num_tokens in dict.fromkeys(cell["num_tokens"] for cell in cells):
+        by_mode = {cell["mode"]: cell for cell in cells if cell["num_tokens"] == num_tokens}
         saved = next((cell["saved_bytes"] for cell in by_mode.values() if "saved_bytes" in cell), None)
-        print(f"\n{num_tokens} tokens, {formatted(ratio(saved, MIB), '{:.1f}')} MiB saved by autograd{link}")
-        print_table(HEADER, [_row(mode, by_mode) for mode in shown])
-        for mode in shown:
-            if "error" in by_mode[mode]:
-                print(f"{mode}: {by_mode[mode]['error'].splitlines()[0]}")
-        for verdict in _verdicts(results["targets"], num_tokens, shown, by_mode):
+        print(f"\n{num_tokens} tokens, {formatted(ratio(saved, MIB), '{:.1f}')} MiB saved by autograd")
+        print_table(HEADER, [_row(mode, by_mode) for mode in by_mode])
+        for mode, cell in by_mode.items():
+            if "error" in cell:
+                print(f"{mode}: {cell['error'].splitlines()[0]}")
+        for verdict in _verdicts(results["targets"], num_tokens, by_mode):
             print(verdict)
     if results["hardware"]["device"] == "cpu":
         print(
@@ -63,18 +62,9 @@ def print_report(results: dict[str, Any]) -> None:
         )
 
 
-def _groups(cells: list[Cell]) -> Iterator[tuple[int, int, list[str], Cells]]:
-    """Yield link divisor, tokens, the modes that ran there, and their cells with those that use no link."""
-    for divisor, num_tokens in dict.fromkeys((cell["link_divisor"], cell["num_tokens"]) for cell in cells):
-        here = [cell for cell in cells if cell["num_tokens"] == num_tokens]
-        by_mode = {cell["mode"]: cell for cell in here if cell["link_divisor"] == 1}
-        own = {cell["mode"]: cell for cell in here if cell["link_divisor"] == divisor}
-        yield divisor, num_tokens, list(own), by_mode | own
-
-
-def _verdicts(targets: list[dict[str, Any]], num_tokens: int, shown: list[str], cells: Cells) -> Iterator[Verdict]:
+def _verdicts(targets: list[dict[str, Any]], num_tokens: int, cells: Cells) -> Iterator[Verdict]:
     for target in targets:
-        if target["mode"] in shown and target.get("tokens", num_tokens) == num_tokens:
+        if target["mode"] in cells and target.get("tokens", num_tokens) == num_tokens:
             value = QUANTITIES[target["quantity"]](cells[target["mode"]], cells)
             yield Verdict(f"{target['mode']}, {target['quantity']}", value, target["at_most"])
 
@@ -106,10 +96,7 @@ def _row(mode: str, cells: Cells) -> list[str]:
 
 
 def saved_peak_bytes(cell: Cell) -> int | None:
-    """Return the peak of saved activations on the device, without weights, gradients and temporaries.
-
-    Without an accelerator it is this library's own count, and None for other modes.
-    """
+    """Return the device's peak of saved activations; without one this library's own count, None for other modes."""
     if "peak_over_start_bytes" in cell:
         return int(cell["peak_over_start_bytes"] - cell["temporary_bytes"])
     counted = cell.get("offloader_peak_gib")

@@ -77,7 +77,6 @@ def _causal_lm(model: Any, batch_size: int, length: int) -> Model:
 
 
 def step_ms(model: nn.Module, forward: Forward, hooks: AbstractContextManager[Any]) -> float:
-    """Return the CPU milliseconds of a forward and backward pass."""
     start = time.process_time()
     with hooks:
         loss = forward()
@@ -88,7 +87,6 @@ def step_ms(model: nn.Module, forward: Forward, hooks: AbstractContextManager[An
 
 
 def measure(make: Callable[[], Model], num_rounds: int) -> dict[str, Any]:
-    """Return step times of each kind, ratios to the plain one, and bytes that the plan moves and recomputes."""
     torch.manual_seed(0)
     model, forward = make()
     offloader = ActivationOffloader(offload_threshold_mb=THRESHOLD_MB, copier=SyncCopier())
@@ -112,7 +110,6 @@ def measure(make: Callable[[], Model], num_rounds: int) -> dict[str, Any]:
 
 
 def run(num_rounds: int, names: list[str]) -> dict[str, Any]:
-    """Run the benchmark; return its results."""
     return {
         **environment(CPU),
         "benchmark": "activations.small_operations",
@@ -124,7 +121,6 @@ def run(num_rounds: int, names: list[str]) -> dict[str, Any]:
 
 
 def print_report(results: dict[str, Any]) -> None:
-    """Print the table, with targets."""
     rows = []
     for name, found in results["models"].items():
         ratio, target = found["ratio"], results["target_ratio"]

@@ -38,7 +38,6 @@ HEADER = ["allocator", "16 steps ms", "/ default", "allocated GiB", "reserved Gi
 
 
 def measure(settings: dict[str, Any], folder: Path) -> Row:
-    """Measure times and memory of the second half of all rounds of 16 steps."""
     device = current_device()
     torch.manual_seed(0)
     sizes = random.Random(0)
@@ -64,7 +63,6 @@ def measure(settings: dict[str, Any], folder: Path) -> Row:
 
 
 def make_model() -> nn.Module:
-    """Build an autoencoder of the size of a small VAE."""
     widths = [3, 64, 128, 256]
     down = [nn.Conv2d(a, b, 3, stride=2, padding=1) for a, b in itertools.pairwise(widths)]
     up = [nn.ConvTranspose2d(b, a, 4, stride=2, padding=1) for a, b in itertools.pairwise(widths)][::-1]
@@ -80,7 +78,6 @@ def judge(rows: list[Row]) -> None:
 
 
 def print_report(results: dict[str, Any]) -> None:
-    """Print the table, errors and targets."""
     rows = results["cells"]
     print_table(HEADER, [_row(row) for row in rows])
     for row in (row for row in rows if "error" in row):
@@ -101,7 +98,6 @@ def _row(row: Row) -> list[str]:
 
 
 def verdicts(results: dict[str, Any]) -> Iterator[Verdict]:
-    """Yield each target with its measured value."""
     rows = {row["variant"]: row for row in results["cells"]}
     of_default, of_growing = (rows.get(name, {}).get("lost_bytes") for name in ("default", "expandable_segments"))
     emptied = rows.get("empty_cache", {}).get("time_over_default")
@@ -114,14 +110,12 @@ REPORT = Report(TARGETS, print_report, judge)
 
 
 def cells(options: argparse.Namespace) -> Iterator[Cell]:
-    """Yield a cell for each variant."""
     shared = {"steps": options.steps, "seconds_per_cell": options.seconds_per_cell}
     for variant, environ in VARIANTS.items():
         yield Cell("planning.cache_clearing", variant, {"variant": variant, **shared}, environ=environ)
 
 
 def parse(arguments: Sequence[str] | None, device: torch.device) -> argparse.Namespace:
-    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--steps", type=int, default=384, help="of each variant; the second half is timed (default: %(default)s)")

@@ -1,6 +1,6 @@
 """Estimated against measured device memory of training steps.
 
-    python -m benchmarks.planning.estimate --estimate-only --card h100 --estimates h100.json
+    python -m benchmarks.planning.estimate --estimate-only --card h100 --output h100.json
     python -m benchmarks.planning.estimate --estimates h100.json
     python -m benchmarks.planning.estimate --recipe train_causal_lm=lm.yaml --recipe train_neural_operator=darcy.yaml
 
@@ -37,11 +37,7 @@ CUDNN_LAST = {"TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"}
 
 
 def measure(settings: dict[str, Any], folder: Path) -> Row:
-    """Estimate one step, before the device is queried, then measure it there.
-
-    Raises:
-        RuntimeError: the step could not be estimated.
-    """
+    """Estimate one step, before the device is queried, then measure it there."""
     found = {"estimate": settings["estimate"]} if settings["estimate"] else estimates.shared(settings, folder)
     if "error" in found["estimate"]:
         raise RuntimeError(f"not estimated: {found['estimate']['error']}")
@@ -78,7 +74,6 @@ def attention_order() -> list[str]:
 
 
 def deviations(found: Row) -> Row:
-    """Return the relative deviations of the estimate from the measured values."""
     estimate = found["estimate"]
     return {
         "deviation": estimate["allocated_bytes"] / found["measured_allocated_bytes"] - 1,
@@ -128,7 +123,6 @@ def running_card(device: torch.device) -> str | None:
 
 
 def parse(arguments: list[str] | None, device: torch.device) -> argparse.Namespace:
-    """Parse the command line; defaults depend on whether there is an accelerator."""
     on_cpu = device.type == "cpu"
     card = "h100" if on_cpu else running_card(device)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -140,11 +134,11 @@ def parse(arguments: list[str] | None, device: torch.device) -> argparse.Namespa
     add("--recipe", action="append", default=[], metavar="NAME=FILE", help="also this recipe")
     add("--card", choices=CARDS, default=card, help="card to estimate for (here: %(default)s)")
     add("--estimate-only", action="store_true", help="leave the device alone, and write the estimates")
-    add("--estimates", type=Path, help="file of estimates to read; with --estimate-only, to continue")
+    add("--estimates", type=Path, help="file of estimates to read")
     add("--steps", type=int, default=5, help="timed steps of each cell, at most (default: %(default)s)")
     add("--seconds-per-cell", type=float, default=4.0, help="stop timing a cell after this (default: %(default)s)")
     add("--time-limit-s", type=float, help="of the whole run (default: 510, or none with --estimate-only)")
-    add("--output", type=Path, help="JSON file (default: the one to continue, or in benchmarks/results)")
+    add("--output", type=Path, help="JSON file (default: in benchmarks/results)")
     options = parser.parse_args(arguments)
     if options.card is None:
         parser.error(f"this device is none of the cards that are known; choose one with --card: {', '.join(CARDS)}")
@@ -172,12 +166,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """Run the benchmark, or only its estimates."""
     limit_s = options.time_limit_s
     if options.estimate_only:
-        output = options.output or options.estimates or RESULTS_FOLDER / f"estimates-{options.card}.json"
-        earlier = options.estimates if options.estimates and options.estimates.exists() else None
-        return estimates.write_estimates(options.chosen, options.card, output, earlier, time_limit_s=limit_s)
+        output = options.output or RESULTS_FOLDER / f"estimates-{options.card}.json"
+        return estimates.write_estimates(options.chosen, options.card, output, time_limit_s=limit_s)
     return run_cells(
         BENCHMARK, list(cells(options)), options.output or results_path("estimate", device), time_limit_s=limit_s
     )

@@ -31,7 +31,6 @@ QUANTITIES = {
 
 
 def print_report(results: dict[str, Any]) -> None:
-    """Print one table of all steps, errors, and the deviations of all together."""
     rows = results["cells"]
     print(f"{results['hardware']['name']}, estimates for {', '.join(dict.fromkeys(row['card'] for row in rows))}\n")
     print_table(HEADER, [_columns(row) for row in rows])
@@ -50,7 +49,6 @@ def print_report(results: dict[str, Any]) -> None:
 
 
 def verdicts(results: dict[str, Any]) -> Iterator[Verdict]:
-    """Yield the targets of allocated bytes."""
     for name, value in zip(TARGETS, summary(results["cells"], "deviation"), strict=True):
         yield Verdict(f"{name.replace('_', ' ')} of allocated bytes", value, results["targets"][name])
 

@@ -48,29 +48,14 @@ def shared(settings: dict[str, Any], folder: Path) -> Row:
     return found
 
 
-def write_estimates(
-    steps: Sequence[Step], card: str, output: Path, earlier: Path | None, *, time_limit_s: float
-) -> dict[str, Any]:
-    """Estimate one step after the other; the file is rewritten after each.
-
-    Args:
-        steps: names and definitions.
-        card: name in `CARDS`.
-        output: results file.
-        earlier: file whose estimates are kept, except failed ones and those of steps that have changed.
-        time_limit_s: limit of all estimates together, in seconds.
-
-    Raises:
-        OtherEstimatesError: the earlier file is for another card.
-    """
+def write_estimates(steps: Sequence[Step], card: str, output: Path, *, time_limit_s: float) -> dict[str, Any]:
+    """Estimate one step after the other; the file is rewritten after each."""
     begun = time.perf_counter()
-    kept = [] if earlier is None else _taken_over(earlier, card, dict(steps))
-    results = {**environment(torch.device("cpu")), "benchmark": BENCHMARK, "card": card, "cells": kept}
+    results: dict[str, Any] = {**environment(torch.device("cpu")), "benchmark": BENCHMARK, "card": card, "cells": []}
     results["complete"] = False
-    missing = dict(steps).keys() - {row["step"] for row in kept}
     preload()
     with tempfile.TemporaryDirectory() as folder:
-        for name, definition in (step for step in steps if step[0] in missing):
+        for name, definition in steps:
             cell = Cell(BENCHMARK, name, {"step": name, "definition": definition, "card": card})
             row = found_by(cell, Path(folder), time_limit_s - (time.perf_counter() - begun))
             results["cells"].append({**cell.settings, **row})
@@ -83,29 +68,15 @@ def write_estimates(
 
 
 def read_estimates(file: Path, card: str, steps: Sequence[Step]) -> dict[str, Row]:
-    """Return the figures of each step by its name, or the error of its estimate.
-
-    Raises:
-        OtherEstimatesError: the file is for another card, or lacks a step as it is defined now.
-    """
+    """Return the figures of each step by its name, or the error of its estimate."""
     rows = {row["step"]: row for row in _rows(file, card)}
     changed = [name for name, definition in steps if name not in rows or rows[name]["definition"] != definition]
     if changed:
         raise OtherEstimatesError(
             f"{file} has no estimate of these {len(changed)} steps as they are defined now: {'; '.join(changed)}. "
-            f"Choose other steps, or add them: --estimate-only --card {card} --estimates {file}"
+            f"Choose other steps, or estimate all again: --estimate-only --card {card} --output {file}"
         )
     return {name: rows[name].get("estimate") or {"error": rows[name]["error"]} for name, _ in steps}
-
-
-def _taken_over(earlier: Path, card: str, wanted: dict[str, Definition]) -> list[Row]:
-    kept = []
-    for row in _rows(earlier, card):
-        if row["definition"] != wanted.get(row["step"], row["definition"]):
-            print(f"{row['step']}: has changed since it was estimated, and is estimated again")
-        elif "error" not in row:
-            kept.append(row)
-    return kept
 
 
 def _rows(file: Path, card: str) -> list[Row]:

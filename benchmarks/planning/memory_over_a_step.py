@@ -41,8 +41,6 @@ class SystemMemory(SyncCopier):
 
 
 class Training:
-    """Model, optimizer and batch on a device, trained step by step."""
-
     def __init__(
         self, device: Any, *, num_layers: int, checkpointing: bool = False, budget_mib: float | None = None
     ) -> None:
@@ -122,7 +120,6 @@ def _thinned(curve: list[list[float]]) -> list[list[float]]:
 
 
 def predicted_peak(num_layers: int, checkpointing: bool) -> int:
-    """Return the estimated peak in bytes, without a run."""
     estimate = estimate_peak_memory(
         lambda device: Training(device, num_layers=num_layers, checkpointing=checkpointing),
         lambda training: training.step(),
@@ -133,14 +130,13 @@ def predicted_peak(num_layers: int, checkpointing: bool) -> int:
 
 
 def planned_bytes(training: Training) -> int:
-    """Return the plan's peak of saved activations."""
     peak_gib = training.offloader.stats.predicted_peak_gib
     assert peak_gib is not None
     return round(peak_gib * 2**30)
 
 
 def measure(num_layers: int, budget_mib: float) -> dict[str, dict[str, Any]]:
-    """Return by technique both peaks (bytes), the curve, and whether the weights are those of the plain run."""
+    """Return by technique both peaks, the curve, and whether the weights are those of the plain run."""
     # Estimates fork this process, which torch allows only before the first backward pass.
     predicted = {
         "plain": predicted_peak(num_layers, checkpointing=False),
@@ -167,7 +163,6 @@ def measure(num_layers: int, budget_mib: float) -> dict[str, dict[str, Any]]:
 
 
 def draw(found: dict[str, dict[str, Any]], path: Path) -> Path:
-    """Draw measured memory as lines, and predicted peaks as dashes."""
     figure = Figure(figsize=(9, 4), layout="constrained")
     axes = figure.subplots()
     end = sum(WIDTHS.values())
@@ -202,7 +197,6 @@ def draw(found: dict[str, dict[str, Any]], path: Path) -> Path:
 
 
 def print_report(results: dict[str, Any]) -> None:
-    """Print predicted and measured peaks."""
     rows = [
         [
             name,

@@ -73,7 +73,6 @@ Definition = dict[str, Any]
 
 
 def model_steps(models: Sequence[str], sizes: Sequence[str]) -> Iterator[tuple[str, Definition]]:
-    """Yield name and definition of each model's steps."""
     for model in models:
         for size in sizes:
             _, _, seq_len, batch_size = SIZES[size]
@@ -97,7 +96,6 @@ def recipe_steps(
 
 
 def simulated_step(definition: Definition, folder: Path) -> SimulatedStep:
-    """Return the step; its configuration files are written into the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     return _recipe_step(definition, folder) if "recipe" in definition else _model_step(definition, folder)
 

@@ -53,7 +53,6 @@ def seq_len(toy: bool) -> int:
 
 
 def measure(gpu: str, toy: bool) -> dict[str, dict[str, Any]]:
-    """Return peak, activations and temporaries at the peak, host memory (bytes) and the step's time, by technique."""
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "config.json"
@@ -73,7 +72,6 @@ def measure(gpu: str, toy: bool) -> dict[str, dict[str, Any]]:
 
 
 def print_report(results: dict[str, Any]) -> None:
-    """Print the table, with times relative to mixed precision alone."""
     found = results["techniques"]
     plain_ms = found["mixed precision"]["step_ms"]
     rows = [

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from benchmarks.common import RESULTS_FOLDER, environment, write_results
+from benchmarks.common import MIB, RESULTS_FOLDER, environment, write_results
 from benchmarks.published.measurements import Measurement, measurements, sources
 from benchmarks.published.steps import estimate
 
@@ -28,7 +28,6 @@ RESULTS = RESULTS_FOLDER / "published.json"
 TABLE = RESULTS.with_suffix(".csv")
 PAGE = Path(__file__).parents[2] / "docs" / "published_measurements.md"
 BEGIN, END = "<!-- python -m benchmarks.published writes this -->", "<!-- up to here -->"
-MIB = 2**20
 FIGURES = {"allocated_mib": "allocated", "reserved_mib": "reserved"}
 # Fields that do not change the simulation.
 _RECORD = ("id", "source", "role", "stack", "unknown", "time_unknown", "not_simulated", "other_mib", "step_s", *FIGURES)
@@ -51,7 +50,6 @@ def figures(measured: Measurement) -> dict[str, float | None]:
 
 
 def compare(rows: list[Measurement]) -> list[dict[str, Any]]:
-    """Return each row with its estimate; None for one that is not simulated."""
     known: dict[str, dict[str, float | None]] = {}
     compared = []
     for row in tqdm(rows, unit="row"):
@@ -65,14 +63,7 @@ def compare(rows: list[Measurement]) -> list[dict[str, Any]]:
 def deviations(
     results: dict[str, Any], figure: str, *, is_known: bool | None = None, source: str | None = None
 ) -> list[float]:
-    """Return the relative deviations of estimates from measured figures.
-
-    Args:
-        results: contents of `RESULTS`.
-        figure: key of `FIGURES`.
-        is_known: True for rows whose configuration is fully known, False for the others, None for both.
-        source: name of a source; None for all.
-    """
+    """Return relative deviations of estimates; `is_known`: of rows whose configuration is fully known, or is not."""
     rows = {row.name: row for row in measurements()}
     found = []
     for compared in results["rows"]:
@@ -84,7 +75,6 @@ def deviations(
 
 
 def report(results: dict[str, Any]) -> str:
-    """Return the summary, over all rows and by source, as Markdown."""
     return "\n".join([*_summary(results), "", *_by_source(results)])
 
 
@@ -111,7 +101,6 @@ def _by_source(results: dict[str, Any]) -> Iterator[str]:
 
 
 def rows_as_text(results: dict[str, Any]) -> list[list[str]]:
-    """Return every row with memory as text: measured and estimated MiB, and gaps in its configuration."""
     estimates = {(row["source"], row["id"]): row["estimate"] or {} for row in results["rows"]}
     table = [
         [
@@ -146,20 +135,10 @@ def _step(row: Measurement) -> str:
 
 
 def write_page(results: dict[str, Any], page: Path) -> None:
-    """Write the report between its marks.
-
-    Raises:
-        ValueError: the page has no marks.
-    """
     write_between(report(results), (BEGIN, END), page)
 
 
 def write_between(text: str, marks: tuple[str, str], page: Path) -> None:
-    """Write text between two marks of a page.
-
-    Raises:
-        ValueError: the page has no marks.
-    """
     begin, end = marks
     whole = page.read_text(encoding="utf-8")
     if begin not in whole or end not in whole:

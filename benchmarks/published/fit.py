@@ -37,19 +37,10 @@ _ROUNDS, _DIFFERENCE, _ENOUGH = 25, 1e-3, 1e-4
 
 
 class Fit(NamedTuple):
-    """Fitted speeds.
-
-    Attributes:
-        pooled: speeds of all families together.
-        families: speeds of each family.
-        kernel_s: shortest time of a kernel, in seconds.
-        host_s: time of the host to start a kernel, in seconds.
-    """
-
-    pooled: KernelSpeeds
+    pooled: KernelSpeeds  # of all families together
     families: dict[str, KernelSpeeds]
-    kernel_s: float
-    host_s: float
+    kernel_s: float  # shortest time of a kernel
+    host_s: float  # time of the host to start a kernel
 
     def step_s(self, row: Measurement, work: RecordedWork) -> float:
         """Predict the seconds of a row; a family that was not fitted has the pooled speeds."""

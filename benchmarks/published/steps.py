@@ -39,11 +39,7 @@ class _NoUpdate(torch.optim.SGD):
 
 
 def estimate(measured: Measurement) -> MemoryEstimate:
-    """Estimate two steps of a measurement, without a GPU.
-
-    Raises:
-        ValueError: the step cannot be simulated.
-    """
+    """Estimate two steps of a measurement, without a GPU."""
     import peft  # noqa: F401 - once, before processes are forked
 
     return run_isolated(lambda: simulate_step(simulated(measured), gpu=card_of(measured.gpu)))
@@ -69,8 +65,6 @@ def _config(measured: Measurement) -> Any:
 
 
 class PublishedStep:
-    """Model, optimizer and batch on a device."""
-
     def __init__(self, measured: Measurement, config: Any, device: torch.device) -> None:
         self._measured = measured
         torch.backends.cuda.matmul.allow_tf32 = measured.tf32
@@ -83,10 +77,7 @@ class PublishedStep:
             self._batch = _batch(measured)
 
     def run(self) -> None:
-        """Train one update. The model's output lives until its end, as in a script's variable.
-
-        If the sum of the logits is the loss, the output lives until the next output exists, as in a loop's variable.
-        """
+        """Train one update. The output lives to its end, like a script's variable; as logits, until the next one."""
         if self._measured.zeroes_first:
             self._optimizer.zero_grad()
         for _ in range(self._measured.accumulation):

@@ -22,21 +22,14 @@ _MISS = 0.25
 
 
 class Pair(NamedTuple):
-    """Two methods of training on the same samples.
+    """Two methods of training on the same samples, with the second one's time over that of the first."""
 
-    Attributes:
-        name: card, model, batch and the two methods.
-        measured: measured time of the second method over that of the first.
-        predicted: predicted time of the second method over that of the first.
-    """
-
-    name: str
+    name: str  # card, model, batch and the two methods
     measured: float
     predicted: float
 
     @property
     def is_right(self) -> bool:
-        """Return whether the slower method is predicted to be slower."""
         return (self.measured > 1) == (self.predicted > 1)
 
 
@@ -46,7 +39,6 @@ def timed() -> list[Measurement]:
 
 
 def family(row: Measurement) -> str:
-    """Return the family of the row's card."""
     card = card_of(row.gpu)
     assert card is not None
     return family_of(card) or row.gpu
@@ -64,13 +56,6 @@ def halves(rows: list[Measurement]) -> dict[str, int]:
 
 
 def deviations(predicted: dict[str, float], *, of: str | None = None, half: int | None = None) -> list[float]:
-    """Return the relative deviations of predicted times from measured ones.
-
-    Args:
-        predicted: predicted seconds by name of the row.
-        of: family of cards; None for all.
-        half: half of the rows, 0 or 1; None for both.
-    """
     rows = timed()
     in_half = halves(rows)
     return [
@@ -83,7 +68,7 @@ def deviations(predicted: dict[str, float], *, of: str | None = None, half: int 
 def pairs(predicted: dict[str, float]) -> list[Pair]:
     """Return all pairs of methods on the same samples, of one source, card and model.
 
-    Repeated measurements count by their median. Pairs whose times differ by less than 5 % are left out.
+    Repeated measurements count by their median. Pairs with nearly the same time are left out.
     """
     ways: dict[tuple[Any, ...], dict[tuple[Any, ...], list[Measurement]]] = {}
     for row in timed():
@@ -104,7 +89,6 @@ def pairs(predicted: dict[str, float]) -> list[Pair]:
 
 
 def report(predicted: dict[str, float]) -> str:
-    """Return the table of families, the misses and the signs as Markdown, for predictions by fits without the row."""
     return "\n".join([*_families(predicted), "", *_misses(predicted), "", *_signs(predicted)])
 
 

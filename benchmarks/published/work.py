@@ -36,20 +36,14 @@ class RecordedWork:
 
     Columns are the index in `PARTS`, seconds of arithmetic and seconds of memory traffic by the data sheet, whether the
     operation starts a kernel, and whether it is in backward.
-
-    Attributes:
-        longer: operations of the whole model, or of a model with a few of its equal layers.
-        shorter: operations of a model with one group of layers less; empty if the whole model was simulated.
-        num_more: number of further groups in the whole model.
     """
 
-    longer: Array
-    shorter: Array
-    num_more: int
+    longer: Array  # of the whole model, or of one with a few of its equal layers
+    shorter: Array  # with one group of layers less; empty if the whole model was simulated
+    num_more: int  # further groups in the whole model
 
 
 def recorded(measured: Measurement, folder: Path) -> RecordedWork:
-    """Return the operations of a step, from a file of the folder if there is one."""
     path = folder / ("".join(letter if letter.isalnum() else "_" for letter in measured.name) + ".npz")
     if not path.exists():
         work = run_isolated(lambda: _record(measured))
@@ -78,8 +72,6 @@ def _run_s(operations: Array, speeds: KernelSpeeds, kernel_s: float, host_s: flo
 
 
 class _RecordingClock(VirtualClock):
-    """A clock that records the operations of the last step."""
-
     def __init__(self, card: Card, like: str = "cuda") -> None:
         super().__init__(card, like)
         self.operations: list[tuple[float, ...]] = []

@@ -10,12 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.teacher.slow_link import SlowLinkCopier
 from benchmarks.teacher.smolvla import observe
 from benchmarks.timing import PhasePeaks
 from hf_memopt.lerobot.flow.flow_policy import Observation
 from hf_memopt.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
-from hf_memopt.lerobot.reflow.reflow_teacher import ReflowTeacher
 from hf_memopt.transfer import SyncCopier
 from hf_memopt.weights import OffloadedTeacher, TeacherReport
 
@@ -26,40 +24,21 @@ LossFunction = Callable[[Batch, Tensor, Tensor, PhasePeaks], Tensor]  # (batch, 
 
 @dataclass(frozen=True)
 class Source:
-    """The arguments of every mode.
-
-    Attributes:
-        policy: initial student and teacher, on the CPU; the mode copies it for the teacher and trains it.
-        checkpoint: the same policy, on disk.
-        device: device of the training.
-        dtype: dtype of the teacher's weights; bfloat16 also means autocast for the student.
-        link_gb_per_s: speed of an emulated link, in GB/s; None: the machine's link.
-    """
-
-    policy: SmolVLAReflowPolicy
-    checkpoint: Path
+    policy: SmolVLAReflowPolicy  # student and teacher at the start, on the CPU: copied for the teacher, and trained
+    checkpoint: Path  # the same policy
     device: torch.device
-    dtype: torch.dtype
-    link_gb_per_s: float | None = None
+    dtype: torch.dtype  # of the teacher's weights; bfloat16 also means autocast for the student
 
 
 @dataclass(frozen=True)
 class Handling:
-    """One mode, ready to train.
-
-    Attributes:
-        student: student on the device.
-        target: function that returns the teacher's actions for a batch.
-        loss: function that returns the student's loss for a batch, the teacher's target included.
-        report: function that returns the teacher's cost so far; None for other libraries' modes.
-        moved_bytes: bytes that a step moves over the host link in each direction, if known beforehand.
-    """
+    """One mode, ready to train."""
 
     student: SmolVLAReflowPolicy
-    target: TargetFunction
-    loss: LossFunction
+    target: TargetFunction  # the teacher's actions
+    loss: LossFunction  # the student's, the teacher's target included
     report: Callable[[], TeacherReport | None] = lambda: None
-    moved_bytes: int | None = None
+    moved_bytes: int | None = None  # over the host link in each direction, per step, if known beforehand
 
 
 class Sampler(nn.Module):
@@ -71,7 +50,6 @@ class Sampler(nn.Module):
         self.model.train(False)
 
     def forward(self, *arguments: Any) -> Tensor:
-        """Call `sample_actions` with its arguments, the noise last."""
         *observation, noise = arguments
         actions: Tensor = self.model.sample_actions(*observation, noise=noise)
         return actions
@@ -84,7 +62,6 @@ class Sampler(nn.Module):
 
 
 def resident(source: Source) -> Handling:
-    """Keep the teacher's weights on the device."""
     sampler = Sampler(source.policy).cast(source.dtype).to(source.device)
     return _with_stock_teacher(source, _in_own_dtype(sampler), moved_bytes=0)
 
@@ -113,10 +90,7 @@ def seed(source: Source) -> Handling:
 
 
 def accelerate_cpu_offload(source: Source) -> Handling:
-    """Use accelerate's `cpu_offload`: each layer's weights are copied when it runs and dropped afterwards.
-
-    On CUDA the weights are page-locked, since by itself it would copy from pageable memory.
-    """
+    """Use accelerate's `cpu_offload`, on CUDA with page-locked weights; by itself it copies from pageable memory."""
     import accelerate
 
     sampler = Sampler(source.policy).cast(source.dtype)
@@ -128,7 +102,6 @@ def accelerate_cpu_offload(source: Source) -> Handling:
 
 
 def diffusers_leaf(source: Source) -> Handling:
-    """Use diffusers' group offloading by leaves, each prefetched on a stream while the previous one runs."""
     return _diffusers(source, Sampler(source.policy).cast(source.dtype), offload_type="leaf_level")
 
 
@@ -172,14 +145,7 @@ def _diffusers(source: Source, sampler: Sampler, **options: Any) -> Handling:
 
 
 def offloaded(source: Source, mode: str, share_prefix: str = "off") -> Handling:
-    """Use this library's policy.
-
-    Args:
-        source: arguments of every mode.
-        mode: `"swap"`: the teacher's weights arrive in one block; `"stream"`: each as it is used, and the expert's stay
-            from the first Euler step to the last.
-        share_prefix: `"on"` if student and teacher use the student's VLM, else `"off"`.
-    """
+    """Use this library's policy; with `share_prefix="on"` student and teacher use the student's VLM."""
     student = _student(
         source,
         use_reflow=True,
@@ -188,8 +154,6 @@ def offloaded(source: Source, mode: str, share_prefix: str = "off") -> Handling:
         teacher_dtype=str(source.dtype).removeprefix("torch."),
         share_prefix=share_prefix,
     )
-    if source.link_gb_per_s is not None:
-        student.teacher = ReflowTeacher(student.config, SlowLinkCopier(source.device, source.link_gb_per_s))
     student.load_teacher_model()
 
     def target(observation: Observation, noise: Tensor) -> Tensor:
@@ -261,5 +225,4 @@ MODES: dict[str, Callable[[Source], Handling]] = {
     "accelerate": accelerate_cpu_offload,
     "stream-all": stream_all,
 }
-ON_SLOWER_LINKS = ("swap", "stream")
 OTHER_LIBRARIES = {"diffusers-leaf": "diffusers", "diffusers-block": "diffusers", "accelerate": "accelerate"}

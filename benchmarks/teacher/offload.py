@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from benchmarks.cells import Cell, Report, Row, UnavailableError, own_failures, run_cells
 from benchmarks.common import current_device, host_rss_bytes, pinned_bytes, results_path
-from benchmarks.teacher.modes import MODES, ON_SLOWER_LINKS, OTHER_LIBRARIES, Batch, Handling, Source
+from benchmarks.teacher.modes import MODES, OTHER_LIBRARIES, Batch, Handling, Source
 from benchmarks.teacher.report import TARGETS, print_report
 from benchmarks.teacher.smolvla import SIZES, Size, build_policy, draw_noise_and_time, make_batch, observe
 from benchmarks.timing import NoDeviceActivityError, PhasePeaks, copied_bytes, first_step_s, timed
@@ -39,8 +39,6 @@ AGAIN = "resident again"  # the reference at the end, as a control
 
 @dataclass(frozen=True)
 class Workload:
-    """One batch, its noise and times, and the optimizer of a student at its start."""
-
     batch: Batch
     noise: Tensor
     time: Tensor
@@ -57,21 +55,19 @@ class Answer:
 
 
 def require_transformers() -> None:
-    """Raise UnavailableError if lerobot's SmolVLA cannot run with this transformers."""
     if Version(transformers.__version__) >= TOO_NEW_TRANSFORMERS:
         versions = f"needs transformers before {TOO_NEW_TRANSFORMERS}, and this is {transformers.__version__}"
         raise UnavailableError(f"lerobot's SmolVLA {versions}: it shortens a cache in a way that later versions refuse")
 
 
 def measure(settings: dict[str, Any], folder: Path) -> Row:
-    """Measure one mode, dtype and batch size."""
     require_transformers()
     device, size = current_device(), SIZES[settings["size"]]
     if device.type == "cpu" and settings["size"] == "toy":
         torch.set_num_threads(1)  # tensors are too small for more
     policy, checkpoint = start(size, folder)
     num_parameters = sum(p.numel() for p in policy.parameters())
-    source = Source(policy, checkpoint, device, DTYPES[settings["dtype"]], settings["link_gb_per_s"])
+    source = Source(policy, checkpoint, device, DTYPES[settings["dtype"]])
     mode = settings["mode"] if settings["mode"] != AGAIN else "resident"
     handling = MODES[mode](source)
     work = prepare(handling, source, size, settings["batch_size"])
@@ -96,7 +92,6 @@ def start(size: Size, folder: Path) -> tuple[SmolVLAReflowPolicy, Path]:
 
 
 def write_whole(value: object, path: Path) -> None:
-    """Save a value atomically."""
     unfinished = path.with_suffix(".tmp")
     torch.save(value, unfinished)
     os.replace(unfinished, path)
@@ -193,7 +188,6 @@ def traffic(handling: Handling, work: Workload, device: torch.device) -> dict[st
 
 
 def compare(answer: Answer, reference: Answer | None) -> Row:
-    """Compare target and loss with the resident teacher's."""
     if reference is None:
         return {"loss": answer.loss}
     return {
@@ -209,31 +203,23 @@ REPORT = Report(TARGETS, print_report)
 
 
 def cells(options: argparse.Namespace) -> Iterator[Cell]:
-    """Yield every mode, then this library's on slower links, then the reference again."""
-    modes = [(mode, None) for mode in MODES if mode in options.modes]
-    modes += [(mode, link) for mode in ON_SLOWER_LINKS if mode in options.modes for link in options.links]
-    modes += [(AGAIN, None)] if AGAIN in options.modes else []
     shared = {name: getattr(options, name) for name in ("size", "warmup", "steps", "seconds_per_cell")}
-    for mode, link in modes:
+    for mode in (mode for mode in (*MODES, AGAIN) if mode in options.modes):
         for dtype in options.dtypes:
             for batch_size in options.batch_sizes:
-                what = {"mode": mode, "dtype": dtype, "batch_size": batch_size, "link_gb_per_s": link}
-                name = f"{mode}{'' if link is None else f' {link:g} GB/s'}, {dtype}, batch {batch_size}"
+                what = {"mode": mode, "dtype": dtype, "batch_size": batch_size}
                 needs = (OTHER_LIBRARIES[mode],) if mode in OTHER_LIBRARIES else ()
-                yield Cell("teacher.offload", name, {**what, **shared}, needs)
+                yield Cell("teacher.offload", f"{mode}, {dtype}, batch {batch_size}", {**what, **shared}, needs)
 
 
 def parse(arguments: list[str] | None, device: torch.device) -> argparse.Namespace:
-    """Parse the command line; defaults depend on whether there is an accelerator."""
     on_cpu = device.type == "cpu"
-    links = [] if on_cpu else [12.0, 25.0, 50.0]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--size", choices=SIZES, default="toy" if on_cpu else "real", help="which SmolVLA (here: %(default)s)")
     add("--modes", nargs="+", choices=[*MODES, AGAIN], default=[*MODES, AGAIN], help="default: all")
     add("--batch-sizes", nargs="+", type=int, default=[8] if on_cpu else [1, 8, 32, 64], help="here: %(default)s")
     add("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="of the teacher's weights; default: both")
-    add("--links", nargs="*", type=float, default=links, help="GB/s, emulated; CUDA only (here: %(default)s)")
     add("--warmup", type=int, default=2, help="untimed steps of each cell, at least 1 (default: %(default)s)")
     add("--steps", type=int, default=20, help="timed steps of each cell, at most (default: %(default)s)")
     add("--seconds-per-cell", type=float, default=2.0, help="stop timing a cell after this (default: %(default)s)")

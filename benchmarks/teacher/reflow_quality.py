@@ -32,7 +32,6 @@ VARIANTS: dict[str, list[str]] = {
 
 
 def run_seed(seed: int, folder: Path, variants: list[str]) -> dict[str, Any]:
-    """Run the demo for one seed; return its results and each variant's student."""
     output = folder / f"seed-{seed}"
     demo = [sys.executable, "-m", "hf_memopt.recipes.reflow.demo", "--output", str(output), "--seed", str(seed)]
     subprocess.run(demo, check=True)
@@ -68,7 +67,6 @@ def ratio(seed: dict[str, Any]) -> float:
 
 
 def print_report(results: dict[str, Any]) -> None:
-    """Print the tables: one row per seed, and one per seed and variant."""
     rows = []
     for seed in results["seeds"]:
         met = "met" if ratio(seed) <= results["target_ratio"] else "missed"

@@ -36,7 +36,6 @@ Cells = dict[str, Cell]
 
 
 def print_report(results: dict[str, Any]) -> None:
-    """Print one table per dtype and batch size, each followed by its targets."""
     for dtype, batch_size, cells in _groups(results["cells"]):
         size = results["size"] if "size" in results else next(iter(cells.values()))["size"]
         print(f"\n{size} SmolVLA, {dtype}, batch {batch_size}, {results['hardware']['name']}")
@@ -51,15 +50,9 @@ def print_report(results: dict[str, Any]) -> None:
 
 
 def _groups(cells: list[Cell]) -> Iterator[tuple[str, int, Cells]]:
-    """Yield dtype, batch size and their cells by name."""
     for dtype, batch_size in sorted({(cell["dtype"], cell["batch_size"]) for cell in cells}):
         here = [cell for cell in cells if (cell["dtype"], cell["batch_size"]) == (dtype, batch_size)]
-        yield dtype, batch_size, {_name(cell): cell for cell in here}
-
-
-def _name(cell: Cell) -> str:
-    link = cell.get("link_gb_per_s")
-    return str(cell["mode"]) if link is None else f"{cell['mode']} {link:g} GB/s"
+        yield dtype, batch_size, {cell["mode"]: cell for cell in here}
 
 
 def _verdicts(targets: list[dict[str, Any]], cells: Cells) -> Iterator[Verdict]:

@@ -52,7 +52,6 @@ def shared_losses(
 
 
 def measure(policy: SmolVLAReflowPolicy, losses: Losses, size: Size, batch_size: int) -> tuple[int, float, Gradients]:
-    """Return saved bytes, loss and gradients of one step."""
     observation = observe(policy, make_batch(size, batch_size, CPU))
     noise, time = draw_noise_and_time(policy, batch_size, CPU)
     with SavedBytes(exclude=policy.parameters()) as saved:
@@ -64,7 +63,6 @@ def measure(policy: SmolVLAReflowPolicy, losses: Losses, size: Size, batch_size:
 
 
 def compare(policy: SmolVLAReflowPolicy, size: Size, batch_size: int) -> dict[str, Any]:
-    """Compare joint and shared forward on the same step."""
     joint_bytes, joint_loss, joint_gradients = measure(policy, joint_losses, size, batch_size)
     shared_bytes, shared_loss, shared_gradients = measure(policy, shared_losses, size, batch_size)
     if joint_gradients.keys() != shared_gradients.keys():
@@ -107,7 +105,6 @@ def run(size_name: str, batch_size: int, folder: Path) -> dict[str, Any]:
 
 
 def print_report(results: dict[str, Any]) -> None:
-    """Print the table, with targets at the published size."""
     rows = []
     for case, found in results["state_projection"].items():
         rows.append(

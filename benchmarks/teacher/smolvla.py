@@ -20,8 +20,6 @@ LANGUAGE_TOKENS = 24
 
 @dataclass(frozen=True)
 class Size:
-    """The size of a SmolVLA: the shape of its VLM, its policy's settings and its cameras."""
-
     vlm: VLMShape
     settings: dict[str, Any]
     num_cameras: int
@@ -36,13 +34,7 @@ SIZES = {
 
 
 def build_policy(size: Size, folder: Path, **settings: Any) -> SmolVLAReflowPolicy:
-    """Build a policy on the CPU, in float32, from seed 0.
-
-    Args:
-        size: size of the SmolVLA.
-        folder: folder for the VLM's configuration and tokenizer.
-        settings: settings of the policy that override those of `size`.
-    """
+    """Build a policy on the CPU, in float32, from seed 0; `settings` override those of `size`."""
     config = SmolVLAReflowConfig(
         vlm_model_name=str(write_vlm(folder / "vlm", size.vlm)),
         device="cpu",

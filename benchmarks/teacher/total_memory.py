@@ -61,7 +61,6 @@ def make_student(size: Size, folder: Path, share_prefix: str) -> SmolVLAReflow:
 
 
 def measure(size: Size, batch_sizes: list[int], precision: str, gpu: str) -> list[dict[str, Any]]:
-    """Return the prediction for each mode of the teacher's weights, prefix and batch."""
     cells = [(share, home, batch) for share in ("off", "on") for home in HOMES for batch in batch_sizes]
     found = []
     for share_prefix, home, batch_size in tqdm(cells, unit="step"):
@@ -84,7 +83,6 @@ def measure(size: Size, batch_sizes: list[int], precision: str, gpu: str) -> lis
 
 
 def print_report(results: dict[str, Any]) -> None:
-    """Print the table, in GiB at the peak: both models' weights, gradients and optimizer states, activations."""
     rows = []
     for cell in results["cells"]:
         name = f"{cell['teacher_offload']}{', one prefix' if cell['share_prefix'] == 'on' else ''}"

@@ -25,7 +25,6 @@ def make_batch(generator: torch.Generator, num_samples: int) -> Batch:
 
 
 def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the mean over the tokens that count."""
     return nn.functional.cross_entropy(model(batch["tokens"]).flatten(0, 1), batch["labels"].flatten())
 
 

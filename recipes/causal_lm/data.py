@@ -1,9 +1,8 @@
 """Text for `train_causal_lm.py`: where it comes from, its tokenizer, and how it is packed into blocks.
 
-The default corpus is the documentation that every Python installation carries: the language reference behind `help()`
-(the module `pydoc_data.topics`) and the docstrings of the standard library, about 2 MB of English prose and examples.
-It is under the PSF License Agreement (https://docs.python.org/3/license.html), read at run time from the interpreter
-that runs this, and the same for every run on one installation.
+The default corpus is the documentation in every Python installation: the language reference behind `help()` and the
+standard library's docstrings, about 2 MB, read at run time from the interpreter that runs this. It is under the PSF
+License Agreement (https://docs.python.org/3/license.html), and the same for every run on one installation.
 """
 
 import ast
@@ -28,11 +27,7 @@ _LEFT_OUT |= {"site-packages", "dist-packages"}
 
 
 def read_texts(options: DataOptions) -> Dataset:
-    """Return the corpus as a dataset with one document per row in the column `text`.
-
-    Raises:
-        ValueError: a file or dataset cannot be read; names it and the remedy.
-    """
+    """Return the corpus, one document per row in the column `text`."""
     if options.text_file and options.dataset:
         raise ValueError(f"text_file={options.text_file} and dataset={options.dataset!r} exclude each other; pass one")
     if options.dataset:
@@ -52,10 +47,7 @@ def describe_corpus(options: DataOptions) -> str:
 
 
 def python_documentation() -> Iterator[str]:
-    """Yield one document per topic of the language reference, and one per module with docstrings, in a fixed order.
-
-    Parses some 500 files, in about three seconds.
-    """
+    """Yield a document per topic of the language reference and per module, in a fixed order, in about three seconds."""
     yield from (text for _, text in sorted(topics.items()))
     library = Path(sysconfig.get_path("stdlib"))
     for file in sorted(library.rglob("*.py")):
@@ -87,11 +79,7 @@ def _read_dataset(options: DataOptions, name: str) -> Dataset:
 
 
 def make_tokenizer(options: ModelOptions, texts: Dataset) -> PreTrainedTokenizerBase:
-    """Return the tokenizer that was named, the model's, or one trained on the texts.
-
-    Raises:
-        ValueError: it cannot be loaded, or has no token that ends a document.
-    """
+    """Return the tokenizer that was named, the model's, or one trained on the texts."""
     name = options.tokenizer or options.model
     if name is None:
         # Byte-level BPE with one special token. The same texts give the same tokenizer.
@@ -106,11 +94,8 @@ def make_tokenizer(options: ModelOptions, texts: Dataset) -> PreTrainedTokenizer
 def pack(texts: Dataset, tokenizer: PreTrainedTokenizerBase, options: DataOptions, seed: int) -> DatasetDict:
     """Return tokens in blocks, split into `train` and `test`; each row has `input_ids`, `(block_size,)`.
 
-    Documents follow each other with the end-of-sequence token between them. A rest that does not fill the last block of
-    a thousand documents is left out. Held-out blocks may come from the same documents as others.
-
-    Raises:
-        ValueError: the text is too short.
+    The end-of-sequence token is between documents. A rest that does not fill the last block of a thousand documents is
+    left out. Held-out blocks may come from the same documents as others.
     """
     size = options.block_size
 

@@ -13,11 +13,7 @@ from hf_memopt.recipes.common.flags import explained
 
 
 def make_model(options: ModelOptions, tokenizer: PreTrainedTokenizerBase, block_size: int) -> PreTrainedModel:
-    """Return a pretrained model, or one from scratch whose weights torch's seed decides.
-
-    Raises:
-        ValueError: it cannot be loaded, an override is no setting of its type, or its context is too short.
-    """
+    """Return a pretrained model, or one from scratch whose weights torch's seed decides."""
     dtype = getattr(torch, options.dtype)
     if options.model is None:
         config = _new_config(options, tokenizer)

@@ -59,8 +59,6 @@ class TrainingOptions(RunOptions):
 
 
 class Options(NamedTuple):
-    """Everything that the command line says."""
-
     model: ModelOptions
     data: DataOptions
     training: TrainingOptions
@@ -68,21 +66,11 @@ class Options(NamedTuple):
 
     @property
     def output_dir(self) -> str:
-        """Return the run's folder."""
         return self.training.output_dir
 
 
 def parse(description: str, arguments: Sequence[str] | None = None, compared: Sequence[str] = ()) -> Options:
-    """Read the command line.
-
-    Args:
-        description: for `--help`.
-        arguments: None, the command line's.
-        compared: modes of offloading that are to be compared; none for training, which needs a folder of its own.
-
-    Raises:
-        ValueError: names a flag, its value and the remedy.
-    """
+    """Read the command line; `compared` are modes of offloading, none for training, which needs a folder of its own."""
     options = read_options(Options, description, arguments)
     remedy = "the inputs of checkpointed blocks; add --gradient_checkpointing"
     check_offloading(options.offload, compared, checkpointed=options.model.gradient_checkpointing, remedy=remedy)

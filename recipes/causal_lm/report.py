@@ -16,7 +16,6 @@ logger = logging.getLogger(__name__)
 
 
 def results(options: Options, accelerator: Accelerator, history: History, cost: RunCost) -> dict[str, Any]:
-    """Return the contents of `results.json` of a finished run; `cost` is that of an update."""
     final = [entry for entry in history if "eval_loss" in entry][-1]
     more = {"corpus": describe_corpus(options.data), "final": final}
     return run_results(
@@ -25,10 +24,7 @@ def results(options: Options, accelerator: Accelerator, history: History, cost: 
 
 
 def write(results: dict[str, Any], output: Path) -> None:
-    """Write `results.json`, and `results.png` where matplotlib is installed; the log gets the table.
-
-    The figure shows the modes that `hf-memopt compare` measured in this folder, where it has.
-    """
+    """Write `results.json`, and `results.png` with the modes that `hf-memopt compare` measured in this folder."""
     write_results(results, output)
     training = [results["training_cost"]]
     if can_draw("results.png"):
@@ -37,7 +33,6 @@ def write(results: dict[str, Any], output: Path) -> None:
 
 
 def draw(results: dict[str, Any], costs: list[RunCost], file: Path) -> None:
-    """Draw losses by update, and memory and time by mode. Needs matplotlib."""
     modes, on_cpu = [cost.mode for cost in costs], results["device"] == "cpu"
     with drawn(file, 1, 3, dpi=110, figsize=(13, 3.8)) as (learning, memory, speed):
         plot_history(learning, results["history"], "update", {"loss": "training"}, "-")

@@ -16,13 +16,7 @@ Batch = dict[str, Tensor]
 
 @dataclass(kw_only=True)
 class Run(loop.Run):
-    """With the other parts of an update and an evaluation.
-
-    Attributes:
-        held_out: batches to evaluate on.
-    """
-
-    held_out: Any = None
+    held_out: Any = None  # batches to evaluate on
 
 
 def make_optimizer(model: nn.Module, training: TrainingOptions, device: torch.device) -> torch.optim.Optimizer:
@@ -39,8 +33,7 @@ def update(run: Run, batches: Iterator[Batch]) -> Tensor:
     for _ in range(run.accelerator.gradient_accumulation_steps):
         batch = next(batches)
         with run.accelerator.accumulate(run.model):
-            # Only the forward pass is in the offloader's context: its saved tensors go to host memory there, and
-            # backward brings them back by itself.
+            # Only the forward pass is in the offloader's context; backward brings its saved tensors back by itself.
             with run.memory.phase("forward"), run.saving():
                 loss = run.model(**batch, labels=batch["input_ids"]).loss
             with run.memory.phase("backward"):

@@ -36,14 +36,7 @@ Changes = Mapping[str, Any]  # "section.field" of the options, and its value
 class RecipeWorkload(ABC):
     """A recipe's own step on fake tensors, with options that depend on levers.
 
-    Args:
-        name: for headings.
-        options: options of the recipe, in sections.
-        precision: "no", "bf16", or "auto" to try both.
-        effective_batch: samples per update; None, as the options give it.
-
-    Raises:
-        ValueError: `precision` is unknown, or `effective_batch` not positive.
+    `precision` is "no", "bf16", or "auto" to try both; `effective_batch` counts samples per update, None as in options.
     """
 
     # Each lever's values and the options that they change, from the fastest to the most frugal.
@@ -85,7 +78,6 @@ class RecipeWorkload(ABC):
         )
 
     def with_settings(self, settings: Settings, micro_batch: int) -> Any:
-        """Return the options of a candidate."""
         changes: dict[str, Any] = {"offload.plan": None}
         for lever, values in self.LEVERS.items():
             changes |= values[settings[lever]]
@@ -98,7 +90,6 @@ class RecipeWorkload(ABC):
         return [written, write_accelerate_config(folder / "accelerate.yaml", settings[PRECISION])]
 
     def command(self, written: list[Path]) -> str:
-        """Return the command that runs the recipe with the files that `write` wrote."""
         options, config = written
         return f"accelerate launch --config_file {config} -m {self.MODULE} --config_path {options}"
 
@@ -111,20 +102,16 @@ class RecipeWorkload(ABC):
         return min(2, accumulation)
 
     def write_options(self, options: Any, folder: Path) -> Path:
-        """Write the options' file and return its path."""
         return write_options(folder / f"{self.MODULE.rpartition('train_')[2]}.yaml", options)
 
     def given_batch(self, options: Any) -> int:
-        """Return the samples per update that the options ask for."""
         micro_batch, accumulation = attrgetter(*self.BATCH)(options)
         return int(micro_batch * accumulation)
 
     def given_micro_batch(self, options: Any) -> int:
-        """Return the samples per forward pass that the options ask for."""
         return int(attrgetter(self.BATCH[0])(options))
 
     def batching(self, micro_batch: int) -> Changes:
-        """Return the options that make an update of `effective_batch` samples out of such micro-batches."""
         return dict(zip(self.BATCH, (micro_batch, self.effective_batch // micro_batch), strict=True))
 
     @abstractmethod
@@ -160,19 +147,7 @@ def apply_auto_plan(
     make_workload: Callable[[str], RecipeWorkload],
     make_accelerator: Callable[[Any], Accelerator],
 ) -> tuple[Any, Accelerator, Row | None]:
-    """Return options and accelerator as a plan for `--plan`'s card has them, and the prediction.
-
-    Without `--plan` they stay as they were. The main process plans, all follow. Logs the choice and why.
-
-    Args:
-        options: options of the recipe.
-        accelerator: made from them.
-        make_workload: from a precision.
-        make_accelerator: from options.
-
-    Raises:
-        ValueError: on the main process: no settings fit, the card is unknown, or "auto" without an accelerator.
-    """
+    """Return options, accelerator and prediction of a plan for `--plan`'s card; without it, those given and None."""
     card = options.offload.plan
     if card is None:
         return options, accelerator, None
@@ -184,16 +159,7 @@ def apply_auto_plan(
 
 
 def best_row(workload: Workload, card: str, process: Accelerator | PartialState) -> Row:
-    """Return the plan's choice for a card, the same on all processes. Logs the choice with the reasons.
-
-    Args:
-        workload: the training step.
-        card: a name or a size; "auto", the card that the process computes on.
-        process: this one; the main process plans.
-
-    Raises:
-        ValueError: on the main process: no settings fit, the card is unknown, or "auto" without an accelerator.
-    """
+    """Return the plan's choice for a card, "auto" for the process's own. The main process plans, all follow."""
     # Each process would find the same, but planning takes seconds and all cores.
     found: list[Any] = [None]
     if process.is_main_process:
@@ -205,10 +171,7 @@ def best_row(workload: Workload, card: str, process: Accelerator | PartialState)
 
 
 def weights_from_config(kind: Any) -> AbstractContextManager[Any]:
-    """Have transformers' auto class make pretrained models from configurations, which have their shapes, inside.
-
-    Nothing is loaded.
-    """
+    """Have transformers' auto class make models from their configurations inside; no weights are loaded."""
 
     def from_config(name: str, *, dtype: Any = None, torch_dtype: Any = None, **ignored: Any) -> Any:
         config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
@@ -218,7 +181,6 @@ def weights_from_config(kind: Any) -> AbstractContextManager[Any]:
 
 
 def log_prediction(predicted: Row | None, accelerator: Accelerator) -> None:
-    """Log the predicted peak, if there was a plan, beside the measured one, where the device counts."""
     if predicted is None:
         return
     counters = counters_for(accelerator.device)
@@ -229,11 +191,7 @@ def log_prediction(predicted: Row | None, accelerator: Accelerator) -> None:
 
 
 def card_of(device: torch.device) -> Card:
-    """Return the card that this process computes on: its own memory, and the speed of a known card of that name.
-
-    Raises:
-        ValueError: `device` is no accelerator.
-    """
+    """Return this process's card: its own memory, and the speed of a known card of that name."""
     if device.type == "cpu":
         raise ValueError("plan='auto' needs an accelerator; name a card or a size, such as --plan 8GiB")
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
@@ -244,7 +202,6 @@ def card_of(device: torch.device) -> Card:
 
 
 def with_changes(options: Any, changes: Changes) -> Any:
-    """Return options, a named tuple of dataclasses, with other values in some fields."""
     sections: dict[str, dict[str, Any]] = {}
     for name, value in changes.items():
         section, _, field = name.partition(".")

@@ -31,8 +31,8 @@ from hf_memopt.recipes.common.results import environment
 from hf_memopt.report.runs import COMPARISON_FILE
 from hf_memopt.report.tables import differing_modes
 
-# Begins a run from its seed: the run, and the losses of its updates, one after the other, endlessly. A recipe's
-# `comparable` returns such a function once it has loaded the data.
+# Begins a run from its seed: the run, and the losses of its updates, endlessly. A recipe's `comparable` loads the data
+# and returns such a function.
 Begin = Callable[[Any], tuple[Run, Iterator[Tensor]]]
 
 # As many as mode "auto" needs to record, plan, and follow the plan.
@@ -40,19 +40,10 @@ NUM_CHECKED = PASSES_OF_AUTO
 
 
 def compare(name: str, arguments: Sequence[str], modes: Sequence[str], num_steps: int) -> bool:
-    """Compare modes, print the table, and write `comparison.json` into the recipe's output folder.
+    """Compare modes, "off" first, and write `comparison.json` into the recipe's output folder.
 
-    Args:
-        name: name of the recipe's module, such as "train_lgt".
-        arguments: the recipe's own flags.
-        modes: modes of the offloader; "off", which the others are compared with, comes first.
-        num_steps: updates to time in each mode, the first half of which only warms up.
-
-    Returns:
-        Whether losses and weights of all modes are bitwise those of "off", as far as they ran.
-
-    Raises:
-        ValueError: a flag is bad, or there are several processes.
+    The first half of `num_steps` updates warms up. Returns whether losses and weights of all modes are bitwise those of
+    "off", as far as they ran.
     """
     if (num_processes := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
         raise ValueError(
@@ -76,13 +67,11 @@ def compare(name: str, arguments: Sequence[str], modes: Sequence[str], num_steps
 
 
 def read_costs(folder: Path) -> list[RunCost]:
-    """Return the costs by mode that `compare` wrote into a folder; none where it was not called."""
     file = folder / COMPARISON_FILE
     return [RunCost(**mode) for mode in json.loads(file.read_text())["modes"]] if file.exists() else []
 
 
 def in_mode(options: Any, mode: str) -> Any:
-    """Return a recipe's options with another mode of offloading."""
     return options._replace(offload=replace(options.offload, offload=mode))
 
 
@@ -96,7 +85,6 @@ def _in_a_new_process(name: str, options: Any, num_steps: int) -> tuple[RunCost,
 
 
 def measure(name: str, options: Any, num_steps: int) -> tuple[RunCost, dict[str, Any]]:
-    """Return the cost of an update in the mode of the options, losses and weights to compare, and the hardware."""
     # Required by deterministic kernels, from the first matrix product on.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     try:
@@ -125,7 +113,6 @@ def _timed(begin: Begin, options: Any, num_steps: int) -> RunCost:
 
 
 def _to_compare(begin: Begin, options: Any) -> tuple[list[float], str]:
-    """Return the losses of a few updates with deterministic kernels, and the SHA-256 of the weights after them."""
     with _deterministic_kernels():
         run, updates = begin(options)
         losses = [next(updates).item() for _ in range(NUM_CHECKED)]

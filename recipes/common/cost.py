@@ -36,49 +36,26 @@ peak MiB: all of the device's memory, weights and optimizer included, as torch c
 
 @dataclass
 class RunCost:
-    """Memory and time of a few updates in one mode. Figures that are not known are None.
-
-    Attributes:
-        mode: mode of the offloader, or "off".
-        step_ms: median time of an update, all of its forward passes included; None where there was no update.
-        peak_mib: largest memory of the accelerator.
-        process_mib: on a CPU under Linux, largest resident memory of the process.
-        saved_mib: largest amount of saved activations on the device.
-        moved_mib: copied to the host per update.
-        host_mib: host memory that the offloader held.
-        stall_ms: time per update for which compute waited for copies.
-        predicted_saved_mib: by the planner of mode "auto".
-        predicted_step_ms: likewise, for one forward and backward pass.
-        measured_step_ms: the offloader's own measurement of its prediction.
-        losses: losses of the updates by which modes are compared.
-        weights_sha256: digest of the weights after these.
-        failure: why there are no figures.
-    """
+    """Memory and time of a few updates in one mode. Figures that are not known are None."""
 
     mode: str
-    step_ms: float | None = None
-    peak_mib: float | None = None
-    process_mib: float | None = None
-    saved_mib: float | None = None
-    moved_mib: float | None = None
-    host_mib: float | None = None
-    stall_ms: float | None = None
-    predicted_saved_mib: float | None = None
-    predicted_step_ms: float | None = None
-    measured_step_ms: float | None = None
-    losses: list[float] = field(default_factory=list)
-    weights_sha256: str | None = None
-    failure: str | None = None
+    step_ms: float | None = None  # median of an update with all of its forward passes
+    peak_mib: float | None = None  # of the accelerator
+    process_mib: float | None = None  # on a CPU under Linux, largest resident memory
+    saved_mib: float | None = None  # most saved activations on the device
+    moved_mib: float | None = None  # to the host per update
+    host_mib: float | None = None  # that the offloader held
+    stall_ms: float | None = None  # for which compute waited for copies, per update
+    predicted_saved_mib: float | None = None  # by the planner of mode "auto"
+    predicted_step_ms: float | None = None  # likewise, for one forward and backward pass
+    measured_step_ms: float | None = None  # the offloader's own measurement of its prediction
+    losses: list[float] = field(default_factory=list)  # of the updates by which modes are compared
+    weights_sha256: str | None = None  # after these
+    failure: str | None = None  # why there are no figures
 
 
 class StepTimer:
-    """Measures updates: `begin()` and `end()` around each one, then `cost()`.
-
-    Args:
-        mode: how to call the result.
-        device: where the model runs.
-        offloader: whose counters to read; None in mode "off".
-    """
+    """Measures updates: `begin()` and `end()` around each one, then `cost()`."""
 
     def __init__(self, mode: str, device: torch.device, offloader: ActivationOffloader | None) -> None:
         self._mode = mode
@@ -87,7 +64,6 @@ class StepTimer:
         self.restart()
 
     def restart(self) -> None:
-        """Forget the updates so far."""
         self._times_ms: list[float] = []
         self._saved_gib: list[float] = []
         self._before = None if self._offloader is None else self._offloader.stats
@@ -97,11 +73,9 @@ class StepTimer:
             _RESET.write_text("5")  # the kernel's own peak of resident memory begins again
 
     def begin(self) -> None:
-        """Start an update."""
         self._start = time.perf_counter()
 
     def end(self) -> None:
-        """End the update, once the device has finished it."""
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
         self._times_ms.append(1e3 * (time.perf_counter() - self._start))
@@ -109,7 +83,6 @@ class StepTimer:
             self._saved_gib.append(saved_gib)
 
     def cost(self) -> RunCost:
-        """Return the cost of the updates since the last restart; nothing is known where there was none."""
         if not self._times_ms:
             return RunCost(self._mode)
         found = RunCost(self._mode, step_ms=median(self._times_ms))
@@ -131,25 +104,16 @@ class StepTimer:
 
 
 def mib(gib: float | None) -> float | None:
-    """Return MiB for GiB; None stays None."""
     return None if gib is None else 1024 * gib
 
 
 def table(costs: Sequence[RunCost], device: str) -> str:
-    """Return one row per mode; the first one is the reference of the others.
-
-    Columns without any figure are left out.
-
-    Args:
-        costs: costs of a comparison, or of a training alone.
-        device: on which it ran, as in `results.json`.
-    """
+    """Return one row per mode, the first the reference of the others; columns without any figure are left out."""
     rows = mode_table([asdict(cost) for cost in costs])
     return f"{rows}\n{SAVED_CAPTION}\n{CPU_CAPTION if device == 'cpu' else DEVICE_CAPTION}"
 
 
 def announce(model: nn.Module, options: OffloadOptions, accelerator: Accelerator) -> None:
-    """Log the mode of offloading, and why nothing will be offloaded where that is known beforehand."""
     logger.info(
         f"Model: {num_parameters(model):,} parameters on {accelerator.device}, {accelerator.num_processes} "
         f"process(es), mixed precision {accelerator.mixed_precision}"

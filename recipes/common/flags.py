@@ -41,19 +41,9 @@ class Formatter(ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter):
 def read_options[T](kind: type[T], description: str, arguments: Sequence[str] | None, *, by_section: bool = False) -> T:
     """Return a `kind`, which is a named tuple of dataclasses, from flags and from the file of `--config_path FILE`.
 
-    Each field is a flag, by its name alone or with its section: `--batch_size 8`, `--training.batch_size 8`. The file,
-    YAML or JSON, holds an object of sections with any of their fields. Flags overrule it; of two equal ones the last
-    counts.
-
-    Args:
-        kind: whose fields are the sections.
-        description: for `--help`.
-        arguments: None, the command line's.
-        by_section: whether `--help` and errors name fields with their sections.
-
-    Raises:
-        ValueError: a flag is unknown, or its value none of its type or range; the file cannot be read, or has a section
-            that there is not.
+    Each field is a flag, by its name alone or with its section: `--batch_size 8`, `--training.batch_size 8`; `--help`
+    and errors name it with its section if `by_section`. The file, YAML or JSON, holds an object of sections with any of
+    their fields. Flags overrule it; of two equal ones the last counts.
     """
     given = sys.argv[1:] if arguments is None else list(arguments)
     parser = _parser(kind, description, by_section=by_section)
@@ -151,7 +141,6 @@ def _words_of_file(path: Path, sections: dict[str, type]) -> Iterator[str]:
 
 
 def check_card(plan: str | None) -> None:
-    """Refuse a `plan` that is neither "auto" nor the name or size of a card; None stands for no plan."""
     if plan not in (None, "auto"):
         with explained(f"plan={plan!r}"):
             find_card(plan)
@@ -167,7 +156,6 @@ def explained(refusal: str, caught: tuple[type[Exception], ...] = (OSError, Valu
 
 
 def as_settings(options: Any, *, by_section: bool = False) -> dict[str, Any]:
-    """Return all flags in one dictionary, as trackers take them: numbers and strings."""
     return {
         _flag_name(section, name, by_section): value if isinstance(value, int | float) else str(value)
         for section, group in options._asdict().items()

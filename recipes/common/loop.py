@@ -28,13 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 def make_accelerator(training: Any, folder: str, **settings: Any) -> Accelerator:
-    """Return an Accelerator with an order of the data that can be resumed, and the tracker that the flags ask for.
-
-    Args:
-        training: the section with `seed` and `report_to`.
-        folder: where trackers write.
-        settings: settings of the Accelerator.
-    """
+    """Return an Accelerator with an order of the data that can be resumed, and the flags' tracker."""
     return Accelerator(
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=training.seed),
         log_with=None if training.report_to == "none" else training.report_to,
@@ -61,11 +55,7 @@ def make_schedule(optimizer: Any, training: RunOptions, num_updates: int, num_pr
 
 @contextmanager
 def writing_to(folder: str | Path, accelerator: Accelerator) -> Iterator[None]:
-    """Have a run's folder to itself inside, and show the main process's messages as they are, above progress bars.
-
-    Raises:
-        ValueError: another process writes there.
-    """
+    """Have a run's folder to itself inside, and show the main process's messages as they are, above progress bars."""
     logging.basicConfig(format="%(message)s")
     logging.getLogger("hf_memopt").setLevel(logging.INFO if accelerator.is_main_process else logging.ERROR)
     lock = lock_of(Path(folder))
@@ -86,51 +76,34 @@ class Progress:
 
 @dataclass
 class Run:
-    """The objects that accelerate prepared, and the offloader.
-
-    Attributes:
-        accelerator: which did that.
-        options: all sections; of these, `offload` decides about the offloader.
-        model: the trained model, or several.
-        optimizer: optimizer of its parameters, or one of each model.
-        scheduler: scheduler of the optimizer, or one of each.
-        batches: batches of an epoch; None where a step is only simulated.
-        offloader: offloader of tensors that forward passes save; None in mode "off".
-        progress: so far.
-        memory: a MemoryLogger; a MemoryTracker where a step is only simulated.
-    """
+    """The objects that accelerate prepared, and the offloader, which is None in mode "off"."""
 
     accelerator: Accelerator
     options: Any
-    model: Any
-    optimizer: Any
-    scheduler: Any = None
-    batches: Any = None
+    model: Any  # or several
+    optimizer: Any  # or one of each model
+    scheduler: Any = None  # likewise
+    batches: Any = None  # of an epoch; None where a step is only simulated
     progress: Any = field(default_factory=Progress)
-    memory: Any = field(default_factory=partial(MemoryTracker, "cpu"))
+    memory: Any = field(default_factory=partial(MemoryTracker, "cpu"))  # a MemoryLogger in training
 
     def __post_init__(self) -> None:
         self.offloader = self.options.offload.make_offloader(self.accelerator.device)
 
     def saving(self) -> AbstractContextManager[Any]:
-        """Return the context for a forward pass that backward will follow."""
         return nullcontext() if self.offloader is None else self.offloader.offload_context(self.model)
 
     def timer(self) -> StepTimer:
-        """Return a new timer of this run's updates."""
         return StepTimer(self.options.offload.offload, self.accelerator.device, self.offloader)
 
     def position(self) -> dict[str, Any]:
-        """Return the contents of checkpoints beside accelerate's states."""
         return asdict(self.progress)
 
     def restore(self, position: dict[str, Any]) -> None:
-        """Go on from there."""
         self.progress = type(self.progress)(**position)
 
 
 def record(run: Any, unit: str, number: int, figures: dict[str, float]) -> None:
-    """Log the figures of an update or epoch, send them to the trackers and keep them in the progress of a run."""
     run.progress.history.append({unit: number, **figures})
     run.accelerator.log(figures, step=number)
     shown = [f"{name} {value:.4g}" for name, value in figures.items()]
@@ -138,13 +111,11 @@ def record(run: Any, unit: str, number: int, figures: dict[str, float]) -> None:
 
 
 def advance(run: Run, bar: Any) -> None:
-    """Show one more update in a progress bar, and the most memory so far."""
     bar.set_postfix_str(short_figure(run.memory.tracker), refresh=False)
     bar.update()
 
 
 def open_checkpoints(run: Run, folder: str, keep: int, resumed: str | None, **settings: Any) -> Checkpoints:
-    """Return the checkpoints below a run's folder, after resuming from the one that the flags name."""
     checkpoints = Checkpoints(run.accelerator, checkpoints_folder(folder), keep, **settings)
     if resumed is not None:
         run.restore(checkpoints.resume(resumed))
@@ -183,11 +154,9 @@ def saving_after_errors(run: Run, checkpoints: Checkpoints) -> Iterator[None]:
 
 
 def is_due(number: int, interval: int) -> bool:
-    """Return whether a number is a multiple of the interval, of which 0 has none."""
     return interval > 0 and number % interval == 0
 
 
 def conclude(results: dict[str, Any], options: OffloadOptions, predicted: Row | None, accelerator: Accelerator) -> None:
-    """Log the plan's prediction beside the measurement, and why nothing was offloaded where that is so."""
     log_prediction(predicted, accelerator)
     warn_if_nothing_offloaded(results, options)

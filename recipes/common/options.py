@@ -34,17 +34,7 @@ class OffloadOptions(OffloadArguments):
 
 
 def check_offloading(offload: OffloadOptions, compared: Sequence[str], *, checkpointed: bool, remedy: str) -> None:
-    """Refuse modes that find nothing to move, and a budget that no mode reads.
-
-    Args:
-        offload: the section of the flags.
-        compared: modes that `hf-memopt compare` is to run with these options; none for training.
-        checkpointed: whether there are checkpointed blocks, whose inputs mode "inputs" moves.
-        remedy: the missing part, and the flag for it.
-
-    Raises:
-        ValueError: names a flag, its value and the remedy.
-    """
+    """Refuse modes that find nothing to move, with the missing part's `remedy`, and a budget that no mode reads."""
     used = {offload.offload, *compared}
     if offload.budget_gib is not None and "auto" not in used:
         raise ValueError(f"budget_gib={offload.budget_gib} needs --offload auto, and offload={offload.offload!r}")
@@ -56,7 +46,6 @@ def check_offloading(offload: OffloadOptions, compared: Sequence[str], *, checkp
 
 
 def checkpoints_folder(folder: str) -> Path:
-    """Return where the checkpoints of this project's loops are."""
     return Path(folder) / "checkpoints"
 
 
@@ -69,13 +58,7 @@ def check_folder(folder: str, resumed: str | None, name: str = "output_dir") -> 
 
 
 def check_unused(folder: str, resumed: str | None, name: str = "output_dir") -> None:
-    """Refuse a folder that holds a run which is not to be resumed, or that cannot be written to.
-
-    Args:
-        folder: folder of the run.
-        resumed: the checkpoint to go on from, or None.
-        name: name of the option that names the folder, with its section where flags have one.
-    """
+    """Refuse a folder that holds a run which is not to be resumed, or that cannot be written to."""
     output = Path(folder)
     check_output_folder(name, output)
     patterns = ("results.json", "checkpoints/latest", "checkpoint-*")

@@ -27,12 +27,7 @@ def explained(
 ) -> AbstractContextManager[None]:
     """Return a context that adds a report to an OutOfMemoryError: the holders of the memory, and the flags that help.
 
-    Args:
-        model: gives tensors their owners.
-        folder: the report is written there as well.
-        offload: section of the recipe about offloading; levers that are on already are not named.
-        checkpointing: the flags that switch it on; empty where it is on.
-        halving: the flags that halve the micro-batch.
+    `checkpointing` are the flags that switch it on, empty where it is on; `halving` those that halve the micro-batch.
     """
     flags = {HALF_MICRO_BATCH: f"{halving}: the same update in more forward passes"}
     if offload.offload == "off":
@@ -53,21 +48,8 @@ def halved_until_it_fits[R](
 ) -> tuple[Any, Accelerator, R]:
     """Train; with `--auto_micro_batch` begin again, where memory runs out, with micro-batches of half the size or less.
 
-    An update stays the same. The run goes on from its newest checkpoint, if it has one.
-
-    Args:
-        options: options of the recipe.
-        accelerator: made from them.
-        workload: knows which micro-batches make the same update.
-        make_accelerator: from options.
-        train: prepares and trains.
-
-    Returns:
-        The options that fitted, their accelerator, and the result of `train`.
-
-    Raises:
-        ValueError: there are several processes: the others would wait for the one that has run out.
-        torch.OutOfMemoryError: the smallest micro-batch does not fit, or smaller ones were not asked for.
+    An update stays the same. The run goes on from its newest checkpoint, if it has one. Not for several processes: the
+    others would wait for the one that has run out.
     """
     if options.offload.auto_micro_batch and accelerator.num_processes > 1:
         raise ValueError(
@@ -90,7 +72,6 @@ def halved_until_it_fits[R](
 
 
 def resuming(workload: RecipeWorkload, options: Any) -> Mapping[str, Any]:
-    """Return the options with which a run goes on from its newest checkpoint, if there is one."""
     folder = getattr(getattr(options, workload.FOLDER[0]), workload.FOLDER[1])
     has_one = (checkpoints_folder(folder) / "latest").exists()
     return {f"{workload.FOLDER[0]}.resume_from_checkpoint": "latest"} if has_one else {}

@@ -27,20 +27,11 @@ def num_parameters(model: nn.Module) -> int:
 def run_results(
     options: Any, accelerator: Accelerator, history: History, *, libraries: Sequence[str], **more: Any
 ) -> dict[str, Any]:
-    """Return the common contents of `results.json`, the hardware included.
-
-    Args:
-        options: options of the recipe.
-        accelerator: accelerator of the run.
-        history: the recorded figures.
-        libraries: whose versions matter, besides torch's and accelerate's.
-        more: entries of the recipe's own, `training_cost` among them.
-    """
+    """Return the common contents of `results.json`; `libraries` add their versions, `more` the recipe's own entries."""
     return {"mode": options.offload.offload, **environment(accelerator, libraries), "history": history, **more}
 
 
 def environment(accelerator: Accelerator, libraries: Sequence[str] = ()) -> dict[str, Any]:
-    """Return where figures come from: device, processes, precision, and versions of torch, accelerate and others."""
     device = accelerator.device
     return {
         "device": "cpu" if device.type == "cpu" else torch.get_device_module(device).get_device_name(device),
@@ -51,7 +42,6 @@ def environment(accelerator: Accelerator, libraries: Sequence[str] = ()) -> dict
 
 
 def write_results(results: dict[str, Any], folder: Path) -> None:
-    """Write `results.json`, with dataclasses as objects."""
     (folder / "results.json").write_text(json.dumps(results, indent=2, default=asdict) + "\n")
 
 
@@ -64,7 +54,6 @@ def can_draw(figure: str) -> bool:
 
 
 def plot_history(axes: Any, history: History, unit: str, labels: Mapping[str, str], style: str, **look: Any) -> None:
-    """Plot those figures of a history that are in it by their update or epoch, each under its label."""
     for name, label in labels.items():
         points = [(entry[unit], entry[name]) for entry in history if name in entry]
         if points:

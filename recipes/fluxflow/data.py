@@ -25,19 +25,12 @@ DRAWN_RATIOS = (3 / 4, 1.0, 4 / 3)
 
 
 class Source(NamedTuple):
-    """Images of a dataset, the column that they are in, and the shapes that they are brought to."""
-
     samples: Any
     column: str
-    buckets: list[Size]
+    buckets: list[Size]  # to which images are brought
 
 
 def load(options: DataOptions, stride: int, seed: int) -> Source:
-    """Open the dataset, or draw one.
-
-    Raises:
-        ValueError: it cannot be loaded, or has no such column of images.
-    """
     buckets = [bucket(options.resolution, ratio, stride) for ratio in options.aspect_ratios]
     if options.image_folder is None and options.dataset is None:
         return Source(drawn_images(options.num_drawn, options.resolution, seed), "image", buckets)
@@ -60,7 +53,6 @@ def _open(options: DataOptions) -> Any:
 
 
 def describe(options: DataOptions) -> str:
-    """Say where the images come from."""
     if options.image_folder is not None:
         return f"images in {options.image_folder}"
     if options.dataset is not None:
@@ -75,16 +67,11 @@ def bucket(resolution: int, ratio: float, stride: int) -> Size:
 
 
 def nearest_multiple(length: float, stride: int) -> int:
-    """Return the nearest multiple, which is one stride at least."""
     return max(1, round(length / stride)) * stride
 
 
 def check_sizes(options: Options, stride: int) -> None:
-    """Refuse an aspect ratio whose images are too narrow for LPIPS at one of the resolutions.
-
-    Raises:
-        ValueError: names the ratio, the resolution and the size that they make with this stride of the VAE.
-    """
+    """Refuse an aspect ratio whose images are too narrow for LPIPS at one of the resolutions."""
     if not options.losses.lpips_weight:
         return
     for ratio in options.data.aspect_ratios:
@@ -131,19 +118,15 @@ class BucketBatches(IterableDataset[Tensor]):
 
 
 def nearest_bucket(image: Image.Image, buckets: list[Size]) -> Size:
-    """Return that of the nearest aspect ratio, compared as logarithms."""
     width, height = ImageOps.exif_transpose(image).size
     return min(buckets, key=lambda size: abs(math.log(width / height) - math.log(size[0] / size[1])))
 
 
 class EndlessBatches:
-    """One epoch after the other, shuffled anew for each; `position` says where it is and where to go on.
+    """One epoch after the other, shuffled anew for each, by a loader with the same batches in the same order each time.
 
-    Args:
-        make_loader: the batches of an epoch, always the same ones in the same order.
-        position: epoch, and how many of its batches have been given out.
-
-    Going on in the middle of an epoch reads its first images once more.
+    `position` is the epoch, and how many of its batches have been given out. Going on in the middle of an epoch reads
+    its first images once more.
     """
 
     def __init__(self, make_loader: Callable[[int], DataLoader[Tensor]], position: tuple[int, int] = (0, 0)) -> None:
@@ -151,11 +134,6 @@ class EndlessBatches:
         self.position = position
 
     def __iter__(self) -> Iterator[Tensor]:
-        """Yield batches endlessly.
-
-        Raises:
-            ValueError: an epoch has no batch.
-        """
         while True:
             epoch, num_taken = self.position
             number = 0
@@ -172,8 +150,6 @@ class EndlessBatches:
 
 
 def make_loader(source: Source, options: DataOptions, batch_size: int, seed: int, rank: int, ranks: int) -> Any:
-    """Return the buckets that `EndlessBatches` makes the batches of one process from."""
-
     def loader(epoch: int) -> DataLoader[Tensor]:
         samples = split_dataset_by_node(_shuffled(source.samples, options, seed, epoch), rank, ranks)
         if not options.streaming:
@@ -204,13 +180,11 @@ def panel_images(source: Source, options: DataOptions, seed: int, count: int = 6
 
 
 def first_images(source: Source, count: int) -> list[Tensor]:
-    """Return the dataset's first ones, in the shape of the first bucket."""
     size = source.buckets[0]
     return [fitted(sample[source.column], size) for sample, _ in zip(source.samples, range(count), strict=False)]
 
 
 def drawn_images(count: int, resolution: int, seed: int) -> datasets.Dataset:
-    """Return painted landscapes, as PNG in a dataset; the seed decides them."""
     numbers = random.Random(seed)
     features = datasets.Features({"image": datasets.Image(mode="RGB")})
     return datasets.Dataset.from_dict({"image": [_drawn(numbers, resolution) for _ in range(count)]}, features=features)

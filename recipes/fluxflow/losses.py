@@ -41,7 +41,6 @@ def perceptual_loss(model: PerceptualLoss, output: Tensor, target: Tensor, gradi
 def reconstruction_loss(
     output: Tensor, target: Tensor, losses: LossOptions, levers: LeverOptions, perceptual: PerceptualLoss | None
 ) -> tuple[Tensor, Figures]:
-    """Return the weighted sum of L1, MSE and LPIPS; and each of them."""
     parts = {"l1": detail_weighted_l1(output, target, losses.detail_weight), "mse": functional.mse_loss(output, target)}
     total = parts["l1"] + losses.mse_weight * parts["mse"]
     if perceptual is not None:
@@ -65,14 +64,12 @@ def kl_divergence(posterior: Any, free_bits: float) -> Tensor:
 
 
 class Weights(NamedTuple):
-    """Of the losses whose weight depends on the step."""
-
     kl: float
     adversarial: float
 
 
 def weights_at(step: int, losses: LossOptions) -> Weights:
-    """Return them after `step` global steps: both rise from 0 along a cosine, each within its warm-up."""
+    """Return the weights after `step` global steps: both rise from 0 along a cosine, each within its warm-up."""
     return Weights(
         losses.kl_weight * _risen(step, losses.kl_warmup_steps),
         losses.adversarial_weight * _risen(step, losses.adversarial_warmup_steps),
@@ -84,10 +81,8 @@ def _risen(step: int, num_steps: int) -> float:
 
 
 def hinge_loss(real_scores: Tensor, fake_scores: Tensor) -> Tensor:
-    """Return the discriminator's, over all patches."""
     return torch.relu(1 - real_scores).mean() + torch.relu(1 + fake_scores).mean()
 
 
 def generator_hinge_loss(fake_scores: Tensor) -> Tensor:
-    """Return the decoder's share: how far from real its images look."""
     return -fake_scores.mean()

@@ -20,8 +20,6 @@ CHECKPOINTED_BLOCKS = ("DownEncoderBlock2D", "UNetMidBlock2D", "UpDecoderBlock2D
 
 
 class Models(NamedTuple):
-    """The models of a step; LPIPS is None where it has no weight."""
-
     vae: Any  # diffusers' AutoencoderKL
     discriminator: nn.Module
     perceptual: "PerceptualLoss | None"
@@ -41,11 +39,6 @@ def build_models(model: ModelOptions, losses: LossOptions, levers: LeverOptions,
 
 
 def make_vae(options: ModelOptions) -> Any:
-    """Return diffusers' AutoencoderKL: from a folder or the hub, or with random weights.
-
-    Raises:
-        ValueError: it cannot be loaded.
-    """
     if options.vae is None:
         return _new_vae(options)
     with explained(f"vae={options.vae!r} cannot be loaded; pass a hub id or folder of a diffusers AutoencoderKL"):
@@ -99,9 +92,8 @@ class PatchDiscriminator(nn.Module):
 class PerceptualLoss(nn.Module):
     """LPIPS on VGG16, frozen: two batches `(batch, 3, height, width)` in [-1, 1] to `(batch, 1, 1, 1)`.
 
-    Args:
-        weights: "imagenet" from torch hub's cache, or "random": the same computation and memory, and no perception.
-        seed: seed of random weights, which leave torch's own random numbers alone.
+    `weights` is "imagenet", from torch hub's cache, or "random": the same computation and memory, and no perception.
+    The seed of random weights leaves torch's own random numbers alone.
     """
 
     def __init__(self, weights: str, seed: int = 0) -> None:
@@ -125,11 +117,7 @@ class PerceptualLoss(nn.Module):
 
 
 def make_perceptual(losses: LossOptions, seed: int = 0) -> PerceptualLoss:
-    """Return LPIPS with the weights that `lpips_weights` names.
-
-    Raises:
-        ValueError: ImageNet's are wanted, and torch hub's cache has none. Nothing is downloaded.
-    """
+    """Return LPIPS with the weights that `lpips_weights` names. Nothing is downloaded."""
     file = Path(torch.hub.get_dir()) / "checkpoints" / VGG_FILE
     wanted = losses.lpips_weights
     if wanted == "auto":

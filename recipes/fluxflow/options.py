@@ -89,8 +89,6 @@ class LeverOptions:
 
 
 class Options(NamedTuple):
-    """Everything that the command line says."""
-
     model: ModelOptions
     data: DataOptions
     losses: LossOptions
@@ -100,26 +98,15 @@ class Options(NamedTuple):
 
     @property
     def output_dir(self) -> str:
-        """Return the run's folder."""
         return self.training.output_dir
 
     @property
     def resolutions(self) -> list[int]:
-        """Return those at which each batch is trained, in this order."""
         return self.training.resolutions or [self.data.resolution]
 
 
 def parse(description: str, arguments: Sequence[str] | None = None, compared: Sequence[str] = ()) -> Options:
-    """Read the command line.
-
-    Args:
-        description: for `--help`.
-        arguments: None, the command line's.
-        compared: modes of offloading that are to be compared; none for training, which needs a folder of its own.
-
-    Raises:
-        ValueError: names a flag, its value and the remedy.
-    """
+    """Read the command line; `compared` are modes of offloading, none for training, which needs a folder of its own."""
     options = read_options(Options, description, arguments)
     _check_resolutions(options)
     _check_data(options.data)

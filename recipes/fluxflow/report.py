@@ -20,7 +20,6 @@ logger = logging.getLogger(__name__)
 
 
 def announce(models: Models, options: Options, accelerator: Accelerator, source: str) -> None:
-    """Announce the run in the log."""
     ratios = len(options.data.aspect_ratios)
     logger.info(
         f"Data: {source}, trained at {', '.join(map(str, options.resolutions))}, {ratios} aspect ratio(s); "
@@ -41,7 +40,6 @@ def announce(models: Models, options: Options, accelerator: Accelerator, source:
 def results(
     options: Options, accelerator: Accelerator, models: Models, history: common.History, cost: RunCost
 ) -> dict[str, Any]:
-    """Return the contents of `results.json` of a finished run."""
     more = {
         "model": options.model,
         "num_parameters": {
@@ -70,13 +68,12 @@ def panels(gan: Gan, images: list[Tensor]) -> Tensor:
 
 
 def psnr(panels: Tensor) -> float:
-    """Return the peak signal-to-noise ratio of the reconstructions in dB, over all of them."""
+    """Return dB over all reconstructions."""
     images, reconstructed = panels.chunk(2)
     return float(10 * torch.log10(4 / (images - reconstructed).square().mean()))
 
 
 def write(results: dict[str, Any], panels: Tensor, output: Path) -> None:
-    """Write `results.json`, `panels.png`, and `losses.png` where matplotlib is installed; the log gets the cost."""
     from torchvision.utils import save_image
 
     results["psnr_db"] = psnr(panels)
@@ -97,7 +94,6 @@ def save_vae(vae: Any, average: WeightAverage | None, folder: Path) -> None:
 
 
 def draw(history: common.History, file: Path) -> None:
-    """Draw losses by global step. Needs matplotlib."""
     columns = (("l1", "mse", "lpips", "lpips_load_only"), ("kl",), ("discriminator", "adversarial"))
     with common.drawn(file, 1, len(columns), figsize=(13, 3.6)) as row:
         for axis, names in zip(row, columns, strict=True):

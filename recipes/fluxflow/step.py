@@ -36,49 +36,29 @@ Context = Callable[[], AbstractContextManager[Any]]
 
 
 class Optimizers(NamedTuple):
-    """Of the models of the same names."""
-
     vae: Any
     discriminator: Any
 
 
 @dataclass
 class Gan:
-    """The parts of a step.
-
-    Attributes:
-        models: on one device.
-        optimizers: torch's, or as accelerate prepared them.
-        losses: weights of the losses.
-        levers: how memory is saved.
-        micro_batch_size: images per forward pass; 0: the whole batch.
-        max_grad_norm: gradients are clipped to it.
-        stop_on_non_finite: raise RuntimeError before an update whose gradient is not finite. Waits for the device.
-        autocast: around each forward pass.
-        offloader: offloader of tensors that forward passes save.
-        synchronize: called with the parameters before each update; averages their gradients over processes.
-        phase: around each update, with its name.
-    """
-
-    models: Models
-    optimizers: Optimizers
+    models: Models  # on one device
+    optimizers: Optimizers  # torch's, or as accelerate prepared them
     losses: LossOptions
     levers: LeverOptions
-    micro_batch_size: int = 0
+    micro_batch_size: int = 0  # images per forward pass; 0: the whole batch
     max_grad_norm: float = 1.0
-    stop_on_non_finite: bool = False
-    autocast: Context = nullcontext
+    stop_on_non_finite: bool = False  # raises before an update whose gradient is not; waits for the device
+    autocast: Context = nullcontext  # around each forward pass
     offloader: ActivationOffloader | None = None
-    synchronize: Callable[[list[nn.Parameter]], None] = lambda parameters: None
-    phase: Callable[[str], AbstractContextManager[Any]] = lambda name: nullcontext()
+    synchronize: Callable[[list[nn.Parameter]], None] = lambda parameters: None  # before each update
+    phase: Callable[[str], AbstractContextManager[Any]] = lambda name: nullcontext()  # around each update
 
     def saving(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return the context of a forward pass that backward will follow."""
         return nullcontext() if self.offloader is None else self.offloader.offload_context(model)
 
 
 def make_optimizers(models: Models, training: TrainingOptions) -> Optimizers:
-    """Return AdamW for each, with GANs' usual betas for the discriminator."""
     return Optimizers(
         torch.optim.AdamW(models.vae.parameters(), training.learning_rate),
         torch.optim.AdamW(models.discriminator.parameters(), training.discriminator_learning_rate, betas=(0.5, 0.999)),
@@ -86,7 +66,6 @@ def make_optimizers(models: Models, training: TrainingOptions) -> Optimizers:
 
 
 def make_gan(models: Models, options: Options, accelerator: Accelerator, **hooks: Any) -> Gan:
-    """Return the parts of a step, with new optimizers of models on their device; `hooks` are fields of `Gan`."""
     return Gan(
         models,
         Optimizers(*map(accelerator.prepare_optimizer, make_optimizers(models, options.training))),
@@ -110,9 +89,6 @@ def step(gan: Gan, images: Tensor, weights: Weights, *, with_r1: bool) -> Figure
     """Make one update of the discriminator, then one of the VAE, on `images`, `(batch, 3, height, width)` in [-1, 1].
 
     Returns the mean losses and the gradients' norms before clipping, `()` each, on the device.
-
-    Raises:
-        RuntimeError: with `stop_on_non_finite`, before the update whose gradient has an infinity or NaN in it.
     """
     parts = images.split(gan.micro_batch_size or len(images))
     with gan.phase("discriminator"):
@@ -122,7 +98,6 @@ def step(gan: Gan, images: Tensor, weights: Weights, *, with_r1: bool) -> Figure
 
 
 def update_discriminator(gan: Gan, parts: Sequence[Tensor], with_r1: bool) -> Figures:
-    """Update by the hinge loss on images and their reconstructions, with R1 where it is due."""
     discriminator, optimizer = gan.models.discriminator, gan.optimizers.discriminator
     parameters = list(discriminator.parameters())
     optimizer.zero_grad()  # also those left by an update of the VAE without --freeze_discriminator
@@ -147,7 +122,6 @@ def update_discriminator(gan: Gan, parts: Sequence[Tensor], with_r1: bool) -> Fi
 
 @torch.no_grad()
 def reconstruct(gan: Gan, images: Tensor) -> Tensor:
-    """Return reconstructions by the VAE as it is now, from drawn latents."""
     with gan.autocast():  # one of its own: autocast keeps casts of weights, and without gradients they have no graph
         vae = gan.models.vae
         output: Tensor = vae.decode(draw_latents(vae.encode(images).latent_dist)).sample
@@ -205,7 +179,6 @@ def backward_decoding_once(gan: Gan, images: Tensor, weights: Weights, share: fl
 
 
 def _encode(gan: Gan, images: Tensor) -> tuple[Tensor, Tensor]:
-    """Return drawn latents, and their KL divergence."""
     with gan.autocast():
         posterior = gan.models.vae.encode(images).latent_dist
     return draw_latents(posterior), kl_divergence(posterior, gan.losses.free_bits)
@@ -239,7 +212,6 @@ def apply_gradients(gan: Gan, parameters: list[nn.Parameter], optimizer: Any) ->
 
 @contextmanager
 def frozen(module: nn.Module) -> Iterator[None]:
-    """Take no gradients of a module's parameters inside."""
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     module.requires_grad_(False)
     try:
@@ -250,13 +222,11 @@ def frozen(module: nn.Module) -> Iterator[None]:
 
 
 def _shares(parts: Sequence[Tensor]) -> Iterator[tuple[Tensor, float]]:
-    """Return micro-batches with their shares of the batch."""
     total = sum(map(len, parts))
     return ((part, len(part) / total) for part in parts)
 
 
 def _mean(figures: Iterable[tuple[Figures, float]]) -> Figures:
-    """Return the mean of each figure, weighted by the shares."""
     total: Figures = {}
     for found, share in figures:
         for name, value in found.items():

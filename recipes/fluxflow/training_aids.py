@@ -17,11 +17,7 @@ EXPANDABLE = "expandable_segments:True"
 
 
 def use_expandable_segments() -> None:
-    """Ask CUDA's allocator for segments that grow, through the environment, which it reads when CUDA starts.
-
-    Raises:
-        ValueError: CUDA has started, or the environment has other settings of the allocator.
-    """
+    """Ask CUDA's allocator for segments that grow, through the environment, which it reads when CUDA starts."""
     given = {name: os.environ[name] for name in ALLOCATOR_SETTINGS if name in os.environ}
     if any(EXPANDABLE in value for value in given.values()):
         return
@@ -39,10 +35,8 @@ def use_expandable_segments() -> None:
 class WeightAverage:
     """Exponential moving average of a model's weights: diffusers' `EMAModel`, on the device or in host memory.
 
-    Args:
-        model: whose parameters are averaged; they are its weights at first.
-        decay: share of the average that an update keeps, at most; the n-th keeps (1 + n) / (10 + n) of it.
-        device: where the average is. On another device than the model, an update copies all weights there and waits.
+    The n-th update keeps a share of (1 + n) / (10 + n) of it, `decay` at most. On another device than the model's, an
+    update copies all weights there and waits.
     """
 
     def __init__(self, model: nn.Module, decay: float, device: torch.device) -> None:
@@ -52,13 +46,11 @@ class WeightAverage:
         self._ema.to(device)
 
     def step(self) -> None:
-        """Take the weights as they are now into the average."""
         # A copy requires no gradient, and EMAModel averages only weights that do.
         self._ema.step([p.detach().to(self._device).requires_grad_(p.requires_grad) for p in self._model.parameters()])
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Give the model the average as its weights inside."""
         self._ema.store(self._model.parameters())
         self._ema.copy_to(self._model.parameters())
         try:
@@ -75,7 +67,6 @@ class WeightAverage:
 
 
 def make_average(model: nn.Module, options: Options, device: torch.device) -> WeightAverage | None:
-    """Return the average of a model's weights on `device`; None for a decay of 0."""
     home = torch.device("cpu") if options.levers.ema_on_cpu else device
     return WeightAverage(model, options.training.ema_decay, home) if options.training.ema_decay else None
 

@@ -20,12 +20,7 @@ _LEARNING_RATE = 2e-3
 class Autoencoder(nn.Module):
     """Latents of images whose channels have mean 0 and variance 1 over the training images, and the way back.
 
-    Both halves work at the latents' resolution: the pixels below a latent are the channels of its position.
-
-    Args:
-        stride: pixels per latent along a side.
-        channels: channels of the latents.
-        width: channels in between.
+    Both halves work at the latents' resolution: the `stride` x `stride` pixels of a latent are channels there.
     """
 
     def __init__(self, stride: int, channels: int, width: int) -> None:
@@ -65,12 +60,10 @@ class Autoencoder(nn.Module):
         return torch.cat([self.decoder(part) for part in latents.split(32)]).clamp(-1, 1)
 
     def save(self, folder: Path) -> None:
-        """Write weights and sizes to a file in the folder."""
         (folder / FILE).write_bytes(save(self.state_dict(), metadata={"sizes": json.dumps(self.sizes)}))
 
     @classmethod
     def load(cls, folder: Path) -> "Autoencoder":
-        """Return the model that `save` has written, in evaluation mode."""
         with safe_open(folder / FILE, "pt") as file:
             made = cls(**json.loads(file.metadata()["sizes"]))
             made.load_state_dict({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118

@@ -61,7 +61,6 @@ def _tree(draw: ImageDraw.ImageDraw, x: float, foot: float, size: float) -> None
 
 
 def painted(scene: Image.Image, numbers: random.Random) -> Image.Image:
-    """Return a landscape filled with colours of its own, lit from above, with soft edges."""
     materials = np.asarray(scene)
     spread = np.array([[numbers.gauss(0, _COLOUR_SPREAD) for _ in range(3)] for _ in _MATERIALS], dtype=np.float32)
     light = np.linspace(*_LIGHT, len(materials), dtype=np.float32)[:, None, None]
@@ -70,7 +69,6 @@ def painted(scene: Image.Image, numbers: random.Random) -> Image.Image:
 
 
 def in_ink(scene: Image.Image) -> Image.Image:
-    """Return a landscape with each material hatched its own way, and lines where two meet."""
     materials = np.asarray(scene)[_FINER // 2 :: _FINER, _FINER // 2 :: _FINER]
     rows, columns = np.indices(materials.shape) % STRIDE
     ink = _INK[materials, rows, columns]

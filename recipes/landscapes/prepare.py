@@ -47,13 +47,10 @@ class SceneOptions:
 
 
 class Options(NamedTuple):
-    """Everything that the command line says."""
-
     scenes: SceneOptions
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
-    """Train as the command line says, and write; return the peak signal-to-noise ratio of each style in dB."""
     options = read_options(Options, __doc__, arguments).scenes
     output = Path(options.output_dir)
     check_output_folder("output_dir", output)
@@ -80,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
 
 
 def psnr(output: Tensor, target: Tensor) -> float:
-    """Return the peak signal-to-noise ratio of images in [-1, 1], in dB, over all of them."""
+    """Return dB over all images in [-1, 1]."""
     return float(10 * torch.log10(4 / (output - target).square().mean()))
 
 

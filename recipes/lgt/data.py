@@ -30,11 +30,6 @@ class Latents(NamedTuple):
 
 
 def load(options: Options) -> tuple[Latents, Latents]:
-    """Return training and held-out latents, on the CPU.
-
-    Raises:
-        ValueError: no such data, or other shapes and styles than the configuration's.
-    """
     data = options.data
     if data.data_root is not None and data.dataset is not None:
         raise ValueError(f"data.data_root={data.data_root!r} and data.dataset={data.dataset!r}: give one of them")
@@ -49,7 +44,6 @@ def load(options: Options) -> tuple[Latents, Latents]:
 
 
 def describe(options: Options) -> str:
-    """Say where the latents come from."""
     data = options.data
     if data.data_root is not None:
         return f"files in {data.data_root}"
@@ -126,10 +120,6 @@ def _split(found: Latents, data: DataOptions) -> tuple[Latents, Latents]:
     return Latents(*(each[~held_out] for each in found)), Latents(*(each[held_out] for each in found))
 
 
-# ---------------------------------------------------------------------------------------------- generated latents
-# Two styles: the same smooth contents under grain or under a tint.
-
-
 def make_contents(num: int, size: int, channels: int, generator: torch.Generator) -> Tensor:
     """Return smooth fields, `(num, channels, size, size)`; each channel of each has mean 0 and variance 1."""
     coarse = torch.randn(num, channels, 4, 4, generator=generator)
@@ -147,11 +137,7 @@ def in_style(contents: Tensor, styles: Tensor, generator: torch.Generator) -> Te
     return contents + STRENGTH * texture[:, None] * colours[styles][:, :, None, None]
 
 
-# ------------------------------------------------------------------------------------------------------- batches
-
-
 def make_batch(options: Options, device: torch.device | str) -> Batch:
-    """Return a batch of random latents, of the size that the configuration names."""
     size, num = options.data.latent_size, options.training.batch_size
     latents, target_latents = (
         torch.randn(num, options.model.latent_channels, size, size, device=device) for _ in range(2)
@@ -193,13 +179,7 @@ def between(noise: Tensor, latents: Tensor, time: Tensor) -> Tensor:
 
 
 class LatentBank:
-    """All training latents on one device, from which batches are drawn there.
-
-    Args:
-        data: latents of all styles.
-        options: decides about target styles, weights and label drop.
-        device: 16 KiB for each latent of 4 x 32 x 32.
-    """
+    """All training latents on one device, from which batches are drawn there: 16 KiB for each of 4 x 32 x 32."""
 
     def __init__(self, data: Latents, options: Options, device: torch.device) -> None:
         by_style = data.styles.argsort(stable=True)
@@ -211,7 +191,6 @@ class LatentBank:
         self._options = options
 
     def of_styles(self, styles: Tensor) -> Tensor:
-        """Return a latent of each style, drawn at random."""
         drawn = torch.randint(2**31, styles.shape, device=styles.device)
         return self._latents[self._first[styles] + drawn % self._counts[styles]]
 

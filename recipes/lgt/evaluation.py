@@ -20,8 +20,8 @@ NUM_EVALUATED = 64
 def translate(model: LatentTransfer, latents: Tensor, targets: Tensor, options: Options) -> Tensor:
     """Return latents in their target styles, `(batch, channels, height, width)`, by a model in evaluation mode.
 
-    Integrates from `inference.start_time` on, where that share of the content is left in noise. With `cfg_scale` s, the
-    velocity is that without a style plus s times the difference to that with it, at the cost of a second pass.
+    Integrates from `inference.start_time` on, where that share of the content is left in noise. `cfg_scale` other than
+    1 costs a second pass.
     """
     inference = options.inference
     time = torch.full((len(latents),), inference.start_time, device=latents.device)
@@ -41,10 +41,9 @@ def translate(model: LatentTransfer, latents: Tensor, targets: Tensor, options: 
 def evaluate(model: LatentTransfer, bank: LatentBank, held_out: Latents, options: Options) -> dict[str, float]:
     """Return means over target styles, with the same random numbers in every call, which the training's are not.
 
-    Returns:
-        `swd`: between translated held-out latents and the style that they should have; `swd_untranslated`: the same
-        before translation; `swd_floor`: between held-out latents that have the style and others that do; `ssm`: between
-        translated latents and their content; `ssm_others`: between contents and other contents.
+    `swd` is between translated held-out latents and their target style, `swd_untranslated` the same before translation,
+    `swd_floor` between held-out latents of the style and others of it; `ssm` is between translated latents and their
+    content, `ssm_others` between contents and other contents.
     """
     state, was_training = RandomState(held_out.latents.device), model.training
     torch.manual_seed(0)
@@ -69,17 +68,12 @@ def _of_style(
 
 
 def _distance(latents: Tensor, style: int, bank: LatentBank, options: Options) -> float:
-    """Return the distance to as many training latents of the style, along many directions."""
     others = bank.of_styles(torch.full((len(latents),), style, device=latents.device))
     sizes = {"patch_size": options.loss.patch_size, "num_projections": 256, "max_samples": 16_384}
     return sliced_wasserstein(latents, others, **sizes).item()
 
 
-# ------------------------------------------------------------------------------------------------------ pictures
-
-
 def draw_panels(model: LatentTransfer, bank: LatentBank, held_out: Latents, options: Options, file: Path) -> None:
-    """Draw held-out contents of all styles in turn, translated to the next style, beside latents that have it."""
     names = options.data.style_subdirs or [f"style {style}" for style in range(options.model.num_styles)]
     columns = images_of(panels(model, bank, held_out, options), options)
     rows = _in_turn(held_out.styles)[: options.inference.num_panels]
@@ -94,7 +88,7 @@ def draw_panels(model: LatentTransfer, bank: LatentBank, held_out: Latents, opti
 
 
 def panels(model: LatentTransfer, bank: LatentBank, held_out: Latents, options: Options) -> dict[str, Tensor]:
-    """Return the latents of each column of the figure, `(num_panels, channels, height, width)`, on the CPU."""
+    """Return the figure's columns, `(num_panels, channels, height, width)`, on the CPU."""
     device = next(model.parameters()).device
     state = RandomState(device)
     torch.manual_seed(0)
@@ -127,12 +121,7 @@ def as_colours(latents: Tensor) -> Tensor:
 
 @torch.no_grad()
 def decode(latents: Tensor, folder: str) -> Tensor:
-    """Return images of latents, `(num, height, width, 3)` from 0 to 1.
-
-    Args:
-        latents: `(num, channels, height, width)`.
-        folder: folder of diffusers' AutoencoderKL, or of the autoencoder that `landscapes.prepare` writes.
-    """
+    """Return images, `(num, height, width, 3)` from 0 to 1, by an AutoencoderKL or that of `landscapes.prepare`."""
     if (Path(folder) / autoencoder.FILE).is_file():
         decoded = autoencoder.Autoencoder.load(Path(folder)).decode(latents)
     else:
@@ -145,7 +134,6 @@ def decode(latents: Tensor, folder: str) -> Tensor:
 
 
 def draw_curves(history: History, file: Path) -> None:
-    """Draw losses by epoch, and the evaluations' distances."""
     with drawn(file, 1, 3, figsize=(12, 3.6)) as (losses, style, content):
         plot_history(losses, history, "epoch", {"loss": "training"}, "-")
         losses.set(title="Training loss", xlabel="epoch", yscale="log")

@@ -12,15 +12,15 @@ def sliced_wasserstein(
 ) -> Tensor:
     """Return the squared distance between the distributions of two sets of patches, along random directions, `()`.
 
-    Sorts each direction's projections. It is no mean over samples: the mean over the halves of a batch is larger, and
-    has another gradient. Costs a sort of `max_samples` numbers for each direction.
+    It is no mean over samples: the mean over the halves of a batch is larger, and has another gradient. Costs a sort of
+    `max_samples` numbers for each direction.
 
     Args:
         output: latents, `(batch, channels, height, width)`.
         target: as many others, in no particular order.
         patch_size: side of a patch; there is one around each position, padded with zeros.
         num_projections: directions, drawn anew in each call.
-        max_samples: patches drawn from each set, the same positions in both; all where there are no more.
+        max_samples: patches drawn from each set, the same positions in both.
 
     Source: J. Rabin, G. Peyré, J. Delon, M. Bernot: Wasserstein Barycenter and Its Application to Texture Mixing, 2011.
     """
@@ -37,12 +37,8 @@ def sliced_wasserstein(
 def self_similarity_difference(output: Tensor, content: Tensor, max_positions: int | None = None) -> Tensor:
     """Return the mean squared difference between the cosine similarities of all pairs of positions, `()`.
 
-    A mean over samples. Memory and time are quadratic in positions: at 32 x 32, 4 MiB per sample and matrix.
-
-    Args:
-        output: `(batch, channels, height, width)`.
-        content: likewise.
-        max_positions: compare only so many positions, the same in all samples, drawn anew in each call. None: all.
+    A mean over samples `(batch, channels, height, width)`. Memory and time are quadratic in positions: at 32 x 32,
+    4 MiB per sample and matrix. With `max_positions` only so many are compared, drawn anew in each call.
     """
     with full_precision(output):
         ours, theirs = (_at_least_float32(latents).flatten(2) for latents in (output, content))
@@ -54,7 +50,6 @@ def self_similarity_difference(output: Tensor, content: Tensor, max_positions: i
 
 
 def full_precision(tensor: Tensor) -> Any:
-    """Return a context without autocast on the tensor's own kind of device."""
     return torch.autocast(tensor.device.type, enabled=False)
 
 

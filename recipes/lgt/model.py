@@ -1,7 +1,4 @@
-"""The network of `train_lgt.py`: a U-Net that gives velocities, integrated to the end of time with gradients.
-
-Its compilation, with the settings that torch.compile has, is here too.
-"""
+"""The network of `train_lgt.py`: a U-Net that gives velocities, integrated to the end of time with gradients."""
 
 import math
 from collections.abc import Callable
@@ -18,15 +15,10 @@ Velocity = Callable[[Tensor, Tensor], Tensor]
 
 
 def euler(velocity: Velocity, latents: Tensor, time: Tensor, num_steps: int, *, legacy_dt: bool = False) -> Tensor:
-    """Return latents at time 1, `(batch, channels, height, width)`, from those at `time`, `(batch,)`.
+    """Return latents at time 1, `(batch, channels, height, width)`, from those at each sample's `time`, `(batch,)`.
 
-    Args:
-        velocity: called `num_steps` times as `velocity(latents, time)`.
-        latents: where to start.
-        time: when, each sample's own.
-        num_steps: equal steps of (1 - time) / num_steps.
-        legacy_dt: take that share of the time that is then left in each step, as the original does. Starting from 0 it
-            ends at 1 - (1 - 1 / num_steps) ** num_steps, about 0.65.
+    With `legacy_dt` each step takes its share of the time that is then left, as the original does. Starting from 0 it
+    ends at 1 - (1 - 1 / num_steps) ** num_steps, about 0.65.
     """
     step = (1 - time) / num_steps
     for _ in range(num_steps):
@@ -40,14 +32,8 @@ def euler(velocity: Velocity, latents: Tensor, time: Tensor, num_steps: int, *, 
 class LatentTransfer(nn.Module):
     """Moves latents to a target style: the U-Net's velocities, integrated.
 
-    Args:
-        options: options of the U-Net.
-        legacy_dt: see `euler`.
-        average_style: the substitute for no style: a learned embedding, or zeros.
-
-    Attributes:
-        checkpointing: keep only the latents between steps for backward, and compute each step again. Bitwise the same
-            gradients; one more forward pass; memory of one step instead of all.
+    `checkpointing` keeps only the latents between steps for backward, and computes each step again. Bitwise the same
+    gradients; one more forward pass; memory of one step instead of all.
     """
 
     def __init__(self, options: ModelOptions, *, legacy_dt: bool = False, average_style: bool = True) -> None:
@@ -59,7 +45,7 @@ class LatentTransfer(nn.Module):
     def forward(
         self, latents: Tensor, time: Tensor, styles: Tensor, dropped: Tensor, num_steps: int
     ) -> tuple[Tensor, Tensor]:
-        """Return latents at time 1, and the mean square of the velocity that each sample started with.
+        """Return latents at time 1, and the mean square of the velocity that each sample started with, `(batch,)`.
 
         Args:
             latents: at `time`, `(batch, channels, height, width)`.
@@ -67,9 +53,6 @@ class LatentTransfer(nn.Module):
             styles: target style ids, `(batch,)`.
             dropped: samples that get no style, `(batch,)` of bool.
             num_steps: Euler steps.
-
-        Returns:
-            `(batch, channels, height, width)` and `(batch,)`.
         """
         first: list[Tensor] = []
 
@@ -117,7 +100,6 @@ class StyleUNet(nn.Module):
         self.last = nn.Sequential(_norm(width), nn.SiLU(), to_velocity)
 
     def forward(self, latents: Tensor, time: Tensor, styles: Tensor, dropped: Tensor) -> Tensor:
-        """Return the velocity, `(batch, channels, height, width)` as `latents`; the others `(batch,)`."""
         condition = self.condition(time, styles, dropped)
         x = self.first(latents)
         skipped = []
@@ -204,7 +186,6 @@ class StyleBlock(nn.Module):
 
 
 def zero_initialised[T: (nn.Linear, nn.Conv2d)](layer: T) -> T:
-    """Return the layer with all its parameters zero."""
     for parameter in layer.parameters():
         nn.init.zeros_(parameter)
     return layer
@@ -219,19 +200,10 @@ def compile_module(
 ) -> None:
     """Have calls of `module` compiled, in place: its class, its parameters' names and its state dict stay.
 
-    Compilation takes place in the first call with a gradient, its backward in the first backward, and again for other
-    shapes or settings, up to the limit.
-
-    Args:
-        module: the module to compile; a part that is called often compiles faster than a loop around it.
-        mode: mode of `torch.compile`. "reduce-overhead" records CUDA graphs, which several calls before one backward
-            defeat.
-        recompile_limit: variants of one function that are compiled before torch runs it as it is. It is a setting of
-            the whole process, `torch._dynamo.config.recompile_limit`, and no argument of `torch.compile`.
-        backend: backend of `torch.compile`.
-
-    Raises:
-        ValueError: `recompile_limit` is less than 1, or torch knows no such mode.
+    A part that is called often compiles faster than a loop around it. Compilation takes place in the first call with a
+    gradient, its backward in the first backward, and again for other shapes or settings, up to the limit, which is a
+    setting of the whole process, `torch._dynamo.config.recompile_limit`. Mode "reduce-overhead" records CUDA graphs,
+    which several calls before one backward defeat.
     """
     COUNT.check("recompile_limit", recompile_limit)
     known = ["default", *torch._inductor.list_mode_options()]
@@ -243,5 +215,4 @@ def compile_module(
 
 
 def compile_seconds() -> float:
-    """Return the seconds that this process has spent compiling so far, forward and backward."""
     return torch._dynamo.utils.calculate_time_spent()["total_wall_time"]

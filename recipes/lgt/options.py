@@ -1,6 +1,6 @@
 """The configuration of `train_lgt.py`, in sections."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -14,7 +14,6 @@ from hf_memopt.recipes.common.flags import (
     Seed,
     Share,
     TwoOrMore,
-    as_words,
     flag,
     read_options,
 )
@@ -123,8 +122,6 @@ class ModeOptions(OffloadOptions):
 
 
 class Options(NamedTuple):
-    """All sections."""
-
     model: ModelOptions = ModelOptions()
     loss: LossOptions = LossOptions()
     training: TrainingOptions = TrainingOptions()
@@ -135,25 +132,14 @@ class Options(NamedTuple):
 
     @property
     def output_dir(self) -> str:
-        """Return the run's folder."""
         return self.checkpoint.save_dir
 
     def as_dict(self) -> dict[str, dict[str, Any]]:
-        """Return the contents of a JSON file of this configuration."""
         return {name: asdict(section) for name, section in self._asdict().items()}
 
 
 def parse(description: str, arguments: Sequence[str] | None = None, compared: Sequence[str] = ()) -> Options:
-    """Return the defaults, the file that `--config_path` names over them, and the command line's flags over these.
-
-    Args:
-        description: for `--help`.
-        arguments: None, the command line's.
-        compared: modes of offloading that are to be compared; none for training.
-
-    Raises:
-        ValueError: names a field, its value and the remedy; for one that there is not, the one with the nearest name.
-    """
+    """Return the defaults, the file that `--config_path` names over them, and the command line's flags over these."""
     options = read_options(Options, description, arguments, by_section=True)
     loss, num_styles = options.loss, options.model.num_styles
     if loss.patch_size % 2 == 0:
@@ -173,12 +159,3 @@ def parse(description: str, arguments: Sequence[str] | None = None, compared: Se
     remedy = "the states between checkpointed steps; add --training.use_gradient_checkpointing"
     check_offloading(options.offload, compared, checkpointed=training.use_gradient_checkpointing, remedy=remedy)
     return options
-
-
-def make_options(values: Mapping[str, Any]) -> Options:
-    """Return a configuration of the given fields, named `section.field`, and defaults for the others.
-
-    Raises:
-        ValueError: as `parse`.
-    """
-    return parse("", [word for name, value in values.items() for word in as_words(name, value)])

@@ -28,15 +28,12 @@ ENOUGH_COVERAGE = 0.25
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the closing report."""
-
     name: str
     verdict: Literal["passed", "failed", "not applicable"]
     measured: str
 
 
 def results(run: Run, num_positions: int, cost: RunCost) -> dict[str, Any]:
-    """Return the contents of `results.json` of a finished run; `cost` is that of an update."""
     options, history = run.options, run.progress.history
     on_cpu = run.accelerator.device.type == "cpu"
     more = {
@@ -54,12 +51,7 @@ def checklist(
 ) -> list[Check]:
     """Return the claims that the run was to show, and whether it did.
 
-    Args:
-        options: options of the run.
-        history: one entry per epoch.
-        memory_bytes: the most that was held up to the end of each epoch since the run was started or resumed.
-        num_positions: number of positions of a latent, each with a patch around it.
-        on_cpu: memory is the host's.
+    `memory_bytes` is the most held up to the end of each epoch since the run was started or resumed.
     """
     return [
         Check("training ran without running out of memory", "passed", f"{len(history)} epochs"),
@@ -74,7 +66,6 @@ def checklist(
 
 
 def _judged(name: str, holds: bool | None, measured: str) -> Check:
-    """Return a line of the report; None stands for a claim that cannot be judged."""
     return Check(name, "not applicable" if holds is None else "passed" if holds else "failed", measured)
 
 
@@ -98,7 +89,6 @@ def _held_out_loss_falls(options: Options, history: History) -> Check:
 
 
 def _held_out_share(name: str, last: dict[str, float], figure: str, of: str, most: float) -> Check:
-    """Compare a figure of the last evaluation with that of held-out latents as they are."""
     share = last[figure] / last[of]
     measured = f"{last[figure]:.4g}, {share:.0%} of {of}'s {last[of]:.4g}; at most {most:.0%}"
     return _judged(name, share <= most, measured)
@@ -115,7 +105,6 @@ def _epoch_time(options: Options, history: History) -> Check:
 
 
 def _coverage(options: Options, num_positions: int) -> Check:
-    """Compare the patches that one SWD sees with those that its batch has."""
     training = options.training
     num_samples = training.batch_size * (training.accumulation_steps if training.gradient_cache else 1)
     num_patches = num_samples * num_positions
@@ -133,12 +122,10 @@ def _compilation(options: Options, history: History) -> Check:
 
 
 def checklist_text(checks: list[Check]) -> str:
-    """Return the checklist as a table."""
     return "\n".join(align([[check.verdict, check.name, check.measured] for check in checks]))
 
 
 def write(results: dict[str, Any], run: Run, held_out: Latents) -> None:
-    """Write model, configuration, `results.json` and, where matplotlib is installed, figures; log the tables."""
     options, model = run.options, run.best_model()
     assert run.bank is not None
     output = Path(options.checkpoint.save_dir)

@@ -21,7 +21,6 @@ Outputs = tuple[Tensor, ...]
 
 
 def build_model(options: Options) -> LatentTransfer:
-    """Return the model with random weights, on torch's default device."""
     training = options.training
     model = LatentTransfer(options.model, legacy_dt=training.legacy_dt, average_style=training.use_avg_style_for_uncond)
     model.checkpointing = training.use_gradient_checkpointing
@@ -29,7 +28,6 @@ def build_model(options: Options) -> LatentTransfer:
 
 
 def build_optimizer(options: Options, model: nn.Module) -> torch.optim.Optimizer:
-    """Return AdamW on all weights."""
     training = options.training
     return torch.optim.AdamW(model.parameters(), lr=training.learning_rate, weight_decay=training.weight_decay)
 
@@ -47,7 +45,6 @@ class Objective:
         self._seen: list[dict[str, Tensor]] = []
 
     def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the loss of a batch, `()`."""
         return self.loss(*self.outputs(model, batch))
 
     def outputs(self, model: nn.Module, batch: Batch) -> Outputs:
@@ -56,7 +53,6 @@ class Objective:
         return moved, energy, batch["latents"], batch["target_latents"], batch["style_weights"]
 
     def loss(self, moved: Tensor, energy: Tensor, latents: Tensor, target_latents: Tensor, weights: Tensor) -> Tensor:
-        """Return the loss of all samples of `outputs` together, `()`."""
         options = self._options
         sizes = {name: getattr(options, name) for name in ("patch_size", "num_projections", "max_samples")}
         swd = sliced_wasserstein(moved, target_latents, **sizes)
@@ -77,69 +73,26 @@ class Objective:
         return {name: torch.stack([terms[name] for terms in seen]).mean() for name in seen[0]} if seen else {}
 
 
-def training_step(options: Options, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> Tensor:
-    """Run forward, backward, clipping and update without accelerate.
-
-    Returns:
-        The loss, `()`, on the device.
-
-    Raises:
-        ValueError: float16, which needs the loss scaler of the recipe's own loop.
-    """
-    training = options.training
-    if training.use_amp and training.amp_dtype == "float16":
-        raise ValueError("training.amp_dtype='float16' needs a loss scaler; use bfloat16, which takes as much memory")
-    with torch.autocast(batch["start"].device.type, torch.bfloat16, enabled=training.use_amp):
-        loss = Objective(options)(model, batch)
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), training.max_grad_norm)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return loss.detach()
-
-
 @dataclass
 class Progress(loop.Progress):
-    """How far training has come; goes into checkpoints.
-
-    Attributes:
-        num_updates: number of updates of the weights.
-        history: one entry for each complete epoch.
-        epoch: how many are complete.
-        num_windows: updates in the epoch that is not.
-        sums: sums of the losses in these.
-        seconds: that these took.
-    """
-
-    epoch: int = 0
-    num_windows: int = 0
-    sums: dict[str, float] = field(default_factory=dict)
-    seconds: float = 0.0
+    epoch: int = 0  # how many are complete; each has an entry in the history
+    num_windows: int = 0  # updates in the epoch that is not
+    sums: dict[str, float] = field(default_factory=dict)  # of the losses in these
+    seconds: float = 0.0  # that these took
 
 
 @dataclass(kw_only=True)
 class Run(loop.Run):
-    """The objects that accelerate prepared, and the other parts of an update.
-
-    Attributes:
-        batches: batches of row numbers.
-        bank: whose rows these are; None where a step is only simulated.
-        average: average of the weights, where there is one.
-        objective: the loss.
-        memory_bytes: the most that was held up to the end of each epoch, since the run was started or resumed.
-    """
-
-    average: AveragedModel | None
-    bank: LatentBank | None = None
+    average: AveragedModel | None  # of the weights
+    bank: LatentBank | None = None  # whose row numbers `batches` holds; None where a step is only simulated
     progress: Progress = field(default_factory=Progress)
-    memory_bytes: list[int] = field(default_factory=list)
+    memory_bytes: list[int] = field(default_factory=list)  # the most held up to the end of each epoch since the start
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.objective = Objective(self.options)
 
     # `train_step` and `GradientCache` call these two, which is where the offloader sees the forward pass.
-
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         with self.saving():
             return self.objective(model, batch)
@@ -149,7 +102,6 @@ class Run(loop.Run):
             return self.objective.outputs(self.model, batch)
 
     def best_model(self) -> LatentTransfer:
-        """Return the averaged weights where there are any."""
         best = self.accelerator.unwrap_model(self.model) if self.average is None else self.average.module
         assert isinstance(best, LatentTransfer)
         return best

@@ -23,10 +23,7 @@ def workload(
 ) -> "LatentTransferWorkload":
     """Return the workload of a configuration file, as for `train_lgt.py --config_path FILE`.
 
-    Args:
-        config_path: YAML or JSON.
-        precision: "no", "bf16", or "auto" to try both; None, as the file says.
-        effective_batch: latents per update; None, as the file gives it.
+    `precision` is "no", "bf16", or "auto" to try both; `effective_batch` counts latents per update; None, as the file.
     """
     options = parse("", ["--config_path", str(config_path)])
     return LatentTransferWorkload(options, precision, effective_batch)
@@ -57,9 +54,6 @@ class LatentTransferWorkload(RecipeWorkload):
         """Return the sizes that give the same loss: with a gradient cache alone may a batch be divided.
 
         Accumulated batches have another SWD than one. There are no more forward passes than are quickly simulated.
-
-        Raises:
-            ValueError: without one, an update is not made of whole batches.
         """
         training = self.options.training
         if training.gradient_cache:
@@ -73,7 +67,6 @@ class LatentTransferWorkload(RecipeWorkload):
         return [training.batch_size]
 
     def with_settings(self, settings: Settings, micro_batch: int) -> Options:
-        """Return them with the precision, which this recipe's configuration holds."""
         options = super().with_settings(settings, micro_batch)
         return with_changes(options, {"training.use_amp": settings[PRECISION] != "no"})
 

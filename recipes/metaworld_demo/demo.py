@@ -95,7 +95,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def tasks(text: str) -> tuple[str, ...]:
-    """Read names with commas between."""
     names = tuple(text.split(","))
     if not all(names) or len(set(names)) < len(names):
         raise argparse.ArgumentTypeError(f"{text!r} must name tasks, each once, with commas between")
@@ -103,9 +102,6 @@ def tasks(text: str) -> tuple[str, ...]:
 
 
 def check(names: Sequence[str]) -> None:
-    """Raises:
-    ValueError: the simulator is not installed, or does not know a task.
-    """
     if importlib.util.find_spec("metaworld") is None:
         raise ValueError("metaworld is not installed; run pip install '.[metaworld]' in hf_memopt's repository")
     from hf_memopt.recipes.metaworld_demo.environment import check_task
@@ -183,13 +179,11 @@ def evaluation_command(options: argparse.Namespace, policy: TestedPolicy) -> lis
 
 
 def settings(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings that decide the results, for `results.json`."""
     names = ("seed", "demonstrations", "teacher_steps", "student_steps", "episodes")
     return {"tasks": list(options.tasks), **{name: getattr(options, name) for name in names}}
 
 
 def videos(output: Path, names: Sequence[str]) -> dict[str, Path]:
-    """Return the recordings of the first test episode, by title: each task by the teacher and by the student."""
     shown = (POLICIES[0], next(policy for policy in POLICIES if policy.num_steps == 1 and policy.folder != "teacher"))
     return {
         f"{task}: {policy.title_with_steps}": output / f"evaluation/{policy.name}/videos/{task}_0/eval_episode_0.mp4"

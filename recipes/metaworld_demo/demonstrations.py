@@ -16,23 +16,12 @@ from hf_memopt.recipes.metaworld_demo.environment import IMAGE_SIZE, DrawnMetawo
 from hf_memopt.recipes.metaworld_demo.measurements import REPO_ID
 
 FPS = 80
-# The hand is pushed about while the expert shows the way back, so that a policy has seen how to mend its own errors
-# (DART, arXiv 1703.09327).
+# The expert mends such pushes, so that a policy has seen how to mend its own errors (DART, arXiv 1703.09327).
 HAND_NOISE = 0.5
 
 
 def record(output: Path, tasks: Sequence[str], episodes_per_task: int, seed: int) -> Path:
-    """Write a dataset of successful episodes, the tasks in turn; its repo id is `REPO_ID`.
-
-    Args:
-        output: folder to create; it must not exist.
-        tasks: tasks of Meta-World.
-        episodes_per_task: how many of each.
-        seed: seed of the first episode's scene, the next has the next, and of the noise.
-
-    Raises:
-        ValueError: `output` exists.
-    """
+    """Write a dataset of successful episodes, the tasks in turn; `seed` is the first scene's, the next has the next."""
     if output.exists():
         raise ValueError(f"output={str(output)!r} exists; name a new folder or remove this one")
     features = {
@@ -55,11 +44,7 @@ def record(output: Path, tasks: Sequence[str], episodes_per_task: int, seed: int
 
 
 def expert_episode(environment: DrawnMetaworldEnv, seed: int, generator: np.random.Generator) -> list[dict[str, Any]]:
-    """Return the frames of one success: observations, and the expert's actions.
-
-    Raises:
-        RuntimeError: the expert does not reach the goal within the limit of steps.
-    """
+    """Return the frames of one success: observations, and the expert's actions."""
     observation, _ = environment.reset(seed=seed)
     frames = []
     for _ in range(environment._max_episode_steps):

@@ -30,11 +30,7 @@ _RADIUS = 2.0  # of a disc, in pixels
 
 
 class DrawnMetaworldEnv(MetaworldEnv):
-    """One task, with observations `pixels` `(32, 32, 3)` uint8 and `agent_pos` `(4,)`: hand and gripper.
-
-    Args:
-        task: as Meta-World names it, `reach-v3`.
-    """
+    """One task, with observations `pixels` `(32, 32, 3)` uint8 and `agent_pos` `(4,)`: hand and gripper."""
 
     def __init__(self, task: str) -> None:
         super().__init__(task, obs_type="pixels_agent_pos", observation_width=IMAGE_SIZE, observation_height=IMAGE_SIZE)
@@ -67,9 +63,6 @@ def draw_image(*, hand: ArrayLike, goal: ArrayLike, thing: ArrayLike) -> NDArray
 
 
 def check_task(name: str) -> None:
-    """Raises:
-    ValueError: Meta-World has no such task.
-    """
     if name not in TASK_DESCRIPTIONS:
         similar = get_close_matches(name, TASK_DESCRIPTIONS, n=3, cutoff=0)
         raise ValueError(f"tasks={name!r} is none of Meta-World's; similar names: {', '.join(similar)}")

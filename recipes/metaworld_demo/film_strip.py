@@ -15,7 +15,7 @@ DPI = 100
 
 
 def draw_film_strip(videos: Mapping[str, Path], file: Path) -> None:
-    """Draw a row for each video, by its title: pictures at equal distances in time, the first and the last included."""
+    """Draw a row for each video, by its title."""
     with drawn(file, len(videos), NUM_PICTURES, DPI, figsize=(NUM_PICTURES, 1.25 * len(videos)), squeeze=False) as grid:
         for row, (title, video) in zip(grid, videos.items(), strict=True):
             frames, seconds = read_video(video)
@@ -29,12 +29,10 @@ def draw_film_strip(videos: Mapping[str, Path], file: Path) -> None:
 
 
 def evenly(num_frames: int) -> Sequence[int]:
-    """Return the indices of `NUM_PICTURES` frames, of which a short video repeats some."""
     return [round(each) for each in np.linspace(0, num_frames - 1, NUM_PICTURES)]
 
 
 def read_video(file: Path) -> tuple[list[NDArray[np.uint8]], float]:
-    """Return all frames `(height, width, 3)`, and how many seconds they last."""
     with av.open(str(file)) as container:
         frames: list[Any] = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
         rate = container.streams.video[0].average_rate

@@ -13,12 +13,6 @@ def success_of_mean_action(dataset: LeRobotDataset, task: str, episodes: int, fi
     """Return how often a task succeeds with the mean of its demonstrations' actions in every step.
 
     A task that this solves proves nothing about a policy: it need not look. Costs about a millisecond a step.
-
-    Args:
-        dataset: demonstrations that hold the task.
-        task: as Meta-World names it.
-        episodes: how many.
-        first_seed: seed of the first episode's scene, the next has the next.
     """
     environment = DrawnMetaworldEnv(task)
     action = mean_action(dataset, environment.task_description)
@@ -27,7 +21,6 @@ def success_of_mean_action(dataset: LeRobotDataset, task: str, episodes: int, fi
 
 
 def mean_action(dataset: LeRobotDataset, description: str) -> NDArray[np.float32]:
-    """Return the mean over all frames of a task, `(4,)`."""
     columns = dataset.hf_dataset.with_format("numpy")
     chosen = np.asarray(columns["task_index"]) == dataset.meta.get_task_index(description)
     mean: NDArray[np.float32] = np.asarray(columns[ACTION])[chosen].mean(axis=0)

@@ -16,8 +16,6 @@ STUDENTS = {"student": "student", "second": "second round"}
 
 @dataclass(frozen=True)
 class TestedPolicy:
-    """A policy: a checkpoint and how many Euler steps it takes."""
-
     title: str
     folder: str
     num_steps: int
@@ -38,16 +36,9 @@ POLICIES = (
 
 
 def measured(output: Path, tasks: Sequence[str], episodes: int, first_seed: int) -> dict[str, Any]:
-    """Return success rates, ms for one chunk and difference to the teacher's chunks, and the mean action's success.
+    """Return `policies` by name: success, ms for one chunk, difference to the teacher; and `mean_action`: its success.
 
-    Args:
-        output: the demo's folder, with everything trained and evaluated.
-        tasks: those that were evaluated.
-        episodes: episodes of each task, for the mean action.
-        first_seed: first seed of the evaluation, so that the mean action meets the same scenes.
-
-    Returns:
-        `policies`, by name, and `mean_action`, success by task.
+    `first_seed` is the evaluation's, so that the mean action meets the same scenes.
     """
     os.environ["HF_HUB_OFFLINE"] = "1"
     import torch
@@ -85,7 +76,6 @@ def _with_intervals(rates: dict[str, SuccessRate]) -> dict[str, dict[str, Any]]:
 
 
 def table(results: dict[str, Any]) -> str:
-    """Return the results as a table, success rates with their confidence intervals."""
     tasks = list(results["mean_action"])
     rows: list[list[Cell]] = [
         [found["title"], *_in_words(found["success"], tasks), f"{found['latency_ms']:.1f}", f"{found['error']:.3f}"]

@@ -9,8 +9,6 @@ Z_95 = 1.959964
 
 
 class SuccessRate(NamedTuple):
-    """How many of so many episodes ended in a success."""
-
     successes: int
     episodes: int
 
@@ -40,5 +38,4 @@ def read_successes(folder: Path) -> dict[str, SuccessRate]:
 
 
 def with_all(rates: dict[str, SuccessRate]) -> dict[str, SuccessRate]:
-    """Return the rates of tasks, and that of `all` together."""
     return {**rates, "all": SuccessRate(*(sum(column) for column in zip(*rates.values(), strict=True)))}

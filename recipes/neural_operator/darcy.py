@@ -23,10 +23,9 @@ from hf_memopt.disk.files_on_disk import put_in_place
 from hf_memopt.ranges import COUNT, Range
 
 HIGH, LOW = 12.0, 3.0
-# Part of every cache key: another number whenever the same parameters would give other fields.
 __all__ = ["Darcy", "cached_folder"]
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 1  # part of every cache key: another one whenever the same parameters would give other fields
 MAX_ITERATIONS = 200
 BATCH_NODES = 2**17
 RANGES = {
@@ -69,16 +68,12 @@ class Darcy:
 
     @property
     def stride(self) -> int:
-        """Return the distance of the kept nodes on the finer grid."""
+        """Distance of the kept nodes on the finer grid."""
         return max(1, -(-(self.solve_resolution - 1) // (self.resolution - 1)))
 
     @property
     def fine_resolution(self) -> int:
-        """Return the nodes along each side of the grid that is solved on."""
         return (self.resolution - 1) * self.stride + 1
-
-
-# ------------------------------------------------------------------------------------------------------- equation
 
 
 def random_fields(noise: Tensor, alpha: float, tau: float) -> Tensor:
@@ -97,10 +92,7 @@ def random_fields(noise: Tensor, alpha: float, tau: float) -> Tensor:
 
 
 def operator(coefficients: Tensor) -> Callable[[Tensor], Tensor]:
-    """Return -div(a grad u) at the inner nodes, `(batch, nodes - 2, nodes - 2)`, as a function of `u` there.
-
-    `coefficients` are those at all nodes, `(batch, nodes, nodes)`.
-    """
+    """Return -div(a grad u) at the inner nodes, `(batch, nodes - 2, nodes - 2)`, as a function of `u` there."""
     scale = 0.5 * (coefficients.shape[-1] - 1) ** 2
     vertical = scale * (coefficients[:, 1:, 1:-1] + coefficients[:, :-1, 1:-1])
     horizontal = scale * (coefficients[:, 1:-1, 1:] + coefficients[:, 1:-1, :-1])
@@ -128,10 +120,7 @@ def solve(coefficients: Tensor, source: Tensor, tolerance: float = 1e-8) -> Tens
     Args:
         coefficients: `(batch, nodes, nodes)`, positive, in float64 for tolerances below 1e-5.
         source: `f` at the inner nodes, `(batch, nodes - 2, nodes - 2)`.
-        tolerance: largest norm of the residual, relative to the source's.
-
-    Raises:
-        RuntimeError: the tolerance was not reached, by the residual as computed anew from the solution.
+        tolerance: largest norm of the residual, as computed anew from the solution, relative to the source's.
     """
     apply, precondition = operator(coefficients), _inverse_laplacian(coefficients)
     # The residual that the iteration keeps is only nearly the true one, hence the half, and the check at the end.
@@ -184,17 +173,11 @@ def relative_residual(coefficients: Tensor, solutions: Tensor, source: Tensor) -
     return (_norm(residual) / _norm(source).clamp_min(torch.finfo(source.dtype).tiny)).flatten()
 
 
-# -------------------------------------------------------------------------------------------------------- samples
-
-
 def samples(darcy: Darcy, device: torch.device, batch_size: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield batches of coefficients and solutions in float64, `(batch, resolution, resolution)`, on `device`.
 
     Which samples come does not depend on the batch size, whose default keeps a batch's arrays within a processor's
     cache where possible. Between devices they agree up to rounding.
-
-    Raises:
-        RuntimeError: the tolerance was not reached.
     """
     # The seeds of the two splits never meet, and neither do those of neighbouring seeds.
     generator = torch.Generator().manual_seed(2 * darcy.seed + (darcy.split == "test"))
@@ -211,11 +194,10 @@ def samples(darcy: Darcy, device: torch.device, batch_size: int | None = None) -
 
 
 def generate(darcy: Darcy, device: torch.device) -> dict[str, Tensor]:
-    """Return all samples as neuralop's files hold them.
+    """Return all samples as neuralop's files hold them, `(num_samples, resolution, resolution)`, on the CPU.
 
-    Returns:
-        `x`, bool: where the coefficient is the high one; `y`, float32: the solution, in the equation's own units (at
-        most about 0.02). Both `(num_samples, resolution, resolution)`, on the CPU.
+    `x`, bool, is where the coefficient is the high one; `y`, float32, the solution in the equation's own units, at most
+    about 0.02.
     """
     with tqdm(total=darcy.num_samples, desc=f"Darcy, {darcy.split}, {darcy.resolution}", unit="sample") as bar:
         found = []
@@ -223,9 +205,6 @@ def generate(darcy: Darcy, device: torch.device) -> dict[str, Tensor]:
             found.append(((coefficients == HIGH).cpu(), solutions.float().cpu()))
             bar.update(len(coefficients))
     return {name: torch.cat(parts) for name, parts in zip(("x", "y"), zip(*found, strict=True), strict=True)}
-
-
-# ---------------------------------------------------------------------------------------------------------- cache
 
 
 def cached_folder(root: Path, train: Darcy, tests: list[Darcy], device: torch.device) -> Path:

@@ -23,11 +23,6 @@ class Data(NamedTuple):
 
 
 def load(options: DataOptions, device: torch.device) -> Data:
-    """Read the files, after generating them on `device` where there are none.
-
-    Raises:
-        ValueError: a given folder lacks a file, or has too few samples.
-    """
     folder = _generated(options, device) if options.data_folder is None else Path(options.data_folder)
     _check_files(folder, options)
     num_tests = len(options.test_resolutions)
@@ -48,7 +43,6 @@ def load(options: DataOptions, device: torch.device) -> Data:
 
 
 def describe(options: DataOptions) -> str:
-    """Say where the samples come from."""
     if options.data_folder is not None:
         return f"files in {options.data_folder}"
     solved = f", solved at {options.solve_resolution} and more" if options.solve_resolution else ""

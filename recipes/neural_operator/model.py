@@ -49,8 +49,7 @@ def _make_uno(options: ModelOptions, channels: dict[str, int]) -> nn.Module:
 
 
 def save_model(model: nn.Module, folder: Path) -> None:
-    """Write `model_state_dict.pt`, and beside it the arguments from which neuralop's `from_checkpoint` builds the
-    model.
+    """Write `model_state_dict.pt`, and beside it the arguments for neuralop's `from_checkpoint`.
 
     A UNO has no such method: make it by `make_model` and let it load the state dict.
     """

@@ -23,7 +23,6 @@ logger = logging.getLogger(__name__)
 def results(
     options: Options, accelerator: Accelerator, model: nn.Module, history: History, cost: RunCost
 ) -> dict[str, Any]:
-    """Return the contents of `results.json` of a finished run; `cost` is that of an update."""
     more = {
         "loop": options.training.loop,
         "model": options.model,
@@ -37,7 +36,6 @@ def results(
 
 
 def write(results: dict[str, Any], model: nn.Module, samples: Data, output: Path) -> None:
-    """Write `results.json`, and `panels.png`; the log gets the tables."""
     write_results(results, output)
     draw(list(predictions(model, samples)), output / "panels.png")
     costs = table([results["training_cost"]], results["device"])
@@ -45,7 +43,6 @@ def write(results: dict[str, Any], model: nn.Module, samples: Data, output: Path
 
 
 def errors_table(results: dict[str, Any]) -> str:
-    """Return the mean relative test error by resolution."""
     trained, final = results["data"]["resolution"], results["final"]
     rows = [
         [resolution, final[f"l2_{resolution}"], final[f"h1_{resolution}"], "trained" * (resolution == trained)]
@@ -68,7 +65,6 @@ def predictions(model: nn.Module, samples: Data) -> Iterator[tuple[int, dict[str
 
 
 def draw(rows: list[tuple[int, dict[str, Tensor]]], file: Path) -> None:
-    """Draw one row of panels per resolution; truth and prediction share a colour scale."""
     size, square = (11, 2.6 * len(rows)), {"box_aspect": 1}
     with drawn(file, len(rows), 4, figsize=size, squeeze=False, subplot_kw=square) as axes:
         for line, (resolution, fields) in zip(axes, rows, strict=True):

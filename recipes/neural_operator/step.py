@@ -22,16 +22,8 @@ LOSSES = {"l2": LpLoss(d=2, p=2), "h1": H1Loss(d=2, periodic_in_x=False, periodi
 
 @dataclass(kw_only=True)
 class Run(loop.Run):
-    """With the other parts of an update and an evaluation.
-
-    Attributes:
-        processor: normalises samples, and solutions back.
-        tests: batches by resolution.
-        epoch_loss: the sum over the epoch's updates so far, `()`, on the device.
-    """
-
-    processor: Any
-    tests: dict[int, DataLoader[Any]] = field(default_factory=dict)
+    processor: Any  # normalises samples, and solutions back
+    tests: dict[int, DataLoader[Any]] = field(default_factory=dict)  # batches by resolution
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -94,7 +86,6 @@ def evaluate(run: Run) -> dict[str, float]:
 
 
 def _errors(run: Run, batch: Batch) -> Tensor:
-    """Return the relative errors of a batch, `(batch, norms)`."""
     batch = run.processor.preprocess(batch)
     output, batch = run.processor.postprocess(run.model(batch["x"]), batch)
     pairs = zip(output.split(1), batch["y"].split(1), strict=True)

@@ -25,9 +25,6 @@ def train_with_trainer(
     """Train and evaluate; return the model, the log and the cost of an update.
 
     Its schedule advances once per epoch, and its loss is a sum over the batch, which AdamW's step hardly depends on.
-
-    Raises:
-        ValueError: several processes, or mixed precision, which Trainer runs in float16 without scaling the loss.
     """
     _check_launch(accelerator)
     training = options.training

@@ -21,10 +21,7 @@ __all__ = ["workload"]
 def workload(config_path: str | Path, *, precision: str = "no", effective_batch: int | None = None) -> "NeuralOperator":
     """Return the workload of a configuration file, as for `train_neural_operator.py --config_path FILE`.
 
-    Args:
-        config_path: YAML or JSON.
-        precision: "no", "bf16", or "auto" to try both.
-        effective_batch: samples per update; None, as the file gives it.
+    `precision` is "no", "bf16", or "auto" to try both; `effective_batch` counts samples per update, None as the file.
     """
     return NeuralOperator(read_options(Options, "", ["--config_path", str(config_path)]), precision, effective_batch)
 
@@ -66,7 +63,7 @@ class NeuralOperator(BatchInParts):
 
 
 def _processor(device: torch.device) -> DefaultDataProcessor:
-    """Return it as neuralop's Darcy data make it: solutions are normalised, coefficients are not."""
+    """Return the processor of neuralop's Darcy data: solutions are normalised, coefficients are not."""
     normalizer = UnitGaussianNormalizer(mean=torch.zeros(1, 1, 1, 1), std=torch.ones(1, 1, 1, 1), dim=[0, 1, 2, 3])
     processor = DefaultDataProcessor(in_normalizer=None, out_normalizer=normalizer).to(device)
     processor.train()

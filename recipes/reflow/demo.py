@@ -92,7 +92,6 @@ def flags(options: argparse.Namespace, name: str, steps: int, **changes: Any) ->
 
 
 def evaluate(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure, write `results.json` with its figures beside it, and return its contents."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     import torch
 

@@ -14,8 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-# Where FFmpeg is missing, importing lerobot prints five tracebacks; the demos' data holds no videos. This module is the
-# first that the demos import.
+# Where FFmpeg is missing, importing lerobot prints five tracebacks, and no demo has videos. Demos import this first.
 logging.getLogger("lerobot.utils.import_utils").setLevel(logging.ERROR)
 
 from hf_memopt.command_line import Parser, check_output_folder, number  # noqa: E402
@@ -27,7 +26,6 @@ LEARNING_RATE = 3e-3
 
 
 def demo_parser(description: str | None, output: str) -> Parser:
-    """Return a parser that knows `--output`, with this default, `--seed` and `--overwrite`."""
     parser = Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--output", type=Path, default=Path(output), help="folder for everything (default: %(default)s)")
@@ -51,7 +49,6 @@ def make_room(output: Path, names: Sequence[str], overwrite: bool) -> None:
 
 
 def reflow_launch(student: Path) -> list[Any]:
-    """Return the words that start the reflow recipe on the CPU, on a student's folder."""
     return [
         *("accelerate", "launch", "--cpu", "--num_processes=1", "--num_machines=1", "--mixed_precision=no"),
         *("--dynamo_backend=no", "-m", "hf_memopt.recipes.reflow_smolvla", f"--policy.path={student}"),
@@ -67,7 +64,6 @@ def training_flags(
     learning_rate: float = LEARNING_RATE,
     batch_size: int = BATCH_SIZE,
 ) -> list[str]:
-    """Return lerobot's flags for `steps` batches of training that writes to `output`."""
     return [
         # Two processes read data while another trains; forking them spares further imports of everything.
         "--num_workers=2",
@@ -85,11 +81,7 @@ def training_flags(
 
 
 def run(output: Path, name: str, command: Sequence[Any]) -> str:
-    """Run a command of this environment; shows its progress bars, keeps its whole output in logs/ and returns it.
-
-    Raises:
-        SystemExit: the command failed; the message names its log.
-    """
+    """Run a command of this environment; show its progress bars, keep its whole output in logs/ and return it."""
     words = [str(word) for word in command]
     print("$", shlex.join(words), flush=True)
     words[0] = str(Path(sys.executable).parent / words[0])
@@ -111,7 +103,6 @@ def run(output: Path, name: str, command: Sequence[Any]) -> str:
 
 
 def show_progress(chunk: bytes) -> None:
-    """Pass on the newest progress bar of a piece of output."""
     bars = re.findall(rb"(?:Training|evaluate \w+): [^\r\n]*\]", chunk)
     if bars:
         print("\r" + bars[-1].decode(errors="replace")[:110], end="", flush=True)
@@ -121,7 +112,6 @@ def show_progress(chunk: bytes) -> None:
 
 @contextmanager
 def stage(title: str) -> Iterator[None]:
-    """Print the title of a stage, and the seconds that it took."""
     print(f"\n=== {title}", flush=True)
     begun = time.perf_counter()
     yield

@@ -21,7 +21,6 @@ DPI = 120
 
 
 def draw_errors(evaluation: dict[str, Any], passing: dict[str, dict[int, float]], file: Path) -> None:
-    """Draw error against the teacher's own sampling, and success at the task, by number of Euler steps."""
     with drawn(file, 1, 2, DPI, figsize=(10, 4)) as (error, success):
         for name, color in COLORS.items():
             for axes, values in ((error, evaluation[name]["error"]), (success, passing[name])):
@@ -38,7 +37,6 @@ def draw_errors(evaluation: dict[str, Any], passing: dict[str, dict[int, float]]
 
 
 def draw_paths(sampled: Sequence[SampledPaths], file: Path) -> None:
-    """Draw sampled action chunks past the obstacle: one row per observation, one column per sampler."""
     titles = list(sampled[0].paths)
     size = (3.6 * len(titles), 3.2 * len(sampled))
     with drawn(file, len(sampled), len(titles), DPI, figsize=size, squeeze=False) as grid:
@@ -54,7 +52,6 @@ def draw_paths(sampled: Sequence[SampledPaths], file: Path) -> None:
 
 
 def draw_learning(curves: dict[str, list[tuple[int, float]]], file: Path) -> None:
-    """Draw training losses as lerobot logged them."""
     with drawn(file, 1, 1, DPI, figsize=(6, 4)) as axes:
         for name, curve in curves.items():
             axes.plot(*zip(*curve, strict=True), color=COLORS[name], label=f"{name}: {LOSSES[name]}")
@@ -64,7 +61,6 @@ def draw_learning(curves: dict[str, list[tuple[int, float]]], file: Path) -> Non
 
 
 def draw_memory(memory: dict[str, dict[str, dict[str, int]]], file: Path) -> None:
-    """Draw the bytes held on the device in each phase of a step, by design."""
     designs, phases = list(memory), list(next(iter(memory.values())))
     totals = [sum(holders.values()) for by_phase in memory.values() for holders in by_phase.values()]
     with drawn(file, 1, len(phases), DPI, figsize=(13, 4.5), sharey=True) as row:

@@ -33,17 +33,9 @@ Rates = dict[str, dict[int, float]]  # by policy and Euler steps
 
 
 class SampledPaths(NamedTuple):
-    """One observation and the actions of three samplers for it.
-
-    Attributes:
-        scene: where things stand.
-        agent: where the agent is, `(2,)`.
-        paths: by sampler, `(draws, chunk, 2)` in the dataset's units.
-    """
-
     scene: toy.Scene
-    agent: toy.FloatArray
-    paths: dict[str, Tensor]
+    agent: toy.FloatArray  # `(2,)`
+    paths: dict[str, Tensor]  # by sampler, `(draws, chunk, 2)` in the dataset's units
 
 
 @dataclass(frozen=True)
@@ -59,7 +51,6 @@ class Demo:
 
     @classmethod
     def load(cls, folder: Path, held_out: Sequence[int], seed: int) -> "Demo":
-        """Read the files of the demo's earlier stages."""
         student, dataset = resolve_checkpoint(folder / "student"), folder / "toy" / "dataset"
         batches = held_out_batches(
             student, toy.REPO_ID, dataset, held_out, max_observations=toy.PATH_STEPS * len(held_out)
@@ -75,7 +66,6 @@ class Demo:
         )
 
     def evaluation(self) -> ReflowEvaluation:
-        """Compare the exported student with its teacher."""
         return evaluate_reflow(self.exported, self.teacher, self.batches)
 
     def memory(self) -> dict[str, dict[str, dict[str, int]]]:
@@ -96,7 +86,6 @@ class Demo:
         }
 
     def sampled_paths(self) -> list[SampledPaths]:
-        """Return samples for the decisive frame of the first held-out episodes."""
         samplers = {
             "teacher, 10 steps": (self.teacher, 10),
             "teacher, 1 step": (self.teacher, 1),
@@ -110,10 +99,7 @@ class Demo:
         return found
 
     def rates(self, num_steps: Sequence[int] = (1, 2, 4, 10)) -> dict[str, Rates]:
-        """Return the shares of action chunks that pass the obstacle without touching it, and that zigzag.
-
-        From the decisive frame of every held-out episode.
-        """
+        """Return the shares of action chunks that pass without touching the obstacle, and that zigzag."""
         questions = {"passing_rates": passes_obstacle, "zigzag_rates": zigzags}
         policies = {"teacher": self.teacher, "student": self.exported}
         rates: dict[str, Rates] = {title: {name: {} for name in policies} for title in questions}

@@ -1,9 +1,7 @@
 """lerobot's training loop in 0.6.1, and on its main branch (0.6.2): no other module knows the difference.
 
 0.6.1 takes an accelerator from outside and does not accumulate. 0.6.2 makes its own accelerator from `--accelerator.…`,
-and accumulates by itself.
-
-Windows of several batches, which a run must not be cut within, and the log of memory are the same in both.
+and accumulates by itself. Windows, which a run must not be cut within, and the log of memory are the same in both.
 """
 
 import os
@@ -71,15 +69,7 @@ def make_accelerator(dtype: str, device: str | None, num_accumulation_steps: int
 
 
 def settle_accumulation(cfg: TrainPipelineConfig, asked: int) -> int:
-    """Return how many batches make an update, and write it where lerobot's configuration has a place for it.
-
-    Args:
-        cfg: the run's.
-        asked: by the recipe's flag; 1 leaves it to lerobot's.
-
-    Raises:
-        ValueError: `asked` is less than 1, or both flags ask, for different numbers.
-    """
+    """Return how many batches make an update, 1 in `asked` leaving it to lerobot's flag, and write it to `cfg`."""
     COUNT.check(ACCUMULATION_FLAG, asked)
     if not LOOP_ACCUMULATES:
         return asked
@@ -93,13 +83,7 @@ def settle_accumulation(cfg: TrainPipelineConfig, asked: int) -> int:
 
 
 def train(cfg: TrainPipelineConfig, num_accumulation_steps: int, after_backward: AfterBackward) -> None:
-    """Run lerobot's loop.
-
-    Args:
-        cfg: the run's, validated.
-        num_accumulation_steps: from `settle_accumulation`.
-        after_backward: called with the loop's accelerator at the end of each backward pass.
-    """
+    """Run lerobot's loop; `after_backward` is called with its accelerator at the end of each backward pass."""
     if not LOOP_ACCUMULATES:
         accelerator = make_accelerator(cfg.policy.dtype, cfg.policy.device, num_accumulation_steps)
         lerobot_train.train(cfg, accelerator=_observed(accelerator, after_backward))
@@ -112,7 +96,7 @@ def train(cfg: TrainPipelineConfig, num_accumulation_steps: int, after_backward:
 
 
 def resumed_step(cfg: TrainPipelineConfig) -> int:
-    """Return the number of batches before this run; 0 for a new one."""
+    """Return the number of batches before this run."""
     if not cfg.resume:
         return 0
     folder = cfg.checkpoint_path / TRAINING_STATE_DIR
@@ -142,11 +126,7 @@ class MemoryLog:
         self._num_batches = resumed_step(cfg)
 
     def after_backward(self, accelerator: Accelerator) -> None:
-        """Write a batch's figures at the end of its backward pass; the optimizer's is that of the batch before.
-
-        Args:
-            accelerator: has prepared the policy.
-        """
+        """Write a batch's figures at the end of its backward pass; the optimizer's is that of the batch before."""
         for model in accelerator._models:
             policy = accelerator.unwrap_model(model)
             if isinstance(policy, ReflowPolicy) and accelerator.is_main_process:
@@ -163,11 +143,7 @@ class MemoryLog:
 
 
 def check_windows(cfg: TrainPipelineConfig, num_accumulation_steps: int) -> None:
-    """Refuse a run that would start, end or be saved in the middle of an accumulation window.
-
-    Raises:
-        ValueError: names the field, its value and the nearest one that works.
-    """
+    """Refuse a run that would start, end or be saved in the middle of an accumulation window."""
     for name in ("steps", "save_freq"):
         value = getattr(cfg, name)
         happens = name == "steps" or 0 < value < cfg.steps

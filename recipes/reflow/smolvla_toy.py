@@ -88,10 +88,7 @@ def write_vlm(output: Path, shape: VLMShape = TOY) -> Path:
     """Write a SmolVLM2 folder that lerobot accepts as `vlm_model_name`: config, processor and tokenizer, no weights.
 
     The tokenizer knows a few hundred tokens for any shape; only the embedding has all of `vocab_size` rows. Takes about
-    a second.
-
-    Returns:
-        `output`, which is created if needed.
+    a second. Returns `output`, which is created if needed.
     """
     output.mkdir(parents=True, exist_ok=True)
     tokenizer = _train_tokenizer()
@@ -210,16 +207,7 @@ def draw_image(scene: Scene, agent: FloatArray) -> NDArray[np.uint8]:
 def write_dataset(output: Path, num_episodes: int, seed: int) -> Path:
     """Write the demonstrations as a LeRobotDataset with images, 6 frames per episode.
 
-    Args:
-        output: folder to create; it must not exist.
-        num_episodes: how many reaches.
-        seed: seed of the demonstrations.
-
-    Returns:
-        `output`, the dataset's root; its repo id is `REPO_ID`.
-
-    Raises:
-        ValueError: `output` exists.
+    Returns `output`, the dataset's root, which must not exist before (ValueError); its repo id is `REPO_ID`.
     """
     if output.exists():
         raise ValueError(f"output={str(output)!r} exists; name a new folder or remove this one")

@@ -24,16 +24,7 @@ AUTO = "auto"
 
 
 def planned_home(cfg: TrainPipelineConfig, num_accumulation_steps: int, card: str) -> str:
-    """Return the `teacher_offload` with which the run is fastest of those that fit a card; each process finds the same.
-
-    Args:
-        cfg: the run's, of a student that is on the disk.
-        num_accumulation_steps: batches in an update.
-        card: a name or a size; "auto", the card that this process computes on.
-
-    Raises:
-        ValueError: nothing fits with this batch, `card` is unknown, or the training cannot be simulated.
-    """
+    """Return the `teacher_offload` with which a run is fastest of those that fit `card`, "auto" for this process's."""
     gpu = card_of(PartialState().device) if card == AUTO else card
     found = plan(_workload(cfg, num_accumulation_steps), gpu=gpu)
     logger.info("Plan: %s", "\n  ".join([headline(found), *explain(found)]))
@@ -48,12 +39,8 @@ def decided_home(cfg: TrainPipelineConfig, num_accumulation_steps: int) -> str:
     optimizer steps leave. Logs one line that says which, and why. No line, and no simulation, where nothing is open:
     the flags name a home or a budget, there is no teacher of its own, or the run is on a CPU.
 
-    Args:
-        cfg: the run's.
-        num_accumulation_steps: batches in an update.
-
-    Cost: a simulation of one step for each home that is tried, some 20 s of one core each at full size. Before the
-    first backward on a device, since the simulation's process is forked.
+    Cost: some 20 s of one core at full size for each home that is tried. Before the first backward on a device, since
+    the simulation's process is forked.
     """
     policy = cfg.policy
     has_teacher = policy.use_reflow and policy.couplings_path is None and not policy.teaches_itself
@@ -74,7 +61,6 @@ def decided_home(cfg: TrainPipelineConfig, num_accumulation_steps: int) -> str:
 
 
 def _why_not_simulated(cfg: TrainPipelineConfig) -> str | None:
-    """Return why this run, as it is started, cannot be simulated; None if it can."""
     if not torch.cuda.is_available():
         return f"device={cfg.policy.device!r} is no CUDA device, whose rules a simulation follows"
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:

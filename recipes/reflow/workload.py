@@ -54,7 +54,7 @@ class Options(NamedTuple):
 
 
 class Run(NamedTuple):
-    """The arguments of `step`; all but the optimizer and the accelerator's settings is on its device."""
+    """The arguments of `step`, on the accelerator's device."""
 
     accelerator: Accelerator
     policy: SmolVLAReflowPolicy
@@ -124,7 +124,6 @@ class SmolVLAReflow(RecipeWorkload):
 
     @property
     def micro_batches(self) -> list[int]:
-        """Return the one that is given, or all."""
         return super().micro_batches if self._micro_batch is None else [self._micro_batch]
 
     def num_steps(self, options: Options, num_micro_batches: int) -> int:
@@ -221,7 +220,7 @@ def _repeated_euler_steps(clock: VirtualClock) -> Iterator[None]:
 
 
 def _batch(config: SmolVLAReflowConfig, size: int, device: torch.device) -> dict[str, Tensor]:
-    """Return it as lerobot's loader and preprocessor make it."""
+    """Return a batch as lerobot's loader and preprocessor make it."""
     length = config.tokenizer_max_length
     frames = {name: feature.shape for name, feature in config.input_features.items()}
     batch = {name: torch.zeros(size, 1, *shape, device=device) for name, shape in frames.items()}

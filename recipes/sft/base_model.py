@@ -12,11 +12,6 @@ from hf_memopt.recipes.sft.options import SftOptions
 
 
 def load_model(options: SftOptions) -> PreTrainedModel:
-    """Return the model, its base quantised as the flags say.
-
-    Raises:
-        ValueError: it cannot be loaded, or the library that quantises is not installed.
-    """
     dtype = getattr(torch, options.dtype)
     quantization = _quantization(options.quantize, dtype)
     with explained(f"model={options.model!r} cannot be loaded; pass a hub id or folder of a causal LM"):
@@ -31,7 +26,6 @@ def load_model(options: SftOptions) -> PreTrainedModel:
 
 
 def adapters(options: SftOptions) -> LoraConfig | None:
-    """Return PEFT's configuration of the adapters; None, all weights learn."""
     if options.lora_rank is None:
         return None
     targets = options.lora_targets

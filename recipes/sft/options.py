@@ -50,19 +50,13 @@ class SftTraining(SFTConfig):
 
 
 class Options(NamedTuple):
-    """Everything that the command line says."""
-
     sft: SftOptions
     training: SftTraining
     memopt: MemoptArguments
 
 
 def parse(description: str, arguments: Sequence[str] | None = None) -> Options:
-    """Read flags and the YAML file of `--config FILE`, which holds any of them without sections.
-
-    Raises:
-        ValueError: names a flag, its value and the remedy.
-    """
+    """Read flags and the YAML file of `--config FILE`, which holds any of them without sections."""
     kinds = list(get_type_hints(Options).values())
     parser = TrlParser(kinds, description=description, formatter_class=Formatter, allow_abbrev=False)
     with argparse_raising():
@@ -89,15 +83,7 @@ def check_folder(options: Options) -> str | None:
 
 
 def _trainers_checkpoint(folder: str, resumed: str | None) -> str | None:
-    """Return the checkpoint of Trainer's to resume from; None for a new run.
-
-    Args:
-        folder: folder of the run.
-        resumed: a checkpoint's folder, "latest" for the newest of the run, or None.
-
-    Raises:
-        ValueError: there is no such folder.
-    """
+    """Return Trainer's checkpoint to resume from: a folder, the newest for "latest", or None for a new run."""
     if resumed is None:
         return None
     output = Path(folder)

@@ -39,10 +39,7 @@ def workload(
 ) -> "SupervisedFineTuning":
     """Return the workload of a configuration file, as for `train_sft.py --config FILE`.
 
-    Args:
-        config_path: YAML.
-        precision: "no", "bf16" or "fp16"; None, as the file says.
-        effective_batch: conversations per update; None, as the file gives it.
+    `precision` is "no", "bf16" or "fp16"; `effective_batch` counts conversations per update; None, as in the file.
     """
     options = parse("", ["--config", str(config_path)])
     given = yaml.safe_load(Path(config_path).read_text())
@@ -56,15 +53,7 @@ def workload(
 
 
 def simulated(options: Options, **changes: Any) -> "SupervisedFineTuning":
-    """Return the workload of flags that name a model: `max_length` tokens in each conversation.
-
-    Args:
-        options: the flags.
-        changes: changes of the fields that the workload takes from them.
-
-    Raises:
-        ValueError: the optimizer is not simulated.
-    """
+    """Return the workload of flags that name a model, with `max_length` tokens in each conversation."""
     sft, training, memopt = options
     if training.optim.value not in OPTIMIZERS:
         raise ValueError(f"optim={training.optim.value!r} is not simulated; choose from {', '.join(OPTIMIZERS)}")
@@ -100,17 +89,12 @@ def apply_plan(options: Options) -> Row | None:
 
 @dataclass(frozen=True)
 class SupervisedFineTuning(HuggingFaceModel):
-    """A transformers model with the choices that the recipe has flags for.
-
-    Args:
-        given: the contents of the recipe's configuration file.
-    """
+    """A transformers model with the choices that the recipe has flags for; `given` is its configuration file."""
 
     given: Mapping[str, Any] = field(default_factory=dict)
     levers: tuple[Lever, ...] = field(default=(Lever("activations", _CHOICES),), init=False)
 
     def flags(self, settings: Mapping[str, Any], micro_batch: int) -> dict[str, Any]:
-        """Return the recipe's flags that a plan chooses."""
         checkpointing, offload = ACTIVATIONS[settings["activations"]]
         return {
             "per_device_train_batch_size": micro_batch,
@@ -120,7 +104,6 @@ class SupervisedFineTuning(HuggingFaceModel):
         }
 
     def write(self, settings: Mapping[str, Any], micro_batch: int, folder: Path) -> list[Path]:
-        """Write an accelerate config, and the configuration file with the plan's choice."""
         chosen = self.flags(settings, micro_batch)
         precisions = {name: self.precision == name for name in ("bf16", "fp16")}
         # The plan takes their place.
@@ -132,6 +115,5 @@ class SupervisedFineTuning(HuggingFaceModel):
         return [write_accelerate_config(folder / "accelerate.yaml", self.precision), folder / "sft.yaml"]
 
     def command(self, written: list[Path]) -> str:
-        """Return the command that runs the recipe with these files."""
         config, fields = written
         return f"accelerate launch --config_file {config} -m hf_memopt.recipes.train_sft --config {fields}"

@@ -30,7 +30,7 @@ def test_estimate(output: Path) -> None:
 
 def test_estimates_made_without_the_gpu_are_compared_on_it(output: Path, tmp_path: Path) -> None:
     kept = tmp_path / "kept.json"
-    run_estimate("--estimate-only", "--estimates", str(kept))
+    run_estimate("--estimate-only", "--output", str(kept))
     estimates = json.loads(kept.read_text())
     assert estimates["hardware"]["device"] == "cpu"
     for row in estimates["cells"]:
@@ -60,10 +60,10 @@ def check_measured(rows: list[dict[str, Any]]) -> None:
 def test_activation_offload(load: Load, output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load("activations.modes"), "THRESHOLD_MB", 0.0)
     modes = ["none", "checkpointing", "ours inputs", "ours auto 20 %"]
-    sizes = ["--size", "toy", "--layers", "2", "--tokens", "64", "--steps", "2", "--link-divisors", "1", "2"]
+    sizes = ["--size", "toy", "--layers", "2", "--tokens", "64", "--steps", "2"]
     assert load("activations.offload").main([*sizes, NO_LIMIT, "--output", str(output), "--modes", *modes]) == 0
     cells = cells_of(output)
-    assert [cell["mode"] for cell in cells] == [*modes, "ours inputs", "ours auto 20 %"]
+    assert [cell["mode"] for cell in cells] == modes
     for cell in cells:
         assert cell["gradients_equal"] is True
         assert cell["step_ms"]["num_steps"] == 2
@@ -147,16 +147,3 @@ def test_the_allocator_reads_its_settings_when_cuda_starts() -> None:
     environ = {name: value for name, value in os.environ.items() if not name.endswith("ALLOC_CONF")}
     run = run_script(ALLOCATOR_SETTINGS, environ)
     assert run.stdout.split() == [str(64 * 2**20)], run.stderr
-
-
-def test_a_slow_link_takes_its_time_and_brings_the_bytes(load: Load) -> None:
-    copier = load("teacher.slow_link").SlowLinkCopier(torch.device("cuda", 0), gb_per_s=0.1)
-    source, there = copier.empty_host(2**20), copier.empty_device(2**20)
-    source.random_()
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    copier.to_device(source, there).wait()
-    end.record()
-    end.synchronize()
-    assert torch.equal(there.cpu(), source)
-    assert begin.elapsed_time(end) > 0.5 * 2**20 / 0.1e6

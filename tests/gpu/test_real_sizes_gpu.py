@@ -31,7 +31,7 @@ def test_estimates_are_what_cuda_allocates(load: Load, output: Path, tmp_path: P
 
 def test_activation_offloading(load: Load, output: Path) -> None:
     modes = ["--modes", "none", "checkpointing", "ours inputs"]
-    sizes = ["--size", "real", "--layers", "4", "--tokens", "2048", "--link-divisors", "1"]
+    sizes = ["--size", "real", "--layers", "4", "--tokens", "2048"]
     assert load("activations.offload").main([*sizes, *modes, NO_LIMIT, "--output", str(output)]) == 0
     cells = {cell["mode"]: cell for cell in results_of(output)["cells"]}
     for cell in cells.values():
@@ -44,7 +44,7 @@ def test_activation_offloading(load: Load, output: Path) -> None:
 
 def test_a_plan_is_what_is_measured(load: Load, output: Path) -> None:
     """Check the peak of saved activations within 3 %, and the time of a step within 5 %."""
-    sizes = ["--size", "real", "--layers", "4", "--tokens", "8192", "--link-divisors", "1"]
+    sizes = ["--size", "real", "--layers", "4", "--tokens", "8192"]
     assert (
         load("activations.offload").main([*sizes, "--modes", "ours auto 20 %", NO_LIMIT, "--output", str(output)]) == 0
     )
@@ -55,7 +55,6 @@ def test_a_plan_is_what_is_measured(load: Load, output: Path) -> None:
 
 def test_teacher_offloading(load: Load, output: Path) -> None:
     sizes = ["--size", "toy", "--batch-sizes", "2", "--warmup", "1", "--dtypes", "float32", "--steps", "3"]
-    sizes += ["--links"]  # none
     assert load("teacher.offload").main([*sizes, NO_LIMIT, "--output", str(output)]) == 0
     cells = {cell["mode"]: cell for cell in results_of(output)["cells"]}
     for mode in OWN_MODES:

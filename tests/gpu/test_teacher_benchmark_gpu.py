@@ -23,12 +23,9 @@ def test_teacher_offload(load: Load, output: Path, monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(benchmark, "copied_bytes", without_profiler)
     modes = ["resident", "swap", "resident again"]
     sizes = ["--size", "toy", "--batch-sizes", "2", "--dtypes", "float32", "--warmup", "1", "--steps", "2"]
-    sizes += ["--links", "0.1", "1e9"]
     assert benchmark.main([*sizes, NO_LIMIT, "--output", str(output), "--modes", *modes]) == 0
     cells = results_of(output)["cells"]
-    assert [cell["mode"] for cell in cells] == ["resident", "swap", "swap", "swap", "resident again"]
-    assert [cell["link_gb_per_s"] for cell in cells] == [None, None, 0.1, 1e9, None]
-    assert cells.pop(3)["error"].startswith("not run: this machine's link has ")
+    assert [cell["mode"] for cell in cells] == modes
     for cell in cells:
         assert cell["target_equal"]
         assert cell["loss_equal"]

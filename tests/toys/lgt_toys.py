@@ -4,9 +4,10 @@ from typing import Any
 
 import torch
 
+from hf_memopt.recipes.common.flags import as_words
 from hf_memopt.recipes.lgt.data import Batch, make_batch
 from hf_memopt.recipes.lgt.model import LatentTransfer
-from hf_memopt.recipes.lgt.options import Options, make_options
+from hf_memopt.recipes.lgt.options import Options, parse
 from hf_memopt.recipes.lgt.step import build_model
 
 TINY = {
@@ -25,7 +26,8 @@ TINY = {
 
 def tiny(**values: Any) -> Options:
     """A configuration that a CPU trains at once; fields are given as `section__field`."""
-    return make_options(TINY | {name.replace("__", "."): value for name, value in values.items()})
+    given = TINY | {name.replace("__", "."): value for name, value in values.items()}
+    return parse("", [word for name, value in given.items() for word in as_words(name, value)])
 
 
 def trained_model(config: Options, dtype: torch.dtype = torch.float32) -> LatentTransfer:

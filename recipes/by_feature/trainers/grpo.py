@@ -19,7 +19,6 @@ on_cpu = not torch.accelerator.is_available()
 
 
 def share_of_left(completions: list[str], **others: Any) -> list[float]:
-    """Reward completions by the share of their words that are "left"."""
     words = [completion.split() for completion in completions]
     return [each.count("left") / max(1, len(each)) for each in words]
 
@@ -57,8 +56,7 @@ def make_trainer(folder: str) -> Any:
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         plain, trainer = make_trainer(folder), make_trainer(folder)
-        # attach(trainer) is all that a GPU needs. A CPU moves nothing by itself; a SyncCopier shows the copies of a
-        # GPU.
+        # attach(trainer) is all that a GPU needs. A CPU moves nothing by itself; a SyncCopier shows a GPU's copies.
         offloader = ActivationOffloader(
             offload_threshold_mb=0.0, mode="all" if on_cpu else "auto", copier=SyncCopier() if on_cpu else None
         )
