@@ -135,6 +135,7 @@ def address() -> Iterator[str]:
     server.communicate()
 
 
+@pytest.mark.e2e
 def test_the_page_asks_what_its_fields_say(app: ModuleType, address: str, config: str) -> None:
     with httpx.Client(base_url=f"{address}/gradio_api", timeout=120, trust_env=False) as page:
         with open(config, "rb") as opened:

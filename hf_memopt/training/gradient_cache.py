@@ -248,5 +248,5 @@ def _of_all_ranks(accelerator: Accelerator, own: Tensor) -> Tensor:
     if own.requires_grad:
         # Every rank computes the gradient of the whole loss, and keeps the part of its own outputs. The parameters'
         # gradient is the sum over ranks; DDP takes the mean, so multiply by the number of ranks here.
-        own.register_hook(lambda gradient: gradient * accelerator.num_processes)
+        own.register_hook(lambda gradient: gradient * accelerator.num_processes)  # type: ignore[no-untyped-call]
     return torch.cat(parts)

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from patience import HANG_S
 
+pytestmark = pytest.mark.e2e
+
 
 @pytest.fixture(scope="module", params=[(50, 10, 0), pytest.param((200, 60, 1), marks=pytest.mark.slow)], ids=str)
 def killed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:

@@ -108,6 +108,7 @@ def check(few: MemoryEstimate, all_of_them: MemoryEstimate) -> None:
     assert few.step_ms == pytest.approx(all_of_them.step_ms, rel=0.02)
 
 
+@pytest.mark.e2e
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")
 @pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match")  # PEFT's warning about experts
 @pytest.mark.parametrize(("model", "way"), CASES)

@@ -15,6 +15,8 @@ from hf_memopt.activations import offloaded_pass, saved_tensor_hooks
 from hf_memopt.activations.recompute import op_tracer
 from hf_memopt.activations.saved_tensors import shown_elements, storages
 
+pytestmark = pytest.mark.e2e
+
 Put = Callable[[pytest.MonkeyPatch], None]
 
 

@@ -41,6 +41,7 @@ def workload(folder: Path, fields: dict[str, Any], num_layers: int = 2, width: i
     return file_workload.FileWorkload(file, {"model_name_or_path": str(folder / "model")}, **options)
 
 
+@pytest.mark.e2e
 def test_equal_layers_are_simulated_once_with_the_bytes_of_all(tmp_path: Path) -> None:
     made = workload(tmp_path, SFT | ADAPTERS, num_layers=5)
     few, whole = made.as_given(), made.as_given()

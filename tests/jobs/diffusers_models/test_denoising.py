@@ -50,6 +50,7 @@ def test_latents_and_embeddings_have_the_type_of_the_computation(tmp_path: Path)
     assert dtypes(dtype="float16", precision="no") == {torch.float16}
 
 
+@pytest.mark.e2e
 def test_every_lever_works(tmp_path: Path) -> None:
     folder = write_denoiser(tmp_path, "unet")
     options = {"precision": "bf16", "dtype": "bfloat16", "lora_rank": 4}
