@@ -1,5 +1,3 @@
-"""Tests of OffloadedTeacher: bitwise right, invisible to the student, and right again after any exception."""
-
 import copy
 import dataclasses
 import pickle
