@@ -27,13 +27,11 @@ TOLERANCE = 0.001
 
 @pytest.fixture(autouse=True)
 def on_the_cpu() -> Iterator[None]:
-    """Run on the CPU, also on a machine with a GPU, with Accelerate's state reset before and after."""
     with accelerators.on_the_cpu():
         yield
 
 
 def real_peak_bytes(simulated: SimulatedStep) -> int:
-    """Return the peak bytes of live storages in a real run of the steps."""
     torch.manual_seed(0)
     allocator = CountedAllocator()
     with allocator:
@@ -48,7 +46,7 @@ def real_peak_bytes(simulated: SimulatedStep) -> int:
 
 
 def deviation(workload: RecipeWorkload, micro_batch: int, **settings: str) -> float:
-    """Return the estimate's relative deviation from the real peak, positive above the peak."""
+    """Return the relative deviation from the real peak, positive above the peak."""
     simulated = step_with(workload, micro_batch, **settings)
     estimate = estimate_peak_memory(simulated.setup, simulated.step, like="cpu", num_steps=simulated.num_steps)
     return estimate.peak_bytes / real_peak_bytes(simulated) - 1

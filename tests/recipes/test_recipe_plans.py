@@ -1,5 +1,3 @@
-"""Tests of the recipes' plans: their inputs, their output, and the recipes' reading of the output."""
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +26,7 @@ neural_operator_plan = LateModule("hf_memopt.recipes.neural_operator.workload")
 
 CONFIGS = Path(__file__).parents[2] / "recipes" / "configs"
 WORKLOADS = (causal_lm, fluxflow, lgt, neural_operator)
-# The plan of each recipe, and the recipe's own parser of a file of options.
+# Plans, and the recipes' own parsers of options.
 READERS: dict[str, tuple[Callable[..., RecipeWorkload], Callable[[Path], Any]]] = {
     "causal_lm": (causal_lm, lambda path: causal_lm_options.parse("", ["--config_path", str(path)])),
     "fluxflow": (fluxflow, lambda path: fluxflow_options.parse("", ["--config_path", str(path)])),
@@ -39,7 +37,6 @@ READERS: dict[str, tuple[Callable[..., RecipeWorkload], Callable[[Path], Any]]] 
 
 @pytest.fixture(autouse=True)
 def on_the_cpu() -> Iterator[None]:
-    """Run on the CPU, also on a machine with a GPU, with Accelerate's state reset before and after."""
     with accelerators.on_the_cpu():
         yield
 

@@ -1,5 +1,3 @@
-"""Tests of supervised fine-tuning by its entry point, bitwise equal in each mode of offloading."""
-
 import importlib.util
 import json
 import logging
@@ -44,7 +42,6 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None
 
 
 def train(folder: Path, *flags: str) -> tuple[list[float], dict[str, Tensor]]:
-    """Train, and return the losses and the saved weights."""
     log = train_sft.main([*TINY, *flags, f"--output_dir={folder}"])
     name = "adapter_model" if (folder / "adapter_model.safetensors").exists() else "model"
     return [entry["loss"] for entry in log if "loss" in entry], load_file(folder / f"{name}.safetensors")

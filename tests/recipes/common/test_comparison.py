@@ -1,5 +1,3 @@
-"""Tests of the comparison of modes: equal updates, measurements, and processes that die."""
-
 import json
 import os
 from collections.abc import Iterator

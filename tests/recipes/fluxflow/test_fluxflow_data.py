@@ -1,5 +1,3 @@
-"""Tests of FluxFlow's images: buckets, order, and resuming inside an epoch."""
-
 from itertools import islice
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,3 @@
-"""Tests of the reflow recipe's plan: its reading of a student, its output, and the recipe's reading of the output."""
-
 import shlex
 import sys
 from collections.abc import Iterator
@@ -29,7 +27,6 @@ teacher_home = LateModule("hf_memopt.recipes.reflow.teacher_home")
 
 @pytest.fixture(autouse=True)
 def on_the_cpu() -> Iterator[None]:
-    """Run on the CPU, also on a machine with a GPU, with Accelerate's state reset before and after."""
     with accelerators.on_the_cpu():
         yield
 
@@ -131,7 +128,7 @@ def test_the_reflow_recipe_plans_the_teachers_home_for_its_own_batch(
 
 
 def reflow_run(student: Path) -> Any:
-    """Return the fields of lerobot's configuration that a plan reads, with batches of 2."""
+    """Return the fields of lerobot's configuration that a plan reads."""
     policy = policy_files.load_config(student)
     policy.pretrained_path = student
     return SimpleNamespace(policy=policy, batch_size=2)
