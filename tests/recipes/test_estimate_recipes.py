@@ -1,7 +1,7 @@
 """A comparison of the estimated and the real peak of every recipe's update on the CPU."""
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +19,10 @@ from hf_memopt.estimate.simulation.child_process import run_isolated
 from hf_memopt.estimate.simulation.device import simulation
 from hf_memopt.recipes.common.auto_plan import RecipeWorkload
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.usefixtures("on_the_cpu"), pytest.mark.e2e]
 
 # Both count live storages of the same program to the byte; only an operation's internal memory may differ.
 TOLERANCE = 0.001
-
-
-@pytest.fixture(autouse=True)
-def on_the_cpu() -> Iterator[None]:
-    with accelerators.on_the_cpu():
-        yield
 
 
 def real_peak_bytes(simulated: SimulatedStep) -> int:

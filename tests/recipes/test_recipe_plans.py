@@ -1,8 +1,7 @@
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import accelerators
 import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
@@ -15,7 +14,7 @@ from hf_memopt.recipes.common.auto_plan import RecipeWorkload
 from hf_memopt.recipes.lgt import options as lgt_options
 from hf_memopt.recipes.lgt import workload as lgt_plan
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.usefixtures("on_the_cpu"), pytest.mark.e2e]
 
 causal_lm_options = LateModule("hf_memopt.recipes.causal_lm.options")
 causal_lm_plan = LateModule("hf_memopt.recipes.causal_lm.workload")
@@ -33,12 +32,6 @@ READERS: dict[str, tuple[Callable[..., RecipeWorkload], Callable[[Path], Any]]] 
     "lgt": (lgt, lambda path: lgt_options.parse("", ["--config_path", str(path)])),
     "neural_operator": (neural_operator, lambda path: neural_operator_options.parse("", ["--config_path", str(path)])),
 }
-
-
-@pytest.fixture(autouse=True)
-def on_the_cpu() -> Iterator[None]:
-    with accelerators.on_the_cpu():
-        yield
 
 
 def first_settings(workload: RecipeWorkload) -> dict[str, Any]:

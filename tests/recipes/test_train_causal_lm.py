@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,18 +31,11 @@ datasets = LateModule("datasets")
 train_causal_lm = LateModule("hf_memopt.recipes.train_causal_lm")
 transformers = LateModule("transformers")
 
-pytestmark = [pytest.mark.usefixtures("quick_plans"), pytest.mark.e2e]
+pytestmark = [pytest.mark.usefixtures("quick_plans", "on_the_cpu", "no_shared_cache"), pytest.mark.e2e]
 
 ROOT = Path(__file__).parents[2]
 
 ACCUMULATED = (*TINY, "--gradient_accumulation_steps=4")
-
-
-@pytest.fixture(autouse=True)
-def on_the_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    with accelerators.on_the_cpu():
-        yield
 
 
 def train(folder: Path, *flags: str) -> dict[str, Any]:

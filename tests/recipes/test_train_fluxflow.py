@@ -2,7 +2,6 @@ import json
 import os
 import signal
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +17,15 @@ from torch import Tensor, nn
 from hf_memopt import detect_leaks
 from hf_memopt.recipes.fluxflow.options import parse
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.usefixtures("on_the_cpu"), pytest.mark.e2e]
 
 diffusers = LateModule("diffusers")
 train_fluxflow = LateModule("hf_memopt.recipes.train_fluxflow")
 
 
 @pytest.fixture(autouse=True)
-def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hf_memopt.recipes.fluxflow.report.draw", lambda history, file: None)
-    with accelerators.on_the_cpu():
-        yield
 
 
 def train(folder: Path, *flags: str) -> dict[str, Any]:

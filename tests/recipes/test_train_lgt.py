@@ -1,6 +1,5 @@
 import json
 import signal
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,15 +24,13 @@ from hf_memopt.recipes.lgt.report import Check, checklist_text
 from hf_memopt.recipes.lgt.step import Run, build_model
 from hf_memopt.recipes.train_lgt import main, make_accelerator, prepare, update
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.usefixtures("on_the_cpu"), pytest.mark.e2e]
 
 
 @pytest.fixture(autouse=True)
-def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lgt_evaluation, "draw_panels", lambda *arguments: None)
     monkeypatch.setattr(lgt_evaluation, "draw_curves", lambda *arguments: None)
-    with accelerators.on_the_cpu():
-        yield
 
 
 @pytest.fixture(scope="module")

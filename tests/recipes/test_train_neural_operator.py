@@ -2,7 +2,6 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from hf_memopt.checkpoint import endless_batches
 from hf_memopt.recipes.neural_operator.darcy import Darcy, generate
 from hf_memopt.recipes.neural_operator.options import ModelOptions, parse
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.usefixtures("on_the_cpu"), pytest.mark.e2e]
 
 models = LateModule("neuralop.models")
 neural_operator_data = LateModule("hf_memopt.recipes.neural_operator.data")
@@ -33,11 +32,9 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draw no figures, which takes longer than the training, except in the fixtures' runs."""
     monkeypatch.setattr("hf_memopt.recipes.neural_operator.report.draw", lambda rows, file: None)
-    with accelerators.on_the_cpu():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -1,11 +1,9 @@
 import shlex
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import accelerators
 import pytest
 import yaml
 from late_imports import LateModule
@@ -16,19 +14,13 @@ from hf_memopt.estimate import estimate_peak_memory
 from hf_memopt.estimate.simulation.device import DEVICE_TYPE
 from hf_memopt.jobs import NothingFitsError
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.usefixtures("on_the_cpu"), pytest.mark.e2e]
 
 policy_files = LateModule("hf_memopt.lerobot.policy_files")
 training_flags = LateModule("hf_memopt.lerobot.training_flags")
 reflow_smolvla = LateModule("hf_memopt.recipes.reflow_smolvla")
 reflow_smolvla_plan = LateModule("hf_memopt.recipes.reflow.workload")
 teacher_home = LateModule("hf_memopt.recipes.reflow.teacher_home")
-
-
-@pytest.fixture(autouse=True)
-def on_the_cpu() -> Iterator[None]:
-    with accelerators.on_the_cpu():
-        yield
 
 
 @pytest.fixture(scope="module")
