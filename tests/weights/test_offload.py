@@ -16,9 +16,6 @@ from hf_memopt.weights import OffloadedTeacher
 accelerate = LateModule("accelerate")
 
 
-SCHEDULES = ("early", "late", "random")
-
-
 @pytest.mark.parametrize("error", [RuntimeError, torch.OutOfMemoryError, KeyboardInterrupt])
 def test_the_next_visit_is_right_after_a_fault_in_any_forward(
     network: Network, x: Tensor, error: type[BaseException]
