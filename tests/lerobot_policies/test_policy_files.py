@@ -20,7 +20,7 @@ STATE, IMAGE, ACTION = "observation.state", "observation.images.top", "action"
 
 @pytest.fixture
 def config() -> Any:
-    """States and actions are normalised by mean and deviation, images not at all."""
+    """A configuration that normalises states and actions by mean and deviation, and no images."""
     kind, feature = configs.FeatureType, configs.PolicyFeature
     return configuration_smolvla.SmolVLAConfig(
         device="cpu",
