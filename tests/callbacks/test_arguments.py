@@ -1,5 +1,3 @@
-"""Tests of `MemoptArguments` from command lines, YAML files and HF_MEMOPT, and of the attached callbacks."""
-
 import dataclasses
 import inspect
 from pathlib import Path

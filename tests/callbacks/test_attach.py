@@ -1,5 +1,3 @@
-"""Tests of the context that `attach` puts around a trainer's loss, of its refusals, and of its removal."""
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace

@@ -1,5 +1,3 @@
-"""Tests of `attach` beside offloading: memory in the logs, and a report when memory runs out."""
-
 from pathlib import Path
 from typing import Any
 

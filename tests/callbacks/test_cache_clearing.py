@@ -1,5 +1,3 @@
-"""Tests that ClearCacheOnSaveCallback releases unused memory once per checkpoint."""
-
 import gc
 import logging
 import weakref

@@ -45,7 +45,7 @@ def test_a_trainer_is_attached_to_where_it_is_made(make: Any, caplog: pytest.Log
     assert equal(weights(trainer), weights(plain))
     assert "compute_loss_context_manager" in vars(trainer)
     assert "compute_loss_context_manager" not in vars(plain)
-    # One line: the trainer's own Accelerator did not wrap the model a second time.
+    # The trainer's own Accelerator did not wrap the model a second time.
     (line,) = offload_lines(caplog)
     assert "moved to the host" in line
 
@@ -145,7 +145,7 @@ def python_path(folder: Path) -> str:
 
 @pytest.mark.e2e
 def test_the_script_sees_what_python_shows_it(tmp_path: Path) -> None:
-    """Check the script's name, arguments, folder on the path, and exception with its traceback."""
+    """Check name, arguments, folder on the path, and exception with its traceback."""
     (tmp_path / "beside.py").write_text("NUMBER = 7\n")
     script = tmp_path / "script.py"
     script.write_text("import sys, beside\nprint(__name__, sys.argv, beside.NUMBER)\nraise ValueError('mine')\n")

@@ -1,4 +1,4 @@
-"""Tests of `attach(trainer, frozen=...)`: TRL's frozen models at home on the host, with the same trained weights."""
+"""Tests of `attach(trainer, frozen=...)` with TRL's frozen models."""
 
 import copy
 import logging
@@ -132,7 +132,6 @@ def test_what_was_attached_can_be_removed(tmp_path: Path) -> None:
 
 
 def stand_in(**attributes: Any) -> Any:
-    """Return a stand-in for a trainer with a model and the given attributes."""
     handler = SimpleNamespace(callbacks=attributes.pop("callbacks", []))
     engines = {"is_deepspeed_enabled": False, "is_fsdp_enabled": False}
     return SimpleNamespace(**{"model": nn.Linear(2, 2), "callback_handler": handler, **engines, **attributes})

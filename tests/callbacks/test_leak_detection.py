@@ -1,5 +1,3 @@
-"""Tests of LeakDetectionCallback in a real Trainer on the CPU."""
-
 import gc
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +26,7 @@ def _frozen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def make_trainer(kind: Any, folder: Path, *callbacks: Any, **options: Any) -> Any:
-    """Return a trainer of 60 steps of two micro-batches, in epochs of 6 steps, evaluated every seventh step."""
+    """60 steps of two micro-batches, in epochs of 6 steps, evaluated every seventh step."""
     torch.manual_seed(0)
     data = [{"x": torch.randn(64), "labels": torch.randn(1)} for _ in range(24)]
     settings = (

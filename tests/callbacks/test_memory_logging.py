@@ -1,5 +1,3 @@
-"""Tests of MemoryLoggingCallback in a real Trainer, and of MemoryLogger in an Accelerate loop, on the CPU."""
-
 import copy
 import logging
 import pickle
@@ -25,7 +23,7 @@ GIB = 2**30
 
 
 def make_trainer(folder: Path, *callbacks: Any, **options: Any) -> Any:
-    """Return a trainer of four steps of two micro-batches, with a log and an evaluation every second step."""
+    """Four steps of two micro-batches, with a log and an evaluation every second step."""
     torch.manual_seed(0)
     data = [{"x": torch.randn(8), "labels": torch.randn(2)} for _ in range(16)]
     settings = (

@@ -1,4 +1,4 @@
-"""Tests that offloading in transformers' Trainer gives the plain run's weights, also after errors and retries."""
+"""Tests that offloading in Trainer gives the plain run's weights, also after errors and retries."""
 
 import logging
 from collections.abc import Callable
@@ -30,7 +30,7 @@ transformers = LateModule("transformers")
     ],
 )
 def test_weights_are_bitwise_those_of_the_plain_run(make: Any, settings: str, offloads: str) -> None:
-    """Compare with dropout, accumulation, and evaluation and generation between the steps."""
+    """Check dropout, accumulation, and evaluation and generation between the steps."""
     want, generated = run(make, "plain", everything(), **SETTINGS[settings])
     assert len(generated) == 3
     for how in HOWS:
@@ -85,7 +85,7 @@ def test_planned_offloading(make: Any, settings: str, caplog: pytest.LogCaptureF
 
 
 class FailOnce:
-    """A hook that raises at one call of a layer: in its forward, or when backward reaches its output."""
+    """A hook that raises once: in a layer's forward, or when backward reaches the layer's output."""
 
     def __init__(self, error: Callable[[], Exception], place: str, call: int) -> None:
         self.error, self.place, self.call = error, place, call
@@ -143,7 +143,7 @@ def test_the_callback_leaves_the_model_when_told_to(make: Any) -> None:
 
 
 def test_auto_find_batch_size_starts_over(make: Any) -> None:
-    """Check that Trainer restarts with a smaller batch, though it never reports the end of the first training."""
+    """Retry as Trainer does, which never reports the end of the first training."""
     ends = []
     for how in ("plain", *HOWS):
         offloader = everything()

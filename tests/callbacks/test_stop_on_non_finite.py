@@ -1,5 +1,3 @@
-"""Tests that StopOnNonFiniteCallback names a bad step before it changes weights, and changes no bit of a good run."""
-
 import itertools
 from pathlib import Path
 from typing import Any
@@ -30,7 +28,7 @@ class Poison(torch.autograd.Function):
 
 
 class Regression(nn.Module):
-    """A regression whose backward is poisoned between the layers in the micro-batches of `bad`, counted from 0."""
+    """A regression with poison between its layers in the micro-batches of `bad`, counted from 0."""
 
     def __init__(self, bad: dict[int, float] | None = None) -> None:
         super().__init__()
@@ -67,7 +65,7 @@ def num_hooks(model: nn.Module) -> int:
 def test_a_bad_step_is_named_and_changes_nothing(
     tmp_path: Path, value: float, max_grad_norm: float, micro_batch: int
 ) -> None:
-    """Check the name also where clipping has made all gradients NaN before the callback reads them."""
+    """Check also with clipping, which makes all gradients NaN before the callback reads them."""
     snapshots = trainer_toys.Snapshots()
     bad = {6 + micro_batch - 1: value}  # in the fourth step
     callbacks = snapshots, stop_on_non_finite.StopOnNonFiniteCallback()
@@ -116,7 +114,6 @@ def test_resumes_and_starts_over(tmp_path: Path) -> None:
 
 
 def test_a_sum_that_overflows_is_found(tmp_path: Path) -> None:
-    """Check two finite micro-batches whose sum is not finite."""
     trainer = make_trainer(tmp_path, None, stop_on_non_finite.StopOnNonFiniteCallback(), max_steps=1)
     for parameter in trainer.model.parameters():
         parameter.register_hook(lambda gradient: torch.full_like(gradient, 3e38))

@@ -1,4 +1,4 @@
-"""Tests of offloading in TRL's SFTTrainer: the plain run's weights, and no stacking on TRL's own offloading."""
+"""Tests that offloading in SFTTrainer gives the plain run's weights, and is not stacked on TRL's own."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -15,21 +15,15 @@ TOKEN = "hf_of_the_fake_hub"
 
 
 class FakeHub(ThreadingHTTPServer):
-    """A server of model repositories with one commit each, which keeps its clients' requests.
-
-    Attributes:
-        repositories: files of each repository id, by path.
-        private: ids of the private repositories.
-        requests: method and path of every request.
-    """
+    """A server of model repositories with one commit each, which keeps its clients' requests."""
 
     daemon_threads = True
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.repositories: dict[str, dict[str, bytes]] = {}
+        self.repositories: dict[str, dict[str, bytes]] = {}  # files by id and path
         self.private: set[str] = set()
-        self.requests: list[str] = []
+        self.requests: list[str] = []  # methods and paths
 
     @property
     def url(self) -> str:
@@ -38,7 +32,6 @@ class FakeHub(ThreadingHTTPServer):
 
 @contextmanager
 def serve() -> Iterator[FakeHub]:
-    """Run a hub for the length of the context."""
     with FakeHub() as hub:
         thread = threading.Thread(target=hub.serve_forever, kwargs={"poll_interval": 0.02})
         thread.start()
@@ -54,7 +47,7 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def log_message(self, format: str, *arguments: Any) -> None:
-        """Add the request to the list, instead of writing it to standard error."""
+        """Keep the request, instead of writing it to standard error."""
         self.server.requests.append(f"{self.command} {self.path}")
 
     def do_GET(self) -> None:

@@ -1,4 +1,4 @@
-"""Tests of downloads and uploads of policies by the real huggingface_hub, with a hub in this process."""
+"""Tests of downloads and uploads of policies by the real huggingface_hub."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Fixtures for the tests of the policy's parts: a student, a batch and its draws, teachers."""
-
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +10,7 @@ from torch import Tensor
 
 @pytest.fixture(scope="session")
 def teacher_of(toy_vlm: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[dict[str, Any]], Path]:
-    """A function that returns a teacher's folder by its architecture, written on the first call. Read only."""
+    """A function that writes a teacher of an architecture on the first call, and returns its folder. Read only."""
     from reflow_students import write_teacher
 
     written: dict[str, Path] = {}
@@ -57,7 +55,7 @@ def time() -> Tensor:
 
 @pytest.fixture(scope="session")
 def pi0_teacher(toy_vlm: Path, toy_dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkpoint folder of a stock π0 that lerobot trained and saved. Read only."""
+    """The checkpoint of a stock π0 that lerobot trained and saved. Read only."""
     from lerobot_runs import train_teacher
     from pi0_toys import teacher_flags, toy_sizes
 
@@ -67,7 +65,7 @@ def pi0_teacher(toy_vlm: Path, toy_dataset: Path, tmp_path_factory: pytest.TempP
 
 @pytest.fixture(scope="session")
 def random_teacher(toy_vlm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkpoint folder of a stock π0 with two cameras and random weights. Read only."""
+    """The checkpoint of a stock π0 with two cameras and random weights. Read only."""
     from pi0_toys import toy_sizes, write_teacher
 
     with toy_sizes(toy_vlm):

@@ -1,5 +1,3 @@
-"""Tests that a checkpoint's files are read as data, and only inside its folder."""
-
 import json
 from pathlib import Path
 

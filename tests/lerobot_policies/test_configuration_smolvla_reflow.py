@@ -1,5 +1,3 @@
-"""Tests of the values of SmolVLA's own fields that reflow requires."""
-
 import dataclasses
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,3 @@
-"""Tests that lerobot's own training command trains, saves, resumes and refuses students."""
-
 import json
 import re
 import shutil
@@ -65,7 +63,7 @@ def test_trains_the_expert_and_leaves_the_frozen_model(toy_student: Path, toy_da
 def test_memory_by_phase_reaches_the_log_and_wandb(
     use_reflow: bool, toy_student: Path, toy_dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Check backward and optimizer from the second batch on, since a batch logs the previous batch's figures."""
+    """Check backward and optimizer from the second batch on: a batch logs the previous batch's."""
     sent: dict[int, dict[str, float]] = {}
     service = SimpleNamespace(id="run", get_url=lambda: "")
     wandb = SimpleNamespace(init=lambda **settings: None, run=service, log=lambda data, step: sent.update({step: data}))
@@ -109,7 +107,7 @@ def toy_frame(dataset: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_new_process_finds_the_policy_and_resumes(toy_student: Path, toy_dataset: Path, tmp_path: Path) -> None:
-    """Run the installed command in an interpreter that knows the plugin only from its flag."""
+    """Run the command in an interpreter that knows the plugin only from its flag."""
     train(toy_student, toy_dataset, tmp_path / "run", "--save_freq=1", steps=2)
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "000002")
     config = tmp_path / "run" / "checkpoints" / "000001" / "pretrained_model" / "train_config.json"
@@ -133,11 +131,7 @@ def test_new_process_finds_the_policy_and_resumes(toy_student: Path, toy_dataset
 
 @pytest.fixture
 def exact_resume(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
-    """A function that undoes the one inexactness of lerobot's resume.
-
-    lerobot restores the random generators before its data loader draws the seed of an epoch from them, so that a
-    resumed run goes on with other noise than an uninterrupted run. The function restores them again after that draw.
-    """
+    """Restore the generators after the epoch's draw: lerobot restores them before, so its resumes change noise."""
     cycle = lerobot_script.cycle
 
     def restore_from(training_state: Path) -> None:
@@ -162,7 +156,7 @@ def test_resumed_run_equals_uninterrupted_one(
     tmp_path: Path,
     exact_resume: Callable[[Path], None],
 ) -> None:
-    """Compare weights and optimizer state bitwise, without lerobot's own inexactness (see `exact_resume`)."""
+    """Compare weights and optimizer state bitwise, which needs `exact_resume`."""
     start = toy_teacher if kind == "smolvla" else toy_student
     # Two steps after the resume: the first loads the teacher, and a moved generator would show in the second's draws.
     train(start, toy_dataset, tmp_path / "run", "--save_freq=2", steps=4)
@@ -180,7 +174,7 @@ def test_resumed_run_equals_uninterrupted_one(
 def test_resume_continues(
     toy_student: Path, toy_dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Check data order, schedule and optimizer in a plain resume, exact with draws that depend on the frame alone."""
+    """Check data order, schedule and optimizer, exact with draws that depend on the frame alone."""
     lerobot_runs.pin_draws(monkeypatch)
     checkpoints = tmp_path / "run" / "checkpoints"
     train(toy_student, toy_dataset, tmp_path / "run", "--save_freq=2", steps=4)
@@ -234,7 +228,7 @@ def test_refuses_bad_flag(field: str, toy_student: Path, toy_dataset: Path, tmp_
 
 
 def refusal(student: Path, dataset: Path, output: Path, *flags: str) -> str:
-    """Return the messages of the error, and of its causes, that stops training before any output."""
+    """Return the error's and its causes' messages, before any output."""
     with pytest.raises((ValueError, utils.ParsingError)) as caught:
         train(student, dataset, output, *flags)
     assert not output.exists()
@@ -254,7 +248,7 @@ def test_refuses_share_prefix_on_where_it_cannot_be_had(toy_student: Path, toy_d
 
 
 def test_refuses_data_with_other_statistics(toy_student: Path, toy_dataset: Path, tmp_path: Path) -> None:
-    """Check for a refusal, where lerobot would silently give the student another normaliser than the teacher's."""
+    """Check where lerobot would silently give the student another normaliser than the teacher's."""
     shifted = shutil.copytree(toy_dataset, tmp_path / "shifted")
     stats = json.loads((shifted / "meta" / "stats.json").read_text())
     before = stats["action"]["mean"]
@@ -284,7 +278,7 @@ def test_refuses_data_of_another_dimension(
 
 @pytest.fixture
 def other_dataset(toy_dataset: Path, tmp_path: Path) -> Callable[[str], Path]:
-    """A constructor of datasets like the toy's, with three instead of two dimensions in one feature."""
+    """A constructor of datasets with three instead of two dimensions in one feature."""
 
     def make(feature: str) -> Path:
         sizes = {"action": 2, "observation.state": 2, feature: 3}

@@ -1,5 +1,3 @@
-"""Tests that a SmolVLA student keeps SmolVLA's conventions, and that its checkpoints are stock."""
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,3 @@
-"""Tests that a checkpoint is found, read, and compared with its dataset and its teacher."""
-
 import dataclasses
 import json
 import re
@@ -22,7 +20,7 @@ STATE, IMAGE, ACTION = "observation.state", "observation.images.top", "action"
 
 @pytest.fixture
 def config() -> Any:
-    """The configuration of a policy that normalises states and actions by mean and deviation, and no images."""
+    """A configuration that normalises states and actions by mean and deviation, and no images."""
     kind, feature = configs.FeatureType, configs.PolicyFeature
     return configuration_smolvla.SmolVLAConfig(
         device="cpu",
@@ -144,7 +142,7 @@ def statistics(**changes: Tensor) -> dict[str, Tensor]:
 
 @pytest.fixture
 def write(tmp_path: Path, config: Any) -> Callable[..., Path]:
-    """A function that writes a checkpoint's processors with given statistics and settings of the normaliser."""
+    """A function that writes processors with given statistics and settings of the normaliser."""
 
     def write(tensors: dict[str, Tensor], **settings: Any) -> Path:
         modes = {kind: mode.value for kind, mode in config.normalization_mapping.items()}

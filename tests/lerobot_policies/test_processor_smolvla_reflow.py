@@ -1,5 +1,3 @@
-"""Tests that a student has a stock SmolVLA's processors, which lerobot finds by the policy's type."""
-
 from pathlib import Path
 from typing import Any
 

@@ -1,5 +1,3 @@
-"""Tests of the checks of a checkpoint's processors as files: SmolVLA's steps, with their states beside them."""
-
 import json
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ NORMALIZER: Step = {"registry_name": "normalizer_processor", "config": {}, "stat
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A checkpoint with its two processors, their files, and a file that is no state."""
+    """A checkpoint with two processors, their files, and a file that is no state."""
     save_file({"action.mean": torch.zeros(2)}, tmp_path / STATE_FILE)
     (tmp_path / "config.json").write_text("{}")
     write_steps(tmp_path / PREPROCESSOR_FILE, NORMALIZER, {"registry_name": "device_processor"})
@@ -37,7 +35,7 @@ def test_the_files_are_the_configurations_and_the_states_that_they_name(folder: 
 
 
 def test_folders_beside_the_configuration_belong_to_it(folder: Path) -> None:
-    """Check a folder such as lerobot 0.6.2 saves for a tokenizer."""
+    """Check a folder as lerobot 0.6.2 saves it for a tokenizer."""
     (folder / "tokenizer").mkdir()
     for name in ("tokenizer.json", "chat_template.jinja"):
         (folder / "tokenizer" / name).write_text("{}")

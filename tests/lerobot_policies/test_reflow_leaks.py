@@ -1,5 +1,3 @@
-"""Tests that a reflow training with a swapped teacher leaks nothing from step to step."""
-
 from pathlib import Path
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Tests of SmolVLA's streamed teacher: bitwise right for any number of steps, and small at its published size."""
+"""Tests that SmolVLA's streamed teacher is bitwise right for any number of steps, and small at published size."""
 
 from __future__ import annotations
 
@@ -49,7 +49,6 @@ def settings(vlm: Path, image_size: int, **changes: Any) -> dict[str, Any]:
 
 
 def observation(config: configuration_smolvla.SmolVLAConfig, batch_size: int) -> tuple[flow_policy.Observation, Tensor]:
-    """Return a random observation for the policy's model, and noise."""
     generator = torch.Generator().manual_seed(1)
     height, width = config.resize_imgs_with_padding
     masks = torch.ones(batch_size, dtype=torch.bool)
@@ -126,7 +125,7 @@ def test_a_student_gets_the_same_targets_from_a_streamed_teacher(
 def test_at_its_published_size_a_quarter_of_a_gigabyte_is_enough(
     tmp_path: Path, share_prefix: str, most_gb: float
 ) -> None:
-    """Check two steps of bfloat16 transformer weights, float32 projections and three cameras of 512 x 512."""
+    """Check bfloat16 transformer weights, float32 projections and three cameras of 512 x 512."""
     real = settings(smolvla_toy.write_vlm(tmp_path / "vlm", smolvla_toy.REAL), 256, num_steps=2)
     modeling_smolvla.SmolVLAPolicy(configuration_smolvla.SmolVLAConfig(**real)).bfloat16().save_pretrained(
         tmp_path / "teacher"

@@ -1,5 +1,3 @@
-"""Tests that flags of `lerobot-train` are read, and refused by a ValueError where lerobot ends the process."""
-
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +14,7 @@ Read = Callable[..., Any]
 
 @pytest.fixture
 def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Read:
-    """A function that reads flags added to the flags of a complete run."""
+    """A function that reads flags on top of a complete run's."""
     complete = ["--policy.type=smolvla_reflow", "--policy.push_to_hub=false", "--policy.device=cpu"]
     complete += ["--dataset.repo_id=you/data", f"--output_dir={tmp_path / 'run'}", lerobot_runs.PLUGIN]
 

@@ -1,4 +1,4 @@
-"""Tests of the built distribution that lerobot finds by name, with which its commands take the policy's type."""
+"""Tests of the built distribution, which lerobot finds by name."""
 
 import json
 import os
@@ -45,7 +45,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def command(installed: Path, tmp_path: Path) -> Command:
-    """A function that runs a command of lerobot in a process of its own, where only the plug-in names the policy."""
+    """A function that runs a command of lerobot in a new process, where only the plug-in names the policy."""
 
     def run(name: str, *flags: str) -> subprocess.CompletedProcess[str]:
         paths = [installed, ROOT / "tests", ROOT / "tests" / "plugins", os.environ.get("PYTHONPATH", "")]

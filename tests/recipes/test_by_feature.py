@@ -1,5 +1,3 @@
-"""Tests that each script of `recipes/by_feature` runs unchanged, and prints the feature's effect."""
-
 import ast
 import re
 import runpy
@@ -27,7 +25,7 @@ OTHERS = {
     "tokenizers",
     "trl",
 }
-# A part of the output of each script.
+# Parts of the output.
 SHOWN = {
     "activation_offloading": r"\d+ MiB went to host memory and came back\nWeights equal to those without .*: True",
     "offload_budget": r"(?s)kept  offloaded .*peak: 0\.00(1\d\d|200) GiB predicted, 0\.00(1\d\d|200) GiB measured",

@@ -1,7 +1,7 @@
 """A comparison of the estimated and the real peak of every recipe's update on the CPU."""
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +19,13 @@ from hf_memopt.estimate.simulation.child_process import run_isolated
 from hf_memopt.estimate.simulation.device import simulation
 from hf_memopt.recipes.common.auto_plan import RecipeWorkload
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.usefixtures("on_the_cpu"), pytest.mark.e2e]
 
 # Both count live storages of the same program to the byte; only an operation's internal memory may differ.
 TOLERANCE = 0.001
 
 
-@pytest.fixture(autouse=True)
-def on_the_cpu() -> Iterator[None]:
-    """Run on the CPU, also on a machine with a GPU, with Accelerate's state reset before and after."""
-    with accelerators.on_the_cpu():
-        yield
-
-
 def real_peak_bytes(simulated: SimulatedStep) -> int:
-    """Return the peak bytes of live storages in a real run of the steps."""
     torch.manual_seed(0)
     allocator = CountedAllocator()
     with allocator:
@@ -48,7 +40,7 @@ def real_peak_bytes(simulated: SimulatedStep) -> int:
 
 
 def deviation(workload: RecipeWorkload, micro_batch: int, **settings: str) -> float:
-    """Return the estimate's relative deviation from the real peak, positive above the peak."""
+    """Return the relative deviation from the real peak, positive above the peak."""
     simulated = step_with(workload, micro_batch, **settings)
     estimate = estimate_peak_memory(simulated.setup, simulated.step, like="cpu", num_steps=simulated.num_steps)
     return estimate.peak_bytes / real_peak_bytes(simulated) - 1

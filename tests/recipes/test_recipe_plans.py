@@ -1,10 +1,7 @@
-"""Tests of the recipes' plans: their inputs, their output, and the recipes' reading of the output."""
-
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import accelerators
 import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
@@ -17,7 +14,7 @@ from hf_memopt.recipes.common.auto_plan import RecipeWorkload
 from hf_memopt.recipes.lgt import options as lgt_options
 from hf_memopt.recipes.lgt import workload as lgt_plan
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.usefixtures("on_the_cpu"), pytest.mark.e2e]
 
 causal_lm_options = LateModule("hf_memopt.recipes.causal_lm.options")
 causal_lm_plan = LateModule("hf_memopt.recipes.causal_lm.workload")
@@ -28,20 +25,13 @@ neural_operator_plan = LateModule("hf_memopt.recipes.neural_operator.workload")
 
 CONFIGS = Path(__file__).parents[2] / "recipes" / "configs"
 WORKLOADS = (causal_lm, fluxflow, lgt, neural_operator)
-# The plan of each recipe, and the recipe's own parser of a file of options.
+# Plans, and the recipes' own parsers of options.
 READERS: dict[str, tuple[Callable[..., RecipeWorkload], Callable[[Path], Any]]] = {
     "causal_lm": (causal_lm, lambda path: causal_lm_options.parse("", ["--config_path", str(path)])),
     "fluxflow": (fluxflow, lambda path: fluxflow_options.parse("", ["--config_path", str(path)])),
     "lgt": (lgt, lambda path: lgt_options.parse("", ["--config_path", str(path)])),
     "neural_operator": (neural_operator, lambda path: neural_operator_options.parse("", ["--config_path", str(path)])),
 }
-
-
-@pytest.fixture(autouse=True)
-def on_the_cpu() -> Iterator[None]:
-    """Run on the CPU, also on a machine with a GPU, with Accelerate's state reset before and after."""
-    with accelerators.on_the_cpu():
-        yield
 
 
 def first_settings(workload: RecipeWorkload) -> dict[str, Any]:

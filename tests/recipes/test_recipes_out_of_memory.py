@@ -1,5 +1,3 @@
-"""Tests that a recipe out of memory names the flags that help, and goes on with smaller micro-batches if allowed."""
-
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -94,7 +92,6 @@ def test_the_error_names_the_flags_that_help(name: str, tmp_path: Path, limit: C
 
 
 def figures(results: dict[str, Any]) -> list[dict[str, float]]:
-    """Return the logged figures without times."""
     return [{name: value for name, value in entry.items() if name != "seconds"} for entry in results["history"]]
 
 

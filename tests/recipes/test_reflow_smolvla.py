@@ -1,5 +1,3 @@
-"""Tests of the reflow recipe: lerobot's flags, exact gradient accumulation, and figures of memory."""
-
 import json
 import re
 import subprocess
@@ -32,7 +30,7 @@ TOLERANCE = 2e-6
 
 @pytest.fixture
 def num_updates() -> Iterator[list[int]]:
-    """A list that grows by one element at each real update of the weights."""
+    """A list that grows at each real update of the weights."""
     updates: list[int] = []
     handle = register_optimizer_step_post_hook(lambda *_: updates.append(1))
     yield updates
@@ -83,7 +81,7 @@ def test_setting_of_accelerates_launcher_counts(
     num_updates: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Compare with lerobot's own loop, which divides the loss under this setting and updates every batch."""
+    """Compare with lerobot's own loop, which divides the loss but updates every batch."""
     monkeypatch.setenv(ACCELERATE_SETTING, "2")
     runs.run(recipe.main, *runs.train_flags(toy_student, toy_dataset, tmp_path / "recipe", steps=4), *runs.PLAIN_SGD)
     assert len(num_updates) == 2
@@ -208,7 +206,7 @@ def test_a_plain_smolvla_is_refused_with_the_command_that_makes_a_student(
 
 @pytest.fixture
 def from_random_weights(toy_teacher: Path, toy_vlm: Path, toy_dataset: Path, tmp_path: Path) -> list[str]:
-    """The flags of a run whose student has the teacher's architecture with random weights."""
+    """Flags of a student that has the teacher's architecture, with random weights."""
     architecture = [flag.replace("=smolvla", "=smolvla_reflow") for flag in toy.policy_flags(toy_vlm)]
     reflow = ["--policy.use_reflow=true", f"--policy.teacher_model_path={toy_teacher}"]
     return [*architecture, *reflow, *runs.train_flags(toy_teacher, toy_dataset, tmp_path / "run", steps=1)[1:]]
@@ -272,7 +270,7 @@ def test_log_says_where_memory_goes(toy_student: Path, toy_dataset: Path, tmp_pa
 def test_the_home_that_was_chosen_is_the_teachers(
     flag: str, toy_student: Path, toy_dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Check the home in the run, in its checkpoint, and in a run resumed from the checkpoint."""
+    """Check the run, its checkpoint, and a run resumed from the checkpoint."""
     for choice in ("planned_home", "decided_home"):
         monkeypatch.setattr(f"hf_memopt.recipes.reflow_smolvla.{choice}", lambda cfg, *others: "swap")
     flags = runs.train_flags(toy_student, toy_dataset, tmp_path / "run", steps=2)

@@ -1,5 +1,3 @@
-"""Tests of the causal language model recipe by its entry point, with equal training in each mode of offloading."""
-
 import json
 import logging
 import math
@@ -9,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,19 +31,11 @@ datasets = LateModule("datasets")
 train_causal_lm = LateModule("hf_memopt.recipes.train_causal_lm")
 transformers = LateModule("transformers")
 
-pytestmark = [pytest.mark.usefixtures("quick_plans"), pytest.mark.e2e]
+pytestmark = [pytest.mark.usefixtures("quick_plans", "on_the_cpu", "no_shared_cache"), pytest.mark.e2e]
 
 ROOT = Path(__file__).parents[2]
 
 ACCUMULATED = (*TINY, "--gradient_accumulation_steps=4")
-
-
-@pytest.fixture(autouse=True)
-def on_the_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Run on the CPU, also on a machine with a GPU, with Accelerate's state reset before and after."""
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    with accelerators.on_the_cpu():
-        yield
 
 
 def train(folder: Path, *flags: str) -> dict[str, Any]:
@@ -63,7 +52,7 @@ def equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run without offloading, with accumulation, dropout and a checkpoint on the way."""
+    """A run without offloading, with accumulation, dropout and a checkpoint on the way."""
     folder = tmp_path_factory.mktemp("plain")
     with accelerators.on_the_cpu():
         train(folder, *ACCUMULATED, "--offload=off", "--checkpointing_steps=6")
@@ -156,7 +145,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path, monkeypatch: p
 def test_a_run_that_is_told_to_stop_saves_and_goes_on_later(
     batch: int, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stop in the middle of an update, and in the last update, after which only the model is to be saved."""
+    """Stop inside an update, and in the last update, after which only the model is to be saved."""
     batches = iter(range(1, 1000))
     backward = Accelerator.backward
 

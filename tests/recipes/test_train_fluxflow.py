@@ -1,10 +1,7 @@
-"""Tests of the FluxFlow recipe by its entry point: its counts, its results, stopping and resuming."""
-
 import json
 import os
 import signal
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +17,15 @@ from torch import Tensor, nn
 from hf_memopt import detect_leaks
 from hf_memopt.recipes.fluxflow.options import parse
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.usefixtures("on_the_cpu"), pytest.mark.e2e]
 
 diffusers = LateModule("diffusers")
 train_fluxflow = LateModule("hf_memopt.recipes.train_fluxflow")
 
 
 @pytest.fixture(autouse=True)
-def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Run on the CPU, with Accelerate's state reset before and after, and without curves."""
+def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hf_memopt.recipes.fluxflow.report.draw", lambda history, file: None)
-    with accelerators.on_the_cpu():
-        yield
 
 
 def train(folder: Path, *flags: str) -> dict[str, Any]:
@@ -55,7 +49,7 @@ def equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of six steps without an interruption, in two epochs of three batches."""
+    """Six steps without an interruption, in two epochs of three batches."""
     folder = tmp_path_factory.mktemp("whole")
     with accelerators.on_the_cpu():
         train(folder, "--max_steps=6", "--resolutions", "16", "8")
@@ -70,7 +64,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_steps_warm_up_and_r1_are_counted(
     training_steps: int, resolutions: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Check for one global step per batch, with any number of updates, and for R1 at every fourth update."""
+    """Check one global step per batch, with any number of updates, and R1 at every fourth update."""
     calls: list[tuple[bool, float, int]] = []
 
     def step(gan: Any, images: Tensor, weights: Any, *, with_r1: bool) -> dict[str, Tensor]:
@@ -207,7 +201,7 @@ def test_a_folder_in_use_is_refused(whole: Path) -> None:
 
 
 def steps_of(run: Any) -> Any:
-    """Return a function that makes one global step in each call."""
+    """Return a function that makes one global step."""
     batches = iter(run.batches)
     return lambda: train_fluxflow.train_batch(run, next(batches))
 
@@ -220,7 +214,7 @@ def little_alive(small_heap: None, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("little_alive")
 @pytest.mark.parametrize("num_steps", [24, pytest.param(60, marks=pytest.mark.slow)])
 def test_steps_leak_nothing(num_steps: int, tmp_path: Path) -> None:
-    """Check steps that all have R1, since a leak at every 16th update would not look regular."""
+    """Have R1 in all steps, since a leak at every 16th update would not look regular."""
     run = prepared(tmp_path, "--num_drawn=16", "--r1_interval=1")
     found = detect_leaks(steps_of(run), num_steps=num_steps)
     assert not found.leaking, str(found)

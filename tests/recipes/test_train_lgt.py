@@ -1,8 +1,5 @@
-"""Tests of the LGT recipe by its entry point, with equal training under each lever and after resuming."""
-
 import json
 import signal
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,21 +24,18 @@ from hf_memopt.recipes.lgt.report import Check, checklist_text
 from hf_memopt.recipes.lgt.step import Run, build_model
 from hf_memopt.recipes.train_lgt import main, make_accelerator, prepare, update
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.usefixtures("on_the_cpu"), pytest.mark.e2e]
 
 
 @pytest.fixture(autouse=True)
-def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Run on the CPU, with Accelerate's state reset before and after, and without figures."""
+def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lgt_evaluation, "draw_panels", lambda *arguments: None)
     monkeypatch.setattr(lgt_evaluation, "draw_curves", lambda *arguments: None)
-    with accelerators.on_the_cpu():
-        yield
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run without any lever, with figures."""
+    """A run without any lever, with figures."""
     folder = tmp_path_factory.mktemp("plain")
     with accelerators.on_the_cpu():
         train(folder)
@@ -212,7 +206,7 @@ def test_compilation_is_timed_and_reported(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.slow
 def test_the_command_line_of_the_launcher(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Launch the script by its path, in bfloat16."""
+    """Launch by path, in bfloat16."""
     launch = ["--cpu", "--num_processes=1", "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no"]
     flags = [*FLAGS, "--training.use_amp", "--training.num_epochs=1", "--offload.offload=all"]
     script = [train_lgt.__file__, *flags, f"--checkpoint.save_dir={tmp_path}"]
@@ -237,7 +231,7 @@ def test_training_leaks_nothing(gradient_cache: bool, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_style_is_transferred(tmp_path: Path) -> None:
-    """Check by the demo that held-out landscapes get the other style, and stay nearer to themselves than to others."""
+    """Check that held-out landscapes get the other style, and stay nearer to themselves than to others."""
     demo = Path(train_lgt.__file__).parent / "configs" / "lgt_demo.json"
     prepare_landscapes([f"--output_dir={tmp_path / 'landscapes'}"])
     places = ("--data.data_root", "--inference.vae_path")

@@ -1,10 +1,7 @@
-"""Tests of the Darcy recipe by its entry point, with equal training in each mode of offloading."""
-
 import json
 import os
 import shutil
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +19,7 @@ from hf_memopt.checkpoint import endless_batches
 from hf_memopt.recipes.neural_operator.darcy import Darcy, generate
 from hf_memopt.recipes.neural_operator.options import ModelOptions, parse
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.usefixtures("on_the_cpu"), pytest.mark.e2e]
 
 models = LateModule("neuralop.models")
 neural_operator_data = LateModule("hf_memopt.recipes.neural_operator.data")
@@ -35,14 +32,9 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Run on the CPU, with Accelerate's state reset before and after.
-
-    No figures are drawn, which takes longer than the training, except in the fixtures' runs.
-    """
+def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw no figures, which takes longer than the training, except in the fixtures' runs."""
     monkeypatch.setattr("hf_memopt.recipes.neural_operator.report.draw", lambda rows, file: None)
-    with accelerators.on_the_cpu():
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +44,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory, cache: str) -> Path:
-    """The folder of a run without offloading, with a checkpoint inside an epoch, at the seventh update of twelve."""
+    """A run without offloading, with a checkpoint inside an epoch, at the seventh update of twelve."""
     folder = tmp_path_factory.mktemp("plain")
     with accelerators.on_the_cpu():
         train_neural_operator.main([*TINY, cache, f"--output_dir={folder}", "--offload=off", "--checkpointing_steps=7"])
@@ -148,7 +140,7 @@ def test_every_epoch_has_every_sample_in_an_order_of_its_own(cache: str, tmp_pat
 def test_micro_batches_give_the_same_update_up_to_rounding(
     plain: Path, cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Compare after one epoch, since AdamW amplifies small differences of small gradients."""
+    """Compare one epoch: AdamW amplifies small differences of small gradients."""
     sizes: list[int] = []
     backward = Accelerator.backward
     monkeypatch.setattr(Accelerator, "backward", lambda self, loss: (sizes.append(1), backward(self, loss)))

@@ -1,16 +1,12 @@
-"""Tests of supervised fine-tuning by its entry point, bitwise equal in each mode of offloading."""
-
 import importlib.util
 import json
 import logging
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args, get_type_hints
 
-import accelerators
 import pytest
 import torch
 import yaml
@@ -25,7 +21,7 @@ sft_options = LateModule("hf_memopt.recipes.sft.options")
 sft_plan = LateModule("hf_memopt.recipes.sft.workload")
 model_options = LateModule("hf_memopt.jobs.transformers_models.model_options")
 
-pytestmark = [pytest.mark.usefixtures("quick_plans"), pytest.mark.e2e]
+pytestmark = [pytest.mark.usefixtures("quick_plans", "on_the_cpu", "no_shared_cache"), pytest.mark.e2e]
 
 RECIPES = Path(recipes.__file__).parent
 TINY = ("--max_steps=3", "--logging_steps=1", "--learning_rate=0.01", "--per_device_train_batch_size=4")
@@ -36,15 +32,7 @@ needs_bitsandbytes = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(autouse=True)
-def on_the_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    with accelerators.on_the_cpu():
-        yield
-
-
 def train(folder: Path, *flags: str) -> tuple[list[float], dict[str, Tensor]]:
-    """Train, and return the losses and the saved weights."""
     log = train_sft.main([*TINY, *flags, f"--output_dir={folder}"])
     name = "adapter_model" if (folder / "adapter_model.safetensors").exists() else "model"
     return [entry["loss"] for entry in log if "loss" in entry], load_file(folder / f"{name}.safetensors")

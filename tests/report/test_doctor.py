@@ -1,5 +1,3 @@
-"""Tests of `hf-memopt doctor`: the facts about a machine, its features and problems, and their page."""
-
 import resource
 from collections.abc import Mapping
 from dataclasses import replace

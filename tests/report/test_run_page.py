@@ -1,5 +1,3 @@
-"""Tests of the self-contained page of a run, and of the command that writes the page."""
-
 import base64
 import json
 from collections.abc import Callable

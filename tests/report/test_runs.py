@@ -1,5 +1,3 @@
-"""Tests of the reading of a run's folder, and of refusals."""
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,5 +1,3 @@
-"""Tests of a model card's section about memory and time."""
-
 from typing import Any
 
 import pytest

@@ -1,5 +1,3 @@
-"""A toy teacher for the tests of this folder."""
-
 import pytest
 import torch
 from teacher_toys import Network

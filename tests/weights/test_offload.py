@@ -1,5 +1,3 @@
-"""Tests of OffloadedTeacher: bitwise right, invisible to the student, and right again after any exception."""
-
 import copy
 import dataclasses
 import pickle
@@ -16,9 +14,6 @@ from hf_memopt.transfer import SyncCopier
 from hf_memopt.weights import OffloadedTeacher
 
 accelerate = LateModule("accelerate")
-
-
-SCHEDULES = ("early", "late", "random")
 
 
 @pytest.mark.parametrize("error", [RuntimeError, torch.OutOfMemoryError, KeyboardInterrupt])

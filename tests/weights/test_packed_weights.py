@@ -1,5 +1,3 @@
-"""Tests that packed weights keep their values, strides, ties and overlaps."""
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -39,7 +37,6 @@ def test_views_of_one_storage_travel_once() -> None:
 
 @st.composite
 def views(draw: st.DrawFn) -> Tensor:
-    """Draw a random view of a random storage."""
     dtype = draw(
         st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64])
     )

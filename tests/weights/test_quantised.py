@@ -1,5 +1,3 @@
-"""Tests that torchao's quantised teachers are bitwise right in every mode, and that others are refused."""
-
 import copy
 import warnings
 

@@ -1,4 +1,4 @@
-"""Tests that the first rank of a machine writes the weights. tests/distributed has the tests with two ranks."""
+"""Tests that the first rank of a machine writes the weights, as tests/distributed does with two ranks."""
 
 from collections.abc import Iterator
 from pathlib import Path

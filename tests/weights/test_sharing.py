@@ -1,5 +1,3 @@
-"""Tests that the weights common to student and teacher are held once, in the student's memory."""
-
 import copy
 
 import pytest
@@ -14,7 +12,7 @@ from hf_memopt.weights import OffloadedTeacher
 
 @pytest.fixture
 def pair(network: Network) -> tuple[Network, Network]:
-    """A teacher, and a student with frozen embeddings whose other weights are equal but trained."""
+    """A teacher, and a student whose weights are equal: frozen embeddings, and trained others."""
     student = copy.deepcopy(network)
     student.embed.weight.requires_grad_(False)
     return network, student

@@ -1,5 +1,3 @@
-"""Tests of a frozen module that visits the device at each call, in a loop without code for the visits."""
-
 import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -64,7 +62,7 @@ def test_an_exception_ends_the_visit(mode: str, module: nn.Module, x: Tensor) ->
     for _ in range(2):
         with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
             module(x[:, 1:])
-        # A later call makes a visit of its own: the first visit did not stay open.
+        # The first visit did not stay open.
         before = visits.teacher.report().bytes_host_to_device
         assert torch.equal(module(x), want)
         assert visits.teacher.report().bytes_host_to_device == before + NUM_BYTES

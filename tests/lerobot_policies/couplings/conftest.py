@@ -1,5 +1,3 @@
-"""A finished cache, made once for all tests of this folder."""
-
 import shutil
 from pathlib import Path
 
@@ -8,7 +6,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished cache of `make_spec()`. Read only."""
+    """A finished cache of `make_spec()`, read only."""
     from coupling_toys import write
 
     path = tmp_path_factory.mktemp("couplings") / "cache"

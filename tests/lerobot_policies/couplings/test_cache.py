@@ -1,5 +1,3 @@
-"""Couplings on disk are those of the teacher, bit for bit, and are found by sample and draw."""
-
 import pickle
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,3 @@
-"""Plans name each batch once, and refuse what cannot be a spec."""
-
 import pytest
 from late_imports import LateModule
 

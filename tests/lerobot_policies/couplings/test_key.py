@@ -1,5 +1,3 @@
-"""Noise and checksums are functions of one sample alone, and a key tells all couplings apart."""
-
 from pathlib import Path
 
 import pytest

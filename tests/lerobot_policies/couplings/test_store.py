@@ -1,4 +1,4 @@
-"""A damaged or mixed-up cache of couplings is refused by the file's name, and the same command mends it."""
+"""Tests that damaged and mixed-up caches are refused by file name, and mended by the same command."""
 
 import json
 import shutil
@@ -25,7 +25,7 @@ AGAIN = r"run the same `precompute` command again$"
 
 @pytest.fixture(scope="module")
 def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Caches of as many shards of the same shape: of another teacher, other noise, another order. Read only."""
+    """Caches of the same shape: of another teacher, other noise, another order. Read only."""
     path, spec = tmp_path_factory.mktemp("others"), coupling_toys.make_spec()
     for name, other in (
         ("teacher", coupling_toys.make_spec(weights="0" * 64)),
@@ -110,7 +110,7 @@ def test_halves_that_were_written_apart_are_put_together_by_copying(tmp_path: Pa
 
 
 def test_a_cache_of_an_older_version_is_refused_and_not_overwritten(tmp_path: Path) -> None:
-    """Its shards have no digest in their names, and that of its description is another one."""
+    """Check shards without digests in their names, and a description with another digest."""
     (tmp_path / "couplings.json").write_text(json.dumps({"num_shards": 6, "sha256": "0" * 64}))
     (tmp_path / "data-00000-of-00006.arrow").write_text("precious")
     refuse(tmp_path, rf"couplings\.json is damaged, or of an older version of hf_memopt; {AGAIN}")

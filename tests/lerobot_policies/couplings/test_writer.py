@@ -1,4 +1,4 @@
-"""Interrupted, starved and shared: what `precompute` has finished stays, and nothing is done twice."""
+"""Tests of `precompute`, interrupted, starved and shared: finished shards stay, and none is made twice."""
 
 import multiprocessing
 import os
@@ -23,21 +23,11 @@ smolvla_toy = LateModule("hf_memopt.recipes.reflow.smolvla_toy")
 
 
 def shards(folder: Path) -> dict[str, bytes]:
-    """The files that have the name of a shard, and their contents."""
     return {file.name: file.read_bytes() for file in folder.glob("data-*.arrow")}
 
 
 def kill_at_random(folder: Path, num_kills: int, whole: dict[str, bytes]) -> tuple[int, int]:
-    """Kill `precompute` again and again; a new folder is begun whenever one is finished.
-
-    Args:
-        folder: holds the folders.
-        num_kills: number of kills.
-        whole: the shards of an uninterrupted run.
-
-    Returns:
-        How many kills hit a process at work, and how many shards survived kills.
-    """
+    """Return how many kills hit a process at work, and how many shards survived. New folders follow finished ones."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["hf_memopt.lerobot.couplings.writer"])
     rng = random.Random(0)
@@ -58,7 +48,7 @@ def kill_at_random(folder: Path, num_kills: int, whole: dict[str, bytes]) -> tup
         assert before <= after.keys()
         assert after.items() <= whole.items()
         survived += len(after) if process.exitcode else 0
-        # Of all that was begun, only one shard's draft can be lost.
+        # Only one shard's draft can be lost.
         assert len(list(current.glob(".data-*.partial"))) <= 1
         if len(after) == len(whole):
             couplings_cache.CouplingCache(current)

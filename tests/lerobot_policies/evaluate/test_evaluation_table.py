@@ -1,5 +1,3 @@
-"""Tests of a comparison in words, numbers and a figure."""
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Tests of the comparison of a student with its teacher on cases with known answers, and of its side effects."""
+"""Tests of the comparison of student and teacher on cases with known answers, and of its side effects."""
 
 import json
 from pathlib import Path
@@ -51,7 +51,6 @@ def test_a_teacher_agrees_with_itself(toy_teacher: Path, batches: list[dict[str,
 
 
 def test_memory_to_act_is_counted_to_the_byte(toy_teacher: Path, batches: list[dict[str, Any]], noise: Tensor) -> None:
-    """Count for a policy that makes one tensor of a known size while it samples."""
     policy = policy_files.load_policy(toy_teacher)
     named = [*policy.named_parameters(), *policy.named_buffers()]
     distinct = {tensor.data_ptr(): tensor.nbytes for _, tensor in named}

@@ -1,5 +1,3 @@
-"""Tests of a policy in an environment: results by number of Euler steps, and refused environments."""
-
 from pathlib import Path
 
 import pytest

@@ -1,5 +1,3 @@
-"""Tests of Euler steps along a velocity field in closed form."""
-
 import pytest
 import torch
 from late_imports import LateModule

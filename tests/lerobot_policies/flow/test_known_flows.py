@@ -1,5 +1,3 @@
-"""Tests that every known policy has an adapter, its student's type in lerobot, and the required fields."""
-
 import dataclasses
 
 from late_imports import LateModule

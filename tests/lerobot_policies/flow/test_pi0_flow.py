@@ -1,4 +1,4 @@
-"""Tests of π0's shared prefix: exact, smaller, and refused where it would not be exact."""
+"""Tests of π0's shared prefix: exact, smaller, and refused where not exact."""
 
 import json
 import shutil

@@ -1,5 +1,3 @@
-"""Tests that senseless settings of reflow are refused by name."""
-
 import dataclasses
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,3 @@
-"""Tests of SmolVLA's shared prefix: exact, smaller, and valid for one graph."""
-
 import itertools
 from collections.abc import Callable
 from typing import Any

@@ -1,5 +1,3 @@
-"""Tests that π0's configuration takes reflow's fields, and keeps its own defaults."""
-
 import dataclasses
 
 import pytest

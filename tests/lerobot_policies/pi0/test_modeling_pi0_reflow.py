@@ -1,4 +1,4 @@
-"""Tests of a π0 from stock lerobot's training to a student that stock lerobot loads, by both libraries' commands."""
+"""Tests of a π0 by both libraries' commands, from stock training to a student that stock lerobot loads."""
 
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ def pi0_student(toy_vlm: Path, pi0_teacher: Path, tmp_path_factory: pytest.TempP
 
 @pytest.fixture(scope="module")
 def trained(toy_vlm: Path, pi0_student: Path, toy_dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The output folder and the log of two steps in lerobot's own loop. Read only."""
+    """Folder and log of two steps in lerobot's own loop. Read only."""
     output = tmp_path_factory.mktemp("pi0") / "run"
     flags = lerobot_runs.train_flags(pi0_student, toy_dataset, output, steps=2)
     more = (FROZEN, "--policy.teacher_offload=swap", "--policy.reflow_real_data=0.5", "--dataset.eval_split=0.25")

@@ -1,5 +1,3 @@
-"""Tests that a student has a stock π0's processors, which lerobot finds by the policy's type."""
-
 from typing import Any
 
 import pytest

@@ -1,5 +1,3 @@
-"""Tests of a pair's key: the models' conditions without padding, and the preprocessing of frames."""
-
 import dataclasses
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Tests of the options beyond the plain reflow loss: demonstrations, a robust loss, rounds, a student as teacher."""
+"""Tests of demonstrations, a robust loss, rounds, and a student as teacher."""
 
 import copy
 import dataclasses
@@ -30,7 +30,7 @@ DIMS = 2  # dimensions of the toy's actions; the model pads them to 4
 
 @pytest.fixture
 def batch(toy_teacher: Path, toy_dataset: Path) -> dict[str, Any]:
-    """A batch of six frames, some of whose chunks reach past the end of the episode."""
+    """Six frames, some of whose chunks reach past the end of the episode."""
     (found,) = measure.held_out_batches(toy_teacher, toy.REPO_ID, toy_dataset, [2], batch_size=6, max_observations=6)
     return found
 
@@ -46,7 +46,6 @@ def time() -> Tensor:
 
 
 def load(folder: Path, **changes: Any) -> Any:
-    """Load a student, and move its trained weights away from the teacher's."""
     config = dataclasses.replace(policy_files.load_config(folder), device="cpu", **changes)
     student = modeling_smolvla_reflow.SmolVLAReflowPolicy.from_pretrained(folder, config=config).train()
     generator = torch.Generator().manual_seed(0)
@@ -99,7 +98,7 @@ def test_the_flag_changes_the_loss(
 
 
 def test_a_path_taken_back_leads_to_where_it_came_from(toy_student: Path, batch: Any, noise: Tensor) -> None:
-    """Check that the way back leads to the path's own noise, with Euler's error of first order in the step."""
+    """Check for the path's own noise, with Euler's error of first order in the step."""
     policy = load(toy_student)
     flow = known_flows.flow_of(policy.config)
     model, observation = policy.model, known_flows.observe(policy, batch)
@@ -146,7 +145,7 @@ def test_demonstrations_keep_their_actions_and_get_their_noise(
 def test_steps_behind_the_end_of_an_episode_do_not_count(
     toy_student: Path, batch: Any, noise: Tensor, share_prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Check at time 1, where the model's input is noise alone and actions enter only through the loss."""
+    """Check at time 1, where the input is noise alone and actions enter only through the loss."""
     policy = load(toy_student, share_prefix=share_prefix)
     policy.load_teacher_model()
     padding = batch["action_is_pad"]
@@ -168,7 +167,7 @@ def test_steps_behind_the_end_of_an_episode_do_not_count(
 def test_a_student_teaches_itself(
     toy_student: Path, batch: Any, noise: Tensor, time: Tensor, share_prefix: str
 ) -> None:
-    """Compare with a copy of the present student as the teacher, before and after a step."""
+    """Compare with a copy of the student as the teacher, before and after a step."""
     policy = load(toy_student, teacher_model_path="self", share_prefix=share_prefix)
     for _ in range(2):
         twin = copy.deepcopy(policy)

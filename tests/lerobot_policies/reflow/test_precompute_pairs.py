@@ -1,5 +1,3 @@
-"""Tests that training from precomputed couplings equals online training, and needs no teacher."""
-
 from __future__ import annotations
 
 import copy
@@ -52,13 +50,11 @@ def couplings(toy_student: Path, toy_dataset: Path, tmp_path_factory: pytest.Tem
 
 @pytest.fixture
 def student(toy_student: Path, couplings: Path) -> modeling_smolvla_reflow.SmolVLAReflowPolicy:
-    """A student that reads the couplings."""
     return load_student(toy_student, couplings_path=str(couplings))
 
 
 @pytest.fixture
 def config(toy_student: Path, couplings: Path) -> configuration_smolvla_reflow.SmolVLAReflowConfig:
-    """The configuration of a student that reads the couplings."""
     return dataclasses.replace(
         policy_files.load_config(toy_student), teacher_num_steps=3, couplings_path=str(couplings)
     )
@@ -114,7 +110,7 @@ def test_training_from_the_folder_is_training_online_and_needs_no_teacher(
 
 @pytest.mark.parametrize("share_prefix", ["auto", "off"])
 def test_a_frames_pair_depends_on_the_frame_alone(toy_student: Path, toy_dataset: Path, share_prefix: str) -> None:
-    """Compare pairs in batches of other frames, under autocast, and with padding behind the instruction."""
+    """Compare in batches of other frames, under autocast, and with padding behind the instruction."""
     policy = load_student(toy_student, couplings_seed=3, teacher_offload="swap", share_prefix=share_prefix)
     (batch,) = measure.held_out_batches(toy_student, toy.REPO_ID, toy_dataset, [1], batch_size=5, max_observations=5)
     together = pairs_of(policy, batch)
@@ -280,7 +276,7 @@ def test_stored_observations_may_be_augmented(toy_student: Path, toy_dataset: Pa
 
 
 def rows(cache: couplings_cache.CouplingCache, indices: list[int], draw: int) -> torch.Tensor:
-    """Return targets without a check of the student's observations."""
+    """Skip the check of the student's observations."""
     cache._check_observations = lambda *_: None
     return cache.of(indices, [draw] * len(indices), {}).target
 

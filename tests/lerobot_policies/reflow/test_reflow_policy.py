@@ -1,4 +1,4 @@
-"""Tests of the student's loss: exact with and without the shared prefix, and the only difference from SmolVLA."""
+"""Tests of the student's loss: exact with and without the shared prefix, the only difference from SmolVLA."""
 
 import copy
 import itertools
@@ -83,7 +83,7 @@ WAYS = {
 def test_offloaded_activations_give_the_same_gradients(
     way: str, options: dict[str, Any], make: Make, batch: Any, noise: Tensor, time: Tensor
 ) -> None:
-    """Compare in the recorded steps, and in the planned steps."""
+    """Compare recorded steps and planned steps."""
     policy = make(**WAYS[way])
     plain, _ = policy(batch, noise=noise, time=time)
     plain.backward()
@@ -125,7 +125,7 @@ def test_flags_switch_offloading_on_in_copies_too(
 def test_dtype_is_the_policys_own_autocast(
     use_reflow: bool, make: Make, batch: Any, noise: Tensor, time: Tensor
 ) -> None:
-    """Check that the policy casts in any loop, with no change in a loop that casts too."""
+    """Check casts in any loop, and no change in a loop that casts too."""
     policy = make()
     policy.config.use_reflow = use_reflow
     with torch.autocast("cpu", torch.bfloat16):

@@ -1,4 +1,4 @@
-"""Tests that the teacher's targets are stock lerobot's, its weights leave the device, and obstacles are named."""
+"""Tests that targets are stock lerobot's, weights leave the device, and obstacles are named."""
 
 import logging
 import shutil

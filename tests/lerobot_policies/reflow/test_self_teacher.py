@@ -1,4 +1,4 @@
-"""Tests that a student that teaches itself samples with its present weights, has no copy, and stays as it was."""
+"""Tests that a student that teaches itself samples with its present weights, without a copy or a trace."""
 
 import copy
 import gc
@@ -20,7 +20,6 @@ Make = Callable[..., Any]
 
 
 def stock(student: Any, batch: Any, noise: Tensor, num_steps: int) -> Tensor:
-    """Return stock lerobot's samples with the student's present weights."""
     twin = copy.deepcopy(student).eval()
     twin.config.num_steps = num_steps
     return twin.model.sample_actions(*known_flows.observe(twin, batch).arguments(), noise=noise).detach()

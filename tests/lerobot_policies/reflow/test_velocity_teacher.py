@@ -1,5 +1,3 @@
-"""Tests of the shared prefix of every teacher: whether the student's prefix serves it, and the remedy if not."""
-
 import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -17,7 +15,6 @@ velocity_teacher = LateModule("hf_memopt.lerobot.reflow.velocity_teacher")
 
 
 def student(**settings: Any) -> Any:
-    """Return a stand-in for a student, with settings and the VLM's weights."""
     sharing = {
         "type": "smolvla_reflow",
         "share_prefix": "auto",
@@ -31,7 +28,7 @@ def student(**settings: Any) -> Any:
 
 
 def teacher_of(taught: Any) -> Any:
-    """Return a stand-in for a teacher, which only decides whether it shares the student's prefix."""
+    """A stand-in that only decides whether it shares the student's prefix."""
 
     class Standing(velocity_teacher.VelocityTeacher):
         @property

@@ -1,5 +1,3 @@
-"""`hf-memopt doctor --policy` says where the teacher is, and whether it can teach."""
-
 from pathlib import Path
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""A card says how a student was made and how good it is, measured or not, and nothing about its owner's folders."""
+"""Tests that a card has a student's origin and quality, and nothing about its owner's folders."""
 
 import shutil
 from pathlib import Path

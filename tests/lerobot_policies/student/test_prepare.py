@@ -1,5 +1,3 @@
-"""From teacher to student and from student to a stock policy, and what is refused on the way."""
-
 from __future__ import annotations
 
 import json
@@ -48,7 +46,7 @@ def noise_for(policy: modeling_smolvla.SmolVLAPolicy) -> Tensor:
 
 @pytest.fixture
 def trained_student(toy_student: Path, tmp_path: Path) -> Path:
-    """A student that no longer equals its teacher and whose teacher is gone."""
+    """A student whose weights have moved, and whose teacher is gone."""
     folder = Path(shutil.copytree(toy_student, tmp_path / "trained"))
     torch.manual_seed(3)
     moved = {
@@ -117,7 +115,7 @@ def test_training_output_folder_stands_for_its_last_checkpoint(toy_teacher: Path
 def test_relative_paths_work_from_any_directory(
     toy_teacher: Path, toy_vlm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The teacher was trained by stock lerobot with a VLM at a relative path."""
+    """Train the teacher by stock lerobot with a VLM at a relative path."""
     monkeypatch.chdir(toy_vlm.parent)
     teacher = Path(shutil.copytree(toy_teacher, tmp_path / "teacher"))
     edit_config(vlm_model_name=toy_vlm.name)(teacher)

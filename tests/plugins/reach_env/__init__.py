@@ -1,4 +1,4 @@
-"""The toy's environment as a lerobot command finds it: `--env.discover_packages_path=reach_env --env.type=reach`."""
+"""The toy's environment as lerobot finds it: `--env.discover_packages_path=reach_env --env.type=reach`."""
 
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -13,7 +13,7 @@ from hf_memopt.recipes.reflow import smolvla_toy as toy
 
 
 class RenderedReach(Reach):
-    """The toy's environment with pictures for the video that `lerobot-eval` makes."""
+    """The toy's environment with pictures for the video of `lerobot-eval`."""
 
     metadata: ClassVar = {"render_modes": ["rgb_array"], "render_fps": 10}
     render_mode = "rgb_array"
@@ -28,8 +28,6 @@ gymnasium.register("gym_reach/Reach-v0", RenderedReach, max_episode_steps=5)
 @EnvConfig.register_subclass("reach")
 @dataclass
 class ReachConfig(EnvConfig):
-    """The configuration of the environment, with the features of the toy's dataset."""
-
     task: str | None = "Reach-v0"
     fps: int = 10
     features: dict[str, PolicyFeature] = field(

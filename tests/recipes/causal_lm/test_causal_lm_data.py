@@ -1,5 +1,3 @@
-"""Tests of the language model's default corpus, and of the blocks of its text."""
-
 from late_imports import LateModule
 
 from hf_memopt.recipes.causal_lm.options import parse

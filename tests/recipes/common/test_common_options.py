@@ -1,5 +1,3 @@
-"""Tests that recipes refuse other runs' checkpoints in their folders before any work."""
-
 import os
 import shutil
 from collections.abc import Callable
@@ -29,7 +27,6 @@ CHECKS: dict[str, Callable[[Path, str], Any]] = {
 
 @pytest.fixture
 def used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of a run with a checkpoint."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     ToyRun(tmp_path / "used" / "checkpoints").train(2, save=True)
     return tmp_path / "used"

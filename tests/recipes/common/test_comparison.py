@@ -1,18 +1,16 @@
-"""Tests of the comparison of modes: equal updates, measurements, and processes that die."""
-
 import json
 import os
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import accelerators
 import pytest
 import torch
 from late_imports import LateModule
 from recipe_flags import CAUSAL_LM, FLUXFLOW, LGT, NEURAL_OPERATOR
+
+pytestmark = pytest.mark.usefixtures("on_the_cpu", "no_shared_cache")
 
 comparison = LateModule("hf_memopt.recipes.common.comparison")
 recipe_modules = {
@@ -25,13 +23,6 @@ FLAGS = {
     "train_lgt": LGT,
     "train_neural_operator": NEURAL_OPERATOR,
 }
-
-
-@pytest.fixture(autouse=True)
-def on_the_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    with accelerators.on_the_cpu():
-        yield
 
 
 def options_of(name: str, folder: Path, *more: str) -> Any:

@@ -1,5 +1,3 @@
-"""Tests of the cost of a run: a timer's figures, and the table."""
-
 import math
 
 import pytest

@@ -1,5 +1,3 @@
-"""Tests of dataclasses as flags: values from words and from files, and refusals."""
-
 import json
 import re
 from dataclasses import dataclass

@@ -1,5 +1,3 @@
-"""Tests of the common parts of the loops: a run's folder, and the files in it after the run."""
-
 import io
 import logging
 import re

@@ -1,5 +1,3 @@
-"""Tests of a finished run's results: facts, `results.json` and figures."""
-
 import json
 from pathlib import Path
 

@@ -1,5 +1,3 @@
-"""Tests of FluxFlow's images: buckets, order, and resuming inside an epoch."""
-
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,8 @@ from hf_memopt.recipes.fluxflow.options import (
     TrainingOptions,
 )
 
+pytestmark = pytest.mark.usefixtures("no_shared_cache")
+
 fluxflow_data = LateModule("hf_memopt.recipes.fluxflow.data")
 
 STRIDE = 4
@@ -33,11 +33,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         size = (48, 36) if number < 12 else (30, 45)
         Image.new("RGB", size, (number * 10, 0, 0)).save(path / f"{number:02}.png")
     return path
-
-
-@pytest.fixture(autouse=True)
-def no_shared_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
 
 
 def options_of(folder: Path, **more: Any) -> DataOptions:

@@ -1,5 +1,3 @@
-"""Tests of FluxFlow's losses on inputs with known values."""
-
 from dataclasses import replace
 
 import pytest

@@ -1,5 +1,3 @@
-"""Tests of FluxFlow's LPIPS: no download, a name for random weights, and the documented memory."""
-
 from typing import Any
 
 import pytest
@@ -52,7 +50,7 @@ def test_lpips_is_frozen_and_random_weights_are_named_so(vgg: Any) -> None:
 
 @pytest.mark.parametrize(("resolution", "held_mib"), [(64, 10), (128, 38), (256, 152), (512, 610), (1024, 2439)])
 def test_lpips_holds_what_the_table_says(vgg: Any, resolution: int, held_mib: int) -> None:
-    """Compare the bytes saved for backward of one image, to 3 % and the table's rounding, without allocating them."""
+    """Compare the bytes saved for backward, to 3 % and the table's rounding, without allocating them."""
     found = held_bytes(vgg, resolution) / 2**20
     assert found == pytest.approx(held_mib, rel=0.03, abs=0.5)
 

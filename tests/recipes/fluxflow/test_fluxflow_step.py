@@ -1,4 +1,4 @@
-"""Tests of a FluxFlow step: levers change no gradient, and neither network's update touches the other network."""
+"""Tests that levers change no gradient, and that no network's update touches the other network."""
 
 from dataclasses import replace
 from typing import Any
@@ -18,13 +18,12 @@ fluxflow_step = LateModule("hf_memopt.recipes.fluxflow.step")
 
 
 TINY = options.ModelOptions(channels=[8, 16], discriminator_channels=8, discriminator_layers=2)
-# Every lever at the setting that takes the most memory, the baseline of the other settings.
+# Every lever at the setting that takes the most memory.
 PLAIN = options.LeverOptions(lpips_gradient="plain", decode="twice", freeze_discriminator=False)
 LOSSES = options.LossOptions()
 
 
 def weights() -> Any:
-    """Return weights of the losses."""
     return fluxflow_losses.Weights(kl=1e-3, adversarial=0.5)
 
 
@@ -55,7 +54,6 @@ Gradients = dict[str, Tensor | None]
 
 
 def gradients_of(levers: Any, dtype: torch.dtype = torch.float32, **more: Any) -> tuple[Gradients, Gradients]:
-    """Return the gradients that the optimizers of the VAE and of the discriminator get."""
     gan = make_gan(levers, dtype, **more)
     found: list[Gradients] = []
 
@@ -78,7 +76,7 @@ def plain() -> tuple[Gradients, Gradients]:
 
 
 def relative_error(ours: Gradients, theirs: Gradients) -> float:
-    """Return the largest difference relative to the whole gradient's norm: some entries, such as biases, are zero."""
+    """Return the largest difference relative to the whole gradient's norm: some entries are zero."""
     norm = torch.stack([each.norm() for each in theirs.values()]).norm()
     return max(((ours[name] - theirs[name]).norm() / norm).item() for name in theirs)
 
@@ -120,7 +118,7 @@ ROUNDED = {
 
 @pytest.mark.parametrize("lever", ROUNDED)
 def test_these_levers_change_gradients_by_rounding_alone(lever: str, plain: tuple[Gradients, Gradients]) -> None:
-    """Check for 1e-5 of the gradient in float32, and 2^29 times less in float64: the sums have another order."""
+    """Check for 1e-5 of the gradient in float32, and 2^29 times less in float64: sums are reordered."""
     levers = replace(PLAIN, **ROUNDED[lever])
     vae, discriminator = gradients_of(levers)
     assert equal(discriminator, plain[1])
@@ -137,7 +135,7 @@ def test_decoding_once_changes_no_bit_of_the_encoders_gradient(plain: tuple[Grad
 
 
 def test_micro_batches_change_gradients_by_rounding_alone() -> None:
-    """Compare without the latents' noise, whose draws depend on the sizes of micro-batches."""
+    """Compare without the latents' noise, whose draws depend on micro-batches' sizes."""
 
     def quiet(levers: Any, size: int) -> tuple[Gradients, Gradients]:
         with pytest.MonkeyPatch.context() as patch:
@@ -150,7 +148,7 @@ def test_micro_batches_change_gradients_by_rounding_alone() -> None:
 
 
 def test_the_adversarial_loss_reaches_the_decoder_only() -> None:
-    """Check the gradients with the other losses off, with one decoding and with two."""
+    """Check with the other losses off, with one decoding and with two."""
     losses = replace(LOSSES, detail_weight=0.0, mse_weight=0.0, lpips_weight=0.0)
     for decode in ("once", "twice"):
         gan = make_gan(replace(PLAIN, decode=decode))

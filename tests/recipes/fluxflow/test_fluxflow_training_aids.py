@@ -1,5 +1,3 @@
-"""Tests of FluxFlow's average of weights, and of its setting of the allocator's segments."""
-
 import os
 
 import pytest

@@ -1,5 +1,3 @@
-"""Tests of landscapes in two styles, and of their latents."""
-
 import random
 from pathlib import Path
 

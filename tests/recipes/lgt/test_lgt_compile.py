@@ -1,5 +1,3 @@
-"""Tests that compiled modules keep their names and results, and that compile time is counted."""
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,5 +1,3 @@
-"""Tests of the LGT recipe's latents: generated, read, and drawn into batches."""
-
 import math
 from pathlib import Path
 
@@ -20,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 def bank_of(config_values: dict[str, object], num_per_style: int = 6) -> LatentBank:
-    """Return a bank in which all values of a latent of style s are s."""
+    """A bank in which all values of a latent of style s are s."""
     styles = torch.arange(2).repeat(num_per_style)
     latents = styles.view(-1, 1, 1, 1).float().expand(-1, 4, 8, 8)
     return LatentBank(Latents(latents, styles), tiny(**config_values), CPU)
@@ -143,7 +141,7 @@ def test_permuted_targets_are_the_batchs_own() -> None:
 
 
 def test_with_permuted_targets_untouched_contents_are_as_good_as_any() -> None:
-    """Check that permuted targets have the contents' styles, the reason for the choice "one_per_batch"."""
+    """Check the reason for the choice "one_per_batch": permuted targets have the contents' styles."""
     torch.manual_seed(0)
     train, _ = lgt_data.load(tiny(data__num_generated=64, data__latent_size=16))
     rows = [torch.arange(len(train.styles))]

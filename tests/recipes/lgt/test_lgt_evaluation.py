@@ -1,5 +1,3 @@
-"""Tests of LGT's panels, decoded by an autoencoder."""
-
 from pathlib import Path
 
 import pytest
@@ -35,7 +33,7 @@ def test_panels_are_decoded_by_the_users_own_vae(monkeypatch: pytest.MonkeyPatch
 
 
 def test_references_have_the_style_that_the_content_has_not() -> None:
-    """Check references among latents whose values are all s for style s."""
+    """Check among latents whose values are all s for style s."""
     styles = torch.arange(2).repeat(8)
     latents = lgt_data.Latents(styles.view(-1, 1, 1, 1).float().expand(-1, 4, 8, 8), styles)
     config = tiny(inference__num_panels=4)

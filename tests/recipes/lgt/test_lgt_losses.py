@@ -1,5 +1,3 @@
-"""Tests of LGT's losses: their values, and their precision."""
-
 import pytest
 import torch
 from lgt_toys import random_batch, tiny

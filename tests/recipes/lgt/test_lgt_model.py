@@ -1,5 +1,3 @@
-"""Tests of LGT's network: velocities, their integration, and the effect of the style."""
-
 import pytest
 import torch
 from lgt_toys import random_batch, tiny, trained_model

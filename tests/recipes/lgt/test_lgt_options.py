@@ -1,5 +1,3 @@
-"""Tests of the LGT recipe's configuration: every field by file and by flag, and no other field."""
-
 import json
 from dataclasses import fields
 from pathlib import Path

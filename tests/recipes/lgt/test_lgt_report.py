@@ -1,5 +1,3 @@
-"""Tests of the closing checklist of an LGT run."""
-
 import torch
 from lgt_toys import tiny
 
@@ -44,7 +42,7 @@ def test_epochs_without_evaluation_are_left_out() -> None:
 
 
 def test_a_model_that_has_learned_nothing_fails_whatever_training_measured() -> None:
-    """Check an untrained model: the SWD of training depends on the batches that have the target's style already."""
+    """Check that training's SWD does not count: it depends on the batches that have the target's style already."""
     config = tiny(data__num_generated=64)
     train_data, held_out = lgt_data.load(config)
     bank = lgt_data.LatentBank(train_data, config, torch.device("cpu"))

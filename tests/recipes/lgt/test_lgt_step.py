@@ -1,5 +1,3 @@
-"""Tests of the LGT step: exact in micro-batches, bitwise under checkpointing, with memory flat in Euler steps."""
-
 from functools import partial
 from typing import Any
 
@@ -29,7 +27,7 @@ SPLITS = [[8], [4, 4], [2, 2, 2, 2], [1] * 8, [3, 3, 2], [5, 2, 1]]
 
 @pytest.mark.parametrize("lengths", SPLITS, ids=str)
 def test_any_split_of_an_additive_loss_gives_the_same_gradient(lengths: list[int]) -> None:
-    """Compare SSM and velocity, means over samples, without noise on styles, in fp64 to 1e-12: sums are reordered."""
+    """Compare means over samples, without noise on styles, in fp64 to 1e-12: sums are reordered."""
     config = tiny(model__style_noise=0.0, loss__w_style=0.0, loss__use_velocity_reg=True)
     model, batch = trained_model(config, torch.float64), random_batch(config, torch.float64)
     Objective(config)(model, batch).backward()
@@ -58,7 +56,7 @@ def relative(vector: Tensor, reference: Tensor) -> float:
 
 
 def test_gradient_cache_is_the_full_batch_where_accumulation_is_not() -> None:
-    """Compare in fp64 to 1e-12, since sums are reordered."""
+    """Compare in fp64 to 1e-12: sums are reordered."""
     config = tiny(model__style_noise=0.0, training__batch_size=16)
     model, batch = trained_model(config, torch.float64), random_batch(config, torch.float64)
     objective = Objective(config)
@@ -78,11 +76,7 @@ def test_gradient_cache_is_the_full_batch_where_accumulation_is_not() -> None:
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
 def test_gradient_cache_replays_the_noise_on_styles(checkpointing: bool, dtype: torch.dtype, tolerance: float) -> None:
-    """Compare with the same micro-batches as one graph, within tolerances for sums in another order.
-
-    In fp32 the full batch at once can differ by more: kernels for other batch sizes round differently, and the
-    distance's gradient is a difference of nearly equal numbers.
-    """
+    """Compare with micro-batches in one graph: fp32 batches of other sizes round otherwise, and numbers cancel."""
     config = tiny(model__style_noise=0.5, training__use_gradient_checkpointing=checkpointing)
     model, batch = trained_model(config, dtype), random_batch(config, dtype)
     objective, parts = Objective(config), list(split_batch(batch, 3))
@@ -105,7 +99,7 @@ def training_step(config: Options, model: nn.Module, optimizer: torch.optim.Opti
 
 
 def three_steps(config: Options, **offloading: Any) -> list[Tensor]:
-    """Return copies of the weights after three steps of a model whose layers are not zero."""
+    """Copies of the weights after three steps of a model whose layers are not zero."""
     model = trained_model(config).train()
     optimizer, batch = build_optimizer(config, model), random_batch(config)
     handle = ActivationOffloader(copier=SyncCopier(), **offloading).wrap(model) if offloading else None
@@ -148,7 +142,7 @@ def peak_bytes(config: Options) -> int:
 
 
 def test_memory_is_linear_in_euler_steps_and_flat_with_checkpointing() -> None:
-    """Compare peaks over Euler steps: checkpointing keeps one state per step, and the tensors of their sum."""
+    """Compare peaks: checkpointing keeps one state per step, and the tensors of their sum."""
     plain, checkpointed = (
         [
             peak_bytes(tiny(training__ode_integration_steps=n, training__use_gradient_checkpointing=each))
@@ -178,7 +172,7 @@ def test_components_are_averaged_over_micro_batches() -> None:
 
 
 def test_a_step_runs_on_tensors_without_data() -> None:
-    """Run a step on fake tensors, which estimates need and which fail at each read of a value."""
+    """Run on fake tensors, which estimates need and which fail at each read of a value."""
     config = tiny(training__use_gradient_checkpointing=True, training__use_amp=True, loss__max_samples=100)
     with FakeTensorMode():
         model = build_model(config)

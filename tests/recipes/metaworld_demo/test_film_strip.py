@@ -1,5 +1,3 @@
-"""Tests of the film strip: a row for each video, with its pictures at equal distances."""
-
 from pathlib import Path
 
 import numpy as np

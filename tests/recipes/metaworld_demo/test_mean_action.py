@@ -1,4 +1,4 @@
-"""Tests of the blind baseline. Tests that act are skipped without the extra `metaworld`."""
+"""Tests of the blind baseline. Those that act are skipped without the extra `metaworld`."""
 
 from typing import Any
 

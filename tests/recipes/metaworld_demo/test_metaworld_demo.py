@@ -1,4 +1,4 @@
-"""Tests of the demo in Meta-World, at the smallest sizes. Skipped without the extra `metaworld`."""
+"""Tests of the demo at the smallest sizes. Skipped without the extra `metaworld`."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Tests of Meta-World with a drawn camera: images, recordings, evaluations. Skipped without the extra `metaworld`."""
+"""Tests of Meta-World with a drawn camera. Skipped without the extra `metaworld`."""
 
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,3 @@
-"""Tests of the table of the demo in Meta-World."""
-
 from hf_memopt.recipes.metaworld_demo.measurements import POLICIES, table
 
 

@@ -1,5 +1,3 @@
-"""Tests of lerobot-eval's success rates and their confidence intervals."""
-
 import json
 from pathlib import Path
 

@@ -1,5 +1,3 @@
-"""Tests of Darcy data: the solver's stated tolerance and order, and files that neuralop's loader reads."""
-
 import itertools
 import math
 from collections.abc import Callable
@@ -33,7 +31,7 @@ def ones_inside(coefficients: Tensor) -> Tensor:
 
 
 def solve_directly(coefficients: Tensor, source: Tensor) -> Tensor:
-    """Return the solution by scipy's sparse direct solver, which shares no code with `darcy.solve`."""
+    """Solve by scipy, which shares no code with `darcy.solve`."""
     import numpy as np
     import scipy.sparse as sparse
     from scipy.sparse.linalg import splu
@@ -58,7 +56,7 @@ def solve_directly(coefficients: Tensor, source: Tensor) -> Tensor:
 
 
 def error_of_exact_solution(nodes: int) -> float:
-    """Return the largest error for a = 1 + x y / 2 and u = sin(pi x) sin(2 pi y), with the source of this solution."""
+    """Return the largest error for a = 1 + x y / 2 and u = sin(pi x) sin(2 pi y)."""
     x = torch.linspace(0, 1, nodes, dtype=torch.float64)[:, None]
     y = x.T
     sin_x, cos_x = torch.sin(torch.pi * x), torch.cos(torch.pi * x)
@@ -231,7 +229,7 @@ def test_neuralops_loader_reads_the_files(tmp_path: Path) -> None:
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[Darcy]:
-    """A list of the parameters of all generated files."""
+    """The parameters of all generated files."""
     calls: list[Darcy] = []
     monkeypatch.setattr(darcy, "generate", lambda parameters, device: calls.append(parameters) or {"x": 0, "y": 0})
     return calls

@@ -1,5 +1,3 @@
-"""Tests of the neural operator's losses on fields with known errors."""
-
 import pytest
 import torch
 from late_imports import LateModule

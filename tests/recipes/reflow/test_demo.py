@@ -1,5 +1,3 @@
-"""Tests of the demo: the whole job through its commands, and its results."""
-
 import json
 import subprocess
 import sys

@@ -1,5 +1,3 @@
-"""Tests of the common parts of the demos: a folder of their own, lerobot's flags, and commands with logs."""
-
 import subprocess
 import sys
 from pathlib import Path

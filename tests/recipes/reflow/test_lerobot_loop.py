@@ -1,8 +1,4 @@
-"""Tests with the loop of each version of lerobot: the accumulation, the making of the accelerator, and observations.
-
-The loops are recorded here, 0.6.2 from lerobot's main branch. `tests/canaries` compares the records with the installed
-lerobot.
-"""
+"""Tests with recorded loops, 0.6.2 from lerobot's main branch. `tests/canaries` compares them with lerobot's."""
 
 import json
 import os
@@ -45,7 +41,7 @@ def run_loop(accelerator: Accelerator, accumulates: bool) -> None:
     accelerator.updates = [weight.item()]
     for _ in range(NUM_BATCHES):
         if accumulates:
-            accelerator._do_sync()  # `with accelerator.accumulate(policy)`, without a model to synchronise
+            accelerator._do_sync()  # `accelerator.accumulate`, without a model to synchronise
         accelerator.backward(weight.sum())
         optimizer.step()
         optimizer.zero_grad()
@@ -54,7 +50,7 @@ def run_loop(accelerator: Accelerator, accumulates: bool) -> None:
 
 @pytest.fixture(params=["0.6.1", "0.6.2"])
 def seen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[Accelerator]:
-    """A list of the accelerators that the loop of a version of lerobot gets."""
+    """The accelerators that the loop of a version of lerobot gets."""
     is_next, seen = request.param == "0.6.2", []
     monkeypatch.setattr(ACCUMULATES, is_next)
 
@@ -74,7 +70,7 @@ def seen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> lis
 
 
 def config(dtype: str = "float32", steps: int = 1) -> Any:
-    """Return the fields of a run's configuration that the loop reads and writes."""
+    """Return the fields of a run's configuration that the loop uses."""
     accelerator = SimpleNamespace(gradient_accumulation=SimpleNamespace(steps=steps), mixed_precision="no")
     return SimpleNamespace(policy=SimpleNamespace(dtype=dtype, device="cpu"), accelerator=accelerator)
 

@@ -1,13 +1,9 @@
-"""Tests of the reflow recipe's plan: its reading of a student, its output, and the recipe's reading of the output."""
-
 import shlex
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import accelerators
 import pytest
 import yaml
 from late_imports import LateModule
@@ -18,20 +14,13 @@ from hf_memopt.estimate import estimate_peak_memory
 from hf_memopt.estimate.simulation.device import DEVICE_TYPE
 from hf_memopt.jobs import NothingFitsError
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.usefixtures("on_the_cpu"), pytest.mark.e2e]
 
 policy_files = LateModule("hf_memopt.lerobot.policy_files")
 training_flags = LateModule("hf_memopt.lerobot.training_flags")
 reflow_smolvla = LateModule("hf_memopt.recipes.reflow_smolvla")
 reflow_smolvla_plan = LateModule("hf_memopt.recipes.reflow.workload")
 teacher_home = LateModule("hf_memopt.recipes.reflow.teacher_home")
-
-
-@pytest.fixture(autouse=True)
-def on_the_cpu() -> Iterator[None]:
-    """Run on the CPU, also on a machine with a GPU, with Accelerate's state reset before and after."""
-    with accelerators.on_the_cpu():
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +120,7 @@ def test_the_reflow_recipe_plans_the_teachers_home_for_its_own_batch(
 
 
 def reflow_run(student: Path) -> Any:
-    """Return the fields of lerobot's configuration that a plan reads, with batches of 2."""
+    """Return the fields of lerobot's configuration that a plan reads."""
     policy = policy_files.load_config(student)
     policy.pretrained_path = student
     return SimpleNamespace(policy=policy, batch_size=2)

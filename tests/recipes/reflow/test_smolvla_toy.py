@@ -1,5 +1,3 @@
-"""Tests of the toy: a VLM folder that lerobot accepts, and demonstrations that are ambiguous at the obstacle."""
-
 import json
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ def demonstrations() -> list[Any]:
 
 
 def distances_to_obstacle(scene: Any, path: np.ndarray) -> np.ndarray:
-    """Return distances from ten points on each segment of `path` to the obstacle."""
+    """Return the distances from ten points on each segment of `path`."""
     knots = np.linspace(0, len(path) - 1, 10 * (len(path) - 1) + 1)
     dense = np.stack([np.interp(knots, np.arange(len(path)), path[:, axis]) for axis in (0, 1)], axis=1)
     return np.linalg.norm(dense - scene.obstacle, axis=1)

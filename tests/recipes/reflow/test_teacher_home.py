@@ -1,4 +1,4 @@
-"""Tests that the recipe decides `teacher_offload=auto` before step 1 by a plan, or logs why there is no plan."""
+"""Tests that `teacher_offload=auto` is decided before step 1 by a plan, or the reason is logged."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -41,7 +41,7 @@ def student(toy_vlm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(student: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The fields of lerobot's configuration that the decision reads, for batches of 2 on a card of 4 GiB."""
+    """The fields of lerobot's configuration that the decision reads, on a card of 4 GiB."""
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(f"{HOME}._room", lambda: CARD)
@@ -114,7 +114,7 @@ def test_other_devices_and_several_processes_are_measured(
 
 
 def test_what_a_simulation_finds_stops_no_run(run: Any, decide: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check a card too small for the planner, and errors of simulations."""
+    """Check a card too small for the planner, and errors."""
     monkeypatch.setattr(f"{HOME}._room", lambda: replace(CARD, memory_bytes=MIB))
     home, ((level, line),) = decide(run)
     assert (home, level) == ("auto", "WARNING")

@@ -1,5 +1,3 @@
-"""Tests of the conversations and of the tiny model, which need no download."""
-
 from pathlib import Path
 from typing import Any
 

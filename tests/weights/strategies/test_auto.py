@@ -22,7 +22,7 @@ NUM_LAYERS = 16
 
 @pytest.fixture
 def counters(monkeypatch: pytest.MonkeyPatch) -> FakeCounters:
-    """Counters in the place of an accelerator's, so that `auto` measures on a CPU as on an accelerator."""
+    """Counters in an accelerator's place, so that `auto` measures on a CPU."""
     counters = FakeCounters(total_bytes=64 * MIB)
     monkeypatch.setattr(offload, "counters_for", lambda device: counters)
     monkeypatch.setattr(offload, "clock_for", lambda device: HostClock())
@@ -32,7 +32,7 @@ def counters(monkeypatch: pytest.MonkeyPatch) -> FakeCounters:
 
 @pytest.fixture
 def network() -> nn.Module:
-    """A network of 4 MiB of weights, 256 KiB in each layer, with each layer used twice."""
+    """A network of 4 MiB of weights in layers of 256 KiB, each used twice."""
     torch.manual_seed(0)
     layers = [nn.Linear(256, 256, bias=False) for _ in range(NUM_LAYERS)]
     return nn.Sequential(*layers, *layers)

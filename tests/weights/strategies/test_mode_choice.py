@@ -1,5 +1,3 @@
-"""Tests that the first mode that fits is chosen, from the fastest to the smallest."""
-
 import pytest
 
 from hf_memopt.weights.strategies.mode_choice import StepMeasurements, choose

@@ -1,4 +1,4 @@
-"""Tests that swapped weights are bitwise right, travel in one copy, and are right again after any exception."""
+"""Tests that swapped weights are bitwise right, travel in one copy, and survive any exception."""
 
 import copy
 

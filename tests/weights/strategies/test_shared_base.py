@@ -1,4 +1,4 @@
-"""Tests of a PEFT student with its base as the teacher: the base's exact outputs, or a refusal where they differ."""
+"""Tests of a PEFT student whose base is the teacher: the base's exact outputs, or a refusal."""
 
 from __future__ import annotations
 

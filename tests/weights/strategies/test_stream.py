@@ -1,4 +1,4 @@
-"""Tests of streamed teachers: bitwise right on every path, in a small ring, and right again after any exception."""
+"""Tests that streamed teachers are bitwise right on every path, in a small ring, and after any exception."""
 
 import copy
 import itertools
@@ -32,7 +32,7 @@ def tokens() -> Tensor:
 
 @pytest.fixture(autouse=True)
 def only_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make in-place reads give NaN, except for the first embedding, so that every other weight has to be copied."""
+    """Make in-place reads give NaN, except for the first embedding: every other weight has to be copied."""
 
     def poisoned(master: Tensor, device: torch.device) -> Tensor:
         copied = torch.full_like(master, POISON)
@@ -122,8 +122,6 @@ def test_every_block_is_on_its_way_before_it_is_needed(
 
 
 class PeakCopier(AdversarialCopier):
-    """A copier that records the peak of device memory."""
-
     peak_bytes = 0
 
     def empty_device(self, num_bytes: int) -> Tensor:

@@ -1,5 +1,3 @@
-"""Tests that a trace has each read with its module, and the reads that come too late for a hook."""
-
 import torch
 from torch import Tensor, nn
 

@@ -1,5 +1,3 @@
-"""Tests that plans hold every weight once, keep to their budget, and keep the weights that a loop reads."""
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -1,5 +1,3 @@
-"""Tests that a ring copies blocks, binds them and releases their memory, with one copy for neighbours."""
-
 import pytest
 import torch
 from adversarial_copier import AdversarialCopier
