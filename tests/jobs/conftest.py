@@ -13,8 +13,6 @@ FolderOf = Callable[..., str]
 
 @pytest.fixture(scope="session")
 def folder_of(tmp_path_factory: pytest.TempPathFactory) -> FolderOf:
-    """Writes a configuration, with changes, and returns its folder."""
-
     def write(model_type: str, **changes: Any) -> str:
         return write_config(tmp_path_factory.mktemp(model_type), model_type, **changes)
 

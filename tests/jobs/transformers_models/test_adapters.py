@@ -1,5 +1,3 @@
-"""Adapters: what is frozen, what is adapted, and what is refused where PEFT is missing or finds nothing."""
-
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -31,7 +29,7 @@ def model() -> nn.Module:
 
 
 def trained(model: nn.Module) -> dict[str, int]:
-    """Sizes of what is trained, by the adapted layer's name."""
+    """Return the sizes of trained weights by the adapted layer's name."""
     found: dict[str, int] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:

@@ -1,5 +1,3 @@
-"""Batches have the sizes that a configuration says."""
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

@@ -1,5 +1,3 @@
-"""Models as they are trained."""
-
 import json
 from collections.abc import Callable
 from pathlib import Path

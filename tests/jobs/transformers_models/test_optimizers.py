@@ -1,5 +1,3 @@
-"""What optimizers keep and take."""
-
 from collections.abc import Callable
 
 import pytest

@@ -1,4 +1,4 @@
-"""What a model is trained for follows from its configuration, or is refused."""
+"""Tasks that follow from a model's configuration, or are refused."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Images take as many tokens and tensors as the models and processors of transformers make of them."""
+"""Image tokens and tensors, as many as the models and processors of transformers make."""
 
 from collections.abc import Callable
 from types import SimpleNamespace

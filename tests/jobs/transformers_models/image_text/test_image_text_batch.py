@@ -1,4 +1,4 @@
-"""Batches of images and text, and what steps with them take."""
+"""Batches of images and text, and the memory of their steps."""
 
 from collections.abc import Callable
 from typing import Any
@@ -42,7 +42,7 @@ QUICK = {("llava", "LoRA beside a frozen tower, checkpointed"), ("qwen2_5_vl", "
     ],
 )
 def test_the_peaks_of_a_real_run(model_type: str, variant: str, folder_of: FolderOf) -> None:
-    """To the byte; Qwen's positions, which a real run makes from the types of tokens, may count once too often."""
+    """Let Qwen's positions, which a real run makes from the types of tokens, count once too often."""
     changes, checkpointing = VARIANTS[variant]
     options = options_of(folder_of(model_type), model_type, **changes)
     is_qwen = model_type.startswith("qwen")
