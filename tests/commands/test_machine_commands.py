@@ -16,9 +16,6 @@ from hf_memopt.report.doctor import examine, find_versions, page
 Capture = pytest.CaptureFixture[str]
 
 
-# ------------------------------------------------------------------------------------------------ doctor
-
-
 def test_the_command_prints_a_page_or_json(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hf_memopt.report.doctor.host_limits", lambda: HOST)
     assert main(["doctor", "--device", "cpu"]) == 0
@@ -63,9 +60,6 @@ def test_doctor_for_a_policy_has_its_lines_in_json(toy_student: Path, capsys: Ca
 
 def test_doctor_for_a_policy_without_teacher_is_refused(toy_teacher: Path, capsys: Capture) -> None:
     assert "has no teacher: its policy is of type 'smolvla'" in refused(capsys, "doctor", "--policy", str(toy_teacher))
-
-
-# ------------------------------------------------------------------------------------------------ report
 
 
 def test_an_empty_folder_is_refused_with_what_it_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
