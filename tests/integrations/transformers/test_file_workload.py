@@ -1,5 +1,3 @@
-"""Files of arguments as workloads."""
-
 from pathlib import Path
 from typing import Any
 

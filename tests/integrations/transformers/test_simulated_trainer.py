@@ -1,5 +1,3 @@
-"""What becomes of a trainer in the simulation's process."""
-
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,7 @@ def quick_collections(small_heap: None) -> None:
 
 
 def on_device(trainer: Any, look: Any) -> Any:
-    """What `look` returns for a trainer on the virtual device."""
+    """Return the result of `look` for a trainer on the virtual device."""
     window = batches.largest_window(trainer, 2)
     return simulated(lambda device: look(simulated_trainer.SimulatedTrainer(trainer, window, device)))
 

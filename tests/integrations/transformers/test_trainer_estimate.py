@@ -1,4 +1,4 @@
-"""What a trainer will hold, compared with what it really holds on the CPU, and with `HuggingFaceModel`'s estimate."""
+"""A trainer's estimate, its real memory on the CPU, and `HuggingFaceModel`'s estimate."""
 
 import gc
 from collections.abc import Callable
@@ -61,7 +61,7 @@ def on_cpu(trainer: Any) -> MemoryEstimate:
 
 
 def real_peak(trainer: Any) -> int:
-    """The most that storages hold while a trainer makes two updates, to the byte."""
+    """Return the most bytes that storages hold while a trainer makes two updates."""
     allocator = CountedAllocator()
     for _, module in simulated.modules_of(trainer):
         allocator.charge((*module.parameters(), *module.buffers()))
