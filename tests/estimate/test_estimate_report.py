@@ -1,5 +1,3 @@
-"""Tests of an estimate's text."""
-
 from dataclasses import replace
 
 import pytest

@@ -1,4 +1,4 @@
-"""Tests that the timeline on the page of a step's memory adds up and has the peak."""
+"""The timeline on the page of a step's memory, which adds up and has the peak."""
 
 from pathlib import Path
 

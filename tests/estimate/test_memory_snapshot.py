@@ -1,4 +1,4 @@
-"""Tests that torch's own tools read the snapshot of a simulated step, and find the same sums."""
+"""The snapshot of a simulated step, as torch's own tools read it."""
 
 import pickle
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Tests of the memory that kernels take beside their results."""
+"""Memory that kernels take beside their results."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,8 +17,6 @@ WORKSPACE = 8320 * KIB
 def workspaces(
     module: Callable[[], nn.Module], run: Callable[[State], object] = step, gpu: str = "t4", rows: int = 8
 ) -> dict[str, int]:
-    """Return the bytes of library workspaces at the peak."""
-
     def setup(device: torch.device) -> State:
         with device:
             model, inputs = module(), torch.zeros(rows, 64)
