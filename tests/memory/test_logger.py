@@ -1,4 +1,4 @@
-"""Tests of memory figures through an Accelerator, and of the text of a warning."""
+"""Memory figures through an Accelerator, and a warning's text."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Tests of the out-of-memory report, with the error injected at each phase of a toy step on the CPU."""
+"""The out-of-memory report, with the error injected at each phase of a toy step on the CPU."""
 
 import gc
 import re
@@ -107,8 +107,6 @@ def test_a_fused_optimizer_saves_in_the_optimizer_phase_only() -> None:
 
 
 class NothingRuns(TorchDispatchMode):
-    """A mode that fails at any tensor operation."""
-
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise AssertionError(f"{function} ran")
 
