@@ -100,7 +100,7 @@ def test_a_mask_is_kept_for_backward(folder_of: FolderOf) -> None:
     plain, masked = (estimate(folder, precision="bf16", padding=padding) for padding in (False, True))
     assert (plain.assumptions, masked.assumptions) == (("all of a tensor taken as True (2 times)",), ())
     pairs = BATCH * TOKENS * TOKENS
-    # A truth value for each pair of tokens, and what the kernel adds instead of it in each of two layers.
+    # A truth value for each pair of tokens, and the summand that the kernel takes instead in each of two layers.
     kept = masked.breakdown["activations"] - plain.breakdown["activations"]
     assert pairs < kept < 8 * pairs
 

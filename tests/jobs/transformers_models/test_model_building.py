@@ -27,7 +27,7 @@ def test_eager_attention_keeps_the_scores(folder_of: FolderOf) -> None:
     ungrouped = folder_of("qwen3", num_key_value_heads=4)
     sdpa, eager = (estimate(ungrouped, attention=attention) for attention in ("sdpa", "eager"))
     scores = 2 * BATCH * 4 * TOKENS * TOKENS * 4
-    # Less what the fused kernel keeps instead, one number per query and head.
+    # The fused kernel keeps one number per query and head instead.
     assert eager.phases["forward"] - sdpa.phases["forward"] == pytest.approx(scores, rel=0.05)
 
 
