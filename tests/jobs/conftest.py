@@ -1,14 +1,9 @@
-"""Configurations of small transformers models."""
-
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-from transformers_toys import estimate, write_config
+from transformers_toys import FolderOf, estimate, write_config
 
 from hf_memopt.estimate import MemoryEstimate
-
-FolderOf = Callable[..., str]
 
 
 @pytest.fixture(scope="session")

@@ -16,9 +16,8 @@ from hf_memopt.estimate.gpus import Card, allowances
 from hf_memopt.estimate.simulated_step import SimulatedStep
 from hf_memopt.jobs import Lever, NothingFitsError, Row, SettingsPlan, plan
 from hf_memopt.jobs.settings_table import explain
-from hf_memopt.units import GIB
+from hf_memopt.units import GIB, MIB
 
-MIB = 2**20
 KEPT = sum(allowances().values())
 WIDTH, DEPTH = 256, 6
 

@@ -1,11 +1,10 @@
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from late_imports import LateModule
 from torch import nn
-from transformers_toys import BATCH, TOKENS, estimate
+from transformers_toys import BATCH, TOKENS, FolderOf, estimate
 
 from hf_memopt.jobs.transformers_models.adapters import (
     ALL_LINEAR,
@@ -16,7 +15,6 @@ from hf_memopt.jobs.transformers_models.adapters import (
 )
 
 transformers = LateModule("transformers")
-FolderOf = Callable[..., str]
 
 RANK, WIDTH, LAYERS = 3, 16, 2
 

@@ -7,7 +7,7 @@ import torch
 from architectures import Workload
 from estimate_runs import deviations, training
 from late_imports import LateModule
-from transformers_toys import BATCH, TOKENS, estimate
+from transformers_toys import BATCH, TOKENS, FolderOf, estimate
 
 from hf_memopt.jobs.transformers_models.model_batches import (
     Sample,
@@ -22,7 +22,6 @@ from hf_memopt.jobs.transformers_models.model_batches import (
 huggingface = LateModule("hf_memopt.jobs.huggingface")
 tasks = LateModule("hf_memopt.jobs.transformers_models.tasks")
 transformers = LateModule("transformers")
-FolderOf = Callable[..., str]
 
 
 def test_tokens_are_their_own_labels() -> None:

@@ -1,17 +1,14 @@
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from late_imports import LateModule
-from transformers_toys import BATCH, TOKENS, estimate
+from transformers_toys import BATCH, TOKENS, FolderOf, estimate
 
 from hf_memopt.estimate import MemoryEstimate, estimate_peak_memory
 
 huggingface = LateModule("hf_memopt.jobs.huggingface")
-
-FolderOf = Callable[..., str]
 
 
 @pytest.mark.slow

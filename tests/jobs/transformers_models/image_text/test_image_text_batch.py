@@ -7,14 +7,13 @@ import pytest
 from architectures import Workload
 from estimate_runs import estimated_peaks, real_peaks, step, training
 from late_imports import LateModule
-from transformers_toys import BATCH, estimate
+from transformers_toys import BATCH, FolderOf, estimate
 from vision_language_toys import CONFIGS, IMAGE_TOKEN, SIZES
 
 from hf_memopt.estimate import estimate_peak_memory
 
 huggingface = LateModule("hf_memopt.jobs.huggingface")
 model_building = LateModule("hf_memopt.jobs.transformers_models.model_building")
-FolderOf = Callable[..., str]
 SEQ_LEN, IMAGES = 160, 2
 
 
