@@ -18,11 +18,6 @@ transformers = LateModule("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_collections(small_heap: None) -> None:
-    """Trainer collects garbage often."""
-
-
 def on_device(trainer: Any, look: Any) -> Any:
     """Return the result of `look` for a trainer on the virtual device."""
     window = batches.largest_window(trainer, 2)

@@ -28,11 +28,6 @@ BLOCK = 512
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_collections(small_heap: None) -> None:
-    """Trainer collects garbage often."""
-
-
 REAL: dict[str, Callable[[Path], Any]] = {
     "Trainer": plain,
     "accumulation, checkpointed, bf16": lambda folder: plain(
