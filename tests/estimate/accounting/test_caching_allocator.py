@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_memopt.estimate.accounting.caching_allocator import CachingAllocator, MemoryTrace, OutOfDeviceMemoryError
-
-KIB, MIB = 2**10, 2**20
+from hf_memopt.units import KIB, MIB
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from hf_memopt.estimate.estimate import Like
 from hf_memopt.estimate.gpus import Card
 from hf_memopt.estimate.kernel_speeds import HOST_S, KERNEL_S, VIEW_SHARE, speeds_of
 from hf_memopt.estimate.simulation.virtual_time import VirtualClock, VirtualCopier
+from hf_memopt.units import MIB
 
-MIB = 2**20
 ROWS, WIDTH, DEPTH = 4096, 256, 6  # activations of 4 MiB
 # A card so slow that launches take no time beside the operations.
 CARD = Card("test", 8 * 2**30, float32_flops=1e12, half_flops=2e12, memory_bytes_per_s=5e10, link_bytes_per_s=2e9)
