@@ -17,9 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_memopt.memory import explain_oom
 from hf_memopt.memory import oom as oom_module
-from hf_memopt.memory.attribution import (
-    LiveTensors,
-)
+from hf_memopt.memory.attribution import LiveTensors
 from hf_memopt.units import format_bytes
 
 

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from hf_memopt.memory import MemoryTracker, PhasePeak
 from hf_memopt.memory.logger import phase_table
-
-KIB = 2**10
+from hf_memopt.units import KIB
 
 
 class Mlp(nn.Module):

@@ -11,7 +11,7 @@ from hf_memopt.memory.leaks.live_storages import live_storages
 
 
 def test_looking_changes_nothing() -> None:
-    """Compare weights and random numbers bitwise, and count the objects left behind."""
+    """Compare weights and random numbers bitwise."""
 
     def trained(look: Callable[[], object]) -> list[Tensor]:
         torch.manual_seed(0)
