@@ -62,7 +62,7 @@ def test_doctor_for_a_policy_without_teacher_is_refused(toy_teacher: Path, capsy
     assert "has no teacher: its policy is of type 'smolvla'" in refused(capsys, "doctor", "--policy", str(toy_teacher))
 
 
-def test_an_empty_folder_is_refused_with_what_it_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_empty_folder_is_refused_with_what_it_lacks(tmp_path: Path, capsys: Capture) -> None:
     assert main(["report", str(tmp_path)]) == 2
     message = capsys.readouterr().err
     for word in (
@@ -79,7 +79,7 @@ def test_an_empty_folder_is_refused_with_what_it_lacks(tmp_path: Path, capsys: p
 
 
 def test_without_matplotlib_nothing_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     demo_run(tmp_path)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
@@ -90,7 +90,7 @@ def test_without_matplotlib_nothing_is_written(
 
 
 @pytest.mark.e2e
-def test_the_command_writes_or_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_or_prints(tmp_path: Path, capsys: Capture) -> None:
     demo_run(tmp_path)
     assert main(["report", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
@@ -106,7 +106,7 @@ def test_the_command_writes_or_prints(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.e2e
-def test_runs_below_a_folder_are_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_below_a_folder_are_found(tmp_path: Path, capsys: Capture) -> None:
     demo_run(tmp_path / "demo")
     causal_lm_run(tmp_path / "sweep" / "first")
     logged_run(tmp_path / "sweep" / "second")
