@@ -26,7 +26,7 @@ def fused() -> MemoryEstimate:
 
 @pytest.fixture(scope="module")
 def foreach() -> MemoryEstimate:
-    """Estimate with torch's default optimizer on CUDA."""
+    """Estimate with foreach, torch's default on CUDA."""
     return estimate_peak_memory(partial(mlp_setup, make_optimizer=torch.optim.AdamW), step)
 
 

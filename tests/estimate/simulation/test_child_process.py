@@ -36,7 +36,7 @@ def test_a_killed_simulation_is_an_error() -> None:
         estimate_peak_memory(mlp_setup, dies)
 
 
-# With or without an accelerator in the machine.
+# A fork after autograd's threads have started, with or without an accelerator in the machine.
 TOO_LATE = """
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode

@@ -41,7 +41,7 @@ QUICK = {("llava", "LoRA beside a frozen tower, checkpointed"), ("qwen2_5_vl", "
     ],
 )
 def test_the_peaks_of_a_real_run(model_type: str, variant: str, folder_of: FolderOf) -> None:
-    """Let Qwen's positions, which a real run makes from the types of tokens, count once too often."""
+    """Compare to the byte; Qwen's positions, made from the types of tokens in a real run, may count once too often."""
     changes, checkpointing = VARIANTS[variant]
     options = options_of(folder_of(model_type), model_type, **changes)
     is_qwen = model_type.startswith("qwen")
