@@ -1,5 +1,3 @@
-"""README and documentation quote the committed results of benchmarks."""
-
 import json
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What travels to a GPU machine without a network: pinned wheels, a head script, the commit."""
+"""The bundle for a GPU machine without a network: pinned wheels, a head script, the commit."""
 
 import json
 import subprocess
@@ -30,7 +30,7 @@ def test_wheels_are_those_of_the_gpu_machine(load: Load, tmp_path: Path) -> None
 
 
 def test_the_head_script_makes_the_checkout_importable(load: Load, tmp_path: Path) -> None:
-    """With pip that installs nothing: what is imported here is what the script itself brings."""
+    """Let pip install nothing, so that the script itself has to bring the imported modules."""
     load("gpu_bundle").write_head(tmp_path / ".gpu", "0123abcd", "15.1.0")
     for package in ("hf_memopt", "callbacks", "recipes"):
         (tmp_path / package).mkdir()

@@ -1,4 +1,4 @@
-"""Estimates against what others have measured on real GPUs."""
+"""Estimates against measurements by others on real GPUs."""
 
 import csv
 import json
@@ -14,7 +14,7 @@ from benchmark_runs import BENCHMARKS, loaded_benchmarks
 from hf_memopt.estimate.gpus import CARDS
 from hf_memopt.estimate.kernel_speeds import HOST_S, KERNEL_S, speeds_of, time_range
 
-# Shares of what was measured, where the configuration is fully known.
+# Shares of the measured bytes, where the configuration is fully known.
 ALLOCATED, ALLOCATED_ON_T4, RESERVED = 0.005, 0.002, 0.05
 KNOWN = [
     f"{path.stem} {row['id']}"
@@ -108,7 +108,7 @@ def test_the_range_that_is_said_holds_nine_in_ten_of_them(times: Any, unseen: di
 
 
 def test_methods_on_one_card_are_in_the_right_order(times: Any, unseen: dict[str, float]) -> None:
-    """But for one: with the same tokens in one sequence of 2,048 its source has the opposite sign, as predicted."""
+    """Accept one wrong pair: its source has the opposite sign for the same tokens in one sequence, as predicted."""
     pairs = times.pairs(unseen)
     wrong = [pair.name for pair in pairs if not pair.is_right]
     assert len(pairs) >= 100
@@ -155,7 +155,7 @@ def test_a_recorded_step_takes_what_the_clock_says(published: Any, fit: Any, tmp
 
 
 def test_a_fit_finds_the_speeds_that_times_were_made_with(fit: Any) -> None:
-    """On one card, where products, memory and the host take turns to be slow."""
+    """One card, on which products, memory and the host take turns to be slow."""
     rng = np.random.default_rng(0)
     rows = [row for row in fit.times.timed() if row.gpu == "a100-80gb"][:12]
     true = fit.KernelSpeeds(half=0.7, tf32=0.6, float32=0.75, convolution=0.4, attention=0.4, memory=0.6)

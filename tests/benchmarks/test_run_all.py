@@ -1,4 +1,4 @@
-"""The run of all benchmarks: results, failures, time limits, the deadline, and calls that continue earlier ones."""
+"""Runs of all benchmarks: results, failures, time limits, the deadline, and continued calls."""
 
 import argparse
 import json
@@ -25,7 +25,7 @@ time.sleep(600)
 
 @pytest.fixture
 def run_all(load: Load, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The module, whose facts about the machine cost nothing."""
+    """Load the module, without its slow facts about the machine."""
     module = load("run_all")
     monkeypatch.setattr(module, "facts", lambda folder: {"commit": "abc", "date": "2026-11-26"})
     return module
@@ -33,8 +33,6 @@ def run_all(load: Load, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture
 def job(run_all: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """Makes a job that runs a program."""
-
     def make(name: str, program: str, minutes: float = 5) -> Any:
         (tmp_path / "programs").mkdir(exist_ok=True)
         (tmp_path / "programs" / f"program_{name}.py").write_text(program)
@@ -85,7 +83,7 @@ def test_a_job_that_takes_too_long_is_ended_with_its_children(
     log, wait = tmp_path / "out" / "logs" / "hangs.txt", subprocess.Popen.wait
 
     def expire(process: Any, timeout: float | None = None) -> int:
-        """Lets the limit pass once the child is there."""
+        """Let the limit pass once the child is there."""
         if timeout is None:
             return wait(process)
         begun = time.monotonic()

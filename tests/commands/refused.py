@@ -1,12 +1,10 @@
-"""Asserts that a command is refused."""
-
 import pytest
 
 from hf_memopt.cli import main
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """Standard error of a command that must end with exit status 2."""
+    """Return the standard error of a command that must end with exit status 2."""
     assert main(arguments) == 2
     captured = capsys.readouterr()
     assert captured.out == ""

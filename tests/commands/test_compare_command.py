@@ -1,4 +1,4 @@
-"""`hf-memopt compare` as it is typed: a recipe's own flags among its own, processes, table, file and report."""
+"""`hf-memopt compare`: a recipe's own flags among its own, processes, table, file and report."""
 
 import json
 from pathlib import Path

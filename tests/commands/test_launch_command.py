@@ -1,4 +1,4 @@
-"""`hf-memopt launch`: what it hands to accelerate, and what it refuses. Whole runs: callbacks/test_every_trainer.py."""
+"""`hf-memopt launch`: its call of accelerate, and its refusals. Whole runs: callbacks/test_every_trainer.py."""
 
 import dataclasses
 import re
@@ -18,7 +18,7 @@ MODULE = "hf_memopt.callbacks.every_trainer"
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[list[str], str]]:
-    """The commands that are run, and the variable that each is given. A script is there."""
+    """Collect the commands instead of running them, each with its HF_MEMOPT, and write a script to launch."""
     runs: list[tuple[list[str], str]] = []
 
     class Ended:

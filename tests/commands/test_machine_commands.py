@@ -16,9 +16,6 @@ from hf_memopt.report.doctor import examine, find_versions, page
 Capture = pytest.CaptureFixture[str]
 
 
-# ------------------------------------------------------------------------------------------------ doctor
-
-
 def test_the_command_prints_a_page_or_json(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hf_memopt.report.doctor.host_limits", lambda: HOST)
     assert main(["doctor", "--device", "cpu"]) == 0
@@ -65,10 +62,7 @@ def test_doctor_for_a_policy_without_teacher_is_refused(toy_teacher: Path, capsy
     assert "has no teacher: its policy is of type 'smolvla'" in refused(capsys, "doctor", "--policy", str(toy_teacher))
 
 
-# ------------------------------------------------------------------------------------------------ report
-
-
-def test_an_empty_folder_is_refused_with_what_it_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_empty_folder_is_refused_with_what_it_lacks(tmp_path: Path, capsys: Capture) -> None:
     assert main(["report", str(tmp_path)]) == 2
     message = capsys.readouterr().err
     for word in (
@@ -85,7 +79,7 @@ def test_an_empty_folder_is_refused_with_what_it_lacks(tmp_path: Path, capsys: p
 
 
 def test_without_matplotlib_nothing_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     demo_run(tmp_path)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
@@ -96,7 +90,7 @@ def test_without_matplotlib_nothing_is_written(
 
 
 @pytest.mark.e2e
-def test_the_command_writes_or_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_or_prints(tmp_path: Path, capsys: Capture) -> None:
     demo_run(tmp_path)
     assert main(["report", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
@@ -112,7 +106,7 @@ def test_the_command_writes_or_prints(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.e2e
-def test_runs_below_a_folder_are_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_below_a_folder_are_found(tmp_path: Path, capsys: Capture) -> None:
     demo_run(tmp_path / "demo")
     causal_lm_run(tmp_path / "sweep" / "first")
     logged_run(tmp_path / "sweep" / "second")

@@ -1,4 +1,4 @@
-"""`hf-memopt estimate` and `plan`: what they print, write, draw and refuse."""
+"""`hf-memopt estimate` and `plan`: output, files, charts and refusals."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""`hf-memopt prepare-student`, `precompute`, `evaluate` and `export`: what they write, print and refuse."""
+"""`hf-memopt prepare-student`, `precompute`, `evaluate` and `export`: files, output and refusals."""
 
 import json
 import shutil
@@ -12,9 +12,6 @@ from refused import refused
 from hf_memopt.cli import main
 
 Capture = pytest.CaptureFixture[str]
-
-
-# ------------------------------------------------------------------------------------------------ prepare-student
 
 
 @pytest.mark.e2e
@@ -36,9 +33,6 @@ def test_prepare_student_reports_errors(tmp_path: Path, capsys: Capture) -> None
     message = refused(capsys, "prepare-student", "--teacher", "/nowhere", "--output", str(tmp_path / "student"))
     assert "'/nowhere' is neither a checkpoint folder nor a hub id" in message
     assert list(tmp_path.iterdir()) == []
-
-
-# ------------------------------------------------------------------------------------------------ precompute
 
 
 @pytest.mark.parametrize(
@@ -65,9 +59,6 @@ def test_precompute_passes_the_training_runs_flags_and_says_what_is_left(
         (training, output, {"batch_size": 1, "shard_size": 1024, "store_observations": False}),
         (training, output, {"batch_size": 4, "shard_size": 8, "store_observations": True}),
     ]
-
-
-# ------------------------------------------------------------------------------------------------ evaluate
 
 
 @pytest.mark.e2e
@@ -99,9 +90,6 @@ def test_a_policy_without_a_teacher_needs_one_named(
     assert main(flags) == 2
     assert "pass --teacher" in capsys.readouterr().err
     assert not (tmp_path / "evaluation").exists()
-
-
-# ------------------------------------------------------------------------------------------------ export
 
 
 def test_export_without_evaluation(toy_student: Path, tmp_path: Path, capsys: Capture) -> None:
@@ -149,11 +137,8 @@ def test_export_refuses_an_existing_folder_before_it_measures(
     assert [file.name for file in tmp_path.iterdir()] == ["file"]
 
 
-# ------------------------------------------------------------------------------------------------ what is gone
-
-
 def moved(student: Path, copy: Path, **changes: object) -> list[str]:
-    """Flags of a command for a copy of a student with other entries in its configuration."""
+    """Return the flags of a command for a copy of a student with a changed configuration."""
     shutil.copytree(student, copy)
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(config | changes))

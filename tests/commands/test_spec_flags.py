@@ -1,4 +1,4 @@
-"""`--spec FILE`, and flags that win over it; errors that name what was typed."""
+"""`--spec FILE`, the flags that win over it, and errors with the names that the user typed."""
 
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ def file(tmp_path: Path) -> str:
 
 
 def spec_of(monkeypatch: pytest.MonkeyPatch, command: str, *words: str) -> JobSpec:
-    """Return the spec with which a command runs."""
     found: list[JobSpec] = []
     monkeypatch.setattr(planning_commands, f"_{command}", lambda spec: found.append(spec) or 0)
     assert main([command, *words]) == 0

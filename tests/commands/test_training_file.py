@@ -1,4 +1,4 @@
-"""`--training-args FILE`: what the file says, and the flags that overrule it."""
+"""`--training-args FILE`, and the flags that overrule it."""
 
 import json
 from pathlib import Path

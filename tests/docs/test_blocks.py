@@ -1,4 +1,4 @@
-"""Every Python block of the README and the documentation runs, from the page's own text, with its own imports."""
+"""All Python blocks of the README and the documentation, run with their own imports."""
 
 import ast
 import builtins
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 FILES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # Blocks that take minutes, by a line of theirs.
 SLOW = ('plan(workload("recipes/configs/lgt.json")',)
-# Where one page has two kinds of model, by a line of the block.
+# Pages with two kinds of model, by a line of the block.
 OTHER_TOYS = {
     'frozen="auto"': {"trainer": dpo_trainer},
     "share_with=student": {"student": lora},
@@ -25,7 +25,7 @@ OTHER_TOYS = {
 
 
 def blocks(file: Path) -> Iterator[tuple[int, str]]:
-    """Yield the line and the text of each Python block of a page."""
+    """Yield the first line's number and the text of each Python block of a page."""
     text = file.read_text()
     for found in re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
         yield text.count("\n", 0, found.start()) + 1, found.group(1)
@@ -52,14 +52,14 @@ def given(text: str) -> set[str]:
 
 
 def defined(text: str) -> set[str]:
-    """Return the names that a block gives a value for itself before anything reads them."""
+    """Return the names that a block gives a value before any line reads them."""
     names: set[str] = set()
     read: set[str] = set()
     for statement in ast.parse(text).body:
         nodes = list(ast.walk(statement))
         loads = _names(nodes, ast.Load)
         comprehended = {name for node in nodes if isinstance(node, ast.comprehension) for name in _names([node.target])}
-        # Of an assignment the right side is read first; in loops and contexts the targets come first.
+        # An assignment's right side is read first; in loops and contexts the targets come first.
         if isinstance(statement, ast.Assign | ast.AugAssign):
             read |= loads - names
         names |= (_names(nodes, ast.Store) - read) | comprehended

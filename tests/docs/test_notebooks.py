@@ -1,4 +1,4 @@
-"""The notebooks run as they stand, at toy size: their code cells one after the other, in a process of its own."""
+"""Notebooks at toy size: their code cells one after the other, in a process of its own."""
 
 import json
 import subprocess

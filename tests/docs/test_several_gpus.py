@@ -1,4 +1,4 @@
-"""The page about several GPUs: its commands for the CPU run, and accelerate reads the files that the others name."""
+"""The page about several GPUs: its commands for the CPU run, and accelerate reads the others' files."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Tests of a small network's estimates: sizes computed by hand, assumptions, and refusals."""
+"""Estimates of a small network: sizes computed by hand, assumptions, and refusals."""
 
 from functools import partial
 
@@ -26,16 +26,13 @@ def fused() -> MemoryEstimate:
 
 @pytest.fixture(scope="module")
 def foreach() -> MemoryEstimate:
-    """An estimate with the foreach optimizer, torch's default on CUDA."""
+    """Estimate with foreach, torch's default on CUDA."""
     return estimate_peak_memory(partial(mlp_setup, make_optimizer=torch.optim.AdamW), step)
 
 
 @pytest.fixture(scope="module")
 def accumulated() -> MemoryEstimate:
     return estimate_peak_memory(partial(mlp_setup, make_optimizer=FUSED), accumulating)
-
-
-# --------------------------------------------------------------------------------------------- sizes by hand
 
 
 def test_the_fused_optimizer_needs_no_room_of_its_own(fused: MemoryEstimate) -> None:
@@ -132,9 +129,6 @@ def test_a_card_gives_times_and_changes_no_bytes(fused: MemoryEstimate) -> None:
     assert fused.step_ms is None
 
 
-# --------------------------------------------------------------------------------------------------- guesses
-
-
 def test_parameters_that_are_not_reached_are_named() -> None:
     def setup(device: torch.device) -> State:
         state = mlp_setup(device)
@@ -145,9 +139,6 @@ def test_parameters_that_are_not_reached_are_named() -> None:
     estimate = estimate_peak_memory(setup, step)
     assert estimate.confidence == "low"
     assert estimate.unreached == ("spare.weight", "spare.bias")
-
-
-# ---------------------------------------------------------------------------------------------------- errors
 
 
 def test_a_step_without_gradients_is_refused() -> None:

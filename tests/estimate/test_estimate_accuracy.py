@@ -1,4 +1,4 @@
-"""Tests that estimates of real training steps on the CPU are within 1 % of live storages' peaks, in float32."""
+"""Estimates within 1 % of the peaks of live storages in real float32 training steps on the CPU."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +26,6 @@ def selective(workload: Workload) -> None:
 
 
 def frozen(workload: Workload) -> None:
-    """Freeze the lower half of the parameters."""
     parameters = list(workload.module.parameters())
     for parameter in parameters[: len(parameters) // 2]:
         parameter.requires_grad_(False)
@@ -48,8 +47,6 @@ def lora(checkpointing: bool = False, use_dora: bool = False) -> Setup:
 
 
 class Velocity(nn.Module):
-    """A vector field, with its flow in 10 Euler steps."""
-
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(33, 96), nn.SiLU(), nn.Linear(96, 96), nn.SiLU(), nn.Linear(96, 32))
@@ -70,7 +67,7 @@ def ode() -> Setup:
 
 
 def penalised() -> Setup:
-    """Return a critic with an R1 penalty, a gradient of a gradient."""
+    """A gradient of a gradient."""
 
     def build() -> Workload:
         critic = nn.Sequential(nn.Conv2d(3, 16, 3), nn.SiLU(), nn.Conv2d(16, 16, 3), nn.Flatten(), nn.Linear(2304, 1))
@@ -124,9 +121,6 @@ QUICK = {
     "critic with R1 penalty",
     "flow in 10 Euler steps",
 }
-
-
-# ------------------------------------------------------------------------------------------------- chosen last
 
 
 def plain_transformer() -> Setup:

@@ -1,5 +1,3 @@
-"""Tests of an estimate's text."""
-
 from dataclasses import replace
 
 import pytest
@@ -9,11 +7,6 @@ from hf_memopt.estimate import MemoryEstimate, estimate_peak_memory, estimate_re
 from hf_memopt.estimate.gpus import find_card
 from hf_memopt.estimate.kernel_speeds import time_range
 from hf_memopt.units import MIB, format_gib, format_ms
-
-
-@pytest.fixture(scope="module")
-def estimated() -> MemoryEstimate:
-    return estimate_peak_memory(mlp_setup, step)
 
 
 def test_a_peak_in_the_optimizer_is_said_to_be_out_of_reach_of_checkpointing(estimated: MemoryEstimate) -> None:

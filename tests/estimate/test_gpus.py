@@ -1,4 +1,4 @@
-"""Tests of cards by name and by size, and of their reserved memory."""
+"""Cards by name and by size, and their reserved memory."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Tests of the speeds of cards, and of the stated range of times."""
+"""Speeds of cards, and the stated range of times."""
 
 from dataclasses import replace
 

@@ -1,16 +1,10 @@
-"""Tests that the timeline on the page of a step's memory adds up and has the peak."""
+"""The timeline on the page of a step's memory, which adds up and has the peak."""
 
 from pathlib import Path
 
 import pytest
-from estimate_runs import mlp_setup, step
 
-from hf_memopt.estimate import MemoryEstimate, estimate_peak_memory, memory_page
-
-
-@pytest.fixture(scope="module")
-def estimated() -> MemoryEstimate:
-    return estimate_peak_memory(mlp_setup, step)
+from hf_memopt.estimate import MemoryEstimate, memory_page
 
 
 def test_the_timeline_adds_up_and_holds_the_peak(estimated: MemoryEstimate) -> None:

@@ -1,20 +1,14 @@
-"""Tests that torch's own tools read the snapshot of a simulated step, and find the same sums."""
+"""The snapshot of a simulated step, as torch's own tools read it."""
 
 import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
-from estimate_runs import mlp_setup, step
 from torch.cuda import _memory_viz
 
-from hf_memopt.estimate import MemoryEstimate, estimate_peak_memory
+from hf_memopt.estimate import MemoryEstimate
 from hf_memopt.estimate.memory_snapshot import memory_snapshot, write_snapshot
-
-
-@pytest.fixture(scope="module")
-def estimated() -> MemoryEstimate:
-    return estimate_peak_memory(mlp_setup, step)
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Tests that the simulator changes torch, transformers and accelerate, but no other package of this library."""
+"""The simulator's changes to torch, transformers and accelerate, and to no other package of this library."""
 
 import ast
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Tests that models with equal layers simulated once equal whole simulations to the byte."""
+"""Models with equal layers, simulated once and whole: equal to the byte."""
 
 from pathlib import Path
 from typing import Any

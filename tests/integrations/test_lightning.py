@@ -1,4 +1,4 @@
-"""Tests that Lightning's Trainer with offloading gives the plain run's weights, and gets its strategy back."""
+"""Lightning's Trainer with offloading: the plain run's weights, and its own strategy afterwards."""
 
 import logging
 from pathlib import Path

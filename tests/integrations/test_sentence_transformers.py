@@ -1,4 +1,4 @@
-"""Tests that CachedLoss in SentenceTransformerTrainer gives the uncached loss's weights from micro-batches."""
+"""CachedLoss in SentenceTransformerTrainer: the uncached loss's weights from micro-batches."""
 
 from pathlib import Path
 from typing import Any

@@ -1,20 +1,13 @@
-"""Configurations of small transformers models."""
-
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-from transformers_toys import estimate, write_config
+from transformers_toys import FolderOf, estimate, write_config
 
 from hf_memopt.estimate import MemoryEstimate
-
-FolderOf = Callable[..., str]
 
 
 @pytest.fixture(scope="session")
 def folder_of(tmp_path_factory: pytest.TempPathFactory) -> FolderOf:
-    """Writes a configuration, with changes, and returns its folder."""
-
     def write(model_type: str, **changes: Any) -> str:
         return write_config(tmp_path_factory.mktemp(model_type), model_type, **changes)
 

@@ -1,4 +1,4 @@
-"""The file that `accelerate launch` reads, and the same in a simulation."""
+"""Files for `accelerate launch`, and the same settings in a simulation."""
 
 import os
 import subprocess
@@ -34,7 +34,7 @@ launch_utils = LateModule("accelerate.utils.launch")
 
 
 def launched(path: Path) -> tuple[Any, dict[str, str]]:
-    """The arguments of `accelerate launch` with a file, and the environment that its processes get."""
+    """Return the arguments of `accelerate launch` with a file, and its processes' environment."""
     arguments = launch.launch_command_parser().parse_args(["--config_file", str(path), "script.py"])
     arguments, _, _ = launch._validate_launch_command(arguments)
     return arguments, launch_utils.prepare_multi_gpu_env(arguments)

@@ -1,5 +1,3 @@
-"""Which layers of a model are taken for equal."""
-
 from typing import Any
 
 import pytest

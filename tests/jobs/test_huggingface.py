@@ -1,5 +1,3 @@
-"""transformers models as workloads: found, built from their configurations, and simulated with every lever."""
-
 import json
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,9 +21,6 @@ def test_a_config_file_will_do(qwen3: str) -> None:
     assert huggingface.HuggingFaceModel(f"{qwen3}/config.json", seq_len=TOKENS).kind == "causal"
 
 
-# ------------------------------------------------------------------------------------------------ the levers
-
-
 def test_checkpointing_trades_activations(qwen3: str, plain: MemoryEstimate) -> None:
     selective, full = (estimate(qwen3, checkpointing, precision="bf16") for checkpointing in ("selective", "full"))
     assert full.phases["forward"] < selective.phases["forward"] < plain.phases["forward"]
@@ -47,9 +42,6 @@ def test_offloading_plans_for_a_card(qwen3: str) -> None:
     workload = huggingface.HuggingFaceModel(qwen3, seq_len=TOKENS, effective_batch=BATCH)
     assert workload.step_with("none", "auto", BATCH).num_steps == 5  # two are recorded, one is plain, one is timed
     assert estimate(qwen3, offload="auto", precision="bf16").confidence == "medium"
-
-
-# ------------------------------------------------------------------------------------------- files and errors
 
 
 def test_the_recipe_reads_what_is_written(qwen3: str, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Plans: what is simulated, what is chosen, and that the choice is the fastest that fits."""
+"""Plans: the simulated combinations, and the choice of the fastest that fits."""
 
 import contextlib
 from collections.abc import Mapping
@@ -16,16 +16,13 @@ from hf_memopt.estimate.gpus import Card, allowances
 from hf_memopt.estimate.simulated_step import SimulatedStep
 from hf_memopt.jobs import Lever, NothingFitsError, Row, SettingsPlan, plan
 from hf_memopt.jobs.settings_table import explain
-from hf_memopt.units import GIB
+from hf_memopt.units import GIB, MIB
 
-MIB = 2**20
 KEPT = sum(allowances().values())
 WIDTH, DEPTH = 256, 6
 
 
 class Stack(nn.Module):
-    """Linear layers and nonlinearities, each pair of which may be checkpointed."""
-
     def __init__(self, checkpointed: bool) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(DEPTH))
@@ -80,7 +77,7 @@ class Toy:
 
 
 def card_with(room_bytes: int) -> Card:
-    """A card whose allocator may have so many bytes."""
+    """Return a card whose allocator may have `room_bytes`."""
     return Card("test", KEPT + room_bytes, 10e12, 20e12, 500e9, 25e9)
 
 
@@ -90,7 +87,7 @@ def make_plan(room_bytes: int, **options: Any) -> SettingsPlan:
 
 @pytest.fixture(scope="module")
 def tight() -> SettingsPlan:
-    """For a card on which the whole batch does not fit as it is."""
+    """Plan for a card on which the whole batch does not fit as it is."""
     return make_plan(100 * MIB)
 
 

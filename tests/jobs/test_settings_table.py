@@ -1,4 +1,4 @@
-"""A plan in words, as a table and as JSON, from candidates whose figures are given."""
+"""Plans as headlines, tables, explanations and JSON, from given figures."""
 
 import json
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ LEVERS = (Lever("checkpointing", ("none", "full")), Lever("offload", ("off", "au
 
 
 def row(settings: Sequence[str], micro_batch: int, update_ms: float, needed_gib: float, host_gib: float = 0.0) -> Row:
-    """A candidate for 16 samples per update, whose peak is half a GiB below what it needs."""
+    """Return a candidate for 16 samples per update, whose peak is half a GiB below its need."""
     estimate = MemoryEstimate(
         peak_bytes=round((needed_gib - 0.5) * GIB),
         reserved_bytes=0,

@@ -1,4 +1,4 @@
-"""The description of a job: one table of choices; the same values from Python, from a file and from transformers."""
+"""Descriptions of jobs: one table of choices, and equal values from Python, files and transformers."""
 
 import json
 import subprocess

@@ -1,5 +1,3 @@
-"""What workloads share: the divisors of a batch, and how many steps an offloader needs for its plan."""
-
 import pytest
 
 from hf_memopt.jobs.workload import divisors, num_steps

@@ -1,4 +1,4 @@
-"""One way from a spec to a model, a file of arguments or a recipe, which is found by its name or its file's."""
+"""The way from a spec to a model, a file of arguments, or a recipe by its name or its file's."""
 
 from pathlib import Path
 from typing import Any

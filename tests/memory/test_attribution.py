@@ -1,4 +1,4 @@
-"""Tests of the kind and the owner of each live tensor of a toy step."""
+"""The kind and the owner of each live tensor of a toy step."""
 
 from typing import Any
 
@@ -105,7 +105,7 @@ def test_what_a_pack_hook_wrapped_is_found_without_unpacking() -> None:
 
 
 class WrappedOptimizer(torch.optim.Optimizer):
-    """A wrapper like Accelerate's: an optimizer by type, with the groups and the state of the optimizer inside."""
+    """A wrapper like Accelerate's: an optimizer by type, with another one's groups and state inside."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer

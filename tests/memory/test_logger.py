@@ -1,4 +1,4 @@
-"""Tests of memory figures through an Accelerator, and of the text of a warning."""
+"""Memory figures through an Accelerator, and a warning's text."""
 
 from pathlib import Path
 from typing import Any
@@ -10,8 +10,7 @@ from tensorboard_runs import scalars
 
 from hf_memopt.memory import MemoryLogger, MemoryTracker
 from hf_memopt.memory.logger import high_memory_message, largest_of_ranks
-
-GIB = 2**30
+from hf_memopt.units import GIB
 
 
 @pytest.mark.parametrize(

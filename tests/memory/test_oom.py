@@ -1,4 +1,4 @@
-"""Tests of the out-of-memory report, with the error injected at each phase of a toy step on the CPU."""
+"""The out-of-memory report, with the error injected at each phase of a toy step on the CPU."""
 
 import gc
 import re
@@ -17,9 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_memopt.memory import explain_oom
 from hf_memopt.memory import oom as oom_module
-from hf_memopt.memory.attribution import (
-    LiveTensors,
-)
+from hf_memopt.memory.attribution import LiveTensors
 from hf_memopt.units import format_bytes
 
 
@@ -107,8 +105,6 @@ def test_a_fused_optimizer_saves_in_the_optimizer_phase_only() -> None:
 
 
 class NothingRuns(TorchDispatchMode):
-    """A mode that fails at any tensor operation."""
-
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise AssertionError(f"{function} ran")
 

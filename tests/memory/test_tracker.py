@@ -1,4 +1,4 @@
-"""Tests of MemoryTracker with a counted allocator, with scripted counters and on the CPU."""
+"""MemoryTracker with a counted allocator, with scripted counters and on the CPU."""
 
 import logging
 from collections.abc import Callable
@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from hf_memopt.memory import MemoryTracker, PhasePeak
 from hf_memopt.memory.logger import phase_table
-
-KIB = 2**10
+from hf_memopt.units import KIB
 
 
 class Mlp(nn.Module):
@@ -28,7 +27,7 @@ class Mlp(nn.Module):
 
 
 class Phases:
-    """A driver of a tracker through phases, which keeps the most bytes that the allocator counted in each."""
+    """Run a tracker's phases, and keep the most bytes that the allocator counted in each."""
 
     def __init__(self, tracker: MemoryTracker, counters: FakeCounters) -> None:
         self.tracker = tracker
@@ -45,7 +44,7 @@ class Phases:
 
 
 def train(phases: Phases, allocator: CountedAllocator, num_steps: int = 3) -> None:
-    """Train a toy MLP that is charged to the allocator, in steps of two micro-batches and an evaluation."""
+    """Charge a toy MLP to the allocator, in steps of two micro-batches and an evaluation."""
     torch.manual_seed(0)
     model = Mlp()
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)

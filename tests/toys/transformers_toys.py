@@ -1,5 +1,6 @@
 """Small configurations of transformers' models, and estimates of a step with them."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from hf_memopt.estimate.gpus import find_card
 huggingface = LateModule("hf_memopt.jobs.huggingface")
 transformers = LateModule("transformers")
 
+FolderOf = Callable[..., str]
 VOCABULARY, TOKENS, BATCH = 512, 64, 2
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 CONFIGS: dict[str, dict[str, Any]] = {

@@ -1,5 +1,3 @@
-"""Tests of the figures of a history of memory changes."""
-
 import torch
 
 from hf_memopt.estimate.accounting.allocation_history import AllocationHistory, Change, StorageRecord

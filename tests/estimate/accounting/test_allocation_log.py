@@ -1,5 +1,3 @@
-"""Tests of the log of storages, with real tensors on the CPU."""
-
 import torch
 from torch import nn
 

@@ -1,4 +1,4 @@
-"""Tests of the model of CUDA's caching allocator, with cases computed by hand from its rules."""
+"""CUDA's caching allocator, with cases computed by hand from its rules."""
 
 import itertools
 from dataclasses import replace
@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_memopt.estimate.accounting.caching_allocator import CachingAllocator, MemoryTrace, OutOfDeviceMemoryError
-
-KIB, MIB = 2**10, 2**20
+from hf_memopt.units import KIB, MIB
 
 
 @pytest.mark.parametrize(
@@ -22,7 +21,7 @@ KIB, MIB = 2**10, 2**20
         (MIB + 1, MIB + 512, 20 * MIB),
         (10 * MIB - 512, 10 * MIB - 512, 20 * MIB),
         (10 * MIB, 10 * MIB, 10 * MIB),
-        # The rest of the segment, at most 1 MiB, is not split off.
+        # A rest of at most 1 MiB is not split off.
         (11 * MIB, 12 * MIB, 12 * MIB),
         (13 * MIB + 1, 14 * MIB, 14 * MIB),
     ],
@@ -149,7 +148,7 @@ def test_on_a_cpu_the_peak_is_that_of_bytes() -> None:
 
 
 def test_the_smallest_capacity_is_the_least_on_which_the_run_goes_through() -> None:
-    # With room to spare the second block gets a segment of its own; on a full device it replaces the first segment.
+    # With room to spare the second block gets its own segment; on a full device it replaces the first.
     run = trace((0, 0, 1), (30 * MIB, -30 * MIB, 40 * MIB))
     assert run.unlimited.peak_reserved_bytes == 70 * MIB
     assert 40 * MIB <= run.smallest_capacity < 42 * MIB
@@ -163,7 +162,7 @@ SIZES = st.one_of(st.integers(1, MIB), st.integers(MIB, 12 * MIB), st.integers(1
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(SIZES, st.integers(0, 10**6)), max_size=60), st.sampled_from([None, 256 * MIB]))
 def test_blocks_never_overlap_and_the_books_balance(moves: list[tuple[int, int]], capacity: int | None) -> None:
-    """Make moves that each allocate, and release a live block if the move's number selects one."""
+    """Allocate at each move, and release a live block if the move's number selects one."""
     allocator, live = CachingAllocator(capacity), []
     for num_bytes, number in moves:
         try:

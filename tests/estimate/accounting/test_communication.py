@@ -1,4 +1,4 @@
-"""Tests that tensors of FSDP2's communication are told from others."""
+"""Tensors of FSDP2's communication, told from others."""
 
 import pytest
 import torch

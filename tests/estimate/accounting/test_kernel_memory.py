@@ -1,4 +1,4 @@
-"""Tests of the memory that kernels take beside their results."""
+"""Memory that kernels take beside their results."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,23 +8,32 @@ import torch
 from estimate_runs import State, step
 from torch import nn
 
-from hf_memopt.estimate import MemoryEstimate, estimate_peak_memory
+from hf_memopt.estimate import estimate_peak_memory
 from hf_memopt.units import KIB, MIB
 
 WORKSPACE = 8320 * KIB
 
 
-def workspaces(
-    module: Callable[[], nn.Module], run: Callable[[State], object] = step, gpu: str = "t4", rows: int = 8
-) -> dict[str, int]:
-    """Return the bytes of library workspaces at the peak."""
+def mean_square(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean()
 
+
+def training(
+    module: Callable[[], nn.Module],
+    shape: tuple[int, ...],
+    loss: Callable[..., torch.Tensor] = mean_square,
+    dtype: torch.dtype = torch.float32,
+) -> Callable[[torch.device], State]:
     def setup(device: torch.device) -> State:
         with device:
-            model, inputs = module(), torch.zeros(rows, 64)
-        return State(model, torch.optim.SGD(model.parameters()), (inputs,), lambda model, x: model(x).square().mean())
+            model, inputs = module(), torch.zeros(shape, dtype=dtype)
+        return State(model, torch.optim.SGD(model.parameters()), (inputs,), loss)
 
-    estimate = estimate_peak_memory(setup, run, gpu=gpu)
+    return setup
+
+
+def workspaces(module: Callable[[], nn.Module], gpu: str = "t4", rows: int = 8) -> dict[str, int]:
+    estimate = estimate_peak_memory(training(module, (rows, 64)), step, gpu=gpu)
     found: dict[str, int] = {}
     for tensor in estimate.top:
         if tensor.kind == "library workspaces":
@@ -79,12 +88,7 @@ def test_what_runs_on_the_host_takes_none() -> None:
 
 
 def test_a_step_without_products_takes_none() -> None:
-    def setup(device: torch.device) -> State:
-        with device:
-            model, inputs = nn.LayerNorm(64), torch.zeros(8, 64)
-        return State(model, torch.optim.SGD(model.parameters()), (inputs,), lambda model, x: model(x).square().mean())
-
-    found: MemoryEstimate = estimate_peak_memory(setup, step)
+    found = estimate_peak_memory(training(lambda: nn.LayerNorm(64), (8, 64)), step)
     assert "library workspaces" not in found.breakdown
 
 
@@ -92,14 +96,10 @@ def test_a_step_without_products_takes_none() -> None:
 def test_the_backward_of_softmax_makes_a_product_for_itself(dtype: torch.dtype) -> None:
     num_bytes = 64 * MIB
 
-    def setup(device: torch.device) -> State:
-        with device:
-            model, inputs = nn.LayerNorm(1024, dtype=dtype), torch.zeros(num_bytes // 4096, 1024, dtype=dtype)
-        return State(model, torch.optim.SGD(model.parameters()), (inputs,), softmax)
-
     def softmax(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return torch.softmax(model(x), -1, dtype=torch.float32).sum()
 
+    setup = training(lambda: nn.LayerNorm(1024, dtype=dtype), (num_bytes // 4096, 1024), softmax, dtype)
     at_peak = estimate_peak_memory(setup, step)
     assert at_peak.phase == "backward"
     assert ("softmax's backward", num_bytes) in {(tensor.owner, tensor.num_bytes) for tensor in at_peak.top}
@@ -108,17 +108,12 @@ def test_the_backward_of_softmax_makes_a_product_for_itself(dtype: torch.dtype) 
 def test_the_backward_of_ctc_makes_a_table_like_forwards() -> None:
     frames, labels, samples = 4096, 256, 2
 
-    def setup(device: torch.device) -> State:
-        with device:
-            model, inputs = nn.Linear(4, 4), torch.zeros(frames, samples, 4)
-        return State(model, torch.optim.SGD(model.parameters()), (inputs,), loss)
-
     def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         targets = torch.zeros(samples, labels, dtype=torch.long, device=x.device)
         lengths = [torch.full((samples,), length, device=x.device) for length in (frames, labels)]
         return nn.functional.ctc_loss(model(x).log_softmax(-1), targets, *lengths)
 
-    at_peak = estimate_peak_memory(setup, step)
+    at_peak = estimate_peak_memory(training(lambda: nn.Linear(4, 4), (frames, samples, 4), loss), step)
     assert at_peak.phase == "backward"
     table = samples * frames * (2 * labels + 1) * 4
     assert ("CTC's backward", table) in {(tensor.owner, tensor.num_bytes) for tensor in at_peak.top}
@@ -128,16 +123,11 @@ def test_the_backward_of_ctc_makes_a_table_like_forwards() -> None:
 def test_masked_scatter_counts_the_elements_of_its_mask(expanded: bool, each: int) -> None:
     rows, columns = 2048, 1024
 
-    def setup(device: torch.device) -> State:
-        with device:
-            model, inputs = nn.Linear(1, 1), torch.zeros(rows, columns)
-        return State(model, torch.optim.SGD(model.parameters()), (inputs,), scatter)
-
     def scatter(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         mask = torch.ones(rows, 1 if expanded else columns, dtype=torch.bool, device=x.device)
         x.masked_scatter(mask.expand(rows, columns), x)
         return model(torch.zeros(1, 1, device=x.device)).sum()
 
-    at_peak = estimate_peak_memory(setup, step)
+    at_peak = estimate_peak_memory(training(lambda: nn.Linear(1, 1), (rows, columns), scatter), step)
     found = {(tensor.owner, tensor.num_bytes) for tensor in at_peak.top}
     assert ("masked_scatter's prefix sum", each * rows * columns) in found

@@ -1,5 +1,3 @@
-"""Tests of the tensors that operations take and return."""
-
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor

@@ -1,4 +1,4 @@
-"""A comparison of layers added to a simulation's history with simulations of all layers."""
+"""Layers added to a simulation's history, compared with simulations of all layers."""
 
 from collections.abc import Callable
 from dataclasses import asdict
@@ -29,7 +29,7 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """A stack of blocks with recurring widths, between two layers of another kind."""
+    """Blocks with recurring widths, between two layers of another kind."""
 
     def __init__(self, num_layers: int, widths: tuple[int, ...] = (256,), recompute: bool = False) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Stack(nn.Module):
 
 
 class Uneven(Stack):
-    """A stack in which each block keeps more than the block before it."""
+    """Blocks that each keep more than the block before."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.before(x)
@@ -56,7 +56,7 @@ class Uneven(Stack):
 
 
 class Crossing(Stack):
-    """A stack with work between the blocks that belongs to no block."""
+    """Work between the blocks that belongs to no block."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = first = self.before(x)
@@ -86,7 +86,7 @@ def history(build: Callable[[], nn.Module], optimizer: Callable[..., Any] = torc
 
 
 def plain(found: AllocationHistory) -> Any:
-    """Return all parts of a history that have to be equal, without the hints at places and sources."""
+    """Return a history without its hints at places and sources, which may differ."""
     records = [{**asdict(each), "source": None} for each in found.records]
     return records, [change[:3] for change in found.changes], found.backwards, found.step_begins
 

@@ -1,4 +1,4 @@
-"""Tests of work in a process of its own: errors keep their types, and a process that dies is an error."""
+"""Work in a process of its own: errors keep their types, and a process that dies is an error."""
 
 import gc
 import os
@@ -36,7 +36,7 @@ def test_a_killed_simulation_is_an_error() -> None:
         estimate_peak_memory(mlp_setup, dies)
 
 
-# Forks after autograd's threads have started, on a machine with or without an accelerator.
+# A fork after autograd's threads have started, with or without an accelerator in the machine.
 TOO_LATE = """
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode

@@ -1,4 +1,4 @@
-"""Tests of questions that only values could answer: the assumptions, and the refusals."""
+"""Questions that only values could answer: the assumptions, and the refusals."""
 
 from collections.abc import Callable
 

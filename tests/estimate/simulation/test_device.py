@@ -1,4 +1,4 @@
-"""Tests that the virtual accelerator follows CUDA's rules of kernels, precision and moves."""
+"""CUDA's rules of kernels, precision and moves on the virtual accelerator."""
 
 import sys
 from typing import Any
@@ -17,9 +17,6 @@ from hf_memopt.transfer.backends import backend_of
 HALF, WHOLE, DOUBLE = torch.bfloat16, torch.float32, torch.float64
 FLASH, EFFICIENT = "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"
 CUDNN = "_scaled_dot_product_cudnn_attention"
-
-
-# ------------------------------------------------------------------------------------------------- attention
 
 
 def attention_kernels(
@@ -123,12 +120,6 @@ def test_softmax_from_float16_to_float32_is_one_kernel_and_from_bfloat16_two() -
     }
 
 
-# -------------------------------------------------------------------------------------------------- autocast
-
-
-# -------------------------------------------------------------------------------------------- moving modules
-
-
 def test_modules_move_with_their_ties_and_stay_their_optimizers() -> None:
     def run(device: torch.device) -> Any:
         model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8, bias=False), nn.BatchNorm1d(8))
@@ -157,7 +148,7 @@ def test_an_accelerator_made_inside_is_on_the_virtual_device() -> None:
         output = model(torch.zeros(2, 4, device=accelerator.device))
         return accelerator.device.type, model.weight.device.type, output.dtype, torch.cuda.is_available()
 
-    # The output is float32 since Accelerate converts autocast's half-precision outputs.
+    # Accelerate converts autocast's half-precision outputs to float32.
     assert simulated(run) == (DEVICE_TYPE, DEVICE_TYPE, WHOLE, False)
 
 

@@ -1,4 +1,4 @@
-"""Tests of tensors without memory: their shared storages, and the operations that torch may cache."""
+"""Tensors without memory: their shared storages, and the operations that torch may cache."""
 
 import copy
 from typing import Any

@@ -1,4 +1,4 @@
-"""Tests of the memory of TRL's output layer, whose kernels work in place."""
+"""Memory of TRL's output layer, whose kernels work in place."""
 
 from typing import Any
 

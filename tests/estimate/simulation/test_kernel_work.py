@@ -1,5 +1,3 @@
-"""Tests of the arithmetic and the bytes of operations."""
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

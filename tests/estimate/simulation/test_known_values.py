@@ -1,4 +1,4 @@
-"""Tests that written values are known, and so are values computed from known values."""
+"""Knowledge of written values, and of values computed from them."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Tests of virtual time: closed forms of operations, launches and copy queues, and the offloader's plans."""
+"""Virtual time: closed forms of operations, launches and copy queues, and the offloader's plans."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -17,8 +17,8 @@ from hf_memopt.estimate.estimate import Like
 from hf_memopt.estimate.gpus import Card
 from hf_memopt.estimate.kernel_speeds import HOST_S, KERNEL_S, VIEW_SHARE, speeds_of
 from hf_memopt.estimate.simulation.virtual_time import VirtualClock, VirtualCopier
+from hf_memopt.units import MIB
 
-MIB = 2**20
 ROWS, WIDTH, DEPTH = 4096, 256, 6  # activations of 4 MiB
 # A card so slow that launches take no time beside the operations.
 CARD = Card("test", 8 * 2**30, float32_flops=1e12, half_flops=2e12, memory_bytes_per_s=5e10, link_bytes_per_s=2e9)
@@ -116,8 +116,6 @@ def test_operations_of_the_cpu_take_time_where_it_is_what_is_simulated(like: str
 
 
 def estimate(num_steps: int = 2, card: Card = CARD, like: Like = "cuda", **offloading: Any) -> MemoryEstimate:
-    """Estimate some linear layers with nonlinearities."""
-
     def setup(device: torch.device) -> Any:
         with device:
             layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(DEPTH)]
@@ -139,10 +137,7 @@ def estimate(num_steps: int = 2, card: Card = CARD, like: Like = "cuda", **offlo
 
 
 def check_prediction(stats: OffloadStats, copies_wait: bool) -> None:
-    """Check that a pass holds the predicted bytes and takes the predicted time, up to a few launches.
-
-    Where copies wait for each other and for compute, which no plan expects, a pass takes longer.
-    """
+    """Allow a few launches more than predicted, and any time where copies wait, which no plan expects."""
     assert stats.measured_peak_gib == stats.predicted_peak_gib
     assert copies_wait or stats.measured_step_ms < 1.02 * stats.predicted_step_ms
 
@@ -161,8 +156,6 @@ def test_a_matrix_product_takes_its_arithmetic() -> None:
 
 @pytest.mark.parametrize("groups", [1, 64])
 def test_a_convolution_takes_its_arithmetic_whatever_its_groups(groups: int) -> None:
-    """Check one group, and as many groups as channels."""
-
     def setup(device: torch.device) -> Any:
         model = nn.Conv2d(64, 64, 11, padding=5, groups=groups, bias=False, device=device)
         return model, torch.zeros(64, 64, 64, 64, device=device)
@@ -199,7 +192,7 @@ def test_the_offloaders_own_plan_holds_in_virtual_time() -> None:
 
 
 def test_a_plan_is_made_and_holds_on_a_simulated_cpu_that_copies_at_once() -> None:
-    """Check that a simulated CPU has a time of its own, without which a step would take no time."""
+    """Give a simulated CPU a time of its own, without which a step would take none."""
     VersionGuard(torch.zeros(2))  # must leave no state that affects fake tensors
     planned = estimate(num_steps=5, like="cpu", mode="auto", budget_gib=24 / 1024, copier=SyncCopier())
     plain = estimate(like="cpu")

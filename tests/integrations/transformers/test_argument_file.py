@@ -1,4 +1,4 @@
-"""Files of TrainingArguments and of TRL's SFTConfig: what is read, and what is refused."""
+"""Files of TrainingArguments and of TRL's SFTConfig: the fields read, and the refusals."""
 
 import dataclasses
 import json

@@ -1,5 +1,3 @@
-"""Trainers that a file of arguments describes."""
-
 from pathlib import Path
 from typing import Any
 

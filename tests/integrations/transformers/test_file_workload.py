@@ -1,5 +1,3 @@
-"""Files of arguments as workloads."""
-
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +20,11 @@ ADAPTERS: dict[str, Any] = {"use_peft": True, "lora_r": 2, "lora_target_modules"
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_collections(small_heap: None) -> None:
-    """Trainer collects garbage often."""
-
-
 def workload(folder: Path, fields: dict[str, Any], num_layers: int = 2, width: int = 64, **options: Any) -> Any:
     config = trl_trainers.decoder().config
     config.hidden_size, config.head_dim = width, width // 4
-    config.num_hidden_layers, config.architectures, config.max_position_embeddings = (
-        num_layers,
-        ["LlamaForCausalLM"],
-        64,
-    )
+    config.num_hidden_layers, config.max_position_embeddings = num_layers, 64
+    config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(folder / "model")
     (folder / "run.yaml").write_text(yaml.safe_dump(fields))
     file = argument_file.read_argument_file(folder / "run.yaml")

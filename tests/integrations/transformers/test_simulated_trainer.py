@@ -1,5 +1,3 @@
-"""What becomes of a trainer in the simulation's process."""
-
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +18,8 @@ transformers = LateModule("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_collections(small_heap: None) -> None:
-    """Trainer collects garbage often."""
-
-
 def on_device(trainer: Any, look: Any) -> Any:
-    """What `look` returns for a trainer on the virtual device."""
+    """Return the result of `look` for a trainer on the virtual device."""
     window = batches.largest_window(trainer, 2)
     return simulated(lambda device: look(simulated_trainer.SimulatedTrainer(trainer, window, device)))
 

@@ -1,4 +1,4 @@
-"""Which batches of a trainer's data are simulated."""
+"""The choice of simulated batches from a trainer's data."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What a trainer will hold, compared with what it really holds on the CPU, and with `HuggingFaceModel`'s estimate."""
+"""A trainer's estimate, its real memory on the CPU, and `HuggingFaceModel`'s estimate."""
 
 import gc
 from collections.abc import Callable
@@ -26,11 +26,6 @@ plain, sft, dpo = trl_trainers.plain, trl_trainers.sft, trl_trainers.dpo
 BLOCK = 512
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_collections(small_heap: None) -> None:
-    """Trainer collects garbage often."""
 
 
 REAL: dict[str, Callable[[Path], Any]] = {
@@ -61,7 +56,7 @@ def on_cpu(trainer: Any) -> MemoryEstimate:
 
 
 def real_peak(trainer: Any) -> int:
-    """The most that storages hold while a trainer makes two updates, to the byte."""
+    """Return the most bytes that storages hold while a trainer makes two updates."""
     allocator = CountedAllocator()
     for _, module in simulated.modules_of(trainer):
         allocator.charge((*module.parameters(), *module.buffers()))

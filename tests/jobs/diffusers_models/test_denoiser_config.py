@@ -27,7 +27,7 @@ def test_files_folders_and_pipelines_will_do(tmp_path: Path) -> None:
 
 
 def test_pipelines_on_the_hub_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That were downloaded before, in the hub's own folders."""
+    """Read a pipeline that was downloaded before, from the hub's own folders."""
     commit = "0" * 40
     snapshot = tmp_path / "models--of--somebody" / "snapshots" / commit
     write_denoiser(snapshot / "unet", "unet")

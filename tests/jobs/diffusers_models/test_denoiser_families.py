@@ -1,4 +1,4 @@
-"""Each class of denoisers gets what it takes, and its adapters where diffusers' scripts put them."""
+"""Batches for each class of denoisers, and adapters where diffusers' scripts put them."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Steps of denoisers hold what real ones hold."""
+"""Memory of simulated denoisers, equal to that of real ones."""
 
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,6 @@ QUICK = {("unet of SDXL", 4, "full"), ("flux", None, "none")}
     ],
 )
 def test_the_peaks_of_a_real_run(name: str, lora_rank: int | None, checkpointing: str, tmp_path: Path) -> None:
-    """To the byte."""
     options = huggingface.HuggingFaceModel(write_denoiser(tmp_path, name), **IMAGES, lora_rank=lora_rank)
 
     def build() -> Workload:

@@ -1,13 +1,10 @@
-"""Adapters: what is frozen, what is adapted, and what is refused where PEFT is missing or finds nothing."""
-
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from late_imports import LateModule
 from torch import nn
-from transformers_toys import BATCH, TOKENS, estimate
+from transformers_toys import BATCH, TOKENS, FolderOf, estimate
 
 from hf_memopt.jobs.transformers_models.adapters import (
     ALL_LINEAR,
@@ -18,7 +15,6 @@ from hf_memopt.jobs.transformers_models.adapters import (
 )
 
 transformers = LateModule("transformers")
-FolderOf = Callable[..., str]
 
 RANK, WIDTH, LAYERS = 3, 16, 2
 
@@ -31,7 +27,7 @@ def model() -> nn.Module:
 
 
 def trained(model: nn.Module) -> dict[str, int]:
-    """Sizes of what is trained, by the adapted layer's name."""
+    """Return the sizes of trained weights by the adapted layer's name."""
     found: dict[str, int] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:

@@ -1,5 +1,3 @@
-"""Batches have the sizes that a configuration says."""
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +7,7 @@ import torch
 from architectures import Workload
 from estimate_runs import deviations, training
 from late_imports import LateModule
-from transformers_toys import BATCH, TOKENS, estimate
+from transformers_toys import BATCH, TOKENS, FolderOf, estimate
 
 from hf_memopt.jobs.transformers_models.model_batches import (
     Sample,
@@ -24,7 +22,6 @@ from hf_memopt.jobs.transformers_models.model_batches import (
 huggingface = LateModule("hf_memopt.jobs.huggingface")
 tasks = LateModule("hf_memopt.jobs.transformers_models.tasks")
 transformers = LateModule("transformers")
-FolderOf = Callable[..., str]
 
 
 def test_tokens_are_their_own_labels() -> None:
@@ -102,7 +99,7 @@ def test_a_mask_is_kept_for_backward(folder_of: FolderOf) -> None:
     plain, masked = (estimate(folder, precision="bf16", padding=padding) for padding in (False, True))
     assert (plain.assumptions, masked.assumptions) == (("all of a tensor taken as True (2 times)",), ())
     pairs = BATCH * TOKENS * TOKENS
-    # A truth value for each pair of tokens, and what the kernel adds instead of it in each of two layers.
+    # A truth value for each pair of tokens, and the summand that the kernel takes instead in each of two layers.
     kept = masked.breakdown["activations"] - plain.breakdown["activations"]
     assert pairs < kept < 8 * pairs
 

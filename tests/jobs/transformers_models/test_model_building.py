@@ -1,19 +1,14 @@
-"""Models as they are trained."""
-
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from late_imports import LateModule
-from transformers_toys import BATCH, TOKENS, estimate
+from transformers_toys import BATCH, TOKENS, FolderOf, estimate
 
 from hf_memopt.estimate import MemoryEstimate, estimate_peak_memory
 
 huggingface = LateModule("hf_memopt.jobs.huggingface")
-
-FolderOf = Callable[..., str]
 
 
 @pytest.mark.slow
@@ -29,7 +24,7 @@ def test_eager_attention_keeps_the_scores(folder_of: FolderOf) -> None:
     ungrouped = folder_of("qwen3", num_key_value_heads=4)
     sdpa, eager = (estimate(ungrouped, attention=attention) for attention in ("sdpa", "eager"))
     scores = 2 * BATCH * 4 * TOKENS * TOKENS * 4
-    # Less what the fused kernel keeps instead, one number per query and head.
+    # The fused kernel keeps one number per query and head instead.
     assert eager.phases["forward"] - sdpa.phases["forward"] == pytest.approx(scores, rel=0.05)
 
 

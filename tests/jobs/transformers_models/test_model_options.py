@@ -1,5 +1,3 @@
-"""What a model is trained with: choices and ranges."""
-
 from typing import Any
 
 import pytest

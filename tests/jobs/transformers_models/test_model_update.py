@@ -1,5 +1,3 @@
-"""An update with accumulation."""
-
 import pytest
 from late_imports import LateModule
 from transformers_toys import TOKENS, estimate

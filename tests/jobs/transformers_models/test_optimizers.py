@@ -1,19 +1,14 @@
-"""What optimizers keep and take."""
-
-from collections.abc import Callable
-
 import pytest
 import torch
 from counted_allocator import CountedAllocator
 from late_imports import LateModule
 from torch import Tensor, nn
-from transformers_toys import TOKENS, estimate
+from transformers_toys import TOKENS, FolderOf, estimate
 
 from hf_memopt.estimate import MemoryEstimate, estimate_peak_memory
 from hf_memopt.jobs.transformers_models.optimizers import update_in_backward
 
 huggingface = LateModule("hf_memopt.jobs.huggingface")
-FolderOf = Callable[..., str]
 
 
 @pytest.mark.slow

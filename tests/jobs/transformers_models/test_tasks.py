@@ -1,19 +1,16 @@
-"""What a model is trained for follows from its configuration, or is refused."""
+"""Tasks that follow from a model's configuration, or are refused."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from late_imports import LateModule
-from transformers_toys import SIZES, TOKENS, estimate
+from transformers_toys import SIZES, TOKENS, FolderOf, estimate
 
 from hf_memopt.jobs.transformers_models.model_batches import Sample
 
 huggingface = LateModule("hf_memopt.jobs.huggingface")
 tasks = LateModule("hf_memopt.jobs.transformers_models.tasks")
 transformers = LateModule("transformers")
-
-FolderOf = Callable[..., str]
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,12 @@
 """A vision tower that is frozen keeps nothing for backward, and has no adapters."""
 
-from collections.abc import Callable
-
 import pytest
 from late_imports import LateModule
+from transformers_toys import FolderOf
 from vision_language_toys import CONFIGS, SIZES
 
 huggingface = LateModule("hf_memopt.jobs.huggingface")
 model_building = LateModule("hf_memopt.jobs.transformers_models.model_building")
-FolderOf = Callable[..., str]
 
 
 @pytest.mark.parametrize("model_type", CONFIGS)

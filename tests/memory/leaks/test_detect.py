@@ -1,4 +1,4 @@
-"""Tests that detect_leaks and LeakMonitor find every planted leak with its holder, and report no sound loop."""
+"""The holder of every planted leak, and no report of a sound loop."""
 
 import gc
 from collections.abc import Callable, Iterator
@@ -86,7 +86,7 @@ def test_monitor_stays_quiet(make: Callable[[], Step]) -> None:
 
 
 def test_monitor_spends_one_percent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check for one look a second with steps of 50 ms and looks of 10 ms."""
+    """Look once a second, with steps of 50 ms and looks of 10 ms."""
     now, looks = [0.0], []
 
     def look(self: StorageAges, step: int) -> None:

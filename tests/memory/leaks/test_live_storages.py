@@ -11,7 +11,7 @@ from hf_memopt.memory.leaks.live_storages import live_storages
 
 
 def test_looking_changes_nothing() -> None:
-    """Check that looks leave weights and random numbers bitwise as they were, and no objects behind."""
+    """Compare weights and random numbers bitwise."""
 
     def trained(look: Callable[[], object]) -> list[Tensor]:
         torch.manual_seed(0)
@@ -45,7 +45,7 @@ def test_census_finds_what_a_graph_alone_holds() -> None:
 
 
 def test_census_unpacks_nothing() -> None:
-    """Check that a census runs neither a saved-tensor hook nor a checkpointed region."""
+    """Run neither a saved-tensor hook nor a checkpointed region."""
     calls = []
     hidden = torch.randn(4, 4, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: ("packed", t), lambda p: calls.append("unpack") or p[1]):

@@ -13,7 +13,7 @@ from hf_memopt.memory.leaks.referrers import describe_holder
 
 
 def test_a_chain_of_exceptions_is_followed() -> None:
-    """Check a chain in which each exception is the cause of the next, and only the newest has a name."""
+    """Make each exception the cause of the next, and name only the newest."""
     model, _ = toy()
     last: Any = None
 

@@ -1,4 +1,4 @@
-"""A comparison of the rule for attention kernels with torch's own choices on seven generations of CUDA devices."""
+"""The rule for attention kernels, and torch's own choices on seven generations of CUDA devices."""
 
 import attention_choices
 import pytest

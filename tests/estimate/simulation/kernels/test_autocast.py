@@ -1,4 +1,4 @@
-"""Tests that autocast on the virtual accelerator follows CUDA's policy."""
+"""Autocast on the virtual accelerator, by CUDA's policy."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,5 +1,3 @@
-"""Tests of AdamW's states in bitsandbytes' format."""
-
 import pytest
 import torch
 from torch import nn
@@ -8,7 +6,6 @@ from hf_memopt.estimate.simulation.quantised.block_wise_adamw import BlockWiseAd
 
 
 def states(num_numbers: int, bits: int, is_paged: bool = False) -> dict[str, int]:
-    """Return the bytes of a weight's states by name."""
     weight = nn.Parameter(torch.ones(num_numbers, dtype=torch.bfloat16))
     optimizer = BlockWiseAdamW([weight], bits=bits, is_paged=is_paged)
     weight.grad = torch.ones_like(weight)

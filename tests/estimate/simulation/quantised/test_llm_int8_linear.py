@@ -1,5 +1,3 @@
-"""Tests of bitsandbytes' 8-bit weights."""
-
 import torch
 from torch import nn
 

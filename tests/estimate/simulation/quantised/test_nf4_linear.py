@@ -1,5 +1,3 @@
-"""Tests of 4-bit weights."""
-
 import torch
 from torch import nn
 

@@ -1,4 +1,4 @@
-"""Tests of models with frozen quantised weights: their memory, and the unchanged layers."""
+"""Models with frozen quantised weights: their memory, and the unchanged layers."""
 
 from pathlib import Path
 from typing import Any

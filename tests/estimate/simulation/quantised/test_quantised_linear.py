@@ -1,5 +1,3 @@
-"""Tests of the common behaviour of all quantised linear layers."""
-
 import pytest
 import torch
 from torch import nn

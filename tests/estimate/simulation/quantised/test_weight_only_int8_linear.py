@@ -1,5 +1,3 @@
-"""Tests that torchao's 8-bit weights keep the same memory as the real layer."""
-
 from typing import Any
 
 import torch

@@ -1,4 +1,4 @@
-"""A comparison of the simulated first of several ranks with real processes on the CPU."""
+"""The simulated first of several ranks, compared with real processes on the CPU."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""A comparison of the simulated first rank under DeepSpeed's ZeRO with real processes on the CPU."""
+"""The simulated first rank under DeepSpeed's ZeRO, compared with real processes on the CPU."""
 
 from importlib.util import find_spec
 from pathlib import Path

@@ -1,6 +1,5 @@
-"""Images take as many tokens and tensors as the models and processors of transformers make of them."""
+"""Image tokens and tensors, as many as the models and processors of transformers make."""
 
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +9,6 @@ from vision_language_toys import CONFIGS, SIZES
 model_options = LateModule("hf_memopt.jobs.transformers_models.model_options")
 image_layouts = LateModule("hf_memopt.jobs.transformers_models.image_text.image_layouts")
 transformers = LateModule("transformers")
-FolderOf = Callable[..., str]
 SAMPLES, IMAGES = 2, 3
 
 

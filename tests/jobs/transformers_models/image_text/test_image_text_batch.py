@@ -1,4 +1,4 @@
-"""Batches of images and text, and what steps with them take."""
+"""Batches of images and text, and the memory of their steps."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,14 +7,13 @@ import pytest
 from architectures import Workload
 from estimate_runs import estimated_peaks, real_peaks, step, training
 from late_imports import LateModule
-from transformers_toys import BATCH, estimate
+from transformers_toys import BATCH, FolderOf, estimate
 from vision_language_toys import CONFIGS, IMAGE_TOKEN, SIZES
 
 from hf_memopt.estimate import estimate_peak_memory
 
 huggingface = LateModule("hf_memopt.jobs.huggingface")
 model_building = LateModule("hf_memopt.jobs.transformers_models.model_building")
-FolderOf = Callable[..., str]
 SEQ_LEN, IMAGES = 160, 2
 
 
@@ -42,7 +41,7 @@ QUICK = {("llava", "LoRA beside a frozen tower, checkpointed"), ("qwen2_5_vl", "
     ],
 )
 def test_the_peaks_of_a_real_run(model_type: str, variant: str, folder_of: FolderOf) -> None:
-    """To the byte; Qwen's positions, which a real run makes from the types of tokens, may count once too often."""
+    """Compare to the byte; Qwen's positions, made from the types of tokens in a real run, may count once too often."""
     changes, checkpointing = VARIANTS[variant]
     options = options_of(folder_of(model_type), model_type, **changes)
     is_qwen = model_type.startswith("qwen")
