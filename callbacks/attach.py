@@ -46,8 +46,8 @@ def attach(
             backward. None, no offloading.
         frozen: mode of `OffloadedTeacher` by which TRL's reference model, teacher and reward models live between their
             calls. None leaves them as they are.
-        memory: log peak memory with the loss (`MemoryLoggingCallback`), add it to the trainer's model cards, and
-            explain a lack of memory in the output folder and in the error itself (`explain_oom`).
+        memory: log peak memory with the loss (`MemoryLoggingCallback`, unless the trainer has one), add it to the
+            trainer's model cards, and explain a lack of memory in the output folder and in the error (`explain_oom`).
         leak_check: warn, once, when memory stays behind at every step (`LeakDetectionCallback`).
         memory_report: when training ends, write `report/report.html` and `trainer_state.json` into the output folder.
 

@@ -35,8 +35,6 @@ _LEVERS_OF_SHARDS = (Lever("activations", ("kept", "selectively checkpointed", "
 
 @dataclass(frozen=True)
 class HuggingFaceModel(ModelOptions):
-    """A transformers model as a workload."""
-
     levers: tuple[Lever, ...] = field(default=_LEVERS, init=False)
 
     def __post_init__(self) -> None:

@@ -81,6 +81,7 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
 
 
 def _facts(tensor: FakeTensor) -> tuple[object, ...]:
+    """Return everything about a strided tensor that decides on the result of an operation."""
     memory = tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.untyped_storage().nbytes()
     flags = tensor.requires_grad, tensor.is_conj(), tensor.is_neg(), tensor.is_inference(), tensor.is_quantized
     return memory, flags, tensor.dtype, tensor.fake_device

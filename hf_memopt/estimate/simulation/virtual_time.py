@@ -27,7 +27,8 @@ class VirtualClock:
     """Seconds of the compute stream, moved by operations and by waiting for copies.
 
     The host starts one operation after the other, and the card computes them in turn; it waits where the host is
-    slower. A step begins with both at the same moment. A simulated CPU starts operations at no cost.
+    slower. A step begins with both at the same moment. A simulated CPU starts operations at no cost; beside a
+    card, those on the CPU take no time.
 
     Attributes:
         now_s: the moment at which the compute stream is.

@@ -24,8 +24,8 @@ class SimulatedTrainer:
     """Puts a trainer on a device that is simulated, without values, and runs its own `train`, one update at a time.
 
     Its callbacks do not run, apart from those that offload: they log, evaluate and save. Of the `batches` that it
-    accumulates at most two run, the largest last, since the third finds memory as the second did. `modules` are the
-    trained model as `MODEL`, and others that the trainer has, such as a reference model.
+    accumulates at most two run, the largest last, since the third finds memory as the second did; all are there.
+    `modules` are the trained model as `MODEL`, and others that the trainer has, such as a reference model.
     """
 
     def __init__(self, trainer: Trainer, window: TrainerWindow, device: torch.device) -> None:

@@ -32,7 +32,8 @@ def estimate_trainer(trainer: Trainer, *, gpu: str | Card | None = None, num_bat
         trainer: transformers' Trainer or a descendant, such as TRL's SFTTrainer and DPOTrainer, on the CPU
             (`use_cpu=True`). With `bf16_full_eval=True` its model may also be on "meta", where it takes no memory.
         gpu: as for `estimate_peak_memory`.
-        num_batches: of its data that are looked at; the update with the largest is simulated.
+        num_batches: of its data that are looked at; the update with the largest is simulated. If the data
+            has more, `assumptions` says so.
 
     Raises:
         ValueError: the trainer trains in a way that is not simulated (several processes, FSDP, DeepSpeed, weights that
