@@ -89,21 +89,8 @@ def estimate_peak_memory(
         ...     optimizer.zero_grad()
         >>> estimate_peak_memory(setup, step).peak_bytes / 2**30
     """
-    return run_isolated(lambda: simulate(setup, step, like=like, num_steps=num_steps, gpu=gpu, num_gpus=num_gpus))
-
-
-def simulate(
-    setup: Callable[[Any], Any],
-    step: Callable[[Any], Any],
-    *,
-    like: Like = "cuda",
-    num_steps: int = 2,
-    gpu: str | Card | None = None,
-    num_gpus: int = 1,
-) -> MemoryEstimate:
-    """`estimate_peak_memory` in this process, which is then good for simulations alone."""
-    step_of_run = SimulatedStep(setup, step, num_steps, num_gpus=num_gpus)
-    return _estimate(_run(step_of_run, gpu, like), gpu)
+    simulated = SimulatedStep(setup, step, num_steps, num_gpus=num_gpus)
+    return run_isolated(lambda: _estimate(_run(simulated, gpu, like), gpu))
 
 
 def simulate_step(simulated: SimulatedStep, *, gpu: str | Card | None = None) -> MemoryEstimate:

@@ -111,12 +111,16 @@ class StepLabels:
     def add_teacher_block(self, block: Tensor) -> None:
         self._log.label([block], TEACHER, "")
 
-    def add_gradient(self, parameter: nn.Parameter) -> None:
-        """Note a gradient, which may be gone before the update."""
-        self._reach([parameter])
+    def reach(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Note the gradients of parameters, which may be gone before the update."""
+        for parameter in parameters:
+            if parameter.grad is not None:
+                self._reached.add(id(parameter))
+                name = self._trainable.get(id(parameter), ("", parameter))[0]
+                self._log.label([parameter.grad], GRADIENT, name)
 
     def unreached(self) -> tuple[str, ...]:
-        self._reach(parameter for _, parameter in self._trainable.values())
+        self.reach(parameter for _, parameter in self._trainable.values())
         missing = tuple(name for key, (name, _) in self._trainable.items() if key not in self._reached)
         if self._trainable and len(missing) == len(self._trainable):
             raise ValueError(
@@ -136,19 +140,12 @@ class StepLabels:
         trained = [each for group in optimizer.param_groups for each in group["params"]]
         # Of no module, such as the copy in float32 of a rank's share.
         self._log.label((each for each in tensors_in(trained) if self._is_unlabelled(each)), OPTIMIZER_STATE)
-        self._reach(trained)
+        self.reach(trained)
         self._phases.name = OPTIMIZER
 
     def _end_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._log.label(tree_leaves(list(optimizer.state.values())), OPTIMIZER_STATE, "")
         self._phases.name = BACKWARD if in_backward() else OUTSIDE
-
-    def _reach(self, parameters: Iterable[nn.Parameter]) -> None:
-        for parameter in parameters:
-            if parameter.grad is not None:
-                self._reached.add(id(parameter))
-                name = self._trainable.get(id(parameter), ("", parameter))[0]
-                self._log.label([parameter.grad], GRADIENT, name)
 
     def _label_weight(self, weight: Tensor, kind: str, name: str) -> None:
         record = self._log.record_of(weight)

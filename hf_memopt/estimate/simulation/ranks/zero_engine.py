@@ -117,7 +117,7 @@ def _gradient_labelled(labels: StepLabels) -> Callable[..., None]:
     """A weight's gradient is there; then it is copied to a bucket and dropped."""
 
     def reduce(method: Any, optimizer: Any, parameter: nn.Parameter, *args: Any) -> None:
-        labels.add_gradient(parameter)
+        labels.reach([parameter])
         method(optimizer, parameter, *args)
 
     return reduce
