@@ -12,15 +12,15 @@ from hf_memopt.command_line import argparse_raising, flag
 from hf_memopt.ranges import check_ranges
 from hf_memopt.weights import TEACHER_MODES
 
-# The environment variable that holds them, such as "offload=auto,budget_gib=6".
+# Holds, for instance, "offload=auto,budget_gib=6".
 VARIABLE = "HF_MEMOPT"
 
 
 @dataclass
 class MemoptArguments(OffloadArguments):
-    """Options of `attach`, beside TrainingArguments in `HfArgumentParser` and TRL's `TrlParser`.
+    """Options of `attach`, with its defaults, for `HfArgumentParser` and TRL's `TrlParser`.
 
-    Each field is a flag and a key in a YAML file; its help text gives the meaning. The defaults are those of `attach`.
+    Each field is a flag and a key in a YAML file; its help text gives the meaning.
 
     Raises:
         ValueError: a field is out of range, or has no effect without another one.
@@ -94,7 +94,7 @@ class MemoptArguments(OffloadArguments):
         return found
 
     def to_text(self) -> str:
-        """Return the text that `from_text` reads: the fields that differ from their defaults."""
+        """Return the text that `from_text` reads."""
         given, defaults = vars(self), vars(type(self)())
         changed = {name: value for name, value in given.items() if value != defaults[name]}
         texts = {name: " ".join(value) if isinstance(value, list) else str(value) for name, value in changed.items()}

@@ -38,29 +38,25 @@ def attach(
 ) -> "Attachment":
     """Switch on parts of this library for a transformers Trainer or a descendant, such as TRL's trainers.
 
-    With no options it plans offloading, logs peak memory and annotates out-of-memory errors. Call it before
-    `trainer.train()`. It stays active for later `train()` calls, even after an exception.
+    Call it before `trainer.train()`. It stays active for later `train()` calls, even after an exception.
 
     Args:
         trainer: its training steps, and nothing else, are affected.
-        offloader: an `ActivationOffloader`, or one of its modes ("auto", "all", "inputs"), for tensors that forward
-            passes and losses save for backward. None, no offloading.
-        frozen: where TRL's reference model, teacher and reward models live between their calls: a mode of
-            `OffloadedTeacher`, such as "auto" or "swap". None leaves them as they are.
-        memory: log peak memory with the loss (`MemoryLoggingCallback`, unless the trainer has one), add it to the model
-            cards that the trainer writes, and explain a lack of memory in the output folder and in the error itself
-            (`explain_oom`).
+        offloader: an `ActivationOffloader` or one of its modes, for tensors that forward passes and losses save for
+            backward. None, no offloading.
+        frozen: mode of `OffloadedTeacher` by which TRL's reference model, teacher and reward models live between their
+            calls. None leaves them as they are.
+        memory: log peak memory with the loss (`MemoryLoggingCallback`, unless the trainer has one), add it to the
+            trainer's model cards, and explain a lack of memory in the output folder and in the error (`explain_oom`).
         leak_check: warn, once, when memory stays behind at every step (`LeakDetectionCallback`).
-        memory_report: when training ends, write `report/report.html` and `trainer_state.json` into the output folder
-            (needs matplotlib).
+        memory_report: when training ends, write `report/report.html` and `trainer_state.json` into the output folder.
 
     Returns:
         A handle whose `remove()` restores the trainer.
 
     Raises:
         ValueError: activations are offloaded already, naming the option to switch off; the trainer has an attached
-            offloader; it has no frozen model that could live on the host, see `FrozenModels`; or `memory_report` lacks
-            matplotlib.
+            offloader; it has no frozen model that could live on the host; or `memory_report` lacks matplotlib.
 
     Example:
         >>> handle = hf_memopt.attach(trainer, offloader=ActivationOffloader(budget_gib=4.0))
@@ -82,15 +78,11 @@ def attach(
 
 
 class Part(Protocol):
-    """Something attached to a trainer."""
-
     def remove(self) -> None:
         """Restore the trainer."""
 
 
 class Attachment:
-    """The parts that `attach` has attached."""
-
     def __init__(self, parts: list[Part]) -> None:
         self._parts = parts
 
@@ -103,9 +95,8 @@ class Attachment:
 class OffloadedLoss(TrainerCallback):
     """Runs a trainer's forward pass and loss, where gradients are recorded, in an `offload_context`.
 
-    Replaces `compute_loss_context_manager` on the instance, the one place of Trainer that encloses forward and loss and
-    not backward. Hooks entered in `on_step_begin` would outlive an exception and pack tensors that checkpointed layers
-    recompute.
+    Replaces `compute_loss_context_manager`, the one place that encloses forward and loss and not backward. Hooks
+    entered in `on_step_begin` would outlive an exception and pack tensors that checkpointed layers recompute.
     """
 
     def __init__(self, trainer: Trainer, offloader: ActivationOffloader) -> None:
@@ -122,7 +113,7 @@ class OffloadedLoss(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        # Again, since either may have changed after attaching.
+        # Either may have changed after attaching.
         _refuse_callback(self._trainer)
         refuse_what_conflicts(self.offloader, args, self._trainer.model)
 
@@ -141,20 +132,15 @@ class OffloadedLoss(TrainerCallback):
             if not torch.is_grad_enabled():  # evaluation
                 yield
                 return
-            # The model is looked up each time, because FSDP and model_init replace it after attaching.
+            # FSDP and model_init replace the model after attaching.
             with self.offloader.offload_context(self._trainer.model):
                 yield
 
 
 class FrozenModels(TrainerCallback):
-    """Holds the frozen models beside the one that learns in host memory; each of their calls is a visit to the device.
+    """Holds TRL's `ref_model`, `teacher_model` and `reward_funcs` in host memory; each call is a visit to the device.
 
-    They are the models that TRL's trainers keep as `ref_model`, `teacher_model` and `reward_funcs`. Weights that are
-    frozen in the learning model too, under the same name and with the same bits, are held once.
-
-    Raises:
-        ValueError: the trainer has none, since adapters make TRL take the policy itself for its reference; an engine
-            shards them; something updates them; or the trainer reads their weights between calls.
+    Weights that are frozen in the learning model too, under the same name and with the same bits, are held once.
     """
 
     def __init__(self, trainer: Trainer, mode: TeacherMode) -> None:
@@ -185,8 +171,6 @@ class FrozenModels(TrainerCallback):
 
 
 class MemoryReports:
-    """Peak memory in a trainer's logs and model cards, and a report when there is none left."""
-
     def __init__(self, trainer: Trainer, offloader: ActivationOffloader | None) -> None:
         self._trainer, self._offloader = trainer, offloader
         callbacks = trainer.callback_handler.callbacks
@@ -217,8 +201,6 @@ class MemoryReports:
 
 
 class AddedCallback:
-    """A callback for as long as it is attached."""
-
     def __init__(self, trainer: Trainer, callback: TrainerCallback) -> None:
         self._trainer, self._callback = trainer, callback
         trainer.add_callback(callback)
@@ -239,7 +221,7 @@ def _refuse_callback(trainer: Trainer) -> None:
 
 
 def _frozen_modules(trainer: Any) -> dict[str, nn.Module]:
-    """Return the models beside the one that learns; not those that consist of its own weights."""
+    """Return the models beside the learning one that do not consist of its own weights."""
     named = {name: getattr(trainer, name, None) for name in ("ref_model", "teacher_model")}
     named |= {f"reward_funcs[{i}]": each for i, each in enumerate(getattr(trainer, "reward_funcs", None) or [])}
     learning = {id(parameter) for parameter in trainer.model.parameters()}

@@ -17,17 +17,13 @@ logger = logging.getLogger(__name__)
 class ClearCacheOnSaveCallback(TrainerCallback):
     """After every saved checkpoint, collects garbage and returns unused device memory to the driver; logs how much.
 
-    Saving gathers and copies tensors that nothing needs afterwards, and the blocks that the allocator keeps of them can
-    be of no use for the sizes that training needs. This gives the whole cache back, for other processes too. It moves
-    nothing that is in use, so it undoes no fragmentation inside of segments, and the next step has to ask the driver
-    for its memory again: a synchronisation and some milliseconds per checkpoint.
-
-    If memory is lost to fragmentation in every step (`memory/fragmentation_gib` of `MemoryLoggingCallback` grows), set
-    `PYTORCH_ALLOC_CONF=expandable_segments:True` in the environment instead: there the cause goes away.
+    The blocks of saved copies can be of no use for the sizes that training needs. The next step asks the driver anew: a
+    synchronisation and some milliseconds. Fragmentation inside of segments stays: if `memory/fragmentation_gib` of
+    `MemoryLoggingCallback` grows in every step, set `PYTORCH_ALLOC_CONF=expandable_segments:True` in the environment
+    instead.
 
     Args:
-        counters: where to read reserved memory from; None, the device's own. On the CPU, which has none, there is no
-            cache, and garbage is all that is collected.
+        counters: where to read reserved memory from; None, the device's own. On the CPU only garbage is collected.
     """
 
     def __init__(self, *, counters: Counters | None = None) -> None:

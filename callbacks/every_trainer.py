@@ -2,8 +2,7 @@
 
     HF_MEMOPT="budget_gib=6" torchrun --nproc_per_node 2 -m hf_memopt.callbacks.every_trainer train.py --lr 1e-4
 
-`hf-memopt launch` starts this with `accelerate launch`. The script needs no line of this library. With `-m MODULE` in
-place of a file it is a module.
+`hf-memopt launch` starts this with `accelerate launch`. With `-m MODULE` in place of a file it is a module.
 """
 
 import functools
@@ -31,14 +30,6 @@ logger = logging.getLogger(__name__)
 
 
 def main(words: Sequence[str]) -> None:
-    """Run a script, or with `-m` a module, attached as the variable says.
-
-    Args:
-        words: the script and its arguments, as Python itself takes them.
-
-    Raises:
-        ValueError: there is no script, or the variable cannot be read.
-    """
     arguments = MemoptArguments.from_text(os.environ.get(VARIABLE, ""))
     if list(words[:2]) in ([], ["-m"]):
         raise ValueError("name a SCRIPT and its arguments, or -m MODULE and its arguments")
@@ -55,11 +46,11 @@ def main(words: Sequence[str]) -> None:
 
 @contextmanager
 def attached(arguments: MemoptArguments) -> Iterator[None]:
-    """Attach to every Trainer, those of TRL included, and every Accelerator that is used inside.
+    """Attach to every Trainer and every Accelerator that is used inside.
 
-    A Trainer gets the parts that `arguments.attach` adds, at the end of `Trainer.__init__`. The models that an
-    Accelerator of its own prepares, and that have something to train, are wrapped in an offloader each, which sees
-    their forward pass alone. When the context ends, the figures of each of these are logged.
+    A Trainer gets the parts that `arguments.attach` adds. The models that an Accelerator of its own prepares, and that
+    have something to train, are wrapped in an offloader each, which sees their forward pass alone; its figures are
+    logged.
     """
     trainers: weakref.WeakSet[Trainer] = weakref.WeakSet()
     offloaders: list[ActivationOffloader] = []
@@ -88,7 +79,6 @@ def attached(arguments: MemoptArguments) -> Iterator[None]:
 
 
 def _wrap(model: Any, arguments: MemoptArguments, accelerator: Accelerator) -> Iterator[ActivationOffloader]:
-    """Wrap an object that an Accelerator has prepared, if it is a model with something to train."""
     if not isinstance(model, nn.Module) or is_wrapped(model):
         return
     offloader = arguments.make_offloader(accelerator.device)

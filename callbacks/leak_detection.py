@@ -10,15 +10,15 @@ from hf_memopt.memory import LeakMonitor, LeakReport
 class LeakDetectionCallback(TrainerCallback):
     """Says, once, that memory stays behind at every optimizer step, with the tensors and their holders.
 
-    Looks between optimizer steps, so micro-batches are over and gradients are gone, and counts anew whenever training
-    begins or resumes. Memory left by evaluation, saving or an epoch is no leak of the step. Each rank watches itself.
+    Looks between optimizer steps, when gradients are gone, and counts anew whenever training begins or resumes. Memory
+    left by evaluation, saving or an epoch is no leak of the step. Each rank watches itself.
 
     Args:
-        options: options of `hf_memopt.memory.LeakMonitor`, which states the cost and how soon leaks are
-            found: `every_n_steps` (None: at most 1 % of the time), `min_bytes_per_step`, `action` ("warn" or "raise").
+        options: of `hf_memopt.memory.LeakMonitor`, which states the cost: `every_n_steps` (None: at most 1 % of the
+            time), `min_bytes_per_step`, `action` ("warn" or "raise").
 
     Raises:
-        ValueError: if an option is out of range.
+        ValueError: an option is out of range.
         MemoryLeakError: during training, with `action="raise"`.
 
     Example:
@@ -36,7 +36,7 @@ class LeakDetectionCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        # Fires again, without an end in between, when auto_find_batch_size starts over or after an exception.
+        # May come twice without an end in between: auto_find_batch_size starts over, and an exception ends nothing.
         self._monitor = LeakMonitor(**self._options)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

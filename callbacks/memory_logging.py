@@ -25,18 +25,14 @@ logger = logging.getLogger(__name__)
 class MemoryLoggingCallback(TrainerCallback):
     """Shows peak memory in the progress bar, logs it with the loss, and warns when it gets close to the limit.
 
-    Plain registration is enough, `callbacks=[MemoryLoggingCallback()]`: every log that holds a loss then has the
-    figures of `hf_memopt.memory.memory_metrics`, in `state.log_history`, in every tracker of `report_to` and in
-    `memory.jsonl` of the output folder (for `hf-memopt report`), and there is one line like
-    `step 40/500 | 2.8s/batch | GPU: 14.2GB | ETA: 01:58:45` at level INFO. In a distributed run the figures are the
-    largest over all ranks, gathered when Trainer logs.
+    Every log that holds a loss has the figures of `hf_memopt.memory.memory_metrics`, in `state.log_history`, in every
+    tracker of `report_to` and in `memory.jsonl` of the output folder; at level INFO a line tells step, time per batch,
+    memory and remaining time. Of several ranks the largest figures count.
 
-    The phases are `forward` (of the model), `backward` (from there to the optimizer, so a loss outside of the model and
-    the clipping of gradients are in it), `optimizer` and `evaluation`. With `torch_compile=True`, whose model must not
-    be watched from inside, and under `DataParallel`, whose replicas run in threads, there is only `optimizer` beside
-    the process's peak.
-
-    Training is bitwise the same. Nothing waits for the device.
+    The phases are `forward` (of the model), `backward` (from there to the optimizer, with losses outside of the model
+    and clipping), `optimizer` and `evaluation`; with `torch_compile=True`, whose model must not be watched from inside,
+    and under `DataParallel`, whose replicas run in threads, only `optimizer`. Training is bitwise the same. Nothing
+    waits for the device.
 
     Args:
         warn_at: warn, once, when the peak reaches this share of the device memory that the process can have.
@@ -45,8 +41,7 @@ class MemoryLoggingCallback(TrainerCallback):
         counters: where to read device memory from; None, the device's own.
 
     Raises:
-        ValueError: `warn_at` is no share; at the beginning of training also if `reset_peaks` meets
-            `skip_memory_metrics=False`.
+        ValueError: `warn_at` is no share; when training begins, `reset_peaks` meets `skip_memory_metrics=False`.
     """
 
     def __init__(self, *, warn_at: float = 0.85, reset_peaks: bool = False, counters: Counters | None = None) -> None:
@@ -136,8 +131,8 @@ class MemoryLoggingCallback(TrainerCallback):
         """Return the cost of training as Markdown for a model card; None before anything was logged.
 
         Args:
-            args: arguments of the trainer.
-            state: state of the trainer.
+            args: of the trainer.
+            state: of the trainer.
             offloading: the treatment of activations, in words.
         """
         per_pass, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
@@ -160,13 +155,13 @@ class MemoryLoggingCallback(TrainerCallback):
             self._watch = None
 
     def _go_first(self) -> None:
-        """Move to the front of the callbacks, whose loggers would otherwise have run before the figures are added."""
+        """Move to the front of the callbacks, before the loggers that are to see the figures."""
         self._handler = _calling_handler()
         if self._handler is None or self not in self._handler.callbacks:
             logger.warning("memory figures reach no experiment tracker: the list of callbacks was not found")
             return
-        # Trainer is iterating over this very list and has reached this callback. Those before it move by one place, and
-        # the iteration goes on behind it: none is skipped, and none is called twice.
+        # Trainer is iterating over this list and has reached this callback. Those before it move by one place: none is
+        # skipped, and none is called twice.
         self._handler.callbacks.remove(self)
         self._handler.callbacks.insert(0, self)
 
@@ -177,13 +172,7 @@ class MemoryLoggingCallback(TrainerCallback):
 
 
 class MemoryPageCallback(TrainerCallback):
-    """Writes the page of `hf-memopt report` about a run when training ends, from the logged figures.
-
-    `report/report.html` in the output folder, and `trainer_state.json` beside it, which has the losses.
-
-    Raises:
-        ValueError: matplotlib is not installed.
-    """
+    """Writes `report/report.html` when training ends, and `trainer_state.json`, which has the losses."""
 
     def __init__(self) -> None:
         if importlib.util.find_spec("matplotlib") is None:
@@ -201,19 +190,16 @@ class MemoryPageCallback(TrainerCallback):
 
 
 class _ModelWatch:
-    """Begins a phase wherever the forward pass of a model begins or ends."""
-
     def __init__(self, model: nn.Module | None, tracker: MemoryTracker | None) -> None:
         self._tracker = tracker
         self._handles = [] if model is None else self._register(model)
 
     def remove(self) -> None:
-        """Take the hooks off the model."""
         for handle in self._handles:
             handle.remove()
 
     def __reduce__(self) -> Any:
-        # Copies and pickles of the model carry its hooks along, and are not to be watched.
+        # Copies and pickles of the model carry its hooks, and are not to be watched.
         return _ModelWatch, (None, None)
 
     def _register(self, model: nn.Module) -> list[Any]:
@@ -243,7 +229,6 @@ class _Clock:
 
     @property
     def seconds_per_batch(self) -> float:
-        """Return the mean of all batches since the start."""
         return self._all_seconds / max(1, self._all_batches)
 
     def count_batch(self) -> None:
@@ -259,7 +244,7 @@ class _Clock:
         self._since = now
 
     def line(self, state: TrainerState, memory: str) -> str:
-        """Progress as one line; begins the next interval."""
+        """Return the line, and begin the next interval."""
         per_batch = self._seconds / max(1, self._num_batches)
         self._seconds, self._num_batches = 0.0, 0
         done = max(1, state.global_step - self._first_step)
@@ -269,7 +254,7 @@ class _Clock:
 
 
 def _calling_handler() -> CallbackHandler | None:
-    """Return the handler that is calling a callback just now, from the stack: Trainer does not pass it."""
+    """Find the handler that is calling a callback on the stack: Trainer does not pass it."""
     frame = inspect.currentframe()
     while frame is not None:
         caller = frame.f_locals.get("self")

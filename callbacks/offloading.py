@@ -18,8 +18,7 @@ logger = logging.getLogger(__name__)
 class ActivationOffloadCallback(TrainerCallback):
     """Offloads tensors that the model's forward saves for backward, by plain registration: `callbacks=[...]`.
 
-    Hooks on the model's forward are put on when training begins and taken off when it ends. When an exception ends
-    training, they stay on the model until the next `train()` or `remove()`.
+    When an exception ends training, hooks stay on the model until the next `train()` or `remove()`.
 
     It sees the model's forward alone. Tensors that a loss outside of it saves (`compute_loss_func`, label smoothing, a
     `compute_loss` of one's own), often the logits and so the largest of all, stay on the device; and torch.compile
@@ -43,7 +42,7 @@ class ActivationOffloadCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: nn.Module, **kwargs: Any
     ) -> None:
-        # Fires again, without an end in between, when auto_find_batch_size starts over or after an exception.
+        # May come twice without an end in between: auto_find_batch_size starts over, and an exception ends nothing.
         self.remove()
         refuse_what_conflicts(self.offloader, args, model)
         self._wrapped = self.offloader.wrap(model)
@@ -62,11 +61,6 @@ class ActivationOffloadCallback(TrainerCallback):
 
 
 def make_offloader(offloader: ActivationOffloader | str | None, **options: Any) -> ActivationOffloader:
-    """Return the offloader that was given, or one of the mode or the options that were given.
-
-    Raises:
-        ValueError: options beside an offloader, which would have no effect, or something that is none.
-    """
     if offloader is None:
         return ActivationOffloader(**options)
     if isinstance(offloader, str):
@@ -79,13 +73,7 @@ def make_offloader(offloader: ActivationOffloader | str | None, **options: Any) 
 
 
 def refuse_what_conflicts(offloader: ActivationOffloader, args: TrainingArguments, model: nn.Module) -> None:
-    """Check that `offloader` would see the tensors that a Trainer saves for backward.
-
-    Only the innermost pair of saved-tensor hooks runs, so that of two offloaders one would do nothing, unnoticed.
-
-    Raises:
-        ValueError: names the option to switch off, or to switch on.
-    """
+    """Refuse other offloading: only the innermost saved-tensor hooks run, so one of two would do nothing, unnoticed."""
     for option, is_on in _other_offloading(args).items():
         if is_on:
             raise ValueError(f"{option} offloads activations already, and two offloaders do not stack; switch it off")
@@ -104,18 +92,16 @@ def refuse_what_conflicts(offloader: ActivationOffloader, args: TrainingArgument
 
 
 def is_wrapped(model: nn.Module) -> bool:
-    """Return whether `ActivationOffloader.wrap` has put its hooks on `model`."""
     return any(isinstance(getattr(hook, "__self__", None), WrappedModule) for hook in model._forward_pre_hooks.values())
 
 
 def log_stats(stats: OffloadStats, state: TrainerState) -> None:
-    """`log_what_was_done`, in the first process alone."""
     if state.is_world_process_zero:
         log_what_was_done(stats)
 
 
 def log_what_was_done(stats: OffloadStats) -> None:
-    """Log one line with the figures of offloading; a warning where it did nothing, unless nothing was trained."""
+    """Log one line; a warning where offloading did nothing, unless nothing was trained."""
     if stats.bytes_kept == stats.bytes_weights == stats.bytes_moved == 0:
         logger.info("activation offloading: no pass has saved anything for backward")
     elif stats.bytes_moved == 0 and stats.predicted_peak_gib is None:
@@ -128,7 +114,6 @@ def log_what_was_done(stats: OffloadStats) -> None:
 
 
 def summary(stats: OffloadStats) -> str:
-    """Return the figures of `stats` that tell whether offloading paid, in one line."""
     parts = [
         f"{format_bytes(stats.bytes_moved)} moved to the host",
         f"{format_bytes(stats.host_bytes_pinned)} of host memory used",
@@ -172,7 +157,7 @@ def _other_offloading(args: TrainingArguments) -> dict[str, bool]:
 
 
 def _checkpoints(args: TrainingArguments, model: nn.Module) -> bool:
-    """Return whether layers run checkpointed. A model that does not tell counts as one that does."""
+    """Return whether layers run checkpointed; a model that does not tell counts as one that does."""
     fsdp = getattr(AcceleratorState(), "fsdp_plugin", None)
     if getattr(args, _checkpointing_field(args)) or getattr(fsdp, "activation_checkpointing", False):
         return True
@@ -182,6 +167,6 @@ def _checkpoints(args: TrainingArguments, model: nn.Module) -> bool:
 
 
 def _checkpointing_field(args: TrainingArguments) -> str:
-    """Return the newer name where transformers has both: it is the one that Trainer reads."""
+    """Return the newer of two names, which is the one that Trainer reads."""
     names = "activation_checkpointing", "gradient_checkpointing"
     return next(name for name in names if hasattr(args, name))

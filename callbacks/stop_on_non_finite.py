@@ -21,15 +21,12 @@ from hf_memopt.training.finite_check import (
 class StopOnNonFiniteCallback(TrainerCallback):
     """Ends training with `NonFiniteGradientError`, on all ranks, before a non-finite gradient reaches the optimizer.
 
-    Without it, Trainer hands a NaN gradient to the optimizer, which makes all parameters NaN, and logs a loss of 0.0
-    (`logging_nan_inf_filter`).
+    Without it, a NaN gradient makes all parameters NaN, and Trainer logs a loss of 0.0 (`logging_nan_inf_filter`). A
+    loss scaler (fp16) skips steps with infinite gradients and halves its scale, so only at a scale of 1 or less
+    training ends.
 
-    A loss scaler (fp16) finds infinite gradients on its own, skips the step and halves its scale, so nothing is done
-    as long as its scale is above 1. At a scale of 1 or less, the gradient itself is not finite, and training ends.
-
-    Hooks on the parameters see each micro-batch's gradient before it is added up over micro-batches and ranks; so they
-    tell rank, micro-batch and parameter. They are taken off when training ends. The gradients, and so the training, are
-    bitwise the same.
+    Hooks see each micro-batch's gradient before it is added up; so they tell rank, micro-batch and parameter. They are
+    taken off when training ends, and leave it bitwise the same.
 
     Cost: one reduction over each gradient in every micro-batch and one over all of them per optimizer step, an
     all-reduce of 4 bytes, and one wait of the host for the device per optimizer step.
@@ -53,7 +50,7 @@ class StopOnNonFiniteCallback(TrainerCallback):
                 "deepspeed: its engine updates parameters before Trainer could stop it. Leave StopOnNonFiniteCallback "
                 "out; in fp16, DeepSpeed skips such steps by itself"
             )
-        # Fires again, without an end in between, when auto_find_batch_size starts over or after an exception.
+        # May come twice without an end in between: auto_find_batch_size starts over, and an exception ends nothing.
         self.remove()
         self._watch = GradientWatch(model)
 
@@ -102,7 +99,7 @@ class StopOnNonFiniteCallback(TrainerCallback):
 
 
 def _is_finite_everywhere(parameters: Iterable[nn.Parameter], device: torch.device) -> bool:
-    """Return whether the gradients are finite on all ranks, which have to call this together."""
+    """Whether all gradients are finite; all ranks have to call this together."""
     gradients = [local_values(parameter.grad) for parameter in parameters if parameter.grad is not None]
     gradients = [gradient for gradient in gradients if gradient.numel()]
     largest = torch.nn.utils.get_total_norm(gradients, math.inf)

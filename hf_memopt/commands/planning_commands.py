@@ -48,7 +48,6 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
 
 
 def _add_job(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that say what is trained."""
     model = parser.add_mutually_exclusive_group()
     model.add_argument("model", nargs="?", default=argparse.SUPPRESS, **FIELDS["model"].options)
     model.add_argument("--model", default=argparse.SUPPRESS, metavar="MODEL", help="the same")
@@ -128,7 +127,6 @@ def _not_counted(num_gpus: int) -> str:
 
 
 def _plan_command(spec: JobSpec, job: "Workload") -> str:
-    """Return the command that looks for settings with which the same job fits the same card."""
     said, batch = spec.said(), FIELDS["effective_batch"].words(job.effective_batch)
     words = ["hf-memopt", "plan"]
     if spec.training_args is not None:

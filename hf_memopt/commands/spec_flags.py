@@ -13,7 +13,7 @@ from hf_memopt.jobs.spec import DEFAULTS, FIELDS, NOT_CLIPPED, JobSpec, SpecFiel
 
 
 def add_flags(group: Any, *names: str) -> None:
-    """Add flags for fields of `JobSpec`, without defaults: the flags that are not typed leave no trace."""
+    """Add flags without defaults: those that are not typed leave no trace."""
     for name in names:
         each = FIELDS[name]
         default = f" (default: {DEFAULTS[name]})" if name in DEFAULTS else ""
@@ -22,29 +22,18 @@ def add_flags(group: Any, *names: str) -> None:
 
 
 def spec_of(parsed: argparse.Namespace) -> JobSpec:
-    """Return the job that a command's flags and the file of `--spec` describe; flags win over the file.
-
-    Raises:
-        ValueError: the file cannot be read; names `--spec`.
-    """
+    """Return the job; flags win over the file of `--spec`."""
     with flags_named({"spec"}):
         held = read_spec(parsed.spec) if "spec" in parsed else JobSpec()
     return replace(held, **{name: value for name, value in vars(parsed).items() if name in FIELDS})
 
 
 def flags_in_errors(parsed: argparse.Namespace, spec: JobSpec, flags: Collection[str]) -> set[str]:
-    """Return the fields that errors call by their flags: those of the command whose value is not from a file.
-
-    Args:
-        parsed: the command line.
-        spec: the job that it describes.
-        flags: fields that are flags of the command.
-    """
+    """Return the fields that errors call by their flags: those whose value is not from a file."""
     return {name for name in flags if name in parsed or name not in spec.said()}
 
 
 def add_spec(parser: argparse.ArgumentParser) -> None:
-    """Add `--spec`."""
     parser.add_argument(
         "--spec",
         type=Path,
@@ -56,7 +45,6 @@ def add_spec(parser: argparse.ArgumentParser) -> None:
 
 
 def _reading(each: SpecField) -> dict[str, Any]:
-    """Return the options of `add_argument` about a field's type."""
     if each.kind is bool:
         return {"action": "store_true"}
     if each.kind is list:
@@ -77,7 +65,6 @@ def _or_none(parse: Callable[[str], Any]) -> Callable[[str], Any]:
 
 @contextmanager
 def flags_named(names: Collection[str]) -> Iterator[None]:
-    """Name flags where errors inside name these fields."""
     try:
         yield
     except ValueError as error:

@@ -28,22 +28,11 @@ Like = Literal["cuda", "cpu"]
 
 logger = logging.getLogger(__name__)
 
-# How many tensors `MemoryEstimate.top` lists.
 _NUM_TOP = 10
 
 
 @dataclass(frozen=True)
 class _Run:
-    """The results of a simulation.
-
-    Attributes:
-        history: history of memory.
-        guesses: assumptions, and how often they were made.
-        unreached: names of the trainable parameters without a gradient.
-        phases_ms: time of the newest step, by phase.
-        stall_ms: for how long it waited for copies.
-    """
-
     history: AllocationHistory
     guesses: Counter[str]
     unreached: tuple[str, ...]
@@ -65,26 +54,22 @@ def estimate_peak_memory(
     Args:
         setup: called with a device, builds model, optimizer and batch there. Its result is passed to `step`.
         step: one training step, up to and including `optimizer.step()` and `zero_grad()`.
-        like: whose autocast, attention and allocation rules; "cpu" is there to be compared with real runs on a CPU.
-        num_steps: how many steps; optimizers make their state in the first, so a peak is often in the second.
-        gpu: also predict how long a step takes on this card, with the range in which that may be expected. A name
-            ("rtx4090"), a size of memory ("8GiB"), or a `Card`. Its compute capability decides which kernels attention
-            runs; without a card that of the desktop cards of 2023.
-        num_gpus: how many processes would run this together, each with a device of its own. More than one: both
-            functions are the first of them, and find torch.distributed and accelerate so. DDP, FSDP2 and, through
-            Accelerate, DeepSpeed's ZeRO run as they are; collectives move nothing and take no time, and memory that
-            NCCL keeps for itself is not counted.
+        like: whose autocast, attention and allocation rules; "cpu" is for comparisons with real runs on a CPU.
+        num_steps: optimizers make their state in the first step, so a peak is often in the second.
+        gpu: also predict a step's time on this card: a name ("rtx4090"), a size of memory ("8GiB"), or a `Card`. Its
+            compute capability decides on attention's kernels; without a card that of the desktop cards of 2023.
+        num_gpus: processes that run this together, each with its device; both functions are the first of them for
+            torch.distributed and accelerate. DDP, FSDP2 and, through Accelerate, DeepSpeed's ZeRO run as they are;
+            collectives take no time, and NCCL's own memory is not counted.
 
-    Both functions run in a forked process, so they may be closures and change nothing here. No weight is allocated.
-    Call it before the first backward on an accelerator: torch's autograd does not survive a fork after that.
-    Workspaces of cuBLAS are counted, as torch counts them; the device context and workspaces of cuDNN, cuFFT and NCCL
-    are not.
+    Both functions run in a forked process: they may be closures, and change nothing here. Call it before the first
+    backward on an accelerator: after that, torch's autograd does not survive a fork. cuBLAS's workspaces are counted,
+    as torch does; the device context and workspaces of cuDNN, cuFFT and NCCL are not.
 
     Raises:
-        ValueError: `like` or `gpu` is unknown, or `num_steps` or `num_gpus` is no count; an operation has no fake
-            implementation (named, with its module); no trainable parameter got a gradient; backward has run on an
-            accelerator before; this process belongs to a process group and `num_gpus` is more than one; or `setup` or
-            `step` raised it.
+        ValueError: an argument is out of range; an operation has no fake implementation (named, with its module); no
+            trainable parameter got a gradient; backward has run on an accelerator before; this process belongs to a
+            process group and `num_gpus` is more than one; or `setup` or `step` raised it.
         IsolatedError: they raised another error.
 
     Cost: a few seconds and some hundred MB of host memory, for models of any size.
@@ -104,28 +89,14 @@ def estimate_peak_memory(
         ...     optimizer.zero_grad()
         >>> estimate_peak_memory(setup, step).peak_bytes / 2**30
     """
-    return run_isolated(lambda: simulate(setup, step, like=like, num_steps=num_steps, gpu=gpu, num_gpus=num_gpus))
-
-
-def simulate(
-    setup: Callable[[Any], Any],
-    step: Callable[[Any], Any],
-    *,
-    like: Like = "cuda",
-    num_steps: int = 2,
-    gpu: str | Card | None = None,
-    num_gpus: int = 1,
-) -> MemoryEstimate:
-    """Do the work of `estimate_peak_memory` in this process, which is then good for simulations alone."""
-    step_of_run = SimulatedStep(setup, step, num_steps, num_gpus=num_gpus)
-    return _estimate(_run(step_of_run, gpu, like), gpu)
+    simulated = SimulatedStep(setup, step, num_steps, num_gpus=num_gpus)
+    return run_isolated(lambda: _estimate(_run(simulated, gpu, like), gpu))
 
 
 def simulate_step(simulated: SimulatedStep, *, gpu: str | Card | None = None) -> MemoryEstimate:
     """Simulate a step in this process; of a model with many layers, those that repeat each other only once.
 
-    Arguments, errors and result are those of `estimate_peak_memory`. The bytes are those of the whole simulation; times
-    may differ from its in the last digits.
+    Bytes are those of the whole simulation; times may differ in the last digits.
     """
     if simulated.repeated is not None:
         try:
@@ -136,11 +107,7 @@ def simulate_step(simulated: SimulatedStep, *, gpu: str | Card | None = None) ->
 
 
 def _repeated(repeated: RepeatedLayers, gpu: str | Card | None) -> _Run:
-    """Run a model with a few groups of layers, and one with a group more, and add the others.
-
-    Raises:
-        NotRepeatedError: the last one does not repeat those before it.
-    """
+    """Run a model with a few groups of layers, and one with a group more, and add the others."""
     layers = repeated.layers
     few = layers.num_few * layers.period + layers.count % layers.period
     num_more = (layers.count - few) // layers.period - 1
@@ -171,7 +138,6 @@ def _run(simulated: SimulatedStep, gpu: str | Card | None, like: Like = "cuda") 
     if like not in ("cuda", "cpu"):
         raise ValueError(f'like={like!r} is unknown; use "cuda", or "cpu" to compare with real runs on a CPU')
     counted, block_bytes = (DEVICE_TYPE, caching_allocator.BLOCK_BYTES) if like == "cuda" else ("cpu", 1)
-    # Construction order: phases, log, labels; each receives the one before.
     phases = StepPhases()
     clock = VirtualClock(DEFAULT_CARD if gpu is None else find_card(gpu), like)
     kernels = KernelMemory(clock.card.compute_capability)
@@ -206,7 +172,6 @@ def _run(simulated: SimulatedStep, gpu: str | Card | None, like: Like = "cuda") 
 
 
 def _estimate(run: _Run, gpu: str | Card | None) -> MemoryEstimate:
-    """Read the answer off the history; without a card it has no time."""
     history = run.history
     trace = history.trace()
     peak_bytes, peak_at = trace.peak()

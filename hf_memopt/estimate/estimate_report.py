@@ -31,26 +31,22 @@ class MemoryEstimate:
     """The predicted memory of a training step.
 
     Attributes:
-        peak_bytes: `torch.cuda.max_memory_allocated()`: the most that is held by tensors and by cuBLAS's workspaces at
-            one time, in the allocator's blocks.
-        reserved_bytes: `torch.cuda.max_memory_reserved()` on a device that is never full: memory that the caching
-            allocator holds, by a model of it.
-        phase: in which the peak is reached: forward, backward, optimizer, or outside of these.
-        step: in which step, counted from 1.
+        peak_bytes: `torch.cuda.max_memory_allocated()`, in the allocator's blocks, cuBLAS's workspaces included.
+        reserved_bytes: `torch.cuda.max_memory_reserved()` on a device that is never full, by a model of the allocator.
+        phase: of the peak: forward, backward, optimizer, or outside of these.
+        step: of the peak, counted from 1.
         phases: the peak of each phase, bytes.
         breakdown: bytes at the peak, by use.
         top: the largest storages alive at the peak.
-        host_bytes: the most that tensors hold in host memory: the offloaded ones and others that the step keeps there.
-        confidence: "high": nothing was assumed; "medium": `assumptions` lists guesses that may change memory; "low":
-            trainable parameters got no gradient, so that part of the model may not have run.
+        host_bytes: the most that tensors hold in host memory, offloaded ones included.
+        confidence: "high"; "medium": with `assumptions` that may change memory; "low": with `unreached` parameters.
         assumptions: in words.
-        unreached: trainable parameters without a gradient.
-        step_ms: time of the last step on `gpu`; None without one.
-        step_range_ms: between which times nine in ten steps lie that others have measured and that are predicted to
-            take `step_ms`; None without a card.
+        unreached: trainable parameters without a gradient, so that part of the model may not have run.
+        step_ms: time of the last step on `gpu`; None without one, as the other times.
+        step_range_ms: range of nine in ten published steps with this prediction.
         phases_ms: time of each phase of the last step; empty without a card.
-        stall_ms: for how long compute would wait for copies in the last step; None without a card.
-        trace: every change of device memory; says, for instance, whether the run fits into a number of bytes.
+        stall_ms: time that compute would wait for copies in the last step.
+        trace: every change of device memory.
         storage_kinds: the use of each storage of `trace`, by its number.
         storage_makers: the module and the operation that made each, "" where none is known.
     """
@@ -81,8 +77,7 @@ class MemoryEstimate:
         """Return the words that `hf-memopt estimate` prints.
 
         Args:
-            gpu: name or size of a card, as `estimate_peak_memory` takes it, to say also whether the step fits; None
-                leaves that out.
+            gpu: name or size of a card, as for `estimate_peak_memory`, to say also whether the step fits.
 
         Raises:
             ValueError: `gpu` is neither a known name nor a size.
@@ -105,12 +100,6 @@ class MemoryEstimate:
 
 
 def text(estimate: MemoryEstimate, card: Card | None = None) -> str:
-    """Return the text that `hf-memopt estimate` prints: the phase of the peak first.
-
-    Args:
-        estimate: to describe.
-        card: to say whether it fits.
-    """
     blocks = [
         [*headlines(estimate), *_needed(estimate, card)],
         ["At the peak, GiB", *_rows(estimate.breakdown)],
@@ -122,7 +111,6 @@ def text(estimate: MemoryEstimate, card: Card | None = None) -> str:
 
 
 def headlines(estimate: MemoryEstimate) -> list[str]:
-    """Return the phase of the peak, with its meaning."""
     in_optimizer = estimate.phase == OPTIMIZER
     where = "the optimizer's update" if in_optimizer else estimate.phase
     lines = [
@@ -138,17 +126,14 @@ def headlines(estimate: MemoryEstimate) -> list[str]:
 
 
 def needed_bytes(estimate: MemoryEstimate, card: Card | None = None) -> int:
-    """Return the least memory of a card on which the run goes through: the allocator's and the allowances."""
     return estimate.trace.smallest_capacity + sum(allowances(card).values())
 
 
 def fits(estimate: MemoryEstimate, card: Card) -> bool:
-    """Return whether a card has the needed memory."""
     return needed_bytes(estimate, card) <= card.memory_bytes
 
 
 def top_table(estimate: MemoryEstimate) -> Table:
-    """Return the largest tensors at the peak."""
     heads = ["MiB", "for", "owner", "made by", "shape", "dtype"]
     rows: list[list[Cell]] = [
         [
@@ -165,7 +150,6 @@ def top_table(estimate: MemoryEstimate) -> Table:
 
 
 def as_facts(estimate: MemoryEstimate) -> dict[str, str]:
-    """Return short facts, by name."""
     facts = {
         "allocated at the peak": format_gib(estimate.peak_bytes),
         "reserved with room to spare": f"{format_gib(estimate.reserved_bytes)} (by a model of the allocator)",
@@ -178,12 +162,6 @@ def as_facts(estimate: MemoryEstimate) -> dict[str, str]:
 
 
 def as_json(estimate: MemoryEstimate, card: Card | None = None) -> dict[str, Any]:
-    """Return all but the trace; bytes as whole numbers.
-
-    Args:
-        estimate: to describe.
-        card: to say whether it fits.
-    """
     left_out = ("trace", "storage_kinds", "top")
     found = {name: getattr(estimate, name) for name in estimate.__dataclass_fields__ if name not in left_out}
     found["top"] = [asdict(tensor) for tensor in estimate.top]
@@ -206,11 +184,6 @@ def _needed(estimate: MemoryEstimate, card: Card | None) -> Iterator[str]:
 
 
 def time_text(estimate: MemoryEstimate, card: Card) -> str:
-    """Return how long a step takes on a card, and in which range that may be expected.
-
-    Raises:
-        ValueError: the estimate was made without a card.
-    """
     if estimate.step_ms is None or estimate.step_range_ms is None:
         raise ValueError(f"card={card.name!r}: the estimate knows no time; make it with this card")
     kinds = "kinds that were fitted" if family_of(card) else "kinds that were not fitted"

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 
 from hf_memopt.units import GIB, KIB, MIB
 
-# Where no card is named: that of the desktop cards that are most common.
+# Of the most common desktop cards.
 DEFAULT_CAPABILITY = (8, 9)
-# Memory of CUDA's context on a card, where it was not measured.
+# CUDA's context, where it was not measured.
 _CONTEXT_BYTES = 512 * MIB
 
 
@@ -18,7 +18,7 @@ class Card:
 
     Attributes:
         name: as in `CARDS`, or a size.
-        memory_bytes: memory of the device, as CUDA reports it: less than the data sheet says.
+        memory_bytes: as CUDA reports it: less than the data sheet says.
         float32_flops: multiplications in float32 per second.
         half_flops: dense multiplications in bfloat16 or float16 per second, accumulated in float32.
         memory_bytes_per_s: bandwidth of the device's memory.
@@ -39,11 +39,10 @@ class Card:
 
 # MiB of memory, float32 and half-precision TFLOPS, GB/s of memory and of the link, and compute capability.
 #
-# Memory is the figure that torch reports (`total_memory`, or "total capacity" of an error), the smallest that was
-# found: 1 to 8 % below the data sheet, which error correction and the driver take. Repositories are named where users
-# have shown it there; the others are from logs that name none, and where no card was shown (rtx4080, rtx4060ti-16gb) it
-# has the figure of another one of its size. The other figures are from the vendors' data sheets; links at 80 % of the
-# PCIe generation and width.
+# Memory is the smallest figure that torch was found to report (`total_memory`, or "total capacity" of an error): 1 to
+# 8 % below the data sheet, which error correction and the driver take. Repositories are named where users have shown
+# it there; the others are from logs, and rtx4080 and rtx4060ti-16gb have the figure of another card of their size. The
+# rest is from the vendors' data sheets; links at 80 % of the PCIe generation and width.
 _FIGURES = {
     "v100-16gb": (16144, 15.7, 125, 900, 12.6, (7, 0)),
     "v100-32gb": (32502, 15.7, 125, 900, 12.6, (7, 0)),  # liucongg/ChatGLM-Finetuning#73: 31.74 GiB
@@ -72,7 +71,7 @@ _FIGURES = {
     "b200": (182631, 75, 2250, 8000, 50, (10, 0)),
 }
 
-# MiB of the context, where it was measured.
+# MiB, measured.
 _CONTEXTS_MIB = {"t4": 141, "rtx3090": 300, "rtx5090": 498, "rtx6000-ada": 426}
 
 CARDS = {
@@ -89,8 +88,7 @@ CARDS = {
     for name, (mib, single, half, memory, link, compute_capability) in _FIGURES.items()
 }
 
-# The card of a simulation where none is named. Bytes depend on it through the kernels of attention and the workspaces
-# of cuBLAS alone.
+# Bytes depend on the card through attention's kernels and cuBLAS's workspaces alone.
 DEFAULT_CARD = CARDS["rtx4070"]
 
 # cuBLAS's workspace in torch 2.11, by major compute capability: `parseChosenWorkspaceSize` of CublasHandlePool.cpp.
@@ -100,14 +98,13 @@ _OTHER_WORKSPACES_BYTES = 112 * MIB
 
 
 def cublas_workspace_bytes(compute_capability: tuple[int, int]) -> int:
-    """Return the bytes that each handle of cuBLAS takes from torch's allocator on a card."""
     return _LARGE_WORKSPACE_BYTES if compute_capability[0] in _LARGE_WORKSPACE_MAJORS else _WORKSPACE_BYTES
 
 
 def allowances(card: Card | None = None) -> dict[str, int]:
-    """Return the memory that no simulation counts, by name, in bytes. None stands for a card that nothing is known of.
+    """Return the memory that no simulation counts, by name, in bytes.
 
-    Assumed: cuDNN's workspaces depend on which kernels run. Those of convolutions may be far larger with
+    Assumed: cuDNN's workspaces depend on which kernels run, and may be far larger with
     `torch.backends.cudnn.benchmark`. The context was measured on few cards, and depends on the driver.
     """
     context_bytes = _CONTEXT_BYTES if card is None else card.context_bytes
@@ -119,19 +116,15 @@ def find_card(gpu: str | Card, link_bytes_per_s: float | None = None) -> Card:
 
     Args:
         gpu: a name ("rtx4070-laptop", "RTX 4090", "4090", "NVIDIA A100 80GB PCIe"), of which "A100" alone stands for
-            the one with the least memory; a size ("8GiB"), as CUDA would report it; a size and whose speed and kernels
-            it has ("48GiB@l40s"); a `Card` is returned as it is.
+            the one with the least memory; a size ("8GiB"), as CUDA would report it; or a size with another's speed
+            ("48GiB@l40s").
         link_bytes_per_s: bandwidth to the host's memory in place of the card's own.
-
-    Raises:
-        ValueError: neither a known name nor a size with its unit.
     """
     card = gpu if isinstance(gpu, Card) else _card_from(gpu)
     return card if link_bytes_per_s is None else replace(card, link_bytes_per_s=link_bytes_per_s)
 
 
 def card_named(name: str) -> Card | None:
-    """Return the card with this name, in any spelling; None: it is not in `CARDS`."""
     words = [word for word in re.findall(r"[a-z0-9]+", name.lower()) if not _UNNAMED.fullmatch(word)]
     sizes = [int(word[:-2]) for word in words if re.fullmatch(r"\d+gb", word)]
     wanted = "".join(word for word in words if not re.fullmatch(r"\d+gb", word))
@@ -139,12 +132,11 @@ def card_named(name: str) -> Card | None:
     return min(fitting, key=lambda card: card.memory_bytes, default=None)
 
 
-# Words of a driver's name for a card that say nothing about which one it is.
+# Words of drivers' names that tell no cards apart.
 _UNNAMED = re.compile(r"nvidia|geforce|tesla|quadro|gpu|generation|graphics|pcie|sxm\d?|hbm\d?e?")
 
 
 def _names(card: Card) -> Iterator[str]:
-    """Yield the card's name without its size and without its series."""
     plain = re.sub(r"-\d+gb$", "", card.name).replace("-", "")
     yield plain
     yield plain.removeprefix("rtx")
@@ -152,12 +144,11 @@ def _names(card: Card) -> Iterator[str]:
 
 
 def _is_size(card: Card, gigabytes: int) -> bool:
-    """Return whether a card is sold as one of this size; it reports up to an eighth less."""
+    """Whether a card is sold with this size; it reports up to an eighth less."""
     return 7 / 8 * gigabytes < card.memory_bytes / GIB < gigabytes
 
 
 def _card_from(text: str) -> Card:
-    """Return the card of a name, or of a size and perhaps the name of one that is as fast."""
     size, at, like = text.partition("@")
     if not at and (card := card_named(text)) is not None:
         return card
@@ -178,15 +169,7 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "
 
 
 def parse_size(text: str, option: str = "size") -> int:
-    """Return the bytes of "8GiB", "24 GB", "500MB", and of "12GBps" per second.
-
-    Args:
-        text: as above.
-        option: that it was given for.
-
-    Raises:
-        ValueError: not of this form, or not positive.
-    """
+    """Return the bytes of "8GiB", "24 GB", "500MB", and of "12GBps" per second."""
     found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]?i?)b?(ps|/s)?\s*", text.lower())
     num_bytes = round(float(found[1]) * _UNITS.get(found[2], 0)) if found else 0
     if num_bytes <= 0:

@@ -1,7 +1,7 @@
 """Which part of its data sheet a card reaches in training, and how far from the truth predicted times were.
 
-All figures are fitted to training steps that others have published: `python -m benchmarks.published.fit` prints them.
-docs/published_measurements.md says how, with the results for steps that the fit had not seen.
+All figures are fitted to published training steps: `python -m benchmarks.published.fit` prints them, and
+docs/published_measurements.md says how.
 """
 
 from typing import NamedTuple
@@ -13,12 +13,12 @@ class KernelSpeeds(NamedTuple):
     """Shares of a data sheet's figures. They may exceed 1, since cards may clock higher than it says.
 
     Attributes:
-        half: share of the data sheet reached by products of matrices on tensor cores, in 16 bits.
+        half: of products of matrices on tensor cores, in 16 bits.
         tf32: the same in TF32.
-        float32: share of the data sheet reached by products of matrices in float32.
-        convolution: share of the data sheet reached by convolutions, in any precision.
-        attention: share of the data sheet reached by fused attention's products.
-        memory: share of the bandwidth of memory reached.
+        float32: of products of matrices in float32.
+        convolution: of convolutions, in any precision.
+        attention: of fused attention's products.
+        memory: of the bandwidth of memory.
     """
 
     half: float
@@ -30,12 +30,7 @@ class KernelSpeeds(NamedTuple):
 
 
 class TimeRange(NamedTuple):
-    """The range of nine in ten steps that others have measured, as multiples of the prediction.
-
-    Attributes:
-        low: one in twenty took less.
-        high: one in twenty took more.
-    """
+    """The range of nine in ten steps that others have measured, as multiples of the prediction."""
 
     low: float
     high: float
@@ -50,7 +45,7 @@ _FAMILIES = {
     "Ampere and Ada, GeForce": KernelSpeeds(1.00, 0.75, 0.75, 0.55, 0.54, 0.69),
     "Hopper": KernelSpeeds(0.87, 0.79, 0.75, 0.43, 0.54, 0.48),
 }
-# Of all of them together, for other cards.
+# For other cards.
 _ALL = KernelSpeeds(0.80, 0.71, 0.75, 0.53, 0.54, 0.53)
 # By fits to other models on such cards; by fits without all cards of the family, but no narrower.
 _OF_FAMILY, _OF_OTHERS = TimeRange(0.86, 1.43), TimeRange(0.72, 1.43)
@@ -77,11 +72,9 @@ def family_of(card: Card) -> str | None:
 
 
 def speeds_of(card: Card) -> KernelSpeeds:
-    """Return the shares of its data sheet that a card reaches; of an unknown family, those of all known ones."""
     family = family_of(card)
     return _ALL if family is None else _FAMILIES[family]
 
 
 def time_range(card: Card) -> TimeRange:
-    """Return in which range around a predicted time the true one may be expected."""
     return _OF_OTHERS if family_of(card) is None else _OF_FAMILY

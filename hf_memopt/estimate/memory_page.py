@@ -17,22 +17,12 @@ _SHADES = {"forward": 0.0, "backward": 0.10, "optimizer": 0.22, "outside": 0.05}
 
 
 class Span(NamedTuple):
-    """A stretch of one phase."""
-
     phase: str
     start: int
     end: int
 
 
 class MemoryTimeline(NamedTuple):
-    """Bytes by kind at some positions of a trace, and its phases.
-
-    Attributes:
-        positions: indices into the trace.
-        bytes_by_kind: for each kind that occurs, as many numbers.
-        spans: spans of all phases, one after the other.
-    """
-
     positions: list[int]
     bytes_by_kind: dict[str, list[int]]
     spans: list[Span]
@@ -58,11 +48,6 @@ def timeline(estimate: MemoryEstimate, max_points: int = _MAX_POINTS) -> MemoryT
 
 
 def write_timeline(estimate: MemoryEstimate, name: str, path: Path) -> Path:
-    """Write the page; one that is there is replaced.
-
-    Raises:
-        ValueError: matplotlib is not installed, or `path` has no folder.
-    """
     if not path.parent.is_dir():
         raise ValueError(f"timeline={str(path)!r}: there is no folder {str(path.parent)!r}; make it first")
     shown = timeline(estimate)

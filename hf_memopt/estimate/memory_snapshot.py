@@ -13,23 +13,18 @@ from hf_memopt.command_line import check_output_file
 from hf_memopt.estimate.accounting.caching_allocator import CachingAllocator
 from hf_memopt.estimate.estimate_report import MemoryEstimate
 
-# Where the memory of the device ends; the allocator takes it from above.
+# The end of the device's memory; the allocator takes it from above.
 _END = 1 << 46
 
 
 def write_snapshot(estimate: MemoryEstimate, path: Path) -> Path:
-    """Write the snapshot into a file, and return its path.
-
-    Raises:
-        ValueError: its folder does not exist.
-    """
     check_output_file("snapshot", path)
     path.write_bytes(pickle.dumps(memory_snapshot(estimate)))
     return path
 
 
 def memory_snapshot(estimate: MemoryEstimate) -> dict[str, Any]:
-    """Return the snapshot as torch's own tools read it: `device_traces`, of one device, and `segments` at the end."""
+    """Return the snapshot as torch's own tools read it, of one device, with the segments at the end."""
     trace, allocator = estimate.trace, CachingAllocator()
     events: list[dict[str, Any]] = []
     segments: list[dict[str, Any]] = []
@@ -58,7 +53,7 @@ def memory_snapshot(estimate: MemoryEstimate) -> dict[str, Any]:
 
 
 def _frames(estimate: MemoryEstimate, storage: int, phase: str) -> list[dict[str, Any]]:
-    """Return what stands for a stack: the module that was running and the operation, then the use of the storage."""
+    """Stand in for a stack: the module that was running and the operation, then the use of the storage."""
     owner, operation = estimate.storage_makers[storage]
     return [
         {"filename": owner or phase, "line": 0, "name": operation or "-"},
@@ -67,7 +62,6 @@ def _frames(estimate: MemoryEstimate, storage: int, phase: str) -> list[dict[str
 
 
 def _segments(segments: list[dict[str, Any]], born: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the segments with the blocks that are in use at the end, and the free memory between them."""
     segments = sorted(segments, key=lambda each: int(each["addr"]))
     begins = [segment["addr"] for segment in segments]
     blocks: list[list[dict[str, Any]]] = [[] for _ in segments]

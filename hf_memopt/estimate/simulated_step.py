@@ -1,4 +1,4 @@
-"""The step to simulate, and facts about the model that it trains."""
+"""The step to simulate, and its model's repeated layers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,11 +14,10 @@ class SimulatedStep:
     Attributes:
         setup: called with the device.
         step: called with the result of `setup`; runs `num_micro_batches` micro-batches and one update.
-        num_steps: how many steps show the whole behaviour: 2 for a lazy optimizer state, more where plans are made
-            from recorded passes.
+        num_steps: steps that show all: 2 for a lazy optimizer state, more where plans are made from recorded passes.
         num_micro_batches: in `step`.
         repeated: the model's equal layers, if it has any; None: all are simulated.
-        num_gpus: how many processes run it together, each with a device of its own.
+        num_gpus: processes that run it together, each with a device of its own.
     """
 
     setup: Callable[[Any], Any]

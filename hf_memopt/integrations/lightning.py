@@ -14,12 +14,9 @@ __all__ = ["ActivationOffloading"]
 class ActivationOffloading(Callback):
     """Offloads tensors that training steps save for backward; gradients are bitwise those without it.
 
-    Each `training_step` runs in an `offload_context`: the forward pass and the loss. Validation, test and prediction
-    are left alone. With manual optimization the step's own backwards run inside the context too.
-
-    While `fit` runs, `training_step` of the trainer's strategy is replaced, the one place that encloses forward and
-    loss and not backward; when it ends, also by an exception, the strategy is as it was. Checkpoints hold nothing of
-    it: a run that is resumed measures and plans anew.
+    Each `training_step` runs in an `offload_context`, with manual optimization its own backwards too. `training_step`
+    of the trainer's strategy is replaced for it, the one place that encloses forward and loss and not backward, until
+    `fit` ends, also by an exception. Checkpoints hold nothing of it: a run that is resumed measures and plans anew.
 
     Args:
         offloader: an `ActivationOffloader` or one of its modes. None, one made of `options`.

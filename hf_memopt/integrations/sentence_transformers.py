@@ -25,30 +25,30 @@ MicroBatch = tuple[dict[str, Any], int, int]  # the features of a column, and th
 class CachedLoss(nn.Module):
     """Any loss over sentence embeddings, at the memory of one micro-batch: the same loss and gradients, to rounding.
 
-    The whole batch is embedded without gradients, in micro-batches; the wrapped loss sees all embeddings; and each
-    micro-batch is embedded again, with the same random numbers, when the trainer calls `backward` (`GradientCache`).
-    sentence-transformers has losses that do this for a few formulas (`CachedMultipleNegativesRankingLoss`, ...); this
-    does it for the others: triplets of the batch, CoSENT, AnglE, cosine similarity, distillation.
+    The batch is embedded without gradients, in micro-batches; the wrapped loss sees all embeddings; and `backward`
+    embeds each micro-batch again, with the same random numbers (`GradientCache`). sentence-transformers' own Cached
+    losses do this for a few formulas; this does it for the others: triplets of the batch, CoSENT, AnglE, cosine
+    similarity, distillation.
 
     Args:
-        loss: one of `sentence_transformers.sentence_transformer.losses` that computes from embeddings and labels, in
-            `compute_loss_from_embeddings`. Its options hold, `gather_across_devices` among them.
+        loss: of sentence-transformers, with `compute_loss_from_embeddings(embeddings, labels)`. Its options hold,
+            `gather_across_devices` among them.
         micro_batch_size: sentences of one column that are embedded at a time.
 
     Raises:
         ValueError: `loss` computes from something else, caches already or belongs to a model of static embeddings,
             whose inputs cannot be split; or `micro_batch_size` is less than 1.
 
-    Costs one more forward pass, and the wrapped loss's own memory for the whole batch: the ranking losses hold matrices
-    of batch × batch numbers, of which their Cached relatives hold a few rows at a time. With dropout the masks are
-    those of micro-batches, not those of one large forward pass.
+    Costs one more forward pass, and the wrapped loss's own memory for the whole batch: ranking losses hold batch ×
+    batch numbers, their Cached relatives a few rows. Dropout's masks are those of micro-batches, not of one large
+    forward pass.
 
     Example:
         >>> loss = CachedLoss(CoSENTLoss(model), micro_batch_size=32)
         >>> SentenceTransformerTrainer(model=model, args=args, train_dataset=dataset, loss=loss).train()
     """
 
-    # sentence-transformers' name for losses that run the model during backward, which some of its wrappers cannot take.
+    # For wrappers of sentence-transformers that cannot take losses which run the model during backward.
     uses_gradient_cache = True
 
     def __init__(self, loss: nn.Module, micro_batch_size: int = 32) -> None:

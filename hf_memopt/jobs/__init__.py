@@ -1,7 +1,4 @@
-"""Finds the cheapest settings with which a workload fits a GPU, each candidate simulated.
-
-Each name is imported when it is first used: a command reads its spec without torch.
-"""
+"""Finds the cheapest settings with which a workload fits a GPU; imports late, so that a spec is read without torch."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -10,9 +10,7 @@ from accelerate import Accelerator
 from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin, GradientAccumulationPlugin
 
-# How the processes share the work, the default first. DDP keeps everything on each GPU; FSDP2 shards weights, gradients
-# and the optimizer's state, and gathers each block's weights for its forward and backward or for both together
-# ("no-reshard"); DeepSpeed's ZeRO-2 shards gradients and the optimizer's state, and ZeRO-3 weights too.
+# The default first. FSDP2 gathers each block's weights for forward and for backward, or once for both ("no-reshard").
 DDP, FSDP2, FSDP2_NO_RESHARD, ZERO2, ZERO3 = "ddp", "fsdp2", "fsdp2-no-reshard", "zero2", "zero3"
 _ZERO_STAGES = {ZERO2: 2, ZERO3: 3}
 _OF_BITSANDBYTES = ("adamw-8bit-bnb", "paged-adamw-8bit", "paged-adamw-32bit")
@@ -21,11 +19,6 @@ NOT_COUNTED = "Memory that NCCL takes for itself and time for communication are 
 
 
 def check_ranks(num_gpus: int, engine: str, effective_batch: int, optimizer: str, quantize: str) -> None:
-    """Refuse settings that cannot be run by several processes, or are not simulated.
-
-    Raises:
-        ValueError: names the field, its value and the remedy.
-    """
     if engine != DDP and num_gpus == 1:
         raise ValueError(f"engine={engine!r} shards over several GPUs; give num_gpus of at least 2")
     if effective_batch % num_gpus:
@@ -56,11 +49,7 @@ def is_zero(engine: str) -> bool:
 
 
 def check_zero(engine: str, dtype: str, precision: str) -> None:
-    """Refuse models that DeepSpeed cannot train; with its engines, import it, before processes are forked.
-
-    Raises:
-        ValueError: names the field, its value and the remedy; or DeepSpeed is not installed.
-    """
+    """Refuse models that DeepSpeed cannot train; import it before processes are forked."""
     if not is_zero(engine):
         return
     if precision == "no" and dtype != "float32":
@@ -70,7 +59,7 @@ def check_zero(engine: str, dtype: str, precision: str) -> None:
         )
     is_new = "deepspeed" not in sys.modules
     try:
-        # Otherwise it would look for a GPU at once, and keep its finding.
+        # Else it would look for a GPU, and keep its finding.
         with patch.dict(os.environ, DS_ACCELERATOR="cpu"):
             from deepspeed.accelerator import real_accelerator
     except ModuleNotFoundError as error:
@@ -80,11 +69,6 @@ def check_zero(engine: str, dtype: str, precision: str) -> None:
 
 
 def check_step(num_gpus: int, engine: str, effective_batch: int, micro_batch: int, offload: str) -> int:
-    """Return how many forward passes each GPU has per update.
-
-    Raises:
-        ValueError: that is not a whole number; or offloading beside sharded weights, which is not simulated.
-    """
     share = effective_batch // num_gpus
     if micro_batch < 1 or share % micro_batch:
         ranks = f" // num_gpus={num_gpus}" if num_gpus > 1 else ""
@@ -99,12 +83,7 @@ def accelerator_for(
 ) -> Accelerator:
     """Return the `Accelerator` that a script has when it is launched with the file of `write_accelerate_config`.
 
-    Args:
-        precision: precision of autocast: "no", "bf16" or "fp16".
-        num_micro_batches: gradients are accumulated over so many.
-        engine: one of `CHOICES["engine"]` of `spec`.
-        micro_batch: samples per forward pass, which DeepSpeed wants to be told.
-        max_grad_norm: DeepSpeed clips by itself, to this norm; None: not at all.
+    DeepSpeed wants to be told the micro-batch, and clips by itself.
     """
     sharding = zero = None
     if is_zero(engine):
@@ -124,7 +103,7 @@ def accelerator_for(
 
 
 def _zero_options(engine: str, num_micro_batches: int, max_grad_norm: float | None) -> dict[str, Any]:
-    """Return the fields of `DeepSpeedPlugin`, which the file for launches has too. Sizes of buckets are DeepSpeed's."""
+    """Return fields of `DeepSpeedPlugin` and of the file for launches. Sizes of buckets are DeepSpeed's."""
     is_sharded = engine == ZERO3
     return {
         "zero_stage": _ZERO_STAGES[engine],
@@ -147,8 +126,7 @@ def write_accelerate_config(
 ) -> Path:
     """Write the file for `accelerate launch --config_file`: one machine, and a process on each of its GPUs.
 
-    Only DeepSpeed is told, in the file, over how many micro-batches gradients are accumulated and to which norm they
-    are clipped.
+    Only DeepSpeed is told there about accumulation and clipping.
     """
     ClusterConfig(
         compute_environment="LOCAL_MACHINE",
@@ -161,7 +139,6 @@ def write_accelerate_config(
 
 
 def _processes(num_gpus: int, engine: str, num_micro_batches: int, max_grad_norm: float | None) -> dict[str, Any]:
-    """Return the fields of `ClusterConfig` about them."""
     if num_gpus == 1:
         return {"distributed_type": "NO", "num_processes": 1}
     if engine == DDP:

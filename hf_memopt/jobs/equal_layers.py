@@ -10,15 +10,15 @@ from torch import nn
 from hf_memopt.estimate.accounting.repeated_layers import Layers
 from hf_memopt.estimate.simulated_step import RepeatedLayers, SimulatedStep
 
-# Attributes that tell a layer from the next one although they do the same.
+# Attributes in which equal layers differ.
 _POSITION = {"layer_idx", "layer_id", "layer_number"}
 
 
 def equal_layers(model: nn.Module) -> Layers | None:
     """Return where a model's equal layers are: in its one longest list of modules that lies in no other list.
 
-    They are equal, or return every few layers, if they are made of modules of the same types, sizes and settings. The
-    first group may differ: some models have other layers there.
+    They are equal, or return every few layers, if their modules have the same types, sizes and settings. The first
+    group may differ.
     """
     lists = list(_outer_lists(model, ""))
     longest = max((len(layers) for _, layers in lists), default=0)
@@ -36,8 +36,8 @@ def equal_layers(model: nn.Module) -> Layers | None:
 def under_offloading(layers: Layers | None, offload: str) -> Layers | None:
     """Return equal layers, a few of which stand for all in a mode of `ActivationOffloader`; None if none do.
 
-    In mode "auto" a plan treats each layer as it likes, and the windows of "all" hold many. With "inputs" a layer's
-    input, made by the one before, leaves when the second after it begins.
+    A plan ("auto") treats each layer as it likes, and the windows of "all" hold many. With "inputs" a layer's input,
+    made by the one before, leaves when the second after it begins.
     """
     if layers is None or offload == "off":
         return layers
@@ -45,7 +45,6 @@ def under_offloading(layers: Layers | None, offload: str) -> Layers | None:
 
 
 def with_num_layers(config: Any, layers: Layers, count: int) -> Any:
-    """Return a copy of a configuration whose model has only the first `count` layers."""
     shorter = copy.deepcopy(config)
     for name, value in vars(config).items():
         if isinstance(value, list) and len(value) == layers.count:
@@ -57,13 +56,6 @@ def with_num_layers(config: Any, layers: Layers, count: int) -> Any:
 def told_by_few(
     step_of: Callable[[Any, RepeatedLayers | None], SimulatedStep], config: Any, layers: Layers | None
 ) -> SimulatedStep:
-    """Return a model's step, with those of a few of its layers that stand for the equal ones.
-
-    Args:
-        step_of: makes the step of a configuration and of facts about its layers.
-        config: configuration of the whole model.
-        layers: the equal ones; None, all are simulated.
-    """
     if layers is None:
         return step_of(config, None)
     few = RepeatedLayers(layers, lambda count: step_of(with_num_layers(config, layers, count), None))
@@ -80,7 +72,6 @@ def _outer_lists(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Modul
 
 
 def _kind(module: nn.Module) -> tuple[Any, ...]:
-    """Return the description of a module: its type, its plain settings, its weights, and the same of its children."""
     settings = tuple(
         (name, value)
         for name, value in sorted(vars(module).items())

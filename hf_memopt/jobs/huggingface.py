@@ -20,7 +20,7 @@ from hf_memopt.jobs.transformers_models.model_update import ModelUpdate
 from hf_memopt.jobs.transformers_models.optimizers import WITH_TABLES
 from hf_memopt.jobs.workload import Lever, divisors, num_steps
 
-# Treatments of the activations, from the fastest to the most frugal: checkpointing and offload.
+# From the fastest to the most frugal: checkpointing and offload.
 ACTIVATIONS = {
     "kept": ("none", "off"),
     "offloaded where free": ("none", "auto"),
@@ -35,8 +35,6 @@ _LEVERS_OF_SHARDS = (Lever("activations", ("kept", "selectively checkpointed", "
 
 @dataclass(frozen=True)
 class HuggingFaceModel(ModelOptions):
-    """A transformers model as a workload: the arguments are those of `ModelOptions`."""
-
     levers: tuple[Lever, ...] = field(default=_LEVERS, init=False)
 
     def __post_init__(self) -> None:
@@ -46,7 +44,6 @@ class HuggingFaceModel(ModelOptions):
 
     @property
     def name(self) -> str:
-        """The model, the class of transformers that is simulated, with which images, and on how many GPUs."""
         images = self.kind_of_task.describe(self.config, self.sample)
         ranks = "" if self.num_gpus == 1 else f", on each of {self.num_gpus} GPUs with {self.engine}"
         return f"{self.model} as {self.kind_of_task.class_name(self.config)}{images and f' {images}'}{ranks}"
@@ -60,16 +57,6 @@ class HuggingFaceModel(ModelOptions):
         return self.step_with(*ACTIVATIONS[settings["activations"]], micro_batch)
 
     def step_with(self, checkpointing: str, offload: str, micro_batch: int) -> SimulatedStep:
-        """Return the step with these ways to handle activations.
-
-        Args:
-            checkpointing: "none", "selective" (`apply_selective_checkpointing`) or "full" (transformers' own).
-            offload: "off" or a mode of `ActivationOffloader`, which needs `card` in `estimate_peak_memory`.
-            micro_batch: samples per forward pass of a GPU, a divisor of its share of `effective_batch`.
-
-        Raises:
-            ValueError: an option is unknown, or they do not go together.
-        """
         check_choice("checkpointing", checkpointing)
         check_choice("offload", offload)
         if offload == "inputs" and checkpointing == "none":
@@ -81,7 +68,7 @@ class HuggingFaceModel(ModelOptions):
                 f"effective_batch={self.effective_batch}"
             )
         num_micro_batches = min(2, passes)
-        _ = self.name  # its class is imported once, before processes are forked
+        _ = self.name  # imports its class, before processes are forked
         layers = None if self._treats_layers_differently else under_offloading(self._equal_layers, offload)
 
         def step_of(config: Any, repeated: RepeatedLayers | None) -> SimulatedStep:
@@ -98,9 +85,8 @@ class HuggingFaceModel(ModelOptions):
 
     @property
     def _treats_layers_differently(self) -> bool:
-        """Return whether equal layers do not repeat each other: their memory is freed in another order."""
-        # DDP's buckets are cut by size, across layers; FSDP2 gathers and frees otherwise at the ends, and DeepSpeed
-        # looks ahead over many.
+        """Whether equal layers do not repeat each other: their memory is freed in another order."""
+        # DDP cuts buckets across layers; FSDP2 gathers and frees otherwise at the ends, and DeepSpeed looks far ahead.
         differs = self.optimizer in WITH_TABLES or self.optimizer_in_backward or self.quantize == "int8"
         return differs or self.num_gpus > 1
 
@@ -141,7 +127,6 @@ class HuggingFaceModel(ModelOptions):
         return written
 
     def command(self, written: list[Path]) -> str:
-        """Return the recipe's, if it can train with these settings."""
         config, settings, *fields = written
         script = (
             f"-m hf_memopt.recipes.train_causal_lm --config_path {fields[0]}" if fields else f"a script with {settings}"
@@ -149,7 +134,6 @@ class HuggingFaceModel(ModelOptions):
         return f"accelerate launch --config_file {config} {script}"
 
     def _is_for_the_recipe(self, checkpointing: str) -> bool:
-        """Return whether the recipe has these options: AdamW, clipping, and checkpoints of whole blocks."""
         trains_all = self.kind == "causal" and self.lora_rank is None and self.max_grad_norm is not None
         plain = (self.optimizer, self.optimizer_in_backward, self.attention) == ("adamw", False, "auto")
         plain = plain and (self.loss, self.padding) == ("full", False) and self.dtype != "float16"

@@ -23,11 +23,7 @@ _OF_SAMPLES = (ACTIVATION, TEMPORARY, INPUT)
 
 
 class NothingFitsError(ValueError):
-    """No settings fit; the message names the needed memory.
-
-    Attributes:
-        smallest: the candidate that needs least.
-    """
+    """No settings fit; the message names the needed memory, and `smallest` is the candidate that needs least."""
 
     def __init__(self, message: str, smallest: Row) -> None:
         super().__init__(message)
@@ -52,14 +48,13 @@ def plan(
     Args:
         workload: the training step.
         gpu: a card's name, as in `CARDS`, or the size of its memory, such as "8GiB".
-        host: how much host memory may be used, such as "32GiB"; None, any.
+        host: host memory that may be used, such as "32GiB"; None, any.
         link: bandwidth between host and device, such as "12GBps"; None, the card's.
-        num_workers: how many simulations run at once; None, one per core.
+        num_workers: simulations at once; None, one per core.
         progress: show a progress bar.
 
     Raises:
-        ValueError: `gpu`, `host` or `link` is unreadable, `num_workers` is no count, or the card is smaller than the
-            memory that it keeps for itself.
+        ValueError: an argument is unreadable, or the card is smaller than the memory that it keeps for itself.
         NothingFitsError: with the smallest card that would do.
 
     Cost: seconds for each simulation; a few for each combination of levers.
@@ -77,8 +72,6 @@ def plan(
 
 
 class _Search:
-    """All combinations of levers, for each the micro-batches that bisection asks for."""
-
     def __init__(self, workload: Workload, card: Card, host_bytes: int | None) -> None:
         self.host_bytes = host_bytes
         self._workload, self._card = workload, card
@@ -92,9 +85,8 @@ class _Search:
         self._rows: list[Row] = []
 
     def run(self, num_workers: int, progress: bool) -> list[Row]:
-        """Simulate the combinations, each in a process of its own, and return all rows."""
         combinations = list(_combinations(self._workload.levers))
-        # Facts about a workload's model are found out here, and inherited by all processes.
+        # All processes inherit the facts about its model.
         self._workload.simulated(combinations[0], self._micro_batches[0])
         with tqdm(total=len(combinations), desc="Planning", unit="combination", disable=not progress) as bar:
 
@@ -105,8 +97,7 @@ class _Search:
                     else:
                         yield partial(self.explore, settings)
 
-            # The first combination is the plain run. It is simulated alone, before the others: if it fits with the
-            # largest micro-batch, every other combination is skipped.
+            # The plain run comes before the others: if it fits with the largest micro-batch, they are skipped.
             for part in (combinations[:1], combinations[1:]):
                 for rows in run_all_isolated(explorations(part), num_workers):
                     self._rows += rows
@@ -115,9 +106,8 @@ class _Search:
         return self._rows
 
     def explore(self, settings: Settings) -> list[Row]:
-        """Find the largest micro-batch that fits with these settings."""
         rows: list[Row] = []
-        # Positions in the ascending micro-batches: all up to `fitting` fit, all from `failing` on do not.
+        # Positions: all up to `fitting` fit, all from `failing` on do not.
         fitting, failing = -1, len(self._micro_batches)
         while failing - fitting > 1:
             position = self._next(fitting, failing, rows)
@@ -126,11 +116,8 @@ class _Search:
         return rows
 
     def _next(self, fitting: int, failing: int, rows: Sequence[Row]) -> int:
-        """Choose the micro-batch to try: the smallest, then the largest that should fit by the need of the last one.
-
-        That is a guess, since the peak is convex in the micro-batch. Where the last one did not fit, the middle of the
-        open range is tried.
-        """
+        """Choose the smallest, then the largest that should fit by the last one's need, or the middle if it was too
+        large."""
         if not rows:
             return 0
         if not rows[-1].fits:
@@ -142,7 +129,7 @@ class _Search:
         return min(max(guess, fitting + 1), failing - 1)
 
     def _is_needless(self, settings: Settings) -> bool:
-        """Return whether a combination that spends no more in any respect fits with the largest micro-batch of all."""
+        """Whether a combination that spends no more in any respect fits with the largest micro-batch."""
         ranks = self._ranks(settings)
         return any(
             row.fits
@@ -172,7 +159,7 @@ class _Search:
 
 
 def _combinations(levers: Sequence[Lever]) -> Iterator[Settings]:
-    """Yield all settings, those that spend least first."""
+    """Yield those that spend least first."""
     ranks = itertools.product(*(range(len(lever.values)) for lever in levers))
     for chosen in sorted(ranks, key=lambda each: (sum(each), each)):
         yield {lever.name: lever.values[rank] for lever, rank in zip(levers, chosen, strict=True)}

@@ -36,7 +36,7 @@ class Row:
 
 @dataclass(frozen=True)
 class SettingsPlan:
-    """The simulated settings for a card, and the best of them.
+    """The simulated settings for a card, and the best of them; `str` gives the choice and the table of all candidates.
 
     Attributes:
         workload: its name.
@@ -44,8 +44,6 @@ class SettingsPlan:
         card: that it must fit.
         host_bytes: part of the host's memory that may be used; None, any.
         rows: all candidates that were simulated, those that fit first, then by time.
-
-    `str` gives the choice in one line, and the table of all candidates.
     """
 
     workload: str
@@ -64,7 +62,6 @@ class SettingsPlan:
 
 
 def table(plan: SettingsPlan) -> str:
-    """Return all candidates as a Markdown table: those that fit first, by time."""
     heads = [
         "micro-batch",
         *(lever.name for lever in plan.levers),
@@ -77,7 +74,7 @@ def table(plan: SettingsPlan) -> str:
     ]
     rows = [_cells(row, plan) for row in plan.rows]
     rule = ["-" * len(head) for head in heads]
-    # An empty cell at the end gives the bar that closes a row.
+    # The empty cell gives the bar that closes a row.
     return "\n".join(f"| {line}" for line in align([[*row, ""] for row in (heads, rule, *rows)], separator=" | "))
 
 
@@ -95,7 +92,6 @@ def _cells(row: Row, plan: SettingsPlan) -> list[str]:
 
 
 def as_json(plan: SettingsPlan) -> dict[str, Any]:
-    """Everything that the table shows, in bytes and milliseconds."""
     return {
         "workload": plan.workload,
         "card": asdict(plan.card),
@@ -125,7 +121,6 @@ def _row_as_json(row: Row) -> dict[str, Any]:
 
 
 def headline(plan: SettingsPlan) -> str:
-    """Return the choice in one line."""
     best = plan.best
     return (
         f"{plan.workload} on {plan.card.name} ({plan.card.memory_bytes / GIB:.1f} GiB): {describe(best)}; peak "
@@ -135,7 +130,6 @@ def headline(plan: SettingsPlan) -> str:
 
 
 def explain(plan: SettingsPlan) -> list[str]:
-    """Explain why each lever is used or not, by the simulated settings."""
     lines = [_explain_micro_batch(plan), *(line for lever in plan.levers for line in _explain(plan, lever))]
     kept = ", ".join(f"{name} {size / MIB:.0f} MiB" for name, size in allowances(plan.card).items())
     time = f"An update takes {time_text(plan.best.estimate, plan.card)}."
@@ -188,6 +182,5 @@ def _assumptions(plan: SettingsPlan) -> list[str]:
 
 
 def describe(row: Row) -> str:
-    """Settings in words."""
     settings = [f"{name} {value}" for name, value in row.settings.items()]
     return ", ".join([f"micro-batch {row.micro_batch} x {row.accumulation}", *settings])

@@ -1,4 +1,4 @@
-"""The description of a job: the fields that the flags of `hf-memopt estimate` and `plan`, a file, and Python share.
+"""The fields that the flags of `hf-memopt estimate` and `plan`, a file, and Python share.
 
 It imports no torch, so that `--help` and a misspelt flag take no time.
 """
@@ -13,7 +13,7 @@ from typing import Annotated, Any, get_type_hints
 from hf_memopt.command_line import flag
 from hf_memopt.ranges import COUNT, POSITIVE, Range, ranges_in
 
-# The values of options that take one of a few, the default first.
+# The default first.
 CHOICES: dict[str, tuple[str, ...]] = {
     "task": (
         "auto",
@@ -48,7 +48,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "checkpointing": ("none", "selective", "full"),
     "offload": ("off", "auto", "inputs", "all"),
 }
-# What a model is trained with where nothing else is said.
 DEFAULTS: dict[str, Any] = {name: values[0] for name, values in CHOICES.items()} | {
     "batch_size": 1,
     "seq_len": 2048,
@@ -162,7 +161,6 @@ class JobSpec:
             object.__setattr__(self, name, FIELDS[name].read(value))
 
     def said(self) -> dict[str, Any]:
-        """Return the fields that have a value, in their order."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         return {
             name: value for name, value in values.items() if value is not None and value is not False and value != []
@@ -170,21 +168,12 @@ class JobSpec:
 
     @property
     def is_of_recipe(self) -> bool:
-        """Return whether a recipe trains, rather than the trainer of a file or a model."""
+        """Whether a recipe trains, rather than the trainer of a file or a model."""
         return self.training_args is None and (self.recipe or self.config) is not None
 
 
 @dataclass(frozen=True)
 class SpecField:
-    """A field of `JobSpec`.
-
-    Attributes:
-        name: name of the field.
-        kind: type of its values.
-        allowed: range of its numbers; None, it has none.
-        options: options of argparse's `add_argument`: help, metavar and choices.
-    """
-
     name: str
     kind: type
     allowed: Range | None
@@ -192,19 +181,13 @@ class SpecField:
 
     @property
     def flag(self) -> str:
-        """The field's flag on a command line."""
         return f"--{self.name.replace('_', '-')}"
 
     def words(self, value: Any) -> list[str]:
-        """Return the flag with a value, as they are written on a command line."""
         return [self.flag] if self.kind is bool else [self.flag, str(value)]
 
     def read(self, value: Any) -> Any:
-        """Return a value from Python or from a file as the field's type; a number may be a text.
-
-        Raises:
-            ValueError: the field does not take it.
-        """
+        """Return a value from Python or from a file as the field's type; a number may be a text."""
         if self.allowed is not None:
             return self._number(value, self.allowed)
         if self.kind is bool:
@@ -259,11 +242,6 @@ FIELDS = _fields()
 
 
 def read_spec(path: Path) -> JobSpec:
-    """Read a file of `JobSpec`'s fields, YAML or JSON.
-
-    Raises:
-        ValueError: it cannot be read, has a field that there is not, or a value that its field does not take.
-    """
     source = f"spec={str(path)!r}"
     held = read_fields(source, path, "a job", "seq_len: 4096")
     for name in held:
@@ -276,17 +254,7 @@ def read_spec(path: Path) -> JobSpec:
 
 
 def read_fields(source: str, path: Path, owner: str, example: str) -> dict[str, Any]:
-    """Read a file of fields without sections, YAML or JSON.
-
-    Args:
-        source: the file, as messages name it.
-        path: path of the file.
-        owner: the thing whose fields these are, for messages.
-        example: a line of such a file.
-
-    Raises:
-        ValueError: there is no such file, it cannot be read, or it holds no fields.
-    """
+    """Read a file of fields without sections, YAML or JSON; the other arguments are for messages."""
     import yaml
 
     if not path.is_file():
@@ -302,5 +270,4 @@ def read_fields(source: str, path: Path, owner: str, example: str) -> dict[str, 
 
 
 def nearest(name: object, known: Iterable[str]) -> str:
-    """Return the one of the known names that is most like a name."""
     return difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.0)[0]

@@ -10,17 +10,12 @@ from hf_memopt.estimate.simulated_step import SimulatedStep
 
 Settings = Mapping[str, Any]
 
-# Passes until an offloader's plan has settled: two are recorded, one is plain, one planned, and one repeats it.
+# Until an offloader's plan has settled: two passes are recorded, one is plain, one planned, and one repeats it.
 PASSES_OF_AUTO = 5
 
 
 def num_steps(offload: str, num_micro_batches: int) -> int:
-    """Return how many steps of so many passes each show everything: an optimizer's state, and a plan that has settled.
-
-    Args:
-        offload: "off" or a mode of `ActivationOffloader`.
-        num_micro_batches: passes in a step, each in the offloader's context.
-    """
+    """Return how many steps show everything: an optimizer's state, and a plan that has settled."""
     return max(2, -(-PASSES_OF_AUTO // num_micro_batches)) if offload == "auto" else 2
 
 
@@ -38,7 +33,6 @@ class Lever:
 
 
 def divisors(number: int) -> list[int]:
-    """Ascending."""
     small = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]
     return sorted({*small, *(number // each for each in small)})
 
@@ -50,8 +44,7 @@ class Workload(Protocol):
         name: for headings.
         levers: all but the micro-batch.
         effective_batch: samples per update.
-        micro_batches: sizes of a forward pass that may be chosen, ascending; divisors of `effective_batch` with which
-            the gradient is the same.
+        micro_batches: sizes of a forward pass, ascending; divisors of `effective_batch` with the same gradient.
     """
 
     @property

@@ -15,12 +15,11 @@ from hf_memopt.jobs.workload import Lever, Workload
 # Trainers and recipes stand above this package and use it; they are found by name.
 _FILES = "hf_memopt.integrations.transformers.file_workload"
 _RECIPES = "hf_memopt.recipes"
-# The fields of a spec that a model's workload has too.
 OF_MODELS = tuple(each.name for each in fields(HuggingFaceModel) if each.name in FIELDS)
 
 
 def workload_of(spec: JobSpec) -> Workload:
-    """Return the workload that a spec describes, for `plan` and for `given_step`.
+    """Return the workload that a spec describes, for `plan`.
 
     Raises:
         ValueError: the spec names nothing to train, or two things, or has a value that is not simulated.
@@ -32,15 +31,7 @@ def workload_of(spec: JobSpec) -> Workload:
 
 
 def given_step(spec: JobSpec, workload: Workload) -> tuple[SimulatedStep, int]:
-    """Return the step with the spec's own batch, checkpointing and offloading, and the forward passes of an update.
-
-    Args:
-        spec: the description.
-        workload: its workload.
-
-    Raises:
-        ValueError: the settings do not go together, or no lever of the recipe has them.
-    """
+    """Return the step as the spec has it, and the forward passes of an update."""
     made: Any = workload
     micro_batch = spec.batch_size or 1
     if spec.training_args is not None:
@@ -89,16 +80,7 @@ def _of_recipe(spec: JobSpec) -> Workload:
 
 
 def recipe_workload(name: str, config: Path | None, **options: Any) -> Workload:
-    """Return the workload of a recipe and its configuration file.
-
-    Args:
-        name: such as "train_lgt" or "lgt".
-        config: the file that the recipe is started with.
-        options: options of the recipe's `workload`; those that are None are left to it.
-
-    Raises:
-        ValueError: there is no such recipe, or the file cannot be read.
-    """
+    """Return the workload of, say, "train_lgt" or "lgt"; options that are None are left to the recipe."""
     recipe = name.removeprefix("train_")
     if recipe not in _recipes():
         raise ValueError(f"recipe={name!r} is not a recipe that can be simulated; choose from {', '.join(_recipes())}")
@@ -112,11 +94,7 @@ def recipe_workload(name: str, config: Path | None, **options: Any) -> Workload:
 
 
 def recipe_of(config: Path) -> str:
-    """Return the recipe that a configuration file's name begins with: `lgt_demo.json` is for `train_lgt`.
-
-    Raises:
-        ValueError: no recipe's name begins the file's.
-    """
+    """Return the recipe that a file's name begins with: `lgt_demo.json` is for `train_lgt`."""
     fitting = [recipe for recipe in _recipes() if f"{config.stem}_".startswith(f"{recipe}_")]
     if not fitting:
         raise ValueError(
@@ -126,7 +104,7 @@ def recipe_of(config: Path) -> str:
 
 
 def _recipes() -> dict[str, str]:
-    """Return the recipes that can be simulated, and the package in which the parts of each are."""
+    """Return the recipes that can be simulated, and the package of each."""
     modules = list(pkgutil.iter_modules(importlib.import_module(_RECIPES).__path__))
     scripts = [module.name.removeprefix("train_") for module in modules if not module.ispkg]
     packages = [module.name for module in modules if module.ispkg]

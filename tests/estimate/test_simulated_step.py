@@ -7,7 +7,7 @@ import pytest
 from late_imports import LateModule
 
 from hf_memopt.estimate import MemoryEstimate
-from hf_memopt.estimate.estimate import _estimate, _repeated, simulate, simulate_step
+from hf_memopt.estimate.estimate import _estimate, _repeated, estimate_peak_memory, simulate_step
 from hf_memopt.estimate.simulated_step import SimulatedStep
 from hf_memopt.estimate.simulation.child_process import run_isolated
 
@@ -94,7 +94,7 @@ def as_estimated(step: SimulatedStep) -> MemoryEstimate:
 
 
 def whole(step: SimulatedStep) -> MemoryEstimate:
-    return run_isolated(lambda: simulate(step.setup, step.step, num_steps=step.num_steps, gpu=GPU))
+    return estimate_peak_memory(step.setup, step.step, num_steps=step.num_steps, gpu=GPU)
 
 
 def check(few: MemoryEstimate, all_of_them: MemoryEstimate) -> None:

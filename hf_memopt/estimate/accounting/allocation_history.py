@@ -19,13 +19,13 @@ class StorageRecord:
         num_bytes: as the allocator counts it, rounding included.
         requested_bytes: as the program asked for it.
         on_host: whether it is host memory.
-        operation: which operation made it, such as "aten.mm.default".
+        operation: that made it, such as "aten.mm.default".
         owner: the module that was running; "" outside of modules.
         phase: in which it was born.
         kind: its use, where that is known; "" for the results of operations.
         born: position of its birth.
         died: position of its death; None while it lives.
-        source: index of the storage that it was made from, where no module was running; None if that is unknown.
+        source: index of the storage that it was made from, where no module was running; None if unknown.
         stream: number of the stream for which it was allocated; 0, the first one.
     """
 
@@ -80,11 +80,9 @@ class AllocationHistory:
 
     @property
     def position(self) -> int:
-        """The present position."""
         return len(self.changes)
 
     def trace(self) -> MemoryTrace:
-        """Return the changes of device memory."""
         entries = [
             (position, change)
             for position, change in enumerate(self.changes)
@@ -101,11 +99,9 @@ class AllocationHistory:
         )
 
     def host_peak_bytes(self) -> int:
-        """Return the most that tensors held in host memory in the steps."""
         held = accumulate(change.num_bytes if self.records[change.storage].on_host else 0 for change in self.changes)
         return max(itertools.islice(held, self.step_begins[0], None), default=0)
 
     def next_backward(self, position: int) -> int | None:
-        """Return where the first backward after a position begins."""
         later = bisect_right(self.backwards, position)
         return self.backwards[later] if later < len(self.backwards) else None

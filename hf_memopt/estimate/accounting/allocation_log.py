@@ -1,7 +1,4 @@
-"""Follows a simulated step: when each storage is born and dies, in which phase and in which module.
-
-Peaks and breakdowns are read off the history afterwards.
-"""
+"""Follows a simulated step: when each storage is born and dies, in which phase and in which module."""
 
 import weakref
 from bisect import bisect_right
@@ -29,11 +26,6 @@ class StepPhases:
 
     Forward lasts from the beginning of a step, or from a module's call, until backward begins; code between backward
     and the optimizer, or after it (clipping, averaging), is "outside".
-
-    Attributes:
-        name: name of the running phase.
-        module: full name of the innermost running module; "" outside of modules.
-        stream: number of the stream that operations are queued in; 0, the first one.
     """
 
     def __init__(self) -> None:
@@ -42,7 +34,7 @@ class StepPhases:
         self._running: list[str] = []
         self._names: dict[int, str] = {}
         self._roots: list[nn.Module] = []
-        # From which number of autograd's nodes on which module was running, in two lists.
+        # The number of autograd's nodes from which on each module was running.
         self._node_numbers: list[int] = []
         self._node_modules: list[str] = []
 
@@ -51,34 +43,29 @@ class StepPhases:
         return self._running[-1] if self._running else ""
 
     def add_root(self, module: nn.Module, prefix: str = "") -> None:
-        """Name a module and all in it; modules that have a name keep it."""
         self._roots.append(module)  # keeps ids from being reused
         for name, child in module.named_modules():
             full = ".".join(part for part in (prefix, name) if part)
             self._names.setdefault(id(child), full or type(module).__name__)
 
     def begin_step(self) -> None:
-        """Note that a step begins, with its forward pass."""
         self.name = FORWARD
 
     def knows(self, module: nn.Module) -> bool:
-        """Return whether a module belongs to a root."""
         return id(module) in self._names
 
     def enter(self, module: nn.Module) -> None:
-        """Note that a module begins to run: a forward pass, unless backward runs a checkpointed region again."""
+        """Note that a module begins: a forward pass, unless backward runs a checkpointed region again."""
         self._running.append(self._names[id(module)])
         self._note_nodes()
         if self.name in (BACKWARD, OUTSIDE) and not in_backward():
             self.name = FORWARD
 
     def leave(self) -> None:
-        """Note that the innermost module has returned, or raised."""
         self._running.pop()
         self._note_nodes()
 
     def module_of(self, node_number: int) -> str:
-        """Return the module that was running when autograd made a node; "" if none was."""
         found = bisect_right(self._node_numbers, node_number) - 1
         return self._node_modules[found] if found >= 0 else ""
 
@@ -87,10 +74,7 @@ class StepPhases:
         self._node_modules.append(self.module)
 
     def observe(self) -> bool:
-        """Look whether backward runs, which begins and ends without telling; return whether it begins here.
-
-        Called before each operation.
-        """
+        """Look, before an operation, whether backward runs, and return whether it begins here."""
         if self.name == OPTIMIZER:
             return False
         before = self.name
@@ -101,7 +85,7 @@ class StepPhases:
         return self.name == BACKWARD != before
 
 
-# Questions that fake tensors are asked through the dispatcher, without computing anything.
+# Questions that go through the dispatcher, without computing anything.
 _DEVICE, _LAYOUT = torch.ops.prim.device.default, torch.ops.prim.layout.default
 
 
@@ -113,10 +97,6 @@ class AllocationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         block_bytes: allocations are rounded up to multiples of this (512 for CUDA's caching allocator).
         phases: says which phase is running.
         observe: called after each operation with it and the running phase.
-
-    Attributes:
-        history: all changes so far.
-        phases: the argument.
     """
 
     def __init__(
@@ -133,7 +113,7 @@ class AllocationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._block_bytes = block_bytes
         self._observe = observe
         self._live: dict[int, tuple[int, weakref.ref[Any]]] = {}  # by the storage's address
-        self._place = ""  # of the newest operation; see `Change`
+        self._place = ""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -141,7 +121,7 @@ class AllocationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Half of all that is dispatched asks for a device, and each mode below takes its time.
+        # Half of all that is dispatched asks for a device, and each mode below costs time.
         if function is _DEVICE and type(args[0]) is FakeTensor:
             return args[0].fake_device
         if function is _DEVICE or function is _LAYOUT:
@@ -162,7 +142,7 @@ class AllocationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def following_resizes(self) -> Iterator[None]:
-        """Note also when a program itself resizes a storage, which is no operation: FSDP2 frees weights so."""
+        """Note also resizes of storages, which are no operations: FSDP2 frees weights so."""
         resize = torch.UntypedStorage.resize_
 
         def noted(storage: torch.UntypedStorage, num_bytes: int) -> None:
@@ -182,7 +162,7 @@ class AllocationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 record.owner = record.owner if owner is None else owner
 
     def enter_block(self, num_bytes: int, kind: str, owner: str, *, stays: bool) -> None:
-        """Note device memory that no tensor holds, and unless it stays, that it is given back at once."""
+        """Note device memory that no tensor holds; unless it stays, it is given back at once."""
         record = StorageRecord(
             num_bytes=self._rounded(num_bytes),
             requested_bytes=num_bytes,
@@ -201,12 +181,11 @@ class AllocationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._write(index, -record.num_bytes)
 
     def closed(self) -> AllocationHistory:
-        """Return the history, to which nothing is added any more, not even later deaths."""
+        """Return the history, to which not even later deaths are added."""
         self._live.clear()
         return self.history
 
     def record_of(self, tensor: Tensor) -> StorageRecord | None:
-        """Return the record of a tensor's storage, if it is known."""
         found = self._live.get(tensor.untyped_storage()._cdata)
         return None if found is None else self.history.records[found[0]]
 
@@ -223,7 +202,7 @@ class AllocationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.phases.module_of(node._sequence_nr())
 
     def _source(self, args: Any, number: int) -> int | None:
-        """Return the storage that an operation's result is made from: of a list, the one at the same place."""
+        """Return the storage that a result is made from: of a list, the one at the same place."""
         if not args:
             return None
         tensors = tensors_in(args[0])
@@ -258,7 +237,7 @@ class AllocationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
             source=source,
             stream=self.phases.stream,
         )
-        # The weak reference itself is kept here; its callback runs when the last reference to the storage goes.
+        # Its callback runs only while the weak reference itself is kept.
         self._live[address] = self._add(record), weakref.ref(storage, lambda _: self._bury(address))
         return record
 
@@ -269,7 +248,7 @@ class AllocationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return index
 
     def _resize(self, address: int, requested: int) -> None:
-        """Note a storage's size, if it is another one. Empty, it is dead, and filled again it is a new record."""
+        """Note another size: empty, a storage is dead, and filled again it is a new record."""
         index, reference = self._live[address]
         record = self.history.records[index]
         if requested == (record.requested_bytes if record.died is None else 0):

@@ -1,8 +1,8 @@
 """A model of CUDA's caching allocator: the memory that it reserves for a log of allocations.
 
 Source: c10/cuda/CUDACachingAllocator.cpp with its default settings. Blocks are multiples of 512 bytes; up to 1 MiB they
-come from 2 MiB segments; up to 10 MiB from 20 MiB segments; larger ones get a segment of their own, a multiple of
-2 MiB. A segment serves the stream that asked for it. The best fitting free block is taken, and split if enough is left;
+come from 2 MiB segments; up to 10 MiB from 20 MiB segments; larger ones get a segment of their own, a multiple of 2
+MiB. A segment serves the stream that asked for it. The best fitting free block is taken, and split if enough is left;
 neighbours that are free join again. Only when the device is full are segments without tensors returned.
 """
 
@@ -22,16 +22,16 @@ _MEDIUM_BYTES, _MEDIUM_SEGMENT_BYTES = 10 * MIB, 20 * MIB
 _LARGE_MULTIPLE_BYTES = 2 * MIB
 
 
-# Whether its blocks are small, and the stream that they are for.
+# Whether blocks are small, and their stream.
 Pool = tuple[bool, int]
 
 
 class OutOfDeviceMemoryError(MemoryError):
-    """The modelled device has no room for an allocation."""
+    """The modelled device has no room."""
 
 
 class MemoryBlock:
-    """A piece of a segment; `previous` and `following` are its neighbours there, free or not."""
+    """A piece of a segment; its neighbours there may be free or not."""
 
     __slots__ = ("address", "following", "free", "num_bytes", "pool", "previous")
 
@@ -43,16 +43,7 @@ class MemoryBlock:
 
 
 class CachingAllocator:
-    """Reserves segments for blocks.
-
-    Args:
-        capacity_bytes: capacity of the device; None, unlimited.
-
-    Attributes:
-        allocated_bytes: held by tensors now; `peak_allocated_bytes`, at most.
-        reserved_bytes: held from the device now; `peak_reserved_bytes`, at most.
-        lowest_address: lowest address of the newest segment. Addresses fall from 0.
-    """
+    """Reserves segments for blocks; addresses fall from 0."""
 
     def __init__(self, capacity_bytes: int | None = None) -> None:
         self.capacity_bytes = capacity_bytes
@@ -63,17 +54,11 @@ class CachingAllocator:
         self.lowest_address = 0
 
     def allocate(self, num_bytes: int, stream: int = 0) -> MemoryBlock:
-        """Return a block of at least this size for a stream, rounded up as the allocator does.
-
-        Raises:
-            OutOfDeviceMemoryError: there is no room, even with all unused segments returned.
-        """
         num_bytes = max(BLOCK_BYTES, -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES)
         small = num_bytes <= _SMALL_BYTES
         pool = small, stream
         free = self._free[pool]
-        # The list is sorted by size and then by address: the first block that is large enough is the best fit, and
-        # of equally large ones the one at the lowest address, as in torch.
+        # The best fit, and of equally large blocks the one at the lowest address, as in torch.
         position = bisect_left(free, (num_bytes,))
         block = free.pop(position)[2] if position < len(free) else self._new_segment(num_bytes, pool)
         block.free = False
@@ -86,10 +71,9 @@ class CachingAllocator:
         return block
 
     def release(self, block: MemoryBlock) -> None:
-        """Give a block back; it joins with free neighbours."""
         block.free = True
         self.allocated_bytes -= block.num_bytes
-        # Free blocks never lie side by side, since each release joins them: one look to either side suffices.
+        # Free blocks never lie side by side, so one look to either side suffices.
         for neighbour in (block.previous, block.following):
             if neighbour is not None and neighbour.free:
                 self._remove(neighbour)
@@ -98,7 +82,6 @@ class CachingAllocator:
 
     def _new_segment(self, num_bytes: int, pool: Pool) -> MemoryBlock:
         segment_bytes = _segment_bytes(num_bytes)
-        # The device is full: whole unused segments go back to it, and the segment is asked for once more.
         if not self._has_room(segment_bytes):
             self._return_unused()
             if not self._has_room(segment_bytes):
@@ -107,8 +90,8 @@ class CachingAllocator:
                 )
         self.reserved_bytes += segment_bytes
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
-        # Drivers give falling addresses, as far as published runs show: with them every byte that a T4 reserved is
-        # here, with rising ones up to 9 % are missing where attention's scores have many blocks of one size.
+        # Published runs show falling addresses: with rising ones up to 9 % of a T4's reserved bytes are missing where
+        # attention's scores have many blocks of one size, with falling ones none.
         self.lowest_address -= segment_bytes
         return MemoryBlock(self.lowest_address, segment_bytes, pool)
 
@@ -117,7 +100,7 @@ class CachingAllocator:
 
     def _return_unused(self) -> None:
         for pool, free in self._free.items():
-            # A free block without neighbours is a whole segment. Only such can go back to the device.
+            # Only whole segments, which are blocks without neighbours, can go back to the device.
             kept = [entry for entry in free if entry[2].previous or entry[2].following]
             self.reserved_bytes -= sum(entry[0] for entry in free) - sum(entry[0] for entry in kept)
             self._free[pool] = kept
@@ -156,13 +139,7 @@ def _segment_bytes(num_bytes: int) -> int:
 
 
 class Replay(NamedTuple):
-    """The state of an allocator in a run.
-
-    Attributes:
-        allocated: bytes in blocks after each change, as `torch.cuda.memory_allocated` counts them. They exceed the
-            tensors' bytes where the rest of a block was too small to be split off.
-        peak_reserved_bytes: the most that it has held from the device.
-    """
+    """The allocated bytes in blocks after each change, unused ends included, and the most reserved."""
 
     allocated: list[int]
     peak_reserved_bytes: int
@@ -176,7 +153,7 @@ class MemoryTrace:
         storages: which storage each change belongs to, by number.
         changes: bytes, in order; positive when a storage is born, negative when it dies.
         phases: the phase of each change.
-        positions: positions of each change in the ledger's log, which counts host memory too.
+        positions: positions of each change in the history, which counts host memory too.
         first_step: index of the change at which the first step begins.
         in_blocks: whether memory comes in the blocks of CUDA's allocator, or byte by byte.
         streams: for which stream storages are, by number, where that is not the first one.
@@ -192,7 +169,6 @@ class MemoryTrace:
 
     @cached_property
     def unlimited(self) -> Replay:
-        """The run on a device that is never full."""
         return self.replay()
 
     def held(self) -> list[int]:
@@ -200,7 +176,7 @@ class MemoryTrace:
         return self.unlimited.allocated if self.in_blocks else list(accumulate(self.changes))
 
     def peak(self) -> tuple[int, int]:
-        """Return the most that is held at one time from the first step on, and the index of the change to it."""
+        """Return the most that is held from the first step on, and the index of the change to it."""
         held = self.held()
         position = max(range(min(self.first_step, len(held) - 1), len(held)), key=held.__getitem__)
         return held[position], position
@@ -212,26 +188,17 @@ class MemoryTrace:
         return peaks
 
     def replay(self, capacity_bytes: int | None = None) -> Replay:
-        """Run CUDA's caching allocator, by its model.
-
-        Raises:
-            OutOfDeviceMemoryError: the run does not fit into `capacity_bytes`.
-        """
         allocator = CachingAllocator(capacity_bytes)
         allocated = [allocator.allocated_bytes for _ in self.placed_by(allocator)]
         return Replay(allocated, allocator.peak_reserved_bytes)
 
     def placed_by(self, allocator: CachingAllocator) -> Iterator[tuple[int, MemoryBlock | None]]:
-        """Have an allocator follow the run, and yield for each change the storage's size and block after it.
-
-        Both are gone, 0 and None, when the storage has died.
-        """
+        """Have an allocator follow the run, and yield each changed storage's size and block, 0 and None after death."""
         blocks: dict[int, MemoryBlock] = {}
         sizes: dict[int, int] = {}
         for storage, change in zip(self.storages, self.changes, strict=True):
             sizes[storage] = sizes.get(storage, 0) + change
-            # The storage has died, or it was resized. Then it gives its block back before it takes another one; torch
-            # holds both for the moment of the copy between them, which is left out here.
+            # torch holds both blocks of a resized storage during the copy between them, which is left out here.
             if storage in blocks:
                 allocator.release(blocks.pop(storage))
             if sizes[storage]:
@@ -239,7 +206,6 @@ class MemoryTrace:
             yield sizes[storage], blocks.get(storage)
 
     def fits(self, capacity_bytes: int) -> bool:
-        """Return whether the run goes through on a device with so much memory for the allocator."""
         try:
             self.replay(capacity_bytes)
         except OutOfDeviceMemoryError:
@@ -248,8 +214,7 @@ class MemoryTrace:
 
     @cached_property
     def smallest_capacity(self) -> int:
-        """The least memory of a device on which the allocator gets through, to 2 MiB, by bisection."""
-        # The tensors' peak bounds the answer from below, the memory reserved on an unlimited device from above.
+        """The least memory of a device on which the allocator gets through, to 2 MiB."""
         failing, fitting = max(accumulate(self.changes)) - 1, self.unlimited.peak_reserved_bytes
         while fitting - failing > _LARGE_MULTIPLE_BYTES:
             middle = (failing + fitting) // 2

@@ -24,8 +24,7 @@ from hf_memopt.estimate.accounting.allocation_log import (
 )
 from hf_memopt.estimate.accounting.operation import Operation, name_of, tensors_in
 
-# In the order in which they are drawn, from the bottom up: permanent storages, those of the first steps, those that
-# come and go, and memory without a tensor.
+# In the order in which they are drawn, from the bottom up.
 CATEGORIES = (
     FROZEN,
     TEACHER,
@@ -60,13 +59,8 @@ CATEGORIES = (
 class StepLabels:
     """Labels storages by their use, and knows which parameters were trained.
 
-    Storages of modules and optimizers are labelled when these run, at the latest. The results of operations stay
-    without a
+    Those of modules and optimizers are labelled when these run, at the latest. The results of operations stay without a
     label: whether one is an activation shows only when backward begins, so `alive_at` decides it after the run.
-
-    Args:
-        log: where the storages are.
-        phases: is told which module and which phase is running.
     """
 
     def __init__(self, log: AllocationLog, phases: StepPhases) -> None:
@@ -77,7 +71,7 @@ class StepLabels:
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Follow modules and optimizers through torch's global hooks, without the program's help."""
+        """Follow modules and optimizers through torch's global hooks."""
         handles: Iterable[Any] = (
             register_module_forward_pre_hook(self._enter_module),
             register_module_forward_hook(self._leave_module, always_call=True),
@@ -91,7 +85,6 @@ class StepLabels:
                 handle.remove()
 
     def add_state(self, state: Any) -> None:
-        """Label the results of setup: modules and their weights, optimizers, and tensors, which are inputs."""
         things = list(_things(state, ""))
         modules = [(name, thing) for name, thing in things if isinstance(thing, nn.Module)]
         for name, module in modules:
@@ -100,7 +93,6 @@ class StepLabels:
         self._log.label((tensor for tensor in tensors if self._is_unlabelled(tensor)), INPUT)
 
     def add_root(self, module: nn.Module, prefix: str = "") -> None:
-        """Label the weights and buffers of a module, and name all modules in it."""
         self._phases.add_root(module, prefix)
         for name, parameter in module.named_parameters(prefix=prefix):
             self._label_weight(parameter, PARAMETER if parameter.requires_grad else FROZEN, name)
@@ -110,7 +102,6 @@ class StepLabels:
             self._label_weight(buffer, BUFFER, name)
 
     def add(self, tensors: Iterable[Any], kind: str, owner: str = "") -> None:
-        """Label memory that engines hold, such as buckets in which gradients are reduced."""
         self._log.label(tensors, kind, owner)
 
     def add_exchanged(self, tensors: Iterable[Tensor], kind: str) -> None:
@@ -118,20 +109,18 @@ class StepLabels:
         self._log.label((tensor for tensor in tensors if self._is_unlabelled(tensor)), kind)
 
     def add_teacher_block(self, block: Tensor) -> None:
-        """Label device memory that a teacher has taken."""
         self._log.label([block], TEACHER, "")
 
-    def add_gradient(self, parameter: nn.Parameter) -> None:
-        """Note that a parameter has a gradient now, which may be gone before the update."""
-        self._reach([parameter])
+    def reach(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Note the gradients of parameters, which may be gone before the update."""
+        for parameter in parameters:
+            if parameter.grad is not None:
+                self._reached.add(id(parameter))
+                name = self._trainable.get(id(parameter), ("", parameter))[0]
+                self._log.label([parameter.grad], GRADIENT, name)
 
     def unreached(self) -> tuple[str, ...]:
-        """Return the names of trainable parameters that never had a gradient.
-
-        Raises:
-            ValueError: none had one, so that the step did not train.
-        """
-        self._reach(parameter for _, parameter in self._trainable.values())
+        self.reach(parameter for _, parameter in self._trainable.values())
         missing = tuple(name for key, (name, _) in self._trainable.items() if key not in self._reached)
         if self._trainable and len(missing) == len(self._trainable):
             raise ValueError(
@@ -151,19 +140,12 @@ class StepLabels:
         trained = [each for group in optimizer.param_groups for each in group["params"]]
         # Of no module, such as the copy in float32 of a rank's share.
         self._log.label((each for each in tensors_in(trained) if self._is_unlabelled(each)), OPTIMIZER_STATE)
-        self._reach(trained)
+        self.reach(trained)
         self._phases.name = OPTIMIZER
 
     def _end_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._log.label(tree_leaves(list(optimizer.state.values())), OPTIMIZER_STATE, "")
         self._phases.name = BACKWARD if in_backward() else OUTSIDE
-
-    def _reach(self, parameters: Iterable[nn.Parameter]) -> None:
-        for parameter in parameters:
-            if parameter.grad is not None:
-                self._reached.add(id(parameter))
-                name = self._trainable.get(id(parameter), ("", parameter))[0]
-                self._log.label([parameter.grad], GRADIENT, name)
 
     def _label_weight(self, weight: Tensor, kind: str, name: str) -> None:
         record = self._log.record_of(weight)
@@ -176,7 +158,6 @@ class StepLabels:
 
 
 def _things(value: Any, name: str) -> Iterable[tuple[str, Any]]:
-    """Modules, optimizers and tensors in nested containers and dataclasses, with the names under which they lie."""
     if isinstance(value, nn.Module | Optimizer | Tensor):
         yield name, value
     elif isinstance(value, Mapping):
@@ -206,7 +187,6 @@ def exchanged(operation: Operation) -> Iterator[tuple[str, list[Tensor]]]:
 
 
 def alive_at(history: AllocationHistory, position: int) -> list[tuple[str, StorageRecord]]:
-    """Return the device storages that are alive after a position, with their kinds, largest first."""
     live = [
         record
         for record in history.records
@@ -216,17 +196,10 @@ def alive_at(history: AllocationHistory, position: int) -> list[tuple[str, Stora
 
 
 def of_storages(history: AllocationHistory) -> tuple[str, ...]:
-    """Return the kind of every storage, by number."""
     return tuple(_kind(record, history) for record in history.records)
 
 
 def breakdown(live: list[tuple[str, StorageRecord]], allocated_bytes: int) -> dict[str, int]:
-    """Return the bytes of each kind, most first.
-
-    Args:
-        live: as `alive_at` returns it.
-        allocated_bytes: size of all blocks; the difference from the storages is their unused ends.
-    """
     totals: Counter[str] = Counter()
     for kind, record in live:
         totals[kind] += record.num_bytes

@@ -1,16 +1,11 @@
 """Memory that kernels take from torch's allocator beside their results.
 
-cuBLAS and cuBLASLt take workspaces, and keep them. Source: CublasHandlePool.cpp and Blas.cpp of torch 2.11. Each thread
-that computes has a handle of its own: the one that runs forward and the optimizer, and autograd's, which runs backward
-and recomputation. A handle takes its workspace when its first product runs, cuBLASLt's when the first one that adds a
-bias does.
-
-Softmax's backward makes the product of gradient and result, and drops it. Source: `softmax_backward_cuda_out` of
-SoftMax.cu. The backward of CTC's loss makes a second table like forward's. Source: `ctc_loss_backward_gpu_template` of
-LossCTC.cu.
-
+cuBLAS and cuBLASLt take workspaces, and keep them (CublasHandlePool.cpp and Blas.cpp of torch 2.11): one for the thread
+of forward and optimizer, one for autograd's, when the first product runs there, cuBLASLt's when the first one with a
+bias does. Softmax's backward makes the product of gradient and result, and drops it (`softmax_backward_cuda_out` of
+SoftMax.cu); CTC's backward makes a second table like forward's (`ctc_loss_backward_gpu_template` of LossCTC.cu).
 `masked_scatter` counts its mask's elements in front of each one, in 8 bytes each, and makes an expanded mask whole, in
-one byte each. Source: `masked_scatter__cuda` of IndexKernel.cpp and `launch_masked_scatter_kernel` of IndexKernel.cu.
+one (`masked_scatter__cuda` of IndexKernel.cpp, `launch_masked_scatter_kernel` of IndexKernel.cu).
 """
 
 from collections.abc import Iterator
@@ -44,13 +39,7 @@ _LT_WORKSPACE_BYTES = MIB
 
 
 class KernelBlock(NamedTuple):
-    """Memory that a kernel takes.
-
-    Attributes:
-        owner: the library or operation.
-        num_bytes: asked for.
-        stays: for ever, or until the operation ends.
-    """
+    """Memory that a kernel takes: until the operation ends, or it stays for ever."""
 
     owner: str
     num_bytes: int
@@ -58,18 +47,11 @@ class KernelBlock(NamedTuple):
 
 
 class KernelMemory:
-    """Says which memory operations take beside their results.
-
-    Args:
-        compute_capability: compute capability of the card.
-    """
-
     def __init__(self, compute_capability: tuple[int, int]) -> None:
         self._cublas_bytes = cublas_workspace_bytes(compute_capability)
         self._taken: set[tuple[str, bool]] = set()
 
     def taken_by(self, operation: Operation) -> Iterator[KernelBlock]:
-        """Yield the memory that an operation on the device takes, after its results are allocated."""
         packet, args = operation.function.overloadpacket, operation.args
         if packet is _aten._softmax_backward_data:
             yield KernelBlock("softmax's backward", args[0].nbytes, stays=False)
@@ -95,6 +77,6 @@ def _scatter_bytes(mask: Tensor, result: Tensor) -> int:
 
 
 def _adds_a_bias(bias: Tensor, left: Tensor, right: Tensor) -> bool:
-    """Return whether `addmm` runs cuBLASLt: one number for each column, and no side of length 1."""
+    """Whether `addmm` runs cuBLASLt: one number for each column, and no side of length 1."""
     is_row: bool = bias.dim() == 1 and bias.is_contiguous() and bias.shape[0] == right.shape[1]
     return is_row and min(*left.shape, *right.shape) > 1

@@ -44,23 +44,21 @@ class Layers:
 
     @property
     def template(self) -> int:
-        """Which group is repeated: one between others, since the first and the last are often special."""
+        """One group between others, since the first and the last are often special."""
         return self.reach
 
     @property
     def num_few(self) -> int:
-        """Return how many groups stand for all: the template, and those that it may exchange storages with."""
+        """The template, and the groups that it may exchange storages with."""
         return 2 * self.reach + 1
 
     def group_of(self, place: str) -> int | None:
-        """Return the group that a module or a weight is in; None if it is in none."""
         if place not in self._groups:
             found = self._pattern.search(place)
             self._groups[place] = int(found[2]) // self.period if found else None
         return self._groups[place]
 
     def renamed(self, place: str, num_groups: int) -> str:
-        """Return the name of the module or weight so many groups further on."""
         if num_groups == 0 or self.group_of(place) is None:
             return place
         if (place, num_groups) not in self._renamed:
@@ -69,7 +67,7 @@ class Layers:
             )
         return self._renamed[place, num_groups]
 
-    # Both are asked for every change, of which many have the same place.
+    # Many changes have the same place.
     @cached_property
     def _groups(self) -> dict[str, int | None]:
         return {}
@@ -84,14 +82,7 @@ class Layers:
 
 
 class _Role(NamedTuple):
-    """The place of a storage in its group, the same in all equal groups.
-
-    Attributes:
-        phase: number of the phase in which it was born, counted from the beginning.
-        operation: that made it.
-        place: where, with the layer's number as it would be in the first group.
-        number: how many its group made before it in this phase by the same operation in the same place.
-    """
+    """The place of a storage in its group, the same in all equal groups; `number` counts those made so before."""
 
     phase: int
     operation: str
@@ -100,14 +91,7 @@ class _Role(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """Consecutive changes that belong to one group.
-
-    Attributes:
-        group: that they belong to; None, to none.
-        phase: number of the phase that they are in, counted from the beginning.
-        begin: position of the first.
-        end: position after the last.
-    """
+    """Changes from `begin` to before `end` of one group, or of none, in one phase, numbered from the start."""
 
     group: int | None
     phase: int
@@ -124,14 +108,7 @@ class Growth:
 
 
 def growth(shorter: AllocationHistory, longer: AllocationHistory, layers: Layers) -> Growth:
-    """Compare a history to which a group is added with that of a model which has one group more.
-
-    Returns:
-        By how much storages of the longer history differ, such as norms of all weights, of which there are more.
-
-    Raises:
-        NotRepeatedError: they differ in anything else.
-    """
+    """Return how storages outside of the layers grow, such as norms of all weights; all else has to agree."""
     added = add_groups(shorter, layers, 1)
     if len(added.changes) != len(longer.changes) or len(added.records) != len(longer.records):
         raise NotRepeatedError(f"{len(longer.changes)} changes where {len(added.changes)} were expected")
@@ -161,17 +138,11 @@ def _identity(record: StorageRecord) -> tuple[object, ...]:
 def add_groups(
     history: AllocationHistory, layers: Layers, num_groups: int, each_adds: Growth | None = None
 ) -> AllocationHistory:
-    """Return the history of the same model with more layers.
-
-    Args:
-        history: history of a model with at least `layers.num_few` groups of layers.
-        layers: where these are.
-        num_groups: how many are added.
-        each_adds: growth of other storages with each group; None, they stay as they are.
+    """Return the history of a model with more groups of layers; other storages grow with each of them.
 
     Raises:
-        NotRepeatedError: the template cannot be repeated: its changes have no order among those of its neighbours, or
-            concern storages that a further group would not have.
+        NotRepeatedError: the template's changes have no order among those of its neighbours, or concern storages that a
+            further group would not have.
     """
     runs = _runs(history, layers)
     result = _Longer(history, runs, layers, num_groups, each_adds or Growth({}, {}))
@@ -192,8 +163,7 @@ def _runs(history: AllocationHistory, layers: Layers) -> list[_Run]:
         end = begin + len(list(members))
         runs.append(_Run(group, phase, begin, end))
         begin = end
-    # Storages that one group leaves behind often die while the next one is at work, whose run goes on as if nothing
-    # were there.
+    # Storages that a group leaves behind often die in the next one's run, which they do not end.
     merged = runs[:1]
     for run, following in zip(runs[1:], [*runs[2:], None], strict=True):
         before = merged[-1]
@@ -207,7 +177,7 @@ def _runs(history: AllocationHistory, layers: Layers) -> list[_Run]:
 
 
 def _is_late(history: AllocationHistory, layers: Layers, before: _Run, run: _Run) -> bool:
-    """Return whether something of a group goes only now, after its neighbour's run, with another group's."""
+    """Whether something of a group goes only now, after its neighbour's run, with another group's."""
     if before.phase != run.phase or before.group is None or run.group is None:
         return False
     in_pass = history.changes[run.begin].phase in (FORWARD, BACKWARD)
@@ -215,10 +185,9 @@ def _is_late(history: AllocationHistory, layers: Layers, before: _Run, run: _Run
 
 
 def _groups(history: AllocationHistory, layers: Layers) -> Iterator[tuple[int, int | None]]:
-    """Yield for each change the number of its phase, and the group that it belongs to.
+    """Yield for each change the number of its phase, and its group: the place's, else the storage's, else the last one.
 
-    That is the running one; where none runs, the one that the storage belongs to; and failing that the one before.
-    Outside of passes that is no help with a storage that belongs to none: it dies where it was born.
+    Outside of passes the last one is no help with a storage that belongs to none: it dies where it was born.
     """
     places = list(_places(history))
     current, phase, number = None, "", 0
@@ -235,10 +204,9 @@ def _groups(history: AllocationHistory, layers: Layers) -> Iterator[tuple[int, i
 
 
 def _places(history: AllocationHistory) -> Iterator[str]:
-    """Yield for each storage the module or weight that it belongs to."""
     records = history.records
     named = [record.owner or history.changes[record.born].place for record in records]
-    # Results made from a storage say where it belongs, if it does not itself: a weight's first form, before a cast.
+    # Results may tell where their source belongs: a weight's first form, before a cast.
     for index in range(len(records) - 1, -1, -1):
         source = records[index].source
         if source is not None and not named[source]:
@@ -261,15 +229,13 @@ def _directions(runs: list[_Run], template: int) -> Iterator[bool]:
 
 
 class _Longer:
-    """Writes the history with more groups, run by run."""
-
     def __init__(
         self, history: AllocationHistory, runs: list[_Run], layers: Layers, num_groups: int, each_adds: Growth
     ) -> None:
         self.history = AllocationHistory(history.in_blocks)
         self._old = history
         self._layers, self._num_groups, self._each_adds = layers, num_groups, each_adds
-        # Old storages: the group and the role of each that belongs to one.
+        # Old storages that belong to a group.
         self._roles: dict[int, tuple[int, _Role]] = {}
         counts: Counter[tuple[Any, ...]] = Counter()
         for run in runs:
@@ -286,7 +252,6 @@ class _Longer:
         self._new: dict[tuple[int, _Role] | int, int] = {}
 
     def emit(self, run: _Run, shift: int) -> None:
-        """Write a run's changes for the group so many further on."""
         marks = [*self._old.backwards, *self._old.step_begins]
         begins = {position for position in marks if run.begin <= position < run.end}
         for position in range(run.begin, run.end):

@@ -14,9 +14,9 @@ from typing import cast
 
 import torch
 
-# The message of torch's engine in a child of a process whose threads for devices have started.
+# torch's engine in a child of a process whose threads for devices have started.
 _FORKED_TOO_LATE = "autograd's threading in combination with fork"
-# The message of torch about a tensor with 2^63 bytes or numbers, or more.
+# torch about a tensor of 2^63 bytes or numbers, or more.
 TOO_LARGE = ("Storage size calculation overflowed", "numel: integer multiplication overflow")
 
 
@@ -25,24 +25,19 @@ class IsolatedError(RuntimeError):
 
 
 def run_isolated[Result](function: Callable[[], Result]) -> Result:
-    """Run `function()` in a forked process, which inherits everything that was imported and defined.
-
-    Nothing is pickled on the way in, so `function` may be a closure; its result must be picklable.
+    """Run `function()` in a forked process; it may be a closure, but its result must be picklable.
 
     Raises:
-        ValueError: `function` raised it: the same error, whose note holds the traceback. A tensor was too large.
+        ValueError: `function` raised it (its note holds the traceback), or a tensor was too large.
         IsolatedError: it raised anything else, or its process was killed.
     """
     return _Isolated(function).result()
 
 
 def run_all_isolated[Result](functions: Iterable[Callable[[], Result]], num_workers: int) -> Iterator[Result]:
-    """Yield the results of many functions, `num_workers` at a time, in the order in which they end.
+    """Yield the results of many functions, `num_workers` at a time, in the order in which they end; an error ends all.
 
-    Each function is taken from the iterable when there is room for it, so that it can depend on earlier results.
-
-    Raises:
-        ValueError, IsolatedError: see `run_isolated`; the other processes are ended.
+    Each is taken from the iterable when there is room for it, so that it can depend on earlier results.
     """
     waiting = iter(functions)
     running: dict[Connection, _Isolated[Result]] = {}
@@ -61,17 +56,15 @@ def run_all_isolated[Result](functions: Iterable[Callable[[], Result]], num_work
 
 
 class _Isolated[Result]:
-    """A function that runs in a forked process."""
-
     def __init__(self, function: Callable[[], Result]) -> None:
-        # Once here, rather than for a second in each child, whose first operation on fake tensors would import it.
+        # Fake tensors would import it, for a second in each child.
         importlib.import_module("torch._dynamo")
         context = multiprocessing.get_context("fork")
         self.receiver, sender = context.Pipe(duplex=False)
         self._process = context.Process(target=_child, args=(function, sender), daemon=True)
         with warnings.catch_warnings():
-            # Threads of this process do not exist in the forked one. As in torch's DataLoader workers, that is safe for
-            # a process which runs torch on one thread and leaves the accelerator alone.
+            # As in torch's DataLoader workers, that is safe for a process that runs torch on one thread and leaves the
+            # accelerator alone.
             warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
             self._process.start()
         sender.close()
@@ -116,7 +109,7 @@ def _child(function: Callable[[], object], sender: Connection) -> None:
     result, error, trace = None, None, ""
     try:
         result = function()
-    except Exception as caught:  # handed over to the parent, which raises it
+    except Exception as caught:
         error, trace = caught, traceback.format_exc()
     sender.send_bytes(_pickled(result, error, trace))
     sender.close()

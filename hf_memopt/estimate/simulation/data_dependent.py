@@ -1,9 +1,7 @@
 """Answers to questions that only real numbers could answer, and a record of every guess.
 
-Fake tensors have shapes and no values. Where a program asks for a value (`.item()`, `if tensor:`, `nonzero`), the
-answer that a plain training run would most likely get is given, and noted, so that an estimate can name its
-assumptions. Where the value follows from constants of the program, it is known (`known_values`), and nothing is
-assumed.
+Where a program asks for a value (`.item()`, `if tensor:`, `nonzero`), it gets the answer that a plain training run
+would most likely give, which is noted; values that follow from constants of the program are known (`known_values`).
 """
 
 import math
@@ -27,16 +25,16 @@ from hf_memopt.estimate.simulation import known_values
 from hf_memopt.estimate.simulation.known_values import value_of
 
 _aten = torch.ops.aten
-# Single random numbers drawn on the host decide, say, whether a layer is dropped: these are really drawn.
+# Single random numbers on the host, which decide, say, on dropping a layer, are really drawn.
 _DRAWN = (_aten.rand.default, _aten.randint.default, _aten.randint.low)
-# With a reduction, kernels allocate the loss of each element, and shrink the result in place: its memory stays.
+# With a reduction, kernels allocate each element's loss, and shrink it in place: its memory stays.
 _SHRUNK = (
     _aten.mse_loss.default,
     _aten.smooth_l1_loss.default,
     _aten.binary_cross_entropy.default,
     _aten.soft_margin_loss.default,
 )
-# Checks that go through `all()` are assumed to pass: masks are full, the arguments of distributions are valid.
+# Checks pass: masks are full, the arguments of distributions are valid.
 _TAKEN_AS_TRUE = ("all", "_is_all_true")
 
 
@@ -45,17 +43,10 @@ class UnsupportedOperationError(ValueError):
 
 
 class DataDependentOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Answers questions about values that fake tensors cannot.
+    """Answers questions about values that fake tensors cannot; `guesses` counts assumptions, which may change memory.
 
-    A known value is given as it is. Otherwise a number is taken as 1. A truth value is taken as False, except from
-    `all` and its like, which are True: masks hide nothing, and no exceptional branch is taken. Selections (`nonzero`,
-    boolean indexing) take all of their input.
-
-    Args:
-        phases: know which module is running, for errors.
-
-    Attributes:
-        guesses: assumptions, and how often they were made; these may change memory.
+    A known value is given. Otherwise a number is 1, and a truth value False, except from `all` and its like: masks hide
+    nothing, and no exceptional branch is taken. Selections (`nonzero`, boolean indexing) take all of their input.
     """
 
     def __init__(self, phases: StepPhases) -> None:
@@ -66,7 +57,6 @@ class DataDependentOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False: nothing is compiled in a simulation, and torch's guard against compiling takes time."""
         return False
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -140,7 +130,6 @@ class DataDependentOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return mask.new_empty((self._count("nonzero", mask), mask.dim()), dtype=torch.int64)
 
     def _count(self, name: str, mask: Tensor) -> int:
-        """Return how many elements an operation selects."""
         value = value_of(mask)
         if value is not None:
             with unset_fake_temporarily():
@@ -149,7 +138,7 @@ class DataDependentOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return max(1, mask.numel())
 
     def _index(self, tensor: Tensor, indices: list[Tensor | None]) -> Tensor:
-        """Turn masks into the indices of the elements that they select, as in torch's kernels."""
+        """Turn masks into the indices of the elements that they select, as torch's kernels do."""
         positions: list[Tensor | None] = []
         for index in indices:
             if index is not None and index.dtype in (torch.bool, torch.uint8):
@@ -174,7 +163,7 @@ def _lacks_fake(error: RuntimeError) -> bool:
 
 
 def _grouped_mm(function: Any, args: Any, kwargs: Any) -> Tensor:
-    """torch's fake implementation takes bfloat16 alone, unlike its kernels; shapes do not depend on the dtype."""
+    """torch's fake implementation takes bfloat16 alone, unlike its kernels."""
     standing_in = [each.to(torch.bfloat16) for each in args[:2]]
     result: Tensor = function(*standing_in, *args[2:], **kwargs)
     return result.to(args[0].dtype)

@@ -1,14 +1,13 @@
 """An accelerator without hardware: fake tensors on a device that follows CUDA's rules.
 
 Fake tensors on "cuda" need a driver (backward fails without one, autocast switches itself off, attention takes the math
-path), and fake tensors on "cpu" follow the CPU's rules. torch's PrivateUse1 Python backend is an accelerator to the
-autograd engine, to the optimizers and to operators that have one path for accelerators and one for the CPU; the rest is
-given to it here. Registering it is for a process and for good, so a simulation has a process of its own.
+path), and those on "cpu" follow the CPU's rules. torch's PrivateUse1 Python backend is an accelerator to the autograd
+engine, to the optimizers and to operators that have one path for accelerators; the rest is given to it here.
+Registering it is for a process and for good, so a simulation has a process of its own.
 
-Inside of `simulation` three dispatch modes lie on each other, and every operation passes them from the top down:
-the allocation log (`accounting.allocation_log`, which the caller opens), the answers to questions about values
-(`data_dependent`), and torch's fake mode, which computes shapes and allocates nothing. A mode that the simulated step
-opens, such as an offloader's, lies above them.
+Inside of `simulation` every operation passes three dispatch modes, from the top down: the allocation log, which the
+caller opens, the answers to questions about values (`data_dependent`), and torch's fake mode, which computes shapes and
+allocates nothing. A mode that the simulated step opens, such as an offloader's, lies above them.
 """
 
 import contextlib
@@ -50,11 +49,7 @@ DEVICE_TYPE = "virtualcuda"
 
 
 class _Backend(backend_registration._DummyBackendModule):
-    """The functions that torch asks of `torch.<backend>`; nothing but the choice of a stream has an effect.
-
-    Attributes:
-        phases: are told which stream is running.
-    """
+    """The functions that torch asks of `torch.<backend>`; nothing but the choice of a stream has an effect."""
 
     Stream, Event = VirtualStream, VirtualEvent
 
@@ -110,18 +105,11 @@ def simulation(
     phases: StepPhases | None = None,
     on_teacher_block: Callable[[Tensor], None] | None = None,
 ) -> Iterator[tuple[torch.device, DataDependentOps]]:
-    """Make all tensors fake while the context is open.
+    """Make all tensors fake; gives the device to build on and the mode that notes assumptions.
 
-    Gives the device to build on and the dispatch mode that notes assumptions.
-
-    Args:
-        like: "cuda", the virtual accelerator; "cpu", fake tensors that follow the CPU's rules.
-        clock: tells copies and offloaders the time; its card's compute capability decides on attention's kernels.
-        phases: know which module is running, for errors.
-        on_teacher_block: called with the device memory that teachers take.
-
-    Call it in a process of its own: the device stays registered, and an exception in a backend thread would end the
-    process, which is why autograd's threads are off.
+    `like` "cpu" means fake tensors by the CPU's rules. The clock's card decides on attention's kernels; teachers call
+    `on_teacher_block` with the device memory that they take. An exception in a backend thread would end the process,
+    which is why autograd's threads are off.
     """
     clock = VirtualClock(DEFAULT_CARD, like) if clock is None else clock
     phases = StepPhases() if phases is None else phases
@@ -133,7 +121,7 @@ def simulation(
         device = torch.device(DEVICE_TYPE, 0)
     with ExitStack() as stack:
         enter = stack.enter_context
-        # The result is the same beside a GPU as without one, and no driver is woken in a forked process.
+        # Results are the same beside a GPU, and no driver is woken in a forked process.
         enter(patch.object(torch.cuda, "is_available", lambda: False))
         enter(_deny_tracing())
         enter(torch.autograd.set_multithreading_enabled(False))
@@ -154,16 +142,13 @@ def simulation(
         enter(warnings.catch_warnings())
         # Deep copies of tensors look at the pointer, and copy a fake one as they should.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor", UserWarning)
-        # The mode that is entered last sees each operation first: `data_dependent` passes it on to the fake mode, and
-        # answers itself where that raises, since the answer depends on values.
+        # The mode that is entered last sees each operation first: `data_dependent` answers where the fake mode raises.
         enter(SimulatedTensors(allow_non_fake_inputs=True))
         enter(data_dependent)
         yield device, data_dependent
 
 
 def _simulated_type(clock: VirtualClock, on_teacher_block: Callable[[Tensor], None] | None) -> DeviceBackend:
-    """Describe the simulated device to those who copy, offload and stream."""
-
     def make_copier(device: torch.device, pin_memory: bool, purpose: str) -> VirtualCopier:
         return VirtualCopier(clock, device, on_teacher_block if purpose == "teacher" else None)
 
@@ -171,8 +156,7 @@ def _simulated_type(clock: VirtualClock, on_teacher_block: Callable[[Tensor], No
         make_copier=make_copier,
         make_clock=lambda device: clock,
         map_host=_on_device,
-        # An offloader hides its own operations from the mode that it opened, the newest. Those below have to see them:
-        # they make the results fake.
+        # From the offloader's mode, the newest: those below make the results fake.
         hide_operations=_pop_mode_temporarily,
         tensor_class=FakeTensor,
         is_unlimited=True,
@@ -196,7 +180,7 @@ def _deny_tracing() -> Iterator[None]:
 
 
 def _redirect_autocast() -> Any:
-    """Have code that says torch.autocast("cuda") mean the accelerator that is simulated."""
+    """Have `torch.autocast("cuda")` mean the accelerator that is simulated."""
     plain = torch.autocast.__init__
 
     def init(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
@@ -205,7 +189,7 @@ def _redirect_autocast() -> Any:
     return patch.object(torch.autocast, "__init__", init)
 
 
-# How launchers tell a process its place among others, and accelerate that it is to use the CPU or to shard.
+# The variables by which launchers tell a process its place, and accelerate to use the CPU or to shard.
 _LAUNCHED = ("ACCELERATE_USE_CPU", "LOCAL_RANK", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 _OF_ENGINES = ("ACCELERATE_USE_FSDP", "FSDP_", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_DEEPSPEED_")
 
@@ -244,7 +228,6 @@ def _fused_head_as_on_cuda() -> Iterator[None]:
 
 
 def _fold_tile(tile: Tensor, *others: Any, **settings: Any) -> None:
-    """Touch the tile, and make nothing."""
     tile.zero_()
 
 
@@ -271,7 +254,7 @@ def _disable_compile(data_dependent: DataDependentOps) -> Iterator[None]:
 def _keep_parameters_when_moved() -> Any:
     """Have `module.to()`, `.half()` and the like keep parameters, to which optimizers and ties refer, the same objects.
 
-    torch would swap a fake parameter with its moved copy, and refuses since fake tensors are known to a weak table.
+    torch would swap a fake parameter with its moved copy, and refuses since a weak table knows fake tensors.
     """
 
     def apply(self: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
@@ -290,10 +273,7 @@ def _keep_parameters_when_moved() -> Any:
 
 @contextmanager
 def _let_weights_change_device() -> Iterator[None]:
-    """Let teachers pack fake weights by their addresses, and point parameters at memory of another device and back.
-
-    Fake tensors have no addresses, and torch refuses to give them data of another device.
-    """
+    """Let teachers pack fake weights by address, and move weights' data between devices, which torch refuses."""
     with (
         patch.object(FakeTensor, "data", property(Tensor.data.__get__, _rebind)),  # type: ignore[attr-defined]
         patch.object(FakeTensor, "data_ptr", _address),
@@ -303,7 +283,7 @@ def _let_weights_change_device() -> Iterator[None]:
 
 
 def replace_memory(tensor: Tensor, memory: Tensor) -> None:
-    """Assign `tensor.data = memory` across devices: the same object gets the implementation of another one."""
+    """Assign `tensor.data = memory` across devices."""
     if isinstance(tensor, nn.Parameter):
         memory = nn.Parameter(memory, requires_grad=tensor.requires_grad)
     tensor.__class__, memory.__class__ = memory.__class__, tensor.__class__
@@ -319,7 +299,7 @@ def _rebind(tensor: Any, memory: Tensor) -> None:
 
 
 _storage_address = torch.UntypedStorage.data_ptr
-# Storages lie so far apart that none reaches the next. Python's integers have room for that.
+# No storage reaches the next; Python's integers have room for that.
 _APART_BITS = 48
 
 
@@ -332,7 +312,7 @@ def _address_of_storage(storage: torch.UntypedStorage) -> int:
 
 
 def _on_device(memory: Tensor, device: torch.device) -> Tensor:
-    """Return host memory as the device sees it: a tensor there with the same storage, which is counted once."""
+    """Return a tensor on the device with the storage of host memory, which is counted once."""
     assert isinstance(memory, FakeTensor)
     with _disable_current_modes():
         seen = torch.empty(0, dtype=memory.dtype, device="meta")

@@ -11,32 +11,30 @@ _TAKING_STORAGES = (torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.sour
 
 
 class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """Makes tensors fake, without torch's cache for operations on storages: its keys would keep the storages alive."""
+    """Makes tensors fake, without torch's cache for operations on storages: its keys would keep these alive."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        # Attributes of fake tensors, by their device: the same for all that are made from the cache.
+        # Of all fake tensors that are made from the cache, by device.
         self._attributes: dict[torch.device, dict[str, Any]] = {}
 
     @property
     def avoid_device_init(self) -> bool:
-        """`torch.tensor` makes tensors on the host and moves them: from torch 2.15 on it would ask the simulated
-        device for memory."""
+        """True: from torch 2.15 on, `torch.tensor` would else ask the simulated device for memory."""
         return True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False: nothing is compiled in a simulation, and torch's guard against compiling takes time."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _TAKING_STORAGES:
             return self._dispatch_impl(func, types, args, kwargs or {})
-        # For other views of the same memory torch's cache is open.
+        # torch's cache is open for other views of the same memory.
         return self.dispatch(_VIEW if func is _UNSAFE_VIEW else func, types, args, kwargs)
 
     def _get_output_tensor_from_cache_entry(self, state: Any, entry: Any, key: Any, *call: Any) -> Any:
-        """Make the key of a result in torch's cache; torch's own way took a fifth of a simulation.
+        """Make a result from torch's cache; torch's own way took a fifth of a simulation.
 
         A call is an operation and its arguments, from torch 2.15 on its arguments alone.
         """
@@ -60,7 +58,7 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
         return made
 
     def _prep_args_for_hash(self, result: list[object], args: Any, state: Any, id_hashed_objects: list[object]) -> None:
-        """Append the key of arguments in torch's cache; torch's own way took a third of a simulation."""
+        """As torch does; its own way took a third of a simulation."""
         if type(args) is dict:
             result.append(tuple(args))
             args = list(args.values())
@@ -78,12 +76,12 @@ class SimulatedTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
                 super()._prep_args_for_hash(result, (arg,), state, id_hashed_objects)
 
     def __deepcopy__(self, memo: Any) -> "SimulatedTensors":
-        """Return the mode itself: a copied tensor, whose attributes are copied too, stays a tensor of this mode."""
+        """Return the mode itself, so that a copied tensor, whose attributes are copied too, stays one of this mode."""
         return self
 
 
 def _facts(tensor: FakeTensor) -> tuple[object, ...]:
-    """Return everything about a strided fake tensor that decides on the result of an operation."""
+    """Return everything about a strided tensor that decides on the result of an operation."""
     memory = tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.untyped_storage().nbytes()
     flags = tensor.requires_grad, tensor.is_conj(), tensor.is_neg(), tensor.is_inference(), tensor.is_quantized
     return memory, flags, tensor.dtype, tensor.fake_device

@@ -18,14 +18,7 @@ _AMPERE = (8, 0)
 
 
 class KernelWork(NamedTuple):
-    """The work of a kernel.
-
-    Attributes:
-        kind: `MATRIX`, `CONVOLUTION`, `ATTENTION`, or `MEMORY` for all that is no arithmetic worth counting.
-        precision: precision of its products: `HALF`, `TF32` or `FLOAT32`.
-        flops: floating point operations.
-        num_bytes: read and written.
-    """
+    """The work of a kernel; `MEMORY` is all that is no arithmetic worth counting, `num_bytes` are read and written."""
 
     kind: str
     precision: str
@@ -35,12 +28,10 @@ class KernelWork(NamedTuple):
 
 @cache
 def starts_kernel(function: Any) -> bool:
-    """Return whether an operation does anything on the device; views and empty memory do not."""
     return not function.is_view and function.overloadpacket.__name__ not in _NO_KERNEL
 
 
 def work_of(operation: Operation, card: Card) -> KernelWork:
-    """Return the work of an operation on a card."""
     num_bytes = sum(leaf.nbytes for leaf in operation.inputs) + sum(leaf.nbytes for leaf in operation.outputs)
     flops = _flops(*operation[:4])
     kind = _kind(operation.function.overloadpacket.__name__) if flops else MEMORY
@@ -48,7 +39,7 @@ def work_of(operation: Operation, card: Card) -> KernelWork:
 
 
 def flops_per_s(work: KernelWork, card: Card) -> float:
-    """Return how fast the data sheet says that products are. TF32 is half as fast as half precision."""
+    """Return the data sheet's speed. TF32 is half as fast as half precision."""
     if work.precision == FLOAT32:
         return card.float32_flops
     return card.half_flops if work.precision == HALF else card.half_flops / 2
@@ -61,7 +52,7 @@ def _kind(operation: str) -> str:
 
 
 def _precision(kind: str, dtypes: set[torch.dtype], card: Card) -> str:
-    """Tensor cores take bfloat16 and TF32 from Ampere on. torch allows TF32 to convolutions, and else if it is told.
+    """Tensor cores take bfloat16 and TF32 from Ampere on; torch allows TF32 to convolutions, and else if it is told.
 
     Products of whole numbers in 8 bits are taken to be as fast as those of float16.
     """
@@ -75,7 +66,6 @@ def _precision(kind: str, dtypes: set[torch.dtype], card: Card) -> str:
 
 
 def _flops(function: Any, args: Any, kwargs: Any, result: Any) -> float:
-    """Return the floating point operations; 0 for an operation that only moves memory."""
     if "_attention" in function.overloadpacket.__name__:
         return _attention_flops(function.overloadpacket.__name__.endswith("_backward"), args)
     if function.overloadpacket is torch.ops.aten.convolution_backward:

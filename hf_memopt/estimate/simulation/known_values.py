@@ -1,8 +1,8 @@
 """Whole numbers and truth values that are known in a simulation, and values that follow from them.
 
-Fake tensors have no values. A model that counts its image tokens, or cuts patches into windows, asks for some all the
-same. Those that the program wrote down (`torch.tensor([[1, 2]])`) or made on the host (`torch.arange(9)`) are known.
-Each operation on nothing but known values is also done with these, so that the answers are those of a real run.
+Fake tensors have no values, but a model that counts its image tokens, or cuts patches into windows, asks for some.
+Those that the program wrote down (`torch.tensor([[1, 2]])`) or made on the host (`torch.arange(9)`) are known; each
+operation on nothing but known values is also done with these, so that the answers are those of a real run.
 """
 
 import math
@@ -19,20 +19,20 @@ from hf_memopt.units import MIB
 
 _aten = torch.ops.aten
 _FACTORIES = {_aten.arange, _aten.full, _aten.ones, _aten.zeros, _aten.scalar_tensor}
-# Set on fake tensors; torch keeps attributes of tensors as long as these.
+# An attribute of fake tensors.
 _VALUE = "_hf_memopt_value"
-# Larger tensors are unknown: no program asks for the values of masks of all pairs of tokens.
+# No program asks for the values of masks of all pairs of tokens.
 _MAX_BYTES = 64 * MIB
 
 
 def value_of(tensor: Any) -> Tensor | None:
-    """Return the values of a tensor, on the CPU; None, they are unknown."""
+    """Return the values of a tensor, on the CPU, if they are known."""
     value: Tensor | None = getattr(tensor, _VALUE, None)
     return None if value is None or _is_outdated(value) else value
 
 
 def computed(function: Any, args: Any, kwargs: Any) -> Any:
-    """Return the result of an operation on the known values of its arguments; None, one of them is unknown."""
+    """Return the result of an operation on known values; None, one of them is unknown."""
     if not _follows(function, args, kwargs):
         return None
     with unset_fake_temporarily():
@@ -55,12 +55,6 @@ def remember(function: Any, args: Any, kwargs: Any, result: Any) -> None:
 
 
 def attach(result: Any, value: Any) -> None:
-    """Note the values of tensors.
-
-    Args:
-        result: a fake tensor, or some in a tuple or list.
-        value: the same with real tensors; None, it is unknown.
-    """
     if isinstance(value, Tensor) and isinstance(result, FakeTensor) and _is_whole(value):
         setattr(result, _VALUE, value)
     elif isinstance(value, tuple | list):
@@ -76,7 +70,7 @@ def num_true(value: Tensor) -> int:
 
 
 def _follows(function: Any, args: Any, kwargs: Any) -> bool:
-    """Return whether the values of all arguments are known, and nothing else decides on the result."""
+    """Whether the values of all arguments are known, and nothing else decides on the result."""
     tensors = list(_tensors([*args, *kwargs.values()]))
     if not tensors:
         on_host = torch.device(kwargs.get("device") or "cpu").type == "cpu"
@@ -107,7 +101,7 @@ def _tensors(args: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _is_real(tensor: Tensor) -> bool:
-    """Return whether it has values of its own: it was just made of Python's numbers."""
+    """Whether a tensor was just made of Python's numbers."""
     return not isinstance(tensor, FakeTensor) and tensor.device.type == "cpu"
 
 
@@ -118,7 +112,6 @@ def _as_known(each: Any) -> Any:
 
 
 def _fits(function: Any, result: Any) -> bool:
-    """Return whether results are whole numbers, and no more than are worth knowing."""
     if isinstance(result, Tensor) and not _is_whole(result):
         return False  # as most are
     tensors = list(_tensors(result if isinstance(result, list | tuple) else [result]))

@@ -1,7 +1,4 @@
-"""How long a simulated step would take: the host starts kernels, which queue on the card; copies have two queues.
-
-Streams take no time.
-"""
+"""The time of a simulated step: the host starts kernels, which queue on the card; copies have two queues."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -29,19 +26,15 @@ from hf_memopt.transfer import Transfer
 class VirtualClock:
     """Seconds of the compute stream, moved by operations and by waiting for copies.
 
-    Args:
-        card: how fast operations and copies are.
-        like: the device that is simulated; beside "cuda" operations on the CPU take no time, and "cpu" is the device
-            itself.
-
     The host starts one operation after the other, and the card computes them in turn; it waits where the host is
-    slower. A step begins with both of them at the same moment. Operations of a simulated CPU start at no cost.
+    slower. A step begins with both at the same moment. A simulated CPU starts operations at no cost; beside a
+    card, those on the CPU take no time.
 
     Attributes:
         now_s: the moment at which the compute stream is.
-        stalled_s: for how long it has waited for copies, over all steps.
-        phases_ms: how long the newest step has taken, by phase.
-        stall_ms: for how long the newest step has waited for copies.
+        stalled_s: time that it has waited for copies, over all steps.
+        phases_ms: time of the newest step, by phase.
+        stall_ms: time that the newest step has waited for copies.
     """
 
     def __init__(self, card: Card, like: str = "cuda") -> None:
@@ -49,10 +42,10 @@ class VirtualClock:
         self._unbooked = set() if like == "cpu" else {"cpu"}
         self._operation_s = 0.0 if like == "cpu" else HOST_S
         self._speeds = speeds_of(card)
-        # `_started_s`: until which moment the host has been starting operations.
+        # The host has been starting operations until `_started_s`.
         self.now_s = self._started_s = self.stalled_s = self.stall_ms = 0.0
         self.phases_ms: dict[str, float] = {}
-        # Up to which moment time is booked to phases, and the part of `stalled_s` of earlier steps.
+        # Time is booked to phases until `_booked_s`.
         self._booked_s = self._stalled_before_s = 0.0
 
     def mark(self) -> float:
@@ -65,21 +58,19 @@ class VirtualClock:
         return end - start
 
     def wait_until(self, moment_s: float) -> None:
-        """Let compute go on no earlier."""
         self.stalled_s += max(0.0, moment_s - self.now_s)
         self.now_s = max(self.now_s, moment_s)
 
     def begin_step(self) -> None:
-        """Count the newest step's time from here."""
         self.phases_ms = {}
         self._started_s = self.now_s
         self._booked_s, self._stalled_before_s = self.now_s, self.stalled_s
 
     @contextmanager
     def repeating(self, num_more: int) -> Iterator[None]:
-        """Let the operations inside take their time so many times more, as if they were done again.
+        """Let the operations inside, but no copies, take their time so many times more.
 
-        That is exact where host and card are as far apart afterwards as before. Copies are not repeated.
+        That is exact where host and card are as far apart afterwards as before.
         """
         now_s, started_s = self.now_s, self._started_s
         yield
@@ -87,7 +78,6 @@ class VirtualClock:
         self._started_s += num_more * (self._started_s - started_s)
 
     def charge(self, operation: Operation, phase: str) -> None:
-        """Let an operation take its time, and book all time since the last one to a phase."""
         devices = set(map(device_kind, operation.inputs))
         devices.update(map(device_kind, operation.outputs))
         if not devices <= self._unbooked:
@@ -102,7 +92,7 @@ class VirtualClock:
         self.stall_ms = 1e3 * (self.stalled_s - self._stalled_before_s)
 
     def _duration_s(self, operation: Operation, devices: set[str]) -> float:
-        """Return the seconds of an operation: the longer of its arithmetic and its memory traffic, plus a bit."""
+        """The longer of its arithmetic and its memory traffic, plus a bit."""
         outputs = operation.outputs
         if len(devices) > 1 and "cpu" in devices and outputs and all(leaf.dim() for leaf in operation.inputs):
             return sum(leaf.nbytes for leaf in outputs) / self.card.link_bytes_per_s
@@ -112,20 +102,13 @@ class VirtualClock:
         return KERNEL_S + max(compute_s, memory_s)
 
     def _share(self, work: KernelWork) -> float:
-        """Return which part of the data sheet's speed such products reach."""
         if work.kind in (CONVOLUTION, ATTENTION):
             return float(getattr(self._speeds, work.kind))
         return float(getattr(self._speeds, work.precision))
 
 
 class VirtualCopier:
-    """Copies that take time and move nothing: fake tensors have no contents. One queue in each direction.
-
-    Args:
-        clock: clock of the compute stream.
-        device: where `empty_device` allocates.
-        on_block: called with each block that `empty_device` allocates.
-    """
+    """Copies that take time and move nothing, with one queue in each direction."""
 
     def __init__(
         self, clock: VirtualClock, device: torch.device, on_block: Callable[[Tensor], None] | None = None
@@ -173,8 +156,6 @@ class _VirtualTransfer:
 
 
 class VirtualEvent:
-    """A moment in a stream, which has always been reached."""
-
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
     def record(self, *args: Any) -> "VirtualEvent":
@@ -189,11 +170,7 @@ class VirtualEvent:
 
 
 class VirtualStream:
-    """A queue of its own for operations, and memory of its own for their results. It takes no time.
-
-    Attributes:
-        number: 0, the first one.
-    """
+    """A queue of its own, with memory of its own for results; takes no time."""
 
     # FSDP2 of torch 2.15 names streams to an operation that does nothing; 20 is torch's number for PrivateUse1.
     device_index, device_type = 0, 20

@@ -14,7 +14,7 @@ from transformers import HfArgumentParser, TrainingArguments
 from hf_memopt.command_line import argparse_raising
 from hf_memopt.jobs.spec import nearest, read_fields
 
-# The fields of TRL's ModelConfig and their defaults; a plain Trainer is made with the same.
+# TRL's ModelConfig; a plain Trainer is made with the same.
 MODEL_FIELDS: dict[str, Any] = {
     "model_name_or_path": None,
     "model_revision": "main",
@@ -36,12 +36,11 @@ MODEL_FIELDS: dict[str, Any] = {
     "use_bnb_nested_quant": False,
     "bnb_4bit_quant_storage": None,
 }
-# The newer names of fields that have been renamed.
 _NEWER = {
     "gradient_checkpointing": "activation_checkpointing",
     "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
 }
-# Fields that change memory and are not simulated, with the values that ask for nothing.
+# Not simulated, with the values that ask for nothing.
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "deepspeed": (None,),
     "fsdp": (None, "", [], False),
@@ -62,7 +61,7 @@ OPTIMIZERS = (
     "adagrad",
     "rmsprop",
 )
-# Fields that hold no memory in training steps, and would ask for a device, a network, other data or a tokenizer.
+# These hold no memory in training steps, and would ask for a device, a network, other data or a tokenizer.
 _LEFT_OUT: dict[str, Any] = {
     "use_cpu": True,
     "bf16_full_eval": True,  # leaves a model without memory where it is
@@ -136,8 +135,8 @@ def read_argument_file(path: Path) -> ArgumentFile:
     """Read a file of arguments.
 
     Args:
-        path: YAML or JSON, with fields of TrainingArguments; or besides these with fields of TRL's SFTConfig,
-            ModelConfig and ScriptArguments, which makes it one for SFTTrainer.
+        path: YAML or JSON, with fields of TrainingArguments; fields of TRL's SFTConfig, ModelConfig and ScriptArguments
+            make it one for SFTTrainer.
 
     Raises:
         ValueError: it cannot be read; a field belongs to none of these, or to TRL, which is not installed.
@@ -159,16 +158,13 @@ def read_argument_file(path: Path) -> ArgumentFile:
 
 
 def current_names(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return fields and their values by the names that the installed transformers prefers.
-
-    Where both names of a field are given, the value of the newer one counts.
-    """
+    """Use the names that the installed transformers prefers; a newer name's value wins."""
     current = {name: _current_name(name) for name in given}
     return {new: given[name] for name, new in current.items() if new == name or new not in given}
 
 
 def set_fields(arguments: TrainingArguments, values: Mapping[str, Any]) -> None:
-    """Set fields of arguments that have been made, under both names where the installed transformers has two."""
+    """Set fields under both names where the installed transformers has two."""
     for name, value in values.items():
         for each in {name, _current_name(name)}:
             setattr(arguments, each, value)
@@ -193,7 +189,7 @@ def _sft_config() -> Any:
 
 
 def _names_of_trl(first: str) -> set[str]:
-    """Return the fields that TRL's script for SFT reads; `env` are variables."""
+    """Return the fields of TRL's script; `env` are variables."""
     try:
         from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig
     except ModuleNotFoundError as error:

@@ -17,19 +17,6 @@ _PADDING, _END = "<pad>", "</s>"
 def make_trainer(
     file: ArgumentFile, config: Any, task: str, changes: Mapping[str, Any], seq_len: int, output_dir: str
 ) -> Trainer:
-    """Return a Trainer, or TRL's SFTTrainer, for `trainer_step`.
-
-    Args:
-        file: says how it trains.
-        config: configuration of the model.
-        task: one whose samples are tokens.
-        changes: fields that have other values than in the file.
-        seq_len: tokens of each sample.
-        output_dir: an empty folder.
-
-    Raises:
-        ValueError: a field or its value is not simulated, or the model cannot be made.
-    """
     arguments = file.training_arguments(changes, output_dir)
     about = file.model_fields(changes)
     model = _base_model(config, task, about)
@@ -62,18 +49,17 @@ def _base_model(config: Any, task: str, about: Mapping[str, Any]) -> Any:
 
 
 def storage(about: Mapping[str, Any]) -> str | None:
-    """Return how bitsandbytes stores the frozen weights."""
     return "nf4" if about["load_in_4bit"] else "int8" if about["load_in_8bit"] else None
 
 
 def attention(about: Mapping[str, Any]) -> str | None:
-    """Return the simulated implementation: kernels that are not here hold as much as torch's flash attention."""
+    """Return the simulated kernel; those that are not here hold as much as torch's flash attention."""
     asked = about["attn_implementation"]
     return asked if asked in (None, "eager", "sdpa") else "sdpa"
 
 
 def _adapters(about: Mapping[str, Any]) -> Any:
-    """Return the configuration that TRL's `get_peft_config` returns."""
+    """Do as TRL's `get_peft_config`."""
     from peft import LoraConfig
 
     optional = {"target_parameters": about["lora_target_parameters"]} if about["lora_target_parameters"] else {}
@@ -97,7 +83,7 @@ def _sft_trainer(model: Any, arguments: Any, rows: list[list[int]], adapters: An
 
     disable_progress_bars()
     data = {"train_dataset": Dataset.from_dict({"input_ids": rows}), "processing_class": _tokenizer()}
-    # TRL asks for this where it makes adapters, which it makes bfloat16 then; later transformers asks bitsandbytes.
+    # TRL makes adapters bfloat16 by it; later it would make transformers ask bitsandbytes.
     model.is_loaded_in_4bit = is_quantised
     trainer: Trainer = SFTTrainer(model, arguments, peft_config=adapters, **data)
     del model.is_loaded_in_4bit
@@ -114,7 +100,7 @@ def _plain_trainer(model: nn.Module, arguments: Any, rows: list[list[int]], adap
 
 
 def _tokenizer() -> Any:
-    """Return one that TRL asks for special words; the samples are tokens already."""
+    """Return a tokenizer for TRL's special words; the samples are tokens already."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 

@@ -36,7 +36,7 @@ _TOKEN_TASKS = ("causal", "masked", "seq2seq")
 # Without selective checkpointing, for which Trainer has no field.
 _CHOICES = tuple(name for name, (checkpointing, _) in ACTIVATIONS.items() if checkpointing != "selective")
 _BATCH, _ACCUMULATION = "per_device_train_batch_size", "gradient_accumulation_steps"
-# Fields of the file that fields of a spec overrule.
+# From a spec's fields to the file's.
 _FIELDS = {
     "model": "model_name_or_path",
     "batch_size": "per_device_train_batch_size",
@@ -47,7 +47,6 @@ _FIELDS = {
     "lora_targets": "lora_target_modules",
     "use_dora": "use_dora",
 }
-# Fields of a spec whose values are spelled otherwise in the file.
 _VALUES: dict[str, dict[Any, dict[str, Any]]] = {
     "precision": {name: {"bf16": name == "bf16", "fp16": name == "fp16"} for name in ("no", "bf16", "fp16")},
     "checkpointing": {name: {"gradient_checkpointing": name == "full"} for name in ("none", "full")},
@@ -63,19 +62,14 @@ _VALUES: dict[str, dict[Any, dict[str, Any]]] = {
         "sgd": {"optim": "sgd"},
     },
 }
-# Fields of a spec that say nothing about the training, or that the workload takes itself.
+# These say nothing about the training, or the workload takes them itself.
 _OTHERS = {"training_args", "seq_len", "task", "effective_batch", "offload", "max_grad_norm", "gpu", "host", "link"}
 _OTHERS |= {"check", "explain", "json", "timeline", "snapshot", "output", "workers"}
-# Fields of a spec that a plan of the file takes over; it chooses batches and checkpointing itself.
+# A plan of the file takes these over; it chooses batches and checkpointing itself.
 OF_FILES = (_FIELDS.keys() | _VALUES.keys() | {"seq_len", "task"}) - {"batch_size", "accumulation", "checkpointing"}
 
 
 def file_workload(spec: JobSpec) -> "FileWorkload":
-    """Return the workload of a spec's `training_args`, which the spec's other fields overrule.
-
-    Raises:
-        ValueError: a field of the spec has no place in the file; see also `read_argument_file` and `FileWorkload`.
-    """
     assert spec.training_args is not None
     changes = _changes(spec)
     return FileWorkload(
@@ -88,7 +82,6 @@ def file_workload(spec: JobSpec) -> "FileWorkload":
 
 
 def _changes(spec: JobSpec) -> dict[str, Any]:
-    """Return the fields of the file that a spec overrules."""
     changes: dict[str, Any] = {}
     for name, value in sorted(spec.said().items()):
         if name in _OTHERS:
@@ -168,7 +161,6 @@ class FileWorkload:
 
     @property
     def micro_batches(self) -> list[int]:
-        """All that divide the update."""
         return divisors(self.effective_batch)
 
     def as_given(self, offload: str = "off") -> SimulatedStep:
@@ -191,7 +183,7 @@ class FileWorkload:
         return self._step(self._chosen(checkpointing, micro_batch), offload)
 
     def write(self, settings: Mapping[str, Any], micro_batch: int, folder: Path) -> list[Path]:
-        """Return an accelerate config, and the file with the chosen fields."""
+        """Write an accelerate config, and the file with the chosen fields."""
         checkpointing, self._offload = ACTIVATIONS[settings["activations"]]
         precision = "bf16" if self.arguments.bf16 else "fp16" if self.arguments.fp16 else "no"
         # TrainingArguments have no fields for the model.
@@ -204,7 +196,7 @@ class FileWorkload:
         return [write_accelerate_config(folder / "accelerate.yaml", precision), written]
 
     def command(self, written: list[Path]) -> str:
-        """TRL's script with the file, or a script of one's own; under `hf-memopt launch` where it offloads."""
+        """Return TRL's script with the file, or a script of one's own; under `hf-memopt launch` where it offloads."""
         config, fields = written
         script = f"-m trl.scripts.sft --config {fields}" if self.file.is_sft else f"a script with {fields}"
         if self._offload == "off":

@@ -21,23 +21,15 @@ MODEL = "model"
 
 
 class SimulatedTrainer:
-    """Puts a trainer on a device that is simulated, and runs its own `train`, one update at a time.
+    """Puts a trainer on a device that is simulated, without values, and runs its own `train`, one update at a time.
 
-    Its callbacks do not run, apart from those that offload: they log, evaluate and save. Of the batches that it
+    Its callbacks do not run, apart from those that offload: they log, evaluate and save. Of the `batches` that it
     accumulates at most two run, the largest last, since the third finds memory as the second did; all are there.
-
-    Args:
-        trainer: as its constructor left it, or as an earlier `train` did.
-        window: the batches of an update.
-        device: where the weights are to be; they get no values.
-
-    Attributes:
-        modules: the trained model as `MODEL`, and others that the trainer has, such as a reference model.
-        batches: batches of an update.
+    `modules` are the trained model as `MODEL`, and others that the trainer has, such as a reference model.
     """
 
     def __init__(self, trainer: Trainer, window: TrainerWindow, device: torch.device) -> None:
-        gc.freeze()  # Trainer collects garbage, and there are a million objects that this process will not free
+        gc.freeze()  # Trainer collects garbage, among a million objects that stay
         self._trainer = trainer
         args = trainer.args
         args.use_cpu, args._n_gpu, args.distributed_state = False, 1, PartialState()
@@ -71,7 +63,6 @@ class SimulatedTrainer:
 
 
 def offloader_of(callback: TrainerCallback) -> ActivationOffloader | None:
-    """Return the offloader of those callbacks that have one, such as those that `attach` adds."""
     offloader = getattr(callback, "offloader", None)
     return offloader if isinstance(offloader, ActivationOffloader) else None
 
@@ -85,7 +76,6 @@ class _Batches(list[Any]):
 
 
 def modules_of(trainer: Trainer) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the trained model and the trainer's other models, by name, each once."""
     yield MODEL, trainer.model
     known = set(trainer.model.modules())
     for name, value in vars(trainer).items():
@@ -97,17 +87,16 @@ def modules_of(trainer: Trainer) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _was_prepared(module: nn.Module) -> bool:
-    """Take off wrappers that another `Accelerator` has put around a module; return whether there were any."""
+    """Take off the wrappers of another `Accelerator`; return whether there were any."""
     was_prepared = bool(vars(module).pop("_is_accelerate_prepared", False))
     if "_original_forward" in vars(module):
-        # accelerate's own unwrapping also takes off wrappers that others had put around it before, such as TRL's
-        # losses.
+        # accelerate's own unwrapping also takes off wrappers below its own, such as TRL's losses.
         module.forward = vars(module).pop("_original_forward")
     return was_prepared
 
 
 def _renew_accelerator(trainer: Trainer) -> None:
-    """Give a trainer an `Accelerator` of the simulation; fp16 autocasts without a scaler, which would read values."""
+    """Give the trainer an `Accelerator` whose fp16 has no scaler, which would read values."""
     precision = trainer.args.mixed_precision
     trainer.args.mixed_precision = "bf16" if precision == "fp16" else precision
     trainer.create_accelerator_and_postprocess()
@@ -125,7 +114,6 @@ def _renew_accelerator(trainer: Trainer) -> None:
 
 
 def _place(module: nn.Module, device: torch.device) -> None:
-    """Give weights and buffers memory on the device, as `module.to(device)` does, without values."""
     for child in module.modules():
         for parameter in child.parameters(recurse=False):
             if not isinstance(parameter, FakeTensor):  # a tied one has been there before

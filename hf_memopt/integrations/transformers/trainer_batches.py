@@ -36,16 +36,9 @@ def largest_window(trainer: Trainer, num_batches: int) -> TrainerWindow:
     """Draw batches and return the consecutive ones that hold the largest.
 
     Changes the trainer and the state of random numbers, so it is for a process of its own.
-
-    Args:
-        trainer: whose dataloader and collator are used, in this process alone.
-        num_batches: how many are drawn at most.
-
-    Raises:
-        ValueError: there is none.
     """
     args = trainer.args
-    # Workers are processes, which a simulation's process may not have; they change no memory of the device.
+    # A simulation's process may not have others, such as workers.
     args.dataloader_num_workers, args.dataloader_prefetch_factor = 0, None
     args.dataloader_persistent_workers = args.dataloader_pin_memory = False
     loader = trainer.get_train_dataloader()
@@ -68,12 +61,10 @@ def largest_window(trainer: Trainer, num_batches: int) -> TrainerWindow:
 
 
 def num_bytes(batch: Any) -> int:
-    """Return the bytes of all tensors of a batch."""
     return sum(tensor.nbytes for tensor in tensors_of(batch).values())
 
 
 def tensors_of(batch: Any, name: str = "") -> dict[str, Tensor]:
-    """Return the tensors in nested mappings and sequences, by the names under which they lie."""
     if isinstance(batch, Tensor):
         return {name: batch}
     found: dict[str, Tensor] = {}

@@ -24,17 +24,16 @@ logger = logging.getLogger(__name__)
 def estimate_trainer(trainer: Trainer, *, gpu: str | Card | None = None, num_batches: int = 100) -> MemoryEstimate:
     """Say how much device memory the training steps of a trainer will need, without the device.
 
-    The trainer trains for two steps, or four with an offloader that plans, on an accelerator that is simulated, in a
-    forked process: its own `train` with its data, collator, loss, optimizer, precision, accumulation and checkpointing,
-    its reference model, and the parts that `attach` has attached. This process, the trainer and its weights stay as
-    they are. Other callbacks, evaluation and saving do not run.
+    The trainer's own `train` runs on a simulated accelerator for two steps, or four with an offloader that plans, with
+    its data, reference model and the parts that `attach` has attached; other callbacks, evaluation and saving do not
+    run. That is in a forked process, so the trainer and its weights stay as they are.
 
     Args:
         trainer: transformers' Trainer or a descendant, such as TRL's SFTTrainer and DPOTrainer, on the CPU
             (`use_cpu=True`). With `bf16_full_eval=True` its model may also be on "meta", where it takes no memory.
         gpu: as for `estimate_peak_memory`.
-        num_batches: how many batches of its data are looked at; the update with the largest is simulated. If the
-            data has more, `assumptions` says so.
+        num_batches: of its data that are looked at; the update with the largest is simulated. If the data
+            has more, `assumptions` says so.
 
     Raises:
         ValueError: the trainer trains in a way that is not simulated (several processes, FSDP, DeepSpeed, weights that
@@ -61,13 +60,7 @@ def estimate_trainer(trainer: Trainer, *, gpu: str | Card | None = None, num_bat
 
 
 def trainer_step(trainer: Trainer, window: TrainerWindow, repeated: RepeatedLayers | None = None) -> SimulatedStep:
-    """Return the update of a trainer on some batches, for one simulation, to which the trainer is lost.
-
-    Args:
-        trainer: on the host.
-        window: the batches of the update.
-        repeated: the model's equal layers, with the step of a like trainer of fewer.
-    """
+    """Return the update of a trainer on the host, for one simulation, to which the trainer is lost."""
 
     num_micro_batches = min(2, len(window.batches))
 
@@ -92,7 +85,7 @@ def _estimate(trainer: Trainer, num_batches: int, card: Card | None) -> tuple[Me
 
 
 def _about_the_model(estimate: MemoryEstimate, has_others: bool, window: TrainerWindow) -> MemoryEstimate:
-    """Leave out missing gradients of other modules, which are not trained, and say if batches may be larger."""
+    """Leave out gradients of other modules, which are not trained, and say if batches may be larger."""
     prefix = f"{MODEL}." if has_others else ""
     unreached = tuple(name for name in estimate.unreached if name.startswith(prefix))
     assumptions = estimate.assumptions
@@ -108,7 +101,6 @@ def _plans(trainer: Trainer) -> bool:
 
 
 def _refuse(trainer: Trainer) -> None:
-    """Refuse trainers that a simulation in one process on one device does not show."""
     args = trainer.args
     unknown = {
         f"world_size={args.world_size}": args.world_size > 1,

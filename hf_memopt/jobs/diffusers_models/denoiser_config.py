@@ -20,43 +20,24 @@ _CLASS = "_class_name"
 
 @dataclass(frozen=True)
 class DenoiserConfig:
-    """A configuration of diffusers.
-
-    Attributes:
-        class_name: class name of the model.
-        values: values of the file, by name.
-    """
-
     class_name: str
     values: dict[str, Any]
 
     @property
     def model_type(self) -> str:
-        """The name of the family, as transformers' `model_type`."""
         return self.class_name
 
     @property
     def architectures(self) -> list[str]:
-        """The names of the classes that the configuration is of."""
         return [self.class_name]
 
     def __getattr__(self, name: str) -> Any:
-        """Return a value, with diffusers' own default where the file has none."""
         try:
             return self.__dict__["values"][name]
         except KeyError:
             raise AttributeError(name) from None
 
     def build(self, source: str, dtype: torch.dtype) -> nn.Module:
-        """Return a model with untrained weights.
-
-        Args:
-            source: where it comes from, for the message.
-            dtype: dtype of the weights.
-
-        Raises:
-            ValueError: no model can be built from the configuration.
-        """
         try:
             with default_dtype(dtype):
                 model: nn.Module = _class(self.class_name).from_config(self.values)
@@ -70,7 +51,6 @@ class DenoiserConfig:
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Have tensors of which nothing else is said made in this type."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -80,11 +60,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def find_denoiser(model: str) -> DenoiserConfig | None:
-    """Return the configuration of a denoiser in a file, a folder of it or of its pipeline, or a pipeline on the hub.
-
-    Raises:
-        ValueError: it is one of diffusers', which is not installed; or a class of its that it does not have.
-    """
+    """Return the configuration in a file, a folder of it or of its pipeline, or a pipeline on the hub."""
     for path in _candidates(model):
         values = _read(path)
         if values is not None and _CLASS in values:
@@ -121,7 +97,6 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _checked(model: str, values: dict[str, Any]) -> DenoiserConfig:
-    """Return a configuration with the defaults of its class."""
     name = values[_CLASS]
     try:
         found = _class(name)

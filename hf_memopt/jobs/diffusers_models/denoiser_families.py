@@ -1,4 +1,4 @@
-"""The inputs of each class of denoisers, by the example scripts of diffusers that train it.
+"""The inputs of each class of denoisers, by the scripts that train it.
 
 Source: examples/text_to_image and examples/dreambooth of diffusers, August 2026.
 """
@@ -25,13 +25,11 @@ class DenoiserFamily:
     """A class of denoisers.
 
     Attributes:
-        conditions: called with the configuration, the number of samples and the size of the latents: inputs of the
-            model beside these and the time.
+        conditions: from configuration, number of samples and size of the latents: inputs beside latents and time.
         num_text_tokens: number of text tokens of these conditions.
         lora_targets: layers that the scripts adapt.
         flow: it learns velocities from noise to data, with a time in float32; else noise, with a whole number.
-        predict: called with the model, noisy latents, time and conditions; gives a prediction of the size of the
-            latents.
+        predict: from model, noisy latents, time and conditions: a prediction of the latents' size.
         is_square: it takes square images alone.
     """
 
@@ -44,7 +42,6 @@ class DenoiserFamily:
 
 
 def latent_channels(config: Any) -> int:
-    """Return how many channels latents have."""
     packed = config.class_name == "FluxTransformer2DModel"
     return int(config.in_channels) // (_PACKED if packed else 1)
 
@@ -124,7 +121,6 @@ def _flux(model: nn.Module, noisy: Tensor, time: Tensor, conditions: Inputs) -> 
 
 
 def _with_variance(model: nn.Module, noisy: Tensor, time: Tensor, conditions: Inputs) -> Tensor:
-    """Predict for models that learn a variance beside the noise."""
     sizes = {name: value for name, value in conditions.items() if name in ("resolution", "aspect_ratio")}
     others: dict[str, Any] = {name: value for name, value in conditions.items() if name not in sizes}
     if "encoder_hidden_states" in conditions:

@@ -15,10 +15,7 @@ _TIMES = 1000
 
 
 class Denoising:
-    """Latents and text embeddings are given: scripts make them before, or with frozen models beside the denoiser.
-
-    It has the interface of `Task`, for models of diffusers.
-    """
+    """`Task` for models of diffusers, whose latents and text embeddings are given."""
 
     positions = None
     peft_type = None
@@ -29,32 +26,19 @@ class Denoising:
     only: ClassVar = {"quantize": ("none",), "attention": ("auto", "sdpa"), "loss": ("full",), "engine": ("ddp",)}
 
     def class_name(self, config: Any) -> str | None:
-        """Return the name of the denoiser's class; None, it is none of diffusers'."""
         return config.class_name if isinstance(config, DenoiserConfig) else None
 
     def lora_targets(self, config: Any) -> str:
-        """Return the layers that diffusers' scripts adapt."""
         return _family(config).lora_targets
 
     def build(self, config: Any, source: str, dtype: torch.dtype = torch.float32, **options: Any) -> nn.Module:
-        """Return a model with untrained weights.
-
-        Raises:
-            ValueError: no model can be built from the configuration.
-        """
         model: nn.Module = config.build(source, dtype)
         return model
 
     def checkpoint(self, model: Any) -> None:
-        """Switch diffusers' own activation checkpointing on."""
         model.enable_gradient_checkpointing()
 
     def describe(self, config: Any, sample: Sample) -> str:
-        """Return a batch.
-
-        Raises:
-            ValueError: the class is none of `FAMILIES`, or the size of images is missing or none of its.
-        """
         height, width = _latent_size(config, sample)
         tokens = _family(config).num_text_tokens
         text = f" and embeddings of {tokens} text tokens" if tokens else ""
@@ -68,7 +52,6 @@ class Denoising:
             return {"latents": latents} | _family(config).conditions(config, num_samples, size)
 
     def loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        """Return the mean squared error of a prediction for noise of a random time."""
         family = _family_of(model)
         conditions = dict(inputs)
         latents = conditions.pop("latents")

@@ -25,11 +25,7 @@ class LoraTargets(NamedTuple):
 
 
 def import_peft(lora_rank: int) -> Any:
-    """Return PEFT; import it before processes are forked, since it takes a while.
-
-    Raises:
-        ValueError: it is not installed.
-    """
+    """Import PEFT, before processes are forked, since it takes a while."""
     try:
         import peft
     except ModuleNotFoundError as error:
@@ -38,11 +34,7 @@ def import_peft(lora_rank: int) -> Any:
 
 
 def import_fused_head() -> Any:
-    """Return TRL's `add_fused_lm_head`; import it before processes are forked, since it takes a while.
-
-    Raises:
-        ValueError: TRL is not installed, or is older than that function.
-    """
+    """Import TRL's function, before processes are forked, since it takes a while."""
     try:
         from trl.trainer.utils import add_fused_lm_head
     except ImportError as error:
@@ -51,17 +43,6 @@ def import_fused_head() -> Any:
 
 
 def with_adapters(model: nn.Module, rank: int, targets: LoraTargets, use_dora: bool) -> nn.Module:
-    """Freeze a transformers model and add LoRA adapters.
-
-    Args:
-        model: changed in place.
-        rank: rank of the adapters.
-        targets: the layers that have them.
-        use_dora: with a magnitude for each of a layer's outputs (DoRA).
-
-    Raises:
-        ValueError: the model has no such layers.
-    """
     peft = import_peft(rank)
     names = targets.names if targets.names == ALL_LINEAR else targets.names.split(",")
     excluded = None if targets.excluded is None else rf"(.*\.)?{re.escape(targets.excluded)}\..*"

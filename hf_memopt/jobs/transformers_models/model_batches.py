@@ -25,19 +25,19 @@ class Sample(NamedTuple):
 
 
 def with_padding(batch: Batch) -> Batch:
-    """Return a batch of tokens with the attention mask of a collator that pads, as if samples were a token shorter."""
+    """Add the attention mask of a collator that pads, as if samples were a token shorter."""
     num_samples, seq_len = batch["input_ids"].shape
     return batch | {"attention_mask": torch.tensor([[1] * (seq_len - 1) + [0]] * num_samples)}
 
 
 def token_batch(config: Any, num_samples: int, sample: Sample) -> Batch:
-    """Return tokens without padding, which are their own labels: `(num_samples, seq_len)`."""
+    """Tokens without padding, which are their own labels: `(num_samples, seq_len)`."""
     tokens = torch.zeros(num_samples, sample.seq_len, dtype=torch.long)
     return {"input_ids": tokens, "labels": tokens}
 
 
 def image_batch(config: Any, num_samples: int, sample: Sample) -> Batch:
-    """Return images of the configuration's size, `(num_samples, channels, height, width)`, and a class for each."""
+    """Images `(num_samples, channels, height, width)`, and a class for each."""
     size = getattr(config, "image_size", 224)
     height, width = size if isinstance(size, list | tuple) else (size, size)
     pixels = torch.zeros(num_samples, getattr(config, "num_channels", 3), height, width)
@@ -45,16 +45,12 @@ def image_batch(config: Any, num_samples: int, sample: Sample) -> Batch:
 
 
 def sequence_batch(config: Any, num_samples: int, sample: Sample) -> Batch:
-    """Return tokens without padding and a class for each sample: `(num_samples, seq_len)`, `(num_samples,)`."""
+    """Tokens `(num_samples, seq_len)` without padding, and a class for each sample."""
     return token_batch(config, num_samples, sample) | {"labels": torch.zeros(num_samples, dtype=torch.long)}
 
 
 def spectrogram_batch(config: Any, num_samples: int, sample: Sample) -> Batch:
-    """Return spectrograms of Whisper's whole window, `(num_samples, mel bins, frames)`, and tokens as labels.
-
-    Raises:
-        ValueError: the model is none of Whisper's architecture, whose spectrograms its configuration tells.
-    """
+    """Spectrograms of Whisper's whole window, `(num_samples, mel bins, frames)`, and tokens as labels."""
     if config.model_type != "whisper":
         raise ValueError(
             f"task='speech-seq2seq': model_type={config.model_type!r} does not say in its configuration how long its "
@@ -66,11 +62,7 @@ def spectrogram_batch(config: Any, num_samples: int, sample: Sample) -> Batch:
 
 
 def waveform_batch(config: Any, num_samples: int, sample: Sample) -> Batch:
-    """Return sound of which the encoder makes `seq_len` frames, `(num_samples, samples)`, and a label for each third.
-
-    Raises:
-        ValueError: the model does not read sound through convolutions that its configuration tells.
-    """
+    """Sound `(num_samples, samples)` of which the encoder makes `seq_len` frames, and a label for each third."""
     if not (hasattr(config, "conv_kernel") and hasattr(config, "conv_stride")):
         raise ValueError(
             f"task='ctc': model_type={config.model_type!r} has no conv_kernel and conv_stride in its configuration, "

@@ -15,20 +15,11 @@ from hf_memopt.jobs.transformers_models.model_options import ModelOptions
 
 
 def build_model(options: ModelOptions, config: Any, checkpointing: str) -> nn.Module:
-    """Return a model in training mode.
-
-    Args:
-        options: options of the training.
-        config: the options', or one with fewer layers.
-        checkpointing: "none", "selective" (`apply_selective_checkpointing`), "full" (transformers').
-
-    Raises:
-        ValueError: no model can be built from the configuration, or it has no layers for the adapters.
-    """
+    """Build from `config`, which is the options' or one with fewer layers."""
     task = options.kind_of_task
     dtype = getattr(torch, options.dtype)
     attention = None if options.attention == "auto" else options.attention
-    # Weights that are quantised or sharded reach the device in their final form alone.
+    # Quantised or sharded weights reach the device in their final form.
     place = nullcontext() if (options.quantize, options.engine) == ("none", DDP) else torch.device("cpu")
     with place:
         model: Any = task.build(config, options.source, dtype=dtype, attn_implementation=attention)
@@ -53,7 +44,6 @@ def build_model(options: ModelOptions, config: Any, checkpointing: str) -> nn.Mo
 
 
 def _freeze_vision_tower(model: Any) -> str:
-    """Freeze the vision tower of a vision-language model, and return its name in the model."""
     tower: nn.Module = model.get_encoder(modality="image")
     tower.requires_grad_(False)
     name: str = next(name for name, module in model.named_modules() if module is tower)

@@ -21,12 +21,7 @@ _LAYERS = re.compile(r"((num|n)_)?((hidden|encoder|decoder)_)?layers?")
 
 
 def read_config(model: str) -> Any:
-    """Return the configuration of a hub id, a folder, or a config.json, of transformers or of a denoiser.
-
-    Raises:
-        ValueError: it cannot be found or read, or cannot be simulated: sizes that are none, more than `MAX_LAYERS`
-            layers, quantised weights.
-    """
+    """Find a hub id, a folder, or a config.json, of transformers or of a denoiser."""
     if Path(model).exists() and (denoiser := find_denoiser(model)) is not None:
         return denoiser
     try:
@@ -49,15 +44,6 @@ def read_config(model: str) -> Any:
 
 
 def check_sizes(config: PretrainedConfig, source: str) -> None:
-    """Refuse sizes from which no model can be made, and more layers than can be simulated.
-
-    Args:
-        config: configuration of a model or a part of one.
-        source: where it comes from, for the message.
-
-    Raises:
-        ValueError: names source, field, value and the range.
-    """
     for name, value in vars(config).items():
         if isinstance(value, PretrainedConfig):
             check_sizes(value, f"{source}: {name}")
@@ -72,11 +58,6 @@ def check_sizes(config: PretrainedConfig, source: str) -> None:
 
 @contextmanager
 def building(source: str) -> Iterator[None]:
-    """Blame the configuration for errors of transformers' own building of a model.
-
-    Raises:
-        ValueError: names source and transformers' error.
-    """
     try:
         yield
     except Exception as error:

@@ -16,11 +16,9 @@ from hf_memopt.jobs.transformers_models.model_config import read_config
 from hf_memopt.jobs.transformers_models.tasks import TASKS, Task, task_of
 from hf_memopt.ranges import COUNT, NOT_NEGATIVE, POSITIVE
 
-# Options that take one of a few values.
 _CHOSEN = ("task", "dtype", "quantize", "precision", "attention", "loss", "optimizer", "engine")
-# Options that mean something only beside adapters, and their defaults.
+# Options without meaning unless there are adapters, and their defaults.
 _OF_ADAPTERS = (("quantize", "none"), ("lora_targets", None), ("use_dora", False))
-# Those that mean something to few tasks.
 _OF_IMAGES = (("images_per_sample", 1), ("image_size", None), ("freeze_vision_tower", False))
 _OF_AUTOCAST = {"bf16": "bfloat16", "fp16": "float16"}
 _IMAGE_SIZE = re.compile(r"([1-9]\d{0,4})(?:x([1-9]\d{0,4}))?")
@@ -28,48 +26,39 @@ _IMAGE_SIZE = re.compile(r"([1-9]\d{0,4})(?:x([1-9]\d{0,4}))?")
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """A transformers model, a batch, and an update as Accelerate runs it.
+    """A transformers model, a batch, and an update as Accelerate runs it; see also the help of `JobSpec`.
 
     Weights are neither downloaded nor allocated. Without `padding` the batch has no attention mask, so that attention
     may take the kernel without one; labels are the inputs. fp16 is simulated without its loss scaler.
 
     Args:
         model: hub id, folder, or a config.json.
-        seq_len: tokens per sample, those of images beside text too, and on both sides of an encoder-decoder; images and
-            Whisper's sound have their configuration's size, and other sound is as long as this number of frames.
+        seq_len: on both sides of an encoder-decoder; images and Whisper's sound have their configuration's size.
         effective_batch: samples per update, of all GPUs together.
-        task: one of `TASKS`, such as "causal"; "auto", that of the class which the configuration names.
-        images_per_sample: beside the text of a vision-language model.
-        image_size: size of these, such as "448" or "896x672" (height and width), as its processor leaves them; None,
-            the configuration's, where it has one.
-        freeze_vision_tower: the part that sees images is not trained, and has no adapters.
-        padding: batches have an attention mask, since some of their samples are shorter than `seq_len`.
-        dtype: dtype of the weights: "float32", "bfloat16" or "float16".
-        quantize: how frozen weights of linear layers are stored: "none", as `dtype` says; "nf4", in 4 bits by
-            bitsandbytes (QLoRA), multiplied in `dtype`; "int8", in 8 bits by bitsandbytes (LLM.int8); everything else
-            is in float32 then, as PEFT prepares such models; "int8-torchao", in 8 bits by torchao
-            (`Int8WeightOnlyConfig`), everything else as `dtype` says.
-        precision: precision of Accelerate's autocast: "no", "bf16" or "fp16".
-        attention: "sdpa" or "eager"; "auto", transformers' choice for the architecture.
-        loss: "full", from all logits; "chunked", TRL's, which makes them tile by tile and keeps none.
-        optimizer: "adamw" (torch's fused one), "adamw-foreach" (torch's default), "adamw-8bit" and "adamw-4bit"
-            (torchao's), "adamw-8bit-bnb", "paged-adamw-8bit" and "paged-adamw-32bit" (bitsandbytes'), "sgd" (no
-            momentum) or "adafactor".
-        optimizer_in_backward: each weight is updated as soon as its gradient is there, which is dropped then.
-        lora_rank: train adapters of this rank (PEFT) and freeze the rest; None, train all weights.
-        lora_targets: which layers have adapters, such as "q_proj,v_proj"; "all-linear", all but the output's; None,
-            all of a transformers model, and of a denoiser those that diffusers' scripts adapt.
-        use_dora: adapters have a magnitude for each of a layer's outputs (PEFT's `use_dora`).
-        max_grad_norm: gradients are clipped to this norm; None, they are not.
-        offload_threshold_mb: threshold of `ActivationOffloader`.
-        num_gpus: processes that train it together, each on a GPU of its own.
-        engine: how they share it: "ddp"; "fsdp2", or "fsdp2-no-reshard", which keeps gathered weights for backward;
-            DeepSpeed's "zero2" or "zero3".
+        task: one of `TASKS`, or "auto".
+        images_per_sample: beside text.
+        image_size: such as "448" or "896x672" (height and width).
+        freeze_vision_tower: it has no adapters, either.
+        padding: some samples are shorter than `seq_len`.
+        dtype: of the weights.
+        quantize: "nf4" (QLoRA) multiplies in `dtype`. With "int8" (LLM.int8) everything else is in float32, as PEFT
+            prepares such models; with "int8-torchao" (`Int8WeightOnlyConfig`) it is as `dtype` says.
+        precision: of autocast.
+        attention: "auto", "sdpa" or "eager".
+        loss: "chunked" makes logits tile by tile and keeps none.
+        optimizer: one of `OPTIMIZERS`.
+        optimizer_in_backward: each gradient is dropped after its update.
+        lora_rank: None, train all weights.
+        lora_targets: None, all linear layers but the output's, and of a denoiser those that diffusers' scripts adapt.
+        use_dora: as in PEFT.
+        max_grad_norm: None, gradients are not clipped.
+        offload_threshold_mb: of `ActivationOffloader`.
+        num_gpus: processes that train it together.
+        engine: "fsdp2-no-reshard" keeps gathered weights for backward.
 
     Raises:
-        ValueError: an option is unknown or out of range, or two do not go together; the configuration cannot be found,
-            read or simulated (see `read_config`); its architecture belongs to none of the tasks; or `seq_len` is longer
-            than the model's positions.
+        ValueError: an option is unknown or out of range, or two do not go together; or the configuration cannot be
+            simulated.
     """
 
     model: str
@@ -114,7 +103,6 @@ class ModelOptions:
             raise ValueError(f"seq_len={self.seq_len} is longer than the model's {positions}={longest}")
 
     def _check_task(self) -> None:
-        """Refuse options without meaning for the task, and images without a known layout."""
         task = self.kind_of_task
         for name, known in task.only.items():
             if getattr(self, name) not in known:
@@ -166,59 +154,38 @@ class ModelOptions:
 
     @property
     def sample(self) -> Sample:
-        """Return the sizes of each sample of a batch."""
         computed_in = _OF_AUTOCAST.get(self.precision, "float32") if self.dtype == "float32" else self.dtype
         size = _parsed_size(self.image_size)
         return Sample(self.seq_len, self.images_per_sample, size, getattr(torch, computed_in))
 
     def batch(self, config: Any, num_samples: int) -> Batch:
-        """Return a batch.
-
-        Args:
-            config: the options', or one with fewer layers.
-            num_samples: in the batch.
-        """
         batch = self.kind_of_task.batch(config, num_samples, self.sample)
         return with_padding(batch) if self.padding else batch
 
     @property
     def source(self) -> str:
-        """The model, as messages name it."""
         return f"model={self.model!r}"
 
     @cached_property
     def config(self) -> Any:
-        """The configuration, which says everything about shapes."""
         return read_config(self.model)
 
     @cached_property
     def kind(self) -> str:
-        """The task that is simulated.
-
-        Raises:
-            ValueError: transformers has no class of this architecture for it; or the task is "auto", and the
-                configuration names a class of another task.
-        """
         return task_of(self.config, self.task, self.source)
 
     @property
     def kind_of_task(self) -> Task | Denoising:
-        """Return the model and batches of the task."""
         return TASKS[self.kind]
 
 
 def check_choice(name: str, value: str) -> None:
-    """Refuse a value that an option does not take.
-
-    Raises:
-        ValueError: names option, value and those that are known.
-    """
     if value not in CHOICES[name]:
         raise ValueError(f"{name}={value!r} is unknown; choose from {', '.join(CHOICES[name])}")
 
 
 def _parsed_size(text: str | None) -> tuple[int, int] | None:
-    """Return height and width."""
+    """Height and width."""
     if text is None:
         return None
     found = _IMAGE_SIZE.fullmatch(text)

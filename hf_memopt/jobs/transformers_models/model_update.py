@@ -1,4 +1,4 @@
-"""One update of a transformers model, as Accelerate runs it."""
+"""One update of a transformers model, as Accelerate runs it on the device that it finds."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -13,17 +13,6 @@ from hf_memopt.jobs.transformers_models.optimizers import OPTIMIZERS, update_in_
 
 
 class ModelUpdate:
-    """One update with Accelerate, on the device that its `Accelerator` finds.
-
-    Args:
-        options: options of the training.
-        config: the options', or one with fewer layers.
-        checkpointing: how activations are checkpointed.
-        offload: "off" or a mode of `ActivationOffloader`.
-        micro_batch: samples per forward pass.
-        num_micro_batches: forward passes.
-    """
-
     def __init__(
         self,
         options: ModelOptions,
@@ -42,7 +31,7 @@ class ModelUpdate:
             self._inputs: dict[str, Any] = options.batch(config, micro_batch)
         if options.loss == "chunked":
             self._inputs = {**self._inputs, "fused_lm_head": True}
-        # Autocast is to fp16's dtype, but without the scaler, which would need numbers. DeepSpeed has its own.
+        # fp16 without the scaler, which would need numbers. DeepSpeed has its own.
         self._accelerator.state._mixed_precision = options.precision
         self._model, self._optimizer = self._prepare(model, options)
         self._accelerator.state._mixed_precision = precision
@@ -54,7 +43,6 @@ class ModelUpdate:
             self._offloader = ActivationOffloader(mode=offload, offload_threshold_mb=options.offload_threshold_mb)
 
     def run(self) -> None:
-        """Train on all micro-batches and update the weights."""
         for _ in range(self._num_micro_batches):
             with self._accelerator.accumulate(self._model):
                 self._accelerator.backward(self._loss())
@@ -65,7 +53,7 @@ class ModelUpdate:
                     self._optimizer.zero_grad()
 
     def _prepare(self, model: nn.Module, options: ModelOptions) -> tuple[Any, Any]:
-        """Return model and optimizer, as Accelerate wraps them; no optimizer where weights are updated in backward."""
+        """Return model and optimizer; no optimizer where weights are updated in backward."""
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if options.optimizer_in_backward:
             update_in_backward(parameters, options.optimizer)

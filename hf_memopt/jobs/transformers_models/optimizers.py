@@ -20,17 +20,12 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
     "paged-adamw-32bit": lambda parameters: BlockWiseAdamW(parameters, bits=32, is_paged=True),
     "adafactor": lambda parameters: torch.optim.Adafactor(parameters),
 }
-# These keep tables for the process, so that a second simulation is not like the first.
+# These keep tables, so that a second simulation is not like the first.
 WITH_TABLES = ("adamw-8bit", "adamw-4bit")
 
 
 def update_in_backward(parameters: list[nn.Parameter], name: str) -> None:
-    """Have each weight updated as soon as backward has accumulated its gradient, which is dropped at once.
-
-    Args:
-        parameters: to train.
-        name: name of the optimizer; each weight has one of its own.
-    """
+    """Update each weight, with an optimizer of its own, as soon as its gradient is there, which is dropped then."""
     for parameter in parameters:
         optimizer = OPTIMIZERS[name]([parameter])
 

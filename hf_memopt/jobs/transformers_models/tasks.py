@@ -30,7 +30,6 @@ from hf_memopt.jobs.transformers_models.model_batches import (
 )
 from hf_memopt.jobs.transformers_models.model_config import building
 
-# Options of images beside text.
 OF_IMAGES = ("images_per_sample", "image_size", "freeze_vision_tower")
 
 
@@ -41,11 +40,11 @@ class Task:
     Attributes:
         auto: transformers' class that finds the model's.
         batch: called with a configuration, the number of samples, and the sizes of each of them.
-        positions: the configuration's name of the most tokens that a sample may have; None, it has no such limit.
+        positions: the configuration's name of the most tokens that a sample may have; None, it has no limit.
         has_mask: batches may have an attention mask that hides padding.
         image_options: those of `ModelOptions` about images beside text; without any, samples have none.
         only: values of options, where there are fewer than in `CHOICES`.
-        peft_type: PEFT's name of the task where adapters are trained beside a head; None, without one.
+        peft_type: PEFT's name of the task where adapters are trained beside a head.
     """
 
     auto: Any
@@ -58,54 +57,36 @@ class Task:
 
     @property
     def has_equal_layers(self) -> bool:
-        """Return whether a configuration with fewer layers can be made: those of several models cannot."""
+        """Whether a configuration with fewer layers can be made: not for several models in one."""
         return not self.image_options
 
     def describe(self, config: Any, sample: Sample) -> str:
-        """Return the assumptions on images; an empty text, there are none beside text.
-
-        Raises:
-            ValueError: the layout of images is not known, or there is no room for them.
-        """
+        """Return the assumptions on images beside text."""
         return describe_images(config, sample) if self.image_options else ""
 
     def lora_targets(self, config: Any) -> str:
-        """Return the layers that have adapters where nothing else is asked for."""
         return ALL_LINEAR
 
     def checkpoint(self, model: Any) -> None:
-        """Switch transformers' own activation checkpointing on."""
         checkpoint_layers(model)
 
     def loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        """Return the model's result for its inputs."""
         loss: Tensor = model(**inputs).loss
         return loss
 
     def class_name(self, config: Any) -> str | None:
-        """Return the name of the class of this architecture; None, it has none for the task."""
         if type(config) not in self.auto._model_mapping:
             return None
         found = self.auto._model_mapping[type(config)]
         return str((found[0] if isinstance(found, tuple) else found).__name__)
 
     def build(self, config: Any, source: str, **options: Any) -> nn.Module:
-        """Return a model with untrained weights.
-
-        Args:
-            config: configuration of the model.
-            source: where it comes from, for the message.
-            options: options of transformers' `from_config`.
-
-        Raises:
-            ValueError: no model can be built from the configuration.
-        """
         with building(source):
             model: nn.Module = self.auto.from_config(config, trust_remote_code=False, **options)
         return model
 
 
-# From the most specific on: encoder-decoders and encoders are in the causal list too, for their decoder mode.
+# The most specific first: encoder-decoders and encoders are in the causal list too, for their decoder mode.
 TASKS: dict[str, Task | Denoising] = {
     "seq2seq": Task(AutoModelForSeq2SeqLM),
     "speech-seq2seq": Task(
@@ -123,17 +104,6 @@ TASKS: dict[str, Task | Denoising] = {
 
 
 def task_of(config: Any, wanted: str, source: str) -> str:
-    """Return the task that is simulated.
-
-    Args:
-        config: configuration of the model.
-        wanted: a task; "auto", that of the class which the configuration names.
-        source: where it comes from, for the message.
-
-    Raises:
-        ValueError: transformers has no class of this architecture for it; or the task is "auto", and the configuration
-            names a class of another task.
-    """
     possible = {name: found for name, task in TASKS.items() if (found := task.class_name(config)) is not None}
     if wanted != "auto" and wanted in possible:
         return wanted
@@ -155,6 +125,6 @@ def task_of(config: Any, wanted: str, source: str) -> str:
 
 
 def checkpoint_layers(model: Any) -> None:
-    """Switch transformers' own activation checkpointing on, by the method that its version prefers."""
+    """Use the method that the installed transformers prefers."""
     newer = getattr(model, "activation_checkpointing_enable", None)
     (newer or model.gradient_checkpointing_enable)({"use_reentrant": False})

@@ -1,7 +1,6 @@
 """Which attention kernel torch 2.11 chooses on CUDA, and softmax as CUDA's kernels take it.
 
-Source of the choice: `priority_order` and `can_use_*` of torch's sdp_utils.cpp. The tests compare it with torch's own
-answers.
+Source: `priority_order` and `can_use_*` of torch's sdp_utils.cpp; the tests compare them with torch's own answers.
 """
 
 import math
@@ -19,7 +18,7 @@ from hf_memopt.estimate.simulation.kernels.autocast import cast
 _aten = torch.ops.aten
 _HALVES = (torch.float16, torch.bfloat16)
 _FLASH_WIDTH = 256
-# Of cuDNN's kernel, which is preferred on these generations of cards.
+# cuDNN's kernel is preferred on these generations of cards.
 _CUDNN_WIDTHS = {9: 256, 10: 128}
 
 
@@ -37,17 +36,10 @@ class AttentionCall:
 
     @property
     def needs_grad(self) -> bool:
-        """Return whether the kernel has to keep tensors for backward."""
         return torch.is_grad_enabled() and any(t.requires_grad for t in (self.query, self.key, self.value))
 
 
 def choose_kernel(call: AttentionCall, capability: tuple[int, int]) -> str:
-    """Return the kernel: "cudnn", "flash", "efficient" or "math".
-
-    Args:
-        call: the attention to be computed.
-        capability: the card's compute capability, such as `(8, 6)`.
-    """
     backends = torch.backends.cuda
     if not _is_regular(call):
         return "math"
@@ -60,7 +52,6 @@ def choose_kernel(call: AttentionCall, capability: tuple[int, int]) -> str:
 
 
 def _is_regular(call: AttentionCall) -> bool:
-    """Return whether the conditions of all kernels but the math path hold."""
     operands = (call.query, call.key, call.value)
     if any(t.dim() != 4 or t.stride(-1) != 1 or t.shape[-2] == 0 for t in operands):
         return False
@@ -107,11 +98,9 @@ def _suits_efficient(call: AttentionCall, capability: tuple[int, int]) -> bool:
 
 @contextmanager
 def attention_as_on_cuda(device_type: str, capability: tuple[int, int]) -> Iterator[None]:
-    """Have `scaled_dot_product_attention` on this device run the kernel that torch would choose on a card of this
-    capability.
+    """Have `scaled_dot_product_attention` run the kernel that torch would choose on a card of this capability.
 
-    A function mode would be off inside backward, where checkpointed regions run again, so the function itself is
-    replaced.
+    A function mode would be off inside backward, where checkpointed regions run again, so the function is replaced.
     """
     plain = F.scaled_dot_product_attention
     F.scaled_dot_product_attention = _attention(plain, device_type, capability)

@@ -1,8 +1,7 @@
-"""CUDA's autocast policy for the virtual accelerator.
+"""CUDA's autocast policy for the virtual accelerator, by torch's "Autocast Op Reference".
 
-The lists are torch's "Autocast Op Reference"; a canary test compares them with torch's registrations for CUDA.
-Operations that CUDA registers and these lists leave out have no overload that Python can reach, or are banned there
-too.
+A canary test compares the lists with torch's registrations for CUDA. Operations that CUDA registers and these lists
+leave out have no overload that Python can reach, or are banned there too.
 """
 
 import weakref
@@ -70,7 +69,7 @@ def register(device_type: str) -> list[torch.library.Library]:
 
 @contextmanager
 def shared_casts() -> Iterator[None]:
-    """Cast weights once until autocast's outermost context ends, which is when torch clears its own cache."""
+    """Cast weights once until torch clears its own cache, when autocast's outermost context ends."""
     clear = torch.clear_autocast_cache
 
     def clear_both() -> None:
@@ -85,7 +84,7 @@ def shared_casts() -> Iterator[None]:
         _cast_weights.clear()
 
 
-# By id of a weight, which may die and leave its id to another: hence the reference beside the cast copy.
+# By id of a weight, which may die and leave its id to another: hence the reference.
 _cast_weights: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
 
 
@@ -99,7 +98,7 @@ def cast(value: Any, dtype: torch.dtype, device_type: str) -> Any:
         return value.to(dtype)
     reference, copy = _cast_weights.get(id(value), (None, value))
     if reference is None or reference() is not value or copy.dtype != dtype:
-        with torch.enable_grad():  # as in cached_cast: the copy may serve a graph after it served none
+        with torch.enable_grad():  # as in cached_cast: the copy may serve a graph later
             copy = value.to(dtype)
         _cast_weights[id(value)] = (weakref.ref(value), copy)
     return copy
@@ -150,7 +149,7 @@ class _Casts:
         return self._cast_each(args, dtype), {name: self._cast_each(value, dtype) for name, value in kwargs.items()}
 
     def _cast_each(self, value: Any, dtype: torch.dtype) -> Any:
-        """Operators take lists and nothing deeper; torch's `tree_map` took a twentieth of a simulation."""
+        """torch's `tree_map` took a twentieth of a simulation; operators take nothing deeper than lists."""
         if isinstance(value, list | tuple):
             return [self._cast_each(each, dtype) for each in value]
         return cast(value, dtype, self.device_type)

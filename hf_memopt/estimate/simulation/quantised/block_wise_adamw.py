@@ -10,20 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-# Numbers that share a scale, and numbers from which on states take 8 bits, and pages.
+# Numbers that share a scale; from so many on states take 8 bits, and pages.
 _BLOCK = 256
 _FEWEST_IN_8_BITS = 4096
 _FEWEST_IN_PAGES = 100_000
 
 
 class BlockWiseAdamW(Optimizer):
-    """AdamW with two states for each number: a byte, and a float32 for each 256; or a float32 for small weights.
+    """AdamW with two states per number: a byte, and a float32 for each 256; with 32 `bits`, or if small, a float32.
 
-    Args:
-        parameters: to train.
-        bits: 8, or 32 for states in float32.
-        is_paged: the states of large weights lie in memory that CUDA moves between host and device, not torch; here,
-            on the host.
+    Paged states of large weights lie in memory that CUDA moves between host and device, not torch; here, on the host.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], bits: int, is_paged: bool) -> None:

@@ -61,7 +61,6 @@ class _Product(torch.autograd.Function):
 
 
 def _quantised(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return whole numbers and their rows' scales, after outliers were looked for."""
     scales = torch.empty(len(rows), device=rows.device)
     whole = torch.empty(rows.shape, dtype=torch.int8, device=rows.device)
     outliers = rows.abs() >= _THRESHOLD

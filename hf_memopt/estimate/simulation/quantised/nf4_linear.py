@@ -1,7 +1,4 @@
-"""Weights in 4 bits (NF4), as bitsandbytes stores and multiplies them.
-
-Source: `Linear4bit`, `MatMul4Bit` and `dequantize_4bit` of bitsandbytes 0.50.1.
-"""
+"""Weights in 4 bits (NF4): `Linear4bit`, `MatMul4Bit` and `dequantize_4bit` of bitsandbytes 0.50.1."""
 
 from typing import Any
 
@@ -15,10 +12,7 @@ _BLOCK = 64
 
 
 class Nf4Linear(QuantisedLinear):
-    """A linear layer whose weight has half a byte for each number, and a float32 for each 64.
-
-    It multiplies in `compute_dtype`, and returns its input's type.
-    """
+    """A linear layer whose weight has half a byte for each number, and a float32 for each 64."""
 
     def _stored(self, weight: Tensor) -> Tensor:
         count, device = weight.numel(), weight.device

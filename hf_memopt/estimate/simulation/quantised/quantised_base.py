@@ -15,7 +15,6 @@ from hf_memopt.estimate.simulation.quantised.nf4_linear import Nf4Linear
 from hf_memopt.estimate.simulation.quantised.quantised_linear import QuantisedLinear
 from hf_memopt.estimate.simulation.quantised.weight_only_int8_linear import WeightOnlyInt8Linear
 
-# How weights are stored: two ways of bitsandbytes, and torchao's.
 LAYERS: dict[str, type[QuantisedLinear]] = {
     "nf4": Nf4Linear,
     "int8": LlmInt8Linear,
@@ -26,17 +25,11 @@ _BITSANDBYTES = (Nf4Linear, LlmInt8Linear)
 
 
 def quantise(model: nn.Module, how: str, compute_dtype: torch.dtype) -> None:
-    """Freeze a transformers model and store the weights of its linear layers in few bits.
+    """Freeze a transformers model without memory and store the weights of its linear layers as one of `LAYERS`.
 
     The output layer keeps its weights, as transformers has it. With bitsandbytes all other weights become float32.
-    Works on models without memory alone.
-
-    Args:
-        model: changed in place.
-        how: one of `LAYERS`.
-        compute_dtype: dtype of the products, where the library leaves that open.
     """
-    # They bring torchao, a second that other estimates do not need.
+    # They bring torchao, which takes a second.
     from transformers.quantizers.base import get_keys_to_not_convert
     from transformers.quantizers.quantizers_utils import should_convert_module
 

@@ -5,12 +5,7 @@ from torch import Tensor, nn
 
 
 class QuantisedLinear(nn.Linear):
-    """A linear layer whose frozen weight is stored in few bits.
-
-    Args:
-        linear: whose shape and bias it has.
-        compute_dtype: dtype of its product, where the library leaves that open.
-    """
+    """A linear layer whose frozen weight is stored in few bits; a library may ignore `compute_dtype`."""
 
     def __init__(self, linear: nn.Linear, compute_dtype: torch.dtype) -> None:
         nn.Module.__init__(self)
@@ -21,11 +16,10 @@ class QuantisedLinear(nn.Linear):
 
     @property
     def W_q(self) -> Tensor:  # noqa: N802 - the name by which PEFT asks whether a weight has to be unpacked
-        """The weight as it is stored."""
         return self.weight
 
     def dequantize(self) -> Tensor:
-        """Return the weight as numbers, `(out_features, in_features)`, in new memory; PEFT's DoRA asks for it."""
+        """Return the weight as numbers in new memory; PEFT's DoRA asks for it."""
         raise NotImplementedError
 
     def _stored(self, weight: Tensor) -> Tensor:

@@ -1,7 +1,4 @@
-"""Weights in 8 bits, as torchao stores and multiplies them with `Int8WeightOnlyConfig`.
-
-Source: `Int8Tensor` of torchao 0.18.
-"""
+"""Weights in 8 bits, as torchao's `Int8WeightOnlyConfig` stores and multiplies them: `Int8Tensor` of torchao 0.18."""
 
 import torch
 from torch import Tensor

@@ -1,8 +1,8 @@
 """One process of several that train together, without the others: collectives move nothing and end at once.
 
-The engines run as they are, on torch's process group "fake": DDP's reducer with its buckets, FSDP2 with its shards,
-gathered blocks and reduce-scatter buffers, DeepSpeed's ZeRO (`zero_engine`). Their questions about values, which fake
-tensors have not, are answered. The process is rank 0, whose shards are the largest where a length cannot be divided.
+The engines run as they are, on torch's process group "fake": DDP's reducer with its buckets, FSDP2 with its shards and
+buffers, DeepSpeed's ZeRO (`zero_engine`). Their questions about values, which fake tensors have not, are answered. The
+process is rank 0, whose shards are the largest where a length cannot be divided.
 """
 
 import os
@@ -30,17 +30,6 @@ BACKEND = "fake"
 
 @contextmanager
 def first_of(num_ranks: int, device: torch.device, labels: StepLabels) -> Iterator[None]:
-    """Make this process the first of so many, for torch.distributed and for an `Accelerator`, while it is open.
-
-    Args:
-        num_ranks: how many processes there would be, each with a device of its own.
-        device: device of this process.
-        labels: are told of memory that the engines hold for the sake of the other ranks.
-
-    Raises:
-        ValueError: this process belongs to a process group already; or, inside, DDP gets arguments that are not
-            simulated.
-    """
     if distributed_c10d.is_initialized():
         raise ValueError(
             f"num_gpus={num_ranks}: this process belongs to a process group already, so that none can be simulated; "
@@ -89,7 +78,7 @@ def meshes_with_values() -> Iterator[None]:
 
 
 def unseen_shape_propagation() -> Any:
-    """Hide the tensors of global shape on which DTensors find out the shape of a result: they have no memory."""
+    """Hide the tensors of global shape on which DTensors find out shapes: they have no memory."""
     plain = ShardingPropagator._propagate_tensor_meta_non_cached
 
     def propagate(self: ShardingPropagator, op_schema: Any) -> Any:
@@ -138,7 +127,7 @@ def _refuse_hook(*args: Any) -> None:
 
 
 class _RealIndices(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Gives the reducer real tensors for the numbers of its buckets, which it sends to the other ranks and reads."""
+    """Gives the reducer real numbers of its buckets, which it sends to the other ranks and reads."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

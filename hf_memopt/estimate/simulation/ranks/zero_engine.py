@@ -1,8 +1,7 @@
-"""DeepSpeed's ZeRO on the simulated device.
+"""DeepSpeed's ZeRO on the simulated device. Imports DeepSpeed, so it is imported only where that is used.
 
-Its code runs as it is, with its flat buffers, partitions, reduction buckets and prefetched weights. It asks one object
-for streams, names and free memory, which is given to it here, and it is answered where it asks for values. Imported
-only where DeepSpeed is used, since it imports DeepSpeed.
+Its code runs as it is. It asks one object for streams, names and free memory, which is given to it here, and it is
+answered where it asks for values.
 """
 
 import importlib
@@ -26,7 +25,7 @@ from hf_memopt.estimate.accounting.categories import COMMUNICATION, FROZEN, GATH
 from hf_memopt.estimate.simulation.virtual_time import VirtualEvent, VirtualStream
 
 _OPTIMIZERS = (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3)
-# DeepSpeed asks whether an optimizer is this one, whose kernels would be compiled when it is imported.
+# DeepSpeed asks for this optimizer, which compiles its kernels when it is imported.
 with patch.object(torch, "compile", lambda function: function):
     importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
 # The package has torch itself under this name.
@@ -34,11 +33,7 @@ _TORCH_BACKEND = importlib.import_module("deepspeed.comm.torch")
 
 
 class DeviceAsCuda(CPU_Accelerator):  # type: ignore[misc]
-    """A device for DeepSpeed that needs no driver, with CUDA's answers where they decide allocations.
-
-    Args:
-        device: where tensors are made.
-    """
+    """A device for DeepSpeed that needs no driver, with CUDA's answers where they decide allocations."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -80,7 +75,6 @@ class DeviceAsCuda(CPU_Accelerator):  # type: ignore[misc]
 
 @contextmanager
 def zero_as_on_cuda(device: torch.device) -> Iterator[None]:
-    """Let DeepSpeed take a device for one of CUDA."""
     with (
         patch.object(real_accelerator, "ds_accelerator", DeviceAsCuda(device)),
         # On hosts it would compile collectives of its own.
@@ -120,17 +114,17 @@ def _finite(method: Any, optimizer: Any, *args: Any, **kwargs: Any) -> bool:
 
 
 def _gradient_labelled(labels: StepLabels) -> Callable[..., None]:
-    """A weight's gradient is there, and is copied to a bucket and dropped."""
+    """A weight's gradient is there; then it is copied to a bucket and dropped."""
 
     def reduce(method: Any, optimizer: Any, parameter: nn.Parameter, *args: Any) -> None:
-        labels.add_gradient(parameter)
+        labels.reach([parameter])
         method(optimizer, parameter, *args)
 
     return reduce
 
 
 def _sums_labelled(labels: StepLabels) -> Callable[..., None]:
-    """End backward: gradients left in the buckets are reduced, and the rank's share of gradients put together."""
+    """At the end of backward, gradients left in the buckets are reduced, and the rank's share put together."""
 
     def end(method: Any, optimizer: Any) -> None:
         labels.add([bucket.buffer for bucket in optimizer.ipg_buckets.values()], COMMUNICATION)

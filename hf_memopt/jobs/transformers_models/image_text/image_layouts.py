@@ -1,7 +1,7 @@
 """Layouts of an image as a vision-language model sees it: how many tensors of which sizes, and how many tokens.
 
-Both are the processor's choice, and a configuration tells them only for models with images of one size. For the others
-the size is asked for that the processor brings an image to. Source: the processors of transformers 5.5.
+Both are the processor's choice (source: transformers 5.5), and a configuration tells them only for models with images
+of one size. For the others the size is asked for that the processor brings an image to.
 """
 
 import math
@@ -32,15 +32,7 @@ class ImageLayout:
 
 
 def image_layout(config: Any, size: Size | None) -> ImageLayout:
-    """Return the layout that a family's processor makes of an image.
-
-    Args:
-        config: configuration of a vision-language model.
-        size: that the processor brings it to; None, the one that the configuration names.
-
-    Raises:
-        ValueError: the family is none of `LAYOUTS`, or a size is missing, or is one that its processor does not make.
-    """
+    """Return the layout of an image that the processor brings to `size`; None, to the configuration's."""
     if config.model_type not in LAYOUTS:
         raise ValueError(
             f"task='image-text-to-text': how many tokens an image of model_type={config.model_type!r} takes is its "
@@ -67,7 +59,7 @@ def _one_size(config: Any, size: Size | None) -> ImageLayout:
 
 
 def _tiles(config: Any, size: Size | None) -> ImageLayout:
-    """Return an image that is cut into tiles of the vision tower's size, with a small copy of the whole if several."""
+    """Return tiles of the vision tower's size, with a small copy of the whole if they are several."""
     vision = config.vision_config
     side = _side(vision)
     height, width = _needed(config, size, f"the tiles of {side}x{side} that an image is cut into")
@@ -83,7 +75,7 @@ def _tiles(config: Any, size: Size | None) -> ImageLayout:
 
 
 def _best_grid(config: Any, size: Size | None) -> ImageLayout:
-    """Return an image that is cut to the most fitting of a few grids of tiles, without its padding there."""
+    """Return the most fitting of a few grids of tiles, without the padding there."""
     vision = config.vision_config
     side, in_tile = _side(vision), _side(vision) // _pair(vision.patch_size)[0]
     height, width = _needed(config, size, "the grid of tiles that an image is cut into")

@@ -7,19 +7,14 @@ import torch
 from hf_memopt.jobs.transformers_models.image_text.image_layouts import image_layout
 from hf_memopt.jobs.transformers_models.model_batches import Batch, Sample
 
-# These refuse to train without the types of tokens: where images are, or which text is learned.
+# These refuse to train without the types of tokens.
 _WITH_TYPES = ("gemma3", "paligemma")
-# These make positions in time, height and width of them, number by number, which are given instead.
+# These make positions in time, height and width number by number, which are given instead.
 _WITH_POSITIONS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 _NOT_LEARNED = -100
 
 
 def describe_images(config: Any, sample: Sample) -> str:
-    """Return the assumptions on images.
-
-    Raises:
-        ValueError: see `image_layout`; or a sample has no room for its images.
-    """
     layout = image_layout(config, sample.image_size)
     # A token of text ends each image, and one more is there to be learned.
     needed = sample.num_images * (layout.num_tokens + 1) + 1
@@ -33,10 +28,9 @@ def describe_images(config: Any, sample: Sample) -> str:
 
 
 def image_text_batch(config: Any, num_samples: int, sample: Sample) -> Batch:
-    """Return tokens, of which a part stands for images, and the images: `(num_samples, seq_len)` and `image_layout`.
+    """Return tokens `(num_samples, seq_len)`, of which the first part stands for images, and the images.
 
-    Text comes after the images. There is a mask, as all processors make one; nothing is hidden. Which text is learned
-    is not known: all is.
+    There is a mask, as all processors make one; nothing is hidden. Which text is learned is not known: all is.
     """
     layout = image_layout(config, sample.image_size)
     image_token = config.image_token_id
