@@ -35,8 +35,6 @@ BUDGET_SHARES = {"gpt2": 0.95, "lstm": 0.45, "gates_in_place": 0.42}
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of one run of an architecture."""
-
     copier: str
     autocast: bool
     checkpointing: bool

@@ -1,8 +1,4 @@
-"""Tests that loops with several backwards in one context give bitwise the plain gradients, metrics and weights.
-
-Offloaders plan for a forward pass and its backward. Loops interleave them: micro-batches, two networks in turn, metrics
-and evaluations in between, graphs that are never used or that outlive their step.
-"""
+"""Tests that loops that interleave forwards and backwards give bitwise the plain gradients, metrics and weights."""
 
 import copy
 import gc

@@ -64,7 +64,6 @@ def recompute_all(profile: Profile, link: Any, **limits: Any) -> OffloadPlan:
 
 
 def saved_gib(model: nn.Module, tokens: Tensor) -> float:
-    """Return the GiB that a plain step saves."""
     with SavedBytes(exclude=model.parameters()) as saved:
         language_loss(model, tokens)
     return saved.total_bytes / GIB

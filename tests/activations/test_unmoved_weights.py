@@ -1,7 +1,4 @@
-"""Tests that frozen weights stay on the device, and so do their casts and dequantised copies.
-
-Backward gets them again at no cost, so that copies to the host would be useless traffic.
-"""
+"""Tests that frozen weights, their casts and dequantised copies stay: backward has them again at no cost."""
 
 import random
 import warnings
