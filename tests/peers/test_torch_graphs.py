@@ -1,8 +1,7 @@
-"""Tests after PyTorch's: saved tensors, custom functions, retained graphs and checkpoints (test/test_autograd.py).
+"""Tests after PyTorch's test/test_autograd.py: saved tensors, custom functions, retained graphs and checkpoints.
 
 The ideas are the PyTorch contributors' and, where it is said, torchtune's (Meta), both licensed under BSD-3; the code
-is our own. Bodies run in our context, several times with one offloader; instead of PyTorch's hooks, the tests check
-gradients and the bytes left on the host.
+is our own. Instead of PyTorch's hooks, the tests check gradients and the bytes left on the host.
 """
 
 import threading
@@ -62,8 +61,6 @@ class SaveInSetup(Function):
 
 
 class BackwardInBackward(Function):
-    """A function that runs a graph of its own in forward and in backward."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         with torch.enable_grad():
@@ -343,7 +340,7 @@ def node(forward: Callable[[Any, Tensor], Tensor], backward: Callable[[Any, Tens
 
 
 def saving(make: Callable[[Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
-    """Return the forward of a node that saves what `make` makes of its input."""
+    """Return the forward of a node that saves `make` of its input."""
 
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(make(x))

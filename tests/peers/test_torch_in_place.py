@@ -1,7 +1,7 @@
-"""Tests after PyTorch's: in-place modification and version counters (test/test_autograd.py).
+"""Tests after PyTorch's test/test_autograd.py: in-place modification and version counters.
 
-The ideas are the PyTorch contributors', licensed under BSD-3; the code is our own. Bodies run in our context, several
-times with one offloader; instead of PyTorch's hooks, the tests check gradients and the bytes left on the host.
+The ideas are the PyTorch contributors', licensed under BSD-3; the code is our own. Instead of PyTorch's hooks, the
+tests check gradients and the bytes left on the host.
 """
 
 from collections.abc import Callable
