@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from adversarial_copier import AdversarialCopier
+from adversarial_copier import COPIERS, AdversarialCopier
 from gradients import equal, take_gradients
 from random_plans import plan_at_random
 from tiny_decoders import tiny_decoder
@@ -26,14 +26,9 @@ from hf_memopt.transfer import Copier, SyncCopier
 pytestmark = pytest.mark.usefixtures("quick_plans")
 
 GIB = 2**30
-COPIERS: dict[str, Callable[[], Copier]] = {
-    "sync": SyncCopier,
-    "late": lambda: AdversarialCopier("late"),
-    "random": lambda: AdversarialCopier("random"),
-}
 
 
-@pytest.fixture(params=COPIERS)
+@pytest.fixture(params=["sync", "late", "random"])
 def copier(request: pytest.FixtureRequest) -> Copier:
     return COPIERS[request.param]()
 
