@@ -149,9 +149,6 @@ def train(workload: Workload, offloader: ActivationOffloader | None, num_steps: 
         optimizer.zero_grad()
 
 
-# ------------------------------------------------------------------------------- checks of the settings
-
-
 def test_every_two_values_of_different_settings_meet() -> None:
     names = [field.name for field in fields(Settings)]
     for one, other in itertools.combinations(names, 2):

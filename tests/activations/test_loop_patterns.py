@@ -83,9 +83,6 @@ class Loop:
                 self.seen += [parameter.detach().clone() for parameter in part.parameters()]
 
 
-# ------------------------------------------------------------------------------------------------ loops
-
-
 def micro_batches(loop: Loop) -> None:
     for x, y in loop.micro_batches():
         loop.loss(x, y).backward()
@@ -243,9 +240,6 @@ PATTERNS: dict[str, Callable[[Loop], None]] = {
         policy_epochs, losses_are_logged, backward_in_the_next_step,
     )
 }  # fmt: skip
-
-
-# ------------------------------------------------------------------------------------------------ comparison
 
 
 def make_networks() -> Networks:

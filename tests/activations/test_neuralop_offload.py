@@ -127,9 +127,6 @@ def test_selective_checkpointing_of_the_blocks() -> None:
     assert checkpointed < selective.total_bytes < saved_bytes(model)
 
 
-# ------------------------------------------------------------------------------------------------------ moved bytes
-
-
 def saved_bytes(model: nn.Module) -> int:
     with SavedBytes(exclude=model.parameters()) as saved:
         model(batch()[0])
@@ -161,9 +158,6 @@ def test_neuralops_checkpoints_of_a_wrapped_model(kind: str, tmp_path: Path) -> 
     torch.manual_seed(1)
     loaded = {"fno": models.FNO, "tfno": models.TFNO}[kind].from_checkpoint(tmp_path, "model")
     assert equal(gradients(loaded), plain_gradients(kind))
-
-
-# ------------------------------------------------------------------------------------------------- training loops
 
 
 @pytest.fixture(scope="module")

@@ -64,9 +64,6 @@ def saved_gib(model: nn.Module, tokens: Tensor) -> float:
     return saved.total_bytes / GIB
 
 
-# ------------------------------------------------------------------------------------------------ any plan
-
-
 @pytest.mark.sweep(share=1 / 3)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("autocast", [False, True])
@@ -198,9 +195,6 @@ def test_modules_that_are_made_for_one_call_may_be_gone(monkeypatch: pytest.Monk
         assert equal(step(offloader, layer, loss), want)
     (planner,) = offloader._planners[layer].values()
     assert Action.RECOMPUTE in set(planner.plan.actions)
-
-
-# ------------------------------------------------------------------------------------------------ real plans
 
 
 @pytest.mark.parametrize("share", [0.2, 0.5])
