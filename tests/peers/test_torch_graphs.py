@@ -22,8 +22,6 @@ from hf_memopt import ActivationOffloader
 
 pytestmark = pytest.mark.sweep(share=1 / 4)
 
-# ---------------------------------------------------------------------------- custom functions
-
 
 class SaveResult(Function):
     """A function that saves an output, an input, None and a tensor of its own."""
@@ -153,9 +151,6 @@ def test_what_a_step_leaves_unread_is_freed_with_it(offloader: ActivationOffload
         assert offloader.stats.host_bytes_live == 0
 
 
-# ---------------------------------------------------------------------------- several backwards
-
-
 def a_retained_graph() -> list[Tensor]:
     x, w = leaf(5, 5), leaf(5, 5)
     y = (x @ w).tanh() * x
@@ -267,9 +262,6 @@ def test_backward_in_other_threads(offloader: ActivationOffloader) -> None:
             assert equal(take_gradients(layer), want)
 
 
-# ---------------------------------------------------------------------------- checkpoints and other hooks
-
-
 def region(x: Tensor, w: Tensor) -> Tensor:
     return nn.functional.dropout((x @ w).tanh(), 0.3) * x.exp()
 
@@ -328,9 +320,6 @@ def hooks_inside() -> list[Tensor]:
 )  # fmt: skip
 def test_checkpoints_and_hooks(offloader: ActivationOffloader, body: Body) -> None:
     check(offloader, body)
-
-
-# ---------------------------------------------------------------------------- saved tensors that outlive their nodes
 
 
 def node(forward: Callable[[Any, Tensor], Tensor], backward: Callable[[Any, Tensor], Tensor]) -> Any:

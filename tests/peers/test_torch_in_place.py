@@ -17,8 +17,6 @@ from hf_memopt import ActivationOffloader
 
 pytestmark = pytest.mark.sweep(share=1 / 4)
 
-# ---------------------------------------------------------------------------- modification that autograd refuses
-
 
 def saved_result() -> None:
     x = leaf(5, 5)
@@ -130,9 +128,6 @@ def test_double_backward_does_not_read_what_was_modified(offloader: ActivationOf
                 raise
         else:
             assert torch.equal(curvature, 6 * x.detach())
-
-
-# ---------------------------------------------------------------------------- modification that autograd allows
 
 
 def what_nobody_saved() -> list[Tensor]:
