@@ -3,12 +3,12 @@
 import copy
 import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import astuple, dataclass, fields
 
 import pytest
 import torch
-from adversarial_copier import AdversarialCopier
+from adversarial_copier import COPIERS
 from architectures import ARCHITECTURES, Workload, equal, gradients, loss_of
 from own_architectures import OWN_ARCHITECTURES
 from random_plans import RandomPlanner
@@ -16,7 +16,6 @@ from weights_at_home import forbid_weights
 
 from hf_memopt import ActivationOffloader, SyncCopier
 from hf_memopt.memory import SavedBytes
-from hf_memopt.transfer import Copier
 
 pytestmark = [
     pytest.mark.usefixtures("quick_plans"),
@@ -27,7 +26,7 @@ pytestmark = [
 ALL = ARCHITECTURES | OWN_ARCHITECTURES
 NAMES = list(ALL)
 CHECKPOINTED = [name for name in NAMES if ALL[name].can_checkpoint]
-COPIERS: dict[str, Callable[[], Copier]] = {"sync": SyncCopier, "late": lambda: AdversarialCopier("late")}
+CHOSEN_COPIERS = ("sync", "late")
 # The logits of gpt2 alone are most of its saved bytes. A layer of the LSTM is one operation, whose backward needs all
 # saved tensors at once, and all steps of `gates_in_place` share the storages of the gates.
 BUDGET_SHARES = {"gpt2": 0.95, "lstm": 0.45, "gates_in_place": 0.42}
@@ -35,8 +34,6 @@ BUDGET_SHARES = {"gpt2": 0.95, "lstm": 0.45, "gates_in_place": 0.42}
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of one run of an architecture."""
-
     copier: str
     autocast: bool
     checkpointing: bool
@@ -47,7 +44,7 @@ class Settings:
 def settings_of(index: int) -> Iterator[Settings]:
     """Yield the settings of four runs of an architecture. Over all architectures, every pair of values occurs."""
     can_checkpoint = ALL[NAMES[index]].can_checkpoint
-    for row, (copier, autocast) in enumerate(itertools.product(COPIERS, (False, True))):
+    for row, (copier, autocast) in enumerate(itertools.product(CHOSEN_COPIERS, (False, True))):
         yield Settings(
             copier,
             autocast,
@@ -98,7 +95,7 @@ def test_gradients_are_bitwise_the_plain_ones(name: str, settings: Settings) -> 
 def test_any_plan_gives_bitwise_the_plain_gradients(index: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     planner = RandomPlanner(random.Random(index))
     monkeypatch.setattr("hf_memopt.activations.plan_maker.make_plan", planner)
-    autocast, make_copier = index % 2 == 0, list(COPIERS.values())[index // 2 % 2]
+    autocast, make_copier = index % 2 == 0, COPIERS[CHOSEN_COPIERS[index // 2 % 2]]
     workload = build(name)
     want = gradients(workload, autocast)
     copier = forbid_weights(make_copier(), workload.module)
@@ -150,9 +147,6 @@ def train(workload: Workload, offloader: ActivationOffloader | None, num_steps: 
         loss_of(workload, offloader=offloader).backward()
         optimizer.step()
         optimizer.zero_grad()
-
-
-# ------------------------------------------------------------------------------- checks of the settings
 
 
 def test_every_two_values_of_different_settings_meet() -> None:

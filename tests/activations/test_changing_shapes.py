@@ -20,8 +20,6 @@ MODES = ("all", "inputs", "auto")
 
 
 class Blocks(nn.Module):
-    """Residual blocks, with or without checkpointing."""
-
     def __init__(self, num_blocks: int, is_checkpointed: bool) -> None:
         super().__init__()
         self._is_checkpointed = is_checkpointed

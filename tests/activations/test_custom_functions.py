@@ -1,7 +1,4 @@
-"""Tests that custom functions that write to their saved tensors, as fused kernels do, are right if the plain run is.
-
-`.data` stands in for a kernel: autograd counts the writes of neither.
-"""
+"""Tests of custom functions that write to saved tensors, uncounted by autograd: `.data` stands in for fused kernels."""
 
 from collections.abc import Callable
 from typing import Any
@@ -83,12 +80,7 @@ SILUS = (FreshSilu, SiluOverwritingBackward, SiluOfAKernel, SiluOfAnAttribute)
 
 
 class Net(nn.Module):
-    """A network whose custom function comes last in forward, and so first in backward.
-
-    Args:
-        function: the custom function.
-        others: another function of the same input.
-    """
+    """A network whose custom function comes last in forward, and so first in backward."""
 
     def __init__(self, function: Callable[[Tensor], Tensor], others: Callable[[Tensor], Tensor]) -> None:
         super().__init__()

@@ -43,14 +43,14 @@ def build(kind: str, **options: Any) -> nn.Module:
 
 
 @cache
-def batch_of(nodes: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(nodes)
-    x = torch.randint(0, 2, (2, 1, nodes, nodes), generator=generator).float()
-    return x, torch.randn(2, 1, nodes, nodes, generator=generator)
+def batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(32)
+    x = torch.randint(0, 2, (2, 1, 32, 32), generator=generator).float()
+    return x, torch.randn(2, 1, 32, 32, generator=generator)
 
 
-def gradients(model: nn.Module, nodes: int = 32, saving: AbstractContextManager[Any] | None = None) -> list[Tensor]:
-    x, y = batch_of(nodes)
+def gradients(model: nn.Module, saving: AbstractContextManager[Any] | None = None) -> list[Tensor]:
+    x, y = batch()
     model.zero_grad()
     with saving or nullcontext():
         loss = neuralop.LpLoss(d=2)(model(x), y)
@@ -59,8 +59,8 @@ def gradients(model: nn.Module, nodes: int = 32, saving: AbstractContextManager[
 
 
 @cache
-def plain_gradients(kind: str, nodes: int) -> list[Tensor]:
-    found = gradients(build(kind), nodes)
+def plain_gradients(kind: str) -> list[Tensor]:
+    found = gradients(build(kind))
     assert all(gradient.abs().max() > 0 for gradient in found)
     return found
 
@@ -87,7 +87,7 @@ def test_every_lever_gives_the_gradients_of_the_plain_run(kind: str, lever: str)
     model, used = build(kind, **options), make() if make else None
     for _ in range(2):  # the second pass prefetches
         saving = used.offload_context(model) if used else None
-        assert equal(gradients(model, saving=saving), plain_gradients(kind, 32))
+        assert equal(gradients(model, saving=saving), plain_gradients(kind))
     if used:
         assert used.stats.bytes_moved > 0
         assert used.stats.host_bytes_live == 0
@@ -96,10 +96,10 @@ def test_every_lever_gives_the_gradients_of_the_plain_run(kind: str, lever: str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_budget_is_kept_with_the_gradients_of_the_plain_run(kind: str) -> None:
     model = build(kind)
-    budget_gib = 0.5 * saved_bytes(model, 32) / 2**30
+    budget_gib = 0.5 * saved_bytes(model) / 2**30
     used = offloader("auto", budget_gib=budget_gib)
     for _ in range(4):
-        assert equal(gradients(model, saving=used.offload_context(model)), plain_gradients(kind, 32))
+        assert equal(gradients(model, saving=used.offload_context(model)), plain_gradients(kind))
     assert used.stats.predicted_peak_gib <= budget_gib
     assert used.stats.measured_peak_gib <= budget_gib
 
@@ -112,27 +112,24 @@ def test_fourier_transforms_stay_in_float32(kind: str, monkeypatch: pytest.Monke
     model = build(kind)
     with torch.autocast("cpu", torch.bfloat16):
         assert model.lifting(torch.ones(1, 3, 16, 16)).dtype == torch.bfloat16
-        model(batch_of(32)[0])
+        model(batch()[0])
     assert len(seen) == (5 if kind == "uno" else 4)
     assert set(seen) == {torch.float32}
 
 
 def test_selective_checkpointing_of_the_blocks() -> None:
-    model, want = build("fno"), plain_gradients("fno", 32)
+    model, want = build("fno"), plain_gradients("fno")
     handle = apply_selective_checkpointing(model, "heavy_ops", modules=["FNOBlocks"])
     with SavedBytes(exclude=model.parameters()) as selective:
         assert equal(gradients(model), want)
     handle.remove()
-    checkpointed = saved_bytes(build("fno", **BLOCKS), 32)
-    assert checkpointed < selective.total_bytes < saved_bytes(model, 32)
+    checkpointed = saved_bytes(build("fno", **BLOCKS))
+    assert checkpointed < selective.total_bytes < saved_bytes(model)
 
 
-# ------------------------------------------------------------------------------------------------------ moved bytes
-
-
-def saved_bytes(model: nn.Module, nodes: int) -> int:
+def saved_bytes(model: nn.Module) -> int:
     with SavedBytes(exclude=model.parameters()) as saved:
-        model(batch_of(nodes)[0])
+        model(batch()[0])
     return saved.total_bytes
 
 
@@ -147,7 +144,7 @@ def test_bytes_per_sample_of_a_published_size(nodes: int, mib_per_sample: float)
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_checkpointing_flag_saves_its_own_share(kind: str) -> None:
-    none, blocks, mlps, both = (saved_bytes(build(kind, **flags), 32) for flags in ({}, BLOCKS, MLPS, BLOCKS | MLPS))
+    none, blocks, mlps, both = (saved_bytes(build(kind, **flags)) for flags in ({}, BLOCKS, MLPS, BLOCKS | MLPS))
     assert both < min(blocks, mlps) < max(blocks, mlps) < none
     by_blocks, by_mlps = none - blocks, none - mlps
     assert both == none - by_blocks - by_mlps
@@ -160,10 +157,7 @@ def test_neuralops_checkpoints_of_a_wrapped_model(kind: str, tmp_path: Path) -> 
     model.save_checkpoint(tmp_path, "model")
     torch.manual_seed(1)
     loaded = {"fno": models.FNO, "tfno": models.TFNO}[kind].from_checkpoint(tmp_path, "model")
-    assert equal(gradients(loaded), plain_gradients(kind, 32))
-
-
-# ------------------------------------------------------------------------------------------------- training loops
+    assert equal(gradients(loaded), plain_gradients(kind))
 
 
 @pytest.fixture(scope="module")

@@ -83,9 +83,7 @@ def test_nothing_is_left_after_a_dropped_graph_or_an_exception(decoder: nn.Modul
     assert offloader.stats.host_bytes_live == 0
 
 
-def test_a_fault_in_any_copy_or_wait_leaves_the_next_step_right(
-    tokens: Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fault_in_any_copy_or_wait_leaves_the_next_step_right(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "unraisablehook", lambda error: None)  # dying payloads wait, and their errors are ignored
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Sigmoid())

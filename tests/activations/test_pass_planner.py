@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from adversarial_copier import AdversarialCopier
+from adversarial_copier import COPIERS, AdversarialCopier
 from gradients import equal, take_gradients
 from random_plans import plan_at_random
 from tiny_decoders import tiny_decoder
@@ -26,14 +26,9 @@ from hf_memopt.transfer import Copier, SyncCopier
 pytestmark = pytest.mark.usefixtures("quick_plans")
 
 GIB = 2**30
-COPIERS: dict[str, Callable[[], Copier]] = {
-    "sync": SyncCopier,
-    "late": lambda: AdversarialCopier("late"),
-    "random": lambda: AdversarialCopier("random"),
-}
 
 
-@pytest.fixture(params=COPIERS)
+@pytest.fixture(params=["sync", "late", "random"])
 def copier(request: pytest.FixtureRequest) -> Copier:
     return COPIERS[request.param]()
 
@@ -64,13 +59,9 @@ def recompute_all(profile: Profile, link: Any, **limits: Any) -> OffloadPlan:
 
 
 def saved_gib(model: nn.Module, tokens: Tensor) -> float:
-    """Return the GiB that a plain step saves."""
     with SavedBytes(exclude=model.parameters()) as saved:
         language_loss(model, tokens)
     return saved.total_bytes / GIB
-
-
-# ------------------------------------------------------------------------------------------------ any plan
 
 
 @pytest.mark.sweep(share=1 / 3)
@@ -204,9 +195,6 @@ def test_modules_that_are_made_for_one_call_may_be_gone(monkeypatch: pytest.Monk
         assert equal(step(offloader, layer, loss), want)
     (planner,) = offloader._planners[layer].values()
     assert Action.RECOMPUTE in set(planner.plan.actions)
-
-
-# ------------------------------------------------------------------------------------------------ real plans
 
 
 @pytest.mark.parametrize("share", [0.2, 0.5])

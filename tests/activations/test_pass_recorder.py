@@ -136,8 +136,6 @@ def test_a_retained_graph_is_freed_at_the_end_of_the_step() -> None:
 
 
 class Saving(nn.Module):
-    """A module that saves in its forward."""
-
     def forward(self, found: Pass) -> Pass:
         return found.save()
 

@@ -59,9 +59,6 @@ def comes_back_as_it_was(view: Tensor, copier: str, leaves: bool) -> None:
     assert (got.stride(), got.is_conj(), got.is_neg()) == want[1:]
 
 
-# ------------------------------------------------------------------------------------------------ autograd's corners
-
-
 def plain_and_offloaded(make: Any, function: Callable[[], list[Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
     want = function()
     with make().offload_context():
@@ -140,9 +137,6 @@ def test_a_storage_is_copied_once_and_a_recycled_address_is_a_new_one(make: Any)
             y = (x.detach() * x).sum()
         y.backward()
         assert torch.equal(x.grad, x.detach())
-
-
-# ------------------------------------------------------------------------------------------------ weights
 
 
 @pytest.mark.sweep(share=1 / 4)

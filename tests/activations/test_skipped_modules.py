@@ -65,7 +65,6 @@ def model() -> Model:
 
 
 def moved(model: nn.Module, skip: Any, run: Any = step, **options: Any) -> int:
-    """Return the bytes that one step moves."""
     offloader = ActivationOffloader(
         offload_threshold_mb=0, copier=SyncCopier(), skip=skip, **({"mode": "all"} | options)
     )

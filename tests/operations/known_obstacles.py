@@ -1,7 +1,4 @@
-"""Obstacles in torch itself, which leave no plain run to compare with, each with a part of the plain run's error.
-
-A test fails if a plain run has another error, and the whole sweep if a listed error no longer occurs.
-"""
+"""Obstacles in torch: parts of plain runs' errors. Another error fails a test, and an error that is gone the sweep."""
 
 from collections.abc import Iterable
 

@@ -32,9 +32,6 @@ COPIERS: dict[str, Callable[[int], Copier]] = {
 }
 
 
-# ------------------------------------------------------------------------------------------------ plans
-
-
 def _plan(profile: Profile, choose: Callable[[bool], Action]) -> OffloadPlan:
     """Return a plan without a window: offloaded storages leave the device at once."""
     actions = tuple(choose(storage.recompute_s is not None) for storage in profile.storages)
@@ -73,18 +70,9 @@ def forced_plans(choose: Callable[[bool], Action]) -> Iterator[list[OffloadPlan]
         plan_maker.make_plan, plan_maker.measure_link = own
 
 
-# ------------------------------------------------------------------------------------------------ variants
-
-
 @dataclass(frozen=True)
 class Variant:
-    """One way of offloading.
-
-    Attributes:
-        strategy: "all", "inputs" or one of `PLANS`.
-        copier: one of `COPIERS`.
-        seed: seed of random copiers and plans.
-    """
+    """A way of offloading: `strategy` is "all", "inputs" or in `PLANS`; random copiers and plans take `seed`."""
 
     strategy: str
     copier: str
@@ -134,9 +122,6 @@ def variants_of(case: Case, *, thorough: bool = True, threshold_mb: float = 0) -
             strategies.append("inputs")
         for strategy in strategies:
             yield Variant(strategy, lots.choice(list(COPIERS)), setting, lots.randrange(1000), threshold_mb)
-
-
-# ------------------------------------------------------------------------------------------------ plain runs
 
 
 class EmptyMode(TorchDispatchMode):
@@ -209,13 +194,8 @@ def selective_runs(case: Case) -> dict[str, Callable[[], list[Any]]]:
     }
 
 
-# ------------------------------------------------------------------------------------------------ outcomes
-
-
 @dataclass
 class Outcome:
-    """The outcome of a case: obstacles by setting, and failures."""
-
     obstacles: dict[str, str]
     failures: list[str]
 

@@ -22,17 +22,7 @@ SEED = 1234
 
 @dataclass
 class Case:
-    """A function to differentiate.
-
-    Attributes:
-        label: name of the sample.
-        function: function of one tensor for each of `leaves`.
-        leaves: tensors from which the inputs are made.
-        model: module whose parameters are leaves as well.
-        layout: name of the inputs' layout; see `LAYOUTS`.
-        has_second: whether torch defines the second derivative.
-        fills_memory: whether unwritten memory is NaN; see `_READ_UNINITIALISED`.
-    """
+    """A function of one tensor for each of `leaves`, differentiated by those and the model's parameters."""
 
     label: str
     function: Callable[..., Any]
@@ -49,7 +39,6 @@ class Case:
 
     @property
     def all_leaves(self) -> list[Tensor]:
-        """All tensors with respect to which the case is differentiated."""
         return self.leaves + (list(self.model.parameters()) if self.model else [])
 
     def inputs(self) -> list[Tensor]:
@@ -64,7 +53,6 @@ class Case:
             buffer.data = first.clone()
 
     def has_written_buffers(self) -> bool:
-        """Return whether the last run left other values in the model's buffers."""
         return any(not torch.equal(now, first) for now, first in self._buffers)
 
 
@@ -74,9 +62,6 @@ def with_gaps(tensor: Tensor) -> Tensor:
 
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {"dense": lambda tensor: tensor, "gaps": with_gaps}
-
-
-# ------------------------------------------------------------------------------------------------ operators
 
 
 def operator_cases(name: str, most: int, dtypes: tuple[torch.dtype, ...] = DTYPES) -> Iterator[Case]:
@@ -131,9 +116,6 @@ def _fits_in_place(case: Case, sample: Any) -> bool:
     return isinstance(output, Tensor) and (output.shape, output.dtype) == (sample.input.shape, sample.input.dtype)
 
 
-# ------------------------------------------------------------------------------------------------ modules
-
-
 def module_cases(name: str, most: int, dtypes: tuple[torch.dtype, ...] = DTYPES) -> Iterator[Case]:
     """Yield at most `most` samples for each dtype, in training and in evaluation mode."""
     module_db = _database("common_modules", "module_db")
@@ -167,12 +149,8 @@ class Sampled(nn.Module):
 
 
 def module_names() -> list[str]:
-    """Return all modules in torch's database."""
     module_db = _database("common_modules", "module_db")
     return sorted(info.name for info in module_db)
-
-
-# ------------------------------------------------------------------------------------------------ both
 
 
 def _database(module: str, name: str) -> Any:
@@ -210,10 +188,8 @@ def _function(call: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> t
 
 
 def differentiable(results: Any) -> list[Tensor]:
-    """Return the tensors in a function's result that have a gradient."""
     return [each for each in tree_leaves(results) if isinstance(each, Tensor) and each.requires_grad]
 
 
 def values_in(results: Any) -> list[Any]:
-    """Return all parts of a function's result that can be compared."""
     return [each.detach() if isinstance(each, Tensor) else each for each in tree_leaves(results)]

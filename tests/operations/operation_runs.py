@@ -24,13 +24,7 @@ Call = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Setting:
-    """The settings of a run.
-
-    Attributes:
-        autocast: whether forward runs under autocast to bfloat16.
-        checkpointed: whether torch's activation checkpointing is on.
-        backward: "once" behind the context, or "inside" it; "twice" through one graph; "second" derivatives.
-    """
+    """Settings of a run: `backward` "once" (behind the context), "inside" it, "twice" (one graph), "second" (order)."""
 
     autocast: bool = False
     checkpointed: bool = False
@@ -58,14 +52,7 @@ SETTINGS = (
 def run(
     case: Case, setting: Setting, context: AbstractContextManager[Any] | None = None, call: Call | None = None
 ) -> list[Any]:
-    """Return the case's results and gradients.
-
-    Args:
-        case: case to run.
-        setting: settings of the run.
-        context: context of the forward pass, and of backward if it is inside or is differentiated in turn.
-        call: function that calls the case's function, a plain call by default.
-    """
+    """Return results and gradients; `context` is around forward, and a backward that is inside or differentiated."""
     case.reset()
     with _uninitialised_is_nan() if case.fills_memory else nullcontext():
         return _run(
@@ -138,9 +125,6 @@ def _dense(tensor: Tensor) -> Tensor:
     if tensor.dtype is torch.complex32:  # a type in which torch computes almost nothing
         tensor = tensor.to(torch.complex64)
     return tensor if tensor.layout is torch.strided else tensor.to_dense()
-
-
-# ------------------------------------------------------------------------------------------------ comparison
 
 
 def same(first: list[Any], second: list[Any]) -> bool:

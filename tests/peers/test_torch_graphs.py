@@ -1,8 +1,7 @@
-"""Tests after PyTorch's: saved tensors, custom functions, retained graphs and checkpoints (test/test_autograd.py).
+"""Tests after PyTorch's test/test_autograd.py: saved tensors, custom functions, retained graphs and checkpoints.
 
 The ideas are the PyTorch contributors' and, where it is said, torchtune's (Meta), both licensed under BSD-3; the code
-is our own. Bodies run in our context, several times with one offloader; instead of PyTorch's hooks, the tests check
-gradients and the bytes left on the host.
+is our own. Instead of PyTorch's hooks, the tests check gradients and the bytes left on the host.
 """
 
 import threading
@@ -22,8 +21,6 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from hf_memopt import ActivationOffloader
 
 pytestmark = pytest.mark.sweep(share=1 / 4)
-
-# ---------------------------------------------------------------------------- custom functions
 
 
 class SaveResult(Function):
@@ -62,8 +59,6 @@ class SaveInSetup(Function):
 
 
 class BackwardInBackward(Function):
-    """A function that runs a graph of its own in forward and in backward."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         with torch.enable_grad():
@@ -154,9 +149,6 @@ def test_what_a_step_leaves_unread_is_freed_with_it(offloader: ActivationOffload
                 nested = nested.exp().sin()
         del nested
         assert offloader.stats.host_bytes_live == 0
-
-
-# ---------------------------------------------------------------------------- several backwards
 
 
 def a_retained_graph() -> list[Tensor]:
@@ -270,9 +262,6 @@ def test_backward_in_other_threads(offloader: ActivationOffloader) -> None:
             assert equal(take_gradients(layer), want)
 
 
-# ---------------------------------------------------------------------------- checkpoints and other hooks
-
-
 def region(x: Tensor, w: Tensor) -> Tensor:
     return nn.functional.dropout((x @ w).tanh(), 0.3) * x.exp()
 
@@ -333,9 +322,6 @@ def test_checkpoints_and_hooks(offloader: ActivationOffloader, body: Body) -> No
     check(offloader, body)
 
 
-# ---------------------------------------------------------------------------- saved tensors that outlive their nodes
-
-
 def node(forward: Callable[[Any, Tensor], Tensor], backward: Callable[[Any, Tensor], Tensor]) -> Any:
     """Return the `apply` of a custom function."""
     methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
@@ -343,7 +329,7 @@ def node(forward: Callable[[Any, Tensor], Tensor], backward: Callable[[Any, Tens
 
 
 def saving(make: Callable[[Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
-    """Return the forward of a node that saves what `make` makes of its input."""
+    """Return the forward of a node that saves `make` of its input."""
 
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(make(x))

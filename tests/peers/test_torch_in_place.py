@@ -1,7 +1,7 @@
-"""Tests after PyTorch's: in-place modification and version counters (test/test_autograd.py).
+"""Tests after PyTorch's test/test_autograd.py: in-place modification and version counters.
 
-The ideas are the PyTorch contributors', licensed under BSD-3; the code is our own. Bodies run in our context, several
-times with one offloader; instead of PyTorch's hooks, the tests check gradients and the bytes left on the host.
+The ideas are the PyTorch contributors', licensed under BSD-3; the code is our own. Instead of PyTorch's hooks, the
+tests check gradients and the bytes left on the host.
 """
 
 from collections.abc import Callable
@@ -16,8 +16,6 @@ from torch.autograd import gradcheck, gradgradcheck
 from hf_memopt import ActivationOffloader
 
 pytestmark = pytest.mark.sweep(share=1 / 4)
-
-# ---------------------------------------------------------------------------- modification that autograd refuses
 
 
 def saved_result() -> None:
@@ -130,9 +128,6 @@ def test_double_backward_does_not_read_what_was_modified(offloader: ActivationOf
                 raise
         else:
             assert torch.equal(curvature, 6 * x.detach())
-
-
-# ---------------------------------------------------------------------------- modification that autograd allows
 
 
 def what_nobody_saved() -> list[Tensor]:

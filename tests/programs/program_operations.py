@@ -1,8 +1,6 @@
-"""The operations of a random program's lines. `program_strategy` puts lines together.
+"""The operations of a random program's lines, called with the run, the tensors that they read, and options.
 
-An operation is called with its run, with the tensors that it reads, and with its options. Shapes are known before a
-program runs, except the number of rows R, which differs from pass to pass: -1 stands for R, -2 for a half of R, and so
-on.
+The number of rows R differs from pass to pass: in shapes, -1 stands for R, -2 for a half of R, and so on.
 """
 
 from collections.abc import Callable, Sequence
@@ -173,16 +171,7 @@ def _grad(run: Any, y: Tensor, x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Operation:
-    """A kind of line.
-
-    Attributes:
-        function: implementation of the operation.
-        text: template of the printed line.
-        group: name of a set of operations with the same shapes, which may replace each other.
-        makes: whether the result has a name. Other operations change their first operand, or run backward.
-        weight: relative frequency of draws.
-        feature: feature that the operation belongs to; see `program_strategy.FEATURES`.
-    """
+    """A kind of line; a `group` is exchangeable. If not `makes`, a line changes its first operand or runs backward."""
 
     function: Callable[..., Any]
     text: str

@@ -1,9 +1,8 @@
-"""Runs a program plainly and offloaded, and compares them bit by bit.
+"""Runs a program plainly and offloaded, and compares them bit by bit, unless the program proves nothing.
 
-Two kinds of programs prove nothing and are left out. In the first kind plain torch itself reads bytes that were
-overwritten unseen by autograd: the gradients differ from those of a run in which autograd saves copies. In the second
-kind forward overwrites, unseen by autograd, a saved tensor's bytes that backward never reads. No hook can tell whether
-a tensor that is saved later has the same bytes.
+Plain torch itself may read bytes that were overwritten unseen by autograd, and have other gradients than with saved
+copies. Or forward overwrites, unseen by autograd, saved bytes that backward never reads: no hook can tell whether a
+tensor that is saved later has the same bytes.
 """
 
 import gc
@@ -53,13 +52,7 @@ COPIERS: dict[str, Callable[[int], AdversarialCopier]] = {
 
 
 class Run:
-    """One run of a program.
-
-    Attributes:
-        seen: losses and gradients, pass by pass.
-        error: error that ended the run, None without an error.
-        where: number of the last pass.
-        steps_between: whether parameters were changed between the forward and the backward of a loss.
+    """One run of a program, which `error` ended in pass `where`.
 
     Args:
         program: program to run.
@@ -151,9 +144,6 @@ class Run:
         self.seen.append(None if tensor is None else tensor.detach().clone())
 
 
-# ------------------------------------------------------------------------------------------------ plain
-
-
 def _copy(tensor: Tensor) -> Tensor:
     """Return a copy with the same strides."""
     reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -182,11 +172,7 @@ class _Copy:
 
 
 class _Copies:
-    """Hooks that save copies of tensors.
-
-    Attributes:
-        are_overwritten: whether a line of a forward pass, in which no backward ran, has changed a saved tensor unseen.
-    """
+    """Hooks that save copies of tensors, and note unseen changes by lines of a forward without a backward in it."""
 
     def __init__(self) -> None:
         self.are_overwritten = False
@@ -224,9 +210,6 @@ def plain(program: Program) -> Run:
     hypothesis.assume(all(map(_same, run.seen, copied.seen)))
     hypothesis.assume(run.error is not None or copied.error is None)
     return run
-
-
-# ------------------------------------------------------------------------------------------------ offloaded
 
 
 class CountingClock(HostClock):
@@ -311,11 +294,7 @@ def _left_behind(offloader: ActivationOffloader) -> Iterator[str]:
 
 
 def check(program: Program, modes: Sequence[str] = MODES) -> None:
-    """Compare each mode with the plain run.
-
-    Raises:
-        AssertionError: if a mode differs, with the mode and the difference.
-    """
+    """Raise an AssertionError with the mode and the difference if a mode differs from the plain run."""
     torch.manual_seed(0)
     _EXPECTED[:] = [plain(program)]
     with repeatable():

@@ -14,15 +14,7 @@ from program_strategy import Program, programs
 
 @dataclass
 class Search:
-    """Results of a search.
-
-    Attributes:
-        num_valid: number of programs that prove something, until the first failure.
-        num_tried: number of all programs, those left out included.
-        first: first failing program as it was drawn.
-        program: smallest failing program, None if no program failed.
-        message: error of the smallest failing program.
-    """
+    """A search until the first failure: `first` as drawn, `program` shrunk. `num_tried` includes programs left out."""
 
     num_valid: int = 0
     num_tried: int = 0

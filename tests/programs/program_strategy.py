@@ -40,8 +40,6 @@ class Pass:
 
 @dataclass(frozen=True)
 class Program:
-    """A program: bodies, passes, and settings of the offloaded run."""
-
     bodies: tuple[Body, ...]
     passes: tuple[Pass, ...]
     copier: str
@@ -250,7 +248,6 @@ def exchanged(draw: Any, body: Body, without: frozenset[str]) -> Body:
 
 @st.composite
 def programs(draw: Any, without: frozenset[str] = frozenset()) -> Program:
-    """Return programs that use no feature of `without`."""
     first = draw(bodies(without))
     both = (first,)
     if "other bodies" not in without and draw(st.booleans()):

@@ -22,13 +22,9 @@ Put = Callable[[pytest.MonkeyPatch], None]
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault, and the search that finds it.
+    """A fault, found within `num_programs` by hypothesis 6.170; other versions draw other programs.
 
-    Attributes:
-        put: function that plants the fault.
-        num_programs: number of programs until the failure with hypothesis 6.170; other versions draw other programs.
-        features: features that the programs may use. Fewer features find the fault sooner, and find no other error.
-        says: part of the error's text; other failures do not count.
+    Fewer `features` find the fault sooner, and find no other error. Only a failure that `says` the text counts.
     """
 
     put: Put

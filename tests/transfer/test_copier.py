@@ -104,7 +104,6 @@ class FakeStream:
 
 @pytest.fixture
 def compute(monkeypatch: pytest.MonkeyPatch) -> FakeStream:
-    """A fake compute stream for a machine without streams."""
     stream = FakeStream()
     monkeypatch.setattr(FakeStream, "log", [], raising=False)
     monkeypatch.setattr(torch, "Stream", FakeStream)
@@ -271,8 +270,6 @@ def test_copies_for_another_compute_stream_wait_for_those_before(
 
 
 class RecordedMemory(Tensor):
-    """Device memory that lists the streams recorded for it with the allocator."""
-
     recorded: list[FakeStream]
 
     def __new__(cls, num_bytes: int) -> "RecordedMemory":

@@ -111,7 +111,6 @@ def test_a_smaller_step_in_between_changes_nothing() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_no_two_blocks_share_a_byte(seed: int) -> None:
-    """Check that blocks that come and go in any order keep the values written into them."""
     arena, dice = HostArena(SyncCopier(), budget_bytes=40_000), random.Random(seed)
     held: list[tuple[Tensor, int]] = []
     for number in range(2000):

@@ -147,9 +147,6 @@ def test_a_view_that_torch_does_not_call_one_is_kept_with_what_it_views() -> Non
     assert saved_with_views.total_bytes == 2 * UNIT
 
 
-# ------------------------------------------------------------------------------------------------ written buffers
-
-
 class Counter1(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -49,9 +49,6 @@ def search_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hf_memopt.activations.planner.offload_plan.search_plans", search)
 
 
-# ------------------------------------------------------------------------------------------------ brute force
-
-
 def test_host_budget_is_respected() -> None:
     for seed in range(12):
         profile, link, ahead = at_random(seed, 4)
@@ -65,9 +62,6 @@ def test_smallest_budget_is_that_of_brute_force(seed: int) -> None:
     with pytest.raises(InfeasibleBudgetError) as error:
         plan_for(profile, link, ahead, 0)
     assert error.value.smallest_bytes == front(all_plans(profile, link, ahead))[0].peak_bytes
-
-
-# ------------------------------------------------------------------------------------------------ budgets
 
 
 @pytest.mark.sweep(share=1 / 3)

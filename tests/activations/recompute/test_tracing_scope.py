@@ -11,8 +11,6 @@ from hf_memopt.activations.recompute.tracing_scope import active_in
 
 
 class Names(TorchDispatchMode):
-    """A mode that lists the names of operations."""
-
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[str] = []

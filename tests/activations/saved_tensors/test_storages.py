@@ -36,8 +36,6 @@ class Uses(Prefetcher):
 
 
 class Offloading:
-    """An offloaded storage of a tensor, with a count of its uses."""
-
     def __init__(self, context: DeviceState, tensor: Tensor) -> None:
         self._uses = Uses()
         block = context.arena.acquire(tensor.untyped_storage().nbytes())
