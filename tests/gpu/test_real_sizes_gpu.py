@@ -18,7 +18,7 @@ OWN_MODES = ["resident", "seed", "swap", "swap+shared"]
 
 
 def test_estimates_are_what_cuda_allocates(load: Load, output: Path, tmp_path: Path) -> None:
-    """Compare estimates from another process: in this one backward may have run already."""
+    """Estimate in another process: in this one backward may have run already."""
     module, kept, sizes = ["-m", "benchmarks.planning.estimate"], tmp_path / "kept.json", ["--sizes", "small"]
     make = [sys.executable, *module, *sizes, "--estimate-only", "--output", str(kept)]
     subprocess.run(make, cwd=BENCHMARKS.parent, check=True)
@@ -43,7 +43,7 @@ def test_activation_offloading(load: Load, output: Path) -> None:
 
 
 def test_a_plan_is_what_is_measured(load: Load, output: Path) -> None:
-    """Check the peak of saved activations within 3 %, and the time of a step within 5 %."""
+    """Compare the peak of saved activations within 3 %, and a step's time within 5 %."""
     sizes = ["--size", "real", "--layers", "4", "--tokens", "8192", "--link-divisors", "1"]
     assert (
         load("activations.offload").main([*sizes, "--modes", "ours auto 20 %", NO_LIMIT, "--output", str(output)]) == 0
