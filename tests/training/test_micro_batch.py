@@ -39,7 +39,7 @@ class RunningMean(nn.Module):
 
 
 class Run:
-    """Dropout and running statistics; its loss fails `where` at calls `fail_at`, or above `largest` samples."""
+    """A prepared model whose loss fails `where`, at calls `fail_at` (from 1) or above `largest` samples."""
 
     def __init__(self, *, fail_at: tuple[int, ...] = (), largest: int = 1000, where: str = "forward") -> None:
         AcceleratorState._reset_state(reset_partial_state=True)
