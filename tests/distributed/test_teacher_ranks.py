@@ -13,7 +13,7 @@ def check(seen: list[dict[str, Any]]) -> None:
         assert all(one[mode]["equal"] for one in seen)
         private_bytes = num_ranks * seen[0][mode]["weights_bytes"]
         assert private_bytes == num_ranks * 32 * 2**20
-        # Before the teacher was shared, each process had a copy of its own.
+        # An unshared teacher would have a copy in each process.
         kept_bytes = private_bytes - sum(one[mode]["freed_bytes"] for one in seen)
         assert kept_bytes <= (1 / num_ranks + 0.05) * private_bytes
         assert all(one[mode]["files"] for one in seen)
