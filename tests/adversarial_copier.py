@@ -1,4 +1,4 @@
-"""A copier as unhelpful as the rules of `hf_memopt.transfer.Copier` allow: a missing wait or an early release computes NaN.
+"""A copier as unhelpful as the rules of `hf_memopt.transfer.Copier` allow: wrong waits and releases give NaN.
 
 Copies happen as early, as late or as randomly as they may; memory that must not be read holds NaN bytes. Waiting orders
 the device and not the host: a copy may stay queued for some operations more, and freeing host memory before it is over

@@ -16,7 +16,7 @@ TABLE = Path(__file__).with_name("attention_choices.csv")
 KERNELS = {-1: "error", 0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 WIDTHS = (16, 33, 36, 40, 44, 64, 72, 80, 96, 128, 160, 192, 200, 240, 256, 264)
-# What differs from two heads and 128 queries and keys that require grad.
+# Differences from two heads and 128 queries and keys that require grad.
 VARIATIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": {"is_causal": True},

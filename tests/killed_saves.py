@@ -22,7 +22,7 @@ TOO_MANY_STEPS = 10**6
 
 
 def main() -> None:
-    os.fsync = lambda descriptor: None  # what a killed process wrote is there without it, and sooner
+    os.fsync = lambda descriptor: None  # a killed process's writes are there without it, and sooner
     folder, num_kills, num_wanted, seed = Path(sys.argv[1]), *map(int, sys.argv[2:])
     dice = random.Random(seed)
     num_loaded = num_in_the_middle = num_lost = 0

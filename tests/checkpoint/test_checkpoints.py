@@ -108,7 +108,7 @@ def test_a_step_is_saved_once(saved: ToyRun) -> None:
     resumed_at = (saved.checkpoints.folder / "latest").stat().st_ino
     resumed.save()
     assert (saved.checkpoints.folder / "latest").stat().st_ino == resumed_at
-    assert before  # both calls left what was there
+    assert before  # kept by both calls
 
 
 def test_what_an_interrupted_save_left_is_cleared_away(saved: ToyRun) -> None:

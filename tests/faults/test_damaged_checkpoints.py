@@ -39,7 +39,7 @@ def saved(tmp_path: Path) -> Saved:
     return Saved(run, tmp_path / "run", states)
 
 
-# -------------------------------------------------------------------------------- what is done to a whole checkpoint
+# ------------------------------------------------------------------------------------ damage to a whole checkpoint
 
 
 def sibling(checkpoint: Path) -> Path:

@@ -142,7 +142,7 @@ def test_training_does_not_run_it_either(
     assert not trace.exists()
 
 
-# ---------------------------------------------------------------------------------------------- what is refused, alone
+# ------------------------------------------------------------------------------------------- refused payloads, alone
 
 
 def test_a_registered_step_runs_code_of_a_repository(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from hf_memopt.activations.planner.profile import Link, Profile, SavedStorage
 
 # A decoder layer in bfloat16, run eagerly, hidden size 4096: bytes per token in units of 1024, which storage of the
-# layer it is made from, and how: nothing for what cannot be made again, "read" for an elementwise kernel, else the
+# layer it is made from, and how: nothing if it cannot be made again, "read" for an elementwise kernel, else the
 # multiplications per token.
 _DECODER_LAYER: Sequence[tuple[int, int | None, str | int | None]] = (
     (8, None, None),  # input

@@ -75,7 +75,7 @@ class ToyRun:
         self.average = Average()
         self.accelerator.register_for_checkpointing(self.average)
         self.checkpoints = Checkpoints(self.accelerator, folder, keep_last)
-        set_seed(seed, device_specific=True)  # again, for what the first DDP of a process imports draws
+        set_seed(seed, device_specific=True)  # again: imports of the first DDP of a process draw
         self.num_steps = 0
         self.losses: list[float] = []
 
