@@ -105,6 +105,15 @@ def output(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
+def one_rank() -> Iterator[None]:
+    from torch import distributed
+
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.fixture
 def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace fsync: no file of a test has to survive a reboot."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)

@@ -11,6 +11,10 @@ def take_gradients(model: nn.Module) -> list[Tensor]:
     return gradients
 
 
+def gradients_of(model: nn.Module) -> list[Tensor]:
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
 def equal(first: list[Tensor], second: list[Tensor]) -> bool:
     """Return whether there are as many and all are the same."""
     return len(first) == len(second) and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

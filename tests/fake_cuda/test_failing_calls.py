@@ -124,16 +124,9 @@ def errors_in_destructors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "unraisablehook", lambda error: None)
 
 
+@pytest.mark.parametrize("most", [MOST, pytest.param(None, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", TIMES)
 @pytest.mark.parametrize("subject", SUBJECTS)
-def test_some_calls_fail(subject: str, kind: str, expect_faults: ExpectFaults) -> None:
-    attack(subject, kind, MOST).check(1)
-    device.forget_faults()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", TIMES)
-@pytest.mark.parametrize("subject", SUBJECTS)
-def test_each_call_fails(subject: str, kind: str, expect_faults: ExpectFaults) -> None:
-    attack(subject, kind, None).check(1)
+def test_calls_fail(subject: str, kind: str, most: int | None, expect_faults: ExpectFaults) -> None:
+    attack(subject, kind, most).check(1)
     device.forget_faults()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from gradients import equal, gradients_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -76,16 +77,8 @@ class Run:
         return [each.detach().clone() for each in self.model.state_dict().values()]
 
 
-def gradients_of(model: nn.Module) -> list[Tensor]:
-    return [parameter.grad.clone() for parameter in model.parameters()]
-
-
 def samples(num: int = 8, seed: int = 1) -> Tensor:
     return torch.randn(num, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
-def equal(first: list[Tensor], second: list[Tensor]) -> bool:
-    return len(first) == len(second) and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])

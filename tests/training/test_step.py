@@ -10,6 +10,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
+from gradients import gradients_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -42,10 +43,6 @@ class Run:
 
     def parameters(self) -> list[Tensor]:
         return [parameter.detach().clone() for parameter in self.model.parameters()]
-
-
-def gradients_of(model: nn.Module) -> list[Tensor]:
-    return [parameter.grad.clone() for parameter in model.parameters()]
 
 
 def mean_loss(model: nn.Module, batch: Tensor) -> Tensor:
