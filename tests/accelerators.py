@@ -1,4 +1,4 @@
-"""Accelerate keeps its settings for the whole process; tests begin without those of others."""
+"""Resets of Accelerate, which keeps its settings for the whole process."""
 
 import os
 from collections.abc import Iterator
@@ -11,14 +11,13 @@ from accelerate.state import AcceleratorState, DistributedType, GradientState, P
 
 
 def forget_accelerator() -> None:
-    """Let the next `Accelerator` choose for itself."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
 
 
 @contextmanager
 def on_the_cpu() -> Iterator[None]:
-    """Also on a machine with a GPU, and with settings of its own."""
+    """Run on the CPU, also on a machine with a GPU, with settings of its own."""
     forget_accelerator()
     with patch.dict(os.environ, {"ACCELERATE_USE_CPU": "true"}):
         yield
@@ -27,7 +26,7 @@ def on_the_cpu() -> Iterator[None]:
 
 @contextmanager
 def engines_on_the_cpu() -> Iterator[None]:
-    """Have Accelerate use FSDP2 and DeepSpeed as on a GPU: for processes on the CPU it would ignore them."""
+    """Use FSDP2 and DeepSpeed as on a GPU: for processes on the CPU Accelerate would ignore them."""
     AcceleratorState._reset_state(reset_partial_state=True)
     places = {
         "ACCELERATE_USE_CPU": "false",
@@ -42,6 +41,6 @@ def engines_on_the_cpu() -> Iterator[None]:
 
 
 def sharding_on_the_cpu(**options: Any) -> Accelerator:
-    """An `Accelerator` that shards as on a GPU."""
+    """Return an `Accelerator` that shards as on a GPU."""
     with engines_on_the_cpu():
         return Accelerator(**options)

@@ -1,8 +1,8 @@
-"""A copier that is as unhelpful as the rules of `hf_memopt.transfer.Copier` allow.
+"""A copier as unhelpful as the rules of `hf_memopt.transfer.Copier` allow: wrong waits and releases give NaN.
 
-Copies happen as early, as late or as randomly as they may; memory that nobody may read holds NaN bytes. Whoever forgets
-to wait, or releases too early, computes NaN instead of being lucky. Waiting orders the device and not the host: a copy
-may still be queued for some operations more, and host memory that is freed before it is over is an error.
+Copies happen as early, as late or as randomly as they may; memory that must not be read holds NaN bytes. Waiting orders
+the device and not the host: a copy may stay queued for some operations more, and freeing host memory before it is over
+is an error.
 """
 
 import random
@@ -21,11 +21,11 @@ HOST_IS_AHEAD = 16  # operations, at most
 
 
 class InjectedError(RuntimeError):
-    """Raised by the copier in place of the operation that it was told to fail."""
+    """Raised in place of a chosen operation."""
 
 
 class AdversarialCopier:
-    """Fails the `fail_at`-th operation; waits count among them."""
+    """A copier that fails the `fail_at`-th operation, waits included."""
 
     def __init__(self, schedule: str = "late", seed: int = 0, fail_at: int | None = None) -> None:
         self.bytes_to_device = 0
@@ -76,7 +76,7 @@ class AdversarialCopier:
         return 0.0
 
     def tick(self) -> None:
-        """Count one operation, and fail it if it is the one."""
+        """Count one operation, and fail it in its turn."""
         self.num_operations += 1
         self._advance()
         if self.num_operations == self._fail_at:
@@ -91,14 +91,14 @@ class AdversarialCopier:
             transfer.destination.copy_(transfer.source)
 
     def waited(self, transfer: "AdversarialTransfer") -> None:
-        """The compute stream has waited for a copy: its host memory may be dropped, and is freed when it is over."""
+        """Note that the compute stream has waited for a copy, whose host memory is freed when it is over."""
         host = transfer.destination if transfer.is_to_host else transfer.source
         moment = Moment(self)
         self._host_ends.hold(host, moment)
         self._queued.append((moment, StorageWeakRef(host.untyped_storage())))
 
     def _advance(self) -> None:
-        """The device comes on: it is as far behind the host as the schedule allows."""
+        """Advance the device: it is as far behind the host as the schedule allows."""
         lag = {"early": 0, "late": HOST_IS_AHEAD, "random": self._random.randint(0, HOST_IS_AHEAD)}[self._schedule]
         for moment, memory in self._queued:
             assert moment.query() or not memory.expired(), "host memory was freed while a copy of it may be queued"
@@ -118,12 +118,12 @@ class AdversarialCopier:
 
 
 def overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two blocks share a byte."""
+    """Return whether two blocks share a byte."""
     return one.data_ptr() < other.data_ptr() + other.nbytes and other.data_ptr() < one.data_ptr() + one.nbytes
 
 
 class Moment:
-    """The device has done what the host had submitted when this was made."""
+    """The point at which the device has done all that the host had submitted."""
 
     def __init__(self, copier: AdversarialCopier) -> None:
         self._copier = copier
@@ -137,7 +137,7 @@ class Moment:
 
 
 class AdversarialTransfer:
-    """Holds its source by a weak reference only: who frees it before waiting is caught when the copy runs."""
+    """A copy with only a weak reference to its source, so that a source freed too early is found."""
 
     def __init__(self, copier: AdversarialCopier, source: Tensor, destination: Tensor, is_to_host: bool) -> None:
         self.destination = destination

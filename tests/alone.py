@@ -1,4 +1,4 @@
-"""For tests that count everything alive in a process: what earlier tests left there does not count."""
+"""A count of a process's live objects without those of earlier tests."""
 
 import gc
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from hf_memopt.memory.leaks.live_storages import Held, live_storages
 
 
 def hide_what_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let reports see only the storages and optimizers that come from now on."""
+    """Let reports see only later storages and optimizers."""
     gc.collect()
     others = set(live_storages())
     other_optimizers = {id(optimizer) for optimizer in attribution.live_optimizers()}

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from hf_memopt import ActivationOffloader
 from hf_memopt.activations import pass_planner, plan_maker
 
-# Of one step, given the number of the step; it makes its own context and runs its own backward.
+# Of one step, given its number; it makes its own context and runs its own backward.
 Context = Callable[[nn.Module], AbstractContextManager[Any]]
 Step = Callable[[nn.Module, Context, int], Any]
 NUM_STEPS = 6
-# The last four are plans: to keep or to offload what is not computed again, of which there is all or every second one.
+# The last four are plans: to keep or to offload the storages that are not recomputed, none, or every second one.
 MODES = ("all", "inputs", "keep", "offload", "recompute", "even", "odd", "random")
 
 
@@ -28,7 +28,7 @@ def plain(model: nn.Module) -> AbstractContextManager[None]:
 
 
 class _Planner(RandomPlanner):
-    """Does the same with every storage where it can."""
+    """Decides the same for every storage where it can."""
 
     wanted: str = "random"
     _number: int = 0
@@ -53,7 +53,7 @@ def planned(mode: str) -> Iterator[_Planner]:
 
 
 def results(step: Step, model: nn.Module, context: Context, num_steps: int = NUM_STEPS) -> list[Any]:
-    """Gradients and what each step returns; the last entry is the message of an error."""
+    """Return gradients and each step's results; an error's message is the last."""
     torch.manual_seed(0)
     model = copy.deepcopy(model)
     found: list[Any] = []

@@ -1,9 +1,6 @@
-"""Which attention kernel torch chooses on CUDA, case by case; and the script that recorded `attention_choices.csv`.
+"""Torch's choice of attention kernel on CUDA by case; run as a script, it adds the device's column to the `.csv`.
 
-    python tests/attention_choices.py
-
-asks torch on the device that is there, and writes the column of its compute capability. Nothing is computed, so that a
-stand-in for the CUDA runtime will do, which can be asked as any device.
+Nothing is computed, so a stand-in for the CUDA runtime will do, which can be asked as any device.
 """
 
 import csv
@@ -19,7 +16,7 @@ TABLE = Path(__file__).with_name("attention_choices.csv")
 KERNELS = {-1: "error", 0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 WIDTHS = (16, 33, 36, 40, 44, 64, 72, 80, 96, 128, 160, 192, 200, 240, 256, 264)
-# What differs from two heads and 128 queries and keys that require grad.
+# Differences from two heads and 128 queries and keys that require grad.
 VARIATIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": {"is_causal": True},
@@ -46,7 +43,7 @@ MORE_WIDTHS = (64, 192, 200, 240, 256)
 
 
 class Case(NamedTuple):
-    """One call of `scaled_dot_product_attention`; `variation` is a key of `VARIATIONS` or `MORE_VARIATIONS`."""
+    """A call of `scaled_dot_product_attention`; `variation` is a key of `VARIATIONS` or `MORE_VARIATIONS`."""
 
     dtype: str
     width: int
@@ -55,13 +52,13 @@ class Case(NamedTuple):
 
 
 def all_cases() -> Iterator[Case]:
-    """The cases of the table, in its order."""
+    """Return the table's cases in order."""
     for variations, widths in ((VARIATIONS, WIDTHS), (MORE_VARIATIONS, MORE_WIDTHS)):
         yield from itertools.starmap(Case, itertools.product(DTYPES, widths, (False, True), variations))
 
 
 def arguments(case: Case, device: torch.device) -> tuple[list[Any], dict[str, Any]]:
-    """Arguments of `scaled_dot_product_attention`, uninitialised."""
+    """Return uninitialised arguments of `scaled_dot_product_attention`."""
     options = {**VARIATIONS, **MORE_VARIATIONS}[case.variation]
     num_queries, num_keys = options.get("num_queries", 128), options.get("num_keys", 128)
     key_heads, key_batch = (2 if case.grouped else 4), options.get("key_batch", 2)
@@ -104,13 +101,13 @@ def _mask(kind: str | None, query: Tensor, num_keys: int) -> Tensor | None:
 
 
 def chosen(case: Case) -> str:
-    """What torch would run on the CUDA device."""
+    """Return torch's kernel for the CUDA device."""
     positional, named = arguments(case, torch.device("cuda"))
     return KERNELS[torch._fused_sdp_choice(*positional, **named)]
 
 
 def read() -> dict[Case, dict[tuple[int, int], str]]:
-    """The table: of each case, the kernel by compute capability."""
+    """Return each case's kernels by compute capability."""
     if not TABLE.exists():
         return {}
     with TABLE.open(newline="") as file:

@@ -1,4 +1,4 @@
-"""Benchmarks as the tests of their parts for accelerators run them."""
+"""Runs of the benchmarks' parts for accelerators."""
 
 import importlib
 import json
@@ -23,17 +23,17 @@ Load = Callable[[str], Any]
 
 @contextmanager
 def loaded_benchmarks() -> Iterator[Load]:
-    """Imports modules of benchmarks/, whose cells are measured in this process; undone afterwards."""
+    """Import modules of benchmarks/, whose cells run in this process, and undo it afterwards."""
     threads, before = torch.get_num_threads(), set(sys.modules)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(BENCHMARKS.parent))
-        patch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which benchmarks set, and here is taken back
+        patch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as benchmarks do, undone here
         patch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
         cells = importlib.import_module("benchmarks.cells")
         patch.setattr(cells, "isolated", cells.in_this_process)
         patch.setattr(cells, "preload", lambda: None)
         yield lambda name: importlib.import_module(f"benchmarks.{name}")
-    for name in set(sys.modules) - before:  # what they keep on the device goes with them
+    for name in set(sys.modules) - before:  # and the memory that they keep on the device
         if str(BENCHMARKS) in str(getattr(sys.modules[name], "__file__", "")):
             del sys.modules[name]
     if torch.cuda.is_available():
@@ -43,7 +43,7 @@ def loaded_benchmarks() -> Iterator[Load]:
 
 
 def environ_of_processes() -> dict[str, str]:
-    """For benchmarks in processes of their own, and those that they fork: on the fake GPU they get its operators."""
+    """Return the environment of benchmarks' processes and their forks, which get a fake GPU's operators."""
     paths = [str(BENCHMARKS.parent), os.environ.get("PYTHONPATH", "")]
     if is_loaded():
         paths.insert(0, str(Path(fake_cuda.__file__).parent / "site"))
@@ -51,14 +51,14 @@ def environ_of_processes() -> dict[str, str]:
 
 
 def results_of(output: Path) -> dict[str, Any]:
-    """Of a benchmark that has found the GPU."""
+    """Return the results, and check that the GPU was found."""
     results: dict[str, Any] = json.loads(output.read_text())
     assert results["hardware"]["device"] == "cuda"
     return results
 
 
 def cells_of(output: Path) -> list[dict[str, Any]]:
-    """Of a benchmark that has ended, none of them failed."""
+    """Return the cells of a benchmark, none of them failed."""
     results = results_of(output)
     assert results["complete"]
     assert {cell["error"] for cell in results["cells"] if "error" in cell} == set()

@@ -1,4 +1,4 @@
-"""What the installed torch calls the collectives of FSDP2: 2.15 has new names, and keeps the old ones as aliases."""
+"""Names of FSDP2's collectives: torch 2.15 has new ones, and keeps the old as aliases."""
 
 from torch import distributed
 

@@ -1,4 +1,4 @@
-"""The environment of the test suite, and toy models, data and checkpoints that many tests share."""
+"""The environment of the test suite, and shared toy models, data and checkpoints."""
 
 import gc
 import logging
@@ -28,7 +28,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [TOYS, os.environ.get("P
 # Another seed chooses another part of each sweep: HF_MEMOPT_SEED=7 make test.
 SEED = os.environ.get("HF_MEMOPT_SEED", "0")
 
-# Markers by folder or file: `make test` leaves out these kinds, which have targets of their own.
+# Markers by folder or file, which have targets of their own.
 KINDS = {"distributed": "ranks", "test_fake_gpu.py": "fake_gpu", "canaries": "canary"}
 
 # These tests need a process on the fake CUDA runtime, which tests/test_fake_gpu.py starts.
@@ -82,8 +82,8 @@ def no_relative_paths(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
 def autograd_may_be_forked() -> None:
     """Run a backward before all tests, so that estimates can fork processes in any order of the tests.
 
-    On a machine without an accelerator autograd starts threads for one, and refuses to be forked from then on, if a
-    FakeTensorMode, such as torch.compile's, comes before a process's first backward.
+    Without an accelerator, autograd starts threads for one and refuses later forks, if a FakeTensorMode, such as
+    torch.compile's, comes before a process's first backward.
     """
     import torch
 
@@ -93,7 +93,6 @@ def autograd_may_be_forked() -> None:
 
 @pytest.fixture(scope="module")
 def load() -> Iterator[Callable[[str], Any]]:
-    """A function that imports modules of benchmarks/, whose cells are measured in this process."""
     from benchmark_runs import loaded_benchmarks
 
     with loaded_benchmarks() as load:
@@ -102,19 +101,27 @@ def load() -> Iterator[Callable[[str], Any]]:
 
 @pytest.fixture
 def output(tmp_path: Path) -> Path:
-    """The file for a benchmark's results."""
     return tmp_path / "results.json"
 
 
 @pytest.fixture
+def one_rank() -> Iterator[None]:
+    from torch import distributed
+
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.fixture
 def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace fsync, since no file of a test has to survive a reboot."""
+    """Replace fsync: no file of a test has to survive a reboot."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Any:
-    """A `ToyRun` of three steps with a checkpoint of each; the last two are kept."""
+    """A `ToyRun` of three steps with a checkpoint of each, of which the last two are kept."""
     from toy_run import ToyRun
 
     run = ToyRun(tmp_path / "run")
@@ -124,7 +131,7 @@ def saved(tmp_path: Path) -> Any:
 
 @pytest.fixture
 def quick_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shorten the search for plans: no worse for toy models, and faster by a second."""
+    """Search shorter for plans: no worse for toy models, and faster by a second."""
     from hf_memopt.activations.planner import search
 
     monkeypatch.setattr(search, "_MAX_EVENTS", 100_000)
@@ -132,7 +139,7 @@ def quick_plans(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def quick_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shorten evaluations of policies: fewer samples for the spread and the latency."""
+    """Use fewer samples for the spread and the latency."""
     from hf_memopt.lerobot.evaluate import measure
 
     monkeypatch.setattr(measure, "_NUM_SPREAD_SAMPLES", 2)
@@ -141,7 +148,6 @@ def quick_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def toy_vlm(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the toy VLM."""
     from hf_memopt.recipes.reflow.smolvla_toy import write_vlm
 
     return write_vlm(tmp_path_factory.mktemp("toy") / "vlm")
@@ -149,7 +155,7 @@ def toy_vlm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def toy_dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the toy dataset: 4 episodes of 12 frames. Read only."""
+    """4 episodes of 12 frames. Read only."""
     from hf_memopt.recipes.reflow.smolvla_toy import write_dataset
 
     return write_dataset(tmp_path_factory.mktemp("toy") / "dataset", num_episodes=4, seed=0)
@@ -157,7 +163,7 @@ def toy_dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def toy_teacher(toy_vlm: Path, toy_dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkpoint folder of a stock SmolVLA that lerobot trained and saved. Read only."""
+    """A stock SmolVLA that lerobot trained and saved. Read only."""
     from lerobot_runs import train_teacher
 
     from hf_memopt.recipes.reflow.smolvla_toy import policy_flags
@@ -167,7 +173,7 @@ def toy_teacher(toy_vlm: Path, toy_dataset: Path, tmp_path_factory: pytest.TempP
 
 @pytest.fixture(scope="session")
 def toy_student(toy_teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkpoint folder of an untrained student of `toy_teacher`. Read only."""
+    """An untrained student of `toy_teacher`. Read only."""
     from hf_memopt.lerobot.student.prepare import prepare_student
 
     return prepare_student(str(toy_teacher), tmp_path_factory.mktemp("toy") / "student")
@@ -175,17 +181,14 @@ def toy_student(toy_teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture(scope="module", autouse=True)
 def small_heap() -> None:
-    """Hide objects older than the module's tests from the collector.
-
-    Every `gc.collect()` and every census of all objects would visit a million objects of imported libraries.
-    """
+    """Hide older objects from the collector, which would visit a million objects of imported libraries."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
 def own_settings() -> Iterator[None]:
-    """Reset the settings that Accelerate and logging keep for the process, before and after each test."""
+    """Reset the settings that Accelerate and logging keep for the process."""
     forget_settings()
     yield
     forget_settings()

@@ -1,4 +1,4 @@
-"""What the documentation calls yours: small models, data and settings for the names that its blocks take for given."""
+"""Small models, data and settings for the names that the documentation's blocks take for given."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +16,7 @@ VOCABULARY, LENGTH, NUM_SAMPLES = 32, 16, 8
 
 
 class Toys:
-    """Makes each stand-in when it is asked for, once; `page` chooses where pages differ."""
+    """Makes each stand-in once, on demand; `page` chooses where pages differ."""
 
     def __init__(self, page: str) -> None:
         torch.manual_seed(0)
@@ -126,7 +126,7 @@ def lora(toys: Toys) -> Any:
 
 
 class Convolution(nn.Conv2d):
-    """What stands in for `MyModel`."""
+    """The stand-in for `MyModel`."""
 
     def __init__(self) -> None:
         super().__init__(3, 4, 3)

@@ -1,4 +1,4 @@
-"""Compares the simulated first of several ranks with real processes on the CPU."""
+"""A comparison of the simulated first of several ranks with real processes on the CPU."""
 
 import json
 from pathlib import Path
@@ -17,16 +17,13 @@ rank_steps = LateModule("rank_steps")
 
 
 def check_first_rank(folder: Path, num_ranks: int, ways: str) -> dict[str, set[str]]:
-    """Assert that it holds the same bytes after an update, and at the peak of each phase, in `rank_steps.<ways>`.
-
-    Returns what its storages are for, by way.
-    """
+    """Compare bytes after an update and each phase's peak, in `rank_steps.<ways>`; return storages' purposes by way."""
     real, *others = on_ranks("distributed.engine_rank:outcomes", ways, num_ranks=num_ranks)
     seen, kinds = {}, {}
     for name, way in getattr(rank_steps, ways).items():
         seen[name], kinds[name] = simulated_rank(way, num_ranks, folder)
     assert seen == real, f"{seen} is not {real}"
-    # Others hold no more: where a length cannot be divided, the last ones have less.
+    # Where a length cannot be divided, the last ranks have less.
     for rank in others:
         for name, other in rank.items():
             assert all(num_bytes <= real[name]["held"][what] for what, num_bytes in other["held"].items())

@@ -1,4 +1,4 @@
-"""Training steps that are estimated and really run, on the CPU, and what really running them holds."""
+"""Training steps that are estimated and really run on the CPU, and the bytes that the real ones hold."""
 
 import gc
 from collections.abc import Callable
@@ -17,7 +17,7 @@ MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 
 
 class State(NamedTuple):
-    """What `setup` returns: tensors are inputs, and `loss` is called with the model and them."""
+    """The result of `setup`: tensors are inputs, and `loss` is called with the model and them."""
 
     model: nn.Module
     optimizer: Optimizer
@@ -43,7 +43,7 @@ def adamw(parameters: list[nn.Parameter]) -> Optimizer:
 def training(
     build: Callable[[], Workload], make_optimizer: MakeOptimizer = adamw, prepare: Callable[[Workload], Any] = str
 ) -> Setup:
-    """Trains a workload of `architectures.py`; `prepare` changes it first, in place."""
+    """Train a workload of `architectures.py`, which `prepare` changes in place first."""
 
     def setup(device: torch.device) -> State:
         workload = build()
@@ -60,14 +60,12 @@ def architecture(name: str, **options: Any) -> Setup:
 
 
 class Peaks(NamedTuple):
-    """Bytes."""
-
     overall: int
     before_updates: int  # in forward and backward
 
 
 def real_peaks(setup: Setup, step: Callable[[Any], object] = step, num_steps: int = 2) -> Peaks:
-    """The most that live storages hold, to the byte, while steps really run."""
+    """Return the most that live storages hold, to the byte."""
     allocator = CountedAllocator()
     with allocator:
         state = setup(torch.device("cpu"))
@@ -97,7 +95,7 @@ def estimated_peaks(estimate: MemoryEstimate) -> Peaks:
 
 
 def deviations(setup: Setup, step: Callable[[Any], object] = step) -> tuple[float, float]:
-    """How far both peaks of the estimate are above (or, negative, below) the real ones, as shares of them."""
+    """Return both estimated peaks' deviations from the real ones, as shares; positive means above."""
     estimated = estimated_peaks(estimate_peak_memory(setup, step, like="cpu"))
     overall, before_updates = (guess / real - 1 for guess, real in zip(estimated, real_peaks(setup, step), strict=True))
     return overall, before_updates
@@ -107,7 +105,7 @@ WIDTH, HIDDEN, BATCH = 64, 256, 8
 
 
 def mlp_setup(device: torch.device, make_optimizer: MakeOptimizer = adamw) -> State:
-    """Two linear layers without biases: every size is a multiple of 512 bytes."""
+    """Make two linear layers without biases: every size is a multiple of 512 bytes."""
     with device:
         model = nn.Sequential(nn.Linear(WIDTH, HIDDEN, bias=False), nn.ReLU(), nn.Linear(HIDDEN, WIDTH, bias=False))
         inputs = torch.zeros(BATCH, WIDTH)

@@ -1,8 +1,4 @@
-"""A process that has imported the slow libraries and forks a copy of itself for each call: a call costs no imports.
-
-Each copy has a working folder, environment variables and output of its own. The server itself never runs a backward
-pass and never touches an accelerator, either of which would keep its copies from doing so.
-"""
+"""A server with imported libraries that forks for each call; it runs no backward and uses no accelerator itself."""
 
 import atexit
 import importlib
@@ -23,13 +19,7 @@ TESTS = Path(__file__).parent
 
 
 class Call(NamedTuple):
-    """One call in a process of its own.
-
-    Attributes:
-        function: `"module:name"`.
-        arguments: values that JSON can hold.
-        environ: environment variables to set first.
-    """
+    """A call in a process of its own: `function` is `"module:name"`, and JSON can hold `arguments`."""
 
     function: str
     arguments: Sequence[Any] = ()
@@ -37,7 +27,7 @@ class Call(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """The end of a call: its exit status, 0 where it returned; the returned value; and its output and errors."""
+    """Exit status of a call, 0 where it returned, with returned value, and output with errors."""
 
     status: int
     returned: Any
@@ -45,12 +35,7 @@ class Ended(NamedTuple):
 
 
 class ForkServer:
-    """A server with an environment of its own.
-
-    Args:
-        preload: modules to import at the start; those that are not installed are left out.
-        environ: environment variables of the server, from its start on.
-    """
+    """A server with an `environ` from its start on; `preload` may name missing modules."""
 
     def __init__(self, preload: Sequence[str], environ: Mapping[str, str]) -> None:
         self._process = subprocess.Popen(
@@ -70,7 +55,6 @@ class ForkServer:
             return [_ended(Path(folder, str(number)), status) for number, status in enumerate(statuses)]
 
     def close(self) -> None:
-        """End the server."""
         self._process.communicate()
         atexit.unregister(self.close)
 
@@ -81,7 +65,7 @@ def _ended(file: Path, status: int) -> Ended:
 
 
 def called(function: str, *arguments: Any) -> Any:
-    """Call a function that is named `"module:name"`."""
+    """Call `"module:name"`."""
     module, _, name = function.partition(":")
     return getattr(importlib.import_module(module), name)(*arguments)
 
@@ -98,7 +82,7 @@ def serve(preload: Sequence[str]) -> None:
 
 
 def _statuses(children: Sequence[int]) -> list[int]:
-    """Return the exit statuses of children by process number; once one has failed, the others are ended."""
+    """Return exit statuses by process number; once one has failed, the others are ended."""
     statuses: dict[int, int] = {}
     while len(statuses) < len(children):
         child, waited = os.wait()

@@ -9,7 +9,7 @@ import torch
 
 @contextmanager
 def host_never_waits() -> Iterator[None]:
-    """Inside, torch raises an error at every call that it knows to wait for a CUDA device."""
+    """Make torch raise an error at every call that it knows to wait for a CUDA device."""
     try:
         _set_mode("error")
         yield
@@ -19,6 +19,6 @@ def host_never_waits() -> Iterator[None]:
 
 def _set_mode(mode: str) -> None:
     with warnings.catch_warnings():
-        # torch says so after it has set the mode; as an error, that would leave it set for all later tests.
+        # torch warns after it has set the mode; an error would leave it set for all later tests.
         warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype feature")
         torch.cuda.set_sync_debug_mode(mode)

@@ -1,8 +1,8 @@
 """Kills processes that save checkpoints: `killed_saves.py <folder> <how many> <of these in the middle> <seed>`.
 
-Prints what came of it as JSON. Kills go on until enough of them have hit a save: a busy machine delays both sides.
-All processes are forks of this one, so that the imports are paid for once. Also lets processes save that may write only
-so many bytes to a file, which is a full disk as far as all libraries are concerned.
+Prints the outcomes as JSON. Kills go on until enough of them have hit a save: a busy machine delays both sides. All
+processes are forks of this one, so that imports are paid for once. Other processes may write only so many bytes to a
+file, which is a full disk as far as all libraries are concerned.
 """
 
 import json
@@ -22,7 +22,7 @@ TOO_MANY_STEPS = 10**6
 
 
 def main() -> None:
-    os.fsync = lambda descriptor: None  # what a killed process wrote is there without it, and sooner
+    os.fsync = lambda descriptor: None  # a killed process's writes are there without it, and sooner
     folder, num_kills, num_wanted, seed = Path(sys.argv[1]), *map(int, sys.argv[2:])
     dice = random.Random(seed)
     num_loaded = num_in_the_middle = num_lost = 0
@@ -43,14 +43,14 @@ def main() -> None:
 
 
 def resumed(folder: Path) -> tuple[int, dict[str, Any]]:
-    """Steps and state of `latest`. The run is over then, and the folder free for the next process."""
+    """Return steps and state of `latest`, and leave the folder free for the next process."""
     run = ToyRun(folder, seed=1)
     run.resume()
     return run.num_steps, run.state()
 
 
 def kill_one(folder: Path, dice: random.Random) -> int:
-    """The last step of which the killed process knew that it was saved."""
+    """Return the last step that the killed process knew to be saved."""
     reader, writer = os.pipe()
     process = os.fork()
     if process == 0:
@@ -75,7 +75,7 @@ def train_on(folder: Path, writer: int) -> NoReturn:
 
 
 def unfinished(folder: Path) -> bool:
-    """Whether a save or a removal was under way."""
+    """Return whether a save or a removal was under way."""
     names = {path.name for path in folder.iterdir()} - {".lock"}
     newest = max(name for name in names if name.startswith("step-"))
     return any("." in name for name in names) or not (folder / "latest").read_text().startswith(newest)
@@ -88,7 +88,7 @@ def expected(folder: Path, num_steps: int) -> dict[str, Any]:
 
 
 def limit_files(folder: Path) -> dict[str, Any]:
-    """Saves with no file larger than so many bytes; the largest has about 15,000."""
+    """Save with no file larger than so many bytes; the largest has about 15,000."""
     errors = []
     for limit_bytes in (0, 1, 50, 100, 300, 1000, 2000, 5000, 10_000):
         shutil.rmtree(folder)

@@ -1,12 +1,11 @@
-"""Modules that tests name at the top and import when they first use them: collecting the suite must not cost the
-seconds that lerobot, neuralop or Trainer take to import."""
+"""Slow modules that tests name at the top, and import at first use, to keep collection fast."""
 
 import importlib
 from typing import Any
 
 import pytest
 
-# What takes seconds to import.
+# Modules that take seconds to import.
 SLOW = (
     "lerobot",
     "trl",
@@ -23,7 +22,7 @@ IMPORTED_WHILE_COLLECTING = pytest.StashKey[list[str]]()
 
 
 class LateModule:
-    """Imports a module when one of its names is read. Name the module by a string to patch what is in it."""
+    """Imports a module when one of its names is read; a string names the module to patch in it."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -1,4 +1,4 @@
-"""Commands of lerobot and of this project, run in this process as a shell would run them in a new one."""
+"""Commands of lerobot and of this project, run in this process as a shell would in a new one."""
 
 import contextlib
 import functools
@@ -24,12 +24,11 @@ from torch import Tensor
 from hf_memopt.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
 from hf_memopt.recipes.reflow.smolvla_toy import dataset_flags
 
-# lerobot's command lines look up the comment above each field of every configuration class, in its source, each time.
+# lerobot's command lines look up the comment above each configuration field, in its source, each time.
 docstring.get_attribute_docstring = functools.cache(docstring.get_attribute_docstring)
 
 PLUGIN = "--discover_packages_path=hf_memopt.lerobot"
-# A constant learning rate, so that runs of different lengths make comparable updates; SGD, because Adam's first steps
-# are the signs of gradients, which rounding can flip.
+# A constant learning rate, so that runs of any length compare; SGD, as rounding can flip Adam's first signs.
 PLAIN_SGD = (
     "--use_policy_training_preset=false",
     "--optimizer.type=sgd",
@@ -41,7 +40,7 @@ PLAIN_SGD = (
 
 
 def run(command: Callable[[], Any], *flags: str) -> str:
-    """Run a command that reads `sys.argv`, and return what it wrote to standard error, its log included."""
+    """Run a command that reads `sys.argv`, and return its standard error, with its log."""
     with new_process(flags) as log:
         command()
     return log.getvalue()
@@ -50,7 +49,7 @@ def run(command: Callable[[], Any], *flags: str) -> str:
 def train_flags(
     student: Path, dataset: Path, output: Path, *, steps: int, batch_size: int = 2, device: str = "cpu"
 ) -> list[str]:
-    """The flags of a short run that logs every step and saves at the end."""
+    """Return flags of a short run that logs every step and saves at the end."""
     return [
         f"--policy.path={student}",
         f"--policy.device={device}",
@@ -65,7 +64,7 @@ def train_flags(
 
 
 def train_teacher(vlm_flags: list[str], dataset: Path, output: Path) -> Path:
-    """Train a stock SmolVLA for three steps; returns its `pretrained_model` folder."""
+    """Train a stock SmolVLA for three steps, and return its `pretrained_model` folder."""
     flags = [
         *vlm_flags,
         "--policy.device=cpu",
@@ -79,19 +78,19 @@ def train_teacher(vlm_flags: list[str], dataset: Path, output: Path) -> Path:
 
 
 def weights(folder: Path) -> dict[str, Tensor]:
-    """The weights in a checkpoint folder, or in the last checkpoint of a training output folder."""
+    """Return weights of a checkpoint folder, or of a training output's last checkpoint."""
     last = folder / "checkpoints" / "last" / "pretrained_model"
     return load_file((last if last.exists() else folder) / "model.safetensors")
 
 
 def logged(log: str, figure: str) -> list[float]:
-    """The values of one figure in a run's log, one for each logged step."""
+    """Return a log's values of one figure, one for each logged step."""
     words = [word for line in log.splitlines() if " step:" in line for word in line.split()]
     return [float(word.removeprefix(f"{figure}:")) for word in words if word.startswith(f"{figure}:")]
 
 
 def pin_draws(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make noise and time functions of the frame, so that runs can be compared that visit frames in other groups."""
+    """Make noise and time functions of the frame, to compare runs that visit frames in other groups."""
     for policy in (SmolVLAPolicy, SmolVLAReflowPolicy):
         monkeypatch.setattr(policy, "forward", _with_pinned_draws(policy.forward))
 
@@ -112,7 +111,7 @@ def _with_pinned_draws(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def new_process(flags: tuple[str, ...]) -> Iterator[io.StringIO]:
-    """What a command changes in its process, as a new process has it, and as it was afterwards."""
+    """Give a command's process-wide state as a new process has it, and restore it afterwards."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     argv, environment = sys.argv, os.environ.copy()

@@ -1,4 +1,4 @@
-"""How long tests wait for other processes."""
+"""The limit of tests' waits for other processes."""
 
-# For what hangs, and not for what is slow: importing lerobot alone takes minutes where many processes share two cores.
+# For hangs, not for slow steps: importing lerobot alone takes minutes where processes share two cores.
 HANG_S = 1800

@@ -17,7 +17,7 @@ class Cost:
 
 
 def all_plans(profile: Profile, link: Link, prefetch_ahead: int, host_bytes: float = math.inf) -> list[Cost]:
-    """Every action for every storage, with every window that the planner tries."""
+    """Combine every action for every storage with every window that the planner tries."""
     choices = [(0, 1) if storage.recompute_s is None else (0, 1, 2) for storage in profile.storages]
     costs = []
     for actions in itertools.product(*choices):
@@ -32,7 +32,7 @@ def all_plans(profile: Profile, link: Link, prefetch_ahead: int, host_bytes: flo
 
 
 def front(costs: list[Cost]) -> list[Cost]:
-    """The fastest for what they hold, smallest first."""
+    """Return the fastest plans for the bytes that they hold, smallest first."""
     fastest: list[Cost] = []
     for cost in sorted(costs, key=lambda cost: (cost.peak_bytes, cost.step_s)):
         if not fastest or cost.step_s < fastest[-1].step_s:

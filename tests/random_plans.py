@@ -1,4 +1,4 @@
-"""Plans that are drawn by lot, whatever they cost: what a plan decides must never show in a gradient."""
+"""Plans drawn by lot, whatever they cost: no plan's decision may show in a gradient."""
 
 import random
 from dataclasses import dataclass
@@ -12,12 +12,7 @@ from hf_memopt.activations.planner.simulator import simulate
 
 @dataclass
 class RandomPlanner:
-    """Stands in for `auto.make_plan`: every storage is kept, offloaded or recomputed at random, in windows as random.
-
-    Attributes:
-        num_plans: how many it has made.
-        num_recomputed: how many storages they recompute.
-    """
+    """A planner that keeps, offloads or recomputes each storage at random, in windows as random."""
 
     random: random.Random
     num_plans: int = 0
@@ -48,8 +43,6 @@ class RandomPlanner:
 
 
 def plan_at_random(seed: int, in_flight: int = 2, ahead: int = 2) -> Any:
-    """A planner that decides by lot."""
-
     def planner(profile: Profile, link: Any, **limits: Any) -> OffloadPlan:
         lots = random.Random(seed)
         choices = [

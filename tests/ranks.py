@@ -15,7 +15,7 @@ PRELOADED = ("torch", "torch.distributed.fsdp", "accelerate", "transformers.trai
 
 
 def on_ranks(function: str, *arguments: Any, num_ranks: int = 2, **environ: str) -> list[Any]:
-    """Return the results of a function on each rank; arguments as for `ends_of_ranks`."""
+    """Return a function's results on each rank; arguments as for `ends_of_ranks`."""
     ends = ends_of_ranks(function, *arguments, num_ranks=num_ranks, **environ)
     failed = [f"rank {rank}: status {end.status}\n{end.output}" for rank, end in enumerate(ends) if end.status]
     assert not failed, "\n".join(failed)[-6000:]
@@ -23,15 +23,10 @@ def on_ranks(function: str, *arguments: Any, num_ranks: int = 2, **environ: str)
 
 
 def ends_of_ranks(function: str, *arguments: Any, num_ranks: int = 2, **environ: str) -> list[Ended]:
-    """Call a function on each rank; the first that fails ends the others.
+    """Call `"module:name"` on each rank with values that JSON can hold; the first that fails ends the others.
 
-    The ranks have as many threads as this process, since results are compared bit by bit.
-
-    Args:
-        function: `"module:name"`; the module lies beside the test or in `tests/`.
-        arguments: values that JSON can hold.
-        num_ranks: number of processes.
-        environ: more environment variables.
+    The module lies beside the test or in `tests/`. Ranks have as many threads as this process, since results are
+    compared bit by bit.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -64,7 +59,7 @@ def _server() -> ForkServer:
 
 
 def torchrun(script: Path, *arguments: str) -> str:
-    """Run a script by torchrun in two processes, and return their errors; helpers beside the tests can be imported."""
+    """Run two processes, and return their errors; helpers beside the tests can be imported."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     paths = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
     result = subprocess.run(

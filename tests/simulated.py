@@ -1,4 +1,4 @@
-"""What runs on the virtual accelerator, and which of torch's operations it performs."""
+"""Functions on the virtual accelerator, and the operations that torch performs there."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ from hf_memopt.estimate.simulation.virtual_time import VirtualClock
 
 
 class Operations(TorchDispatchMode):
-    """Names of torch's own operations that run inside; detaching is none."""
+    """Names of torch's own operations inside, detaching left out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ def operations() -> Iterator[list[str]]:
 
 
 def simulated(function: Callable[[torch.device], Any], card: Card = DEFAULT_CARD) -> Any:
-    """What `function` returns on the virtual device, in a process of its own."""
+    """Return the result of `function` on the virtual device, in a process of its own."""
 
     def run() -> Any:
         with simulation("cuda", VirtualClock(card)) as (device, _):

@@ -1,7 +1,4 @@
-"""Measures the structure of the code: `python tests/structure.py` prints files, lines, words and circles of imports.
-
-Imports count wherever they stand: at the top, for type checkers only, or inside a function.
-"""
+"""Measures files, lines, words and circles of imports, all imports included: `python tests/structure.py`."""
 
 import ast
 import io
@@ -22,7 +19,7 @@ RIDDLES = re.compile(r"\b(what|whoever|whatever|nobody|somebody)\b", re.IGNORECA
 
 
 def modules(root: Path = ROOT) -> dict[str, Path]:
-    """Return the source files by the name of the module that each is installed as."""
+    """Return source files by the name of the installed module."""
     found = {}
     for folder, package in PACKAGES.items():
         for file in sorted((root / folder).rglob("*.py")):
@@ -32,7 +29,6 @@ def modules(root: Path = ROOT) -> dict[str, Path]:
 
 
 def prose(file: Path) -> list[str]:
-    """Return a file's docstrings and comments."""
     source = file.read_text()
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     comments = [token.string for token in tokens if token.type == tokenize.COMMENT]
@@ -42,7 +38,7 @@ def prose(file: Path) -> list[str]:
 
 
 def imports(root: Path = ROOT) -> dict[str, set[str]]:
-    """Return the modules of ours that each module imports. A package stands for its `__init__`."""
+    """Return each module's imports of ours; a package stands for its `__init__`."""
     files = modules(root)
     edges = {}
     for name, file in files.items():
@@ -52,7 +48,7 @@ def imports(root: Path = ROOT) -> dict[str, set[str]]:
 
 
 def folder_imports(root: Path = ROOT) -> dict[str, set[str]]:
-    """Return the packages that the modules of each package import from, itself and exported names left out."""
+    """Return the packages that each package imports from, itself and exported names left out."""
     files = modules(root)
     edges: dict[str, set[str]] = {}
     for name, others in imports(root).items():
@@ -65,7 +61,7 @@ def folder_imports(root: Path = ROOT) -> dict[str, set[str]]:
 
 
 def groups(edges: dict[str, set[str]]) -> list[list[str]]:
-    """Return the strongly connected groups of more than one module, by Tarjan's algorithm."""
+    """Return strongly connected groups of more than one module, by Tarjan's algorithm."""
     order: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
@@ -93,12 +89,11 @@ def groups(edges: dict[str, set[str]]) -> list[list[str]]:
 
 
 def repeated(names: Iterable[str]) -> list[str]:
-    """Return what occurs more than once."""
+    """Return the names that occur more than once."""
     return sorted(name for name, count in Counter(names).items() if count > 1)
 
 
 def public_classes(file: Path) -> list[str]:
-    """Return the names of a file's public classes."""
     tree = ast.parse(file.read_text())
     return [node.name for node in tree.body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
 
@@ -119,7 +114,6 @@ def _longest(target: str, files: dict[str, Path]) -> str:
 
 
 def main() -> int:
-    """Print the figures."""
     for name, folders in {"product": [*PACKAGES], "benchmarks": ["benchmarks"], "tests": ["tests"]}.items():
         files = [file for folder in folders for file in sorted((ROOT / folder).rglob("*.py"))]
         lengths = [len(file.read_text().splitlines()) for file in files]

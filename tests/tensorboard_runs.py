@@ -1,4 +1,4 @@
-"""Reads back what TensorBoard was given."""
+"""Reads TensorBoard's data back."""
 
 from pathlib import Path
 

@@ -8,7 +8,7 @@ from hf_memopt.autograd_state import calling_module, may_be_cast_of_frozen_weigh
 
 
 class Asking(nn.Module):
-    """A module with a weight that records the answers while it is called."""
+    """A module whose weight records the answers while it is called."""
 
     def __init__(self, requires_grad: bool = False) -> None:
         super().__init__()

@@ -28,7 +28,7 @@ NUMBERS = ("0", "-1", "1.5", "nan", "inf", str(2**70), "many")
 
 
 def line_of(status: int, capsys: Capture) -> str:
-    """Return the one line of a mistake, and check that there is no other output."""
+    """Return the one line of a mistake, without other output."""
     captured = capsys.readouterr()
     assert status == 2, captured
     assert captured.out == ""
@@ -36,8 +36,7 @@ def line_of(status: int, capsys: Capture) -> str:
     return line
 
 
-# The arguments of each command, and options with bad values that are no numbers. PLACE/ is a folder with a file `file`
-# and the configuration of a small model.
+# Commands with arguments, and bad values that are no numbers; PLACE/ holds `file` and a small configuration.
 COMMANDS: dict[str, tuple[dict[str, str], list[str]]] = {
     "estimate": ({}, ["PLACE"]),
     "plan": ({"--gpu": "8GiB"}, ["PLACE"]),
@@ -188,7 +187,7 @@ TEXTS = {
 
 
 def recipe_options(name: str) -> Iterator[tuple[str, Any, str]]:
-    """Yield flag, type with ranges, and field of every option."""
+    """Yield every option's flag, type with ranges, and field."""
     module = importlib.import_module(f"hf_memopt.recipes.{RECIPES[name]}")
     sections = getattr(module, "Options", None) or module.Config
     for section, kind in get_type_hints(sections).items():
@@ -199,7 +198,6 @@ def recipe_options(name: str) -> Iterator[tuple[str, Any, str]]:
 
 
 def bad_values(hint: Any, field: str, file: Path) -> list[str]:
-    """Return bad values for an option of a type."""
     ranges = list(ranges_in(hint))
     plain = get_type_of(hint)
     if plain in (int, float):
@@ -214,7 +212,7 @@ def bad_values(hint: Any, field: str, file: Path) -> list[str]:
 
 
 def get_type_of(hint: Any) -> Any:
-    """Return the type of a number or text behind ranges, options and lists."""
+    """Return the number or text behind ranges, options and lists."""
     if get_origin(hint) is Literal or not get_args(hint):
         return hint
     return get_type_of(get_args(hint)[0])
@@ -252,7 +250,7 @@ DEMOS = {
 @pytest.mark.parametrize("name", DEMOS)
 def test_options_of_demos(name: str, tmp_path: Path, capsys: Capture) -> None:
     demo = importlib.import_module(f"hf_memopt.recipes.{name}")
-    capsys.readouterr()  # drops the libraries' warnings at import
+    capsys.readouterr()
     (tmp_path / "file").write_text("precious")
     for flag, values in DEMOS[name].items():
         for value in values:
@@ -308,7 +306,7 @@ RESULTS = {
 }
 
 
-# What takes a count of 0.
+# Names that take a count of 0.
 TAKES_ZERO = {"min_bytes_per_step", "num_taken", "prefetch_ahead", "step"}
 
 

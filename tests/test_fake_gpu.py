@@ -11,7 +11,7 @@ TESTS = Path(__file__).parent
 FILES = sorted(
     path.relative_to(TESTS) for folder in ["fake_cuda", "gpu"] for path in (TESTS / folder).glob("test_*.py")
 )
-# Seeds the delays of copies and kernels, the same in each run. HF_MEMOPT_SEED chooses other delays.
+# Seeds the delays of copies and kernels; HF_MEMOPT_SEED chooses other ones.
 SCHEDULE = os.environ.get("HF_MEMOPT_SEED", "1")
 LONGEST_DELAY_S = 0.0003
 # Some files have only slow tests.

@@ -202,7 +202,7 @@ def _complaint_about_part(importer: str, part: str, imported: Import) -> str | N
 
 
 def _part(module: str) -> str:
-    """Return a module's part, `weights` for `hf_memopt.weights.offload`; each integration is a part of its own."""
+    """Return `weights` for `hf_memopt.weights.offload`; each integration is a part of its own."""
     _, *names = module.split(".")
     return ".".join(names[: 2 if names[:1] == ["integrations"] else 1])
 

@@ -30,8 +30,8 @@ HIDDEN = (
     "transformers",
 )
 
-# Runs under `python -I -S`, which knows the standard library alone: no environment, no current folder, no .pth file
-# and with it no editable install. The environment's folder comes last and without the hidden libraries.
+# Runs under `python -I -S`: no environment, no current folder, and no .pth file, so no editable install. The
+# environment's folder comes last and without the hidden libraries.
 BARE_ENVIRONMENT = """
 import sys
 
@@ -49,7 +49,7 @@ RunBare = Callable[[str], str]
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel built from a copy, since setuptools would take files of an earlier build in the checkout for sources."""
+    """Build from a copy, since setuptools would take an earlier build's files in the checkout for sources."""
     source, output = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     for folder in (*PACKAGES, "tests"):
         shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
@@ -63,14 +63,13 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel_files(wheel: Path) -> dict[str, str]:
-    """The contents of the wheel's files by name."""
     with zipfile.ZipFile(wheel) as archive:
         return {name: archive.read(name).decode() for name in archive.namelist()}
 
 
 @pytest.fixture(scope="module")
 def run_bare(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> RunBare:
-    """A function that runs Python code with the wheel and torch installed, without the hidden libraries."""
+    """Run code with the wheel and torch installed, without the hidden libraries."""
     # A pure wheel without dependencies is installed by unpacking.
     installed = tmp_path_factory.mktemp("installed")
     with zipfile.ZipFile(wheel) as archive:

@@ -33,7 +33,7 @@ def _listed(name: str, file: Path) -> list[str]:
 
 
 def public_names() -> dict[str, list[str]]:
-    """Return by module the names that it lists as public."""
+    """Return by module the listed names."""
     return {name: _listed(name, file) for name, file in modules().items() if "\n__all__ = " in file.read_text()}
 
 
@@ -106,7 +106,7 @@ def test_a_private_name_in_a_sentence_is_found() -> None:
 
 
 def _code(page: Path) -> Iterator[tuple[str, str]]:
-    """Yield the Python code that a page, or the pages and scripts of a folder, show."""
+    """Yield Python code of a page, or of a folder's pages and scripts."""
     for file in [page] if page.is_file() else sorted(page.rglob("*.py") if page.stem != "docs" else page.glob("*.md")):
         text = file.read_text()
         blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)

@@ -40,7 +40,7 @@ def app() -> ModuleType:
 
 @pytest.fixture
 def in_this_process(app: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run commands in this process, which saves the seconds that a new process takes to import torch."""
+    """Save the seconds that a new process takes to import torch."""
 
     def answer_of(words: list[str], folder: Path) -> tuple[str, bool]:
         with monkeypatch.context() as patch:
@@ -59,7 +59,7 @@ def config(tmp_path: Path) -> str:
 
 
 def form(app: ModuleType, config: str | None = None, **changed: Any) -> list[Any]:
-    """Return the initial values of the page's fields, with changes."""
+    """Return the initial fields with changes."""
     fields = {"model": "", "config": config, "batch": 2, "passes": 1, "checkpointing": "full", "offload": "off"}
     fields |= {"gpu": "1GiB", "seq_len": 16, "learns": "LoRA", "rank": 4}
     fields |= {name: values[0] for name, (values, _) in app.SHARED.items()}
@@ -126,7 +126,7 @@ def test_an_answer_that_takes_too_long_is_given_up(
 
 @pytest.fixture
 def address() -> Iterator[str]:
-    """The address of the page, served by a process of its own."""
+    """Serve the page in a process of its own."""
     server = subprocess.Popen(
         [sys.executable, "-u", str(FILE)], stdout=subprocess.PIPE, text=True, env=os.environ | {"NO_PROXY": "*"}
     )

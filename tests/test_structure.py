@@ -66,10 +66,7 @@ def test_the_figures_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 class Journey:
-    """A recorder of the library's files that run between a call of autograd's hooks and its return.
-
-    The first call of a pass is left out: it begins the pass.
-    """
+    """A recorder of our files between a call of autograd's hooks and its return, the first call of a pass left out."""
 
     def __init__(self) -> None:
         self.files: set[str] = set()
@@ -97,7 +94,7 @@ class Journey:
 
 @pytest.mark.parametrize("mode", ["all", "auto"])
 def test_the_way_of_a_saved_tensor_is_short(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check for nine files in mode "all", and three more if some storages are recomputed."""
+    """Allow nine files in mode "all", and three more if some storages are recomputed."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)))
     x = torch.randn(32, 64)

@@ -1,4 +1,4 @@
-"""A watch over copiers: weights, whatever form they have been given, must not be sent to the host."""
+"""A watch over copiers: weights in any form must not be sent to the host."""
 
 from collections.abc import Iterable, Iterator
 
@@ -9,13 +9,7 @@ from hf_memopt.transfer import Copier, Transfer
 
 
 def forbid_weights(copier: Copier, module: nn.Module, others: Iterable[Tensor] = ()) -> Copier:
-    """Let `copier` fail when it is to send a parameter or buffer, as it is or as autocast rounds it.
-
-    Args:
-        copier: changed in place.
-        module: whose weights are watched.
-        others: more tensors that must stay, such as dequantised weights.
-    """
+    """Let `copier` fail at `module`'s weights, also autocast ones, and at `others`, such as dequantised weights."""
     forbidden = {
         content(form) for tensor in (*module.parameters(), *module.buffers(), *others) for form in forms(tensor)
     }
@@ -32,7 +26,7 @@ def forbid_weights(copier: Copier, module: nn.Module, others: Iterable[Tensor] =
 
 
 def forms(tensor: Tensor) -> Iterator[Tensor]:
-    """A weight's memory as it may be met, except for scalars, which other tensors may equal by chance."""
+    """Return a weight's memory in all forms, except for scalars, which other tensors may equal by chance."""
     tensor = tensor.detach()
     if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.numel() < 2:
         return

@@ -1,4 +1,4 @@
-"""The modules of the project that rely on a canary's assertions."""
+"""Names the modules that rely on a canary's assertions."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ LOOP = "recipes/reflow/lerobot_loop.py"
 
 @contextmanager
 def relied_on_by(module: str) -> Iterator[None]:
-    """Fail the test at any exception inside, with a message that names `module`."""
+    """Make any exception inside name `module`."""
     assert (Path(__file__).parents[2] / module.split()[0]).exists()
     try:
         yield

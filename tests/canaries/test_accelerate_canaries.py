@@ -1,4 +1,4 @@
-"""Canaries of the training step in accelerate, torch's DDP and autocast. A failure names the module concerned."""
+"""Canaries of the training step in accelerate, torch's DDP and autocast."""
 
 import inspect
 import re
@@ -39,7 +39,7 @@ def test_backward_divides_by_the_accumulation_steps_and_scales() -> None:
 
 
 def test_the_optimizer_ignores_calls_in_the_middle_of_a_window() -> None:
-    """Watch the reason why a step inside of `accumulate` is refused."""
+    """Watch the reason for refusing a step inside of `accumulate`."""
     with relied_on_by(STEP):
         accelerator, model, optimizer = prepared(gradient_accumulation_steps=2)
         before = model.weight.detach().clone()
@@ -90,7 +90,7 @@ def test_skipped_steps_are_told() -> None:
 
 
 def test_accelerate_does_not_recognise_every_lack_of_memory() -> None:
-    """Watch errors that Accelerate's own test misses; once it recognises all, that test is enough."""
+    """Watch errors that Accelerate's own test misses; once it recognises all, ours can go."""
     with relied_on_by(MICRO_BATCH):
         assert should_reduce_batch_size(RuntimeError("CUDA out of memory. Tried to allocate 1 MiB."))
         assert not should_reduce_batch_size(RuntimeError("CUDA error: out of memory"))
@@ -107,7 +107,7 @@ def test_ddp_shares_buffers_in_the_forward_that_follows_an_exchange() -> None:
 
 
 def test_autocast_does_not_reuse_casts_that_were_made_without_gradients() -> None:
-    """Watch weights in one autocast region: casts of a pass without gradients would have no gradient later."""
+    """Watch one autocast region: casts of a pass without gradients would have no gradient later."""
     with relied_on_by(GRADIENT_CACHE):
         model = nn.Linear(4, 1)
         with torch.autocast("cpu", torch.bfloat16):

@@ -39,7 +39,7 @@ def test_a_detached_alias_with_other_data_shares_the_version_counter() -> None:
 
 
 def test_inside_a_dispatch_mode_an_alias_has_a_counter_of_its_own() -> None:
-    """Watch the reason why guards are made where tensors are packed, and never where operations are recorded."""
+    """Watch the reason for making guards where tensors are packed, never where operations are recorded."""
     seen = []
 
     class Noting(TorchDispatchMode):
@@ -71,7 +71,7 @@ def test_a_weak_reference_reserves_the_key_of_a_dead_storage() -> None:
 
 
 def test_other_data_has_a_counter_of_its_own() -> None:
-    """Watch the reason why views of reloaded memory are made from `.data`."""
+    """Watch the reason for making views of reloaded memory from `.data`."""
     nothing, memory = torch.empty(0), torch.randn(4)
     first, second = (nothing.data.set_(memory.untyped_storage()) for _ in range(2))
     before = second._version
@@ -96,7 +96,7 @@ def test_a_hook_knows_whether_it_runs_in_backward_and_for_which_node() -> None:
 
     a, b = (torch.randn(3, requires_grad=True) for _ in range(2))
     with saved_tensors_hooks(lambda tensor: tensor.detach(), unpack):
-        loss = (torch.sin(a) * b).sum()  # the product saves both factors, the sine its input
+        loss = (torch.sin(a) * b).sum()  # saves both factors; the sine saves its input
     assert not in_backward()
     assert current_node() is None
     loss.backward()
@@ -144,7 +144,7 @@ def test_a_mode_that_ignores_compiled_regions_lets_them_be_compiled() -> None:
 
 
 def test_a_hook_that_returns_the_tensor_itself_leaks_it() -> None:
-    """Watch the reason why a kept tensor is saved as a detached alias."""
+    """Watch the reason for saving a kept tensor as a detached alias."""
 
     def leaks(pack: Any) -> bool:
         with saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -159,7 +159,7 @@ def test_a_hook_that_returns_the_tensor_itself_leaks_it() -> None:
 
 
 def test_what_a_node_has_saved_can_be_looked_at_without_unpacking_it() -> None:
-    """Watch the attributes of nodes that a census of live tensors follows."""
+    """Watch the node attributes that a census of live tensors follows."""
     unpacked = []
     x = torch.randn(3, requires_grad=True)
     with saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: unpacked.append(tensor) or tensor):
@@ -173,7 +173,7 @@ def test_what_a_node_has_saved_can_be_looked_at_without_unpacking_it() -> None:
 
 
 def test_version_counters_can_be_told_apart_by_trying() -> None:
-    """Watch a test by which equal versions mean equal bytes for two tensors of one storage."""
+    """Watch a test by which equal versions mean equal bytes of one storage."""
     whole = torch.randn(8, 8)
     assert all(same_counter(whole, view) for view in (whole.detach(), whole[2:], whole.t(), *whole.chunk(2)))
     assert not any(same_counter(whole, part) for part in (whole.data, *whole.unsafe_chunk(2)))
@@ -191,7 +191,7 @@ def test_autograd_says_whether_it_retains_the_graph() -> None:
 
 
 def test_rrelu_saves_its_noise_before_it_draws_it() -> None:
-    """Watch the reason why rrelu's saved tensors are not copied. After a fix in torch, `called_from_rrelu` can go."""
+    """Watch the reason for not copying rrelu's saved tensors. After a fix in torch, `called_from_rrelu` can go."""
     copies, frames = [], []
 
     def pack(tensor: Tensor) -> Tensor:
@@ -216,7 +216,7 @@ class Empty(TorchDispatchMode):
 
 
 def test_operations_inside_a_mode_are_those_outside_only_with_their_dispatch_keys() -> None:
-    """Watch torch's modes: when the first assertion of each pair fails, `call_as_plain` can go."""
+    """Watch for the first assertion of a pair to fail: then `call_as_plain` can go."""
     torch.manual_seed(0)
     matrix, layer = torch.randn(5, 5, dtype=torch.complex64), nn.Bilinear(3, 4, 5)
     inputs = torch.randn(2, 3), torch.randn(2, 4)
@@ -234,7 +234,7 @@ def test_operations_inside_a_mode_are_those_outside_only_with_their_dispatch_key
 
 
 def test_tensors_on_a_storage_are_counted() -> None:
-    """Watch the count of `num_tensors_on`, which includes views and detached aliases."""
+    """Watch `num_tensors_on`, which includes views and detached aliases."""
     tensor = torch.zeros(4, 4)
     key = tensor.untyped_storage()._cdata
     assert num_tensors_on(key) == 1
@@ -248,7 +248,7 @@ def test_tensors_on_a_storage_are_counted() -> None:
 
 
 def test_tensors_of_one_node_are_saved_under_one_number() -> None:
-    """Watch also that tensors of two nodes have different numbers."""
+    """Watch also that numbers of two nodes differ."""
     numbers: list[int] = []
 
     def note(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Canaries of selective checkpointing in torch. A failure names the module concerned."""
+"""Canaries of selective checkpointing in torch."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,7 +40,7 @@ def numels_packed(region: Any, x: Tensor, **options: Any) -> list[int]:
 
 
 def test_torch_still_hides_what_it_keeps_from_hooks() -> None:
-    """Watch the reason for our own contexts: once torch shows kept outputs to hooks, they can go."""
+    """Watch the reason for our own contexts, which can go once torch shows kept outputs to hooks."""
     with relied_on_by(KEPT_OUTPUTS):
         x = torch.randn(2, 4, requires_grad=True)
         assert numels_packed(lambda x: (x @ x.T).exp(), x, context_fn=keep(ATEN.mm.default)) == [8]
@@ -93,7 +93,7 @@ def test_a_region_is_recomputed_under_the_second_context_at_every_backward() -> 
 
 
 def test_only_tensors_at_the_top_are_saved_as_tensors() -> None:
-    """Watch the reason why arguments are passed flat."""
+    """Watch the reason for passing arguments flat."""
     with relied_on_by(CHECKPOINTING):
         x, y = torch.randn(4, requires_grad=True), torch.randn(8)
         assert numels_packed(lambda x, pair: x * pair[0].sum(), x, pair=[y]) == [4]
@@ -151,7 +151,7 @@ def test_a_node_keeps_what_it_saved_as_long_as_its_output_lives() -> None:
 
 
 def test_normalisation_writes_its_statistics_unseen() -> None:
-    """Watch the reason why norms are known by class, and other writers by their buffers' versions."""
+    """Watch the reason for knowing norms by class, and other writers by their buffers' versions."""
     with relied_on_by(CHECKPOINTING):
         norm = nn.BatchNorm1d(2)
         before = norm.running_mean._version, norm.running_mean.clone()
@@ -185,5 +185,5 @@ def test_transformers_checkpoints_layers_by_attribute_and_without_cache() -> Non
         cache = SimpleNamespace()
         given = {"use_cache": True, "past_key_values": cache, "past_key_value": cache, "layer_past": cache}
         without = {"use_cache": False, "past_key_values": None, "past_key_value": None, "layer_past": None}
-        # Newer versions leave `past_key_value` alone, a name that their layers no longer have.
+        # Newer versions leave `past_key_value` alone, which is no name of their layers.
         assert layer(torch.ones(1), **given) | {"past_key_value": None} == without

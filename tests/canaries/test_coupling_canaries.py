@@ -1,4 +1,4 @@
-"""Canaries of couplings and their evaluation in torch, datasets and lerobot. A failure names the module concerned."""
+"""Canaries of couplings and their evaluation in torch, datasets and lerobot."""
 
 import inspect
 from pathlib import Path
@@ -32,7 +32,7 @@ def test_the_cpu_generator_takes_32_bits_of_a_seed_and_its_stream_is_fixed() -> 
     with relied_on_by(KEY):
         first, second = (torch.Generator().manual_seed(seed) for seed in (5, 5 + 2**32))
         assert torch.equal(torch.randn(3, generator=first), torch.randn(3, generator=second))
-        # With another stream of numbers, the noise would no longer fit the targets in older folders.
+        # With other numbers, the noise would no longer fit the targets in older folders.
         drawn = torch.randn(3, generator=torch.Generator().manual_seed(0))
         torch.testing.assert_close(drawn, torch.tensor([1.5409961, -0.2934289, -2.1787894]), rtol=0, atol=1e-6)
 

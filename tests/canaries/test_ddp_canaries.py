@@ -1,24 +1,15 @@
 """Canaries of the refusal of torch's Join, and of static graphs before their first exchange, in DDP's state."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from reliance import relied_on_by
-from torch import distributed, nn
+from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 pytestmark = [pytest.mark.canary, pytest.mark.usefixtures("one_rank")]
 
 DDP = "hf_memopt/training/accumulation/ddp.py"
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    yield
-    distributed.destroy_process_group()
 
 
 def ddp(**options: bool) -> DistributedDataParallel:

@@ -1,4 +1,4 @@
-"""Canaries of the project in lerobot's commands and in accelerate. A failure names the module concerned."""
+"""Canaries of the project in lerobot's commands and in accelerate."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_the_loop_is_one_of_the_two_that_are_known() -> None:
 
 
 def test_lerobot_declares_no_parts_of_a_smolvla_to_shard() -> None:
-    """Watch for parts to shard, with which `check_replicated` may be wrong."""
+    """Watch for parts to shard: then `check_replicated` may be wrong."""
     with relied_on_by(f"{INTEGRATION}/reflow/velocity_teacher.py"):
         assert not getattr(modeling_smolvla.SmolVLAPolicy, "_fsdp_wrap_modules", None)
 
@@ -169,7 +169,7 @@ def test_accelerators_windows() -> None:
             optimizer.step()
             optimizer.zero_grad()
             seen.append((accelerator.sync_gradients, weight.item()))
-        # Each batch's gradient counts half, and only a window's end updates and clears.
+        # Each batch counts half, and only a window's end updates and clears.
         assert seen == [(False, 1), (True, 0), (False, 0), (True, -1)]
         assert isinstance(accelerator._models, list)
 
@@ -249,7 +249,7 @@ def test_fine_tuning_replaces_the_normalisers_statistics(
 
 
 def test_lerobots_resume_is_not_exact(toy_teacher: Path, toy_dataset: Path, tmp_path: Path) -> None:
-    """Watch that lerobot restores the random generators before its data loader draws from them."""
+    """Watch the random generators, restored before the data loader draws from them."""
     lerobot_runs.run(
         lerobot_runs.lerobot_train,
         lerobot_runs.PLUGIN,

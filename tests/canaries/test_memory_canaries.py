@@ -1,4 +1,4 @@
-"""Canaries of memory tracking in torch and in transformers' Trainer. A failure names the module concerned."""
+"""Canaries of memory tracking in torch and in transformers' Trainer."""
 
 import inspect
 

@@ -1,4 +1,4 @@
-"""Canaries of the Darcy recipe in neuralop. A failure names the module concerned."""
+"""Canaries of the Darcy recipe in neuralop."""
 
 import inspect
 import pickle
@@ -145,7 +145,7 @@ def test_trainer_still_passes_more_than_models_and_losses_take(files: Any) -> No
 
 @pytest.mark.filterwarnings("ignore:.*received unexpected keyword arguments")
 def test_trainer_still_cannot_read_its_own_checkpoints(files: Any, tmp_path: Path) -> None:
-    """Watch the reason why the recipe refuses to resume neuralop's Trainer."""
+    """Watch the reason for refusing to resume neuralop's Trainer."""
     with relied_on_by("recipes/neural_operator/options.py"):
         train(files, 1, save_every=1, save_dir=tmp_path / "saved")
         with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):

@@ -1,4 +1,4 @@
-"""Canaries of the project in lerobot's π0. A failure names the module concerned."""
+"""Canaries of the project in lerobot's π0."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Canaries of simulated training steps in torch, transformers and accelerate. A failure names the module concerned."""
+"""Canaries of simulated training steps in torch, transformers and accelerate."""
 
 import inspect
 import re
@@ -97,7 +97,7 @@ def test_trl_folds_its_tiles_in_functions_that_can_be_replaced() -> None:
 
 
 def test_transformers_takes_fake_tensors_for_a_trace_where_it_is_told_otherwise() -> None:
-    """Watch in the first half that the patch is still needed, and in the second that it reaches its user."""
+    """Watch first that the patch is needed, then that it reaches its user."""
     with relied_on_by(DEVICE), FakeTensorMode():
         assert transformers_utils.is_tracing(torch.zeros(2))
     assert masking_utils.is_tracing is transformers_utils.is_tracing
@@ -131,7 +131,7 @@ def test_foreach_is_chosen_by_class_in_lists_that_lack_fakes() -> None:
 
 
 def test_fake_grouped_products_refuse_float32_before_torch_2_15() -> None:
-    """Watch the reason for a workaround, which can go with the support of older versions."""
+    """Watch the reason for a workaround, which can go with older versions' support."""
     with relied_on_by(UNKNOWNS), FakeTensorMode():
         rows, weights = torch.zeros(8, 16), torch.zeros(2, 16, 16)
         ends = torch.zeros(2, dtype=torch.int32)
@@ -150,13 +150,13 @@ def test_custom_operators_say_that_they_lack_a_fake_implementation() -> None:
 
 
 def test_the_first_operation_on_fake_tensors_imports_dynamo() -> None:
-    """Watch the reason for the import in `simulation.device`."""
+    """Watch the reason for an import in `simulation.device`."""
     source = inspect.getsource(torch._compile._disable_dynamo)
     assert "torch._dynamo" in source
 
 
 def test_an_alias_that_is_made_under_dispatch_modes_shares_the_version_counter() -> None:
-    """Watch that only aliases made inside a mode's own handler have other counters, so guards work under modes."""
+    """Watch that only aliases made in a mode's own handler have other counters, so guards work under modes."""
 
     class Watching(TorchDispatchMode):
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -184,7 +184,7 @@ def test_a_simulation_renames_the_backend_in_its_own_process_only() -> None:
 
 
 def test_torch_runs_a_rank_without_others() -> None:
-    """Watch the internal names of torch that run a rank without others."""
+    """Watch the internal names that run a rank without others."""
     with relied_on_by(RANKS):
         assert {"cpu", "cuda"} <= set(distributed.Backend.backend_capability[BACKEND])
         assert issubclass(FakeStore, distributed.Store)
@@ -200,7 +200,7 @@ def test_torch_runs_a_rank_without_others() -> None:
 
 
 def test_a_device_mesh_computes_with_the_numbers_of_ranks() -> None:
-    """Watch in the first half that the patch is still needed, and in the second that it reaches FSDP2."""
+    """Watch first that the patch is needed, then that it reaches FSDP2."""
     with relied_on_by(RANKS):
         assert "torch.arange" in inspect.getsource(device_mesh.init_device_mesh)
         assert fsdp_init.init_device_mesh is device_mesh.init_device_mesh

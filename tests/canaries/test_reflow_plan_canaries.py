@@ -1,4 +1,4 @@
-"""Canaries of simulated reflow training in torch and lerobot. A failure names the module concerned."""
+"""Canaries of simulated reflow training in torch and lerobot."""
 
 import inspect
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Canaries of checkpoints in accelerate, safetensors and torch's loaders. A failure names the module concerned."""
+"""Canaries of checkpoints in accelerate, safetensors and torch's loaders."""
 
 import inspect
 import os
@@ -47,7 +47,7 @@ def flip_last_byte(file: Path) -> None:
 
 
 def test_a_changed_bit_of_the_weights_loads_without_a_word(saved: tuple[Accelerator, Path]) -> None:
-    """Watch the reason for a manifest of the weights."""
+    """Watch the reason for the weights' manifest."""
     with relied_on_by(FILES):
         accelerator, folder = saved
         (model,) = accelerator._models
@@ -58,7 +58,7 @@ def test_a_changed_bit_of_the_weights_loads_without_a_word(saved: tuple[Accelera
 
 
 def test_random_states_that_cannot_be_loaded_are_passed_over(saved: tuple[Accelerator, Path]) -> None:
-    """Watch the reason why random states are checked first, and other numbers of processes or devices are refused."""
+    """Watch the reason for checking random states first, and for refusing other numbers of processes or devices."""
     with relied_on_by(STATES):
         accelerator, folder = saved
         (folder / "random_states_0.pkl").unlink()
@@ -121,7 +121,7 @@ def test_weights_are_written_for_their_owner_alone(saved: tuple[Accelerator, Pat
 
 
 def test_a_missing_optimizer_is_noticed_when_the_model_is_overwritten(tmp_path: Path) -> None:
-    """Watch the reason why all files are verified before the first is loaded."""
+    """Watch the reason for verifying all files before the first is loaded."""
     with relied_on_by(CHECKPOINTS):
         accelerator = Accelerator(cpu=True)
         model = nn.Linear(2, 2)
@@ -164,7 +164,7 @@ def test_each_iterator_draws_a_seed_from_the_loaders_generator_or_the_global_one
 
 
 def test_a_batch_is_read_ahead() -> None:
-    """Watch the reason why draws of datasets from global generators cannot be restored."""
+    """Watch the reason for not restoring datasets' draws from global generators."""
     with relied_on_by(BATCHES):
         read: list[int] = []
 

@@ -1,7 +1,5 @@
 """Canaries of FSDP2's gradients between two exchanges, which are dropped after an error."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import distributed, nn
@@ -11,13 +9,6 @@ from torch.distributed.tensor import DTensor
 from hf_memopt.training.accumulation.rank_exchange import drop_gradients
 
 pytestmark = pytest.mark.canary
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    yield
-    distributed.destroy_process_group()
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -1,4 +1,4 @@
-"""Canaries of the project in the SmolVLA model and in transformers' caches. A failure names the module concerned."""
+"""Canaries of the project in the SmolVLA model and in transformers' caches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Canaries of offloading in a Trainer in transformers, TRL and accelerate. A failure names the module concerned."""
+"""Canaries of offloading in a Trainer in transformers, TRL and accelerate."""
 
 import importlib
 import inspect

@@ -1,4 +1,4 @@
-"""Canaries of `estimate_trainer` in transformers and accelerate. A failure names the module concerned."""
+"""Canaries of `estimate_trainer` in transformers and accelerate."""
 
 from pathlib import Path
 from typing import Any

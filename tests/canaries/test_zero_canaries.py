@@ -1,7 +1,4 @@
-"""Canaries of offloading and of the simulation of ZeRO in DeepSpeed.
-
-The canaries read DeepSpeed's sources, because an import changes a process for good.
-"""
+"""Canaries of offloading and of the simulation of ZeRO in DeepSpeed's sources: an import changes a process for good."""
 
 from importlib.util import find_spec
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the tests of checkpoints share."""
+"""Fixtures of the tests of checkpoints."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from toy_run import ToyRun
 
 @pytest.fixture(scope="session")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The state in which a run ends that neither saves nor stops."""
+    """The last state of a run that neither saves nor stops."""
     run = ToyRun(tmp_path_factory.mktemp("uninterrupted"))
     run.train()
     return run.state()
@@ -17,5 +17,5 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.fixture
 def folder(saved: ToyRun) -> Path:
-    """Where `saved` has its checkpoints."""
+    """The folder of the checkpoints of `saved`."""
     return saved.checkpoints.folder

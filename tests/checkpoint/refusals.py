@@ -1,4 +1,4 @@
-"""Asserts that a checkpoint is refused."""
+"""A check that a checkpoint is refused."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from toy_run import ToyRun
 
 
 def assert_refused(run: ToyRun, name: str | Path, message: str) -> None:
-    """In one line of this pattern, with nothing loaded."""
+    """Expect one line of this pattern, with nothing loaded."""
     before = run.state()
     with pytest.raises(ValueError, match=message) as refused:
         run.resume(name)

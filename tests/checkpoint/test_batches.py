@@ -12,7 +12,7 @@ from hf_memopt.checkpoint import endless_batches
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_batches_go_on_wherever_they_were_left(num_workers: int) -> None:
-    """Nothing is drawn from the global generator, and workers draw alike from the beginnings of epochs on."""
+    """Draw nothing from the global generator; workers draw alike from the beginnings of epochs on."""
     settings = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=3)
     accelerator = Accelerator(cpu=True, dataloader_config=settings)
     whole = take(endless_batches(accelerator, loader_of(accelerator, num_workers)), 11)

@@ -1,4 +1,4 @@
-"""Processes that are killed or stopped by the system while they save: `latest` stays valid."""
+"""Tests of processes killed or stopped by the system while they save: `latest` stays valid."""
 
 import json
 import os
@@ -15,10 +15,7 @@ pytestmark = pytest.mark.e2e
 
 @pytest.fixture(scope="module", params=[(50, 10, 0), pytest.param((200, 60, 1), marks=pytest.mark.slow)], ids=str)
 def killed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What came of so many processes that were killed at random moments, and of some whose files could not grow.
-
-    The parameters: how many kills, how many of them in the middle of a save, and the seed.
-    """
+    """Counts from kills at random moments, by kills, kills within a save and seed, and from files that cannot grow."""
     num_kills, num_wanted, _ = request.param
     script, folder = Path(__file__).parents[1] / "killed_saves.py", tmp_path_factory.mktemp("killed")
     command = [sys.executable, str(script), str(folder), *map(str, request.param)]

@@ -1,4 +1,4 @@
-"""Checkpoints: a resumed run goes on bit for bit, and nothing but what was saved is ever loaded."""
+"""Tests that a resumed run goes on bit for bit, and that only saved states are ever loaded."""
 
 import json
 import os
@@ -24,12 +24,12 @@ pytestmark = pytest.mark.usefixtures("no_waiting_for_the_disk")
 
 
 def names(folder: Path) -> list[str]:
-    """All that is in it beside the lock."""
+    """Return all names but the lock's."""
     return sorted(path.name for path in folder.iterdir() if path.name != ".lock")
 
 
 class Killed(BaseException):
-    """What no handler catches."""
+    """An error that no handler catches."""
 
 
 @pytest.mark.parametrize("last_batch", range(1, BATCHES_PER_STEP * NUM_STEPS))
@@ -58,7 +58,7 @@ def test_a_run_killed_at_any_batch_resumes_bit_for_bit(
 
 
 def test_a_run_that_is_not_resumed_ends_elsewhere(uninterrupted: dict[str, Any], tmp_path: Path) -> None:
-    """The comparison above can fail in every single figure."""
+    """Make the comparison above fail in every single figure."""
     other = ToyRun(tmp_path, seed=1)
     other.train(NUM_STEPS - 1)
     state = other.state()
@@ -108,7 +108,7 @@ def test_a_step_is_saved_once(saved: ToyRun) -> None:
     resumed_at = (saved.checkpoints.folder / "latest").stat().st_ino
     resumed.save()
     assert (saved.checkpoints.folder / "latest").stat().st_ino == resumed_at
-    assert before  # both calls left what was there
+    assert before  # kept by both calls
 
 
 def test_what_an_interrupted_save_left_is_cleared_away(saved: ToyRun) -> None:
@@ -233,7 +233,7 @@ def test_a_used_folder_is_refused_before_the_loop(saved: ToyRun, folder: Path) -
 
 @pytest.mark.usefixtures("saved")
 def test_a_second_process_is_told_before_its_loop_and_deletes_no_draft(folder: Path) -> None:
-    """To `flock`, two open files are as good as two processes."""
+    """Use two open files, which are to `flock` as good as two processes."""
     copy = folder.with_name("copy")
     shutil.copytree(folder, copy)
     (copy / "step-000004.partial").mkdir()

@@ -1,4 +1,4 @@
-"""Checkpoint folders: whole or not there, found by the name that is asked for, whatever the disk does."""
+"""Tests that checkpoint folders are whole or absent, and found by the given name, whatever the disk does."""
 
 import errno
 import itertools
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("no_waiting_for_the_disk")
 
 
 def publish(folder: Path, *steps: int) -> None:
-    """Checkpoints of one file each."""
+    """Make checkpoints of one file each."""
     folder.mkdir(exist_ok=True)
     for step in steps:
         draft = files.draft_of(folder / f"step-{step:06d}")
@@ -95,7 +95,7 @@ def test_names_that_are_none(name: str, saved: ToyRun, folder: Path) -> None:
 
 @pytest.fixture
 def others(saved: ToyRun, tmp_path: Path) -> Path:
-    """Folder of another run of as many steps."""
+    """The folder of another run of as many steps."""
     run = ToyRun(tmp_path / "others", seed=1)
     run.train(3, save=True)
     return run.checkpoints.folder
@@ -111,7 +111,7 @@ def test_a_folder_takes_no_other_runs_checkpoint(inside: bool, saved: ToyRun, fo
 
 
 def test_the_remedy_for_a_damaged_latest_works(saved: ToyRun, folder: Path) -> None:
-    """A checkpoint of the same folder can be resumed by its name all the same."""
+    """Resume another checkpoint of the folder by its name."""
     (folder / "latest").write_text("step-000001\n")
     assert_refused(saved, "latest", "latest is damaged")
     saved.resume("step-000002")
@@ -144,7 +144,7 @@ def test_what_cannot_be_read_is_said_in_one_line(name: str, damage: str, saved: 
 def test_a_folder_that_cannot_be_written_is_resumed_while_latest_is_right(
     saved: ToyRun, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Root may write wherever it likes; hence the pretence."""
+    """Pretend: root may write anywhere."""
 
     def refuse(file: Path, content: str) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(file))
@@ -191,7 +191,7 @@ def test_a_save_that_fails_names_path_and_bytes(
 
 
 class FullDisk:
-    """Fails the k-th call of all those that write, some of them after having written a part."""
+    """A disk that fails the k-th of all calls that write, some of them after having written a part."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, fails_at: int) -> None:
         self.num_calls = 0
@@ -231,7 +231,7 @@ def test_a_full_disk_at_any_write_leaves_the_checkpoint_before(saved: ToyRun, un
         assert files.verified(folder, "latest")[1]["step"] in (3, 4)
         assert not list(folder.glob("step-*.partial"))
         files.verified(folder, "step-000003")
-        run.save()  # once there is room again
+        run.save()
         run.train(save=True)
         assert run.state() == uninterrupted
         shutil.rmtree(folder)
@@ -240,7 +240,7 @@ def test_a_full_disk_at_any_write_leaves_the_checkpoint_before(saved: ToyRun, un
 
 
 def save_on_a_disk_that_fails(run: ToyRun, at: int) -> int:
-    """How many writes saving took; 0 where it failed."""
+    """Return the number of writes, or 0 if saving failed."""
     with pytest.MonkeyPatch.context() as patched:
         disk = FullDisk(patched, at)
         try:
@@ -255,7 +255,7 @@ def save_on_a_disk_that_fails(run: ToyRun, at: int) -> int:
 def test_contents_reach_the_disk_before_names_and_names_before_anything_is_removed(
     saved: ToyRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A power failure cannot be had in a test; the order of the calls can."""
+    """Check the order of calls, since a test can have no power failure."""
     folder = saved.checkpoints.folder
     saved.train(4)
     events: list[str] = []

@@ -1,4 +1,4 @@
-"""What a manifest says is what was saved: each change to it, or to a file that it lists, is found and named."""
+"""Tests that a manifest holds for the saved files: each change to it, or to a listed file, is found and named."""
 
 import os
 import shutil
@@ -25,7 +25,7 @@ HEADER = {"step": 7, "run": "a run", "position": {"loss": 0.5, "text": "ä"}, "l
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """Two files, one of them in a folder of its own, and their manifest."""
+    """Two files, one in a folder of its own, and their manifest."""
     folder = tmp_path / "step-000007"
     (folder / "inner").mkdir(parents=True)
     (folder / "empty").mkdir()
@@ -53,7 +53,7 @@ def test_a_manifest_is_read_as_it_was_written(checkpoint: Path) -> None:
 
 
 def changed(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
-    """A manifest with another content and a digest that is right for it."""
+    """Return a manifest with another content and a right digest."""
 
     def write(checkpoint: Path) -> None:
         manifest = read_manifest(checkpoint)
@@ -68,7 +68,7 @@ def replaced(content: str) -> Callable[[Path], int]:
 
 
 def edited(old: str, new: str) -> Callable[[Path], None]:
-    """A manifest with another content and the digest from before."""
+    """Return a manifest with another content and the old digest."""
 
     def edit(checkpoint: Path) -> None:
         written = (checkpoint / MANIFEST).read_text()
@@ -83,7 +83,7 @@ def link(checkpoint: Path) -> None:
 
 
 def turn_into_pipe(checkpoint: Path) -> None:
-    """Which nobody ever writes into."""
+    """Make a pipe without a writer."""
     (checkpoint / "weights").unlink()
     os.mkfifo(checkpoint / "weights")
 

@@ -1,4 +1,4 @@
-"""What is unpickled of a checkpoint runs no code, and random states are set or refused."""
+"""Tests that unpickling a checkpoint runs no code, and that random states are set or refused."""
 
 import os
 import pickle
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("no_waiting_for_the_disk")
 
 
 class Payload:
-    """Makes a folder where it is unpickled."""
+    """An object that makes a folder when unpickled."""
 
     def __init__(self, trace: Path) -> None:
         self._trace = trace
@@ -35,7 +35,7 @@ class Payload:
 
 
 def forge(checkpoint: Path, name: str, state: Any) -> None:
-    """Replace a file, and make manifest and `latest` again, as somebody would who may write there."""
+    """Replace a file, and make manifest and `latest` again, as an attacker with write access would."""
     header = {key: value for key, value in read_manifest(checkpoint).items() if key != "files"}
     torch.save(state, checkpoint / name)
     (checkpoint / MANIFEST).unlink()
@@ -61,7 +61,7 @@ def test_no_file_runs_code(name: str, saved: ToyRun, folder: Path, tmp_path: Pat
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_no_index_of_shards_runs_code(tmp_path: Path) -> None:
-    """torch.distributed.checkpoint unpickles its `.metadata` without a check of its own."""
+    """Attack `.metadata`, which torch.distributed.checkpoint unpickles without a check of its own."""
     shards, trace = tmp_path / "optimizer_0", tmp_path / "trace"
     dcp.save({"weight": torch.ones(3), "step": 1}, checkpoint_id=shards, no_dist=True)
     check_pickles(tmp_path)
@@ -73,7 +73,7 @@ def test_no_index_of_shards_runs_code(tmp_path: Path) -> None:
 
 
 def test_accelerate_runs_it(saved: ToyRun, folder: Path, tmp_path: Path) -> None:
-    """What the refusals are for."""
+    """Show the reason for the refusals."""
     forge(folder / "step-000003", "custom_checkpoint_0.pkl", {"value": Payload(tmp_path / "trace")})
     saved.accelerator.load_state(str(folder / "step-000003"))
     assert (tmp_path / "trace").is_dir()
@@ -176,7 +176,7 @@ def replaced(name: str, value: Any) -> Callable[[dict[str, Any]], None]:
     ],
 )
 def test_random_states_that_cannot_be_set_are_refused(change: Any, saved: ToyRun, folder: Path) -> None:
-    """Of other versions, in life. Accelerate passes over them, and dropout draws other masks."""
+    """Take states of other versions: Accelerate passes over them, and dropout would draw other masks."""
     file = folder / "step-000003" / "random_states_0.pkl"
     states = torch.load(file, weights_only=False)
     change(states)

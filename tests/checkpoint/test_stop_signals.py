@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT: noted while a loop runs, answered where it can save, and as before afterwards."""
+"""Tests that SIGTERM and SIGINT are noted in a loop, answered where it can save, and as before afterwards."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("no_waiting_for_the_disk")
 
 @pytest.fixture(autouse=True)
 def interruptible() -> Iterator[None]:
-    """A shell starts what runs in the background with SIGINT ignored, and Python leaves it so."""
+    """Restore SIGINT, which a shell ignores in background processes, and Python after it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -58,7 +58,7 @@ def test_the_handlers_from_before_are_back_after_an_error() -> None:
 
 
 def train_until_stopped(run: ToyRun, number: int) -> None:
-    """As recipes do; the signal comes during the third step."""
+    """Train as recipes do; the signal comes in the third step."""
     with run.checkpoints.stopping_on_signal():
         for step in range(1, NUM_STEPS):
             if step == 3:
@@ -87,7 +87,7 @@ def test_each_signal_saves_and_ends_with_its_status(
 
 
 def send(checkpoints: Checkpoints, *numbers: int, ask: bool, error: Exception | None = None) -> None:
-    """A loop that gets these signals in its last step, and fails there if it is given an error."""
+    """Send signals in a loop's last step, and fail there if given an error."""
     with checkpoints.stopping_on_signal():
         assert not checkpoints.stop_requested()
         for number in numbers:
@@ -99,7 +99,7 @@ def send(checkpoints: Checkpoints, *numbers: int, ask: bool, error: Exception | 
 
 def test_a_second_interrupt_does_not_wait(tmp_path: Path) -> None:
     checkpoints = ToyRun(tmp_path).checkpoints
-    with pytest.raises(KeyboardInterrupt):  # and not SystemExit: launchers repeat SIGTERM
+    with pytest.raises(KeyboardInterrupt):  # not SystemExit: launchers repeat SIGTERM
         send(checkpoints, signal.SIGINT, signal.SIGTERM, signal.SIGTERM, signal.SIGINT, ask=True)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     with pytest.raises(SystemExit, match="143"):
@@ -110,7 +110,7 @@ def test_a_signal_after_the_last_step_is_not_lost(tmp_path: Path) -> None:
     checkpoints = ToyRun(tmp_path).checkpoints
     with pytest.raises(KeyboardInterrupt):
         send(checkpoints, signal.SIGINT, ask=False)
-    send(checkpoints, ask=False)  # and not taken for one of the next loop
+    send(checkpoints, ask=False)  # not taken for one of the next loop
 
 
 def test_an_error_in_the_loop_comes_out_as_it_is(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Digests change with all that they stand for, and with nothing else."""
+"""Tests that digests change with all that they stand for, and with nothing else."""
 
 import hashlib
 from collections.abc import Callable

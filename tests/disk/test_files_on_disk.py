@@ -1,4 +1,4 @@
-"""Files get their names when they are whole and on disk, and errors say what could not be written."""
+"""Tests that files get their names when whole and on disk, and that errors say which write failed."""
 
 import errno
 import os

@@ -1,7 +1,4 @@
-"""One process writes; a second one is refused at once. Processes here import nothing but the lock.
-
-Within a process, a lock file that `filelock` opens apart from the others is as good as another process's.
-"""
+"""Tests that a second writer is refused at once; within a process, separately opened locks are as good as others'."""
 
 import errno
 import fcntl
@@ -30,7 +27,7 @@ def is_free(folder: Path) -> bool:
 
 
 def start(folder: Path, body: str) -> subprocess.Popen[str]:
-    """A process with a lock of its own on the folder, held when this returns."""
+    """Return a process that holds a lock of its own on the folder, and imports only the lock."""
     code = f"""
 import os, sys, signal
 from pathlib import Path
@@ -134,7 +131,7 @@ def test_the_child_of_a_fork_does_not_keep_what_its_dead_parent_held(tmp_path: P
 
 
 def test_a_lock_whose_file_its_owner_has_just_removed_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What stands here between opening the file and locking it: its owner is ready and releases it."""
+    """Let the owner release its lock between the opening of the file and the locking."""
     flock, owner = fcntl.flock, make(tmp_path)
     owner.acquire()
 

@@ -1,7 +1,4 @@
-"""Steps in the special modes of DDP, and on a rank whose data has ended.
-
-One function for each case, for test_ddp_modes.py.
-"""
+"""Steps in special modes of DDP, and on a rank whose data has ended, for test_ddp_modes.py."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -39,7 +36,7 @@ class Model(nn.Module):
 
 
 class Run:
-    """A model under DDP in a mode, and the same model in one process that trains on all ranks' samples."""
+    """A model under DDP, and its twin in one process that trains on all ranks' samples."""
 
     def __init__(self, *, sync_each_batch: bool = False, is_checkpointed: bool = False, **ddp: Any) -> None:
         AcceleratorState._reset_state()
@@ -56,7 +53,7 @@ class Run:
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
 
     def difference(self, step: Callable[[Sequence[Any]], Any], sizes: Sizes) -> float:
-        """Return the weights' largest difference from the single process after `step` has trained on all windows."""
+        """Train on all windows, and return the weights' largest difference from the single process."""
         generator = torch.Generator().manual_seed(1)
         for window in sizes:
             parts = [[make_batch(num, generator) for num in of_rank] for of_rank in window]
@@ -134,7 +131,7 @@ def refused_in_join() -> dict[str, Any]:
 
 
 def ended(step: Callable[..., Any], how: str) -> Callable[[Sequence[Any]], Any]:
-    """Return a step that repeats the last window with weight zero on a rank whose data has ended."""
+    """Return a step that repeats the last window with weight zero where data has ended."""
     last: list[Any] = []
 
     def go_on(window: Sequence[Any]) -> Any:
@@ -168,7 +165,7 @@ def without_data() -> dict[str, float]:
 
 
 def refused_with_a_static_graph() -> dict[str, Any]:
-    """Return the errors of two micro-batches on the second rank alone, and the difference after their remedy."""
+    """Return the second rank's errors alone, and the difference after their remedy."""
     run = Run(static_graph=True)
     window = windows_of(run, [[[2], [1, 1]]])[0]
     errors = {
@@ -186,7 +183,6 @@ def refused_with_a_static_graph() -> dict[str, Any]:
 
 
 def static_graphs() -> Iterator[tuple[str, float]]:
-    """Yield the weights' differences from one process."""
     for name in ("train_step", "cached_step"):
         run = Run(static_graph=True)
         yield f"{name}, one micro-batch first", run.difference(getattr(run, name), ONE_FIRST)
@@ -206,13 +202,12 @@ def static_graphs() -> Iterator[tuple[str, float]]:
 
 
 def reentrant() -> float:
-    """Return the difference under reentrant checkpointing, where DDP cannot find unused parameters while exchanging."""
+    """Checkpoint reentrantly, where DDP cannot find unused parameters while exchanging."""
     run = Run(find_unused_parameters=True, is_checkpointed=True)
     return run.difference(run.halving_step, ONE_FIRST)
 
 
 def outcomes() -> dict[str, Any]:
-    """Return the results of all cases on this rank."""
     return {
         "join": refused_in_join(),
         "without data": without_data(),

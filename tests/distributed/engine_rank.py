@@ -1,4 +1,4 @@
-"""Real steps of one rank in the ways of `rank_steps`, for the tests of the simulated first rank."""
+"""Real steps of one rank, for the tests of the simulated first rank."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -51,7 +51,7 @@ class _Done:
 
 
 class _NoOther(TorchDispatchMode):
-    """A mode that fails if FSDP2 gathers or reduces by a name that is not in `collective_names`."""
+    """Fails if FSDP2 gathers or reduces by a name that is not in `collective_names`."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         exchanges = ("c10d._allgather_base_.default", "c10d._reduce_scatter_base_.default")
@@ -66,7 +66,7 @@ def as_on_cuda() -> Any:
 
 
 def observed(way: Way) -> dict[str, Any]:
-    """Return the bytes that the rank holds after an update, and the peak in each phase of two real steps."""
+    """Return held bytes after an update, and each phase's peak in two real steps."""
     held: list[dict[str, int]] = []
     phases = StepPhases()
     log = AllocationLog("cpu", 1, phases)
@@ -90,6 +90,6 @@ def observed(way: Way) -> dict[str, Any]:
 
 
 def outcomes(ways: str) -> dict[str, Any]:
-    """Train a small Llama in each of the ways in `rank_steps.<ways>`; return the bytes that this rank held, by way."""
+    """Train a small Llama in each of `rank_steps.<ways>`, and return held bytes by way."""
     distributed.init_process_group("gloo")
     return {name: observed(way) for name, way in getattr(rank_steps, ways).items()}

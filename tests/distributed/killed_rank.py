@@ -1,4 +1,4 @@
-"""A run in two ranks, one of which is killed at a random moment, saving or not, for test_killed_ranks.py."""
+"""A run of two ranks, one of them killed at a random moment, saving or not, for test_killed_ranks.py."""
 
 import os
 import random
@@ -9,12 +9,12 @@ from typing import Any
 
 from toy_run import ToyRun
 
-LONGEST_S = 0.4  # until a rank is killed, about twenty checkpoints
+LONGEST_S = 0.4  # about twenty checkpoints
 STEPS_AT_THE_END = 3
 
 
 def attempt_to_train(run_folder: str, attempt: int, is_last: bool, sharded: bool) -> dict[str, Any]:
-    """Resume and train until this rank or the other is killed; the last attempt trains to the end."""
+    """Train until a rank is killed; the last attempt trains to the end."""
     folder = Path(run_folder)
     os.fsync = lambda descriptor: None  # the test survives no reboot anyway
     run = ToyRun(folder / "run", seed=attempt, sharded=sharded)

@@ -22,7 +22,6 @@ def trained(folder: Path, *callbacks: Any, model: dict[str, Any] | None = None, 
 
 
 def outcomes_of_modes(folder: Path, **settings: Any) -> dict[str, Any]:
-    """Train plainly and in two modes of offloading, and return the outcomes by mode."""
     found = {"plain": trained(folder, **settings)}
     for mode in ("all", "auto"):
         offloading = ActivationOffloading(offloader(mode))
@@ -32,7 +31,6 @@ def outcomes_of_modes(folder: Path, **settings: Any) -> dict[str, Any]:
 
 
 def outcomes(run_folder: str) -> dict[str, Any]:
-    """Return the results of all ways to train on this rank."""
     folder = Path(run_folder)
     return {
         "plain": outcomes_of_modes(folder),

@@ -1,7 +1,4 @@
-"""Training by Trainer with and without MemoryLoggingCallback, for test_memory_two_processes.py.
-
-The counters report that this rank holds its number + 1 GiB.
-"""
+"""Trainer with and without MemoryLoggingCallback, whose counters say rank + 1 GiB, for test_memory_two_processes.py."""
 
 from typing import Any
 
@@ -59,7 +56,6 @@ def logged_by_accelerate(counters: FakeCounters) -> dict[str, float]:
 
 
 def outcomes(folder: str) -> dict[str, Any]:
-    """Return the weights of both runs, and the logs of this rank."""
     plain = trained_weights(make_trainer(folder))
     rank = torch.distributed.get_rank()
     counters = FakeCounters(total_bytes=8 * 2**30)

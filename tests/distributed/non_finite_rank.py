@@ -1,7 +1,4 @@
-"""Training by Trainer under DDP and FSDP2, for test_non_finite_two_processes.py.
-
-The second micro-batch of the third step has a NaN gradient on rank 1 alone.
-"""
+"""Trainer with a NaN gradient on rank 1 alone, in step 3's second batch, for test_non_finite_two_processes.py."""
 
 from typing import Any
 
@@ -35,8 +32,6 @@ class Regression(nn.Module):
 
 
 class Snapshot(TrainerCallback):
-    """A callback that keeps the parameters after the newest step."""
-
     def __init__(self) -> None:
         self.parameters: list[float] = []
 
@@ -77,7 +72,7 @@ def stopped(folder: str, **settings: Any) -> dict[str, Any]:
 
 
 def outcomes(folder: str) -> dict[str, Any]:
-    """Return the message and the parameters before and after, by engine."""
+    """Return by engine the message, and the parameters before and after."""
     results = {"ddp": stopped(folder, use_cpu=True)}
     with engines_on_the_cpu():
         blocks = {"version": 2, "transformer_layer_cls_to_wrap": ["Linear"]}

@@ -25,7 +25,7 @@ from hf_memopt.transfer import Copier
 
 
 class WatchingCopier(AdversarialCopier):
-    """A copier that counts its copies of whole, gathered parameters of `model` to the host."""
+    """Counts copies of whole, gathered parameters of `model` to the host."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__("late")
@@ -46,7 +46,7 @@ def everything(copier: Copier) -> ActivationOffloader:
 
 
 def train_under_ddp(folder: Path, how: str) -> None:
-    """Take 4 steps by Trainer, each of 2 micro-batches that Trainer spreads over the ranks."""
+    """Take 4 steps by Trainer, each of 2 micro-batches over the ranks."""
     generator = torch.Generator().manual_seed(1)
     rows = [torch.randint(0, 64, (16,), generator=generator) for _ in range(32)]
     model = tiny_decoder()
@@ -95,7 +95,7 @@ def batch(rank: int, dtype: torch.dtype | None) -> Tensor:
 
 
 def train_under_fsdp(folder: Path, how: str, precision: str) -> None:
-    """Take 3 steps of SGD; save the whole gradients of each, and the counts of copies to the host."""
+    """Take 3 steps of SGD; save whole gradients and counts of copies to the host."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if precision == "bf16" else None)
     model = blocks(sharded=how != "one_process", policy=policy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -126,7 +126,7 @@ def train_under_fsdp(folder: Path, how: str, precision: str) -> None:
 
 
 def penalty_on_sharded_weights(folder: Path) -> None:
-    """Compare a loss on the sharded weights themselves, whose saved tensors are DTensors."""
+    """Compare a loss on sharded weights, whose saved tensors are DTensors."""
     results = {}
     for how in ("plain", "context"):
         model = blocks(sharded=True, policy=MixedPrecisionPolicy())
@@ -145,7 +145,7 @@ def penalty_on_sharded_weights(folder: Path) -> None:
 
 
 def keep_a_budget(folder: Path) -> None:
-    """Train with an eightfold batch on the second rank, so that a budget can suffice for the first rank alone."""
+    """Give the second rank an eightfold batch, so that a budget can suffice for the first alone."""
     smallest = {}
     for name, budget_gib in (("impossible", 1e-9), ("in_between", None), ("enough", 1.0)):
         if budget_gib is None:  # enough for the first rank's batch, too little for the second's
@@ -171,7 +171,7 @@ def keep_a_budget(folder: Path) -> None:
 
 
 def train(run_folder: str) -> None:
-    """Leave weights, gradients and byte counts in a folder, in files named after the case and this rank."""
+    """Save weights, gradients and byte counts in files named after case and rank."""
     folder = Path(run_folder)
     for how in ("plain", "attach", "callback"):
         train_under_ddp(folder, how)

@@ -1,7 +1,4 @@
-"""A process of test_two_processes.py: `one_rank.py <folder> <the recipe's flags>`.
-
-The process trains, and saves this rank's final weights as `<folder>/rank<number>.safetensors`.
-"""
+"""`one_rank.py FOLDER FLAGS`, a process of test_two_processes.py, saves final weights as `rank<number>.safetensors`."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Checkpoints of two ranks, one function for each situation, for test_run_state_two_processes.py."""
+"""Checkpoints of two ranks, a function for each situation, for test_run_state_two_processes.py."""
 
 import errno
 import os
@@ -37,7 +37,7 @@ def full_disk_on_one_rank(folder: Path) -> dict[str, Any]:
 
 
 def damaged(folder: Path) -> dict[str, Any]:
-    """Return both ranks' errors at a damaged file; rank 0 alone reads all files."""
+    """Return both ranks' errors; rank 0 alone reads all files."""
     run = ToyRun(folder / "run")
     file = folder / "run" / "step-000006" / "optimizer.bin"
     content = file.read_bytes()
@@ -80,6 +80,5 @@ def refusal(call: Any) -> str:
 
 
 def outcomes(folder: str) -> dict[str, Any]:
-    """Return the results of all situations on this rank."""
     situations = [resumed, full_disk_on_one_rank, damaged, signal_on_one_rank]
     return {each.__name__: each(Path(folder)) for each in situations}

@@ -1,7 +1,4 @@
-"""Offloading in a small Llama in two shards or under tensor parallelism, for test_sharded_offload.py.
-
-A case is a mode with conditions, such as `auto+lora+bf16`, or `teachers`.
-"""
+"""Offloading in a small Llama, two shards or tensor parallel; cases such as `auto+lora+bf16`, or `teachers`."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -47,14 +44,14 @@ def model_for(conditions: set[str]) -> nn.Module:
 
 
 def tokens(step: int, conditions: set[str]) -> Tensor:
-    """Return a batch: the same on all ranks under tensor parallelism, of other lengths on each rank under "unequal"."""
+    """Return equal batches under tensor parallelism, other lengths on each rank under "unequal"."""
     rank = 0 if "tensor_parallel" in conditions else distributed.get_rank()
     length = 12 + 9 * rank if "unequal" in conditions else 16
     return torch.randint(64, (2, length), generator=torch.Generator().manual_seed(10 * step + rank))
 
 
 def train(conditions: set[str], offloader: ActivationOffloader | None) -> list[Tensor]:
-    """Train, and return the gradients of all steps, in this rank's shards."""
+    """Return all steps' gradients, in this rank's shards."""
     model = model_for(conditions)
     learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.SGD(learning, lr=0.1)
@@ -92,7 +89,7 @@ def outcome(case: str) -> dict[str, Any]:
 
 
 def distilled(mode: TeacherMode | None) -> list[Tensor]:
-    """Return the gradients of a sharded student that learns from a whole teacher on the host in a mode."""
+    """Return a sharded student's gradients from a whole teacher on the host."""
     torch.manual_seed(1)
     config = LlamaConfig(**SIZES, num_attention_heads=4, max_position_embeddings=32)
     teacher: Any = LlamaForCausalLM(config).eval().requires_grad_(False)
@@ -130,6 +127,5 @@ def teachers() -> dict[str, Any]:
 
 
 def outcomes(*cases: str) -> dict[str, Any]:
-    """Return the results of each case on this rank."""
     distributed.init_process_group("gloo")
     return {case: teachers() if case == "teachers" else outcome(case) for case in cases}

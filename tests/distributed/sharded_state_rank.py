@@ -8,7 +8,7 @@ from toy_run import ToyRun
 
 
 def resumed(run_folder: str) -> dict[str, Any]:
-    """Save in the middle of a run, resume, and train to the end."""
+    """Save in mid-run, resume, and train to the end."""
     folder = Path(run_folder)
     whole = ToyRun(folder / "whole", sharded=True)
     whole.train()
@@ -22,7 +22,7 @@ def resumed(run_folder: str) -> dict[str, Any]:
 
 
 def elsewhere(run_folder: str) -> dict[str, Any]:
-    """Try to resume in another number of processes, then read the weights alone."""
+    """Try to resume in another number of processes, then read weights alone."""
     folder = Path(run_folder)
     run = ToyRun(folder / "run", seed=2, sharded=True)
     try:

@@ -1,4 +1,4 @@
-"""Exact steps under FSDP2, one function for each situation, for test_sharded_training.py."""
+"""Exact steps under FSDP2, a function for each situation, for test_sharded_training.py."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -43,15 +43,7 @@ def llama() -> nn.Module:
 
 
 class ShardedRun:
-    """A model sharded over both ranks, an optimizer that keeps the whole gradient of each step, and a plain twin.
-
-    Args:
-        make: constructor of the model.
-        dtype: type of the weights.
-        by_hand: whether `fully_shard` is called before `prepare`, which then leaves the model as it is.
-        each_batch: whether the accelerator exchanges gradients in each backward.
-        precision: Accelerate's mixed precision.
-    """
+    """A sharded model, the whole gradient of each step, and a plain twin; `by_hand`: sharded before `prepare`."""
 
     def __init__(
         self,
@@ -91,8 +83,6 @@ class ShardedRun:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Count the exchanges of gradients."""
-
         def counted(exchange: Any) -> Any:
             def run(*args: Any, **kwargs: Any) -> Any:
                 self.num_exchanges += 1
@@ -110,7 +100,7 @@ class ShardedRun:
             return train_step(self.accelerator, self.model, loss_fn, micro_batches, self.optimizer, **options)
 
     def difference(self, loss: Tensor) -> float:
-        """Return the largest difference between the step's gradient and the gradient of `loss`, a loss of `plain`."""
+        """Return the gradient's largest difference from that of `loss`, a loss of `plain`."""
         self.plain.zero_grad()
         loss.backward()
         return (self.gradient - self.plain_gradient()).abs().max().item()
@@ -145,7 +135,7 @@ def splits(**options: bool) -> dict[str, Any]:
 
 
 def one_batch_each() -> bool:
-    """Return whether the float32 gradient is bitwise that of one process that accumulates both ranks' batches."""
+    """Return whether the float32 gradient is bitwise that of one process with both ranks' batches."""
     run = ShardedRun(dtype=torch.float32)
     parts = [samples(4, rank).float() for rank in (0, 1)]
     run.step([parts[run.rank]])
@@ -195,7 +185,7 @@ def non_finite(precision: str, each_batch: bool) -> dict[str, Any]:
 
 
 def after_an_error(precision: str) -> list[bool]:
-    """Return whether steps after an error are unaffected, for errors in and after the third micro-batch's forward."""
+    """Return whether later steps are unaffected, for errors in and after the third micro-batch's forward."""
     equal = []
     for where in ("forward", "loss"):
         run, other = (ShardedRun(dtype=torch.float32, precision=precision) for _ in range(2))
@@ -253,7 +243,6 @@ def micro_batcher() -> dict[str, Any]:
 
 
 def outcomes() -> dict[str, Any]:
-    """Return the results of all situations on this rank."""
     return {
         "splits": splits(),
         "splits by hand": splits(by_hand=True),

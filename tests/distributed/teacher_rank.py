@@ -1,7 +1,4 @@
-"""Teachers of 32 MiB on several ranks, for test_teacher_ranks.py.
-
-There is a teacher in each mode that keeps it on the host, then one with weights that differ by rank.
-"""
+"""Teachers of 32 MiB in each mode on the host, then one whose weights differ by rank, for test_teacher_ranks.py."""
 
 import copy
 import gc
@@ -25,10 +22,7 @@ def network(seed: int, width: int = 1024) -> nn.Module:
 
 
 def pss_bytes() -> int:
-    """Return this process's share of memory without a file, once all processes have reached this call.
-
-    The share of a library's pages depends on the other programs on the machine that use the library.
-    """
+    """Return this process's share of memory without libraries, whose pages other programs share."""
     gc.collect()
     return_freed_memory()  # memory of the slots, which stand for device memory
     distributed.barrier()
@@ -68,7 +62,6 @@ def refusal(module: nn.Module) -> str:
 
 
 def outcomes() -> dict[str, Any]:
-    """Return the bytes, files and messages of this rank."""
     distributed.init_process_group("gloo")
     rank = distributed.get_rank()
     visit("stream", width=8)  # pays for imports and buffers of the first use

@@ -12,7 +12,6 @@ Results = list[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def results() -> Results:
-    """The results of both ranks."""
     return on_ranks("ddp_rank:outcomes")
 
 

@@ -8,7 +8,6 @@ from ranks import on_ranks
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """The results of both ranks."""
     return on_ranks("lightning_rank:outcomes", str(tmp_path_factory.mktemp("lightning")))
 
 

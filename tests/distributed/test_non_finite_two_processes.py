@@ -8,13 +8,12 @@ from ranks import on_ranks
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """The results of both ranks."""
     return on_ranks("non_finite_rank:outcomes", str(tmp_path_factory.mktemp("non_finite")))
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
 def test_all_ranks_stop_before_the_update(results: list[dict[str, Any]], engine: str) -> None:
-    """Check that both ranks stop, name the bad rank, and keep the parameters of the step before."""
+    """Check that both ranks name the bad rank, and keep the parameters of the step before."""
     first, second = (rank[engine] for rank in results)
     assert first == second
     assert first["before"] == first["after"] != []

@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with the results of both processes."""
     folder = tmp_path_factory.mktemp("offload")
     on_ranks("offload_rank:train", str(folder))
     return folder
@@ -46,7 +45,7 @@ def test_sharded_modules_have_the_plain_gradients(results: Path, how: str, preci
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("how", ["context", "wrap"])
 def test_of_sharded_modules_only_activations_move(results: Path, how: str, precision: str) -> None:
-    """Compare the moved bytes with one process with whole weights, and check that no gathered weights move."""
+    """Compare moved bytes with one process with whole weights; no gathered weights move."""
     sharded = counts(results / f"fsdp_{how}_{precision}_0")
     whole = counts(results / f"fsdp_one_process_{precision}_0")
     assert sharded["moved"] == whole["moved"] > 0

@@ -31,7 +31,7 @@ PRODUCT = [
 
 
 def check(ranks: list[dict[str, Any]], cases: tuple[str, ...] | list[str]) -> None:
-    """Check that both ranks have the plain run's gradients bitwise, moved bytes, and no host memory left."""
+    """Check bitwise gradients, moved bytes, and no host memory left."""
     for rank, results in enumerate(ranks):
         for case in cases:
             found = results[case]
@@ -41,7 +41,6 @@ def check(ranks: list[dict[str, Any]], cases: tuple[str, ...] | list[str]) -> No
 
 @pytest.fixture(scope="module")
 def results() -> list[dict[str, Any]]:
-    """The results of both ranks, by case."""
     return on_ranks("sharded_offload_rank:outcomes", *PAIRS, "teachers")
 
 
@@ -50,7 +49,7 @@ def test_each_mode_under_each_pair_of_conditions(results: list[dict[str, Any]]) 
 
 
 def test_a_teacher_on_the_host_beside_a_sharded_student(results: list[dict[str, Any]]) -> None:
-    """Check gradients bitwise against the whole teacher, and the refusal of a sharded student as its own teacher."""
+    """Check gradients bitwise, and the refusal of a sharded student as its own teacher."""
     for found in (rank["teachers"] for rank in results):
         assert (found["equal"], found["learns"]) == ({"swap": True, "stream": True}, True)
         assert "is sharded, and FSDP gathers weights" in found["refusal"]

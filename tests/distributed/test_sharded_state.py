@@ -7,7 +7,7 @@ from ranks import on_ranks
 
 
 def test_a_sharded_run_is_resumed_exactly_or_not_at_all(tmp_path: Path) -> None:
-    """Check also that any number of processes can read the weights alone, each its own shard."""
+    """Check also that any number of processes can read the weights alone."""
     first, second = on_ranks("sharded_state_rank:resumed", str(tmp_path))
     assert first["at"] == second["at"] == 3
     assert first["differing"] == []

@@ -17,13 +17,12 @@ Results = list[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def results() -> Results:
-    """The results of both ranks."""
     return on_ranks("sharded_training_rank:outcomes")
 
 
 @pytest.mark.parametrize("how", ["splits", "splits by hand", "splits, each batch"])
 def test_gradient_loss_and_norm_are_those_of_all_samples(results: Results, how: str) -> None:
-    """Check also that gradients are exchanged once per sharded module, or once per micro-batch on request."""
+    """Check one exchange per sharded module, or one per micro-batch on request."""
     for rank in results:
         assert rank[how].keys() == training_rank.SPLITS.keys()
         for *differences, num_exchanges, num_micro_batches in rank[how].values():
@@ -41,7 +40,7 @@ def test_a_batch_on_each_rank_has_bitwise_the_gradient_of_one_process(results: R
 
 
 def test_tokens_count_by_default(results: Results) -> None:
-    """Compare sentences of several lengths, one by one on two ranks, with all sentences at once."""
+    """Compare sentences one by one on two ranks with all sentences at once."""
     for rank in results:
         assert max(rank["tokens"]) <= FLOAT32_LOSS
 

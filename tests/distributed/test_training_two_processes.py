@@ -13,7 +13,6 @@ Results = list[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def results() -> Results:
-    """The results of both ranks."""
     return on_ranks("training_rank:outcomes")
 
 
@@ -44,7 +43,7 @@ def test_both_stop_before_the_update_when_one_has_a_bad_gradient(results: Result
 
 @pytest.mark.parametrize("case", BAD)
 def test_both_stop_in_every_precision(results: Results, case: str) -> None:
-    """Check that the error names rank and micro-batch. A loss scaler may first skip a step, until its scale is 1."""
+    """Check that the error names rank and micro-batch; a loss scaler may skip steps until its scale is 1."""
     precision, _, bad_rank, micro_batch = BAD[case]
     first, second = (rank["non-finite in"][case] for rank in results)
     assert first == second
@@ -98,4 +97,4 @@ def test_a_cached_gradient_sees_the_samples_of_both(results: Results) -> None:
         assert "ValueError: models=None needs a prepared model" in rank["without models"]
     assert first["loss"] == second["loss"]
     assert first["draws"] == second["draws"]
-    assert first["next draw"] != second["next draw"]  # each rank's own random numbers go on
+    assert first["next draw"] != second["next draw"]  # each rank's own

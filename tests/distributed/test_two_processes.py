@@ -20,7 +20,7 @@ FOLDER = Path(__file__).parent
 def test_two_processes_train_as_one(
     toy_student: Path, toy_dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Compare two ranks, each with two micro-batches of one frame, with one process and a batch of four frames."""
+    """Compare two ranks, each with two micro-batches of one frame, with one process and four frames."""
     flags = lerobot_runs.train_flags(toy_student, toy_dataset, tmp_path / "run", steps=4, batch_size=1)
     output = torchrun(
         FOLDER / "one_rank.py",

@@ -11,7 +11,6 @@ Results = list[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def results() -> Results:
-    """The results of both ranks."""
     return on_ranks("uneven_rank:outcomes")
 
 

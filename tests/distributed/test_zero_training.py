@@ -17,7 +17,6 @@ FLOAT32 = 1e-6  # for numbers around 1, whose sums over samples have another ord
 
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Any]]:
-    """The results of both ranks, by stage."""
     return on_ranks("zero_training_rank:outcomes", DS_ACCELERATOR="cpu")
 
 

@@ -14,7 +14,6 @@ MODES = ("all", "auto")
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """The results of both ranks, by way, stage and mode."""
     return on_ranks("zero_rank:outcomes", str(tmp_path_factory.mktemp("zero")), DS_ACCELERATOR="cpu")
 
 
@@ -30,7 +29,7 @@ def test_training_ends_with_the_plain_weights(ranks: list[dict[str, Any]], way: 
 
 
 def test_of_gathered_weights_none_move(ranks: list[dict[str, Any]]) -> None:
-    """Compare the moved bytes with ZeRO-2, plus the inputs that DeepSpeed's linear function saves a second time."""
+    """Compare moved bytes with ZeRO-2, plus inputs that DeepSpeed's linear function saves again."""
     for rank in ranks:
         stage_2, stage_3 = (rank[f"accelerate {stage} all"] for stage in (2, 3))
         assert stage_3["moved"] == stage_2["moved"] + stage_3["shared_inputs"]
@@ -38,5 +37,5 @@ def test_of_gathered_weights_none_move(ranks: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_none_of_them_stay_until_backward(ranks: list[dict[str, Any]], mode: str) -> None:
-    """Check that ZeRO-3 frees gathered weights after forward, also in steps recorded for a plan."""
+    """Check that ZeRO-3 frees them after forward, also in steps recorded for a plan."""
     assert [rank[f"accelerate 3 {mode}"]["gathered_left"] for rank in ranks] == [0, 0]

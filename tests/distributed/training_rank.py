@@ -1,4 +1,4 @@
-"""Exact steps under DDP, one function for each situation, for test_training_two_processes.py."""
+"""Exact steps under DDP, a function for each situation, for test_training_two_processes.py."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -44,7 +44,7 @@ class Model(nn.Module):
 
 
 class Run:
-    """A run in float64, or in float32 with autocast to another precision."""
+    """A run in float64, or in float32 with autocast."""
 
     def __init__(self, precision: str | None = None) -> None:
         AcceleratorState._reset_state()
@@ -55,7 +55,7 @@ class Run:
             kwargs_handlers=[unused],
             gradient_accumulation_steps=2,
         )
-        if precision == "fp16":  # set directly, since Accelerate refuses fp16 without a GPU
+        if precision == "fp16":  # Accelerate refuses fp16 without a GPU
             self.accelerator.state._mixed_precision, self.accelerator.native_amp = "fp16", True
             self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
         self.rank = self.accelerator.process_index
@@ -72,13 +72,13 @@ class Run:
         self.gradient = vector(model)
 
     def exchange(self, state: None, bucket: torch.distributed.GradBucket) -> torch.futures.Future[Tensor]:
-        """Average gradients as DDP does, and count the exchanges."""
+        """Average as DDP does, and count the exchanges."""
         self.num_exchanges += bucket.index() == 0
         future = torch.distributed.all_reduce(bucket.buffer() / 2, async_op=True).get_future()
         return future.then(lambda done: done.value()[0])
 
     def difference(self, loss: Tensor) -> float:
-        """Return the largest difference between the step's gradient and the gradient of `loss`, a loss of `plain`."""
+        """Return the gradient's largest difference from that of `loss`, a loss of `plain`."""
         self.plain.zero_grad()
         loss.backward()
         return (self.gradient - vector(self.plain)).abs().max().item()
@@ -116,7 +116,7 @@ def splits() -> Iterator[tuple[str, Any]]:
 
 
 def weightless() -> list[float]:
-    """Take a step in which the second rank has no tokens: its loss is NaN, and its gradient counts as 0."""
+    """Give the second rank no tokens: its loss is NaN, and its gradient counts as 0."""
     run = Run()
     part = samples(4, run.rank)
 
@@ -141,7 +141,7 @@ def non_finite() -> dict[str, Any]:
 
 
 def non_finite_in(precision: str, value: float, bad_rank: int, micro_batch: int) -> list[Any]:
-    """Return the outcomes of two steps, and whether the weights are unchanged."""
+    """Return two steps' outcomes, and whether the weights are unchanged."""
     run = Run(precision)
     parts = list(samples(8, run.rank).float().split(2))
     before = weights(run.model)
@@ -166,7 +166,7 @@ def nothing_on_one_rank() -> str:
 
 
 def notes_of_running_out(batcher: MicroBatcher, model: nn.Module, batch: Any, optimizer: Any) -> list[str]:
-    """Return the notes that a step adds to the error when all ranks run out of memory."""
+    """Return the notes on the error when all ranks run out of memory."""
 
     def failing(model: nn.Module, batch: Any) -> Tensor:
         raise torch.OutOfMemoryError("injected")
@@ -187,7 +187,7 @@ def error_of(step: Callable[[], Any]) -> str:
 
 
 def out_of_memory(bad_rank: int, fail_at: int, where: str) -> list[Any]:
-    """Train in micro-batches of 2, with 7 samples on the first rank and 8 on the second, until `bad_rank` fails."""
+    """Train in micro-batches of 2, with 7 and 8 samples, until `bad_rank` fails."""
     run = Run()
     sizes: list[int] = []
 
@@ -252,7 +252,7 @@ def search() -> int:
 
 
 def gradient_cache() -> dict[str, Any]:
-    """Return results for a loss with random numbers over both ranks' outputs, of 7 and 5 samples."""
+    """Use a loss with random numbers over both ranks' outputs, of 7 and 5 samples."""
     run = Run()
     drawn: list[Tensor] = []
 
@@ -284,7 +284,6 @@ def sliced_wasserstein(output: Tensor, directions: Tensor) -> Tensor:
 
 
 def outcomes() -> dict[str, Any]:
-    """Return the results of all situations on this rank."""
     return {
         "splits": dict(splits()),
         "weightless": weightless(),

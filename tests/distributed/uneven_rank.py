@@ -1,4 +1,4 @@
-"""Two ranks of DDP that make unequal numbers of passes, or have unequal budgets, for test_uneven_ranks.py."""
+"""Two ranks of DDP with unequal numbers of passes or unequal budgets, for test_uneven_ranks.py."""
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -19,7 +19,7 @@ ROWS, WIDTH = 128, 64
 
 
 class Run:
-    """A model under DDP whose loss is computed with or without an offloader."""
+    """A model under DDP, with or without an offloader."""
 
     def __init__(self, offloader: ActivationOffloader | None) -> None:
         torch.manual_seed(0)
@@ -46,14 +46,14 @@ class Run:
 
 
 def steps(run: Run) -> None:
-    """Train by `train_step` with one micro-batch on the first rank and three on the second."""
+    """Use one micro-batch on the first rank and three on the second."""
     for _ in range(4):
         window = [run.rows() for _ in range((1, 3)[run.rank])]
         train_step(run.accelerator, run.model, run.loss, window, run.optimizer)
 
 
 def halving(run: Run) -> None:
-    """Train by `MicroBatcher`, with a rank out of memory when one rank has made one pass and the other has made 4."""
+    """Run a rank out of memory when one rank has made one pass and the other 4."""
     batcher = MicroBatcher(run.accelerator, ROWS)
     num_passes = 0
 
@@ -70,7 +70,7 @@ def halving(run: Run) -> None:
 
 
 def plain_loop(run: Run) -> None:
-    """Train in a plain loop, with one micro-batch per update on the first rank and three on the second."""
+    """Use one micro-batch per update on the first rank and three on the second."""
     num_micro_batches = (1, 3)[run.rank]
     for _ in range(4):
         for number in range(num_micro_batches):
@@ -81,7 +81,7 @@ def plain_loop(run: Run) -> None:
 
 
 def joined(run: Run) -> None:
-    """Train within torch's `Join`, with five updates on the first rank and one on the second."""
+    """Use torch's `Join`, with five updates on the first rank and one on the second."""
     with Join([run.model]):
         for _ in range((5, 1)[run.rank]):
             run.loss(run.model, run.rows()).backward()
@@ -106,7 +106,7 @@ CASES: dict[str, tuple[Callable[[Run], None], tuple[float | None, float | None]]
 
 
 def outcome(train: Callable[[Run], None], budgets_gib: tuple[float | None, float | None]) -> Iterator[dict[str, Any]]:
-    """Yield the results of the plain run, then of the offloaded run."""
+    """Yield the plain, then the offloaded run's results."""
     budget_gib = budgets_gib[dist.get_rank()]
     for offloader in (
         None,
@@ -129,6 +129,5 @@ def outcome(train: Callable[[Run], None], budgets_gib: tuple[float | None, float
 
 
 def outcomes() -> dict[str, Any]:
-    """Return the plain and the offloaded run of all cases on this rank."""
     Accelerator(cpu=True)  # makes the process group
     return {name: list(outcome(*case)) for name, case in CASES.items()}

@@ -1,7 +1,4 @@
-"""Activation offloading under DeepSpeed's ZeRO-2 and ZeRO-3, for test_zero_two_processes.py.
-
-A small Llama trains by Accelerate and by Trainer, plainly and with offloading.
-"""
+"""Offloading in a small Llama under ZeRO-2 and ZeRO-3, by Accelerate and Trainer, for test_zero_two_processes.py."""
 
 import importlib
 import time
@@ -30,7 +27,7 @@ GLOO_LETS_GO_S = 5.0  # gloo's threads keep gathered tensors a moment longer
 
 
 def zero(stage: int) -> dict[str, Any]:
-    """Return DeepSpeed's options: ZeRO-3 frees all weights but the norms' after each use, by default large ones."""
+    """Have ZeRO-3 free all weights but the norms' after each use, by default only large ones."""
     when_freed = {
         "stage3_param_persistence_threshold": 100,
         "stage3_max_live_parameters": 0,
@@ -51,8 +48,6 @@ def llama() -> LlamaForCausalLM:
 
 
 class GatheredWeights:
-    """The memory of the linear layers' gathered weights."""
-
     def __init__(self, model: nn.Module) -> None:
         self._memory: list[StorageWeakRef] = []
         for module in model.modules():
@@ -60,7 +55,6 @@ class GatheredWeights:
                 module.register_forward_pre_hook(self._note)
 
     def num_left(self) -> int:
-        """Return the number of gathered weights still in memory."""
         assert self._memory
         end = time.monotonic() + GLOO_LETS_GO_S
         while (left := sum(not memory.expired() for memory in self._memory)) and time.monotonic() < end:
@@ -79,7 +73,7 @@ def whole_weights(model: nn.Module) -> list[Tensor]:
 
 
 def with_accelerate(folder: str, stage: int, offloader: ActivationOffloader | None) -> tuple[list[Tensor], int]:
-    """Return the final weights, and the most gathered weights left between a forward and its backward."""
+    """Return final weights, and the most gathered weights left between a forward and its backward."""
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = Accelerator(mixed_precision="bf16", deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=zero(stage)))
     assert accelerator.distributed_type == DistributedType.DEEPSPEED
@@ -119,10 +113,7 @@ def with_trainer(folder: str, stage: int, offloader: ActivationOffloader | None)
 
 
 def shared_inputs() -> int:
-    """Return the bytes that linear functions save in all steps after other operations have saved them.
-
-    These are the inputs of the keys, the values, the upper projection and the attention's output in each layer.
-    """
+    """Count bytes that linear functions save again: inputs of keys, values, upper projection and attention's output."""
     in_each_layer = 4 * BATCH * LENGTH * SIZES["hidden_size"] * torch.bfloat16.itemsize
     return NUM_STEPS * SIZES["num_hidden_layers"] * in_each_layer
 
@@ -153,13 +144,12 @@ def outcomes_by_way(folder: str) -> dict[str, Any]:
 def deepspeed_on_the_cpu() -> Iterator[None]:
     with (
         engines_on_the_cpu(),
-        # DeepSpeed would compile its own collectives. The attribute `deepspeed.comm.torch` is torch itself.
+        # DeepSpeed would compile its own collectives; `deepspeed.comm.torch` is torch itself.
         patch.object(importlib.import_module("deepspeed.comm.torch"), "build_shm_op", lambda: None),
     ):
         yield
 
 
 def outcomes(folder: str) -> dict[str, Any]:
-    """Return the results of this rank, by way, stage and mode."""
     with deepspeed_on_the_cpu():
         return outcomes_by_way(folder)

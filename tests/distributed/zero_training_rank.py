@@ -1,4 +1,4 @@
-"""Exact steps under DeepSpeed's ZeRO-2 and ZeRO-3, each beside a plain step, for test_zero_training.py."""
+"""Exact steps under ZeRO-2 and ZeRO-3, each beside a plain step, for test_zero_training.py."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,13 +24,7 @@ def network() -> nn.Module:
 
 
 class ZeroRun:
-    """A model in DeepSpeed's engine, and a plain twin.
-
-    Args:
-        stage: stage of ZeRO.
-        max_grad_norm: gradient norm to which DeepSpeed clips; 0 for no clipping.
-        precision: Accelerate's mixed precision.
-    """
+    """A model in DeepSpeed's engine and a plain twin; a `max_grad_norm` of 0 clips nothing."""
 
     def __init__(self, stage: int, max_grad_norm: float = 0.0, precision: str = "no") -> None:
         AcceleratorState._reset_state(reset_partial_state=True)
@@ -52,7 +46,6 @@ class ZeroRun:
     def plain_step(
         self, batch: Tensor, max_grad_norm: float = float("inf"), loss_fn: Callable[[Any, Any], Tensor] = mean_loss
     ) -> tuple[float, float]:
-        """Return loss and norm of a step of the plain twin."""
         self.plain.zero_grad()
         loss = loss_fn(self.plain, batch)
         loss.backward()
@@ -72,7 +65,7 @@ def batches(num_samples: int, rank: int) -> Tensor:
 
 
 def splits(stage: int) -> dict[str, list[float]]:
-    """Take two steps of each split, the second of which must not add to gradients of the first."""
+    """Take each split twice: the second must not add to the first's gradients."""
     found = {}
     for name, sizes in SPLITS.items():
         run, differences = ZeroRun(stage), []
@@ -111,12 +104,12 @@ def non_finite(stage: int, precision: str) -> dict[str, Any]:
 
 
 def contrastive(outputs: Tensor) -> Tensor:
-    """Return a loss over all pairs of samples, which is no mean over micro-batches."""
+    """Return a loss over all pairs, which is no mean over micro-batches."""
     return (outputs @ outputs.T).logsumexp(dim=1).mean() + outputs.std()
 
 
 def cached(stage: int) -> dict[str, Any]:
-    """Take two steps on all samples' loss with unequal micro-batches, then an unequal and a non-finite step."""
+    """Take two steps with unequal micro-batches, then an unequal and a non-finite one."""
     run, differences = ZeroRun(stage), []
     cache = GradientCache(run.accelerator, run.model, contrastive)
     sizes = ([3, 1], [2, 3])
@@ -175,7 +168,6 @@ def refused() -> dict[str, str]:
 
 
 def outcomes() -> dict[str, Any]:
-    """Return the results of all situations on this rank, by stage."""
     with deepspeed_on_the_cpu():
         results: dict[str, Any] = {
             str(stage): {

@@ -20,28 +20,25 @@ Compiler = list[str]
 
 
 class CannotBuildError(Exception):
-    """Raised with the reason why this machine cannot build the fake CUDA runtime."""
+    """Raised with the reason."""
 
 
 def built() -> Path:
-    """Return the folder of `libcudart.so.13`, `libcuda.so.1` and `liboperators.so`, built first if it is new.
-
-    A build takes a minute.
-    """
+    """Return the folder of `libcudart.so.13`, `libcuda.so.1` and `liboperators.so`; a build takes a minute."""
     if platform.system() != "Linux":
         raise CannotBuildError(f"the fake CUDA runtime needs Linux, this is {platform.system()}")
     compiler = _compiler()
     folder = _cache() / _key(compiler)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(folder.parent / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the first of several processes builds, the others wait
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the first process builds, the others wait
         if not folder.is_dir():
             _build_into(folder, compiler)
     return folder
 
 
 def _compiler() -> Compiler:
-    """Return the compiler: `CXX`, g++ or clang++. It has to use libstdc++, as torch does."""
+    """Return `CXX`, g++ or clang++, which has to use libstdc++, as torch does."""
     for name in [os.environ.get("CXX", ""), "g++", "clang++"]:
         if name and shutil.which(name):
             return [name]
@@ -53,7 +50,6 @@ def _cache() -> Path:
 
 
 def _key(compiler: Compiler) -> str:
-    """Return a hash of all inputs of the build."""
     import torch
 
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True).stdout
@@ -73,7 +69,6 @@ def _build_into(folder: Path, compiler: Compiler) -> None:
 
 
 def _build(folder: Path, compiler: Compiler) -> None:
-    """Compile two files at a time, then link."""
     cuda = _cuda_headers()
     torch_headers, torch_libraries = _torch_folders()
     with ThreadPoolExecutor(2) as pool:
@@ -81,7 +76,7 @@ def _build(folder: Path, compiler: Compiler) -> None:
         for task in [pool.submit(_compile, compiler, source, folder, paths) for source, paths in includes.items()]:
             task.result()
 
-    # torch looks up each function under a version with the name of the library.
+    # torch looks up each function under a version with the library's name.
     versions = folder / "versions.map"
     versions.write_text("libcudart.so.13 { global: *; };\n")
     _link(compiler, "libcudart.so.13", RUNTIME, folder, [f"-Wl,--version-script={versions}"])
@@ -115,7 +110,7 @@ def _run(command: list[str]) -> None:
 
 
 def _cuda_headers() -> list[str]:
-    """Return compiler options for the CUDA wheel's headers, and for Triton's copy of the headers missing there."""
+    """Return options for the CUDA wheel's headers, and for Triton's copy of those missing there."""
     packages = Path(sysconfig.get_path("purelib"))
     folders = [packages / "nvidia/cu13/include", packages / "triton/backends/nvidia/include"]
     for folder in folders:
@@ -125,7 +120,7 @@ def _cuda_headers() -> list[str]:
 
 
 def _torch_folders() -> tuple[list[str], Path]:
-    """Return compiler options for torch's headers, and the folder of its libraries."""
+    """Return options for torch's headers, and the folder of its libraries."""
     import torch
 
     folder = Path(torch.__path__[0])

@@ -13,7 +13,6 @@ LIBRARIES = "FAKE_CUDA_LIBRARIES"  # environment variable: the folder that `buil
 
 
 def is_loaded() -> bool:
-    """Return whether this process runs on the fake CUDA runtime."""
     return LIBRARIES in os.environ
 
 
@@ -31,7 +30,6 @@ def _load() -> ctypes.CDLL:
 
 
 def install_operators() -> None:
-    """Make torch compute on the fake device from now on."""
     import torch
 
     operators = Path(os.environ[LIBRARIES]) / "liboperators.so"
@@ -43,10 +41,7 @@ def install_operators() -> None:
 
 @contextmanager
 def settings(**changed: float) -> Iterator[None]:
-    """Change settings for a while, by the names in `runtime/runtime.hpp`: `kernel_s=0.01`, `seed=3`, `capability=90`.
-
-    torch reads the number of devices, their capability and their memory once.
-    """
+    """Change settings of `runtime/runtime.hpp` for a while; torch reads devices, capability and memory once."""
     runtime = _load()
     before = {name: runtime.fake_cuda_get(name.encode()) for name in changed}
     unknown = [name for name, value in before.items() if math.isnan(value)]
@@ -62,15 +57,12 @@ def settings(**changed: float) -> Iterator[None]:
 
 
 def restart_schedule() -> None:
-    """Restart the schedule, so that the same work gets the same delays again."""
+    """Let the same work get the same delays again."""
     _load().fake_cuda_restart_schedule()
 
 
 def delays() -> list[list[float]]:
-    """Return the delays of each stream's copies and kernels since the schedule's restart, in seconds.
-
-    Streams are in the order of their first use.
-    """
+    """Return delays in seconds by stream, in the order of first use, since the schedule's restart."""
     return [[float(delay) for delay in line.split()] for line in _load().fake_cuda_delays().decode().splitlines()]
 
 
@@ -80,34 +72,34 @@ def fail(kind: str, k: int = 1, times: int = 1) -> None:
 
 
 def num_calls(kind: str) -> int:
-    """Return the number of calls so far of a kind that `fail` knows."""
+    """Count the calls so far of a kind that `fail` knows."""
     return int(_load().fake_cuda_num_calls(kind.encode()))
 
 
 def leave_free(num_bytes: int, device: int = 0) -> None:
-    """Take the device's memory, as other processes might, except some free bytes."""
+    """Take the device's memory, as other processes might."""
     _load().fake_cuda_leave_free(device, num_bytes)
 
 
 def give_back(device: int = 0) -> None:
-    """Release the memory that `leave_free` took."""
+    """Undo `leave_free`."""
     _load().fake_cuda_give_back(device)
 
 
 def faults() -> list[str]:
-    """Return the faults since `forget_faults`, one line each, with errors that were never read."""
+    """Return a line for each fault since `forget_faults`, and for errors never read."""
     return _load().fake_cuda_faults().decode().splitlines()
 
 
 def forget_faults() -> None:
-    """Forget faults, planned failures and errors; a device that an error broke works again."""
+    """Also forget planned failures and errors, so that a broken device works again."""
     _load().fake_cuda_fail_no_more()
     _load().fake_cuda_forget_faults()
 
 
 @contextmanager
 def no_synchronization() -> Iterator[None]:
-    """Record a fault for each call of any thread that makes the host wait for the device."""
+    """Record a fault for each call, in any thread, that makes the host wait for the device."""
     _load().fake_cuda_enter_region_without_waiting()
     try:
         yield
@@ -117,21 +109,19 @@ def no_synchronization() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Holdings:
-    """Counts of a process's resources on the devices."""
-
     registrations: int  # of host memory
     device_blocks: int
     events: int  # with timing; torch's caches keep others
     streams: int
 
     def more_than(self, before: "Holdings") -> list[str]:
-        """Return a line for each count that has grown."""
+        """Return a line for each grown count."""
         now, then = vars(self), vars(before)
         return [f"{now[name] - then[name]} {name} left over" for name in now if now[name] > then[name]]
 
 
 def holdings() -> Holdings:
-    """Count resources after a garbage collection, a wait for all devices and the release of torch's caches."""
+    """Collect garbage, wait for all devices and release torch's caches first."""
     import torch
 
     gc.collect()

@@ -16,7 +16,7 @@ PRELOADED = ("fake_cuda.unseen", "pytest", "accelerate", "transformers.trainer",
 
 
 def environment(**settings: object) -> dict[str, str]:
-    """Return a child's environment. A setting of `runtime/runtime.hpp` such as `seed=3` becomes FAKE_CUDA_SEED=3."""
+    """Return a child's environment, in which `seed=3` of `runtime/runtime.hpp` is FAKE_CUDA_SEED=3."""
     libraries = built()
     paths = [str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
     return {
@@ -32,10 +32,7 @@ def environment(**settings: object) -> dict[str, str]:
 
 
 def run_pytest(arguments: list[str], **settings: object) -> Ended:
-    """Run pytest in a process of its own, and return its exit code with its output and errors.
-
-    Processes with the same settings are forked from a server that has imported torch.
-    """
+    """Return exit code, output and errors of a process forked, per settings, from a server that has imported torch."""
     plugins = ["-p", "fake_cuda.plugin", "-p", "no:cacheprovider"]
     # Libraries have already imported some plugins of pytest, so their assertions are not rewritten.
     quiet = ["-W", "ignore::pytest.PytestAssertRewriteWarning"]

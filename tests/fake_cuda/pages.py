@@ -25,7 +25,7 @@ class Pages(mmap.mmap):
         return ctypes.addressof(view)
 
     def tensor(self) -> torch.Tensor:
-        """Return a tensor of the bytes, which does not keep the pages alive."""
+        """Return a tensor that does not keep the pages alive."""
         return torch.frombuffer((ctypes.c_ubyte * len(self)).from_address(self.address), dtype=torch.uint8)
 
 

@@ -1,8 +1,4 @@
-"""A pytest plugin for the fake CUDA runtime: `-p fake_cuda.plugin` in a process that `launch.py` started.
-
-After each test the faults that the runtime has found are errors, and so are resources left on the devices.
-The fixture `expect_faults` takes the faults that a test has planted.
-"""
+"""A pytest plugin for a process of `launch.py`: after each test, faults and resources left on devices are errors."""
 
 import gc
 import time
@@ -39,7 +35,7 @@ def _schedule(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Freeze the objects from before the first test, so that no collection after a test walks them."""
+    """Freeze earlier objects, so that no collection after a test walks them."""
     gc.collect()
     gc.freeze()
 
@@ -75,7 +71,7 @@ def _no_faults(request: pytest.FixtureRequest, _schedule: None) -> Iterator[None
 
 
 def _left_since(before: device.Holdings) -> list[str]:
-    """Return the resources left since a time, after waiting for autograd's thread to drop the last backward node."""
+    """Wait first, for autograd's thread to drop the last backward node."""
     deadline = time.monotonic() + LONGEST_MOMENT_S
     while (left := device.holdings().more_than(before)) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -84,7 +80,7 @@ def _left_since(before: device.Holdings) -> list[str]:
 
 @pytest.fixture
 def expect_faults(_no_faults: None) -> ExpectFaults:
-    """A function that checks that the faults so far contain given texts, one each and no other, and forgets them."""
+    """Take planted faults: the faults so far must contain the given texts, one each and no other."""
 
     def expect(*texts: str) -> None:
         found = device.faults()

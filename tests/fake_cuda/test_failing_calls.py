@@ -15,9 +15,9 @@ from fake_cuda import device
 from fake_cuda.plugin import ExpectFaults
 from hf_memopt import ActivationOffloader, OffloadedTeacher
 
-# torch's allocator tries a second time when it is refused memory, after it has released its cache.
+# Refused memory, torch's allocator tries again after it has released its cache.
 TIMES = {"malloc": 2, "host_register": 1, "copy": 1, "event": 1}
-# The largest number of calls of a kind that fail in turn; the slow test fails all calls.
+# The most calls of a kind that fail in turn; the slow test fails all.
 MOST = 4
 
 
@@ -43,8 +43,6 @@ class Training:
 
 
 class Teaching:
-    """Two visits of an offloaded teacher."""
-
     def __init__(self, mode: str) -> None:
         torch.manual_seed(0)
         network = nn.Sequential(*(nn.Linear(32, 32) for _ in range(6))).eval()
@@ -72,7 +70,7 @@ SUBJECTS: dict[str, Callable[[], Training | Teaching]] = {
 
 
 def attack(subject: str, kind: str, most: int | None) -> Tally:
-    """Fail each call of a kind in turn, or `most` calls spread over the run."""
+    """Fail each call in turn, or `most` calls spread over the run."""
     want = SUBJECTS[subject]().run()
     tally = Tally(f"{kind} fails in {subject}", seed=0)
     num_calls = count_calls(subject, kind)
@@ -122,20 +120,13 @@ def same(got: list[Tensor], want: list[Tensor]) -> bool:
 
 @pytest.fixture(autouse=True)
 def errors_in_destructors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hide errors in destructors, which Python cannot raise and only prints."""
+    """Hide errors that Python only prints."""
     monkeypatch.setattr(sys, "unraisablehook", lambda error: None)
 
 
+@pytest.mark.parametrize("most", [MOST, pytest.param(None, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", TIMES)
 @pytest.mark.parametrize("subject", SUBJECTS)
-def test_some_calls_fail(subject: str, kind: str, expect_faults: ExpectFaults) -> None:
-    attack(subject, kind, MOST).check(1)
-    device.forget_faults()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", TIMES)
-@pytest.mark.parametrize("subject", SUBJECTS)
-def test_each_call_fails(subject: str, kind: str, expect_faults: ExpectFaults) -> None:
-    attack(subject, kind, None).check(1)
+def test_calls_fail(subject: str, kind: str, most: int | None, expect_faults: ExpectFaults) -> None:
+    attack(subject, kind, most).check(1)
     device.forget_faults()

@@ -124,7 +124,7 @@ def test_a_kernel_on_freed_memory(expect_faults: ExpectFaults) -> None:
 
 def test_reading_a_freed_tensor_gives_poison() -> None:
     ones = torch.ones(1000, device="cuda")
-    other = torch.empty(0, device="cuda").set_(ones.untyped_storage())  # same storage: not freed with `ones`
+    other = torch.empty(0, device="cuda").set_(ones.untyped_storage())  # shares storage: not freed with `ones`
     del ones
     assert other.sum() == 1000
     address = other.data_ptr()

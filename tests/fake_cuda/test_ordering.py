@@ -38,7 +38,7 @@ def test_the_host_runs_ahead(pinned: torch.Tensor, slow_copies: None) -> None:
 
 def test_pageable_memory_keeps_the_host_waiting(slow_copies: None) -> None:
     on_gpu = torch.ones(SIZE, dtype=torch.uint8, device="cuda")
-    assert on_gpu.to("cpu", non_blocking=True).all()  # the call returns after the copy
+    assert on_gpu.to("cpu", non_blocking=True).all()
 
 
 @pytest.mark.parametrize("waits", [True, False])

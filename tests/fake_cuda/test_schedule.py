@@ -26,7 +26,7 @@ def test_what_is_read_is_what_was_copied(num_before):
 
 
 def train_on_two_streams() -> list[list[float]]:
-    """Return the delays of training steps with one stream for the inputs and another for the losses."""
+    """Return the delays of steps with a stream for inputs and another for losses."""
     to_device, to_host = torch.cuda.Stream(), torch.cuda.Stream()
     model = torch.nn.Linear(8, 8, device="cuda")
     batches, losses = torch.ones(5, 4, 8).pin_memory(), torch.zeros(5).pin_memory()
@@ -70,7 +70,7 @@ def test_without_a_seed_there_are_no_delays() -> None:
 
 
 def read_without_waiting(num_before: int) -> bool | None:
-    """Return whether a read without a wait saw the copy's values, or None if the delays leave that open."""
+    """Return whether a read saw the copy's values, or None if the delays leave that open."""
     side, gate = torch.cuda.Stream(), torch.cuda.Event()
     host, x = torch.ones(100).pin_memory(), torch.zeros(100, device="cuda")
     other = torch.empty_like(x)
@@ -104,7 +104,7 @@ def test_a_missing_wait_is_found_again_with_its_seed() -> None:
 
 
 def failures(file: Path, seed: int, only: list[str]) -> list[str]:
-    """Return the tests of a file that fail in a process of their own."""
+    """Return the failing tests of a file, run in a process of its own."""
     tests = [f"{file}::{name}" for name in only] or [str(file)]
     run = run_pytest([*tests, "--schedule-seed", str(seed), "-q", "-rf"], max_delay_s=MAX_DELAY_S)
     assert run.returned in [pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED], run.output

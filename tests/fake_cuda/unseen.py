@@ -1,8 +1,4 @@
-"""Hides the GPU from modules that are imported after this one, until the process is forked.
-
-Some libraries, such as torchao, ask for GPUs when they are imported. CUDA counts as started then, and no forked process
-could use CUDA.
-"""
+"""Hides the GPU from later imports until a fork: libraries such as torchao ask for GPUs, and end CUDA for forks."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Damage to files, drawn from a seed, and the books on what came of it."""
+"""Damage to files, drawn from a seed, and counts of its outcomes."""
 
 import json
 import random
@@ -31,7 +31,7 @@ def empty(file: Path, dice: random.Random) -> None:
 
 
 def overwrite(file: Path, dice: random.Random) -> None:
-    """As many bytes, of which none is meant, and which are no text either."""
+    """Write as many bytes without meaning, which are no text either."""
     file.write_bytes(b"\xff" + dice.randbytes(max(file.stat().st_size - 1, 0)))
 
 
@@ -84,7 +84,7 @@ def drop_key(file: Path, dice: random.Random) -> None:
 
 
 def change_value(file: Path, dice: random.Random) -> None:
-    """Another value of the same type: what a person or a script would do."""
+    """Put another value of the same type, as a person or a script would."""
 
     def change(holder: Any, key: Any) -> None:
         holder[key] = _another(holder[key], dice)
@@ -116,13 +116,12 @@ def mutations_of(file: Path) -> tuple[Mutation, ...]:
 
 
 def restore(folder: Path, pristine: Path) -> None:
-    """Make `folder` what it was before the damage."""
     shutil.rmtree(folder)
     shutil.copytree(pristine, folder, symlinks=True)
 
 
 def content(folder: Path) -> dict[str, Any]:
-    """What is under each path: bytes, where a link leads, or nothing for a folder. Equal contents are no damage."""
+    """Return by path bytes, a link's target, or nothing for a folder; equal contents are no damage."""
     return {
         str(path.relative_to(folder)): path.readlink() if path.is_symlink() else path.is_file() and path.read_bytes()
         for path in sorted(folder.rglob("*"))
@@ -131,19 +130,14 @@ def content(folder: Path) -> dict[str, Any]:
 
 @dataclass
 class Tally:
-    """Counts of an attack's outcomes.
-
-    Args:
-        attack: one line: what is done to what.
-        seed: of the dice.
-    """
+    """Counts of an attack's outcomes; `attack` says in one line which damage is done to which file."""
 
     attack: str
     seed: int
-    right: int = 0  # accepted, and the result is the right one
+    right: int = 0  # accepted, with the right result
     refused: int = 0  # with an error that names the file or field and the remedy
-    silent: list[str] = field(default_factory=list)  # accepted, and the result is another one
-    lost: list[str] = field(default_factory=list)  # something that was safe before is gone, or held for ever
+    silent: list[str] = field(default_factory=list)  # accepted, with another result
+    lost: list[str] = field(default_factory=list)  # safe before, and now gone or held for ever
     unclear: list[str] = field(default_factory=list)  # an error that leaves the user alone
 
     @property
@@ -156,7 +150,7 @@ class Tally:
         return "\n".join([f"{self.attack} (seed {self.seed}): {self.tried} tried, {counts}", *bad[:20]])
 
     def check(self, at_least: int) -> None:
-        """Fail unless so many were tried and none was silent, lost or unclear; print the counts."""
+        """Print the counts; fail unless so many were tried and none was silent, lost or unclear."""
         print(self)
         assert self.tried >= at_least, self
         assert self.tried == self.right + self.refused, self
@@ -171,7 +165,7 @@ def _edit_json(file: Path, dice: random.Random, edit: Callable[[Any, Any], None]
 
 
 def _places(document: Any) -> Any:
-    """Every (holder, key) in the document."""
+    """Return every (holder, key) in the document."""
     if not isinstance(document, dict | list):
         return
     for key, value in document.items() if isinstance(document, dict) else enumerate(document):

@@ -1,4 +1,4 @@
-"""Damage to a cache of couplings gives the teacher's couplings or an error, and what the error says to do helps."""
+"""Tests that a damaged cache gives the teacher's couplings or an error, and that the error's remedy helps."""
 
 import dataclasses
 import functools
@@ -26,7 +26,7 @@ Attack = Callable[[Path, Path, random.Random], None]
 
 
 def other_teacher() -> Any:
-    """Gives other targets."""
+    """A teacher with other targets."""
     teacher = coupling_toys.Teacher()
     teacher.layers[-1].bias.data += 1
     return teacher
@@ -55,7 +55,7 @@ def caches(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def couplings(folder: Path) -> list[Any]:
-    """All of them, in the specification's order."""
+    """Return all couplings, in the specification's order."""
     cache = couplings_cache.CouplingCache(folder)
     cache.check(make_spec().key.to_dict())
     found: list[Any] = coupling_toys.couplings_of(cache, make_spec())
@@ -87,12 +87,12 @@ def damage_two_files(folder: Path, other: Path, dice: random.Random) -> None:
 
 
 def place(shard: Path) -> str:
-    """The part of a shard's name that says which one it is; the rest is a digest."""
+    """Return a shard's place, from its name without the digest."""
     return shard.name[: len("data-00000-of-00004")]
 
 
 def take_the_place_of(shard: Path, folder: Path) -> Path:
-    """Where this shard goes in a folder that then has no other one of its place."""
+    """Return the shard's path in a folder that then has no other of its place."""
     for file in folder.glob(f"{place(shard)}-*"):
         file.unlink()
     return folder / shard.name
@@ -114,7 +114,7 @@ def take_all_shards_of_another_cache(folder: Path, other: Path, dice: random.Ran
 
 
 def take_another_cache(folder: Path, other: Path, dice: random.Random) -> None:
-    """One of another key: a whole cache of the same key in another order is as good."""
+    """Take a cache of another key: one of the same key in another order is as good."""
     restore(folder, folder.parent / dice.choice(["teacher", "noise"]))
 
 
@@ -140,7 +140,7 @@ def delete_a_shard(folder: Path, other: Path, dice: random.Random) -> None:
 
 
 def describe_another_cache(folder: Path, other: Path, dice: random.Random) -> None:
-    """As it would be without the digest over the description."""
+    """Describe another cache as if the description had no digest."""
     file = folder / "couplings.json"
     described = json.loads((other / file.name).read_text())
     file.write_text(json.dumps({**described, "sha256": json.loads(file.read_text())["sha256"]}))
@@ -199,7 +199,7 @@ def attack(caches: Path, num_mutations: int) -> Tally:
 
 
 def judge(tally: Tally, folder: Path, what: str, changed: set[str], right: list[Any]) -> None:
-    """Read the folder, do what the error says, and read it again."""
+    """Read the folder, do as the error says, and read again."""
     try:
         found = couplings(folder)
     except ValueError as error:
@@ -223,7 +223,7 @@ def judge(tally: Tally, folder: Path, what: str, changed: set[str], right: list[
 
 
 def mended(folder: Path, complaint: str, right: list[Any]) -> bool:
-    """Whether the couplings are right after at most three rounds of doing what the errors say."""
+    """Return whether the couplings are right after at most three rounds of remedies."""
     for _ in range(4):
         if "new folder" in complaint:
             return True

@@ -1,7 +1,4 @@
-"""Damaged, swapped and foreign checkpoints: nothing but what was saved is ever loaded, and the refusal says what to do.
-
-Thousands of mutations are drawn from a seed; `make test-slow` tries most of them.
-"""
+"""Tests of damaged, swapped and foreign checkpoints: only saved states load; the refusal names the remedy."""
 
 import json
 import os
@@ -31,7 +28,7 @@ class Saved(NamedTuple):
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Saved:
-    """Checkpoints of the steps 2 and 3 of a run, and those of another one in `others`."""
+    """Checkpoints of a run's steps 2 and 3; `others` has those of another run."""
     for name, seed in (("others", 1), ("run", 0)):
         run = ToyRun(tmp_path / name, seed=seed)
         run.train(3, save=True)
@@ -42,7 +39,7 @@ def saved(tmp_path: Path) -> Saved:
     return Saved(run, tmp_path / "run", states)
 
 
-# -------------------------------------------------------------------------------- what is done to a whole checkpoint
+# ------------------------------------------------------------------------------------ damage to a whole checkpoint
 
 
 def sibling(checkpoint: Path) -> Path:
@@ -51,7 +48,7 @@ def sibling(checkpoint: Path) -> Path:
 
 
 def others(checkpoint: Path) -> Path:
-    """The checkpoint of another run's same step."""
+    """Return the other run's checkpoint of the same step."""
     return checkpoint.parent.with_name("others") / checkpoint.name
 
 
@@ -112,14 +109,14 @@ def take_file_of_others(checkpoint: Path, dice: random.Random) -> None:
 
 
 def turn_into_pipe(checkpoint: Path, dice: random.Random) -> None:
-    """Which nobody ever writes into."""
+    """Make a pipe without a writer."""
     file = dice.choice(sorted(checkpoint.iterdir()))
     file.unlink()
     os.mkfifo(file)
 
 
 def latest_with_another_name(checkpoint: Path, dice: random.Random) -> None:
-    """And the digest that was there."""
+    """Keep the old digest."""
     latest = checkpoint.with_name("latest")
     latest.write_text(latest.read_text().replace("step-000003", "step-000002"))
 
@@ -154,7 +151,7 @@ def target_of(kind: Mutation, checkpoint: Path, dice: random.Random) -> Path:
 
 @pytest.mark.parametrize(("num_mutations", "seed"), [(108, 0), pytest.param(1350, 1, marks=pytest.mark.slow)])
 def test_no_damage_is_loaded_or_refused_without_a_remedy(num_mutations: int, seed: int, saved: Saved) -> None:
-    """Each kind is aimed equally often at the checkpoint that is resumed: as latest, by its name or by its path."""
+    """Aim each kind equally often at the checkpoint resumed as latest, by its name or by its path."""
     pristine = saved.folder.with_name("pristine")
     shutil.copytree(saved.folder, pristine)
     intact, dice = content(pristine), random.Random(seed)
@@ -241,7 +238,7 @@ def test_an_older_name_with_another_checkpoint_is_refused(kind: Mutation, messag
 
 
 def test_latest_with_another_name_is_refused(saved: Saved) -> None:
-    """Both checkpoints are valid, and the user says which."""
+    """Refuse, since both checkpoints are valid, and the user says which."""
     latest_with_another_name(saved.folder / "step-000003", random.Random(0))
     message = r"step-000002/manifest\.json is not the one that .*latest was written with; valid in .*: step-0+2, step-0"
     with pytest.raises(ValueError, match=message):
@@ -250,6 +247,6 @@ def test_latest_with_another_name_is_refused(saved: Saved) -> None:
 
 
 def test_the_manifest_says_what_was_saved(saved: Saved) -> None:
-    """As what the attacks are measured by."""
+    """Check the measure of the attacks."""
     assert saved.states["step-000002"] != saved.states["step-000003"]
     assert json.loads((saved.folder / "step-000003" / MANIFEST).read_text())["position"]["step"] == 3

@@ -1,4 +1,4 @@
-"""`export` and `prepare-student` refuse a policy that cannot work, and say which file it is."""
+"""Tests that `export` and `prepare-student` refuse a policy that cannot work, and name the file."""
 
 import json
 import random
@@ -38,14 +38,14 @@ COMMANDS = {
     "export": (["export", "--no-evaluation", "--num-steps", "2", "--policy"], lambda: modeling_smolvla.SmolVLAPolicy),
     "prepare-student": (["prepare-student", "--teacher"], lambda: modeling_smolvla_reflow.SmolVLAReflowPolicy),
 }
-# What these leave may be another policy that works, and nothing in a checkpoint tells it from the one that was meant.
+# May leave another policy that works, and a checkpoint does not tell it from the intended one.
 EDITS = (flip_bit, drop_key, change_value, change_type)
 MiB = 2**20
 
 
 @pytest.fixture
 def little_memory() -> Iterator[None]:
-    """A size of a billion in a configuration fails, instead of taking the machine's memory."""
+    """Fail at sizes of a billion in a configuration, instead of taking the machine's memory."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + 2048 * MiB, before[1]))
     yield
@@ -53,7 +53,7 @@ def little_memory() -> Iterator[None]:
 
 
 def act(find_class: Callable[[], Any], folder: Path) -> Tensor:
-    """What lerobot itself gets out of a checkpoint, `(1, chunk, action_dim)`."""
+    """Return lerobot's own actions, `(1, chunk, action_dim)`."""
     policy = find_class().from_pretrained(folder, strict=True)
     on_the_cpu = {"device_processor": {"device": "cpu"}}
     preprocess, postprocess = policies.make_pre_post_processors(
@@ -68,7 +68,7 @@ def act(find_class: Callable[[], Any], folder: Path) -> Tensor:
 
 
 def judge(tally: Tally, name: str, command: str, folder: Path, expected: Tensor | None, capsys: Any) -> None:
-    """Run the command on a damaged folder. `expected` are the only right actions; None: any that are finite."""
+    """Run the command on a damaged folder; `expected` are the only right actions, None accepts finite ones."""
     flags, find_class = COMMANDS[command]
     output = folder.parent / "output"
     try:

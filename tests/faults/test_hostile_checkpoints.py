@@ -1,4 +1,4 @@
-"""Files of a checkpoint never run anything, and links in it lead nowhere else."""
+"""Tests that a checkpoint's files never run anything, and that its links lead nowhere else."""
 
 import json
 import shutil
@@ -40,7 +40,7 @@ def edit_json(file: Path, edit: Callable[[dict[str, Any]], None]) -> None:
 
 
 def calls(trace: Path) -> Step:
-    """A step that lerobot's loader calls."""
+    """Return a step that lerobot's loader calls."""
     return {"class": "os.mkdir", "config": {"path": str(trace)}}
 
 
@@ -51,7 +51,7 @@ def with_step(source: Path, copy: Path, step: Step) -> Path:
 
 
 def write_remote_code(folder: Path, trace: Path) -> Path:
-    """A repository whose tokenizer and processor are code of its own."""
+    """Write a repository whose tokenizer and processor are code of its own."""
     folder.mkdir()
     (folder / "evil.py").write_text(f"import os\nos.mkdir({str(trace)!r})\nclass Evil: pass\n")
     (folder / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["evil.Evil", null]}}')
@@ -93,7 +93,7 @@ def taught_by(teacher: Path, student: Path, copy: Path) -> Path:
 
 
 def test_lerobots_loader_runs_the_payload(hostile: Path, trace: Path) -> None:
-    """The control: without the check, all that follows would fail."""
+    """Show by the control that without the check all later tests would fail."""
     with pytest.raises(Exception, match=r"."):
         policies.make_pre_post_processors(
             policy_files.load_config(hostile), pretrained_path=str(hostile), preprocessor_overrides=ON_THE_CPU
@@ -142,13 +142,13 @@ def test_training_does_not_run_it_either(
     assert not trace.exists()
 
 
-# ---------------------------------------------------------------------------------------------- what is refused, alone
+# ------------------------------------------------------------------------------------------- refused payloads, alone
 
 
 def test_a_registered_step_runs_code_of_a_repository(
     toy_student: Path, tmp_path: Path, trace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Why the allowed steps are SmolVLA's and not all that are registered."""
+    """Show why the allowed steps are SmolVLA's and not all registered ones."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     named = str(write_remote_code(tmp_path / "repository", trace))
     step = {"registry_name": "action_tokenizer_processor", "config": {"action_tokenizer_name": named}}

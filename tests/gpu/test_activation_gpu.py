@@ -40,8 +40,6 @@ class Block(nn.Module):
 
 
 class Blocks(nn.Module):
-    """A stack of blocks, each checkpointed or not."""
-
     def __init__(self, num_blocks: int = 6, width: int = WIDTH) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block(width) for _ in range(num_blocks))
@@ -201,7 +199,7 @@ def peak_bytes(model: nn.Module, x: Tensor, make_context: Callable[[], AbstractC
 
 @pytest.mark.parametrize("mode", ["all", "auto"])
 def test_the_peak_falls_and_memory_returns(model: nn.Module, x: Tensor, mode: str) -> None:
-    gradients(model, x)  # the libraries' workspaces
+    gradients(model, x)  # gives the libraries their workspaces
     plain = peak_bytes(model, x, nullcontext)
     saved = saved_bytes(model, x)
     offloader = make_offloader(mode, model, x)

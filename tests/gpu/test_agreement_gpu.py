@@ -8,7 +8,7 @@ from torch import nn
 
 @pytest.fixture(scope="module", autouse=True)
 def heavy_imports() -> None:
-    """Import slow libraries when the first test runs, so that collecting tests stays fast."""
+    """Import slow libraries in the first test, so that collection stays fast."""
     global Darcy, samples, WeightAverage
     from hf_memopt.recipes.fluxflow.training_aids import WeightAverage
     from hf_memopt.recipes.neural_operator.darcy import Darcy, samples

@@ -25,7 +25,7 @@ KINDS: dict[str, Callable[[random.Random], int]] = {
 @pytest.mark.skipif(not device.is_loaded(), reason="drivers do not promise falling addresses")
 @pytest.mark.parametrize("kind", KINDS)
 def test_peaks_are_the_allocators(kind: str) -> None:
-    """Compare allocated and reserved bytes of random logs, to the byte."""
+    """Compare to the byte."""
     different = {}
     with device.settings(poison=0):  # the allocated memory is never read
         for seed in range(NUM_LOGS):

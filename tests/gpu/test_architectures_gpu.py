@@ -38,7 +38,6 @@ def import_what_it_needs(name: str) -> None:
 
 @pytest.fixture(autouse=True)
 def on_gpu(name: str) -> Iterator[None]:
-    """Make weights and batches on the GPU."""
     if is_loaded() and name in NOT_ON_A_FAKE_GPU:
         pytest.skip(f"the fake GPU has no {NOT_ON_A_FAKE_GPU[name]}")
     import_what_it_needs(name)

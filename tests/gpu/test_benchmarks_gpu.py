@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 def run_estimate(*options: str) -> None:
-    """Run the estimate benchmark in its own process, because an estimate comes before the first CUDA call."""
+    """Use a process of its own: an estimate comes before the first CUDA call."""
     steps = ["--models", "bert", "--recipes", "--sizes", "toy", "--card", "h100"]
     command = [sys.executable, "-m", "benchmarks.planning.estimate", *steps, *options]
     run = subprocess.run(command, env=environ_of_processes(), capture_output=True, text=True, check=False)
@@ -73,7 +73,6 @@ def test_activation_offload(load: Load, output: Path, monkeypatch: pytest.Monkey
 
 
 def test_longest_sequence(load: Load, output: Path) -> None:
-    """Run on an emulated card, up to the last length to try."""
     sizes = ["--size", "toy", "--workloads", "layers", "--cards", "2", "--to-tokens", "96", "--steps", "2"]
     modes = ["--modes", "none", "checkpointing", "ours inputs", "ours auto"]
     assert load("activations.longest").main([*sizes, *modes, NO_LIMIT, "--output", str(output)]) == 0

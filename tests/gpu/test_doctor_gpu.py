@@ -22,7 +22,7 @@ only_fake = pytest.mark.skipif(not fake_device.is_loaded(), reason="needs a devi
 
 @pytest.fixture(autouse=True)
 def empty_cache() -> Iterator[None]:
-    """Free the memory that earlier tests left in torch's cache."""
+    """Free earlier tests' memory in torch's cache."""
     torch.cuda.empty_cache()
     yield
     if fake_device.is_loaded():
@@ -90,7 +90,7 @@ def test_the_teacher_is_where_it_says(mode: str, toy_student: Path, tmp_path: Pa
 
 
 def problems(capsys: Capture) -> list[str]:
-    """Return the lines that `--quiet` prints, and check that the exit status is 1 if there are any."""
+    """Return the lines of `--quiet`; the exit status is 1 if there are any."""
     status = main(["doctor", "--quiet", "--device", "cuda:0"])
     lines = capsys.readouterr().out.splitlines()
     assert status == bool(lines)

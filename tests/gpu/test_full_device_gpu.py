@@ -23,7 +23,7 @@ SLACK = 1.1  # for fragmentation in the allocator, which differs from step to st
 
 
 class Training:
-    """Training of layers that save much and compute little, with other allocations and another size in each step."""
+    """Layers that save much and compute little, with other allocations and another size in each step."""
 
     def __init__(self, device: str = "cuda") -> None:
         self.device = device
@@ -33,8 +33,6 @@ class Training:
         self.logged: deque[Tensor] = deque(maxlen=NUM_LOGGED)
 
     def step(self, lots: torch.Generator, offloader: ActivationOffloader | None, largest: bool = False) -> None:
-        """Take a step of random size, or of the largest."""
-
         def up_to(most: int) -> int:
             drawn = int(torch.randint(1, 9 * most // 8 + 1, (), generator=lots))  # the largest at every ninth time
             return most if largest else min(drawn, most)
@@ -53,7 +51,7 @@ class Training:
         self.logged.append(y.detach()[0, : up_to(length)].clone())
 
     def train(self, num_steps: int, offloader: ActivationOffloader | None = None, largest: bool = False) -> Tensor:
-        """Return the final weight. The same number of steps gives the same steps."""
+        """Return the final weight, the same for the same number of steps."""
         lots = torch.Generator().manual_seed(0)
         for _ in range(num_steps):
             self.step(lots, offloader, largest)
@@ -65,7 +63,6 @@ def make_offloader(**options: str) -> ActivationOffloader:
 
 
 def room_for_everything_offloaded() -> int:
-    """Return the bytes that the allocator reserves for steps of the largest size."""
     training = Training()
     torch.cuda.reset_peak_memory_stats()
     training.train(3, make_offloader(mode="all"), largest=True)

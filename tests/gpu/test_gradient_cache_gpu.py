@@ -32,7 +32,7 @@ def x() -> Tensor:
 
 
 def sliced_wasserstein(output: Tensor) -> Tensor:
-    """Return the distance to an even spread along each axis, which depends on the order of all samples."""
+    """Return a distance that depends on the order of all samples."""
     target = torch.linspace(-1, 1, len(output), dtype=output.dtype, device=output.device)[:, None]
     return (output.sort(0).values - target).square().mean()
 
@@ -45,7 +45,7 @@ def take_gradient(model: nn.Module) -> Tensor:
 
 @pytest.mark.parametrize("offloads", [False, True])
 def test_the_whole_batchs_gradient_fits(model: nn.Module, x: Tensor, offloads: bool) -> None:
-    sliced_wasserstein(model(x)).backward()  # with room for all activations; libraries allocate their workspaces here
+    sliced_wasserstein(model(x)).backward()  # with room for all activations, and for the libraries' workspaces
     want = take_gradient(model)
     offloader = ActivationOffloader(enabled=offloads, mode="all", offload_threshold_mb=0.1)
     cache = GradientCache(Accelerator(), model, sliced_wasserstein)

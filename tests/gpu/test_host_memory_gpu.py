@@ -27,7 +27,7 @@ def test_memory_is_unregistered_before_it_is_unmapped() -> None:
 
 
 def test_memory_comes_and_goes_a_thousand_times() -> None:
-    """Check that no memory stays registered or resident."""
+    """Count registered and resident bytes."""
     before = resident_bytes()
     for _ in range(1000):
         block = pinned_empty(SIZE, torch.device("cuda"))
@@ -37,7 +37,7 @@ def test_memory_comes_and_goes_a_thousand_times() -> None:
 
 
 def test_a_block_takes_no_more_than_was_asked_for() -> None:
-    """Check a size that torch's own allocator would round up to 128 MiB."""
+    """Choose a size that torch's own allocator would round up to 128 MiB."""
     before = resident_bytes()
     block = pinned_empty(65 * SIZE, torch.device("cuda")).fill_(1)
     assert resident_bytes() - before == pytest.approx(block.nbytes, abs=8 * SIZE)

@@ -15,7 +15,7 @@ from hf_memopt.transfer.host_memory import pinned_empty
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.leaves_on_device,  # as leaks do
+    pytest.mark.leaves_on_device,
     pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True:UserWarning"),
 ]
 

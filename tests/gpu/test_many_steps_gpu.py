@@ -41,7 +41,7 @@ def resident(size: str, load: Load, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture(scope="module", autouse=True)
 def deterministic(load: Load) -> Iterator[None]:
-    """Select kernels that add in a fixed order; the fake GPU's kernels always do."""
+    """Select kernels that add in a fixed order, as the fake GPU's always do."""
     with nullcontext() if is_loaded() else load("activations.model").deterministic():
         yield
 
@@ -62,7 +62,7 @@ def test_offloading_changes_no_weight(
 def test_another_order_of_batches_is_noticed(
     size: str, resident: tuple[list[float], list[Tensor]], load: Load, tmp_path: Path
 ) -> None:
-    """Check that the comparison with the resident run can fail."""
+    """Make the comparison with the resident run fail."""
     losses, weights = train(load, size, tmp_path, "resident", seed=1)
     assert losses != resident[0]
     assert not all(torch.equal(found, expected) for found, expected in zip(weights, resident[1], strict=True))
@@ -71,7 +71,7 @@ def test_another_order_of_batches_is_noticed(
 def train(
     load: Load, size: str, folder: Path, mode: str, offloader: ActivationOffloader | None = None, seed: int = 0
 ) -> tuple[list[float], list[Tensor]]:
-    """Train a student on noise of a seed, and return its losses and its trained weights on the host."""
+    """Return losses, and trained weights on the host."""
     benchmark, modes, timing = load("teacher.offload"), load("teacher.modes"), load("timing")
     policy, checkpoint = benchmark.start(benchmark.SIZES[size], folder)
     source = modes.Source(policy, checkpoint, torch.device("cuda", 0), torch.float32)

@@ -28,7 +28,7 @@ class Mlp(nn.Module):
 
 @pytest.fixture
 def step() -> Any:
-    """The phases of a training step by name, after a warm-up."""
+    """Phases of a step by name, after a warm-up."""
     torch.manual_seed(0)
     model, x = Mlp().cuda(), torch.randn(256, 512, device="cuda")
     optimizer = torch.optim.AdamW(model.parameters())
@@ -45,7 +45,7 @@ def step() -> Any:
 
 
 def peaks_by_torch(phases: dict[str, Any]) -> dict[str, int]:
-    """Return each phase's peak by torch's counter, which is reset before each phase."""
+    """Reset torch's counter before each phase."""
     peaks = {}
     for name, phase in phases.items():
         torch.cuda.reset_peak_memory_stats()

@@ -29,7 +29,7 @@ ROOM = {"forward": BIG + 2 * MIB, "backward": MIB, "optimizer": MIB}  # at which
 
 
 class Scaled(nn.Module):
-    """A layer whose large tensors all have the same size, with little arithmetic."""
+    """A layer of large tensors of one size, with little arithmetic."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,8 +41,6 @@ class Scaled(nn.Module):
 
 
 class Training:
-    """A model and training steps, with a chosen phase that runs out of memory."""
-
     def __init__(self, offloader: ActivationOffloader | None = None) -> None:
         torch.manual_seed(0)
         self.model = nn.Sequential(Scaled(), nn.Linear(SHAPE[1], 8)).cuda()
@@ -58,7 +56,7 @@ class Training:
 
     @contextmanager
     def before(self, phase: str) -> Iterator[Callable[[], None]]:
-        """Run the phases before one, and yield the phase itself on a device with too little memory for it."""
+        """Run earlier phases, then yield on a device with too little memory for this one."""
         phases = self._phases()
         for earlier in list(phases)[: list(phases).index(phase)]:
             phases[earlier]()
@@ -66,12 +64,12 @@ class Training:
             yield phases[phase]
 
     def fail(self, phase: str) -> None:
-        """Run out of memory in a phase, and restore the state before the step."""
+        """Run out of memory, and restore the state before the step."""
         weights, optimizer = deepcopy(self.model.state_dict()), deepcopy(self.optimizer.state_dict())
         with self.before(phase) as run, pytest.raises(torch.OutOfMemoryError):
             run()
         self.optimizer.zero_grad()
-        # An optimizer that fails half-way has changed some of its state.
+        # A failing optimizer has changed some of its state.
         self.model.load_state_dict(weights)
         self.optimizer.load_state_dict(optimizer)
 
@@ -93,7 +91,7 @@ class Training:
 
 
 def settle(allocated_bytes: int) -> None:
-    """Wait until tensors hold so many bytes: autograd's thread drops a graph a moment after the error is raised."""
+    """Wait: autograd's thread drops a graph a moment after the error is raised."""
     deadline = time.monotonic() + 60
     while torch.cuda.memory_allocated() != allocated_bytes and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -101,7 +99,7 @@ def settle(allocated_bytes: int) -> None:
 
 
 def device_line() -> str:
-    """Return the report's line about the device as torch's public counters give it."""
+    """Make the report's line from torch's public counters."""
     free_bytes, total_bytes = torch.cuda.mem_get_info()
     allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     in_pieces = torch.cuda.memory_stats()["inactive_split_bytes.all.current"]

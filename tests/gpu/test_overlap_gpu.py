@@ -24,7 +24,7 @@ Interval = tuple[float, float]
 
 
 class Work(torch.autograd.Function):
-    """An operation that takes time in forward and in backward, and saves only a weight."""
+    """An operation that takes time in both directions, and saves only a weight."""
 
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, weight: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ OWN_MODES = ["resident", "seed", "swap", "swap+shared"]
 
 
 def test_estimates_are_what_cuda_allocates(load: Load, output: Path, tmp_path: Path) -> None:
-    """Compare estimates from another process: in this one backward may have run already."""
+    """Estimate in another process: in this one backward may have run already."""
     module, kept, sizes = ["-m", "benchmarks.planning.estimate"], tmp_path / "kept.json", ["--sizes", "small"]
     make = [sys.executable, *module, *sizes, "--estimate-only", "--output", str(kept)]
     subprocess.run(make, cwd=BENCHMARKS.parent, check=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 @pytest.fixture(scope="module", autouse=True)
 def heavy_imports() -> None:
-    """Import slow libraries when the first test runs, so that collecting tests stays fast."""
+    """Import slow libraries in the first test, so that collection stays fast."""
     global AutoencoderKL, fluxflow_report, lgt_evaluation, neural_operator_report, train_causal_lm, train_fluxflow
     global train_lgt, train_neural_operator
     from diffusers import AutoencoderKL
@@ -37,15 +37,7 @@ Weights = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Recipe:
-    """A recipe at toy size.
-
-    Attributes:
-        main: entry point of the recipe.
-        flags: flags of the model and the number of steps.
-        output: flag of the output folder.
-        offload: prefix of the offloading flags.
-        weights: path of the trained weights in the output folder.
-    """
+    """A recipe at toy size; `output` is the flag of its folder, `offload` the prefix of its offloading flags."""
 
     main: Callable[[list[str]], Any]
     flags: tuple[str, ...]
@@ -95,7 +87,7 @@ RECIPES = {
 
 @pytest.fixture(autouse=True)
 def only_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Draw no figures, and cache data in this test's folder."""
+    """Draw no figures, and cache data in the test's folder."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setattr(neural_operator_report, "draw", lambda rows, file: None)
     monkeypatch.setattr(fluxflow_report, "draw", lambda history, file: None)

@@ -16,7 +16,7 @@ from hf_memopt.weights import TeacherReport
 
 @pytest.fixture(scope="module", autouse=True)
 def heavy_imports() -> None:
-    """Import slow libraries when the first test runs, so that collecting tests stays fast."""
+    """Import slow libraries in the first test, so that collection stays fast."""
     global lerobot_train, PLUGIN, recipe, run, SmolVLAReflowPolicy, train_flags, weights
     from lerobot_runs import PLUGIN, lerobot_train, run, train_flags, weights
 
@@ -36,12 +36,7 @@ FLAGS = ("--policy.teacher_num_steps=2", "--cudnn_deterministic=true")
 
 @dataclass
 class Runs:
-    """Trainings of one student.
-
-    Attributes:
-        reports: report of the teacher after each batch of the newest run.
-        folder: output folder of the newest run.
-    """
+    """Trainings of one student; `reports` has the teacher's report after each batch of the newest run."""
 
     student: Path
     dataset: Path
@@ -75,7 +70,7 @@ def runs(toy_student: Path, toy_dataset: Path, tmp_path: Path, monkeypatch: pyte
 
 @pytest.fixture
 def offload_activations(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ActivationOffloader]:
-    """Return a function that offloads the activations of the students in all later runs."""
+    """Return a function that makes later runs offload."""
     forward = SmolVLAReflowPolicy.forward
 
     def offload(mode: str) -> ActivationOffloader:
@@ -96,7 +91,7 @@ def same(ours: dict[str, Tensor], others: dict[str, Tensor]) -> bool:
 
 
 def check_traffic(reports: list[TeacherReport], mode: str) -> None:
-    """Check that the teacher is at home on the host and is copied to the device for each batch."""
+    """Check that the teacher is at home on the host, and copied for each batch."""
     assert {(report.mode, report.home) for report in reports} == {(mode, "cpu")}
     copied = [report.bytes_host_to_device for report in reports]
     assert all(before < after for before, after in zip([0, *copied], copied, strict=False))
@@ -116,7 +111,7 @@ def test_lerobot_train(runs: Runs, offload_activations: Callable[[str], Activati
 
 
 def test_recipe(runs: Runs, offload_activations: Callable[[str], ActivationOffloader]) -> None:
-    """Check the recipe with accumulated gradients in bfloat16, and separate prefixes for teacher and student."""
+    """Accumulate gradients in bfloat16, with separate prefixes for teacher and student."""
     flags = ("--gradient_accumulation_steps=2", "--policy.dtype=bfloat16", "--policy.share_prefix=off")
     want = runs.train(recipe, *flags, "--policy.teacher_offload=resident", steps=4)
     assert not same(want, weights(runs.student))

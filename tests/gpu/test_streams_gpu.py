@@ -41,7 +41,7 @@ def batch(seed: int, device: str = "cuda") -> Tensor:
 
 
 def taken(model: nn.Module) -> Gradients:
-    """Wait for the streams that compute gradients, and return the gradients."""
+    """Wait for the gradients' streams first."""
     torch.cuda.synchronize()
     found = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     model.zero_grad()
@@ -49,7 +49,7 @@ def taken(model: nn.Module) -> Gradients:
 
 
 def overwrite_free_memory(device: str = "cuda") -> None:
-    """Fill with NaN any memory that the offloader has released."""
+    """Fill released memory with NaN."""
     for num_numbers in (BATCH * WIDTH, 4 * BATCH * WIDTH):
         torch.full((num_numbers,), float("nan"), device=device)
 
@@ -107,7 +107,7 @@ def test_gradients_are_those_without_offloading(run: Run, make: Callable[[], Act
 
 
 def test_two_models_train_side_by_side(make: Callable[[], ActivationOffloader]) -> None:
-    """Interleave forward and backward passes of two models, each on its own stream, with one offloader."""
+    """Interleave passes of two models, each on its own stream, with one offloader."""
     models, inputs = [blocks(), blocks()], [batch(0), batch(1)]
     wants = [on_a_side_stream(model, x, nullcontext()) for model, x in zip(models, inputs, strict=True)]
     streams, offloader = [torch.cuda.Stream(), torch.cuda.Stream()], make()
@@ -143,7 +143,7 @@ def test_a_device_that_is_not_the_current_one(make: Callable[[], ActivationOfflo
 
 
 def test_half_precision_with_a_scaler(make: Callable[[], ActivationOffloader]) -> None:
-    """Compare weights after several updates, of which the first overflows."""
+    """Make the first of several updates overflow."""
 
     def train(offloader: ActivationOffloader | None) -> list[Tensor]:
         model, x = blocks(), batch(0)
@@ -164,7 +164,7 @@ def test_half_precision_with_a_scaler(make: Callable[[], ActivationOffloader]) -
 
 
 def test_a_fork_leaves_page_locked_memory_alone(make: Callable[[], ActivationOffloader]) -> None:
-    """Fork as a DataLoader does: the child inherits blocks and copies under way, and ends."""
+    """Fork as a DataLoader does: the child inherits blocks and copies under way."""
     model, x, offloader = blocks(), batch(0), make()
     want = on_a_side_stream(model, x, nullcontext())
     for _ in range(3):

@@ -39,7 +39,7 @@ def test_teacher_offload(load: Load, output: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("mode", ["diffusers-block", "accelerate"])
 def test_another_librarys_teacher_gives_bitwise_the_resident_target(mode: str, load: Load, tmp_path: Path) -> None:
-    """Compare two targets with two Euler steps each: diffusers prefetches from the second target on."""
+    """Compare two targets of two Euler steps: diffusers prefetches from the second target on."""
     benchmark, modes = load("teacher.offload"), load("teacher.modes")
     size, targets = benchmark.SIZES["toy"], {}
     for name in ("resident", mode):

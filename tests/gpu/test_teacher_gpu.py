@@ -45,7 +45,7 @@ def test_compute_waits_for_a_slow_copy(network: nn.Module, x: Tensor, want: Tens
             torch.cuda._sleep(SLEEP_CYCLES)
         with teacher.onload() as module:
             got = module(x)
-        # Overwrites the teacher's released memory.
+        # Overwrites released memory.
         torch.full((network[0].weight.numel() * 4,), float("nan"), device="cuda")
         assert torch.equal(got, want)
     torch.cuda.synchronize()

@@ -1,13 +1,4 @@
-"""Tiny models of many architectures, built from configurations alone: nothing is downloaded.
-
-`ARCHITECTURES` maps names to `Architecture`s. Each `build()` gives the same weights and the same batch every time:
-
-    workload = ARCHITECTURES["llama"].build()
-    workload.loss().backward()
-
-Parameters are perturbed, because layers that start as zeros would have equal gradients of zero, whatever happens to
-them. Dropout is on where the architecture has it: seed before every run that is to be compared.
-"""
+"""Tiny models whose `build()` gives the same weights and batch, without downloads; seed each run, as dropout is on."""
 
 import warnings
 from collections.abc import Callable
@@ -41,14 +32,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Architecture:
-    """A named way of making a workload.
-
-    Attributes:
-        name: unique.
-        family: such as `decoder` or `moe`.
-        make: draws the weights and the batch.
-        can_checkpoint: whether the model has activation checkpointing of its own.
-    """
+    """A named way of making a workload; `family` is such as `decoder` or `moe`."""
 
     name: str
     family: str
@@ -56,7 +40,7 @@ class Architecture:
     can_checkpoint: bool = True
 
     def build(self) -> Workload:
-        """The same module and batch at every call. The global random state stays as it was."""
+        """Return the same module and batch at every call, and leave the global random state as it was."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             workload = self.make()
@@ -69,7 +53,7 @@ ARCHITECTURES: dict[str, Architecture] = {}
 
 
 def perturb(module: nn.Module) -> None:
-    """Move every parameter away from its start."""
+    """Move every parameter: layers that start as zeros would have equal gradients of zero, whatever happens to them."""
     for parameter in module.parameters():
         parameter.data.add_(0.05 * torch.randn_like(parameter))
 
@@ -80,12 +64,12 @@ def register(architecture: Architecture) -> None:
 
 
 def made_by(make: Callable[[], Workload], family: str, can_checkpoint: bool = True) -> None:
-    """Register a function that makes a workload, under its own name."""
+    """Register under the function's name."""
     register(Architecture(make.__name__, family, make, can_checkpoint))
 
 
 def make_model(class_name: str, **settings: Any) -> nn.Module:
-    """A transformers model with random weights."""
+    """Return a transformers model with random weights."""
     with warnings.catch_warnings():
         # transformers 5.5 scripts three functions of DeBERTa when that file is imported.
         warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", DeprecationWarning)
@@ -94,13 +78,13 @@ def make_model(class_name: str, **settings: Any) -> nn.Module:
 
 
 def with_own_loss(class_name: str, inputs: dict[str, Any], **settings: Any) -> Workload:
-    """A transformers model that computes its loss from `inputs` itself."""
+    """Let a transformers model compute its loss from `inputs` itself."""
     model = make_model(class_name, **settings)
     return Workload(model, lambda: model(**inputs).loss)
 
 
 def to_random_target(output: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """Squared distance of an output to a target that depends on its shape alone."""
+    """Return the squared distance to a target that depends on the output's shape alone."""
 
     def loss() -> Tensor:
         value = output()
@@ -111,7 +95,7 @@ def to_random_target(output: Callable[[], Tensor]) -> Callable[[], Tensor]:
 
 
 def token_ids(num_tokens: int = TOKENS) -> Tensor:
-    """Random tokens, the first five of the vocabulary left out, `(BATCH, num_tokens)`."""
+    """Return random tokens but the vocabulary's first five, `(BATCH, num_tokens)`."""
     return torch.randint(5, VOCABULARY, (BATCH, num_tokens))
 
 
@@ -126,7 +110,7 @@ SPECIAL_TOKENS = {f"{name}_token_id": 0 for name in ("pad", "bos", "eos", "cls",
 
 
 def language_model(name: str, family: str, class_name: str, *, can_checkpoint: bool = True, **settings: Any) -> None:
-    """Register a transformers model that predicts the very tokens it is given."""
+    """Register a transformers model that predicts its input tokens."""
 
     def make() -> Workload:
         ids = token_ids()
@@ -288,7 +272,7 @@ made_by(dit, "diffusion")
 
 
 def fno() -> Workload:
-    """Some of what it saves passes 1 MiB."""
+    """Make a workload of which some saved tensors pass 1 MiB."""
     from neuralop.models import FNO
 
     model = FNO(n_modes=(8, 8), in_channels=1, out_channels=1, hidden_channels=16, n_layers=2)
@@ -305,7 +289,7 @@ Gradients = list[Tensor | None]
 
 
 def loss_of(workload: Workload, autocast: bool = False, offloader: ActivationOffloader | None = None) -> Tensor:
-    torch.manual_seed(7)  # dropout, layer drop and posterior samples are those of the plain run
+    torch.manual_seed(7)  # the plain run's dropout, layer drop and posterior samples
     context = nullcontext() if offloader is None else offloader.offload_context(workload.module)
     device_type = next(workload.module.parameters()).device.type
     with context, torch.autocast(device_type, torch.bfloat16, enabled=autocast):
@@ -320,6 +304,6 @@ def gradients(workload: Workload, autocast: bool = False, offloader: ActivationO
 
 
 def equal(first: Gradients, second: Gradients) -> bool:
-    """None, for a layer that was dropped or an input that does not occur, equals None alone."""
+    """Compare; None, for a dropped layer or a missing input, equals None alone."""
     pairs = zip(first, second, strict=True)
     return all(b is None if a is None else b is not None and torch.equal(a, b) for a, b in pairs)

@@ -1,4 +1,4 @@
-"""A card of a given size that a CPU plays: what operations allocate is charged, and more than it has is an error."""
+"""A card of a given size that a CPU plays: allocations are charged, and more than it has is an error."""
 
 import weakref
 
@@ -12,7 +12,7 @@ from hf_memopt.memory import DeviceMemory
 
 
 class Card(CountedAllocator):
-    """Charges storages inside of `with card:`. Host memory comes from `copier`, which is not charged."""
+    """Charges storages inside of `with card:`, but no host memory of `copier`."""
 
     def __init__(self, total_bytes: int) -> None:
         super().__init__(total_bytes)
@@ -33,18 +33,17 @@ class Card(CountedAllocator):
         )
 
     def spare(self, memory: Tensor) -> None:
-        """Never charge this, which is not on the card."""
+        """Never charge a tensor that is not on the card."""
         storage = memory.untyped_storage()
         self._charged.add(storage._cdata)
         weakref.finalize(storage, self._charged.discard, storage._cdata)
 
     def place(self, module: nn.Module) -> None:
-        """Charge a module's weights."""
         self.charge(module.parameters())
 
 
 class HostCopier(SyncCopier):
-    """Whose host memory is not on the card."""
+    """A copier whose host memory is not on the card."""
 
     def __init__(self, card: Card) -> None:
         super().__init__()

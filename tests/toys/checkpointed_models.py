@@ -1,4 +1,4 @@
-"""Models and helpers that the tests of selective checkpointing share."""
+"""Models and helpers of the tests of selective checkpointing."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -36,7 +36,7 @@ class ConvBlock(nn.Module):
 
 
 class ConvNet(nn.Module):
-    """Writes in place what the policy keeps, as many networks do."""
+    """A network that writes in place into kept tensors, as many networks do."""
 
     def __init__(self, block: type[nn.Module] = ConvBlock) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class Mlp(nn.Module):
 
 
 class Operations(TorchDispatchMode):
-    """Counts what runs."""
+    """Counts operations."""
 
     def __init__(self) -> None:
         super().__init__()

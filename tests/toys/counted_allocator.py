@@ -1,4 +1,4 @@
-"""A device's memory counters without a device: storages are charged when an operation makes them."""
+"""A device's memory counters without a device: operations charge the storages that they make."""
 
 import weakref
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ from hf_memopt.memory import DeviceMemory
 
 
 class FakeCounters:
-    """Counters that a test moves by hand; `timeline` holds what was allocated after each move."""
+    """Counters that a test moves by hand; `timeline` holds the allocated bytes after each move."""
 
     def __init__(self, total_bytes: int = 2**20) -> None:
         self.total_bytes = total_bytes
@@ -48,7 +48,7 @@ class FakeCounters:
 
 
 class CountedAllocator(FakeCounters, TorchDispatchMode):
-    """Charges the storages that operations make inside of `with allocator:`, to the byte, until they die."""
+    """Charges storages made inside of `with allocator:`, to the byte, until they die."""
 
     def __init__(self, total_bytes: int = 2**20) -> None:
         FakeCounters.__init__(self, total_bytes)

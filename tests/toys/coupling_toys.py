@@ -1,4 +1,4 @@
-"""A teacher, data and a spec for tests of couplings, small enough to be made in any process."""
+"""A teacher, data and a spec of couplings, small enough to be made in any process."""
 
 import dataclasses
 import random
@@ -20,7 +20,7 @@ NUM_SAMPLES = 23
 
 
 class Teacher(nn.Module):
-    """A velocity field; calling it takes noise to targets in four Euler steps."""
+    """A velocity field; a call takes noise to targets in four Euler steps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,18 +37,18 @@ class Teacher(nn.Module):
 
 
 def load(indices: list[int]) -> dict[str, Tensor]:
-    """The observation of a sample is a function of its name."""
+    """Make an observation a function of the sample's name."""
     states = [torch.randn(5, generator=torch.Generator().manual_seed(index)) for index in indices]
     return {"state": torch.stack(states)}
 
 
 def load_augmented(indices: list[int]) -> dict[str, Tensor]:
-    """With random noise on every look."""
+    """Add random noise on every look."""
     return {"state": load(indices)["state"] + 0.01 * torch.randn(len(indices), 5)}
 
 
 def make_spec(*, num_draws: int = 2, batch_size: int = 4, num_samples: int = NUM_SAMPLES, **key: Any) -> CouplingSpec:
-    """A spec over shuffled samples; `key` changes fields of its key."""
+    """Return a spec over shuffled samples; `key` changes fields of its key."""
     made = CouplingKey(weights_sha256(Teacher()), "euler", 4, "float32", 7, "numbers", "none")
     names = [100 + 5 * i % num_samples for i in range(num_samples)]
     return CouplingSpec(dataclasses.replace(made, **key), names, SHAPE, num_draws, batch_size)
@@ -60,7 +60,7 @@ def write(folder: Path, solve: Teacher | None = None, **options: Any) -> list[in
 
 
 def precompute_slowly(folder: Path, seed: int, started: Any) -> None:
-    """With a pause in every batch, so that a kill can hit any moment."""
+    """Pause in every batch, so that a kill can hit any moment."""
 
     def pause_and_load(indices: list[int]) -> Any:
         time.sleep(0.04 * random.Random(seed + indices[0]).random())
@@ -71,20 +71,20 @@ def precompute_slowly(folder: Path, seed: int, started: Any) -> None:
 
 
 def couplings_of(cache: CouplingCache, spec: CouplingSpec | None = None) -> list[Coupling]:
-    """All that the folder should hold, batch by batch."""
+    """Return the folder's right couplings, batch by batch."""
     spec = spec or make_spec()
     batches = [spec.batch(number) for number in range(spec.num_batches)]
     return [cache.of(indices, [draw] * len(indices), load(indices)) for indices, draw in batches]
 
 
 def teachers_couplings(spec: CouplingSpec | None = None) -> list[Coupling]:
-    """The same, asked of the teacher."""
+    """Return the same couplings from the teacher."""
     spec = spec or make_spec()
     return [compute(Teacher(), load, spec, number) for number in range(spec.num_batches)]
 
 
 def assert_same(first: list[Coupling], second: list[Coupling]) -> None:
-    """Both are the same couplings, bit for bit."""
+    """Compare bit for bit."""
     for ours, theirs in zip(first, second, strict=True):
         assert ours.indices == theirs.indices
         assert torch.equal(ours.noise, theirs.noise)
@@ -93,7 +93,7 @@ def assert_same(first: list[Coupling], second: list[Coupling]) -> None:
 
 
 def assert_is_the_teachers(folder: Path) -> None:
-    """The folder holds the default spec's couplings."""
+    """Check for the default spec's couplings."""
     cache = CouplingCache(folder)
     cache.check(make_spec().key.to_dict())
     assert_same(couplings_of(cache), teachers_couplings())

@@ -25,7 +25,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def write_denoiser(folder: Path, name: str, **changes: Any) -> str:
-    """Write a configuration, with changes, and return its folder."""
+    """Write a changed configuration, and return its folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(CONFIGS[name] | changes))
     return str(folder)

@@ -142,7 +142,7 @@ def kept_values() -> Step:
 
 
 def lengths(order: Callable[[], int], held: int) -> Step:
-    """The last `held` batches are alive between steps, as with a data loader that works ahead."""
+    """Keep the last `held` batches alive between steps, as a data loader that works ahead."""
     model, optimizer = toy()
     alive: list[Tensor] = []
 
@@ -184,7 +184,7 @@ def evaluation() -> Step:
 
 
 def r1_penalty() -> Step:
-    """The gradient penalty with the `retain_graph=True` that was taken for a leak."""
+    """Take a gradient penalty with `retain_graph=True`, which was taken for a leak."""
     discriminator, optimizer = toy()
 
     def step() -> None:
@@ -212,7 +212,7 @@ def create_graph_and_zero_grad() -> Step:
 
 
 def cache_by_length() -> Step:
-    """Filled in no order, so that the last new length may come late."""
+    """Fill the cache in no order, so that the last new length may come late."""
     model, optimizer = toy()
     cosines: dict[int, Tensor] = {}
 
@@ -240,7 +240,7 @@ def moving_average() -> Step:
 
 
 def kept_every_tenth_step() -> Step:
-    """What a user keeps once per epoch, with very short epochs."""
+    """Keep results as a user does once per epoch, with very short epochs."""
     model, optimizer = toy()
     kept: list[Tensor] = []
     count = iter(range(10_000))

@@ -1,4 +1,4 @@
-"""Tiny configurations and models for the tests of the LGT recipe."""
+"""Tiny configurations and models of the LGT recipe."""
 
 from typing import Any
 
@@ -25,13 +25,13 @@ TINY = {
 
 
 def tiny(**values: Any) -> Options:
-    """A configuration that a CPU trains at once; fields are given as `section__field`."""
+    """Return a configuration that a CPU trains at once; fields are given as `section__field`."""
     given = TINY | {name.replace("__", "."): value for name, value in values.items()}
     return parse("", [word for name, value in given.items() for word in as_words(name, value)])
 
 
 def trained_model(config: Options, dtype: torch.dtype = torch.float32) -> LatentTransfer:
-    """A model in which no layer is zero any more: at first nearly all gradients are, and any two are equal."""
+    """Return a model without zero layers: at first nearly all gradients are zero, and any two are equal."""
     torch.manual_seed(0)
     model = build_model(config)
     with torch.no_grad():
@@ -41,7 +41,7 @@ def trained_model(config: Options, dtype: torch.dtype = torch.float32) -> Latent
 
 
 def random_batch(config: Options, dtype: torch.dtype = torch.float32) -> Batch:
-    """The same in every call; every third sample has no style."""
+    """Return the same batch in every call; every third sample has no style."""
     torch.manual_seed(1)
     batch = make_batch(config, "cpu")
     batch["dropped"] = torch.arange(len(batch["dropped"])) % 3 == 0
@@ -49,7 +49,7 @@ def random_batch(config: Options, dtype: torch.dtype = torch.float32) -> Batch:
 
 
 def gradient(model: torch.nn.Module) -> torch.Tensor:
-    """All parameters' gradients as one vector, which are taken away."""
+    """Return and clear all gradients, as one vector."""
     vector = torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
     model.zero_grad()
     return vector

@@ -1,4 +1,4 @@
-"""A small LightningModule with all that a training step may do, and a trainer that writes nothing."""
+"""A small LightningModule with all parts of a training step, and a trainer that writes nothing."""
 
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,7 @@ from hf_memopt import ActivationOffloader, SyncCopier
 
 
 class Regression(LightningModule):
-    """Layers with dropout whose loss lies outside of the model's forward.
-
-    Args:
-        manual: call backward and the optimizer in the step itself.
-        fail_at: the step, counted from 0, that raises a RuntimeError within a layer.
-    """
+    """A loss outside of forward; `manual` updates in the step itself, and step `fail_at` (from 0) fails in a layer."""
 
     def __init__(self, *, manual: bool = False, fail_at: int | None = None) -> None:
         super().__init__()
@@ -50,17 +45,14 @@ class Regression(LightningModule):
 
 
 def fail(*args: Any) -> None:
-    """Raise."""
     raise RuntimeError("injected")
 
 
 def loader(num_batches: int = 6) -> DataLoader[Tensor]:
-    """Return batches of 8 samples."""
     return DataLoader(torch.randn(num_batches * 8, 16, generator=torch.Generator().manual_seed(1)), batch_size=8)
 
 
 def trainer(folder: Path, *callbacks: Any, **settings: Any) -> Trainer:
-    """Return a trainer on the CPU that logs each step."""
     options = {"max_epochs": 2, "log_every_n_steps": 1, "accelerator": "cpu", "devices": 1, "logger": False}
     quiet = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
     return Trainer(default_root_dir=folder, callbacks=list(callbacks), **(options | quiet | settings))

@@ -9,9 +9,7 @@ from fake_cuda import device as fake_device
 
 @contextmanager
 def nearly_full(room_bytes: int) -> Iterator[None]:
-    """Tensors can have this much more than they hold: others have the rest of a fake device, and a limit is set for
-    this process on a real one.
-    """
+    """Leave room for so much more: others take the rest of a fake device, a limit of this process a real one's."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     if fake_device.is_loaded():

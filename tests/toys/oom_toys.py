@@ -1,4 +1,4 @@
-"""A toy step on the CPU that runs out of memory in the phase that it is told."""
+"""A toy step on the CPU that runs out of memory in a chosen phase."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ DIM, BATCH = 24, 6
 
 
 class NoMoreMemory(torch.autograd.Function):
-    """Passes its input on, and fails when its gradient is asked for."""
+    """An identity whose backward fails."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -22,7 +22,7 @@ class NoMoreMemory(torch.autograd.Function):
 
 
 class Block(nn.Module):
-    """A residual block that can be made to fail."""
+    """A residual block that can fail."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Block(nn.Module):
 
 
 class Step:
-    """Training steps of three blocks, the middle one of which fails where it is told to."""
+    """Training steps of three blocks, of which the middle one fails on demand."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)

@@ -1,8 +1,7 @@
-"""Tiny models that no library brings: recurrent, graph, reinforcement-learning and adversarial ones.
+"""Tiny recurrent, graph, reinforcement-learning and adversarial models that no library brings.
 
-`OWN_ARCHITECTURES` is used as `architectures.ARCHITECTURES` is. What they have in common is what they ask of whoever
-keeps saved tensors: memory that several version counters count, sparse operands, many small operations, several passes
-through one module, and values that are cut out of the graph.
+They save memory that several version counters count, sparse operands, many small operations, several passes through
+one module, and values that are cut out of the graph.
 """
 
 from collections.abc import Callable
@@ -18,7 +17,7 @@ OWN_ARCHITECTURES: dict[str, Architecture] = {}
 
 
 def architecture(family: str) -> Callable[[Callable[[], Workload]], Callable[[], Workload]]:
-    """Register what the decorated function makes, under its own name."""
+    """Register the decorated function's workload under its name."""
 
     def register(make: Callable[[], Workload]) -> Callable[[], Workload]:
         OWN_ARCHITECTURES[make.__name__] = Architecture(make.__name__, family, make, can_checkpoint=False)
@@ -31,7 +30,7 @@ def architecture(family: str) -> Callable[[Callable[[], Workload]], Callable[[],
 
 
 class Tagger(nn.Module):
-    """Predicts a token for each token with one recurrent layer, `(tokens, batch)` to `(tokens, batch, vocabulary)`."""
+    """A recurrent layer's token for each token, `(tokens, batch)` to `(tokens, batch, vocabulary)`."""
 
     def __init__(self, recurrent: nn.Module, size: int) -> None:
         super().__init__()
@@ -59,7 +58,7 @@ def lstm_with_projections() -> Workload:
 
 
 class InFloat32(nn.Module):
-    """Runs a layer that has no kernel for bfloat16 on every CPU outside of autocast."""
+    """A wrapper for a layer without a bfloat16 kernel on some CPUs outside of autocast."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -117,7 +116,7 @@ def cells() -> Workload:
 
 
 class Gates(nn.Module):
-    """An LSTM as people write it who save memory: one storage for all gates, each with a version counter of its own."""
+    """An LSTM that saves memory by one storage for all gates, each with a version counter of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,7 +144,7 @@ NODES, EDGES = 24, 80
 
 
 def random_edges() -> Tensor:
-    """`(2, EDGES)`: where each edge comes from and where it goes."""
+    """Return where each edge comes from and goes, `(2, EDGES)`."""
     return torch.randint(NODES, (2, EDGES))
 
 
@@ -184,7 +183,7 @@ def graph_convolutions_csr() -> Workload:
 
 
 class MessagePassing(nn.Module):
-    """Nodes gather messages along edges by attention and by sum, and take them in with a GRU cell."""
+    """Nodes that gather messages along edges by attention and by sum, and take them in with a GRU cell."""
 
     def __init__(self, edges: Tensor) -> None:
         super().__init__()
@@ -233,7 +232,7 @@ class ActorCritic(nn.Module):
 
 @architecture("reinforcement")
 def actor_critic() -> Workload:
-    """PPO's loss: the old policy and the advantage are values that were cut out of graphs of the same networks."""
+    """Return PPO's loss: the old policy and the advantage are cut out of graphs of the same networks."""
     model = ActorCritic()
     observations, rewards = torch.randn(2, 32, WIDTH), torch.randn(32)
     actions, drift = torch.randint(ActorCritic.ACTIONS, (32,)), 0.1 * torch.randn(32)
@@ -256,8 +255,6 @@ def actor_critic() -> Workload:
 
 
 class Adversaries(nn.Module):
-    """A generator of small images and their discriminator."""
-
     def __init__(self) -> None:
         super().__init__()
         self.generator = nn.Sequential(
@@ -272,7 +269,7 @@ class Adversaries(nn.Module):
 
 @architecture("adversarial")
 def gan() -> Workload:
-    """Both losses in one pass; with a backward for each they are in `test_loop_patterns.py`."""
+    """Take both losses in one pass; `test_loop_patterns.py` has a backward for each."""
     model = Adversaries()
     real, noise = torch.randn(4, 3, 16, 16), torch.randn(4, WIDTH)
 

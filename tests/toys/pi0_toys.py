@@ -19,7 +19,7 @@ from hf_memopt.lerobot.pi0.modeling_pi0_reflow import PI0ReflowPolicy
 from hf_memopt.recipes.reflow.smolvla_toy import IMAGE_SIZE
 
 VOCABULARY = 320
-# Rounding: the joint forward multiplies the tokens of VLM and expert in other groups than the shared path.
+# Rounding: the joint forward multiplies tokens of VLM and expert in other groups than the shared path.
 TOLERANCE = 1e-5
 _WIDTHS = {"gemma_2b": 48, "gemma_300m": 32}
 _SIZES: dict[str, Any] = {
@@ -33,11 +33,11 @@ _SIZES: dict[str, Any] = {
 
 @contextmanager
 def toy_sizes(tokenizer: Path) -> Iterator[None]:
-    """Let lerobot build its π0 in toy size, of its own classes, and with a tokenizer that lies on the disk."""
+    """Let lerobot build a toy π0 of its own classes, with a tokenizer on the disk."""
     vlm, expert = modeling_pi0.PaliGemmaForConditionalGenerationWithPiGemma, modeling_pi0.PiGemmaForCausalLM
 
     def gemma(variant: str) -> modeling_pi0.GemmaConfig:
-        # lerobot's layers have eight heads, whatever this says.
+        # lerobot's layers have eight heads, whatever the configuration says.
         width = _WIDTHS[variant]
         return modeling_pi0.GemmaConfig(width, depth=3, mlp_dim=2 * width, num_heads=8, num_kv_heads=1, head_dim=8)
 
@@ -76,30 +76,29 @@ def toy_sizes(tokenizer: Path) -> Iterator[None]:
 
 
 def teacher_flags() -> list[str]:
-    """Flags with which stock lerobot trains a π0 on the toy task."""
+    """Return flags with which stock lerobot trains a π0 on the toy task."""
     flags = {**_SIZES, "image_resolution": f"[{IMAGE_SIZE},{IMAGE_SIZE}]", "max_state_dim": 4, "max_action_dim": 4}
     return ["--policy.type=pi0", *(f"--policy.{name}={value}" for name, value in flags.items())]
 
 
 def settings(**changes: Any) -> dict[str, Any]:
-    """Return a configuration's fields."""
     return {**_SIZES, "train_expert_only": True, **robot(), **changes}
 
 
 def write_teacher(folder: Path, **changes: Any) -> Path:
-    """Save a teacher of random weights."""
+    """Save random weights."""
     torch.manual_seed(0)
     modeling_pi0.PI0Policy(PI0Config(**settings(**changes))).save_pretrained(folder)
     return folder
 
 
 def make_student(teacher: Path, **flags: Any) -> PI0ReflowPolicy:
-    """A student whose trained weights have moved away from its teacher's."""
+    """Return a student whose trained weights have moved away from its teacher's."""
     fields = {"use_reflow": True, "teacher_model_path": str(teacher), "teacher_offload": "swap", **flags}
     student = PI0ReflowPolicy.from_pretrained(teacher, config=PI0ReflowConfig(**settings(**fields)))
     return moved(student)
 
 
 def make_batch() -> dict[str, Tensor]:
-    """Return a batch with padded instructions, all of whose cameras are there."""
+    """Return a batch of padded instructions, with all cameras."""
     return {name: value for name, value in reflow_students.make_batch().items() if "padding_mask" not in name}

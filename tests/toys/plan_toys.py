@@ -1,4 +1,4 @@
-"""The workload of every recipe at a size that a CPU trains at once."""
+"""Every recipe's workload at a size that a CPU trains at once."""
 
 from pathlib import Path
 from typing import Any
@@ -72,7 +72,7 @@ def smolvla(folder: Path, vlm: Path, options: dict[str, Any] | None = None, **fi
 
 
 def write_student(folder: Path, vlm: Path, **fields: Any) -> Path:
-    """The configurations of a teacher and its student, without weights; returns the student's folder."""
+    """Write configurations of teacher and student without weights, and return the student's folder."""
     image = configs.PolicyFeature(configs.FeatureType.VISUAL, (3, smolvla_toy.IMAGE_SIZE, smolvla_toy.IMAGE_SIZE))
     shape = {
         **smolvla_toy.POLICY_SETTINGS,

@@ -1,4 +1,4 @@
-"""What steps of several kinds of model save: profiles and links, on which plans are compared."""
+"""Profiles of saved tensors and links, on which plans are compared."""
 
 import random
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from hf_memopt.activations.planner.profile import Link, Profile, SavedStorage
 
 # A decoder layer in bfloat16, run eagerly, hidden size 4096: bytes per token in units of 1024, which storage of the
-# layer it is made from, and how: nothing for what cannot be made again, "read" for an elementwise kernel, else the
+# layer it is made from, and how: nothing if it cannot be made again, "read" for an elementwise kernel, else the
 # multiplications per token.
 _DECODER_LAYER: Sequence[tuple[int, int | None, str | int | None]] = (
     (8, None, None),  # input
@@ -32,7 +32,7 @@ _DECODER_LAYER: Sequence[tuple[int, int | None, str | int | None]] = (
 
 
 def chain(sizes: Sequence[int], *, forward_s: float = 1.0, backward_s: float = 2.0) -> Profile:
-    """Saved at even intervals and used in reverse; nothing can be recomputed."""
+    """Save at even intervals and use in reverse; nothing can be recomputed."""
     last = len(sizes)
     storages = [
         SavedStorage(size, forward_s * index / last, (forward_s + backward_s * (last - index) / last,))
@@ -42,7 +42,7 @@ def chain(sizes: Sequence[int], *, forward_s: float = 1.0, backward_s: float = 2
 
 
 def decoder(num_layers: int, kinds: int) -> Profile:
-    """Equal layers of an input, which cannot be recomputed, and storages that are cheap or dear to recompute."""
+    """Stack equal layers on an input that cannot be recomputed; other storages are cheap or dear to recompute."""
     num_storages = num_layers * kinds
     storages = []
     for index in range(num_storages):
@@ -58,7 +58,7 @@ def decoder(num_layers: int, kinds: int) -> Profile:
 def language_model(
     num_layers: int, num_tokens: int, *, flops: float = 5e14, memory_bytes_per_s: float = 3.5e12
 ) -> Profile:
-    """A decoder of 8 billion parameters on a large GPU, and the logits of 32,000 classes in float32, twice."""
+    """Take a decoder of 8 billion parameters on a large GPU, and logits of 32,000 classes in float32, twice."""
     flops, memory_bytes_per_s = 5e14, 3.5e12
     num_kinds = len(_DECODER_LAYER)
     layer_s = 2 * num_tokens * (193_000_000 + 4096 * num_tokens) / flops
@@ -82,7 +82,7 @@ def language_model(
 
 
 def convolutions(num_blocks: int) -> Profile:
-    """Sizes halve at each fifth of the network; activation functions can be computed again from what they read."""
+    """Halve sizes at each fifth of the network; activation functions can be recomputed from their inputs."""
     storages: list[SavedStorage] = []
     for block in range(num_blocks):
         num_bytes = 2 ** (24 - 5 * block // num_blocks)
@@ -95,7 +95,7 @@ def convolutions(num_blocks: int) -> Profile:
 
 
 def u_net(num_levels: int) -> Profile:
-    """Down and up again, where each level waits for its counterpart; half of it can be recomputed."""
+    """Go down and up again; each level waits for its counterpart, and half can be recomputed."""
     levels = [*range(num_levels), *reversed(range(num_levels))]
     storages = []
     for index, level in enumerate(levels):
@@ -108,10 +108,7 @@ def u_net(num_levels: int) -> Profile:
 
 
 def at_random(seed: int, num_storages: int) -> tuple[Profile, Link, int]:
-    """Like a network's: saved in forward, used about in reverse, some recomputable from what came before.
-
-    With it a link, and how far ahead it may be prefetched.
-    """
+    """Return a network-like profile, some of it recomputable, a link, and how far to prefetch ahead."""
     rng = random.Random(f"{seed}/{num_storages}")
     forward_s, backward_s = rng.uniform(0.5, 2), rng.uniform(0.5, 3)
     saves = sorted(rng.uniform(0, forward_s) for _ in range(num_storages))
@@ -138,7 +135,7 @@ def at_random(seed: int, num_storages: int) -> tuple[Profile, Link, int]:
 
 
 def link_for(profile: Profile, share: float) -> Link:
-    """Copies `share` of all that is saved during the profile's forward, and as fast back."""
+    """Return a link that copies `share` of all saved bytes during the profile's forward, and as fast back."""
     forward_s = max(storage.saved_at_s for storage in profile.storages)
     bandwidth = share * sum(profile.sizes) / forward_s
     return Link(bandwidth, bandwidth)

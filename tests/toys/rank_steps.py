@@ -1,4 +1,4 @@
-"""Training steps that several ranks run together, and what they hold: for real processes and for a simulated one."""
+"""Training steps that several ranks run together, real or simulated, and the bytes that they hold."""
 
 import os
 from collections.abc import Callable, Iterable
@@ -76,10 +76,7 @@ class State(NamedTuple):
 
 
 def setup(way: Way, device: torch.device, backend: str, write_held: Callable[[dict[str, int]], Any]) -> State:
-    """Prepared by Accelerate as on a GPU: for processes on the CPU it would ignore FSDP2.
-
-    `write_held` is called after each update with what the rank then holds.
-    """
+    """Prepare as on a GPU: Accelerate ignores FSDP2 on CPUs. `write_held` gets the held bytes after each update."""
     AcceleratorState._reset_state(reset_partial_state=True)
     plugin = zero = None
     if way.reshard is not None:
@@ -89,12 +86,12 @@ def setup(way: Way, device: torch.device, backend: str, write_held: Callable[[di
     if way.zero:
         config = {"zero_optimization": dict(way.zero), "gradient_accumulation_steps": way.num_micro_batches}
         config |= {"gradient_clipping": 1.0, "train_micro_batch_size_per_gpu": 2}
-        # The default would have the first updates left out.
+        # The default scale would have the first updates left out.
         config["fp16"] = {"enabled": way.precision == "fp16", "initial_scale_power": 4}
         zero = DeepSpeedPlugin(hf_ds_config=config)
     places = {"ACCELERATE_TORCH_DEVICE": str(device), "ACCELERATE_BYPASS_DEVICE_MAP": "true"}
     if way.zero:
-        places["ACCELERATE_USE_CPU"] = "false"  # it would ignore DeepSpeed
+        places["ACCELERATE_USE_CPU"] = "false"  # Accelerate would ignore DeepSpeed
     with (
         patch.dict(os.environ, places),
         nullcontext()
@@ -126,12 +123,12 @@ def step(state: State) -> None:
                 state.accelerator.clip_grad_norm_(state.model.parameters(), 1.0)
             state.optimizer.step()
     state.write_held(_held_bytes(state))
-    if state.accelerator.distributed_type != DistributedType.DEEPSPEED:  # which has done so
+    if state.accelerator.distributed_type != DistributedType.DEEPSPEED:  # which has cleared them
         state.optimizer.optimizer.zero_grad()
 
 
 def _held_bytes(state: State) -> dict[str, int]:
-    """What a rank holds after an update: bytes of storages, found without the log that the estimate is made from."""
+    """Return a rank's bytes of storages, found without the log that the estimate is made from."""
     parameters = list(state.model.parameters())
     shares = [parameter.ds_tensor for parameter in parameters if hasattr(parameter, "ds_tensor")]
     return {

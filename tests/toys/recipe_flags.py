@@ -1,4 +1,4 @@
-"""What the tests start each recipe with: the smallest models that do everything."""
+"""Flags of each recipe's smallest models that do everything."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Students of a toy SmolVLA with two cameras, and what stock lerobot's teacher makes of their observations."""
+"""Students of a toy SmolVLA with two cameras, and their teacher's results in stock lerobot."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +23,7 @@ TOLERANCE = 1e-5
 
 
 def robot() -> dict[str, Any]:
-    """Return a configuration's features: two cameras, and fewer dimensions than the policy has."""
+    """Return features of two cameras, and fewer dimensions than the policy has."""
     image = PolicyFeature(FeatureType.VISUAL, (3, IMAGE_SIZE, IMAGE_SIZE))
     state = PolicyFeature(FeatureType.STATE, (STATE_DIM,))
     return {
@@ -35,12 +35,11 @@ def robot() -> dict[str, Any]:
 
 
 def settings(vlm: Path, **changes: Any) -> dict[str, Any]:
-    """A configuration's fields."""
     return {**POLICY_SETTINGS, "vlm_model_name": str(vlm), "device": "cpu", **robot(), **changes}
 
 
 def write_teacher(vlm: Path, folder: Path, architecture: dict[str, Any]) -> Path:
-    """Save a teacher of random weights."""
+    """Save random weights."""
     torch.manual_seed(0)
     SmolVLAPolicy(SmolVLAConfig(**settings(vlm, **architecture))).save_pretrained(folder)
     return folder
@@ -49,7 +48,7 @@ def write_teacher(vlm: Path, folder: Path, architecture: dict[str, Any]) -> Path
 def make_student(
     vlm: Path, teacher: Path, architecture: dict[str, Any], move_state_proj: bool, flags: dict[str, Any]
 ) -> SmolVLAReflowPolicy:
-    """A student whose trained weights have moved away from its teacher's."""
+    """Return a student whose trained weights have moved away from its teacher's."""
     fields = {"use_reflow": True, "teacher_model_path": str(teacher), "teacher_offload": "swap", **flags}
     config = SmolVLAReflowConfig(**{**settings(vlm, **architecture), **fields})
     student = SmolVLAReflowPolicy.from_pretrained(teacher, config=config)
@@ -57,7 +56,7 @@ def make_student(
 
 
 def moved(student: Any, leave: Sequence[str] = ()) -> Any:
-    """Move a student's trained weights, but those with these words in their names, and return it in training mode."""
+    """Move trained weights, except names with these words, and return the student in training mode."""
     torch.manual_seed(1)
     for name, parameter in student.named_parameters():
         if parameter.requires_grad and not any(word in name for word in leave):
@@ -66,7 +65,7 @@ def moved(student: Any, leave: Sequence[str] = ()) -> Any:
 
 
 def make_batch() -> dict[str, Tensor]:
-    """A batch with padded instructions, and a camera that is missing from one sample."""
+    """Return padded instructions, with a camera that is missing from one sample."""
     generator = torch.Generator().manual_seed(1)
     masks = torch.ones(BATCH, 5, dtype=torch.bool)
     masks[1, 3:] = False
@@ -82,17 +81,16 @@ def make_batch() -> dict[str, Tensor]:
 
 
 def gradients(policy: SmolVLAReflowPolicy) -> dict[str, Tensor]:
-    """Gradients by name."""
     return {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}
 
 
 def target(policy: SmolVLAReflowPolicy, batch: dict[str, Tensor], noise: Tensor) -> Tensor:
-    """What the student's teacher makes of a noise."""
+    """Return the teacher's target of a noise."""
     return policy.generate_reflow_target(*observe(policy, batch).arguments(), noise)
 
 
 def stock_target(policy: SmolVLAReflowPolicy, batch: dict[str, Tensor], noise: Tensor, **changes: Any) -> Tensor:
-    """What the teacher's own checkpoint samples in stock lerobot, never offloaded."""
+    """Return samples of the teacher's own checkpoint in stock lerobot, never offloaded."""
     teacher = SmolVLAPolicy.from_pretrained(policy.config.teacher_model_path, strict=True)
     for name, value in changes.items():
         setattr(teacher.config, name, value)

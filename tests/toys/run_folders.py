@@ -1,4 +1,4 @@
-"""Folders as runs leave them behind, for the tests of reports."""
+"""Folders as runs leave them behind, for reports."""
 
 import json
 from pathlib import Path
@@ -43,7 +43,7 @@ def demo_run(folder: Path) -> Path:
 
 
 def causal_lm_run(folder: Path) -> Path:
-    """As `train_causal_lm` leaves it behind, with the fields of its `Cost`."""
+    """Write the fields of `Cost`, as `train_causal_lm` does."""
     costs: list[dict[str, Any]] = [
         {"mode": "off", "step_ms": 50.0, "peak_mib": None, "saved_mib": 100.0, "losses": [2.0, 1.0]},
         {
@@ -69,7 +69,7 @@ def causal_lm_run(folder: Path) -> Path:
 
 
 def logged_run(folder: Path) -> Path:
-    """Twenty steps under a tracker, every fifth logged; the peak is in backward, the others' are bounds."""
+    """Track twenty steps, every fifth logged; the peak is in backward, the others are bounds."""
     counters = FakeCounters(total_bytes=80 * GIB)
     counters.elsewhere_bytes = GIB
     tracker = MemoryTracker(torch.device("cpu"), counters=counters)

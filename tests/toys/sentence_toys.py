@@ -1,4 +1,4 @@
-"""A small model of sentence embeddings, and sentences of different lengths."""
+"""A small model of sentence embeddings, and sentences of several lengths."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ WIDTH = 16
 
 
 def make_model(folder: Path, dropout: float) -> SentenceTransformer:
-    """Return a model with the same weights at each call, and with a pooling of the mean."""
+    """Return a model with the same weights at each call, and with a mean pooling."""
     torch.manual_seed(0)
     config = BertConfig(
         vocab_size=len(WORDS),
@@ -40,14 +40,13 @@ def static_model() -> SentenceTransformer:
 
 
 def tokenizer() -> Tokenizer:
-    """Return a tokenizer that splits at spaces."""
     by_word = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="[UNK]"))
     by_word.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return by_word
 
 
 def sentence(number: int) -> str:
-    """Return a sentence of 2 to 9 words."""
+    """Return 2 to 9 words."""
     return " ".join(f"w{(number * 7 + place * place) % 30}" for place in range(2 + number * 5 % 8))
 
 
@@ -63,12 +62,10 @@ def rows(scored: bool) -> Dataset:
 
 
 def batch(model: SentenceTransformer, num_columns: int) -> list[dict[str, Tensor]]:
-    """Return the features of 8 sentences in each column."""
     return [model.preprocess([sentence(number + 8 * column) for number in range(8)]) for column in range(num_columns)]
 
 
 def train(folder: Path, model: SentenceTransformer, loss: nn.Module, data: Dataset, **settings: Any) -> Any:
-    """Train for an epoch in batches of 8, and return the trainer."""
     args = SentenceTransformerTrainingArguments(
         str(folder / "run"),
         num_train_epochs=1,

@@ -1,5 +1,4 @@
-"""A script of a user who does not know this library: TRL's SFTTrainer, two layers, four steps. Its argument is a folder
-for `results.pt`: losses and weights."""
+"""A script without this library, `sft_script.py FOLDER`: TRL's SFTTrainer; `results.pt` has losses and weights."""
 
 import sys
 from pathlib import Path

@@ -9,7 +9,7 @@ WIDTH = 8  # of a `Sampler`
 
 
 class Network(nn.Module):
-    """Has everything that makes offloading go wrong: a tie, a strided weight, buffers of both kinds, two dtypes."""
+    """A tie, a strided weight, buffers of both kinds, and two dtypes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ def memory_of(module: nn.Module) -> dict[str, int]:
 
 
 class Layer(nn.Module):
-    """Reads a child's weights without calling it, as attention does, and has buffers of both kinds."""
+    """A layer that reads a child's weights without calling it, as attention does, with buffers of both kinds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Layer(nn.Module):
 
 
 class Sampler(nn.Module):
-    """The shape of a flow-matching policy: a prefix that runs once, a head that is never used, and K expert steps."""
+    """A flow-matching policy: a prefix that runs once, a head that is never used, and K expert steps."""
 
     def __init__(self, num_prefix: int = 5, num_expert: int = 3) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Sampler(nn.Module):
         self.gain = nn.Parameter(torch.rand(WIDTH))
 
     def sample(self, tokens: Tensor, num_steps: int, use_head: bool = False) -> Tensor:
-        """No `forward`: lerobot's policies sample in methods of their own."""
+        """Sample without `forward`, as lerobot's policies do."""
         x = self.embedding(tokens)
         for layer in self.prefix:
             x = layer(x)

@@ -1,4 +1,4 @@
-"""A tiny Qwen3, and tokens for it: the same ones at each call."""
+"""A tiny Qwen3 and tokens, the same at each call."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A gymnasium environment as lerobot's are: three steps towards the goal, and success if the hand went right."""
+"""A gymnasium environment as lerobot's are: three steps to the goal, and success if the hand went right."""
 
 from typing import Any, ClassVar
 
@@ -9,7 +9,7 @@ from hf_memopt.recipes.reflow import smolvla_toy as toy
 
 
 class Reach(gymnasium.Env):
-    """The toy's scene. Its reward counts steps; it is a success if the actions' mean lies right of `threshold`."""
+    """A scene whose reward counts steps; success is a mean action right of `threshold`."""
 
     metadata: ClassVar = {"render_modes": [], "render_fps": 10}
     task = "reach"

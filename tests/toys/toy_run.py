@@ -26,7 +26,7 @@ BATCHES_PER_STEP = 2  # of 7 in an epoch, so that a window crosses its end
 
 
 class Average:
-    """An exponential moving average, which accelerate saves because it is registered."""
+    """A moving average, which accelerate saves because it is registered."""
 
     def __init__(self) -> None:
         self.value = torch.zeros(())
@@ -39,7 +39,7 @@ class Average:
 
 
 class ToyRun:
-    """Accumulation, dropout, AdamW, a schedule, a loss scaler and a shuffled loader. Starts from its own seed."""
+    """Accumulation, dropout, AdamW, a schedule, a loss scaler and a shuffled loader, from a seed of its own."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class ToyRun:
         self.average = Average()
         self.accelerator.register_for_checkpointing(self.average)
         self.checkpoints = Checkpoints(self.accelerator, folder, keep_last)
-        set_seed(seed, device_specific=True)  # again, for what the first DDP of a process imports draws
+        set_seed(seed, device_specific=True)  # again: imports of the first DDP of a process draw
         self.num_steps = 0
         self.losses: list[float] = []
 
@@ -95,7 +95,7 @@ class ToyRun:
                 self.save()
 
     def state(self) -> dict[str, Any]:
-        """Everything that decides how the run goes on, flat, and the losses so far."""
+        """Return all states that decide how the run goes on, flat, and the losses so far."""
         found: dict[str, Any] = {f"model.{name}": value for name, value in self.model.state_dict().items()}
         for number, values in self.optimizer.state_dict()["state"].items():
             found |= {f"optimizer.{number}.{name}": value for name, value in values.items()}

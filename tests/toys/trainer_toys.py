@@ -1,4 +1,4 @@
-"""A model, settings, callbacks and a trainer that leaks, for tests of what runs inside Trainer."""
+"""A model, settings, callbacks and a trainer that leaks, for tests inside Trainer."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from offload_trainers import examples
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 
-# A step is two micro-batches of two samples, on the CPU; nothing is reported or saved.
+# A step is two micro-batches of two samples; nothing is reported or saved.
 SETTINGS: dict[str, Any] = {
     "save_strategy": "no",
     "report_to": [],
@@ -33,7 +33,7 @@ class Regression(nn.Module):
 
 
 class LeakyTrainer(Trainer):
-    """Keeps every loss with its graph, whose nodes hold the activations of what has no backward."""
+    """A trainer that keeps every loss with its graph, whose nodes hold activations without a backward."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -45,7 +45,7 @@ class LeakyTrainer(Trainer):
 
 
 class KeptPerEpoch(TrainerCallback):
-    """What a user keeps on purpose."""
+    """Keeps tensors on purpose, as a user does."""
 
     def __init__(self) -> None:
         self.kept: list[Tensor] = []
@@ -65,13 +65,10 @@ class Snapshots(TrainerCallback):
 
 
 def copies(model: nn.Module) -> list[Tensor]:
-    """The parameters as they are now."""
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
 class EventRecorder(TrainerCallback):
-    """Counts its events."""
-
     def __init__(self) -> None:
         self.events: list[str] = []
 
@@ -86,7 +83,7 @@ class FirstRecorder(EventRecorder):
 
 
 class FailsOnce(TrainerCallback):
-    """Raises after the first micro-batch of the second step."""
+    """Fails after the first micro-batch of the second step."""
 
     def __init__(self, error: Exception) -> None:
         self._errors = [error]
@@ -97,7 +94,7 @@ class FailsOnce(TrainerCallback):
 
 
 class Events(TrainerCallback):
-    """Adds to `events` when training begins and ends, and keeps the models that it is shown."""
+    """Adds to `events` at training's begin and end, and keeps the models that it is shown."""
 
     def __init__(self, events: list[str]) -> None:
         self.events = events
@@ -112,7 +109,7 @@ class Events(TrainerCallback):
 
 
 class GenerateAtEvaluation(TrainerCallback):
-    """What the model says after each evaluation."""
+    """Keeps the model's text after each evaluation."""
 
     def __init__(self) -> None:
         self.generated: list[list[int]] = []

@@ -1,4 +1,4 @@
-"""Small configurations of transformers' models, and estimates of a step with them."""
+"""Small configurations of transformers' models, and step estimates with them."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -39,7 +39,7 @@ CARD = find_card("rtx4070")
 
 
 def write_config(folder: Path, model_type: str, **changes: Any) -> str:
-    """Write a configuration, with changes, and return its folder."""
+    """Write a changed configuration, and return its folder."""
     transformers.AutoConfig.for_model(model_type, **{**CONFIGS[model_type], **changes}).save_pretrained(folder)
     return str(folder)
 

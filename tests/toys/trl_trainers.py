@@ -1,4 +1,4 @@
-"""TRL's trainers of a tiny model, whose batches all have the same length, and Trainer itself."""
+"""TRL's trainers of a tiny model, whose batches have one length, and Trainer itself."""
 
 import copy
 from collections.abc import Callable
@@ -63,7 +63,7 @@ def grpo(folder: Path) -> Any:
 
 
 def plain(folder: Path, lengths: Callable[[int], int] = lambda number: 64, **options: Any) -> Any:
-    """Make a Trainer with 16 samples, the n-th as long as `lengths(n)`; batches are padded."""
+    """Return a Trainer with 16 samples, the n-th as long as `lengths(n)`; batches are padded."""
     of_trainer = {name: options.pop(name) for name in ("model", "optimizers") if name in options}
     rows = [torch.zeros(lengths(number), dtype=torch.long) for number in range(16)]
 

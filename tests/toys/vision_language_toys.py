@@ -1,4 +1,4 @@
-"""Small configurations of vision-language models, and sizes that their processors would bring images to."""
+"""Small configurations of vision-language models, and the image sizes that their processors would make."""
 
 from typing import Any
 

@@ -49,7 +49,7 @@ def target(num: int, dtype: torch.dtype) -> Tensor:
 
 
 def sliced_wasserstein(output: Tensor) -> Tensor:
-    """Return the distance between the outputs and fixed samples along 16 directions, which each call draws anew."""
+    """Return a distance along 16 directions, which each call draws anew."""
     directions = torch.randn(5, 16, dtype=output.dtype)
     directions = directions / directions.norm(dim=0)
     other = target(len(output), output.dtype)
@@ -57,7 +57,7 @@ def sliced_wasserstein(output: Tensor) -> Tensor:
 
 
 def contrastive(output: Tensor) -> Tensor:
-    """Return a contrastive loss: each sample is its predecessor's positive, and all others are negatives."""
+    """Return a loss in which a sample's predecessor is its positive, and all others are negatives."""
     normed = nn.functional.normalize(output, dim=1)
     return nn.functional.cross_entropy(10 * normed @ normed.roll(1, 0).t(), torch.arange(len(output)))
 
@@ -70,7 +70,7 @@ LOSSES = {each.__name__: each for each in (sliced_wasserstein, contrastive, batc
 
 
 def gradient(model: nn.Module) -> Tensor:
-    """Return all parameters' gradients as one vector, and clear the gradients."""
+    """Return and clear all gradients, as one vector."""
     vector = torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
     model.zero_grad()
     return vector
@@ -98,7 +98,7 @@ def relative(vector: Tensor, reference: Tensor) -> float:
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
 def test_equals_the_full_batch_where_accumulation_does_not(name: str, dtype: torch.dtype, tolerance: float) -> None:
-    """Compare within tolerances for sums in another order, with 2 samples at a time."""
+    """Allow for sums in another order, with 2 samples at a time."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)  # without effect on the cache
     model, loss_fn = accelerator.prepare(Encoder().to(dtype)), LOSSES[name]
     batch = samples(dtype=dtype)
@@ -162,7 +162,7 @@ def test_with_dropout_the_gradient_is_that_of_the_micro_batches_as_one_graph() -
 @pytest.mark.parametrize("where", ["accelerate", "outside"])
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_autocast(where: str, checkpointed: bool) -> None:
-    """Check autocast around each forward pass, and around both with one cache of cast weights."""
+    """Try autocast around each forward pass, and around both with one cache of cast weights."""
     mixed_precision = "bf16" if where == "accelerate" else "no"
     accelerator = Accelerator(cpu=True, mixed_precision=mixed_precision)
     model = accelerator.prepare(Encoder(dropout=0.2, checkpointed=checkpointed))
@@ -311,8 +311,6 @@ def trained(take_step: Callable[[GradientCache, Accelerator, Any, Any], None], l
 
 
 class Scaled(nn.Module):
-    """A loss with its own parameter."""
-
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.tensor(2.0))
@@ -360,11 +358,11 @@ def test_a_step_that_is_not_finite_is_not_taken() -> None:
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_the_loss_for_loops_that_call_backward(autocast: bool) -> None:
-    """Compare bitwise with the scaled gradients of `backward`, with backward inside and outside of autocast."""
+    """Compare bitwise with the scaled gradients of `backward`, inside and outside of autocast."""
     accelerator, model = Accelerator(cpu=True), Encoder(dropout=0.3)
     parts, region = samples().split(4), torch.autocast("cpu", torch.bfloat16, enabled=autocast)
 
-    # The loss has no matrix product, whose gradient would be in bfloat16 with backward inside of the region.
+    # No matrix product, whose gradient would be in bfloat16 with backward inside of the region.
     cache = GradientCache(accelerator, model, lambda output: output.float().std(dim=0).sum() * torch.rand(()))
     with region:
         torch.manual_seed(3)

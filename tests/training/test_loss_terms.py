@@ -20,7 +20,7 @@ from hf_memopt.training.loss_terms import chunked_loss, r1_penalty
 
 
 class Features(nn.Module):
-    """A loss by the features of a frozen network, as LPIPS."""
+    """A loss of a frozen network's features, as LPIPS."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ def test_the_derivative_of_r1_is_that_of_finite_differences() -> None:
 @pytest.mark.parametrize("normalised", [False, True])
 @pytest.mark.usefixtures("quick_plans")
 def test_offloading_changes_no_bit_of_r1(mode: str, normalised: bool) -> None:
-    """Compare passes with R1 and passes without R1 in between, also when "auto" follows a plan."""
+    """Take passes without R1 in between, also when "auto" follows a plan."""
     plain, offloaded = make_discriminator(normalised), make_discriminator(normalised)
     images = make_images()
     budget = {"budget_gib": 0.00012} if mode == "auto" else {}

@@ -9,6 +9,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from gradients import equal, gradients_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -18,8 +19,6 @@ from hf_memopt.training.micro_batch import is_out_of_memory
 
 
 class Fail(torch.autograd.Function):
-    """An identity whose backward runs out of memory."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         return x.clone()
@@ -30,8 +29,6 @@ class Fail(torch.autograd.Function):
 
 
 class RunningMean(nn.Module):
-    """A module that changes a buffer in each forward."""
-
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("mean", torch.zeros(8))
@@ -43,13 +40,7 @@ class RunningMean(nn.Module):
 
 
 class Run:
-    """A prepared model with dropout and running statistics, and a loss that runs out of memory on demand.
-
-    Args:
-        fail_at: calls of the loss, counted from 1, that fail after the model's forward.
-        largest: largest number of samples in a micro-batch that does not fail.
-        where: place of the failure, "forward" or "backward".
-    """
+    """A prepared model whose loss fails `where`, at calls `fail_at` (from 1) or above `largest` samples."""
 
     def __init__(self, *, fail_at: tuple[int, ...] = (), largest: int = 1000, where: str = "forward") -> None:
         AcceleratorState._reset_state(reset_partial_state=True)
@@ -86,22 +77,14 @@ class Run:
         return [each.detach().clone() for each in self.model.state_dict().values()]
 
 
-def gradients_of(model: nn.Module) -> list[Tensor]:
-    return [parameter.grad.clone() for parameter in model.parameters()]
-
-
 def samples(num: int = 8, seed: int = 1) -> Tensor:
     return torch.randn(num, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
-def equal(first: list[Tensor], second: list[Tensor]) -> bool:
-    return len(first) == len(second) and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("fail_at", [1, 2, 3, 4])
 def test_a_step_that_runs_out_of_memory_is_as_if_it_had_begun_smaller(fail_at: int, where: str) -> None:
-    """Compare bitwise, with dropout and running statistics, for a failure in each micro-batch."""
+    """Compare bitwise, for a failure in each micro-batch."""
     batches = [samples(8, seed) for seed in range(3)]
     want = Run()
     want.train(1, batches)
@@ -115,7 +98,7 @@ def test_a_step_that_runs_out_of_memory_is_as_if_it_had_begun_smaller(fail_at: i
 
 
 def test_in_a_later_step_the_earlier_ones_are_left_alone(caplog: pytest.LogCaptureFixture) -> None:
-    """Check that the size is halved at the failure, kept afterwards, and logged once."""
+    """Check that the size is halved once, kept afterwards, and logged once."""
     batches = [samples(7, seed) for seed in range(3)]
     run = Run(fail_at=(4,))
     with caplog.at_level(logging.WARNING):
@@ -224,7 +207,7 @@ def test_token_weights_stay_exact() -> None:
 
 @pytest.mark.parametrize(("largest", "found"), [(1000, 12), (11, 6), (5, 3), (2, 2), (1, 1)])
 def test_finds_the_largest_micro_batch_that_fits(largest: int, found: int) -> None:
-    """Search with fewer samples than the effective batch, and check that the search changes no state."""
+    """Search with fewer samples than the effective batch, and check that no state changes."""
     run = Run(largest=largest)
     run.train(1, [samples()])
     before, random = run.state(), torch.get_rng_state()

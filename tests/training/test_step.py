@@ -10,6 +10,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
+from gradients import gradients_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ TOLERANCE = 1e-12  # fp64; sums over samples are taken in another order
 
 
 class Run:
-    """A prepared model and optimizer, and the gradients that the steps gave the optimizer."""
+    """A run that keeps the gradients that its steps gave the optimizer."""
 
     def __init__(self, dtype: torch.dtype = torch.float64, **options: Any) -> None:
         self.accelerator = Accelerator(cpu=True, **options)
@@ -36,16 +37,12 @@ class Run:
         return train_step(self.accelerator, self.model, loss_fn or mean_loss, micro_batches, self.optimizer, **options)
 
     def whole(self, batch: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Return loss and gradient of one batch, by torch alone."""
+        """Return torch's own loss and gradient of one batch."""
         loss = mean_loss(self.model, batch)
         return loss.detach(), list(torch.autograd.grad(loss, list(self.model.parameters())))
 
     def parameters(self) -> list[Tensor]:
         return [parameter.detach().clone() for parameter in self.model.parameters()]
-
-
-def gradients_of(model: nn.Module) -> list[Tensor]:
-    return [parameter.grad.clone() for parameter in model.parameters()]
 
 
 def mean_loss(model: nn.Module, batch: Tensor) -> Tensor:
@@ -78,7 +75,7 @@ def failing(loss_fn: Callable[..., Tensor], at: int, error: BaseException) -> Ca
 @pytest.mark.parametrize("sizes", [[8], [4] * 2, [2] * 4, [1] * 8, [3, 3, 2], [5, 1, 1, 1]], ids=str)
 @pytest.mark.parametrize("accumulation_steps", [1, 3])
 def test_micro_batches_give_the_gradient_of_the_whole_batch(sizes: list[int], accumulation_steps: int) -> None:
-    """Compare for several numbers of accumulation steps, by which Accelerate divides."""
+    """Try several numbers of accumulation steps, by which Accelerate divides."""
     run = Run(gradient_accumulation_steps=accumulation_steps)
     loss, want = run.whole(samples())
     result = run.step(samples().split(sizes), weight_fn=len)
@@ -125,7 +122,7 @@ def test_the_tail_window_divides_by_its_own_count_where_accelerate_does_not() ->
 
 @pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
 def test_it_is_bitwise_the_plain_accelerate_loop_where_that_one_is_right(mixed_precision: str) -> None:
-    """Compare where Accelerate is right: equal micro-batches, a full window, and a power of two as the divisor."""
+    """Compare for equal micro-batches, a full window, and a power of two as the divisor."""
     run = Run(torch.float32, gradient_accumulation_steps=4, mixed_precision=mixed_precision)
     batches = samples(dtype=torch.float32).split(2)
     for batch in batches:
@@ -145,7 +142,7 @@ def test_clipping_is_once_for_the_whole_step() -> None:
 
 
 def test_what_weighs_nothing_is_left_out() -> None:
-    """Check a micro-batch of weight zero whose loss is NaN, as a mean over no tokens is."""
+    """Take a micro-batch of weight zero whose loss is NaN, as a mean over no tokens is."""
 
     def loss_fn(model: nn.Module, batch: Tensor) -> Tensor:
         return mean_loss(model, batch) * (float("nan") if batch[0, 0] == 0 else 1)
@@ -215,7 +212,7 @@ def test_the_scheduler_steps_with_the_optimizer() -> None:
 
 
 class ScaledRun(Run):
-    """A run in fp16, as on a GPU, with a loss scaler for the CPU."""
+    """A run in fp16 with a loss scaler for the CPU."""
 
     def __init__(self, init_scale: float) -> None:
         accelerator = Accelerator(cpu=True)
@@ -233,7 +230,7 @@ class ScaledRun(Run):
 
 
 def test_an_overflow_that_the_loss_scaler_finds_is_a_skipped_step() -> None:
-    """Check that overflows skip steps until the smallest scale, where the error names the gradient."""
+    """Skip steps until the smallest scale, where the error names the gradient."""
     run = ScaledRun(init_scale=4.0)
     batches = samples(dtype=torch.float32).split(4)
     result = run.step(batches, scheduler=run.scheduler, max_grad_norm=1.0)
@@ -254,7 +251,7 @@ def test_an_overflow_that_the_loss_scaler_finds_is_a_skipped_step() -> None:
 
 
 def test_a_scaled_gradient_is_the_plain_one() -> None:
-    """Compare up to the rounding of autocast in fp16; a scale that is a power of two rounds nothing."""
+    """Compare up to autocast's rounding in fp16; a scale that is a power of two rounds nothing."""
     run = ScaledRun(init_scale=2.0**10)
     batches = samples(dtype=torch.float32).split(4)
     for batch in batches:

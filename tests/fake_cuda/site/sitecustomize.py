@@ -1,7 +1,4 @@
-"""A start-up module, which Python imports if its folder is on PYTHONPATH: forked processes get the fake operators.
-
-The operators are installed when a forked process first uses CUDA, so that processes forked earlier can use CUDA too.
-"""
+"""Installs the fake operators at a forked process's first use of CUDA; Python imports this file from PYTHONPATH."""
 
 import os
 

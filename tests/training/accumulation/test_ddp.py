@@ -1,16 +1,18 @@
 """Tests of one process under DDP. tests/distributed/test_ddp_modes.py has steps of two processes."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin
-from torch import distributed, nn
+from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_memopt.training.accumulation.ddp import check_exchange_after_backward, check_first_window, check_not_joined
+
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 PLACES: dict[str, Callable[[nn.Module], list[object]]] = {
     "itself": lambda model: [model],
@@ -18,13 +20,6 @@ PLACES: dict[str, Callable[[nn.Module], list[object]]] = {
     "second of two": lambda model: [nn.ModuleList([nn.Linear(1, 1), model])],
     "beside a function": lambda model: [print, model],
 }
-
-
-@pytest.fixture(autouse=True)
-def one_rank() -> Iterator[None]:
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    yield
-    distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -11,8 +11,6 @@ from hf_memopt.training.accumulation.engine import apply, begin_window, check_en
 
 
 class Engine:
-    """A stand-in for DeepSpeed's engine."""
-
     def __init__(self, stage: int = 2, clipping: float = 0.0, norm: float | None = 2.0) -> None:
         self._stage, self._clipping, self._norm = stage, clipping, norm
         self.num_updates = 0

@@ -28,7 +28,7 @@ def fresh_accelerate() -> Iterator[None]:
 
 
 def sentences() -> dict[str, Tensor]:
-    """Return rows of several lengths. The first half has no loss on its first three labels, as on a prompt."""
+    """Return rows of several lengths; the first half has no loss on its first three labels, as on a prompt."""
     tokens = torch.randint(16, (4, 7), generator=torch.Generator().manual_seed(0))
     mask = torch.arange(7) < torch.tensor(LENGTHS)[:, None]
     labels = tokens.masked_fill(~mask, -100)
@@ -54,7 +54,6 @@ def sequence_classifier() -> Any:
 
 
 def gradients_of_a_step(model: nn.Module, step: Any) -> list[Tensor]:
-    """Return the gradients that a step gave the optimizer."""
     accelerator = Accelerator(cpu=True)
     found: list[Tensor] = []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -73,7 +72,7 @@ def loss_fn(model: nn.Module, batch: Any) -> Tensor:
 @pytest.mark.parametrize("make_model", [causal_lm, token_classifier, encoder_decoder, sequence_classifier])
 @pytest.mark.parametrize("how", ["train_step", "MicroBatcher"])
 def test_parts_of_several_lengths_have_the_gradient_of_the_whole(make_model: Any, how: str) -> None:
-    """Check transformers' own losses in micro-batches of 3 and 1 rows."""
+    """Compare transformers' own losses in micro-batches of 3 and 1 rows."""
     torch.manual_seed(0)
     model = make_model().double().eval()
     batch = sentences()
