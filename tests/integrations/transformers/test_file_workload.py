@@ -6,7 +6,8 @@ import trl_trainers
 import yaml
 from late_imports import LateModule
 
-from hf_memopt.estimate.estimate import _estimate, _repeated, simulate
+from hf_memopt.estimate import estimate_peak_memory
+from hf_memopt.estimate.estimate import _estimate, _repeated
 from hf_memopt.estimate.simulation.child_process import run_isolated
 
 argument_file = LateModule("hf_memopt.integrations.transformers.argument_file")
@@ -35,7 +36,7 @@ def workload(folder: Path, fields: dict[str, Any], num_layers: int = 2, width: i
 def test_equal_layers_are_simulated_once_with_the_bytes_of_all(tmp_path: Path) -> None:
     made = workload(tmp_path, SFT | ADAPTERS, num_layers=5)
     few, whole = made.as_given(), made.as_given()
-    expected = run_isolated(lambda: simulate(whole.setup, whole.step))
+    expected = estimate_peak_memory(whole.setup, whole.step)
     found = run_isolated(lambda: _estimate(_repeated(few.repeated, None), None))
     assert found.breakdown == expected.breakdown
     assert found.reserved_bytes == expected.reserved_bytes
@@ -45,7 +46,7 @@ def test_equal_layers_are_simulated_once_with_the_bytes_of_all(tmp_path: Path) -
 def test_a_few_layers_tell_what_offloading_the_inputs_of_all_does(tmp_path: Path) -> None:
     made = workload(tmp_path, {"per_device_train_batch_size": 8}, num_layers=9, width=WIDE, seq_len=64)
     few, whole = (made.simulated({"activations": "checkpointed, inputs offloaded"}, 8) for _ in range(2))
-    expected = run_isolated(lambda: simulate(whole.setup, whole.step, gpu="rtx4090"))
+    expected = estimate_peak_memory(whole.setup, whole.step, gpu="rtx4090")
     found = run_isolated(lambda: _estimate(_repeated(few.repeated, "rtx4090"), "rtx4090"))
     assert found.trace == expected.trace
     assert found.storage_kinds == expected.storage_kinds
@@ -57,8 +58,8 @@ def test_a_plan_of_what_is_offloaded_has_settled_after_the_simulated_steps(tmp_p
     made = workload(tmp_path, {"per_device_train_batch_size": 8}, width=WIDE, seq_len=64, effective_batch=16)
     step, again = (made.simulated({"activations": "offloaded where free"}, 8) for _ in range(2))
     assert (step.num_micro_batches, step.num_steps) == (2, 3)
-    found = run_isolated(lambda: simulate(step.setup, step.step, num_steps=3, gpu="rtx4090"))
-    longer = run_isolated(lambda: simulate(again.setup, again.step, num_steps=5, gpu="rtx4090"))
+    found = estimate_peak_memory(step.setup, step.step, num_steps=3, gpu="rtx4090")
+    longer = estimate_peak_memory(again.setup, again.step, num_steps=5, gpu="rtx4090")
     for name in ("peak_bytes", "reserved_bytes", "phases", "breakdown", "host_bytes"):
         assert getattr(found, name) == getattr(longer, name), name
     assert found.host_bytes > 2**20

@@ -12,9 +12,7 @@ from accelerate.state import AcceleratorState
 from counted_allocator import CountedAllocator
 from late_imports import LateModule
 
-from hf_memopt.estimate import MemoryEstimate
-from hf_memopt.estimate.estimate import simulate
-from hf_memopt.estimate.simulation.child_process import run_isolated
+from hf_memopt.estimate import MemoryEstimate, estimate_peak_memory
 
 estimates = LateModule("hf_memopt.integrations.transformers.trainer_estimate")
 batches = LateModule("hf_memopt.integrations.transformers.trainer_batches")
@@ -43,7 +41,7 @@ REAL: dict[str, Callable[[Path], Any]] = {
 @pytest.mark.parametrize("name", REAL)
 def test_it_holds_on_a_cpu_what_the_estimate_says(name: str, tmp_path: Path) -> None:
     make = REAL[name]
-    estimate = run_isolated(lambda: on_cpu(make(tmp_path)))
+    estimate = on_cpu(make(tmp_path))
     trainer = make(tmp_path)
     ahead = batches.num_bytes(next(iter(trainer.get_train_dataloader())))
     # On the CPU the batch that the dataloader has drawn ahead is in the same memory, beside a number or two.
@@ -52,7 +50,7 @@ def test_it_holds_on_a_cpu_what_the_estimate_says(name: str, tmp_path: Path) -> 
 
 def on_cpu(trainer: Any) -> MemoryEstimate:
     step = estimates.trainer_step(trainer, batches.largest_window(trainer, 8))
-    return simulate(step.setup, step.step, like="cpu")
+    return estimate_peak_memory(step.setup, step.step, like="cpu")
 
 
 def real_peak(trainer: Any) -> int:
@@ -83,7 +81,7 @@ def test_it_is_the_estimate_of_the_same_model_but_for_small_tensors(name: str, t
     found = estimates.estimate_trainer(trainer)
     model = huggingface.HuggingFaceModel(str(tmp_path / "config"), seq_len=64, effective_batch=4, **options)
     step = model.step_with(checkpointing, "off", 4)
-    expected = run_isolated(lambda: simulate(step.setup, step.step))
+    expected = estimate_peak_memory(step.setup, step.step)
     assert (found.phase, found.step, found.reserved_bytes) == (expected.phase, expected.step, expected.reserved_bytes)
     # Labels are a tensor of their own. Trainer keeps the sum of losses, the number of tokens and the divided loss.
     more = {"inputs": 4 * 64 * 8, "activations": 3 * BLOCK}
