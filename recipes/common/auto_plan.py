@@ -158,12 +158,12 @@ def apply_auto_plan(
     return options, make_accelerator(options), best
 
 
-def best_row(workload: Workload, card: str, process: Accelerator | PartialState) -> Row:
+def best_row(workload: Workload, card: str, state: Accelerator | PartialState) -> Row:
     """Return the plan's choice for a card, "auto" for the process's own. The main process plans, all follow."""
     # Each process would find the same, but planning takes seconds and all cores.
     found: list[Any] = [None]
-    if process.is_main_process:
-        result = plan(workload, gpu=card_of(process.device) if card == "auto" else card)
+    if state.is_main_process:
+        result = plan(workload, gpu=card_of(state.device) if card == "auto" else card)
         logger.info("Plan: %s", "\n  ".join([headline(result), *explain(result)]))
         found = [result.best]
     best: Row = broadcast_object_list(found)[0]

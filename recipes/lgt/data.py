@@ -198,7 +198,7 @@ class LatentBank:
         """Return as many rows at random whose style is another one."""
         count, first = self._counts[style], self._first[style]
         drawn = torch.randint(2**31, rows.shape, device=rows.device) % (len(self._styles) - count)
-        return torch.where(drawn < first, drawn, drawn + count)
+        return torch.where(drawn < first, drawn, drawn + count)  # rows of the style itself are skipped
 
     def micro_batches(self, window: list[Tensor], step: int, epsilon: float) -> list[Batch]:
         """Return one batch for each tensor of row numbers in `window`; with a gradient cache, parts of one batch."""

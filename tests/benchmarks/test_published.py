@@ -91,6 +91,7 @@ def median_size(shares: list[float]) -> float:
     return statistics.median(map(abs, shares))
 
 
+@pytest.mark.e2e
 def test_times_of_steps_that_the_fit_had_not_seen_are_close(times: Any, unseen: dict[str, float]) -> None:
     rows = [row for row in times.timed() if row.name in times.halves(times.timed())]
     assert len(rows) >= 200

@@ -117,6 +117,7 @@ def test_equal_layers_are_simulated_once(model: str, way: str, tmp_path: Path) -
     check(as_estimated(step) if (model, way) in NOT_REPEATED else repeated(step), whole(step))
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("model", "options"),
     [

@@ -33,6 +33,7 @@ def _program(*lines: Line, seed: int) -> Program:
 
 
 # The examples write through `.data` to the source of a recomputed tensor before it is saved or copied.
+@pytest.mark.e2e
 @settings(max_examples=60, phases=[Phase.explicit, Phase.generate, Phase.shrink], suppress_health_check=_CHECKS)
 @example(_program(_TANH, _WRITE, _SCALE, seed=1))
 @example(_program(_TANH, _WRITE, _LINEAR, _SCALE, seed=1))

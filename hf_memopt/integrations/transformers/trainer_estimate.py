@@ -115,10 +115,10 @@ def _refuse(trainer: Trainer) -> None:
     for name, is_on in unknown.items():
         if is_on:
             raise ValueError(f"{name} is not simulated; estimate a trainer without it, in one process")
-    _refuse_weights(trainer.model)
+    _refuse_unknown_weights(trainer.model)
 
 
-def _refuse_weights(model: nn.Module) -> None:
+def _refuse_unknown_weights(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         kind = type(parameter if type(parameter) is not nn.Parameter else parameter.data)
         if kind is not Tensor:

@@ -6,6 +6,7 @@ causal_lm_data = LateModule("hf_memopt.recipes.causal_lm.data")
 datasets = LateModule("datasets")
 
 
+@pytest.mark.e2e
 def test_the_default_corpus_is_pythons_documentation() -> None:
     documents = list(causal_lm_data.python_documentation())
     assert sum(map(len, documents)) > 1_000_000
