@@ -1,3 +1,4 @@
+import pytest
 from late_imports import LateModule
 
 from hf_memopt.recipes.causal_lm.options import parse
