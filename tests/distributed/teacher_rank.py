@@ -1,4 +1,4 @@
-"""Teachers of 32 MiB in each mode on the host, then one whose weights differ by rank, for test_teacher_ranks.py."""
+"""Teachers of 128 MiB in each mode on the host, then one whose weights differ by rank, for test_teacher_ranks.py."""
 
 import copy
 import gc
@@ -16,7 +16,7 @@ from hf_memopt.weights import OffloadedTeacher
 FILE = "/memfd:hf_memopt"
 
 
-def network(seed: int, width: int = 1024) -> nn.Module:
+def network(seed: int, width: int = 2048) -> nn.Module:
     torch.manual_seed(seed)
     return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(8))).eval().requires_grad_(False)
 
@@ -32,7 +32,7 @@ def pss_bytes() -> int:
     return int(bytes_now)
 
 
-def visit(mode: Any, width: int = 1024) -> dict[str, Any]:
+def visit(mode: Any, width: int = 2048) -> dict[str, Any]:
     module = network(0, width)
     x = torch.ones(1, width)
     want = module(x)
@@ -64,7 +64,8 @@ def refusal(module: nn.Module) -> str:
 def outcomes() -> dict[str, Any]:
     distributed.init_process_group("gloo")
     rank = distributed.get_rank()
-    visit("stream", width=8)  # pays for imports and buffers of the first use
+    for mode in ("swap", "stream"):
+        visit(mode, width=8)  # pays for imports, buffers, and pages that a forked process copies at first use
     different = copy.deepcopy(network(seed=0))
     different[3].weight[5, 7] += rank == 1
     return {

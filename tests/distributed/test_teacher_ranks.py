@@ -13,9 +13,10 @@ def test_all_processes_hold_one_copy(num_ranks: int) -> None:
     for mode in ("swap", "stream"):
         assert all(one[mode]["equal"] for one in seen)
         private_bytes = num_ranks * seen[0][mode]["weights_bytes"]
-        assert private_bytes == num_ranks * 32 * 2**20
+        assert private_bytes == num_ranks * 128 * 2**20
         # An unshared teacher would have a copy in each process.
         kept_bytes = private_bytes - sum(one[mode]["freed_bytes"] for one in seen)
+        # A rank may hold a few huge pages of 2 MiB more or less.
         assert kept_bytes <= (1 / num_ranks + 0.05) * private_bytes
         assert all(one[mode]["files"] for one in seen)
     for one in seen:
