@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from patience import HANG_S
+
 TESTS = Path(__file__).parent
 
 
@@ -102,6 +104,7 @@ def _fork(request: Mapping[str, Any], number: int) -> int:
 
 def _run(call: Call, request: Mapping[str, Any], file: Path) -> NoReturn:
     status = 1
+    signal.alarm(HANG_S)  # ends a call that hangs
     try:
         output = os.open(file.with_suffix(".output"), os.O_WRONLY | os.O_CREAT)
         for stream in (1, 2):
