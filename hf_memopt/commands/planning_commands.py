@@ -4,8 +4,8 @@ import argparse
 import gc
 import json
 import shlex
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,16 +16,26 @@ from hf_memopt.jobs.spec import CHOICES, DEFAULTS, FIELDS, JobSpec
 if TYPE_CHECKING:
     from hf_memopt.jobs import SettingsPlan, Workload
 
+_Groups = Sequence[tuple[str, Sequence[str]]]
+
 _TRAINING = (
     *("training_args", "task", "dtype", "quantize", "precision", "attention", "loss", "optimizer", "engine", "seq_len"),
     *("images_per_sample", "image_size", "freeze_vision_tower", "padding", "lora_rank", "lora_targets", "use_dora"),
     *("optimizer_in_backward", "max_grad_norm", "num_gpus"),
 )
+# The flags of each command, by the title of their group.
 _OF_ESTIMATE = (
-    *("recipe", "config", "set", "batch_size", "accumulation", "checkpointing", "offload"),
-    *("gpu", "check", "json", "timeline", "snapshot"),
+    ("", ("recipe", "config", "set")),
+    ("the step", ("batch_size", "accumulation")),
+    ("with a model", (*_TRAINING, "checkpointing", "offload")),
+    ("output", ("gpu", "check", "json", "timeline", "snapshot")),
 )
-_OF_PLAN = ("recipe", "config", "gpu", "host", "link", "effective_batch", "output", "explain", "json", "workers")
+_OF_PLAN = (
+    ("", ("recipe", "config", "gpu", "host", "link", "effective_batch")),
+    ("with a model", _TRAINING),
+    ("output", ("output", "explain", "json")),
+    ("", ("workers",)),
+)
 
 
 @contextmanager
@@ -47,12 +57,17 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
     _add_plan(commands)
 
 
-def _add_job(parser: argparse.ArgumentParser) -> None:
+def _add_job(parser: argparse.ArgumentParser, groups: _Groups) -> None:
     model = parser.add_mutually_exclusive_group()
     model.add_argument("model", nargs="?", default=argparse.SUPPRESS, **FIELDS["model"].options)
     model.add_argument("--model", default=argparse.SUPPRESS, metavar="MODEL", help="the same")
     add_spec(parser)
-    add_flags(parser, "recipe", "config")
+    for title, names in groups:
+        add_flags(parser.add_argument_group(title) if title else parser, *names)
+
+
+def _flags_named(parsed: argparse.Namespace, spec: JobSpec, groups: _Groups) -> AbstractContextManager[None]:
+    return flags_named(flags_in_errors(parsed, spec, [name for _, names in groups for name in names]))
 
 
 # --------------------------------------------------------------------------------------------------- estimate
@@ -68,18 +83,14 @@ def _add_estimate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
         epilog="example: hf-memopt estimate Qwen/Qwen3-8B --seq-len 8192 --precision bf16 --checkpointing full --gpu "
         "h100. The device context and the workspaces of cuDNN are not simulated; named allowances are added for them.",
     )
-    _add_job(parser)
-    add_flags(parser, "set")
-    add_flags(parser.add_argument_group("the step"), "batch_size", "accumulation")
-    add_flags(parser.add_argument_group("with a model"), *_TRAINING, "checkpointing", "offload")
-    add_flags(parser.add_argument_group("output"), "gpu", "check", "json", "timeline", "snapshot")
+    _add_job(parser, _OF_ESTIMATE)
     parser.set_defaults(run=_run_estimate)
 
 
 @_without_collecting()
 def _run_estimate(parsed: argparse.Namespace) -> int:
     spec = spec_of(parsed)
-    with flags_named(flags_in_errors(parsed, spec, (*_TRAINING, *_OF_ESTIMATE))):
+    with _flags_named(parsed, spec, _OF_ESTIMATE):
         return _estimate(spec)
 
 
@@ -154,18 +165,14 @@ def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         epilog="examples: hf-memopt plan --config recipes/configs/lgt.json --gpu 8GiB --output plans/lgt; "
         "hf-memopt plan Qwen/Qwen3-8B --seq-len 4096 --effective-batch 64 --gpu rtx4090 --lora-rank 16",
     )
-    _add_job(parser)
-    add_flags(parser, "gpu", "host", "link", "effective_batch")
-    add_flags(parser.add_argument_group("with a model"), *_TRAINING)
-    add_flags(parser.add_argument_group("output"), "output", "explain", "json")
-    add_flags(parser, "workers")
+    _add_job(parser, _OF_PLAN)
     parser.set_defaults(run=_run_plan)
 
 
 @_without_collecting()
 def _run_plan(parsed: argparse.Namespace) -> int:
     spec = spec_of(parsed)
-    with flags_named(flags_in_errors(parsed, spec, (*_TRAINING, *_OF_PLAN))):
+    with _flags_named(parsed, spec, _OF_PLAN):
         return _plan(spec)
 
 
