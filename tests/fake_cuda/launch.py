@@ -12,7 +12,7 @@ from fake_cuda.device import LIBRARIES
 
 TESTS = Path(__file__).parent.parent
 
-PRELOADED = ("fake_cuda.unseen", "pytest", "accelerate", "transformers.trainer", "hf_memopt")
+PRELOADED = ("benchmarks.blind", "pytest", "accelerate", "transformers.trainer", "hf_memopt")
 
 
 def environment(**settings: object) -> dict[str, str]:
