@@ -83,10 +83,10 @@ test-ranks: $(READY) ## two and more processes that train together; they need bo
 	$(PY) -m pytest -m "$(QUICK) and ranks"
 
 test-fake-gpu: $(READY) ## what a GPU would be needed for, on the fake CUDA runtime (Linux)
-	$(PYTEST) -m "$(QUICK) and fake_gpu" tests/test_fake_gpu.py
+	$(PYTEST) tests/test_fake_gpu.py
 
 test-canaries: $(READY) ## the behaviour of other libraries that we rely on, with the versions in constraints.txt
-	$(PYTEST) -m "$(QUICK) and canary" tests/canaries
+	$(PYTEST) tests/canaries
 
 test-all: test test-e2e test-ranks test-fake-gpu ## all of these but the canaries, which change with constraints.txt only
 

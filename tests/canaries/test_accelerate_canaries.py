@@ -5,7 +5,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils.memory import should_reduce_batch_size
@@ -16,8 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 STEP = "hf_memopt/training/step.py"
 MICRO_BATCH = "hf_memopt/training/micro_batch.py"
 GRADIENT_CACHE = "hf_memopt/training/gradient_cache.py"
-
-pytestmark = pytest.mark.canary
 
 
 def prepared(**options: Any) -> tuple[Accelerator, nn.Module, Any]:

@@ -26,8 +26,6 @@ from hf_memopt.autograd_state import (
     same_counter,
 )
 
-pytestmark = pytest.mark.canary
-
 
 def test_a_detached_alias_with_other_data_shares_the_version_counter() -> None:
     for tensor in (torch.randn(3), torch.randn(3, requires_grad=True) * 2, torch.nn.Parameter(torch.randn(3))):

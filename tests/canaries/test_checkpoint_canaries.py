@@ -20,8 +20,6 @@ from hf_memopt.activations.checkpointing.save_policies import HEAVY_OPS
 modeling_layers = LateModule("transformers.modeling_layers")
 
 
-pytestmark = pytest.mark.canary
-
 CHECKPOINTING = "hf_memopt/activations/checkpointing/selective.py"
 KEPT_OUTPUTS = "hf_memopt/activations/checkpointing/save_policies.py"
 

@@ -7,9 +7,6 @@ from late_imports import LateModule
 utils = LateModule("torch._dynamo.utils")
 
 
-pytestmark = pytest.mark.canary
-
-
 def test_the_limit_of_variants_is_a_setting_and_no_argument() -> None:
     with pytest.raises(TypeError, match="cache_size_limit"):
         torch.compile(torch.nn.Linear(1, 1), cache_size_limit=16)

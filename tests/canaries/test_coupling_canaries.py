@@ -22,8 +22,6 @@ lerobot_train = LateModule("lerobot.scripts.lerobot_train")
 pyarrow = LateModule("pyarrow")
 
 
-pytestmark = pytest.mark.canary
-
 KEY = "hf_memopt/lerobot/couplings/key.py"
 STORE = "hf_memopt/lerobot/couplings/store.py"
 

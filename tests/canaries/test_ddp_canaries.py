@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
-pytestmark = [pytest.mark.canary, pytest.mark.usefixtures("one_rank")]
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 DDP = "hf_memopt/training/accumulation/ddp.py"
 

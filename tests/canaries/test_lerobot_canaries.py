@@ -48,9 +48,6 @@ lerobot_runs = LateModule("lerobot_runs")
 dynamic_module_utils = LateModule("transformers.dynamic_module_utils")
 
 
-pytestmark = pytest.mark.canary
-
-
 def test_from_pretrained_takes_a_config_and_strict() -> None:
     with relied_on_by(CHECKPOINTS):
         parameters = inspect.signature(modeling_smolvla.SmolVLAPolicy.from_pretrained).parameters

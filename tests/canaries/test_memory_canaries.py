@@ -2,7 +2,6 @@
 
 import inspect
 
-import pytest
 import torch
 from late_imports import LateModule
 from reliance import relied_on_by
@@ -10,8 +9,6 @@ from reliance import relied_on_by
 transformers = LateModule("transformers")
 trainer_callback = LateModule("transformers.trainer_callback")
 
-
-pytestmark = pytest.mark.canary
 
 COUNTERS = "hf_memopt/memory/device_counters.py"
 CALLBACK = "callbacks/memory_logging.py"

@@ -24,8 +24,6 @@ models = LateModule("neuralop.models")
 training = LateModule("neuralop.training")
 
 
-pytestmark = pytest.mark.canary
-
 MODEL = "recipes/neural_operator/model.py"
 DATA = "recipes/neural_operator/data.py"
 LOOP = "recipes/train_neural_operator.py"

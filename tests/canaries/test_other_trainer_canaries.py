@@ -2,7 +2,6 @@
 
 import inspect
 
-import pytest
 import torch
 from late_imports import LateModule
 
@@ -10,8 +9,6 @@ strategies = LateModule("lightning.pytorch.strategies")
 loops = LateModule("lightning.pytorch.loops.optimization.automatic")
 connectors = LateModule("lightning.pytorch.trainer.connectors.logger_connector.logger_connector")
 gradcache = LateModule("sentence_transformers.base.losses.gradcache")
-
-pytestmark = pytest.mark.canary
 
 
 def test_lightning_asks_the_strategy_for_forward_and_loss_alone() -> None:

@@ -20,8 +20,6 @@ processor_pi0 = LateModule("lerobot.policies.pi0.processor_pi0")
 configuration_pi0 = LateModule("lerobot.policies.pi0.configuration_pi0")
 pi0_toys = LateModule("pi0_toys")
 
-pytestmark = pytest.mark.canary
-
 
 @pytest.fixture
 def policy(toy_vlm: Path) -> Iterator[Any]:

@@ -37,8 +37,6 @@ FAKE_MODE = "hf_memopt/estimate/simulation/fake_mode.py"
 RANKS = "hf_memopt/estimate/simulation/ranks/first_rank.py"
 UNKNOWNS = "hf_memopt/estimate/simulation/data_dependent.py"
 
-pytestmark = pytest.mark.canary
-
 # Overloads that Python reaches never or only by names of dimensions, or that call a listed overload. CUDA refuses
 # binary_cross_entropy under autocast, which the virtual accelerator runs.
 NOT_LISTED = {

@@ -21,8 +21,6 @@ UNKNOWNS = "hf_memopt/estimate/simulation/data_dependent.py"
 WEIGHTS = "hf_memopt/estimate/simulation/device.py"
 PLAN = "recipes/reflow/workload.py"
 
-pytestmark = pytest.mark.canary
-
 
 @pytest.mark.parametrize("loss", [F.mse_loss, F.smooth_l1_loss, F.binary_cross_entropy, F.soft_margin_loss])
 def test_reduced_losses_keep_the_memory_of_each_element(loss: Callable[..., torch.Tensor]) -> None:

@@ -29,8 +29,6 @@ FILES = "hf_memopt/checkpoint/files.py"
 STATES = "hf_memopt/checkpoint/states.py"
 BATCHES = "hf_memopt/checkpoint/batches.py"
 
-pytestmark = pytest.mark.canary
-
 
 @pytest.fixture
 def saved(tmp_path: Path) -> tuple[Accelerator, Path]:

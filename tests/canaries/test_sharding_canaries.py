@@ -8,8 +8,6 @@ from torch.distributed.tensor import DTensor
 
 from hf_memopt.training.accumulation.rank_exchange import drop_gradients
 
-pytestmark = pytest.mark.canary
-
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])

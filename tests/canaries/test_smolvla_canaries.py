@@ -19,9 +19,6 @@ lerobot_train = LateModule("lerobot.scripts.lerobot_train")
 cache_utils = LateModule("transformers.cache_utils")
 
 
-pytestmark = pytest.mark.canary
-
-
 @pytest.fixture(scope="module")
 def policy(toy_teacher: Path) -> modeling_smolvla.SmolVLAPolicy:
     return modeling_smolvla.SmolVLAPolicy.from_pretrained(toy_teacher, strict=True)

@@ -15,9 +15,6 @@ tuners_utils = LateModule("peft.tuners.tuners_utils")
 other = LateModule("peft.utils.other")
 
 
-pytestmark = pytest.mark.canary
-
-
 class Seen(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()

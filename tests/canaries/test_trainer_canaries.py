@@ -23,8 +23,6 @@ ATTACH = "callbacks/attach.py"
 CALLBACK = "callbacks/offloading.py"
 EVERY_TRAINER = "callbacks/every_trainer.py"
 
-pytestmark = pytest.mark.canary
-
 
 class Regression(nn.Module):
     def __init__(self, events: list[str] | None = None) -> None:

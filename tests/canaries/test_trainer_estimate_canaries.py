@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
@@ -16,8 +15,6 @@ transformers = LateModule("transformers")
 
 SIMULATED = "hf_memopt/integrations/transformers/simulated_trainer.py"
 BATCHES = "hf_memopt/integrations/transformers/trainer_batches.py"
-
-pytestmark = pytest.mark.canary
 
 
 def trainer(folder: Path, **options: Any) -> Any:
