@@ -42,7 +42,7 @@ def imports(root: Path = ROOT) -> dict[str, set[str]]:
     files = modules(root)
     edges = {}
     for name, file in files.items():
-        found = {_longest(target, files) for target in _imported(ast.parse(file.read_text()))}
+        found = {_longest(target, files) for target in imported(ast.parse(file.read_text()))}
         edges[name] = found - {"", name}
     return edges
 
@@ -98,7 +98,8 @@ def public_classes(file: Path) -> list[str]:
     return [node.name for node in tree.body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
 
 
-def _imported(tree: ast.AST) -> Iterator[str]:
+def imported(tree: ast.AST) -> Iterator[str]:
+    """Yield the modules and names that a file imports by their full names."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

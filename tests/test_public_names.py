@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from structure import ROOT, modules
+from structure import ROOT, imported, modules
 
 import hf_memopt
 
@@ -96,7 +96,7 @@ def test_users_are_told_of_public_names_alone() -> None:
     ],
 )
 def test_a_private_import_is_found(code: str, path: str) -> None:
-    assert [*_imports(code)] == [path]
+    assert _imports(code) == [path]
     assert path not in PATHS
 
 
@@ -116,12 +116,8 @@ def _code(page: Path) -> Iterator[tuple[str, str]]:
         yield from ((file.name, "".join(cell["source"])) for cell in cells if cell["cell_type"] == "code")
 
 
-def _imports(code: str) -> Iterator[str]:
-    for node in ast.walk(ast.parse(code)):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name.partition(".")[0] == "hf_memopt")
-        elif isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] == "hf_memopt":
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+def _imports(code: str) -> list[str]:
+    return [path for path in imported(ast.parse(code)) if path.partition(".")[0] == "hf_memopt"]
 
 
 def _sentences(file: Path) -> Iterator[str]:

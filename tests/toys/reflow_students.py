@@ -84,6 +84,16 @@ def gradients(policy: SmolVLAReflowPolicy) -> dict[str, Tensor]:
     return {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}
 
 
+def second_step(policy: Any, batch: dict[str, Tensor], noise: Tensor, time: Tensor) -> list[Tensor]:
+    """Return loss and gradients of the second of two equal steps: a streamed teacher's first visit is watched."""
+    for _ in range(2):
+        policy.zero_grad()
+        loss, _ = policy(batch, noise=noise, time=time)
+        loss.backward()
+        policy.update()
+    return [loss.detach(), *gradients(policy).values()]
+
+
 def target(policy: SmolVLAReflowPolicy, batch: dict[str, Tensor], noise: Tensor) -> Tensor:
     """Return the teacher's target of a noise."""
     return policy.generate_reflow_target(*observe(policy, batch).arguments(), noise)
