@@ -99,7 +99,7 @@ class StopOnNonFiniteCallback(TrainerCallback):
 
 
 def _is_finite_everywhere(parameters: Iterable[nn.Parameter], device: torch.device) -> bool:
-    """Whether all gradients are finite; all ranks have to call this together."""
+    """Return whether all gradients are finite; all ranks have to call this together."""
     gradients = [local_values(parameter.grad) for parameter in parameters if parameter.grad is not None]
     gradients = [gradient for gradient in gradients if gradient.numel()]
     largest = torch.nn.utils.get_total_norm(gradients, math.inf)

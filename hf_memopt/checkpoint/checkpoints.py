@@ -81,7 +81,7 @@ class Checkpoints:
 
     @property
     def has_latest(self) -> bool:
-        """Whether there is a checkpoint to resume from, valid or not."""
+        """Return whether there is a checkpoint to resume from, valid or not."""
         return files.has_latest(self.folder)
 
     def save(self, step: int, position: dict[str, Any]) -> Path:

@@ -144,7 +144,7 @@ def _names(card: Card) -> Iterator[str]:
 
 
 def _is_size(card: Card, gigabytes: int) -> bool:
-    """Whether a card is sold with this size; it reports up to an eighth less."""
+    """Return whether a card is sold with this size; it reports up to an eighth less."""
     return 7 / 8 * gigabytes < card.memory_bytes / GIB < gigabytes
 
 

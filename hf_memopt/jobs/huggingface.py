@@ -85,7 +85,7 @@ class HuggingFaceModel(ModelOptions):
 
     @property
     def _treats_layers_differently(self) -> bool:
-        """Whether equal layers do not repeat each other: their memory is freed in another order."""
+        """Return whether equal layers do not repeat each other: their memory is freed in another order."""
         # DDP cuts buckets across layers; FSDP2 gathers and frees otherwise at the ends, and DeepSpeed looks far ahead.
         differs = self.optimizer in WITH_TABLES or self.optimizer_in_backward or self.quantize == "int8"
         return differs or self.num_gpus > 1

@@ -129,7 +129,7 @@ class _Search:
         return min(max(guess, fitting + 1), failing - 1)
 
     def _is_needless(self, settings: Settings) -> bool:
-        """Whether a combination that spends no more in any respect fits with the largest micro-batch."""
+        """Return whether a combination that spends no more in any respect fits with the largest micro-batch."""
         ranks = self._ranks(settings)
         return any(
             row.fits

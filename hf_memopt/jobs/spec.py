@@ -168,7 +168,7 @@ class JobSpec:
 
     @property
     def is_of_recipe(self) -> bool:
-        """Whether a recipe trains, rather than the trainer of a file or a model."""
+        """Return whether a recipe trains, rather than the trainer of a file or a model."""
         return self.training_args is None and (self.recipe or self.config) is not None
 
 

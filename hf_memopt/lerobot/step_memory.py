@@ -31,7 +31,7 @@ class PhaseMemory:
 
     @property
     def has_counters(self) -> bool:
-        """Whether the figures are of device memory; otherwise they are of host memory."""
+        """Return whether the figures are of device memory; otherwise they are of host memory."""
         return self._counters is not None
 
     def mark(self, phase: str) -> None:

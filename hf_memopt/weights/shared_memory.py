@@ -20,7 +20,7 @@ class _Claim(NamedTuple):
 
 
 class _Offer(NamedTuple):
-    """Where a machine's first rank has put the weights: a file of memory that has no name."""
+    """The memory into which a machine's first rank has put the weights: a file that has no name."""
 
     process: int
     file: int

@@ -68,7 +68,7 @@ def writing_to(folder: str | Path, accelerator: Accelerator) -> Iterator[None]:
 
 @dataclass
 class Progress:
-    """How far training has come, and the figures on the way; goes into checkpoints."""
+    """The progress of training and the figures on the way; goes into checkpoints."""
 
     num_updates: int = 0
     history: History = field(default_factory=list)

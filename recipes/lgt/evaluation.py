@@ -1,4 +1,4 @@
-"""How well `train_lgt.py` transfers style: translated latents, their distances to style and content, and pictures."""
+"""Measurements of transferred style: translated latents, their distances to style and content, and pictures."""
 
 from pathlib import Path
 

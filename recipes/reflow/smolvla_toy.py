@@ -143,7 +143,7 @@ def _write_processor(output: Path, tokenizer: PreTrainedTokenizerFast, shape: VL
 
 @dataclass(frozen=True)
 class Scene:
-    """Where things stand, in the square from -1 to 1. Each point is `(x, y)`."""
+    """The places of things in the square from -1 to 1. Each point is `(x, y)`."""
 
     start: FloatArray
     goal: FloatArray

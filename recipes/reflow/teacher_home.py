@@ -1,4 +1,4 @@
-"""Where a run's teacher lives, found by simulating the run's own batch before its first step."""
+"""The home of a run's teacher, found by simulating the run's own batch before its first step."""
 
 import logging
 import os

@@ -36,7 +36,7 @@ def window_bytes(window: CopyWindow, offloaded_sizes: list[int]) -> tuple[int, i
 
 
 class Thresholds(NamedTuple):
-    """Where a plan changes its mind, each from 0 to 1 and counted in bytes; see `search._Search._threshold_plan`."""
+    """Rank thresholds, 0 to 1 in bytes, at which a plan changes its action; see `search._Search._threshold_plan`."""
 
     recompute_early: float
     recompute_late: float

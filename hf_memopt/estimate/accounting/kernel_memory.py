@@ -77,6 +77,6 @@ def _scatter_bytes(mask: Tensor, result: Tensor) -> int:
 
 
 def _adds_a_bias(bias: Tensor, left: Tensor, right: Tensor) -> bool:
-    """Whether `addmm` runs cuBLASLt: one number for each column, and no side of length 1."""
+    """Return whether `addmm` runs cuBLASLt: one number for each column, and no side of length 1."""
     is_row: bool = bias.dim() == 1 and bias.is_contiguous() and bias.shape[0] == right.shape[1]
     return is_row and min(*left.shape, *right.shape) > 1

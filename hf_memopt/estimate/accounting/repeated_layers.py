@@ -28,7 +28,7 @@ class NotRepeatedError(Exception):
 
 @dataclass(frozen=True)
 class Layers:
-    """Where a model's repeated layers are.
+    """The place of a model's repeated layers.
 
     Attributes:
         name: name of the list of modules that they are in, such as "model.layers".
@@ -177,7 +177,7 @@ def _runs(history: AllocationHistory, layers: Layers) -> list[_Run]:
 
 
 def _is_late(history: AllocationHistory, layers: Layers, before: _Run, run: _Run) -> bool:
-    """Whether something of a group goes only now, after its neighbour's run, with another group's."""
+    """Return whether something of a group goes only now, after its neighbour's run, with another group's."""
     if before.phase != run.phase or before.group is None or run.group is None:
         return False
     in_pass = history.changes[run.begin].phase in (FORWARD, BACKWARD)

@@ -70,7 +70,7 @@ def num_true(value: Tensor) -> int:
 
 
 def _follows(function: Any, args: Any, kwargs: Any) -> bool:
-    """Whether the values of all arguments are known, and nothing else decides on the result."""
+    """Return whether the values of all arguments are known, and nothing else decides on the result."""
     tensors = list(_tensors([*args, *kwargs.values()]))
     if not tensors:
         on_host = torch.device(kwargs.get("device") or "cpu").type == "cpu"
@@ -101,7 +101,7 @@ def _tensors(args: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _is_real(tensor: Tensor) -> bool:
-    """Whether a tensor was just made of Python's numbers."""
+    """Return whether a tensor was just made of Python's numbers."""
     return not isinstance(tensor, FakeTensor) and tensor.device.type == "cpu"
 
 

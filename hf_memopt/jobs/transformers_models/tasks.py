@@ -57,7 +57,7 @@ class Task:
 
     @property
     def has_equal_layers(self) -> bool:
-        """Whether a configuration with fewer layers can be made: not for several models in one."""
+        """Return whether a configuration with fewer layers can be made: not for several models in one."""
         return not self.image_options
 
     def describe(self, config: Any, sample: Sample) -> str:

@@ -1,1 +1,1 @@
-"""How good a student is with few Euler steps."""
+"""Measurements of a student with few Euler steps."""

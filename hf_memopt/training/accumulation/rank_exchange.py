@@ -1,4 +1,4 @@
-"""How the ranks of an Accelerator exchange gradients and figures."""
+"""The exchange of gradients and figures among the ranks of an Accelerator."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager

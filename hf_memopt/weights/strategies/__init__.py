@@ -1,1 +1,1 @@
-"""Where a teacher's weights are between and during its visits to the device, one strategy a module."""
+"""The homes of a teacher's weights between and during its visits to the device, one strategy a module."""

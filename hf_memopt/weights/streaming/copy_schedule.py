@@ -32,7 +32,7 @@ class Block:
 
     @property
     def stays(self) -> bool:
-        """Whether this is a hot block: read again and again, and kept meanwhile."""
+        """Return whether this is a hot block: read again and again, and kept meanwhile."""
         return self.evict_at is not None
 
 

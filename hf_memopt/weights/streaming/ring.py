@@ -12,7 +12,7 @@ from hf_memopt.weights.streaming.copy_schedule import Block
 
 @dataclass(frozen=True)
 class _Layout:
-    """Where a block's weights lie in its slot, and where in host memory they come from.
+    """The places of a block's weights in its slot and in host memory.
 
     Attributes:
         num_bytes: of the block.
