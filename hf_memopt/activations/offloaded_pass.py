@@ -37,7 +37,7 @@ from hf_memopt.activations.stats import OffloadCounters
 from hf_memopt.autograd_state import NO_BACKWARD, current_backward, may_be_cast_of_frozen_weight, next_node
 from hf_memopt.uncompiled import uncompiled
 
-# Bytes that may wait for their copy to the host before compute has to, as a multiple of the largest storage seen. Two
+# Bytes that may wait for their copy from the device before compute has to, as a multiple of the largest storage seen. Two
 # let one copy run while the next tensor is computed.
 _STORAGES_IN_FLIGHT = 2
 _UNFORESEEN = -1
@@ -267,20 +267,22 @@ class OffloadedPass:
     def _offload(
         self, tensor: Tensor, index: int, *, is_private: bool = False, is_pending: bool = False
     ) -> LiveStorage:
-        """Start copying a storage to the host, or keep it where the host has no room.
+        """Start copying a storage to a lower memory, or keep it where none has room.
 
         The model may go on to write to a private one; a pending one waits until the model has let go of it.
         """
         device = self.device
-        block = None if is_pending else device.arena.acquire(tensor.untyped_storage().nbytes())
-        if block is None and not is_pending:
+        memory = self.plan.memories[index] if self.plan is not None and 0 <= index < len(self.plan.memories) else 0
+        storage = tensor.untyped_storage()
+        place = None if is_pending else device.acquire(storage.nbytes(), storage, memory)
+        if place is None and not is_pending:
             return OwnCopy(tensor, device, index) if is_private else KeptStorage(tensor, device, index)
-        place = tensor, device, index, block, self._prefetcher, is_private
-        storage = TracedStorage(*place, self._owner(index)) if self._is_traced else OffloadedStorage(*place)
-        self._movable.append(weakref.ref(storage))
+        options = tensor, device, index, place, self._prefetcher, is_private, memory
+        offloaded = TracedStorage(*options, self._owner(index)) if self._is_traced else OffloadedStorage(*options)
+        self._movable.append(weakref.ref(offloaded))
         if not is_pending:
-            self._leave(storage)
-        return storage
+            self._leave(offloaded)
+        return offloaded
 
     def _leave(self, storage: OffloadedStorage) -> None:
         self.device.bytes_moved += storage.num_copied_bytes
@@ -430,3 +432,4 @@ class OffloadedPass:
             self.recorder.end_backward(self.ended)
         if self._on_end:
             self._on_end(self)
+        self.device.raise_failure()

@@ -1,8 +1,9 @@
-"""Moves saved activations to host memory and back in time for backward."""
+"""Moves saved activations to host memory or a disk, and back in time for backward."""
 
 import functools
 import gc
 import logging
+import os
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -25,8 +26,11 @@ from hf_memopt.activations.stats import OffloadCounters, OffloadStats
 from hf_memopt.activations.wrapped_module import WrappedModule
 from hf_memopt.autograd_state import forget_failed_backward
 from hf_memopt.ranges import COUNT_OR_ZERO, NOT_NEGATIVE
-from hf_memopt.transfer import Copier, SyncCopier, copier_for
+from hf_memopt.transfer import Copier, SyncCopier
 from hf_memopt.transfer.backends import backend_of
+from hf_memopt.transfer.host_memory import map_large_blocks
+from hf_memopt.transfer.memories_below import memories_below
+from hf_memopt.transfer.scratch_file import ScratchFile
 from hf_memopt.uncompiled import graph_break, uncompiled
 from hf_memopt.units import GIB, MIB
 
@@ -36,15 +40,17 @@ PlannersByDevice = dict[torch.device, PassPlanner]
 
 MODES = ("auto", "all", "inputs")
 _HOST_SHARE = 0.9
-_HOST_MEMORY = ("cpu", "mps", "meta")
 _NOTHING_TO_MOVE = (
-    "nothing is moved: on a CPU saved activations are in host memory already. To try it there, give the copier that "
-    "performs every copy on a CPU too: ActivationOffloader(copier=hf_memopt.SyncCopier())"
+    "nothing is moved: saved activations are in host memory already. disk=FOLDER moves them to a disk. To try offloading "
+    "on a CPU, give the copier that performs every copy there too: ActivationOffloader(copier=hf_memopt.SyncCopier())"
 )
 
 
 class ActivationOffloader:
-    """Moves tensors that autograd saves for backward to host memory, exactly, and brings them back ahead of their use.
+    """Moves tensors that autograd saves for backward down a memory, exactly, and brings them back ahead of their use.
+
+    That memory is the host's and, with `disk`, a file below it. Where a device computes in host memory, as a CPU does,
+    the file is the only one, and budgets are in RAM.
 
     Gradients are bitwise those of the plain run: each storage is copied once, byte for byte, however many views of it
     are saved, and views come back with their strides, offsets and lazy conjugation; a storage that is computed again
@@ -62,8 +68,12 @@ class ActivationOffloader:
         max_slowdown: mode "auto" without a budget. The smallest peak whose predicted step takes at most this share
             longer than the plain one; on an accelerator without room for it, the fastest plan that fits, and if none
             does everything is offloaded.
-        host_budget_gib: host memory to use at most; storages without room there stay on the device. None: nine tenths
-            of the memory available when the first tensor is offloaded.
+        host_budget_gib: host memory to use at most; storages without room there go to the disk, or stay on the device.
+            None: nine tenths of the memory available when the first tensor is offloaded.
+        disk: a folder on a local disk, for a file that never has a name and goes with the process. Above all each step
+            writes to it: `report()` says how much. On a device with memory of its own, a quarter of the host's budget,
+            at most 4 GiB, is for bytes on their way, and larger storages do not go.
+        disk_budget_gib: length of the file at most. None: no limit but the disk's.
         mode: "all" offloads every storage above the threshold. "inputs" offloads the inputs of regions under activation
             checkpointing and nothing else. "auto" records the first two passes, offloading everything, and plans from
             the second pass on which storages to keep, to offload and to compute again.
@@ -80,7 +90,8 @@ class ActivationOffloader:
     `OutOfMemoryError` in a planned pass makes the next plan smaller. Parallel threads need an offloader each.
 
     Raises:
-        ValueError: an option is out of range, or set without the mode that reads it.
+        ValueError: an option is out of range, or set without the mode that reads it; `disk` is no folder.
+        DiskError: from a context or a backward: the file could not be made, read or written. The next step tries again.
         InfeasibleBudgetError: from the second `offload_context` on: the budget cannot be met; says which could. Each
             rank decides alone, and its error names it.
 
@@ -100,23 +111,32 @@ class ActivationOffloader:
         max_slowdown: float = 0.03,
         host_budget_gib: float | None = None,
         mode: str = "auto",
+        disk: str | os.PathLike[str] | None = None,
+        disk_budget_gib: float | None = None,
         skip: Skip = (),
         copier: Copier | None = None,
     ) -> None:
         self._options = {name: value for name, value in locals().items() if name != "self"}
-        for field in ("offload_threshold_mb", "budget_gib", "max_slowdown", "host_budget_gib"):
+        for field in ("offload_threshold_mb", "budget_gib", "max_slowdown", "host_budget_gib", "disk_budget_gib"):
             NOT_NEGATIVE.check(field, self._options[field])
         COUNT_OR_ZERO.check("prefetch_ahead", prefetch_ahead)
         if mode not in MODES:
             raise ValueError(f"mode={mode!r} is unknown; use one of {', '.join(MODES)}")
         if budget_gib is not None and mode != "auto":
             raise ValueError(f'budget_gib={budget_gib} needs mode="auto"; mode={mode!r} makes no plan')
+        if disk is not None and not os.path.isdir(disk):
+            raise ValueError(f"disk={os.fspath(disk)!r} is no folder; name one on a local disk with room for activations")
+        if disk is None and disk_budget_gib is not None:
+            raise ValueError(f"disk_budget_gib={disk_budget_gib} needs disk, the folder that it is for")
         self.enabled, self.mode = enabled, mode
         self._threshold_bytes = max(1, round(offload_threshold_mb * MIB))
         self._pin_memory = pin_memory
         self._skip = SkippedModules(skip)
         self._given_copier = copier
-        self._limits = OffloadLimits(_bytes(budget_gib), max_slowdown, prefetch_ahead, _bytes(host_budget_gib))
+        self._limits = OffloadLimits(_bytes(budget_gib), max_slowdown, prefetch_ahead)
+        self._host_budget_bytes = _bytes(host_budget_gib)
+        self._disk, self._disk_budget_bytes = disk, _bytes(disk_budget_gib)
+        self._file: ScratchFile | None = None
         self._devices: dict[torch.device, DeviceState | None] = {}
         self._planners: weakref.WeakKeyDictionary[nn.Module, dict[torch.device, PassPlanner]] = (
             weakref.WeakKeyDictionary()
@@ -142,6 +162,8 @@ class ActivationOffloader:
             yield self
             return
         self._drop_what_failed()
+        for device in filter(None, self._devices.values()):
+            device.raise_failure()
         fixed = storages_of(model)
         owner, begun = self._open_pass() or (self._key(model), None)
         if begun is None:
@@ -180,6 +202,8 @@ class ActivationOffloader:
         """Return the bytes moved so far, and the newest pass beside its plan."""
         self._drop_what_failed()
         devices = [device for device in self._devices.values() if device is not None]
+        hosts = [memory for device in devices for memory in device.lower if memory.name == "host"]
+        disks = [memory for device in devices for memory in device.lower if memory.name == "disk"]
         ended = self._ended
         plan = ended.plan if ended else None
         return OffloadStats(
@@ -188,10 +212,13 @@ class ActivationOffloader:
             bytes_recomputed=self._counters.bytes_recomputed,
             bytes_weights=self._counters.bytes_weights,
             bytes_deduplicated=self._counters.bytes_deduplicated,
-            host_bytes_live=sum(device.arena.bytes_live for device in devices),
-            host_bytes_pinned=sum(device.arena.bytes_held for device in devices),
-            num_host_allocations=sum(device.arena.num_allocations for device in devices),
-            stall_ms=sum(device.copier.stall_ms() for device in devices),
+            host_bytes_live=sum(memory.bytes_live for memory in hosts),
+            host_bytes_pinned=sum(memory.bytes_held for memory in hosts),
+            num_host_allocations=sum(memory.num_allocations for memory in hosts),
+            disk_bytes_live=sum(memory.bytes_live for memory in disks),
+            disk_bytes_held=sum(memory.bytes_held for memory in disks),
+            disk_bytes_written=self._file.bytes_written if self._file is not None else 0,
+            stall_ms=sum(device.stall_ms() for device in devices),
             predicted_peak_gib=plan.predicted_peak_bytes / GIB if plan else None,
             measured_peak_gib=ended.peak_bytes / GIB if ended else None,
             predicted_step_ms=1e3 * plan.predicted_step_s if plan else None,
@@ -202,6 +229,7 @@ class ActivationOffloader:
         """Return the actions of the newest plans by kind of module; printed, it is a table."""
         if self._devices and not any(self._devices.values()):
             return OffloadReport((), _NOTHING_TO_MOVE)
+        wear = "" if self._file is None else self._file.wear()
         plans = tuple(
             plan_report(planner.plan, planner.recording.owners, planner.recording.sizes)
             for planners in self._planners.values()
@@ -213,7 +241,7 @@ class ActivationOffloader:
         if not plans and newest is not None and newest.plan is not None and newest.recording is not None:
             plans = (plan_report(newest.plan, newest.recording.owners, newest.recording.sizes),)
         none_yet = f"no plan yet (mode={self.mode!r}): the offloader makes it from recorded passes"
-        return OffloadReport(plans, "" if plans else none_yet)
+        return OffloadReport(plans, "" if plans else none_yet, wear)
 
     def __reduce__(self) -> Any:
         # Memory, streams and recordings belong to one process's graphs. Modules to skip are arguments, so that a copied
@@ -223,8 +251,8 @@ class ActivationOffloader:
         return functools.partial(_with_skip, **options), (skip,)
 
     def _drop_what_failed(self) -> None:
-        """Give back the host memory of a backward that raised."""
-        if any(device is not None and device.arena.bytes_live for device in self._devices.values()):
+        """Give back the memory of a backward that raised."""
+        if any(device is not None and device.bytes_live for device in self._devices.values()):
             forget_failed_backward()
 
     def _rests(self, model: nn.Module | None) -> bool:
@@ -310,8 +338,16 @@ class ActivationOffloader:
             logger.info("activation offloading: no saved tensor reaches offload_threshold_mb=%g", threshold_mb)
 
     def _host_bytes(self, device: torch.device) -> int:
-        budget_bytes = self._limits.host_budget_bytes
-        return round(_HOST_SHARE * backend_of(device).free_host_bytes()) if budget_bytes is None else budget_bytes
+        if self._host_budget_bytes is not None:
+            return self._host_budget_bytes
+        return round(_HOST_SHARE * backend_of(device).free_host_bytes())
+
+    def _scratch_file(self) -> ScratchFile | None:
+        """Return the file on the disk, of which an offloader has one for all devices."""
+        if self._file is None and self._disk is not None:
+            self._file = ScratchFile(self._disk, self._disk_budget_bytes)
+            logger.info("activation offloading: %s", self._file.summary())
+        return self._file
 
     def _state_of(self, device: torch.device) -> DeviceState | None:
         if device not in self._devices:
@@ -320,13 +356,14 @@ class ActivationOffloader:
                 raise ValueError(
                     f"copier=SyncCopier() copies memory of the CPU alone, but tensors are on {device}; leave copier out"
                 )
-            if copier is None and device.type not in _HOST_MEMORY:
-                copier = copier_for(device, pin_memory=self._pin_memory)
-            if copier is None and device.type == "cpu":
-                logger.info("activation offloading: %s", _NOTHING_TO_MOVE)
-            elif copier is None:
-                logger.warning("activation offloading: nothing to do on %s, which computes in host memory", device.type)
-            self._devices[device] = None if copier is None else DeviceState(device, copier, self._host_bytes(device))
+            lower, clock = memories_below(
+                device, copier, self._pin_memory, self._host_bytes(device), self._scratch_file()
+            )
+            if not lower:
+                logger.log(logging.INFO if device.type == "cpu" else logging.WARNING, "activation offloading: %s", _NOTHING_TO_MOVE)
+            elif device.type == "cpu" and self._file is not None:
+                map_large_blocks(self._threshold_bytes)
+            self._devices[device] = DeviceState(device, lower, clock) if lower else None
         return self._devices[device]
 
 

@@ -77,8 +77,8 @@ class PassPlanner:
         self._wants_plain = False
         self._num_operations: Mapping[Any, int] = {}
         self._ran_out = False
-        # Recording leaves an oversized arena. trim() must run twice: to start counting free blocks, and to drop those
-        # that a planned pass never took.
+        # Recording leaves more memory below than is needed. trim() must run twice: to start counting free blocks, and to
+        # drop those that a planned pass never took.
         self._trims_left = 2
 
     @property
@@ -162,7 +162,7 @@ class PassPlanner:
             self._compare(this_pass, self.plan)
         if not self.is_recording and not self._wants_plain and self._trims_left:
             self._trims_left -= 1
-            self._device.arena.trim()
+            self._device.trim()
 
     def break_off(self, ran_out: bool) -> None:
         """Note that an exception has ended a context; where memory ran out, later plans hold less."""
@@ -255,7 +255,7 @@ class PassPlanner:
         if excess_s and self._num_corrections < _MAX_CORRECTIONS:
             logger.info("activation offloading: compute waited %.1f ms longer than predicted", 1e3 * excess_s)
             self._num_corrections += 1
-            self._maker.note_slow_link()
+            self._maker.note_slow_copies()
             self._replan()
         else:
             self._judge(self._times.compare_planned(ended))
@@ -265,7 +265,7 @@ class PassPlanner:
         if recording is not None:
             self.recording = recording
             self._replan()
-            self._trims_left = 2  # it may need less host memory
+            self._trims_left = 2  # it may need less memory below the device
 
     def _judge(self, slowdown: float | None) -> None:
         """Plan for less where passes take longer than `max_slowdown` allows, by the share `slowdown`."""
@@ -287,7 +287,7 @@ class PassPlanner:
             self._replan()
         elif self._num_reductions < _MAX_REDUCTIONS:
             self._num_reductions += 1
-            # The smallest stay: the host takes as long to copy a small one as a large one.
+            # The smallest stay: to start the copy of a small one takes as long as that of a large one.
             self.recording = offloading_fewer(self.recording, self.plan.actions, share)
             self._replan()
         else:

@@ -126,5 +126,5 @@ class PassTimes:
         return scaled(recording, computed_s / expected_s)
 
     def _newly_stalled_s(self) -> float:
-        before, self._stalled_ms = self._stalled_ms, self._device.copier.stall_ms()
+        before, self._stalled_ms = self._stalled_ms, self._device.stall_ms()
         return 1e-3 * (self._stalled_ms - before)

@@ -5,15 +5,15 @@ from dataclasses import dataclass
 
 from hf_memopt.activations.device_room import DeviceRoom
 from hf_memopt.activations.planner.offload_plan import InfeasibleBudgetError, OffloadPlan, make_plan
-from hf_memopt.activations.planner.profile import Link, Profile
+from hf_memopt.activations.planner.profile import Profile
 from hf_memopt.activations.saved_tensors.device_state import DeviceState
 from hf_memopt.memory.ranks import rank_among_several
-from hf_memopt.transfer.link import measure_link
+from hf_memopt.transfer.tier import Tier
 from hf_memopt.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
-_SLOWER_LINK = 0.8
+_SLOWER = 0.8
 # Share that a plan may hold of the one with which the device ran out of memory, or nearly did.
 _SMALLER = 0.7
 
@@ -25,7 +25,6 @@ class OffloadLimits:
     budget_bytes: int | None
     max_slowdown: float
     prefetch_ahead: int
-    host_budget_bytes: int | None
 
 
 class PlanMaker:
@@ -34,7 +33,8 @@ class PlanMaker:
     def __init__(self, device: DeviceState, limits: OffloadLimits, room: DeviceRoom | None) -> None:
         self.limit_bytes: int | None = None
         self._device, self._limits, self._room = device, limits, room
-        self._link: Link | None = None
+        # The memories below the device, once they have been measured.
+        self._tiers: tuple[Tier, ...] = ()
         # A limit that the device has been seen not to grant.
         self._out_of_reach_bytes: int | None = None
         # Bytes that passes planned for the limit have held beyond it.
@@ -46,8 +46,8 @@ class PlanMaker:
 
     def make(self, profile: Profile, is_first: bool) -> OffloadPlan | None:
         """Return a plan, None without room for one; an `InfeasibleBudgetError` if the first cannot meet the budget."""
-        if self._link is None:
-            self._link = Link(*measure_link(self._device.copier, self._device.clock))
+        if not self._tiers:
+            self._tiers = tuple(memory.tier(self._device.clock) for memory in self._device.lower)
         self.limit_bytes = self._find_limit()
         plan = self._make_for_budget(profile, is_first) if self.has_budget else self._make_for_device(profile)
         if plan is not None:
@@ -84,12 +84,9 @@ class PlanMaker:
         )
         return True
 
-    def note_slow_link(self) -> None:
+    def note_slow_copies(self) -> None:
         """Note that copies take longer than measured, beside the model's compute."""
-        assert self._link is not None
-        self._link = Link(
-            _SLOWER_LINK * self._link.to_host_bytes_per_s, _SLOWER_LINK * self._link.to_device_bytes_per_s
-        )
+        self._tiers = tuple(tier.slower(_SLOWER) for tier in self._tiers)
 
     def _find_limit(self) -> int | None:
         limit_bytes = self._limits.budget_bytes
@@ -120,13 +117,11 @@ class PlanMaker:
     def _make(
         self, profile: Profile, *, budget_bytes: int | None = None, device_limit_bytes: int | None = None
     ) -> OffloadPlan:
-        assert self._link is not None
         return make_plan(
             profile,
-            self._link,
+            self._tiers,
             budget_bytes=budget_bytes,
             max_slowdown=self._limits.max_slowdown,
             prefetch_ahead=self._limits.prefetch_ahead,
-            host_budget_bytes=self._limits.host_budget_bytes,
             device_limit_bytes=device_limit_bytes,
         )

@@ -9,13 +9,16 @@ class OffloadStats:
 
     Attributes:
         bytes_kept: saved tensors left on the device, by view, without the model's weights.
-        bytes_moved: copied to the host, of each storage as far as saved tensors show it.
+        bytes_moved: copied from the device, of each storage as far as saved tensors show it.
         bytes_recomputed: left to be computed again, by storage.
         bytes_weights: saved weights, buffers, other leaves that require grad and autocast's copies, by view, not moved.
         bytes_deduplicated: saved views whose storage had been copied already.
         host_bytes_live: host memory that graphs hold now; 0 once none is alive.
         host_bytes_pinned: host memory in use or kept for the next step.
         num_host_allocations: grows in the first steps only.
+        disk_bytes_live: of the disk's file, in use by graphs now; 0 once none is alive.
+        disk_bytes_held: length of that file.
+        disk_bytes_written: to that file so far.
         stall_ms: time for which compute waited for copies.
         predicted_peak_gib: device memory that saved activations hold at most, by plan; None without one.
         measured_peak_gib: the same, counted; None before the first backward is over.
@@ -31,6 +34,9 @@ class OffloadStats:
     host_bytes_live: int
     host_bytes_pinned: int
     num_host_allocations: int
+    disk_bytes_live: int
+    disk_bytes_held: int
+    disk_bytes_written: int
     stall_ms: float
     predicted_peak_gib: float | None
     measured_peak_gib: float | None

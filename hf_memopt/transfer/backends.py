@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_memopt.transfer.clock import Clock, HostClock, StreamClock
+from hf_memopt.transfer.clock import Clock, HostClock, StreamClock, WallClock
 from hf_memopt.transfer.copier import Copier, StreamCopier, SyncCopier
 from hf_memopt.transfer.host_memory import available_bytes, mapped_on_cuda
 
@@ -39,7 +39,8 @@ class DeviceBackend:
 
 _ACCELERATOR = DeviceBackend()
 _CPU = DeviceBackend(lambda device, pin, purpose: SyncCopier(), lambda device: HostClock(), is_unlimited=True)
-_REGISTERED = {"cpu": _CPU}
+_MPS = DeviceBackend(lambda device, pin, purpose: SyncCopier(device), lambda device: WallClock(), is_unlimited=True)
+_REGISTERED = {"cpu": _CPU, "mps": _MPS}
 
 # All `tensor_class`es; subclasses need more in general. A set of its own, as it is asked for every tensor saved.
 PLAIN_TYPES: set[type[Tensor]] = {Tensor}

@@ -1,6 +1,7 @@
 """Time as the compute stream sees it, replaceable in tests."""
 
 import time
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -30,6 +31,35 @@ class HostClock:
 
     def elapsed_s(self, start: float, end: float) -> float:
         return max(0.0, end - start)  # a backward may run in another thread
+
+
+class WaitingClock:
+    """Marks in the CPU time of the thread and its time of waiting, as `waited_s` counts it, without other processes."""
+
+    def __init__(self, waited_s: Callable[[], float]) -> None:
+        self._waited_s = waited_s
+
+    def mark(self) -> float:
+        return time.thread_time() + self._waited_s()
+
+    def reached(self, mark: float) -> bool:
+        return True
+
+    def elapsed_s(self, start: float, end: float) -> float:
+        return max(0.0, end - start)
+
+
+class WallClock:
+    """Marks in the host's time, for a device whose copies the host waits for."""
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def reached(self, mark: float) -> bool:
+        return True
+
+    def elapsed_s(self, start: float, end: float) -> float:
+        return max(0.0, end - start)
 
 
 class StreamClock:

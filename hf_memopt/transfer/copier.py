@@ -29,8 +29,26 @@ class Transfer(Protocol):
     def wait(self) -> None:
         """Order all later work of the current compute stream after the copy, and of the one that it was submitted on.
 
-        May be called more than once, on other streams too. The host goes on at once. When it raises, the copy is over.
+        May be called more than once, on other streams too, and raises each time if the copy has failed. When it raises,
+        the copy is over.
         """
+
+
+class StreamEvent(Protocol):
+    """A moment of the device."""
+
+    def query(self) -> bool:
+        """Return whether it is known to be over."""
+
+    def synchronize(self) -> None:
+        """Have the host wait until it is over."""
+
+
+class DeviceCopy(Transfer, Protocol):
+    """A copy between device and host, which the host goes on beside; `finished` is its end."""
+
+    @property
+    def finished(self) -> StreamEvent: ...
 
 
 @runtime_checkable
@@ -57,10 +75,10 @@ class Copier(Protocol):
     def release(self, buffer: Tensor) -> None:
         """Announce that the work submitted so far is the last that reads `buffer`."""
 
-    def to_device(self, source: Tensor, destination: Tensor) -> Transfer:
+    def to_device(self, source: Tensor, destination: Tensor) -> DeviceCopy:
         """Start copying host memory to device memory of the same shape and dtype."""
 
-    def to_host(self, source: Tensor, destination: Tensor) -> Transfer:
+    def to_host(self, source: Tensor, destination: Tensor) -> DeviceCopy:
         """Start copying device memory to host memory of the same shape and dtype."""
 
     def stall_ms(self) -> float:
@@ -68,9 +86,10 @@ class Copier(Protocol):
 
 
 class SyncCopier:
-    """Copies at once, on the CPU: the copier of machines without an accelerator, and the reference for all others."""
+    """Copies at once, while the host waits: on the CPU, where it is the reference for all others, or on `device`."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.device = torch.device(device)
         self.bytes_to_device = 0
         self.bytes_to_host = 0
         self._stall_s = 0.0
@@ -79,23 +98,23 @@ class SyncCopier:
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     def empty_device(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8)
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
     def release(self, buffer: Tensor) -> None:
         """Do nothing: memory returns to the allocator with its last reference."""
 
-    def to_device(self, source: Tensor, destination: Tensor) -> Transfer:
+    def to_device(self, source: Tensor, destination: Tensor) -> DeviceCopy:
         self.bytes_to_device += source.nbytes
         return self._copy(source, destination)
 
-    def to_host(self, source: Tensor, destination: Tensor) -> Transfer:
+    def to_host(self, source: Tensor, destination: Tensor) -> DeviceCopy:
         self.bytes_to_host += source.nbytes
         return self._copy(source, destination)
 
     def stall_ms(self) -> float:
         return 1e3 * self._stall_s
 
-    def _copy(self, source: Tensor, destination: Tensor) -> Transfer:
+    def _copy(self, source: Tensor, destination: Tensor) -> DeviceCopy:
         start = time.perf_counter()
         destination.copy_(source)
         self._stall_s += time.perf_counter() - start
@@ -103,19 +122,21 @@ class SyncCopier:
 
 
 class _Finished:
-    def wait(self) -> None:
-        """Do nothing: the copy was over before its transfer existed."""
+    """A copy that was over before its transfer existed."""
+
+    def wait(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None: ...
+
+    @property
+    def finished(self) -> StreamEvent:
+        return self
 
 
 _FINISHED = _Finished()
-
-
-class StreamEvent(Protocol):
-    def query(self) -> bool:
-        pass
-
-    def synchronize(self) -> None:
-        pass
 
 
 class HostBuffersInFlight:
@@ -186,11 +207,11 @@ class StreamCopier:
     def release(self, buffer: Tensor) -> None:
         """Do nothing: the allocator reuses memory in the order of the compute stream."""
 
-    def to_device(self, source: Tensor, destination: Tensor) -> Transfer:
+    def to_device(self, source: Tensor, destination: Tensor) -> DeviceCopy:
         self.bytes_to_device += source.nbytes
         return self._copy(source, destination, self._stream_to_device)
 
-    def to_host(self, source: Tensor, destination: Tensor) -> Transfer:
+    def to_host(self, source: Tensor, destination: Tensor) -> DeviceCopy:
         self.bytes_to_host += source.nbytes
         return self._copy(source, destination, self._stream_to_host)
 
@@ -205,7 +226,7 @@ class StreamCopier:
             self._stall_ms += before.elapsed_time(after)
         return self._stall_ms
 
-    def _copy(self, source: Tensor, destination: Tensor, stream: torch.Stream) -> Transfer:
+    def _copy(self, source: Tensor, destination: Tensor, stream: torch.Stream) -> DeviceCopy:
         # Looked up at every use: the caller may have entered another stream since the last copy.
         compute = torch.accelerator.current_stream(self.device)
         if compute != self._compute:
@@ -260,7 +281,7 @@ class _StreamTransfer:
     def __init__(
         self, copier: StreamCopier, finished: torch.Event, owner: torch.Stream, memory: Tensor, is_read: bool
     ) -> None:
-        self._copier, self._finished, self._owner, self._is_read = copier, finished, owner, is_read
+        self._copier, self.finished, self._owner, self._is_read = copier, finished, owner, is_read
         self._memory: Tensor | None = memory
         self._ordered: list[torch.Stream] = []
 
@@ -270,7 +291,7 @@ class _StreamTransfer:
             return
         for stream in (compute, self._owner):
             if stream not in self._ordered:
-                self._copier._order_after(self._finished, stream)
+                self._copier._order_after(self.finished, stream)
                 self._ordered.append(stream)
         if not self._is_read:
             self._memory = None

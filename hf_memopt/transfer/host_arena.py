@@ -3,21 +3,28 @@
 import logging
 import time
 import weakref
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, Protocol
 
 from torch import Tensor
 
-from hf_memopt.transfer.copier import Copier
 from hf_memopt.units import format_bytes, format_ms
 
 logger = logging.getLogger(__name__)
 
-# For every dtype and every copy.
+# Enough for every dtype and every copy.
 _ALIGNMENT = 64
 # Times the largest need, taken once sizes have turned out to change.
 _HEADROOM = 1.125
 # Memory held beyond this many times the need is given back.
 _SLACK = 1.5
+
+
+class HostAllocator(Protocol):
+    """The part of `Copier` that host memory comes from."""
+
+    def empty_host(self, num_bytes: int) -> Tensor: ...
+
+    def release(self, buffer: Tensor) -> None: ...
 
 
 class HostHoldings(NamedTuple):
@@ -50,15 +57,18 @@ class HostArena:
     the largest need, and nothing more is taken once needs have ceased to grow.
 
     Args:
-        copier: allocates the regions, pinned where it can.
+        allocator: a copier, which gives pinned memory where it can.
         budget_bytes: limit of the memory held; None, no limit.
+        alignment: blocks begin at multiples of it, counted from the beginning of a region.
     """
 
     _of_process: ClassVar[weakref.WeakSet["HostArena"]] = weakref.WeakSet()
     _num_of_process: ClassVar[int] = 0
 
-    def __init__(self, copier: Copier, budget_bytes: int | None = None) -> None:
-        self._copier = copier
+    def __init__(
+        self, allocator: HostAllocator, budget_bytes: int | None = None, alignment: int = _ALIGNMENT
+    ) -> None:
+        self._allocator, self._alignment = allocator, alignment
         self._budget_bytes = budget_bytes
         self._regions: dict[Region, Tensor] = {}
         # Free blocks by size; they become extents when another size is asked for.
@@ -94,7 +104,7 @@ class HostArena:
 
     def release(self, block: Tensor) -> None:
         """Take back a block. Destructors call this at any moment, in the arena's methods or the backward thread too."""
-        self._copier.release(block)
+        self._allocator.release(block)
         num_bytes = block.nbytes
         self.bytes_live -= num_bytes
         self._blocks.setdefault(num_bytes, []).append(block)
@@ -130,7 +140,7 @@ class HostArena:
 
     def _cut(self, num_bytes: int) -> Tensor | None:
         self._join()
-        size = _aligned(num_bytes)
+        size = self._aligned(num_bytes)
         extent = min((each for each in self._extents if each.num_bytes >= size), key=_num_bytes, default=None)
         is_scattered = self._sizes_change and len(self._regions) > 1
         if extent is None or (is_scattered and self.bytes_live == 0):
@@ -167,14 +177,14 @@ class HostArena:
         self._sizes_change = self._sizes_change or bool(free)
         if self._sizes_change:
             peak_bytes = max(self._peak_bytes, self._recent_peak_bytes, self.bytes_live + size)
-            wanted = max(size, free_bytes, _aligned(round(_HEADROOM * peak_bytes) - rest_bytes))
+            wanted = max(size, free_bytes, self._aligned(round(_HEADROOM * peak_bytes) - rest_bytes))
         if self._budget_bytes is not None:
-            wanted = min(wanted, (self._budget_bytes - rest_bytes) // _ALIGNMENT * _ALIGNMENT)
+            wanted = min(wanted, (self._budget_bytes - rest_bytes) // self._alignment * self._alignment)
         if wanted < size:
             return None
         self._drop(free)
         begun = time.perf_counter()
-        region = self._copier.empty_host(wanted)
+        region = self._allocator.empty_host(wanted)
         self._new_s += time.perf_counter() - begun
         self._new_bytes += wanted
         self.num_allocations += 1
@@ -190,7 +200,10 @@ class HostArena:
         # Regions may lie side by side in one storage of the copier's.
         storage, start = block.untyped_storage()._cdata, int(block.storage_offset())
         base = max(region.base for region in self._regions if region.storage == storage and region.base <= start)
-        return Extent(Region(storage, base), start, _aligned(block.nbytes))
+        return Extent(Region(storage, base), start, self._aligned(block.nbytes))
+
+    def _aligned(self, num_bytes: int) -> int:
+        return -(-num_bytes // self._alignment) * self._alignment
 
     def _free_regions(self) -> list[Extent]:
         return [extent for extent in self._extents if extent.num_bytes == self._regions[extent.region].nbytes]
@@ -200,10 +213,6 @@ class HostArena:
             self._extents.remove(extent)
             del self._regions[extent.region]
             self.bytes_held -= extent.num_bytes
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _num_bytes(extent: Extent) -> int:

@@ -6,8 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hf_memopt.activations.planner.profile import Action, Link, Profile, count_needs
+from hf_memopt.activations.planner.memories import Memories
+from hf_memopt.activations.planner.profile import Action, Profile, count_needs
 from hf_memopt.activations.planner.simulator import Timeline, simulate
+from hf_memopt.transfer.tier import Tier
 
 # A candidate that beats a front member of equal or smaller peak by a smaller share of the step is ignored.
 _FRONT_STEP_TOLERANCE = 1e-3
@@ -46,9 +48,13 @@ class Thresholds(NamedTuple):
 
 @dataclass(eq=False)
 class Candidate:
-    """A simulated plan: an `Action` for each storage (as bytes: quick to copy, compare and change), and its cost."""
+    """A simulated plan: an `Action` for each storage (as bytes: quick to copy, compare and change), and its cost.
+
+    `memories` has the number of the tier that each storage goes to if it is offloaded.
+    """
 
     actions: bytes
+    memories: bytes
     window: CopyWindow
     in_flight_bytes: int
     prefetch_bytes: int
@@ -103,17 +109,15 @@ class ParetoFront:
 
 
 class Trials:
-    """Simulates plans, each once and at most `num_left`, and remembers them; none that exceeds the host budget."""
+    """Simulates plans, each once and at most `num_left`, and remembers them; none that exceeds the tiers' budgets."""
 
-    def __init__(
-        self, profile: Profile, link: Link, prefetch_ahead: int, host_budget_bytes: int | None, num_left: int
-    ) -> None:
-        self.profile, self.link = profile, link
+    def __init__(self, profile: Profile, tiers: Sequence[Tier], prefetch_ahead: int, num_left: int) -> None:
+        self.profile, self.tiers = profile, tiers
+        self._memories = Memories(profile, tiers)
         self.windows = windows(prefetch_ahead)
         self.num_left = num_left
         self.front = ParetoFront()
         self.candidates: list[Candidate] = []
-        self._host_budget_bytes = math.inf if host_budget_bytes is None else host_budget_bytes
         self._known: dict[tuple[bytes, int, int], Candidate] = {}
         storages = list(enumerate(profile.storages))
         self._only_sources = [index for index, s in storages if not s.uses_s and s.freed_s is None]
@@ -123,7 +127,7 @@ class Trials:
         return [candidate for candidate in self.candidates if limits.allow(candidate)]
 
     def evaluate(self, actions: bytes, window: CopyWindow, thresholds: Thresholds | None = None) -> Candidate | None:
-        """Return the plan, simulated unless it is known; None if it needs too much host memory or no try is left."""
+        """Return the plan, simulated unless it is known; None if the tiers have no room or no try is left."""
         actions = self._normalised(actions)
         in_flight, prefetch = window_bytes(window, self._offloaded(actions))
         return self._simulated(actions, window, in_flight, prefetch, thresholds)
@@ -163,15 +167,27 @@ class Trials:
         key = (actions, in_flight, prefetch)
         if key in self._known:
             return self._known[key]
-        if self.num_left == 0 or sum(self._offloaded(actions)) > self._host_budget_bytes:
-            return None
-        self.num_left -= 1
-        timeline = simulate(self.profile, actions, self.link, in_flight_bytes=in_flight, prefetch_bytes=prefetch)
-        candidate = Candidate(actions, window, in_flight, prefetch, timeline, thresholds)
-        self._known[key] = candidate
-        self.candidates.append(candidate)
-        self.front.add(candidate)
-        return candidate
+        tried = []
+        for memories in self._memories.assignments(actions):
+            if self.num_left == 0:
+                break
+            self.num_left -= 1
+            timeline = simulate(
+                self.profile,
+                actions,
+                self.tiers,
+                in_flight_bytes=in_flight,
+                prefetch_bytes=prefetch,
+                memories=memories,
+            )
+            tried.append(Candidate(actions, memories, window, in_flight, prefetch, timeline, thresholds))
+        # Memory is given up in host order, so that all have the same peak.
+        best = min(tried, key=lambda candidate: candidate.step_s, default=None)
+        if best is not None:
+            self._known[key] = best
+            self.candidates.append(best)
+            self.front.add(best)
+        return best
 
     def _offloaded(self, actions: bytes) -> list[int]:
         return [size for size, action in zip(self.profile.sizes, actions, strict=True) if action == _OFFLOAD]

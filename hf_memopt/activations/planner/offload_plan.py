@@ -7,19 +7,23 @@ front (`search`). Every candidate is simulated (`simulator`). Predicted steps th
 plain step are equally fast: the difference could not be measured. A budget selects from the plans that fit, and memory
 that is left is used to copy less (`refinement`).
 
+Storages beyond the budget of the nearest memory go to the next one (`memories`).
+
 Recomputing by time per byte and hiding copies under compute is Capuchin's idea (Peng et al., ASPLOS 2020); choosing
 offloading and recomputation together, with an optimum for chains, is POFO's (Beaumont et al., NeurIPS 2021). Unlike
 them this takes any lifetimes and sources, decides for each storage, and models how memory is given up in host order.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from hf_memopt.activations.planner.candidates import Candidate, Limits, Trials
-from hf_memopt.activations.planner.profile import Action, Link, Profile, count_needs
+from hf_memopt.activations.planner.profile import Action, Profile, count_needs
 from hf_memopt.activations.planner.refinement import moved_bytes, polish, time_class
 from hf_memopt.activations.planner.search import search_plans
+from hf_memopt.transfer.tier import Tier
 from hf_memopt.units import GIB, format_bytes
 
 
@@ -65,16 +69,19 @@ class OffloadPlan:
     """An action for each storage, and their predicted cost.
 
     Attributes:
-        in_flight_bytes: bytes that may wait for their copy to the host before compute waits too.
+        memories: the number of the memory below the device that each storage goes to if it is offloaded.
+        in_flight_bytes: bytes that may wait for their copy from the device before compute waits too.
         prefetch_bytes: bytes that backward fetches ahead of the storage in use.
         reload_order: offloaded storages in the order in which backward first needs them.
         predicted_peak_bytes: the most that saved storages hold of the device.
         predicted_step_s: forward and backward with stalls and recomputation.
         plain_step_s: the same step with everything kept.
         stall_s: compute waiting for copies.
+        disk_bytes: of the offloaded ones, those that go to a disk.
     """
 
     actions: tuple[Action, ...]
+    memories: tuple[int, ...]
     in_flight_bytes: int
     prefetch_bytes: int
     reload_order: tuple[int, ...]
@@ -86,6 +93,7 @@ class OffloadPlan:
     kept_bytes: int
     offloaded_bytes: int
     recomputed_bytes: int
+    disk_bytes: int
 
     @property
     def slowdown(self) -> float:
@@ -94,22 +102,27 @@ class OffloadPlan:
 
     def summary(self) -> str:
         return (
-            f"saved activations: {format_bytes(self.kept_bytes)} kept, {format_bytes(self.offloaded_bytes)} offloaded, "
-            f"{format_bytes(self.recomputed_bytes)} recomputed; predicted peak "
+            f"saved activations: {format_bytes(self.kept_bytes)} kept, {format_bytes(self.offloaded_bytes)} offloaded"
+            f"{self._to_disk()}, {format_bytes(self.recomputed_bytes)} recomputed; predicted peak "
             f"{format_bytes(self.predicted_peak_bytes)}, step {1e3 * self.predicted_step_s:.1f} ms "
             f"(+{100 * self.slowdown:.1f} %: {1e3 * self.recompute_s:.1f} ms recomputing, "
             f"{1e3 * self.stall_s:.1f} ms waiting for copies)"
         )
 
+    def _to_disk(self) -> str:
+        if not self.disk_bytes:
+            return ""
+        is_all = self.disk_bytes == self.offloaded_bytes
+        return " to disk" if is_all else f" ({format_bytes(self.disk_bytes)} of it to disk)"
+
 
 def make_plan(
     profile: Profile,
-    link: Link,
+    tiers: Sequence[Tier],
     *,
     budget_bytes: int | None,
     max_slowdown: float,
     prefetch_ahead: int,
-    host_budget_bytes: int | None = None,
     device_limit_bytes: int | None = None,
 ) -> OffloadPlan:
     """Return the fastest plan that fits a budget or, without one, the smallest that is fast enough.
@@ -120,23 +133,22 @@ def make_plan(
 
     Args:
         profile: saves and uses of one training step.
-        link: measured bandwidths.
+        tiers: the memories below the device, nearest first, with their budgets and measured bandwidths.
         budget_bytes: bytes that saved storages may hold of the device at any time. None: see `max_slowdown`.
         max_slowdown: without a budget, the accepted increase of step time, as a fraction of the plain step.
         prefetch_ahead: backward fetches ahead at most so many times the largest offloaded storage.
-        host_budget_bytes: bytes that may be offloaded in all. None, no limit.
         device_limit_bytes: without a budget, the room of the device: the fastest plan that fits, if that would not.
 
     Raises:
         InfeasibleBudgetError: no plan fits the budgets, or the device.
     """
-    trials = search_plans(profile, link, prefetch_ahead, host_budget_bytes)
+    trials = search_plans(profile, tiers, prefetch_ahead)
     if budget_bytes is not None:
-        return _plan(profile, _fastest(trials, budget_bytes))
+        return _plan(trials, _fastest(trials, budget_bytes))
     smallest = _smallest(trials, (1 + max_slowdown) * profile.step_s)
     if device_limit_bytes is not None and smallest.peak_bytes > device_limit_bytes:
-        return _plan(profile, _fastest(trials, device_limit_bytes, is_device_limit=True))
-    return _plan(profile, smallest)
+        return _plan(trials, _fastest(trials, device_limit_bytes, is_device_limit=True))
+    return _plan(trials, smallest)
 
 
 def _fastest(trials: Trials, budget_bytes: int, *, is_device_limit: bool = False) -> Candidate:
@@ -162,14 +174,17 @@ def _smallest(trials: Trials, max_step_s: float) -> Candidate:
     return min(trials.within(limits), key=lambda c: (c.peak_bytes, *moved_bytes(trials.profile, c), c.step_s))
 
 
-def _plan(profile: Profile, candidate: Candidate) -> OffloadPlan:
-    timeline = candidate.timeline
+def _plan(trials: Trials, candidate: Candidate) -> OffloadPlan:
+    profile, timeline = trials.profile, candidate.timeline
     num_bytes = dict.fromkeys(Action, 0)
     needs = count_needs(profile, candidate.actions)
     for storage, action, count in zip(profile.storages, candidate.actions, needs, strict=True):
         num_bytes[Action(action)] += storage.num_bytes if count or storage.freed_s is not None else 0
+    on_disk = [tier.name == "disk" for tier in trials.tiers]
+    offloaded = [index for index, action in enumerate(candidate.actions) if action == Action.OFFLOAD]
     return OffloadPlan(
         actions=tuple(Action(action) for action in candidate.actions),
+        memories=tuple(candidate.memories),
         in_flight_bytes=candidate.in_flight_bytes,
         prefetch_bytes=candidate.prefetch_bytes,
         reload_order=timeline.reload_order,
@@ -181,4 +196,5 @@ def _plan(profile: Profile, candidate: Candidate) -> OffloadPlan:
         kept_bytes=num_bytes[Action.KEEP],
         offloaded_bytes=num_bytes[Action.OFFLOAD],
         recomputed_bytes=num_bytes[Action.RECOMPUTE],
+        disk_bytes=sum(profile.sizes[index] for index in offloaded if on_disk[candidate.memories[index]]),
     )

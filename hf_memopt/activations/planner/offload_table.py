@@ -41,13 +41,16 @@ class OffloadReport:
     Attributes:
         plans: the newest one for each model and device that has one.
         note: why there is none; empty where there is one.
+        wear: bytes written to a disk so far, and in a day at that rate; empty without a disk.
     """
 
     plans: tuple[PlanReport, ...]
     note: str = ""
+    wear: str = ""
 
     def __str__(self) -> str:
-        return "\n\n".join(map(str, self.plans)) or self.note
+        plans = "\n\n".join(map(str, self.plans)) or self.note
+        return f"{plans}\n{self.wear}" if self.wear else plans
 
 
 def plan_report(plan: OffloadPlan, owners: Sequence[str], sizes: Sequence[int]) -> PlanReport:

@@ -38,7 +38,7 @@ class SavedStorage:
         sources: indices of the storages that recomputing it reads.
         freed_s: when its memory goes if it is kept. None: with its last need, as in a backward that frees its graph.
             Otherwise it was never used, or its graph was retained.
-        can_offload: whether it may go to the host.
+        can_offload: whether it may leave the device.
     """
 
     num_bytes: int
@@ -128,19 +128,6 @@ class Profile:
     @cached_property
     def use_order(self) -> list[int]:
         return list(dict.fromkeys(index for _, kind, index in self.events if kind == EventKind.USE))
-
-
-@dataclass(frozen=True)
-class Link:
-    """Measured bandwidth between device and host, each direction while the other is busy too."""
-
-    to_host_bytes_per_s: float
-    to_device_bytes_per_s: float
-
-    def __post_init__(self) -> None:
-        for name in ("to_host_bytes_per_s", "to_device_bytes_per_s"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}; measure the link again")
 
 
 def count_needs(profile: Profile, actions: Sequence[int]) -> list[int]:

@@ -1,11 +1,12 @@
 """The search for plans, over all budgets at once, from a grid of thresholds along the front of peak and time."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 
 from hf_memopt.activations.planner.candidates import Candidate, CopyWindow, Thresholds, Trials
-from hf_memopt.activations.planner.profile import Action, Link, Profile
+from hf_memopt.activations.planner.profile import Action, Profile
+from hf_memopt.transfer.tier import Tier
 
 _CHOICES = _KEEP, _OFFLOAD, _RECOMPUTE = tuple(int(action) for action in Action)
 _STEPS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -31,11 +32,11 @@ _WORTH_FILLING = 2e-3
 Move = Callable[[Candidate], None]
 
 
-def search_plans(profile: Profile, link: Link, prefetch_ahead: int, host_budget_bytes: int | None = None) -> Trials:
+def search_plans(profile: Profile, tiers: Sequence[Tier], prefetch_ahead: int) -> Trials:
     """Return plans for every budget, not knowing the device's: a larger one never leads to a slower plan."""
     wanted = min(_NUM_PLANS + _PLANS_PER_STORAGE * len(profile.storages), _MAX_PLANS)
     num_plans = min(wanted, _MAX_EVENTS // max(1, len(profile.events)))
-    trials = Trials(profile, link, prefetch_ahead, host_budget_bytes, max(_MIN_PLANS, num_plans))
+    trials = Trials(profile, tiers, prefetch_ahead, max(_MIN_PLANS, num_plans))
     _Search(trials).run()
     return trials
 
@@ -60,8 +61,7 @@ class _Search:
         self._lifetime_ranks = _byte_ranks(self._profile, [-index for _, index in sorted(lifetimes)])
 
         self._spread_ranks = _byte_ranks(self._profile, sorted(range(len(storages)), key=_spread))
-        link = trials.link
-        self._s_per_byte = 1 / link.to_host_bytes_per_s + 1 / link.to_device_bytes_per_s
+        self._s_per_byte = [1 / tier.write_bytes_per_s + 1 / tier.read_bytes_per_s for tier in trials.tiers]
         # Changes that `_change_one` has still to try: a member visited again goes on where its last visit ended.
         self._changes: dict[Candidate, Iterator[tuple[int, float, int, int]]] = {}
 
@@ -101,7 +101,7 @@ class _Search:
         # A plan without stalls hides all its copies, so that keeping an offloaded storage saves no time.
         if member.actions[index] == _RECOMPUTE:
             return (self._profile.storages[index].recompute_s or 0.0) / max(1, self._profile.sizes[index])
-        return self._s_per_byte if member.timeline.stall_s else 0.0
+        return self._s_per_byte[member.memories[index]] if member.timeline.stall_s else 0.0
 
     def _any_window(self, member: Candidate) -> None:
         # More in flight often pays only together with more prefetching.
@@ -234,10 +234,11 @@ class _Search:
             step_s -= recompute_s
         elif action == _RECOMPUTE:
             step_s += recompute_s
+        copies_s = size * self._s_per_byte[member.memories[index]]
         if before == _OFFLOAD:
-            step_s -= min(stall_s, size * self._s_per_byte)
+            step_s -= min(stall_s, copies_s)
         elif action == _OFFLOAD and stall_s:
-            step_s += size * self._s_per_byte
+            step_s += copies_s
         return peak_bytes, step_s
 
 

@@ -1,11 +1,12 @@
 """Simulates a training step whose saved activations are kept, offloaded or recomputed.
 
-There are three resources: the compute stream, and one queue of copies in each direction. Here a, b and c are
-offloaded, with room for one copy in flight and for one prefetch; dots are compute that waits:
+The resources are the compute stream and, for each memory below the device, one queue of copies in each direction.
+Here a, b and c are offloaded to one memory, with room for one copy in flight and for one prefetch; dots are compute
+that waits:
 
     compute    |save a |save b ....|save c ....|use c  ....|use b  ....|use a
-    to host            [=== a ====][=== b ====][=== c ====]
-    to device                                  [=== b ====][=== a ====]
+    down               [=== a ====][=== b ====][=== c ====]
+    up                                         [=== b ====][=== a ====]
     held: a            aaaaaaaaaaaa                    aaaaaaaaaaaaaaaaaaaaaaaa
           b                    bbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbb
           c                                cccccccccccccccc
@@ -27,11 +28,11 @@ from itertools import accumulate
 from hf_memopt.activations.planner.profile import (
     Action,
     EventKind,
-    Link,
     Profile,
     needs_by_backward,
     reload_order,
 )
+from hf_memopt.transfer.tier import Tier
 
 _KEEP, _OFFLOAD, _RECOMPUTE = (int(action) for action in Action)
 _SAVE, _USE, _FREE, _END_OF_BACKWARD = (int(kind) for kind in EventKind)
@@ -51,12 +52,22 @@ class Timeline:
 
 
 def simulate(
-    profile: Profile, actions: Sequence[int], link: Link, *, in_flight_bytes: int, prefetch_bytes: int
+    profile: Profile,
+    actions: Sequence[int],
+    tiers: Sequence[Tier],
+    *,
+    in_flight_bytes: int,
+    prefetch_bytes: int,
+    memories: Sequence[int] | None = None,
 ) -> Timeline:
-    """Predict one training step; a ValueError without an action for each storage, or if one cannot be recomputed."""
+    """Predict one training step; a ValueError without an action for each storage, or if one cannot be recomputed.
+
+    `memories` has the number of the tier that each storage goes to if it is offloaded; without it that is the first.
+    """
     if len(actions) != len(profile.storages):
         raise ValueError(f"actions has {len(actions)} entries for {len(profile.storages)} storages; give one for each")
-    return _Step(profile, actions, link, in_flight_bytes, prefetch_bytes).run()
+    memories = memories or bytes(len(actions))
+    return _Step(profile, actions, tiers, memories, in_flight_bytes, prefetch_bytes).run()
 
 
 class _Step:
@@ -71,8 +82,16 @@ class _Step:
     `_RESIDENT` goes back to `_ABSENT` where a later backward needs the storage again.
     """
 
-    def __init__(self, profile: Profile, actions: Sequence[int], link: Link, in_flight: int, prefetch: int) -> None:
-        self.profile, self.actions, self.link = profile, actions, link
+    def __init__(
+        self,
+        profile: Profile,
+        actions: Sequence[int],
+        tiers: Sequence[Tier],
+        memories: Sequence[int],
+        in_flight: int,
+        prefetch: int,
+    ) -> None:
+        self.profile, self.actions, self.tiers, self.memories = profile, actions, tiers, memories
         self.sizes, self.storages = profile.sizes, profile.storages
         self.in_flight_bytes, self.prefetch_bytes = in_flight, prefetch
         self.needs_by_backward = needs_by_backward(profile, actions)
@@ -91,14 +110,16 @@ class _Step:
         self.states = [_ABSENT if action == _RECOMPUTE else _UNSAVED for action in actions]
         self.copied_s: dict[int, float] = {}
         self.arrives_s: dict[int, float] = {}
-        # Copies to the host whose memory is still held, oldest first.
+        # Copies from the device whose memory is still held, oldest first.
         self.leaving: deque[int] = deque()
         # Storages whose last use has begun go when time moves on: the node at work still reads them.
         self.ending: list[int] = []
         self.leaving_bytes = self.resident_bytes = self.peak_bytes = self.offloaded_bytes = 0
         self.time = -math.inf
         # `time` is on the clock of the profile; `now_s` is that plus all delays so far.
-        self.now_s = self.delay_s = self.recompute_s = self.to_host_free_s = self.to_device_free_s = 0.0
+        self.now_s = self.delay_s = self.recompute_s = 0.0
+        # When the queues of each memory have done all that was given to them.
+        self.down_free_s, self.up_free_s = [0.0] * len(tiers), [0.0] * len(tiers)
 
     def run(self) -> Timeline:
         actions, needs, states, ending = self.actions, self.needs, self.states, self.ending
@@ -161,8 +182,10 @@ class _Step:
         if self.actions[index] != _OFFLOAD:
             self.states[index] = _RESIDENT
             return
-        self.to_host_free_s = max(self.now_s, self.to_host_free_s) + num_bytes / self.link.to_host_bytes_per_s
-        self.copied_s[index] = self.to_host_free_s
+        memory = self.memories[index]
+        begun_s = max(self.now_s, self.down_free_s[memory])
+        self.down_free_s[memory] = begun_s + num_bytes / self.tiers[memory].write_bytes_per_s
+        self.copied_s[index] = self.down_free_s[memory]
         self.offloaded_bytes += num_bytes
         self.states[index] = _LEAVING
         self.leaving.append(index)
@@ -256,9 +279,11 @@ class _Step:
 
     def _issue(self, index: int) -> None:
         num_bytes = self.sizes[index]
+        memory = self.memories[index]
         # A copy back waits for the host, for the copies before it, and for its own way out.
-        start = max(self.now_s, self.to_device_free_s, self.copied_s[index])
-        self.to_device_free_s = self.arrives_s[index] = start + num_bytes / self.link.to_device_bytes_per_s
+        start = max(self.now_s, self.up_free_s[memory], self.copied_s[index])
+        self.up_free_s[memory] = start + num_bytes / self.tiers[memory].read_bytes_per_s
+        self.arrives_s[index] = self.up_free_s[memory]
         self._occupy(num_bytes)
         self.states[index] = _UNDER_WAY
 

@@ -1,7 +1,9 @@
 """State that all passes on one device share. It knows storages by a few attributes, and no forward pass."""
 
+import logging
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -9,12 +11,14 @@ from torch import Tensor
 
 from hf_memopt.activations.saved_tensors.prefetcher import ReloadOrders
 from hf_memopt.autograd_state import current_node
-from hf_memopt.transfer import Copier, clock_for
 from hf_memopt.transfer.backends import backend_of
+from hf_memopt.transfer.clock import Clock
 from hf_memopt.transfer.copier import ALIGNMENT
-from hf_memopt.transfer.host_arena import HostArena
+from hf_memopt.transfer.lower_memory import LowerMemory, Place
 
-# Host memory that this many passes have not needed is given back.
+logger = logging.getLogger(__name__)
+
+# Memory below the device that this many passes have not needed is given back.
 _TRIM_EVERY = 1000
 
 
@@ -53,7 +57,7 @@ class DeviceBytes:
 
 
 class Outgoing(Protocol):
-    """A storage whose copy to the host has begun, as the queue of such copies sees it."""
+    """A storage whose copy from the device has begun, as the queue of such copies sees it."""
 
     num_bytes: int
     is_leaving: bool
@@ -63,13 +67,11 @@ class Outgoing(Protocol):
 
 
 class DeviceState:
-    """Host memory, live storages and copies under way of one device."""
+    """The memories below one device, nearest first, its live storages, and copies under way."""
 
-    def __init__(self, device: torch.device, copier: Copier, host_budget_bytes: int | None) -> None:
-        self.copier = copier
-        self.clock = clock_for(device)
+    def __init__(self, device: torch.device, lower: Sequence[LowerMemory], clock: Clock) -> None:
+        self.lower, self.clock = lower, clock
         self.hide_operations = backend_of(device).hide_operations
-        self.arena = HostArena(copier, host_budget_bytes)
         self.held = DeviceBytes()
         self.orders = ReloadOrders()
         self.bytes_moved = 0
@@ -79,6 +81,40 @@ class DeviceState:
         # A graph that is dropped takes its storages along, copies under way included.
         self._leaving: deque[weakref.ref[Outgoing]] = deque()
         self._leaving_bytes = 0
+        # Errors of copies that nobody was left to ask for.
+        self._failures: list[Exception] = []
+
+    @property
+    def bytes_live(self) -> int:
+        return sum(memory.bytes_live for memory in self.lower)
+
+    def stall_ms(self) -> float:
+        return sum(memory.stall_ms() for memory in self.lower)
+
+    def acquire(self, num_bytes: int, storage: torch.UntypedStorage, first_choice: int = 0) -> Place | None:
+        """Return a place for a part of a storage below the device, None where no memory has room for it."""
+        for memory in (*self.lower[first_choice:], *self.lower[:first_choice]):
+            block = memory.acquire(num_bytes, storage)
+            if block is not None:
+                return Place(memory, block)
+        return None
+
+    def trim(self) -> None:
+        """Give back memory below the device that recent passes have not needed."""
+        for memory in self.lower:
+            memory.trim()
+
+    def note_failure(self, error: Exception) -> None:
+        """Keep the error of a copy that a destructor has met, for `raise_failure`."""
+        logger.error("activation offloading: %s", error)
+        self._failures.append(error)
+
+    def raise_failure(self) -> None:
+        """Raise the last error that was kept, and forget all."""
+        if self._failures:
+            error = self._failures.pop()
+            self._failures.clear()
+            raise error
 
     def leave(self, storage: Outgoing, in_flight_bytes: int) -> None:
         """Queue a storage whose copy has begun; if too many wait, the oldest give up memory, only now and in order."""
@@ -95,23 +131,26 @@ class DeviceState:
             storage.is_leaving = False
             self._leaving_bytes -= storage.num_bytes
 
-    def empty_device(self, num_bytes: int) -> Tensor:
-        """Return device memory for a reload. Where there is none, storages that wait on the queue give up theirs."""
+    def empty_device(self, num_bytes: int, place: Place, first: int) -> Tensor:
+        """Return device memory for a reload of bytes that lie behind the `first`.
+
+        Where there is none, storages that wait on the queue give up theirs.
+        """
         try:
-            memory = self.copier.empty_device(num_bytes)
+            memory = place.memory.empty_device(num_bytes, place.block, first)
         except torch.OutOfMemoryError:
             if not self.let_all_go():
                 raise
-            memory = self.copier.empty_device(num_bytes)
+            memory = place.memory.empty_device(num_bytes, place.block, first)
         if memory.storage_offset() % ALIGNMENT:
             raise ValueError(
-                f"{type(self.copier).__name__}.empty_device returned memory that begins at byte "
+                f"the copier's empty_device returned memory that begins at byte "
                 f"{memory.storage_offset()} of its storage; it has to begin at a multiple of {ALIGNMENT}"
             )
         return memory
 
     def let_all_go(self) -> bool:
-        """Wait for all copies to the host and give up the memory; returns whether there was any."""
+        """Wait for all copies from the device and give up the memory; returns whether there was any."""
         leaving = [storage for storage in (entry() for entry in self._leaving) if storage and storage.is_leaving]
         for storage in leaving:
             storage.let_go()
@@ -120,8 +159,9 @@ class DeviceState:
     def begin_pass(self) -> None:
         self._num_passes += 1
         if self._num_passes % _TRIM_EVERY == 0:
-            self.arena.trim()
-        self.arena.log_growth()
+            self.trim()
+        for memory in self.lower:
+            memory.begin_pass()
         self._leaving = deque(entry for entry in self._leaving if (storage := entry()) and storage.is_leaving)
         self.held.settle()
         self.held.peak_bytes = self.held.now_bytes

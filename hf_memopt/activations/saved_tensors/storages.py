@@ -1,4 +1,4 @@
-"""The storages behind saved tensors, kept or copied to the host and back. They never see the pass that drives them.
+"""The storages behind saved tensors, kept or copied to a lower memory and back. They never see the pass that drives them.
 
 `activations/README.md` draws the life of an offloaded one; `recompute/recomputed_storage.py` has another kind.
 """
@@ -25,6 +25,7 @@ from hf_memopt.autograd_state import (
     refuse_rrelu,
 )
 from hf_memopt.transfer import Transfer
+from hf_memopt.transfer.lower_memory import Place
 from hf_memopt.uncompiled import uncompiled
 
 
@@ -262,24 +263,26 @@ class OwnCopy(KeptStorage):
 
 
 class OffloadedStorage(LiveStorage):
-    """On its way to the host, on the host, or on its way back.
+    """On its way to a memory below the device, there, or on its way back.
 
     Args:
-        block: host memory, returned to the arena when this object dies. None: the copy is pending.
+        place: memory below the device, released when this object dies. None: the copy is pending.
         is_private: whether to copy from a copy, since the model may go on to write to its own memory.
     """
 
     __slots__ = (
-        "_block",
         "_counted_bytes",
         "_first",
+        "_first_choice",
         "_incoming",
         "_is_private",
         "_may_be_noise",
         "_memory",
         "_outgoing",
+        "_place",
         "_prefetcher",
         "_source",
+        "_was_told",
         "is_leaving",
     )
 
@@ -288,48 +291,53 @@ class OffloadedStorage(LiveStorage):
         tensor: Tensor,
         device: DeviceState,
         index: int,
-        block: Tensor | None,
+        place: Place | None,
         prefetcher: Prefetcher,
         is_private: bool = False,
+        first_choice: int = 0,
     ) -> None:
         # First all that `__del__` reads.
-        self.device, self._block, self._prefetcher = device, block, prefetcher
+        self.device, self._place, self._prefetcher = device, place, prefetcher
         self._outgoing: Transfer | None = None
         self._incoming: Transfer | None = None
         self._source: Tensor | None = None
         self._memory: Tensor | None = None
         self._counted_bytes = 0
-        # The first byte that the host gets; it gets as many as its block has.
+        # The first byte that leaves; as many leave as the place has room for.
         self._first = 0
+        self._first_choice = first_choice
+        # Whether a failed copy has been raised.
+        self._was_told = False
         self.is_leaving = False
         # Only tensors without `requires_grad` can be the noise of RReLU.
         self._may_be_noise = not tensor.requires_grad
-        super().__init__(tensor, device, index, is_pending=block is None)
+        super().__init__(tensor, device, index, is_pending=place is None)
         self._is_private = is_private
         source = bytes_of(tensor).clone() if is_private else bytes_of(tensor)
-        if block is None:
+        if place is None:
             self._source = source
         else:
-            self._start(source, block)
+            self._start(source, place)
 
     def ripen(self) -> None:
-        """Start the copy of the elements that saved views have shown, or keep the memory where the host has no room."""
+        """Start the copy of the elements that saved views have shown, or keep the memory where there is no place."""
         assert self._source is not None
         self.is_pending = False
         self._first, num_shown_bytes = self.shown.extent(self.num_bytes)
-        self._block = self.device.arena.acquire(num_shown_bytes)
-        if self._block is not None:
-            self._start(self._source, self._block)
+        storage = self._source.untyped_storage()
+        self._place = self.device.acquire(num_shown_bytes, storage, self._first_choice)
+        if self._place is not None:
+            self._start(self._source, self._place)
         else:
             self._count()
 
-    def _start(self, source: Tensor, block: Tensor) -> None:
-        self._outgoing = self.device.copier.to_host(self._part(source, block), block)
+    def _start(self, source: Tensor, place: Place) -> None:
+        self._outgoing = place.memory.write(self._part(source, place), place.block)
         self._source = source
         self._count()
 
-    def _part(self, memory: Tensor, block: Tensor) -> Tensor:
-        return memory if block.nbytes == self.num_bytes else memory[self._first : self._first + block.nbytes]
+    def _part(self, memory: Tensor, place: Place) -> Tensor:
+        return memory if place.nbytes == self.num_bytes else memory[self._first : self._first + place.nbytes]
 
     def _count(self) -> None:
         self._counted_bytes = self.num_bytes
@@ -340,7 +348,7 @@ class OffloadedStorage(LiveStorage):
 
     @property
     def num_copied_bytes(self) -> int:
-        return 0 if self._block is None else self._block.nbytes
+        return 0 if self._place is None else self._place.nbytes
 
     @property
     def is_away(self) -> bool:
@@ -353,7 +361,7 @@ class OffloadedStorage(LiveStorage):
 
     def let_go(self) -> None:
         """Give up the device memory; compute that reuses it is ordered after the copy."""
-        if self._source is not None and self._block is not None:
+        if self._source is not None and self._place is not None:
             self._release_source()
             self.device.held.now_bytes -= self._counted_bytes
             self._counted_bytes = 0
@@ -361,10 +369,14 @@ class OffloadedStorage(LiveStorage):
     def prefetch(self) -> None:
         if self._source is not None or self._memory is not None:
             return
-        device, num_bytes = self.device, self.num_bytes
-        assert self._block is not None
-        memory = device.empty_device(num_bytes)
-        self._incoming = device.copier.to_device(self._block, self._part(memory, self._block))
+        device, num_bytes, place = self.device, self.num_bytes, self._place
+        assert place is not None
+        memory = device.empty_device(num_bytes, place, self._first)
+        try:
+            self._incoming = place.memory.read(place.block, self._part(memory, place))
+        except Exception:
+            self._was_told = True
+            raise
         self._memory = memory
         self._counted_bytes = num_bytes
         device.held.add(num_bytes)
@@ -376,13 +388,13 @@ class OffloadedStorage(LiveStorage):
     def _bring(self, backward: int) -> Tensor:
         if not self._is_private:
             self.check()
-        if self._block is None:
+        if self._place is None:
             assert self._source is not None
             return self._source
         if self._source is not None and torch.is_grad_enabled():
             self.let_go()  # a backward of the backward must not save memory that the model may write to
         if self._source is None:
-            # The host has the memory as it was when the tensor was saved; noise is drawn only after that.
+            # The lower memory has the bytes as it was when the tensor was saved; noise is drawn only after that.
             if self._may_be_noise:
                 refuse_rrelu()
             if self._memory is None:
@@ -395,12 +407,16 @@ class OffloadedStorage(LiveStorage):
     def _arrive(self) -> Tensor:
         assert self._memory is not None
         assert self._incoming is not None
-        self._incoming.wait()  # again for each use, which may be on another stream
+        try:
+            self._incoming.wait()  # again for each use, which may be on another stream
+        except Exception:
+            self._was_told = True
+            raise
         return self._memory
 
     def _give_up(self) -> None:
         # The view in use keeps the memory alive; it returns to the allocator in the order of the compute stream.
-        if self._block is None:
+        if self._place is None:
             return
         if self._source is not None:
             self._release_source()
@@ -414,23 +430,31 @@ class OffloadedStorage(LiveStorage):
         assert self._outgoing is not None
         if self.is_leaving:
             self.device.stay(self)
-        self._outgoing.wait()
+        try:
+            self._outgoing.wait()
+        except Exception:
+            self._was_told = True
+            raise
         self._source = None
 
     @uncompiled
     def __del__(self) -> None:
         if sys.is_finalizing():
             return
+        was_told = self._was_told
         try:
-            # The host block is written or read until both copies are over.
+            # Until both copies are over they use the place.
             if self._outgoing is not None and self._source is not None:
                 self._release_source()
             if self._incoming is not None:
                 self._incoming.wait()
+        except Exception as error:
+            if not was_told:
+                self.device.note_failure(error)
         finally:
             self._forget(self._counted_bytes)
-            if self._block is not None:
-                self.device.arena.release(self._block)
+            if self._place is not None:
+                self._place.release()
 
 
 class TracedStorage(OffloadedStorage):
@@ -443,18 +467,19 @@ class TracedStorage(OffloadedStorage):
         tensor: Tensor,
         device: DeviceState,
         index: int,
-        block: Tensor | None,
+        place: Place | None,
         prefetcher: Prefetcher,
         is_private: bool,
+        first_choice: int,
         owner: str,
     ) -> None:
         self._owner = owner
         self.index, self.num_bytes = index, tensor.untyped_storage().nbytes()
-        super().__init__(tensor, device, index, block, prefetcher, is_private)
+        super().__init__(tensor, device, index, place, prefetcher, is_private, first_choice)
 
-    def _start(self, source: Tensor, block: Tensor) -> None:
+    def _start(self, source: Tensor, place: Place) -> None:
         with self._range("offload"):
-            super()._start(source, block)
+            super()._start(source, place)
 
     def prefetch(self) -> None:
         if self.is_away:

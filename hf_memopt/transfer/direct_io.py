@@ -1,0 +1,125 @@
+"""Reads and writes between host memory and a file without a copy in between, past the page cache where that works.
+
+Direct I/O moves whole pages only, from memory to the same place within a page of the file. So bytes lie in the file
+where they lie in memory, modulo a page, and no more than the two pages at the ends go through memory of our own:
+
+    memory   ....|  .bytes|bytes  |bytes  |byt.   |      `.bytes` and `byt.` are exchanged with pages of our own,
+    file         |  .bytes|bytes  |bytes  |byt.   |      the pages between are the tensor's
+"""
+
+import ctypes
+import fcntl
+import mmap
+import os
+import threading
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from hf_memopt.units import format_bytes
+
+PAGE = 4096
+
+# The most that one call moves, so that several threads share a large tensor. A multiple of a page.
+CHUNK_BYTES = 8 * 2**20
+
+
+def private_pages(num_bytes: int, offset: int = 0) -> Tensor:
+    """Return uninitialised memory of our own, `(num_bytes,)` uint8, which begins `offset` bytes after a page does.
+
+    The system has it back as soon as the last tensor is gone, where an allocator would keep it. Forks do not get it: a
+    read that is under way would end in pages that the fork takes over.
+
+    Raises:
+        MemoryError: there is not enough memory.
+    """
+    try:
+        pages = mmap.mmap(-1, num_bytes + offset, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"cannot allocate {format_bytes(num_bytes)} of host memory") from error
+    if hasattr(mmap, "MADV_DONTFORK"):
+        pages.madvise(mmap.MADV_DONTFORK)
+    return torch.frombuffer(pages, dtype=torch.uint8)[offset:]
+
+
+class _PageEnds(threading.local):
+    """Two pages for each thread, which the ends of a tensor go through."""
+
+    def __init__(self) -> None:
+        whole = memoryview(private_pages(2 * PAGE).numpy())
+        self.first, self.last = whole[:PAGE], whole[PAGE:]
+
+
+_ends = _PageEnds()
+
+
+def bypass_page_cache(file: int, is_wanted: bool = True) -> None:
+    """Switch direct I/O on or off for an open file; an OSError where its file system refuses."""
+    if hasattr(os, "O_DIRECT"):
+        flags = fcntl.fcntl(file, fcntl.F_GETFL)
+        fcntl.fcntl(file, fcntl.F_SETFL, flags | os.O_DIRECT if is_wanted else flags & ~os.O_DIRECT)
+    elif hasattr(fcntl, "F_NOCACHE"):
+        fcntl.fcntl(file, fcntl.F_NOCACHE, int(is_wanted))
+
+
+def chunks(tensor: Tensor) -> list[tuple[int, int]]:
+    """Return the parts of a contiguous tensor to be moved one by one, as `(address, num_bytes)`, cut at whole pages."""
+    begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+    first = begin // PAGE * PAGE
+    cuts = [begin, *range(first + CHUNK_BYTES, end, CHUNK_BYTES), end]
+    return [(start, stop - start) for start, stop in zip(cuts, cuts[1:], strict=False) if stop > start]
+
+
+def write_memory(file: int, address: int, num_bytes: int, position: int) -> None:
+    """Write memory to the page of the file that begins at `position`, and on; an OSError says why it could not."""
+    pages, head, tail = _pages(address, num_bytes)
+    if head is not None:
+        head[0][:] = head[1]
+    if tail is not None:
+        tail[0][:] = tail[1]
+    _move_all(os.pwritev, file, pages, position)
+
+
+def read_memory(file: int, address: int, num_bytes: int, position: int) -> None:
+    """Read memory back from where `write_memory` put it."""
+    pages, head, tail = _pages(address, num_bytes)
+    _move_all(os.preadv, file, pages, position)
+    if head is not None:
+        head[1][:] = head[0]
+    if tail is not None:
+        tail[1][:] = tail[0]
+
+
+_End = tuple[memoryview, memoryview]
+
+
+def _pages(address: int, num_bytes: int) -> tuple[list[memoryview], _End | None, _End | None]:
+    """Return whole pages that hold a piece of memory, and its ends as (part of our own page, memory)."""
+    memory = memoryview((ctypes.c_char * num_bytes).from_address(address)).cast("B")
+    first = address % PAGE
+    num_first = min(-address % PAGE, num_bytes)
+    num_last = (num_bytes - num_first) % PAGE
+    pages, head, tail = [], None, None
+    if num_first:
+        pages.append(_ends.first)
+        head = _ends.first[first : first + num_first], memory[:num_first]
+    if num_first + num_last < num_bytes:
+        pages.append(memory[num_first : num_bytes - num_last])
+    if num_last:
+        pages.append(_ends.last)
+        tail = _ends.last[:num_last], memory[num_bytes - num_last :]
+    return pages, head, tail
+
+
+def _move_all(move: Callable[[int, list[memoryview], int], int], file: int, pages: list[memoryview], start: int) -> None:
+    """Call until all pages have been moved: the system may move fewer at a time."""
+    while pages:
+        moved = move(file, pages, start)
+        if moved == 0:
+            raise OSError(f"the file ends at byte {start}, {sum(map(len, pages))} bytes too early")
+        start += moved
+        while pages and moved >= len(pages[0]):
+            moved -= len(pages.pop(0))
+        if moved:
+            pages[0] = pages[0][moved:]

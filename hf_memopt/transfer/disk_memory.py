@@ -1,0 +1,317 @@
+"""A disk as the memory below the device.
+
+Below a device that computes in host memory, as a CPU does, bytes go to the file and back without a copy in between.
+Below any other device they stop in host memory on either way.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hf_memopt.transfer.clock import Clock
+from hf_memopt.transfer.copier import ALIGNMENT, Copier, DeviceCopy, StreamEvent, Transfer
+from hf_memopt.transfer.direct_io import PAGE, private_pages
+from hf_memopt.transfer.disk_space import Extent
+from hf_memopt.transfer.host_arena import HostArena
+from hf_memopt.transfer.link import measure_link
+from hf_memopt.transfer.lower_memory import TierName
+from hf_memopt.transfer.scratch_file import FileTransfer, ScratchFile
+from hf_memopt.transfer.tier import Tier
+
+
+class _Disk:
+    """The parts that both kinds share."""
+
+    name: TierName = "disk"
+
+    def __init__(self, file: ScratchFile) -> None:
+        self.file = file
+
+    @property
+    def bytes_live(self) -> int:
+        return self.file.space.bytes_live
+
+    @property
+    def bytes_held(self) -> int:
+        return self.file.space.bytes_held
+
+    @property
+    def num_allocations(self) -> int:
+        return self.file.space.num_allocations
+
+    def trim(self) -> None:
+        self.file.space.trim()
+
+
+@dataclass(eq=False)
+class DiskBlock:
+    """An extent of a file, and how far behind the beginning of its first page its bytes begin."""
+
+    extent: Extent
+    nbytes: int
+    offset: int = 0
+
+
+class DirectDisk(_Disk):
+    """A disk below a device that computes in host memory.
+
+    Bytes come back to the same place within a page, so that kernels which choose by alignment choose as before.
+    """
+
+    def acquire(self, num_bytes: int, storage: torch.UntypedStorage) -> DiskBlock | None:
+        if storage.data_ptr() % ALIGNMENT:  # memory to read to never begins at such a place
+            return None
+        extent = self.file.space.acquire(num_bytes)
+        return None if extent is None else DiskBlock(extent, num_bytes)
+
+    def release(self, block: DiskBlock) -> None:
+        self.file.space.release(block.extent)
+
+    def write(self, source: Tensor, block: DiskBlock) -> FileTransfer:
+        block.offset = source.data_ptr() % PAGE
+        return self.file.write(source, block.extent)
+
+    def read(self, block: DiskBlock, destination: Tensor) -> FileTransfer:
+        return self.file.read(block.extent, destination)
+
+    def empty_device(self, num_bytes: int, block: DiskBlock, first: int) -> Tensor:
+        return private_pages(num_bytes, (block.offset - first) % PAGE)
+
+    def begin_pass(self) -> None:
+        """Do nothing: every copy is waited for."""
+
+    def stall_ms(self) -> float:
+        return 1e3 * self.file.waited_s
+
+    def tier(self, clock: Clock) -> Tier:
+        file = self.file
+        return Tier("disk", file.write_bytes_per_s, file.read_bytes_per_s, file.space.budget_bytes, wears=True)
+
+
+@dataclass(eq=False)
+class StagedBlock:
+    """An extent of a file, and the write that fills it."""
+
+    extent: Extent
+    nbytes: int
+    write: "_StagedWrite | None" = None
+
+
+class StagedDisk(_Disk):
+    """A disk below a device with memory of its own.
+
+    Each way is two copies. The second one starts once the first is seen to be over: at the next copy of any tensor, or
+    when somebody waits. Tensors larger than the host memory for it, `staging_bytes`, do not go.
+    """
+
+    def __init__(self, file: ScratchFile, copier: Copier, staging_bytes: int) -> None:
+        super().__init__(file)
+        self.copier = copier
+        self.staging = HostArena(_PageAligned(copier), staging_bytes, PAGE)
+        self.staging_bytes = staging_bytes // PAGE * PAGE
+        # Oldest first. Each holds a block of the host memory.
+        self._under_way: deque[_UnderWay] = deque()
+        self._link: tuple[float, float] | None = None
+        # Of writes that nobody will ask for.
+        self.failures: list[Exception] = []
+
+    def acquire(self, num_bytes: int, storage: torch.UntypedStorage) -> StagedBlock | None:
+        # A tensor that could not stop on its way back must not go.
+        extent = self.file.space.acquire(num_bytes) if num_bytes <= self.staging_bytes else None
+        return None if extent is None else StagedBlock(extent, num_bytes)
+
+    def release(self, block: StagedBlock) -> None:
+        if block.write is None or block.write.is_over:
+            self.file.space.release(block.extent)
+        else:
+            block.write.is_abandoned = True
+
+    def write(self, source: Tensor, block: StagedBlock) -> Transfer:
+        memory = self._take(source.nbytes)
+        block.write = _StagedWrite(self, memory, block.extent, self.copier.to_host(source, memory))
+        self._under_way.append(block.write)
+        return block.write
+
+    def read(self, block: StagedBlock, destination: Tensor) -> Transfer:
+        assert block.write is not None
+        block.write.finish()
+        block.write.raise_error()
+        memory = self._take(destination.nbytes)
+        read = _StagedRead(self, memory, self.file.read(block.extent, memory), destination)
+        self._under_way.append(read)
+        return _ReadTransfer(read)
+
+    def empty_device(self, num_bytes: int, block: StagedBlock, first: int) -> Tensor:
+        return self.copier.empty_device(num_bytes)
+
+    def begin_pass(self) -> None:
+        self._advance()
+        if self.failures:
+            raise self.failures.pop()
+
+    def stall_ms(self) -> float:
+        return self.copier.stall_ms() + 1e3 * self.file.waited_s
+
+    def tier(self, clock: Clock) -> Tier:
+        """Return the slower of link and disk, which both have a tensor at a time."""
+        if self._link is None:
+            self._link = measure_link(self.copier, clock)
+        writes = min(self._link[0], self.file.write_bytes_per_s)
+        reads = min(self._link[1], self.file.read_bytes_per_s)
+        return Tier("disk", writes, reads, self.file.space.budget_bytes, wears=True)
+
+    def _take(self, num_bytes: int) -> Tensor:
+        """Return host memory that begins with a page; waits for the oldest copies where there is none."""
+        self._advance()
+        while (memory := self.staging.acquire(num_bytes)) is None:
+            self._under_way.popleft().finish()
+        return memory
+
+    def _advance(self) -> None:
+        for copy in self._under_way:
+            copy.advance()
+        self._under_way = deque(copy for copy in self._under_way if not copy.is_over)
+
+
+class _UnderWay(Protocol):
+    is_over: bool
+
+    def advance(self) -> None:
+        """Go on as far as is possible without waiting."""
+
+    def finish(self) -> None:
+        """Wait on the host until the host memory is free again; an error is kept for those who ask for the bytes."""
+
+
+class _StagedWrite:
+    """The way of a tensor to the file: first `copied` to `memory` of the host, then stored."""
+
+    def __init__(self, disk: StagedDisk, memory: Tensor, extent: Extent, copied: DeviceCopy) -> None:
+        self._disk, self._memory, self._extent, self._copied = disk, memory, extent, copied
+        self._stored: FileTransfer | None = None
+        self._error: Exception | None = None
+        self.is_over = self.is_abandoned = False
+
+    def wait(self) -> None:
+        self._copied.wait()
+        self.raise_error()
+
+    def raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def advance(self) -> None:
+        if self._stored is None and not self.is_over and self._copied.finished.query():
+            self._store()
+        if self._stored is not None and self._stored.is_over():
+            self.finish()
+
+    def finish(self) -> None:
+        if self.is_over:
+            return
+        try:
+            self._copied.finished.synchronize()
+            if self._stored is None:
+                self._store()
+            if self._stored is not None:
+                self._stored.wait()
+        except Exception as error:  # raised to those who read the bytes, and where nobody will, in the next pass
+            self._error = error
+        self._end()
+
+    def _store(self) -> None:
+        if self.is_abandoned:
+            self._end()
+        else:
+            self._stored = self._disk.file.write(self._memory, self._extent)
+
+    def _end(self) -> None:
+        if self.is_over:
+            return
+        self.is_over = True
+        self._disk.staging.release(self._memory)
+        if self.is_abandoned:
+            self._disk.file.space.release(self._extent)
+            if self._error is not None:
+                self._disk.failures.append(self._error)
+
+
+class _StagedRead:
+    """The way of a tensor from the file: first fetched to `memory` of the host, then copied to its destination."""
+
+    def __init__(self, disk: StagedDisk, memory: Tensor, fetched: FileTransfer, destination: Tensor) -> None:
+        self._disk, self._memory, self._fetched = disk, memory, fetched
+        self._destination: Tensor | None = destination
+        self._copied: Transfer | None = None
+        self._finished: StreamEvent | None = None
+        self._error: Exception | None = None
+        self.is_over = False
+
+    def take_copied(self) -> Transfer:
+        """Return the second copy, for its only user to keep: it has the device's memory."""
+        self._copy()
+        if self._error is not None:
+            raise self._error
+        copied, self._copied = self._copied, None
+        assert copied is not None
+        return copied
+
+    def advance(self) -> None:
+        if self._fetched.is_over():
+            self._copy()
+        if self._finished is not None and self._finished.query():
+            self._end()
+
+    def finish(self) -> None:
+        self._copy()
+        if self._finished is not None:
+            self._finished.synchronize()
+        self._end()
+
+    def _copy(self) -> None:
+        destination, self._destination = self._destination, None
+        if destination is None:
+            return
+        try:
+            self._fetched.wait()
+            self._copied = self._disk.copier.to_device(self._memory, destination)
+            self._finished = self._copied.finished
+        except Exception as error:  # raised to those who wait for the bytes
+            self._error = error
+            self._end()
+
+    def _end(self) -> None:
+        if not self.is_over:
+            self.is_over = True
+            self._disk.staging.release(self._memory)
+
+
+class _ReadTransfer:
+    """A read as its user sees it."""
+
+    def __init__(self, read: _StagedRead) -> None:
+        self._read = read
+        self._copied: Transfer | None = None
+
+    def wait(self) -> None:
+        if self._copied is None:
+            self._copied = self._read.take_copied()
+        self._copied.wait()
+
+
+class _PageAligned:
+    """Host memory of a copier that begins with a page, so that it can be written to a file as it is."""
+
+    def __init__(self, copier: Copier) -> None:
+        self._copier = copier
+
+    def empty_host(self, num_bytes: int) -> Tensor:
+        memory = self._copier.empty_host(num_bytes + PAGE)
+        first = -memory.data_ptr() % PAGE
+        return memory[first : first + num_bytes]
+
+    def release(self, buffer: Tensor) -> None:
+        self._copier.release(buffer)

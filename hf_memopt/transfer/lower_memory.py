@@ -1,0 +1,128 @@
+"""The memories below the device in one form: blocks of them, and copies to and from the device."""
+
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from hf_memopt.transfer.clock import Clock
+from hf_memopt.transfer.copier import Copier, Transfer
+from hf_memopt.transfer.host_arena import HostArena
+from hf_memopt.transfer.link import measure_link
+from hf_memopt.transfer.tier import Tier
+
+TierName = Literal["host", "disk"]
+
+
+class LowerMemory(Protocol):
+    """Memory below the device. Copies obey the rules of `Copier`.
+
+    Attributes:
+        bytes_live: of the blocks in use.
+        bytes_held: taken from the system, for now and for later.
+        num_allocations: how often bytes were taken from the system.
+    """
+
+    name: TierName
+
+    @property
+    def bytes_live(self) -> int: ...
+
+    @property
+    def bytes_held(self) -> int: ...
+
+    @property
+    def num_allocations(self) -> int: ...
+
+    def acquire(self, num_bytes: int, storage: torch.UntypedStorage) -> Any:
+        """Return a block, with `nbytes`, for a part of a storage; None where there is no room for it."""
+
+    def release(self, block: Any) -> None:
+        """Take back a block once its copies are over. Destructors call this at any moment."""
+
+    def write(self, source: Tensor, block: Any) -> Transfer:
+        """Start copying `(num_bytes,)` uint8 from the device."""
+
+    def read(self, block: Any, destination: Tensor) -> Transfer:
+        """Start copying `(num_bytes,)` uint8 to the device."""
+
+    def empty_device(self, num_bytes: int, block: Any, first: int) -> Tensor:
+        """Uninitialised device memory, `(num_bytes,)` uint8; what `block` holds can be read from byte `first` on."""
+
+    def begin_pass(self) -> None:
+        """Note that a pass begins; an error that a copy nobody waits for has met is raised here."""
+
+    def trim(self) -> None:
+        """Give back memory that recent passes have not needed."""
+
+    def stall_ms(self) -> float:
+        """Milliseconds for which compute waited for copies."""
+
+    def tier(self, clock: Clock) -> Tier:
+        """Return the figures that plans need, measured once."""
+
+
+class Place(NamedTuple):
+    """A block, and the memory that it is of."""
+
+    memory: LowerMemory
+    block: Any
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.block.nbytes)
+
+    def release(self) -> None:
+        self.memory.release(self.block)
+
+
+class HostMemory:
+    """Host memory, as a copier reaches it."""
+
+    name: TierName = "host"
+
+    def __init__(self, copier: Copier, budget_bytes: int | None) -> None:
+        self._copier, self._budget_bytes = copier, budget_bytes
+        self._arena = HostArena(copier, budget_bytes)
+        self._tier: Tier | None = None
+
+    @property
+    def bytes_live(self) -> int:
+        return self._arena.bytes_live
+
+    @property
+    def bytes_held(self) -> int:
+        return self._arena.bytes_held
+
+    @property
+    def num_allocations(self) -> int:
+        return self._arena.num_allocations
+
+    def acquire(self, num_bytes: int, storage: torch.UntypedStorage) -> Tensor | None:
+        return self._arena.acquire(num_bytes)
+
+    def release(self, block: Tensor) -> None:
+        self._arena.release(block)
+
+    def write(self, source: Tensor, block: Tensor) -> Transfer:
+        return self._copier.to_host(source, block)
+
+    def read(self, block: Tensor, destination: Tensor) -> Transfer:
+        return self._copier.to_device(block, destination)
+
+    def empty_device(self, num_bytes: int, block: Tensor, first: int) -> Tensor:
+        return self._copier.empty_device(num_bytes)
+
+    def begin_pass(self) -> None:
+        self._arena.log_growth()
+
+    def trim(self) -> None:
+        self._arena.trim()
+
+    def stall_ms(self) -> float:
+        return self._copier.stall_ms()
+
+    def tier(self, clock: Clock) -> Tier:
+        if self._tier is None:
+            self._tier = Tier("host", *measure_link(self._copier, clock), self._budget_bytes)
+        return self._tier

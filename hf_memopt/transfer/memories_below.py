@@ -1,0 +1,51 @@
+"""The memories below a device, nearest first, and the clock that tells how long compute waits for them."""
+
+import torch
+
+from hf_memopt.transfer.backends import backend_of, clock_for, copier_for
+from hf_memopt.transfer.clock import Clock, WaitingClock
+from hf_memopt.transfer.copier import Copier
+from hf_memopt.transfer.disk_memory import DirectDisk, StagedDisk
+from hf_memopt.transfer.lower_memory import HostMemory, LowerMemory
+from hf_memopt.transfer.scratch_file import ScratchFile
+from hf_memopt.units import GIB
+
+# Of the host memory that may be used, the share through which bytes pass on their way to a disk, at most so many bytes.
+_STAGING_SHARE = 0.25
+_MAX_STAGING_BYTES = 4 * GIB
+
+
+def computes_in_host_memory(device: torch.device) -> bool:
+    """Return whether a device has no memory of its own, so that copies to host memory free nothing."""
+    if device.type == "cuda":
+        return bool(torch.cuda.get_device_properties(device).is_integrated)
+    return device.type in ("cpu", "mps", "meta")
+
+
+def memories_below(
+    device: torch.device, copier: Copier | None, pin_memory: bool, host_budget_bytes: int, file: ScratchFile | None
+) -> tuple[list[LowerMemory], Clock]:
+    """Return the memories that saved activations can go to; none where there is neither other memory nor a file.
+
+    Args:
+        copier: given by the user, to have copies made between any two memories. None: chosen for the device.
+        pin_memory: whether host memory is page-locked.
+        host_budget_bytes: host memory to use at most, on the way to the disk too.
+        file: on a disk, below the host's memory.
+    """
+    in_host_memory = computes_in_host_memory(device)
+    if in_host_memory and copier is None:
+        if file is None:
+            return [], clock_for(device)
+        if device.type == "cpu":
+            return [DirectDisk(file)], WaitingClock(lambda: file.waited_s)
+        return [_staged(file, copier_for(device, pin_memory), host_budget_bytes)], clock_for(device)
+    copier = copier_for(device, pin_memory) if copier is None else copier
+    if file is None:
+        return [HostMemory(copier, host_budget_bytes)], clock_for(device)
+    disk = _staged(file, copier, host_budget_bytes)
+    return [HostMemory(copier, host_budget_bytes - disk.staging_bytes), disk], clock_for(device)
+
+
+def _staged(file: ScratchFile, copier: Copier, host_budget_bytes: int) -> StagedDisk:
+    return StagedDisk(file, copier, min(round(_STAGING_SHARE * host_budget_bytes), _MAX_STAGING_BYTES))

@@ -1,0 +1,236 @@
+"""A nameless file in a folder of the user's: it holds bytes of one process and goes with it, however that ends."""
+
+import errno
+import functools
+import logging
+import os
+import statistics
+import tempfile
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from io import FileIO
+from pathlib import Path
+from typing import IO
+
+import psutil
+from torch import Tensor
+
+from hf_memopt.transfer.direct_io import PAGE, bypass_page_cache, chunks, private_pages, read_memory, write_memory
+from hf_memopt.transfer.disk_space import DiskSpace, Extent
+from hf_memopt.units import MIB, format_bytes
+
+logger = logging.getLogger(__name__)
+
+_THREADS = 4
+_PROBE_BYTES = 16 * MIB
+_PROBES = 3
+# Answers of file systems that have no direct I/O.
+_REFUSALS = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP}
+_IN_MEMORY = {"tmpfs", "ramfs", "devtmpfs"}
+_ON_NETWORK = {"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "lustre", "gpfs", "beegfs", "fuse.sshfs"}
+
+
+class DiskError(OSError):
+    """The file of the disk tier could not be made, lengthened, read or written; the message names folder and bytes."""
+
+
+class FileTransfer:
+    """A copy between memory and the file, in parts that several threads move.
+
+    Holds the memory until it was waited for.
+    """
+
+    def __init__(self, file: "ScratchFile", memory: Tensor, parts: list[Future[None]]) -> None:
+        self._file, self._parts = file, parts
+        self._memory: Tensor | None = memory
+
+    def is_over(self) -> bool:
+        return all(part.done() for part in self._parts)
+
+    def wait(self) -> None:
+        """Wait until all parts are over; a DiskError, the same each time, if one of them failed."""
+        self._file.check_process()
+        if not self.is_over():
+            begun = time.perf_counter()
+            wait(self._parts)
+            self._file.waited_s += time.perf_counter() - begun
+        self._memory = None
+        for part in self._parts:
+            part.result()
+
+
+class ScratchFile:
+    """An unlinked file, read and written by a few threads past the page cache.
+
+    The system frees its space once no process has it open. Forks close it, so that data workers which outlive a killed
+    process hold no space. Making one writes 64 MiB, to measure the disk.
+
+    Args:
+        folder: an existing folder on a local disk. A file system in memory or on a network is named in a warning, as is
+            one without direct I/O, where the page cache is used.
+        budget_bytes: length of the file at most; None, no limit.
+
+    Raises:
+        DiskError: there can be no file in the folder.
+
+    Attributes:
+        space: hands out the extents of the file.
+        bytes_written: in whole pages; `bytes_read` likewise.
+        waited_s: seconds for which callers have waited for reads and writes.
+        write_bytes_per_s: measured once, with 16 MiB at a time; `read_bytes_per_s` likewise.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], budget_bytes: int | None = None) -> None:
+        self.folder = Path(folder)
+        self.waited_s = 0.0
+        self._process = os.getpid()
+        self._length = 0
+        try:
+            self._file = _nameless_file(self.folder)
+        except OSError as error:
+            raise self._error("cannot make a file", error) from error
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="hf_memopt disk")
+        weakref.finalize(self, _end, self._file, self._threads)
+        _open_files.add(self)
+        _warn_of_file_system(self.folder)
+        self._bypass_page_cache()
+        self.write_bytes_per_s, self.read_bytes_per_s = self._measure()
+        self.bytes_written = self.bytes_read = 0
+        self._begun_s = time.monotonic()
+        self.space = DiskSpace(PAGE, self._resize, budget_bytes)
+
+    def write(self, source: Tensor, extent: Extent) -> FileTransfer:
+        """Start writing contiguous host memory, which can be read back to the same place within a page."""
+        self.bytes_written += extent.num_bytes
+        return self._start(write_memory, "writing", source, extent.start)
+
+    def read(self, extent: Extent, destination: Tensor) -> FileTransfer:
+        """Start reading to contiguous host memory."""
+        self.bytes_read += extent.num_bytes
+        return self._start(read_memory, "reading", destination, extent.start)
+
+    def summary(self) -> str:
+        speeds = f"writes {self.write_bytes_per_s / 1e9:.1f} GB/s, reads {self.read_bytes_per_s / 1e9:.1f} GB/s"
+        return f"disk={self.folder}: a file on {file_system(self.folder) or 'an unknown file system'}, {speeds}"
+
+    def wear(self) -> str:
+        """Return the bytes written, and in a day at this rate: drives are rated for some hundred TB in their life."""
+        elapsed_s = time.monotonic() - self._begun_s
+        terabytes = self.bytes_written / elapsed_s * 86_400 / 1e12
+        written = f"{format_bytes(self.bytes_written)} written in {elapsed_s:.0f} s"
+        return f"disk={self.folder}: {written}, {terabytes:.2f} TB per day at this rate"
+
+    def check_process(self) -> None:
+        """Raise DiskError in a fork, where the file is closed."""
+        if os.getpid() != self._process:
+            raise DiskError(f"disk={self.folder}: the file belongs to process {self._process}, of which this is a fork")
+
+    def _start(self, move: Callable[[int, int, int, int], None], verb: str, memory: Tensor, start: int) -> FileTransfer:
+        self.check_process()
+        first = memory.data_ptr() // PAGE * PAGE
+
+        def move_part(address: int, num_bytes: int) -> None:
+            try:
+                move(self._file.fileno(), address, num_bytes, start + address // PAGE * PAGE - first)
+            except OSError as error:
+                raise self._error(f"{verb} {format_bytes(memory_bytes)} failed", error) from error
+
+        memory_bytes = memory.nbytes
+        parts = [self._threads.submit(move_part, *chunk) for chunk in chunks(memory)]
+        return FileTransfer(self, memory, parts)
+
+    def _resize(self, num_bytes: int) -> None:
+        more_bytes = num_bytes - self._length
+        try:
+            if more_bytes > 0 and hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(self._file.fileno(), self._length, more_bytes)
+            else:
+                os.ftruncate(self._file.fileno(), num_bytes)
+        except OSError as error:
+            raise self._error(f"cannot take {format_bytes(more_bytes)} more", error) from error
+        self._length = num_bytes
+
+    def _bypass_page_cache(self) -> None:
+        page = private_pages(PAGE)
+        try:
+            bypass_page_cache(self._file.fileno())
+            write_memory(self._file.fileno(), page.data_ptr(), PAGE, 0)
+        except OSError as error:
+            if error.errno not in _REFUSALS:
+                raise self._error(f"writing {format_bytes(PAGE)} failed", error) from error
+            bypass_page_cache(self._file.fileno(), False)
+            _warn_of_page_cache(self.folder)
+
+    def _measure(self) -> tuple[float, float]:
+        self._resize(_PROBE_BYTES)
+        memory, whole = private_pages(_PROBE_BYTES), Extent(0, _PROBE_BYTES, _PROBE_BYTES)
+        self.bytes_written = self.bytes_read = 0
+        speeds = _bytes_per_s(lambda: self.write(memory, whole)), _bytes_per_s(lambda: self.read(whole, memory))
+        self._resize(0)
+        return speeds
+
+    def _error(self, action: str, error: OSError) -> DiskError:
+        reason = os.strerror(error.errno) if error.errno is not None else str(error)
+        remedy = "; free space there or name another folder" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+        held = f", with {format_bytes(self._length)} in the file" if self._length else ""
+        return DiskError(error.errno, f"disk={self.folder}: {action}{held}: {reason}{remedy}")
+
+
+def file_system(folder: Path) -> str:
+    """Return the kind of file system that a folder lies on, such as `ext4`; empty where the system does not say."""
+    path = folder.resolve()
+    around = [part for part in psutil.disk_partitions(all=True) if path.is_relative_to(part.mountpoint)]
+    # Of several at one place the last one mounted counts.
+    return max(enumerate(around), key=lambda each: (len(each[1].mountpoint), each[0]))[1].fstype if around else ""
+
+
+def _nameless_file(folder: Path) -> FileIO | IO[bytes]:
+    return tempfile.TemporaryFile(dir=folder, prefix="hf_memopt-", buffering=0)
+
+
+def _end(file: IO[bytes], threads: ThreadPoolExecutor) -> None:
+    threads.shutdown(wait=False)  # each transfer keeps the object, so that none is under way
+    file.close()
+
+
+_open_files: "weakref.WeakSet[ScratchFile]" = weakref.WeakSet()
+
+
+def _close_in_fork() -> None:
+    for file in _open_files:
+        file._file.close()
+
+
+os.register_at_fork(after_in_child=_close_in_fork)
+
+
+def _bytes_per_s(start: Callable[[], FileTransfer]) -> float:
+    seconds = []
+    for _ in range(1 + _PROBES):
+        begun = time.perf_counter()
+        start().wait()
+        seconds.append(time.perf_counter() - begun)
+    return _PROBE_BYTES / statistics.median(seconds[1:])
+
+
+def _warn_of_file_system(folder: Path) -> None:
+    kind = file_system(folder)
+    if kind in _IN_MEMORY:
+        _warn(f"disk={folder} lies on {kind}, which is host memory: nothing is saved. Name a folder on a local disk")
+    elif kind in _ON_NETWORK:
+        _warn(f"disk={folder} lies on a network ({kind}), and every step waits for it. Name a folder on a local disk")
+
+
+def _warn_of_page_cache(folder: Path) -> None:
+    _warn(
+        f"disk={folder}: the file system has no direct I/O, so bytes pass through the page cache, which takes memory of "
+        "its own and more time"
+    )
+
+
+@functools.cache
+def _warn(text: str) -> None:
+    # Cached: a run may have several offloaders.
+    logger.warning("%s", text)
