@@ -163,6 +163,16 @@ class AdversarialTransfer:
             self._was_waited_for = True
             self._copier.waited(self)
 
+    @property
+    def finished(self) -> "AdversarialTransfer":
+        return self
+
+    def query(self) -> bool:
+        return self not in self._copier._pending
+
+    def synchronize(self) -> None:
+        self._copier.perform(self)
+
 
 # For tests that run with every schedule of copies.
 COPIERS: dict[str, Callable[[], Copier]] = {
