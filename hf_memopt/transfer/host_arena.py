@@ -65,9 +65,7 @@ class HostArena:
     _of_process: ClassVar[weakref.WeakSet["HostArena"]] = weakref.WeakSet()
     _num_of_process: ClassVar[int] = 0
 
-    def __init__(
-        self, allocator: HostAllocator, budget_bytes: int | None = None, alignment: int = _ALIGNMENT
-    ) -> None:
+    def __init__(self, allocator: HostAllocator, budget_bytes: int | None = None, alignment: int = _ALIGNMENT) -> None:
         self._allocator, self._alignment = allocator, alignment
         self._budget_bytes = budget_bytes
         self._regions: dict[Region, Tensor] = {}

@@ -2,7 +2,7 @@
 
 import torch
 
-from hf_memopt.transfer.backends import backend_of, clock_for, copier_for
+from hf_memopt.transfer.backends import clock_for, copier_for
 from hf_memopt.transfer.clock import Clock, WaitingClock
 from hf_memopt.transfer.copier import Copier
 from hf_memopt.transfer.disk_memory import DirectDisk, StagedDisk
@@ -28,6 +28,7 @@ def memories_below(
     """Return the memories that saved activations can go to; none where there is neither other memory nor a file.
 
     Args:
+        device: the device that computes.
         copier: given by the user, to have copies made between any two memories. None: chosen for the device.
         pin_memory: whether host memory is page-locked.
         host_budget_bytes: host memory to use at most, on the way to the disk too.
