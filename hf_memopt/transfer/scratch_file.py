@@ -178,6 +178,15 @@ class ScratchFile:
         return DiskError(error.errno, f"disk={self.folder}: {action}{held}: {reason}{remedy}")
 
 
+def open_scratch_file(folder: str | os.PathLike[str] | None, budget_bytes: int | None) -> ScratchFile | None:
+    """Return a new file in a folder, and log its speed; None without a folder."""
+    if folder is None:
+        return None
+    file = ScratchFile(folder, budget_bytes)
+    logger.info("activation offloading: %s", file.summary())
+    return file
+
+
 def file_system(folder: Path) -> str:
     """Return the kind of file system that a folder lies on, such as `ext4`; empty where the system does not say."""
     path = folder.resolve()
