@@ -28,6 +28,8 @@ def row(settings: Sequence[str], micro_batch: int, update_ms: float, needed_gib:
         breakdown={"activations": GIB},
         top=(),
         host_bytes=round(host_gib * GIB),
+        disk_bytes=0,
+        disk_bytes_written=0,
         confidence="high",
         assumptions=(),
         unreached=(),
@@ -45,7 +47,7 @@ def row(settings: Sequence[str], micro_batch: int, update_ms: float, needed_gib:
 
 
 def plan_of(*rows: Row) -> SettingsPlan:
-    return SettingsPlan("toy", LEVERS, CARD, 32 * GIB, rows)
+    return SettingsPlan("toy", LEVERS, CARD, 32 * GIB, None, rows)
 
 
 PLAN = plan_of(
