@@ -114,9 +114,8 @@ def _estimate(spec: JobSpec) -> int:
     below = find_memory_below(spec.host, spec.disk)
     job = workload_of(spec)
     step, passes = given_step(spec, job)
-    estimate = run_isolated(lambda: simulate_step(step, gpu=card, below=below)).with_passes(
-        passes / step.num_micro_batches
-    )
+    estimate = run_isolated(lambda: simulate_step(step, gpu=card, below=below))
+    estimate = estimate.with_passes(passes / step.num_micro_batches)
     if spec.json:
         spec.json.write_text(json.dumps(estimate_report.as_json(estimate, card), indent=2) + "\n", encoding="utf-8")
     print(f"{job.name}\n\n{estimate_report.text(estimate, card)}{_not_counted(step.num_gpus)}")

@@ -69,9 +69,8 @@ def plan(
     search = _Search(workload, card, find_memory_below(host, disk))
     num_workers = os.cpu_count() or 1 if num_workers is None else num_workers
     rows = sorted(search.run(num_workers, progress), key=lambda row: (not row.fits, row.update_ms))
-    result = SettingsPlan(
-        workload.name, tuple(workload.levers), card, search.below.host_bytes, search.below.disk, tuple(rows)
-    )
+    below = search.below
+    result = SettingsPlan(workload.name, tuple(workload.levers), card, below.host_bytes, below.disk, tuple(rows))
     if not result.best.fits:
         raise _nothing_fits(result)
     return result
