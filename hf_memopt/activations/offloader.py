@@ -30,6 +30,7 @@ from hf_memopt.transfer import Copier, SyncCopier
 from hf_memopt.transfer.backends import backend_of
 from hf_memopt.transfer.host_memory import map_large_blocks
 from hf_memopt.transfer.memories_below import memories_below
+from hf_memopt.transfer.scratch_file import check_disk
 from hf_memopt.transfer.tier_file import TierFile
 from hf_memopt.uncompiled import graph_break, uncompiled
 from hf_memopt.units import GIB, MIB
@@ -124,10 +125,7 @@ class ActivationOffloader:
             raise ValueError(f"mode={mode!r} is unknown; use one of {', '.join(MODES)}")
         if budget_gib is not None and mode != "auto":
             raise ValueError(f'budget_gib={budget_gib} needs mode="auto"; mode={mode!r} makes no plan')
-        if disk is not None and not os.path.isdir(disk):
-            raise ValueError(f"disk={os.fspath(disk)!r} is no folder; name one on a local disk with room to spare")
-        if disk is None and disk_budget_gib is not None:
-            raise ValueError(f"disk_budget_gib={disk_budget_gib} needs disk, the folder that it is for")
+        check_disk(disk, disk_budget_gib)
         self.enabled, self.mode = enabled, mode
         self._threshold_bytes = max(1, round(offload_threshold_mb * MIB))
         self._pin_memory = pin_memory

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from io import FileIO
 from pathlib import Path
-from typing import IO
+from typing import IO, ClassVar, NamedTuple
 
 import psutil
 from torch import Tensor
@@ -61,6 +61,13 @@ class FileTransfer:
             part.result()
 
 
+class DiskHoldings(NamedTuple):
+    """Bytes that the files of this process hold, and those it has written to them, to files that are gone too."""
+
+    num_bytes: int
+    num_bytes_written: int
+
+
 class ScratchFile:
     """An unlinked file, read and written by a few threads past the page cache.
 
@@ -78,9 +85,13 @@ class ScratchFile:
     Attributes:
         space: hands out the extents of the file.
         bytes_written: in whole pages; `bytes_read` likewise.
+        is_direct: whether it is read and written past the page cache.
         waited_s: seconds for which callers have waited for reads and writes.
         write_bytes_per_s: measured once, with 16 MiB at a time; `read_bytes_per_s` likewise.
     """
+
+    _of_process: ClassVar[weakref.WeakSet["ScratchFile"]] = weakref.WeakSet()
+    _written_of_process: ClassVar[int] = 0
 
     def __init__(self, folder: str | os.PathLike[str], budget_bytes: int | None = None) -> None:
         self.folder = Path(folder)
@@ -93,17 +104,22 @@ class ScratchFile:
             raise self._error("cannot make a file", error) from error
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="hf_memopt disk")
         weakref.finalize(self, _end, self._file, self._threads)
-        _open_files.add(self)
+        self._of_process.add(self)
         _warn_of_file_system(self.folder)
-        self._bypass_page_cache()
+        self.is_direct = self._bypass_page_cache()
         self.write_bytes_per_s, self.read_bytes_per_s = self._measure()
         self.bytes_written = self.bytes_read = 0
         self._begun_s = time.monotonic()
         self.space = DiskSpace(PAGE, self._resize, budget_bytes)
 
+    @classmethod
+    def of_process(cls) -> DiskHoldings:
+        return DiskHoldings(sum(file._length for file in cls._of_process), cls._written_of_process)
+
     def write(self, source: Tensor, extent: Extent) -> FileTransfer:
         """Start writing contiguous host memory, which can be read back to the same place within a page."""
         self.bytes_written += extent.num_bytes
+        ScratchFile._written_of_process += extent.num_bytes
         return self._start(write_memory, "writing", source, extent.start)
 
     def read(self, extent: Extent, destination: Tensor) -> FileTransfer:
@@ -152,7 +168,7 @@ class ScratchFile:
             raise self._error(f"cannot take {format_bytes(more_bytes)} more", error) from error
         self._length = num_bytes
 
-    def _bypass_page_cache(self) -> None:
+    def _bypass_page_cache(self) -> bool:
         page = private_pages(PAGE)
         try:
             bypass_page_cache(self._file.fileno())
@@ -162,6 +178,8 @@ class ScratchFile:
                 raise self._error(f"writing {format_bytes(PAGE)} failed", error) from error
             bypass_page_cache(self._file.fileno(), False)
             _warn_of_page_cache(self.folder)
+            return False
+        return True
 
     def _measure(self) -> tuple[float, float]:
         self._resize(_PROBE_BYTES)
@@ -176,6 +194,14 @@ class ScratchFile:
         remedy = "; free space there or name another folder" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
         held = f", with {format_bytes(self._length)} in the file" if self._length else ""
         return DiskError(error.errno, f"disk={self.folder}: {action}{held}: {reason}{remedy}")
+
+
+def check_disk(disk: str | os.PathLike[str] | None, disk_budget_gib: float | None = None) -> None:
+    """Refuse a disk that is no folder, and a budget without a disk."""
+    if disk is not None and not os.path.isdir(disk):
+        raise ValueError(f"disk={os.fspath(disk)!r} is no folder; name one on a local disk with room to spare")
+    if disk is None and disk_budget_gib is not None:
+        raise ValueError(f"disk_budget_gib={disk_budget_gib} needs disk, the folder that it is for")
 
 
 def open_scratch_file(folder: str | os.PathLike[str] | None, budget_bytes: int | None) -> ScratchFile | None:
@@ -204,11 +230,8 @@ def _end(file: IO[bytes], threads: ThreadPoolExecutor) -> None:
     file.close()
 
 
-_open_files: "weakref.WeakSet[ScratchFile]" = weakref.WeakSet()
-
-
 def _close_in_fork() -> None:
-    for file in _open_files:
+    for file in ScratchFile._of_process:
         file._file.close()
 
 
