@@ -14,8 +14,10 @@ from hf_memopt.transfer.scratch_file import check_disk
 
 MODES = ("off", "auto", "all", "inputs")
 # Fields that the offloader takes as they are.
-_PASSED_ON = ("offload_threshold_mb", "prefetch_ahead", "pin_memory", "max_slowdown", "host_budget_gib", "skip")
-_PASSED_ON += ("disk", "disk_budget_gib")
+_PASSED_ON = (
+    *("offload_threshold_mb", "prefetch_ahead", "pin_memory", "max_slowdown", "host_budget_gib"),
+    *("disk", "disk_budget_gib", "skip"),
+)
 
 
 @dataclass
