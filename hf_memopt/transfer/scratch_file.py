@@ -1,5 +1,6 @@
 """A nameless file in a folder of the user's: it holds bytes of one process and goes with it, however that ends."""
 
+import copy
 import errno
 import functools
 import logging
@@ -31,6 +32,9 @@ _REFUSALS = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP}
 _IN_MEMORY = {"tmpfs", "ramfs", "devtmpfs"}
 _ON_NETWORK = {"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "lustre", "gpfs", "beegfs", "fuse.sshfs"}
 
+# Moves a piece of memory, given as address and bytes, from or to a position of a file.
+_Move = Callable[[int, int, int, int], None]
+
 
 class DiskError(OSError):
     """The file of the disk tier could not be made, lengthened, read or written; the message names folder and bytes."""
@@ -58,7 +62,9 @@ class FileTransfer:
             self._file.waited_s += time.perf_counter() - begun
         self._memory = None
         for part in self._parts:
-            part.result()
+            error = part.exception()
+            if error is not None:
+                raise copy.copy(error) from error.__cause__  # the traceback would keep the caller's frames
 
 
 class ScratchFile:
@@ -104,12 +110,12 @@ class ScratchFile:
     def write(self, source: Tensor, extent: Extent) -> FileTransfer:
         """Start writing contiguous host memory, which can be read back to the same place within a page."""
         self.bytes_written += extent.num_bytes
-        return self._start(write_memory, "writing", source, extent.start)
+        return self._start(write_memory, "writing", source, extent)
 
     def read(self, extent: Extent, destination: Tensor) -> FileTransfer:
         """Start reading to contiguous host memory."""
         self.bytes_read += extent.num_bytes
-        return self._start(read_memory, "reading", destination, extent.start)
+        return self._start(read_memory, "reading", destination, extent)
 
     def summary(self) -> str:
         speeds = f"writes {self.write_bytes_per_s / 1e9:.1f} GB/s, reads {self.read_bytes_per_s / 1e9:.1f} GB/s"
@@ -127,19 +133,17 @@ class ScratchFile:
         if os.getpid() != self._process:
             raise DiskError(f"disk={self.folder}: the file belongs to process {self._process}, of which this is a fork")
 
-    def _start(self, move: Callable[[int, int, int, int], None], verb: str, memory: Tensor, start: int) -> FileTransfer:
+    def _start(self, move: _Move, verb: str, memory: Tensor, extent: Extent) -> FileTransfer:
         self.check_process()
-        first = memory.data_ptr() // PAGE * PAGE
+        first, num_bytes = memory.data_ptr() // PAGE * PAGE, memory.nbytes
 
-        def move_part(address: int, num_bytes: int) -> None:
+        def move_part(address: int, part_bytes: int) -> None:
             try:
-                move(self._file.fileno(), address, num_bytes, start + address // PAGE * PAGE - first)
+                move(self._file.fileno(), address, part_bytes, extent.start + address // PAGE * PAGE - first)
             except OSError as error:
-                raise self._error(f"{verb} {format_bytes(memory_bytes)} failed", error) from error
+                raise self._error(f"{verb} {format_bytes(num_bytes)} failed", error) from error
 
-        memory_bytes = memory.nbytes
-        parts = [self._threads.submit(move_part, *chunk) for chunk in chunks(memory)]
-        return FileTransfer(self, memory, parts)
+        return FileTransfer(self, memory, [self._threads.submit(move_part, *chunk) for chunk in chunks(memory)])
 
     def _resize(self, num_bytes: int) -> None:
         more_bytes = num_bytes - self._length
