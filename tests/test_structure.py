@@ -101,7 +101,7 @@ def test_the_way_of_a_saved_tensor_is_short(mode: str, monkeypatch: pytest.Monke
     budget = {"budget_gib": 1.5e5 / 2**30} if mode == "auto" else {}
     offloader = ActivationOffloader(offload_threshold_mb=0, mode=mode, copier=SyncCopier(), **budget)
     # With endless copies, recomputation alone can meet a budget.
-    monkeypatch.setattr("hf_memopt.activations.plan_maker.measure_link", lambda copier, clock: (1e5, 1e5))
+    monkeypatch.setattr("hf_memopt.transfer.lower_memory.measure_link", lambda copier, clock: (1e5, 1e5))
     for num_steps in range(5):
         journey = Journey()
         monkeypatch.setattr("hf_memopt.activations.saved_tensor_hooks.saved_tensors_hooks", journey.hooks)

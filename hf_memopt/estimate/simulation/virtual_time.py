@@ -20,7 +20,7 @@ from hf_memopt.estimate.simulation.kernel_work import (
     starts_kernel,
     work_of,
 )
-from hf_memopt.transfer import Transfer
+from hf_memopt.transfer.copier import DeviceCopy, StreamEvent
 
 
 class VirtualClock:
@@ -130,18 +130,18 @@ class VirtualCopier:
     def release(self, buffer: Tensor) -> None:
         """Do nothing: memory returns with its last reference."""
 
-    def to_device(self, source: Tensor, destination: Tensor) -> Transfer:
+    def to_device(self, source: Tensor, destination: Tensor) -> DeviceCopy:
         self.bytes_to_device += source.nbytes
         return self._copy("device", source.nbytes)
 
-    def to_host(self, source: Tensor, destination: Tensor) -> Transfer:
+    def to_host(self, source: Tensor, destination: Tensor) -> DeviceCopy:
         self.bytes_to_host += source.nbytes
         return self._copy("host", source.nbytes)
 
     def stall_ms(self) -> float:
         return 1e3 * self._clock.stalled_s
 
-    def _copy(self, direction: str, num_bytes: int) -> Transfer:
+    def _copy(self, direction: str, num_bytes: int) -> DeviceCopy:
         begun_s = max(self._clock.now_s, self._free_at_s[direction])
         self._free_at_s[direction] = begun_s + num_bytes / self._clock.card.link_bytes_per_s
         return _VirtualTransfer(self._clock, self._free_at_s[direction])
@@ -151,7 +151,17 @@ class _VirtualTransfer:
     def __init__(self, clock: VirtualClock, ended_s: float) -> None:
         self._clock, self._ended_s = clock, ended_s
 
+    @property
+    def finished(self) -> StreamEvent:
+        return self
+
     def wait(self) -> None:
+        self._clock.wait_until(self._ended_s)
+
+    def query(self) -> bool:
+        return self._clock.now_s >= self._ended_s
+
+    def synchronize(self) -> None:
         self._clock.wait_until(self._ended_s)
 
 
