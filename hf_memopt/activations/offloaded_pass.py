@@ -37,8 +37,8 @@ from hf_memopt.activations.stats import OffloadCounters
 from hf_memopt.autograd_state import NO_BACKWARD, current_backward, may_be_cast_of_frozen_weight, next_node
 from hf_memopt.uncompiled import uncompiled
 
-# Bytes that may wait for their copy from the device before compute has to, as a multiple of the largest storage seen. Two
-# let one copy run while the next tensor is computed.
+# Bytes that may wait for their copy from the device before compute has to, as a multiple of the largest storage seen.
+# Two let one copy run while the next tensor is computed.
 _STORAGES_IN_FLIGHT = 2
 _UNFORESEEN = -1
 

@@ -41,8 +41,8 @@ PlannersByDevice = dict[torch.device, PassPlanner]
 MODES = ("auto", "all", "inputs")
 _HOST_SHARE = 0.9
 _NOTHING_TO_MOVE = (
-    "nothing is moved: saved activations are in host memory already. disk=FOLDER moves them to a disk. To try offloading "
-    "on a CPU, give the copier that performs every copy there too: ActivationOffloader(copier=hf_memopt.SyncCopier())"
+    "nothing is moved: saved activations are in host memory already. disk=FOLDER moves them to a disk. To try "
+    "offloading on a CPU, give the copier that copies there too: ActivationOffloader(copier=hf_memopt.SyncCopier())"
 )
 
 
@@ -125,7 +125,7 @@ class ActivationOffloader:
         if budget_gib is not None and mode != "auto":
             raise ValueError(f'budget_gib={budget_gib} needs mode="auto"; mode={mode!r} makes no plan')
         if disk is not None and not os.path.isdir(disk):
-            raise ValueError(f"disk={os.fspath(disk)!r} is no folder; name one on a local disk with room for activations")
+            raise ValueError(f"disk={os.fspath(disk)!r} is no folder; name one on a local disk with room to spare")
         if disk is None and disk_budget_gib is not None:
             raise ValueError(f"disk_budget_gib={disk_budget_gib} needs disk, the folder that it is for")
         self.enabled, self.mode = enabled, mode
@@ -360,7 +360,8 @@ class ActivationOffloader:
                 device, copier, self._pin_memory, self._host_bytes(device), self._scratch_file()
             )
             if not lower:
-                logger.log(logging.INFO if device.type == "cpu" else logging.WARNING, "activation offloading: %s", _NOTHING_TO_MOVE)
+                level = logging.INFO if device.type == "cpu" else logging.WARNING
+                logger.log(level, "activation offloading: %s", _NOTHING_TO_MOVE)
             elif device.type == "cpu" and self._file is not None:
                 map_large_blocks(self._threshold_bytes)
             self._devices[device] = DeviceState(device, lower, clock) if lower else None

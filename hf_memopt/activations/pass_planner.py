@@ -77,8 +77,8 @@ class PassPlanner:
         self._wants_plain = False
         self._num_operations: Mapping[Any, int] = {}
         self._ran_out = False
-        # Recording leaves more memory below than is needed. trim() must run twice: to start counting free blocks, and to
-        # drop those that a planned pass never took.
+        # Recording leaves more memory below than is needed. trim() must run twice: to start counting free blocks, and
+        # to drop those that a planned pass never took.
         self._trims_left = 2
 
     @property

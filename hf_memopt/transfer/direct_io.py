@@ -13,6 +13,7 @@ import mmap
 import os
 import threading
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -68,7 +69,7 @@ def chunks(tensor: Tensor) -> list[tuple[int, int]]:
     begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
     first = begin // PAGE * PAGE
     cuts = [begin, *range(first + CHUNK_BYTES, end, CHUNK_BYTES), end]
-    return [(start, stop - start) for start, stop in zip(cuts, cuts[1:], strict=False) if stop > start]
+    return [(start, stop - start) for start, stop in pairwise(cuts) if stop > start]
 
 
 def write_memory(file: int, address: int, num_bytes: int, position: int) -> None:
@@ -112,7 +113,10 @@ def _pages(address: int, num_bytes: int) -> tuple[list[memoryview], _End | None,
     return pages, head, tail
 
 
-def _move_all(move: Callable[[int, list[memoryview], int], int], file: int, pages: list[memoryview], start: int) -> None:
+_Move = Callable[[int, list[memoryview], int], int]
+
+
+def _move_all(move: _Move, file: int, pages: list[memoryview], start: int) -> None:
     """Call until all pages have been moved: the system may move fewer at a time."""
     while pages:
         moved = move(file, pages, start)

@@ -2,11 +2,11 @@
 
 import torch
 
-from hf_memopt.transfer.backends import backend_of, clock_for, copier_for
+from hf_memopt.transfer.backends import clock_for, copier_for
 from hf_memopt.transfer.clock import Clock, WaitingClock
 from hf_memopt.transfer.copier import Copier
 from hf_memopt.transfer.disk_memory import DirectDisk, StagedDisk
-from hf_memopt.transfer.lower_memory import HostMemory, LowerMemory
+from hf_memopt.transfer.lower_memory import LowerHost, LowerMemory
 from hf_memopt.transfer.scratch_file import ScratchFile
 from hf_memopt.units import GIB
 
@@ -28,6 +28,7 @@ def memories_below(
     """Return the memories that saved activations can go to; none where there is neither other memory nor a file.
 
     Args:
+        device: the device that computes.
         copier: given by the user, to have copies made between any two memories. None: chosen for the device.
         pin_memory: whether host memory is page-locked.
         host_budget_bytes: host memory to use at most, on the way to the disk too.
@@ -42,9 +43,9 @@ def memories_below(
         return [_staged(file, copier_for(device, pin_memory), host_budget_bytes)], clock_for(device)
     copier = copier_for(device, pin_memory) if copier is None else copier
     if file is None:
-        return [HostMemory(copier, host_budget_bytes)], clock_for(device)
+        return [LowerHost(copier, host_budget_bytes)], clock_for(device)
     disk = _staged(file, copier, host_budget_bytes)
-    return [HostMemory(copier, host_budget_bytes - disk.staging_bytes), disk], clock_for(device)
+    return [LowerHost(copier, host_budget_bytes - disk.staging_bytes), disk], clock_for(device)
 
 
 def _staged(file: ScratchFile, copier: Copier, host_budget_bytes: int) -> StagedDisk:

@@ -225,8 +225,8 @@ def _warn_of_file_system(folder: Path) -> None:
 
 def _warn_of_page_cache(folder: Path) -> None:
     _warn(
-        f"disk={folder}: the file system has no direct I/O, so bytes pass through the page cache, which takes memory of "
-        "its own and more time"
+        f"disk={folder}: the file system has no direct I/O, so bytes pass through the page cache, which takes time and "
+        "memory of its own"
     )
 
 

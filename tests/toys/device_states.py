@@ -5,10 +5,10 @@ import torch
 from hf_memopt.activations.saved_tensors.device_state import DeviceState
 from hf_memopt.transfer import Copier, SyncCopier
 from hf_memopt.transfer.clock import HostClock
-from hf_memopt.transfer.lower_memory import HostMemory
+from hf_memopt.transfer.lower_memory import LowerHost
 
 
 def above_host(copier: Copier | None = None, host_bytes: int | None = None) -> DeviceState:
     """Return the state of a CPU above host memory with a budget."""
-    host = HostMemory(SyncCopier() if copier is None else copier, host_bytes)
+    host = LowerHost(SyncCopier() if copier is None else copier, host_bytes)
     return DeviceState(torch.device("cpu"), [host], HostClock())

@@ -29,7 +29,7 @@ class Memories:
         ]
 
     def assignments(self, actions: bytes) -> Iterator[bytes]:
-        """Yield different assignments, each with the number of a tier for every storage; none where there is no room."""
+        """Yield different assignments, each with the number of a tier for every storage; none without room."""
         offloaded = [index for index, action in enumerate(actions) if action == Action.OFFLOAD]
         num_bytes = sum(self._profile.sizes[index] for index in offloaded)
         if not offloaded or self._has_room(0, num_bytes, len(offloaded)):

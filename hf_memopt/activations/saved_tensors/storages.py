@@ -1,4 +1,6 @@
-"""The storages behind saved tensors, kept or copied to a lower memory and back. They never see the pass that drives them.
+"""The storages behind saved tensors, kept or copied to a lower memory and back.
+
+They never see the pass that drives them.
 
 `activations/README.md` draws the life of an offloaded one; `recompute/recomputed_storage.py` has another kind.
 """

@@ -20,7 +20,7 @@ from hf_memopt.estimate.simulation.kernel_work import (
     starts_kernel,
     work_of,
 )
-from hf_memopt.transfer.copier import DeviceCopy, StreamEvent
+from hf_memopt.transfer.copier import DeviceCopy
 
 
 class VirtualClock:
@@ -151,12 +151,12 @@ class _VirtualTransfer:
     def __init__(self, clock: VirtualClock, ended_s: float) -> None:
         self._clock, self._ended_s = clock, ended_s
 
-    @property
-    def finished(self) -> StreamEvent:
-        return self
-
     def wait(self) -> None:
         self._clock.wait_until(self._ended_s)
+
+    @property
+    def finished(self) -> "_VirtualTransfer":
+        return self
 
     def query(self) -> bool:
         return self._clock.now_s >= self._ended_s
