@@ -5,6 +5,7 @@ import errno
 import functools
 import logging
 import os
+import re
 import statistics
 import tempfile
 import time
@@ -15,7 +16,6 @@ from io import FileIO
 from pathlib import Path
 from typing import IO
 
-import psutil
 from torch import Tensor
 
 from hf_memopt.transfer.direct_io import PAGE, bypass_page_cache, chunks, private_pages, read_memory, write_memory
@@ -29,6 +29,7 @@ _PROBE_BYTES = 16 * MIB
 _PROBES = 3
 # Answers of file systems that have no direct I/O.
 _REFUSALS = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP}
+_MOUNTS = Path("/proc/self/mounts")
 _IN_MEMORY = {"tmpfs", "ramfs", "devtmpfs"}
 _ON_NETWORK = {"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "lustre", "gpfs", "beegfs", "fuse.sshfs"}
 
@@ -184,10 +185,14 @@ class ScratchFile:
 
 def file_system(folder: Path) -> str:
     """Return the kind of file system that a folder lies on, such as `ext4`; empty where the system does not say."""
-    path = folder.resolve()
-    around = [part for part in psutil.disk_partitions(all=True) if path.is_relative_to(part.mountpoint)]
-    # Of several at one place the last one mounted counts.
-    return max(enumerate(around), key=lambda each: (len(each[1].mountpoint), each[0]))[1].fstype if around else ""
+    path, kind, longest = folder.resolve(), "", 0
+    for line in _MOUNTS.read_text().splitlines() if _MOUNTS.exists() else ():
+        _, place, its_kind, *_ = line.split(" ")
+        place = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), place)  # spaces are octal numbers
+        # Of several at one place the last one mounted counts.
+        if path.is_relative_to(place) and len(place) >= longest:
+            kind, longest = its_kind, len(place)
+    return kind
 
 
 def _nameless_file(folder: Path) -> FileIO | IO[bytes]:

@@ -203,6 +203,7 @@ def test_nothing_is_said_to_be_at_fault_where_nothing_was_trained(caplog: pytest
 def test_the_summary_names_what_was_predicted_and_what_was_measured() -> None:
     counters = {"bytes_kept": 0, "bytes_deduplicated": 0, "host_bytes_live": 0, "num_host_allocations": 0}
     counters |= {"bytes_recomputed": 0, "bytes_weights": 0}
+    counters |= {"disk_bytes_live": 0, "disk_bytes_held": 0, "disk_bytes_written": 0}
     moved = {"bytes_moved": 3 * 2**30, "host_bytes_pinned": 2**30, "stall_ms": 12.3}
     plan = {"predicted_peak_gib": 2.0, "predicted_step_ms": 100.0}
     measured = {"measured_peak_gib": 1.5, "measured_step_ms": None}
