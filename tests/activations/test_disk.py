@@ -160,7 +160,6 @@ def faults(on_disk: Make, decoder: nn.Module, tokens: Tensor, **options: Any) ->
         except DiskError as raised:
             error, got = str(raised), want
             decoder.zero_grad()
-        gc.collect()
         if not error:  # nobody needed the bytes: it has to be told all the same
             with pytest.raises(DiskError), offloader.offload_context(decoder):
                 pass
@@ -169,6 +168,7 @@ def faults(on_disk: Make, decoder: nn.Module, tokens: Tensor, **options: Any) ->
         assert (offloader.stats.disk_bytes_live, offloader.stats.host_bytes_live) == (0, 0)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     "options", [{}, {"copier": AdversarialCopier("random"), "host_budget_gib": 2e-4}], ids=["direct", "staged"]
 )
@@ -179,7 +179,7 @@ def test_each_operation_may_fail_once(
     for error, is_right in faults(on_disk, decoder, tokens, **options):
         assert is_right
         told += bool(error)
-        assert not error or (str(tmp_path) in error and "No space left" in error and " B" in error or "iB" in error)
+        assert not error or (str(tmp_path) in error and "No space left" in error and "iB" in error)
     assert told > 5
 
 
@@ -217,7 +217,7 @@ def test_3000_steps_of_random_sizes_hold_their_space(tmp_path: Path) -> None:
 
 
 def test_bad_options(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="disk='.*missing' is no folder"):
+    with pytest.raises(ValueError, match=r"disk='.*missing' is no folder"):
         ActivationOffloader(disk=tmp_path / "missing")
     with pytest.raises(ValueError, match=r"disk_budget_gib=1 needs disk"):
         ActivationOffloader(disk_budget_gib=1)
@@ -232,7 +232,7 @@ def test_a_folder_that_has_vanished_is_named_and_the_next_step_tries_again(
     folder.mkdir()
     offloader = ActivationOffloader(offload_threshold_mb=0, mode="all", disk=folder)
     folder.rmdir()
-    with pytest.raises(DiskError, match=f"disk={folder}: cannot make a file: No such file or directory"):
+    with pytest.raises(DiskError, match=rf"disk={folder}: cannot make a file: No such file or directory"):
         step(decoder, tokens, offloader)
     folder.mkdir()
     assert equal(step(decoder, tokens, offloader), step(decoder, tokens))
