@@ -11,7 +11,7 @@ import psutil
 import torch
 
 from hf_memopt.transfer.host_arena import HostArena, HostHoldings
-from hf_memopt.transfer.scratch_file import DiskHoldings, ScratchFile
+from hf_memopt.transfer.scratch_file import DiskHoldings, disk_of_process
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +146,7 @@ class Host:
             pss_bytes=getattr(self._process.memory_full_info(), "pss", None) if pss else None,
             pinned_bytes=_pinned_bytes(),
             offload=HostArena.of_process(),
-            disk=ScratchFile.of_process(),
+            disk=disk_of_process(),
             available_bytes=int(machine.available),
             total_bytes=int(machine.total),
         )

@@ -4,6 +4,7 @@ Below a device that computes in host memory, as a CPU does, bytes go to the file
 Below any other device they stop in host memory on either way.
 """
 
+import copy
 from collections import deque
 from dataclasses import dataclass
 from typing import Protocol
@@ -123,6 +124,11 @@ class StagedDisk(_Disk):
         extent = self.file.space.acquire(num_bytes) if num_bytes <= self.staging_bytes else None
         return None if extent is None else StagedBlock(extent, num_bytes)
 
+    @property
+    def bytes_live(self) -> int:
+        writes = [each for each in tuple(self._under_way) if isinstance(each, _StagedWrite)]
+        return self.file.space.bytes_live - sum(write.extent.num_bytes for write in writes if write.is_abandoned)
+
     def release(self, block: StagedBlock) -> None:
         if block.write is None or block.write.is_over:
             self.file.space.release(block.extent)
@@ -171,9 +177,9 @@ class StagedDisk(_Disk):
         return memory
 
     def _advance(self) -> None:
-        for copy in self._under_way:
-            copy.advance()
-        self._under_way = deque(copy for copy in self._under_way if not copy.is_over)
+        for each in self._under_way:
+            each.advance()
+        self._under_way = deque(each for each in self._under_way if not each.is_over)
 
 
 class _UnderWay(Protocol):
@@ -190,7 +196,7 @@ class _StagedWrite:
     """The way of a tensor to the file: first `copied` to `memory` of the host, then stored."""
 
     def __init__(self, disk: StagedDisk, memory: Tensor, extent: Extent, copied: DeviceCopy) -> None:
-        self._disk, self._memory, self._extent, self._copied = disk, memory, extent, copied
+        self._disk, self._memory, self.extent, self._copied = disk, memory, extent, copied
         self._stored: FileCopy | None = None
         self._error: Exception | None = None
         self.is_over = self.is_abandoned = False
@@ -201,7 +207,7 @@ class _StagedWrite:
 
     def raise_error(self) -> None:
         if self._error is not None:
-            raise self._error
+            raise copy.copy(self._error)  # one that is raised has frames, and these keep their storages
 
     def advance(self) -> None:
         if self._stored is None and not self.is_over and self._copied.finished.query():
@@ -219,14 +225,14 @@ class _StagedWrite:
             if self._stored is not None:
                 self._stored.wait()
         except Exception as error:  # raised to those who read the bytes, and where nobody will, in the next pass
-            self._error = error
+            self._error = error.with_traceback(None)
         self._end()
 
     def _store(self) -> None:
         if self.is_abandoned:
             self._end()
         else:
-            self._stored = self._disk.file.write(self._memory, self._extent)
+            self._stored = self._disk.file.write(self._memory, self.extent)
 
     def _end(self) -> None:
         if self.is_over:
@@ -234,7 +240,7 @@ class _StagedWrite:
         self.is_over = True
         self._disk.staging.release(self._memory)
         if self.is_abandoned:
-            self._disk.file.space.release(self._extent)
+            self._disk.file.space.release(self.extent)
             if self._error is not None:
                 self._disk.failures.append(self._error)
 
@@ -254,7 +260,7 @@ class _StagedRead:
         """Return the second copy, for its only user to keep: it has the device's memory."""
         self._copy()
         if self._error is not None:
-            raise self._error
+            raise copy.copy(self._error)
         copied, self._copied = self._copied, None
         assert copied is not None
         return copied
@@ -280,7 +286,7 @@ class _StagedRead:
             self._copied = self._disk.copier.to_device(self._memory, destination)
             self._finished = self._copied.finished
         except Exception as error:  # raised to those who wait for the bytes
-            self._error = error
+            self._error = error.with_traceback(None)
             self._end()
 
     def _end(self) -> None:

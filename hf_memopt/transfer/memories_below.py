@@ -6,7 +6,7 @@ from hf_memopt.transfer.backends import clock_for, copier_for
 from hf_memopt.transfer.clock import Clock, WaitingClock
 from hf_memopt.transfer.copier import Copier
 from hf_memopt.transfer.disk_memory import DirectDisk, StagedDisk
-from hf_memopt.transfer.lower_memory import HostMemory, LowerMemory
+from hf_memopt.transfer.lower_memory import LowerHost, LowerMemory
 from hf_memopt.transfer.tier_file import TierFile
 from hf_memopt.units import GIB
 
@@ -43,9 +43,9 @@ def memories_below(
         return [_staged(file, copier_for(device, pin_memory), host_budget_bytes)], clock_for(device)
     copier = copier_for(device, pin_memory) if copier is None else copier
     if file is None:
-        return [HostMemory(copier, host_budget_bytes)], clock_for(device)
+        return [LowerHost(copier, host_budget_bytes)], clock_for(device)
     disk = _staged(file, copier, host_budget_bytes)
-    return [HostMemory(copier, host_budget_bytes - disk.staging_bytes), disk], clock_for(device)
+    return [LowerHost(copier, host_budget_bytes - disk.staging_bytes), disk], clock_for(device)
 
 
 def _staged(file: TierFile, copier: Copier, host_budget_bytes: int) -> StagedDisk:

@@ -1,9 +1,11 @@
 """A nameless file in a folder of the user's: it holds bytes of one process and goes with it, however that ends."""
 
+import copy
 import errno
 import functools
 import logging
 import os
+import re
 import statistics
 import tempfile
 import time
@@ -12,9 +14,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from io import FileIO
 from pathlib import Path
-from typing import IO, ClassVar, NamedTuple
+from typing import IO, NamedTuple
 
-import psutil
 from torch import Tensor
 
 from hf_memopt.transfer.direct_io import PAGE, bypass_page_cache, chunks, private_pages, read_memory, write_memory
@@ -28,8 +29,12 @@ _PROBE_BYTES = 16 * MIB
 _PROBES = 3
 # Answers of file systems that have no direct I/O.
 _REFUSALS = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP}
+_MOUNTS = Path("/proc/self/mounts")
 _IN_MEMORY = {"tmpfs", "ramfs", "devtmpfs"}
 _ON_NETWORK = {"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "lustre", "gpfs", "beegfs", "fuse.sshfs"}
+
+# Moves a piece of memory, given as address and bytes, from or to a position of a file.
+_Move = Callable[[int, int, int, int], None]
 
 
 class DiskError(OSError):
@@ -58,11 +63,13 @@ class FileTransfer:
             self._file.waited_s += time.perf_counter() - begun
         self._memory = None
         for part in self._parts:
-            part.result()
+            error = part.exception()
+            if error is not None:
+                raise copy.copy(error) from error.__cause__  # the traceback would keep the caller's frames
 
 
 class DiskHoldings(NamedTuple):
-    """Bytes that the files of this process hold, and those it has written to them, to files that are gone too."""
+    """Bytes that the files of this process hold, and that it has written to them so far."""
 
     num_bytes: int
     num_bytes_written: int
@@ -90,21 +97,18 @@ class ScratchFile:
         write_bytes_per_s: measured once, with 16 MiB at a time; `read_bytes_per_s` likewise.
     """
 
-    _of_process: ClassVar[weakref.WeakSet["ScratchFile"]] = weakref.WeakSet()
-    _written_of_process: ClassVar[int] = 0
-
     def __init__(self, folder: str | os.PathLike[str], budget_bytes: int | None = None) -> None:
         self.folder = Path(folder)
         self.waited_s = 0.0
         self._process = os.getpid()
-        self._length = 0
+        self._length = self.bytes_written = self.bytes_read = 0
         try:
             self._file = _nameless_file(self.folder)
         except OSError as error:
             raise self._error("cannot make a file", error) from error
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="hf_memopt disk")
         weakref.finalize(self, _end, self._file, self._threads)
-        self._of_process.add(self)
+        _open_files.add(self)
         _warn_of_file_system(self.folder)
         self.is_direct = self._bypass_page_cache()
         self.write_bytes_per_s, self.read_bytes_per_s = self._measure()
@@ -112,20 +116,15 @@ class ScratchFile:
         self._begun_s = time.monotonic()
         self.space = DiskSpace(PAGE, self._resize, budget_bytes)
 
-    @classmethod
-    def of_process(cls) -> DiskHoldings:
-        return DiskHoldings(sum(file._length for file in cls._of_process), cls._written_of_process)
-
     def write(self, source: Tensor, extent: Extent) -> FileTransfer:
         """Start writing contiguous host memory, which can be read back to the same place within a page."""
         self.bytes_written += extent.num_bytes
-        ScratchFile._written_of_process += extent.num_bytes
-        return self._start(write_memory, "writing", source, extent.start)
+        return self._start(write_memory, "writing", source, extent)
 
     def read(self, extent: Extent, destination: Tensor) -> FileTransfer:
         """Start reading to contiguous host memory."""
         self.bytes_read += extent.num_bytes
-        return self._start(read_memory, "reading", destination, extent.start)
+        return self._start(read_memory, "reading", destination, extent)
 
     def summary(self) -> str:
         speeds = f"writes {self.write_bytes_per_s / 1e9:.1f} GB/s, reads {self.read_bytes_per_s / 1e9:.1f} GB/s"
@@ -143,19 +142,17 @@ class ScratchFile:
         if os.getpid() != self._process:
             raise DiskError(f"disk={self.folder}: the file belongs to process {self._process}, of which this is a fork")
 
-    def _start(self, move: Callable[[int, int, int, int], None], verb: str, memory: Tensor, start: int) -> FileTransfer:
+    def _start(self, move: _Move, verb: str, memory: Tensor, extent: Extent) -> FileTransfer:
         self.check_process()
-        first = memory.data_ptr() // PAGE * PAGE
+        first, num_bytes = memory.data_ptr() // PAGE * PAGE, memory.nbytes
 
-        def move_part(address: int, num_bytes: int) -> None:
+        def move_part(address: int, part_bytes: int) -> None:
             try:
-                move(self._file.fileno(), address, num_bytes, start + address // PAGE * PAGE - first)
+                move(self._file.fileno(), address, part_bytes, extent.start + address // PAGE * PAGE - first)
             except OSError as error:
-                raise self._error(f"{verb} {format_bytes(memory_bytes)} failed", error) from error
+                raise self._error(f"{verb} {format_bytes(num_bytes)} failed", error) from error
 
-        memory_bytes = memory.nbytes
-        parts = [self._threads.submit(move_part, *chunk) for chunk in chunks(memory)]
-        return FileTransfer(self, memory, parts)
+        return FileTransfer(self, memory, [self._threads.submit(move_part, *chunk) for chunk in chunks(memory)])
 
     def _resize(self, num_bytes: int) -> None:
         more_bytes = num_bytes - self._length
@@ -196,6 +193,10 @@ class ScratchFile:
         return DiskError(error.errno, f"disk={self.folder}: {action}{held}: {reason}{remedy}")
 
 
+def disk_of_process() -> DiskHoldings:
+    return DiskHoldings(sum(file._length for file in _open_files), sum(file.bytes_written for file in _open_files))
+
+
 def check_disk(disk: str | os.PathLike[str] | None, disk_budget_gib: float | None = None) -> None:
     """Refuse a disk that is no folder, and a budget without a disk."""
     if disk is not None and not os.path.isdir(disk):
@@ -215,10 +216,14 @@ def open_scratch_file(folder: str | os.PathLike[str] | None, budget_bytes: int |
 
 def file_system(folder: Path) -> str:
     """Return the kind of file system that a folder lies on, such as `ext4`; empty where the system does not say."""
-    path = folder.resolve()
-    around = [part for part in psutil.disk_partitions(all=True) if path.is_relative_to(part.mountpoint)]
-    # Of several at one place the last one mounted counts.
-    return max(enumerate(around), key=lambda each: (len(each[1].mountpoint), each[0]))[1].fstype if around else ""
+    path, kind, longest = folder.resolve(), "", 0
+    for line in _MOUNTS.read_text().splitlines() if _MOUNTS.exists() else ():
+        _, place, its_kind, *_ = line.split(" ")
+        place = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), place)  # spaces are octal numbers
+        # Of several at one place the last one mounted counts.
+        if path.is_relative_to(place) and len(place) >= longest:
+            kind, longest = its_kind, len(place)
+    return kind
 
 
 def _nameless_file(folder: Path) -> FileIO | IO[bytes]:
@@ -230,8 +235,11 @@ def _end(file: IO[bytes], threads: ThreadPoolExecutor) -> None:
     file.close()
 
 
+_open_files: "weakref.WeakSet[ScratchFile]" = weakref.WeakSet()
+
+
 def _close_in_fork() -> None:
-    for file in ScratchFile._of_process:
+    for file in _open_files:
         file._file.close()
 
 

@@ -19,9 +19,9 @@ from transformers import Trainer, TrainingArguments
 from hf_memopt import ActivationOffloader
 from hf_memopt.activations import InfeasibleBudgetError
 from hf_memopt.activations.planner.offload_plan import make_plan
-from hf_memopt.activations.planner.profile import Link
 from hf_memopt.callbacks import ActivationOffloadCallback, attach
 from hf_memopt.transfer import Copier
+from hf_memopt.transfer.tier import Tier
 
 
 class WatchingCopier(AdversarialCopier):
@@ -162,7 +162,7 @@ def keep_a_budget(folder: Path) -> None:
         except InfeasibleBudgetError as error:
             outcome |= {"needed_bytes": error.smallest_bytes, "message": str(error)}
         own = [planner.recording.profile for planners in offloader._planners.values() for planner in planners.values()]
-        alone = make_plan(own[0], Link(1e9, 1e9), budget_bytes=None, max_slowdown=1e9, prefetch_ahead=0)
+        alone = make_plan(own[0], (Tier("host", 1e9, 1e9),), budget_bytes=None, max_slowdown=1e9, prefetch_ahead=0)
         demands = [torch.zeros((), dtype=torch.int64) for _ in range(2)]
         dist.all_gather(demands, torch.tensor(alone.predicted_peak_bytes))
         smallest = {rank: int(demand) / 2**30 for rank, demand in enumerate(demands)}

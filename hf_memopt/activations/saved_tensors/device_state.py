@@ -107,7 +107,7 @@ class DeviceState:
     def note_failure(self, error: Exception) -> None:
         """Keep the error of a copy that a destructor has met, for `raise_failure`."""
         logger.error("activation offloading: %s", error)
-        self._failures.append(error)
+        self._failures.append(error.with_traceback(None))  # whose frames keep the dying object
 
     def raise_failure(self) -> None:
         """Raise the last error that was kept, and forget all."""
