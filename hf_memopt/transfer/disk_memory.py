@@ -20,8 +20,8 @@ from hf_memopt.transfer.disk_space import Extent
 from hf_memopt.transfer.host_arena import HostArena
 from hf_memopt.transfer.link import measure_link
 from hf_memopt.transfer.lower_memory import TierName
-from hf_memopt.transfer.scratch_file import FileTransfer, ScratchFile
 from hf_memopt.transfer.tier import Tier
+from hf_memopt.transfer.tier_file import FileCopy, TierFile
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class _Disk:
 
     name: TierName = "disk"
 
-    def __init__(self, file: ScratchFile) -> None:
+    def __init__(self, file: TierFile) -> None:
         self.file = file
         self._num_passes = 0
 
@@ -83,11 +83,11 @@ class DirectDisk(_Disk):
     def release(self, block: DiskBlock) -> None:
         self.file.space.release(block.extent)
 
-    def write(self, source: Tensor, block: DiskBlock) -> FileTransfer:
+    def write(self, source: Tensor, block: DiskBlock) -> FileCopy:
         block.offset = source.data_ptr() % PAGE
         return self.file.write(source, block.extent)
 
-    def read(self, block: DiskBlock, destination: Tensor) -> FileTransfer:
+    def read(self, block: DiskBlock, destination: Tensor) -> FileCopy:
         return self.file.read(block.extent, destination)
 
     def empty_device(self, num_bytes: int, block: DiskBlock, first: int) -> Tensor:
@@ -117,7 +117,7 @@ class StagedDisk(_Disk):
     when somebody waits. Tensors larger than the host memory for it, `staging_bytes`, do not go.
     """
 
-    def __init__(self, file: ScratchFile, copier: Copier, staging_bytes: int) -> None:
+    def __init__(self, file: TierFile, copier: Copier, staging_bytes: int) -> None:
         super().__init__(file)
         self.copier = copier
         self.staging = HostArena(_PageAligned(copier), staging_bytes, PAGE)
@@ -207,7 +207,7 @@ class _StagedWrite:
 
     def __init__(self, disk: StagedDisk, memory: Tensor, extent: Extent, copied: DeviceCopy) -> None:
         self._disk, self._memory, self.extent, self._copied = disk, memory, extent, copied
-        self._stored: FileTransfer | None = None
+        self._stored: FileCopy | None = None
         self._error: Exception | None = None
         self.is_over = self.is_abandoned = False
 
@@ -258,7 +258,7 @@ class _StagedWrite:
 class _StagedRead:
     """The way of a tensor from the file: first fetched to `memory` of the host, then copied to its destination."""
 
-    def __init__(self, disk: StagedDisk, memory: Tensor, fetched: FileTransfer, destination: Tensor) -> None:
+    def __init__(self, disk: StagedDisk, memory: Tensor, fetched: FileCopy, destination: Tensor) -> None:
         self._disk, self._memory, self._fetched = disk, memory, fetched
         self._destination: Tensor | None = destination
         self._copied: Transfer | None = None

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from io import FileIO
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 from torch import Tensor
 
@@ -68,6 +68,13 @@ class FileTransfer:
                 raise copy.copy(error) from error.__cause__  # the traceback would keep the caller's frames
 
 
+class DiskHoldings(NamedTuple):
+    """Bytes that the files of this process hold, and that it has written to them so far."""
+
+    num_bytes: int
+    num_bytes_written: int
+
+
 class ScratchFile:
     """An unlinked file, read and written by a few threads past the page cache.
 
@@ -85,6 +92,7 @@ class ScratchFile:
     Attributes:
         space: hands out the extents of the file.
         bytes_written: in whole pages; `bytes_read` likewise.
+        is_direct: whether it is read and written past the page cache.
         waited_s: seconds for which callers have waited for reads and writes.
         write_bytes_per_s: measured once, with 16 MiB at a time; `read_bytes_per_s` likewise.
     """
@@ -93,7 +101,7 @@ class ScratchFile:
         self.folder = Path(folder)
         self.waited_s = 0.0
         self._process = os.getpid()
-        self._length = 0
+        self._length = self.bytes_written = self.bytes_read = 0
         try:
             self._file = _nameless_file(self.folder)
         except OSError as error:
@@ -102,7 +110,7 @@ class ScratchFile:
         weakref.finalize(self, _end, self._file, self._threads)
         _open_files.add(self)
         _warn_of_file_system(self.folder)
-        self._bypass_page_cache()
+        self.is_direct = self._bypass_page_cache()
         self.write_bytes_per_s, self.read_bytes_per_s = self._measure()
         self.bytes_written = self.bytes_read = 0
         self._begun_s = time.monotonic()
@@ -157,7 +165,7 @@ class ScratchFile:
             raise self._error(f"cannot take {format_bytes(more_bytes)} more", error) from error
         self._length = num_bytes
 
-    def _bypass_page_cache(self) -> None:
+    def _bypass_page_cache(self) -> bool:
         page = private_pages(PAGE)
         try:
             bypass_page_cache(self._file.fileno())
@@ -167,6 +175,8 @@ class ScratchFile:
                 raise self._error(f"writing {format_bytes(PAGE)} failed", error) from error
             bypass_page_cache(self._file.fileno(), False)
             _warn_of_page_cache(self.folder)
+            return False
+        return True
 
     def _measure(self) -> tuple[float, float]:
         self._resize(_PROBE_BYTES)
@@ -181,6 +191,27 @@ class ScratchFile:
         remedy = "; free space there or name another folder" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
         held = f", with {format_bytes(self._length)} in the file" if self._length else ""
         return DiskError(error.errno, f"disk={self.folder}: {action}{held}: {reason}{remedy}")
+
+
+def disk_of_process() -> DiskHoldings:
+    return DiskHoldings(sum(file._length for file in _open_files), sum(file.bytes_written for file in _open_files))
+
+
+def check_disk(disk: str | os.PathLike[str] | None, disk_budget_gib: float | None = None) -> None:
+    """Refuse a disk that is no folder, and a budget without a disk."""
+    if disk is not None and not os.path.isdir(disk):
+        raise ValueError(f"disk={os.fspath(disk)!r} is no folder; name one on a local disk with room to spare")
+    if disk is None and disk_budget_gib is not None:
+        raise ValueError(f"disk_budget_gib={disk_budget_gib} needs disk, the folder that it is for")
+
+
+def open_scratch_file(folder: str | os.PathLike[str] | None, budget_bytes: int | None) -> ScratchFile | None:
+    """Return a new file in a folder, and log its speed; None without a folder."""
+    if folder is None:
+        return None
+    file = ScratchFile(folder, budget_bytes)
+    logger.info("activation offloading: %s", file.summary())
+    return file
 
 
 def file_system(folder: Path) -> str:

@@ -20,7 +20,7 @@ from tiny_decoders import tiny_decoder
 from torch import Tensor, nn
 
 from hf_memopt import ActivationOffloader
-from hf_memopt.activations import offloader as offloader_module
+from hf_memopt.transfer import scratch_file as scratch_file_module
 from hf_memopt.transfer.scratch_file import DiskError, ScratchFile
 
 pytestmark = pytest.mark.usefixtures("quick_plans")
@@ -35,7 +35,7 @@ def on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
 
     def make(file: dict[str, Any] | None = None, **options: Any) -> ActivationOffloader:
         monkeypatch.setattr(
-            offloader_module, "ScratchFile", lambda folder, budget: AdversarialFile(folder, budget, **(file or {}))
+            scratch_file_module, "ScratchFile", lambda folder, budget: AdversarialFile(folder, budget, **(file or {}))
         )
         return ActivationOffloader(**{"offload_threshold_mb": 0, "mode": "all", "disk": tmp_path, **options})
 
