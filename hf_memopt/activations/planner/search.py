@@ -80,9 +80,9 @@ class _Search:
         else:
             self._try_grid(_STEPS[::2])
             self._improve([step for move in moves for step in (move, self._change_one)])
-            self._improve([self._change_one, self._any_window, self._fill])
+            self._improve([self._change_one, self._any_window, self._fill, self._avoid_stalls])
             if len(self._profile.storages) <= _MAX_STORAGES_IN_ANY_WAY:
-                self._improve([self._change_any])
+                self._improve([self._change_any, self._avoid_stalls])
 
     def _fill(self, member: Candidate) -> None:
         """Keep the storages that save most time per byte, up to the peak of the front's next member."""
@@ -102,6 +102,18 @@ class _Search:
         if member.actions[index] == _RECOMPUTE:
             return (self._profile.storages[index].recompute_s or 0.0) / max(1, self._profile.sizes[index])
         return self._s_per_byte[member.memories[index]] if member.timeline.stall_s else 0.0
+
+    def _avoid_stalls(self, member: Candidate) -> None:
+        """Recompute single storages instead of waiting for their copies, with windows of as many bytes as before."""
+        for index, storage in enumerate(self._profile.storages):
+            copies_s = self._profile.sizes[index] * self._s_per_byte[member.memories[index]]
+            recompute_s = storage.recompute_s
+            if member.actions[index] == _OFFLOAD and recompute_s is not None:
+                if recompute_s < min(copies_s, member.timeline.stall_s):
+                    changed = bytearray(member.actions)
+                    changed[index] = _RECOMPUTE
+                    windows = member.in_flight_bytes, member.prefetch_bytes
+                    self._trials.evaluate_like(member, bytes(changed), *windows)
 
     def _any_window(self, member: Candidate) -> None:
         # More in flight often pays only together with more prefetching.
