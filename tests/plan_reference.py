@@ -38,13 +38,20 @@ def all_plans(profile: Profile, tiers: Sequence[Tier], prefetch_ahead: int) -> l
 
 
 def _assignments(profile: Profile, tiers: Sequence[Tier], offloaded: list[int]) -> Iterator[bytes]:
-    """Yield every choice of memories, one for each storage, within the budgets."""
+    """Yield every choice of memories within the budgets that leaves to the disk only bytes the host has no room for."""
     for chosen in itertools.product(range(len(tiers)), repeat=len(offloaded)):
         memories = bytearray(len(profile.storages))
         for index, memory in zip(offloaded, chosen, strict=True):
             memories[index] = memory
-        if fits(profile, tiers, offloaded, memories):
+        if fits(profile, tiers, offloaded, memories) and not _leaves_room(profile, tiers, offloaded, memories):
             yield bytes(memories)
+
+
+def _leaves_room(profile: Profile, tiers: Sequence[Tier], offloaded: Sequence[int], memories: Sequence[int]) -> bool:
+    """Return whether one of the storages further down could be in the nearest memory."""
+    further = [index for index in offloaded if memories[index]]
+    nearest = [index for index in offloaded if not memories[index]]
+    return any(fits(profile, tiers[:1], [*nearest, index], [0] * len(memories)) for index in further)
 
 
 def fits(profile: Profile, tiers: Sequence[Tier], offloaded: Sequence[int], memories: Sequence[int]) -> bool:

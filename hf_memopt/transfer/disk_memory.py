@@ -5,6 +5,7 @@ Below any other device they stop in host memory on either way.
 """
 
 import copy
+import logging
 from collections import deque
 from dataclasses import dataclass
 from typing import Protocol
@@ -22,6 +23,11 @@ from hf_memopt.transfer.lower_memory import TierName
 from hf_memopt.transfer.tier import Tier
 from hf_memopt.transfer.tier_file import FileCopy, TierFile
 
+logger = logging.getLogger(__name__)
+
+# Passes after which the log tells how much is written.
+_FIRST_WEAR_LINE, _WEAR_LINE_EVERY = 10, 1000
+
 
 class _Disk:
     """The parts that both kinds share."""
@@ -30,6 +36,12 @@ class _Disk:
 
     def __init__(self, file: TierFile) -> None:
         self.file = file
+        self._num_passes = 0
+
+    def begin_pass(self) -> None:
+        self._num_passes += 1
+        if self._num_passes == _FIRST_WEAR_LINE or self._num_passes % _WEAR_LINE_EVERY == 0:
+            logger.info("activation offloading: %s", self.file.wear())
 
     @property
     def bytes_live(self) -> int:
@@ -80,9 +92,6 @@ class DirectDisk(_Disk):
 
     def empty_device(self, num_bytes: int, block: DiskBlock, first: int) -> Tensor:
         return private_pages(num_bytes, (block.offset - first) % PAGE)
-
-    def begin_pass(self) -> None:
-        """Do nothing: every copy is waited for."""
 
     def stall_ms(self) -> float:
         return 1e3 * self.file.waited_s
@@ -154,6 +163,7 @@ class StagedDisk(_Disk):
         return self.copier.empty_device(num_bytes)
 
     def begin_pass(self) -> None:
+        super().begin_pass()
         self._advance()
         if self.failures:
             raise self.failures.pop()

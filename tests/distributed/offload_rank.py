@@ -56,14 +56,19 @@ def train_under_ddp(folder: Path, how: str) -> None:
     )
     trainer = Trainer(model, arguments, train_dataset=[{"input_ids": row, "labels": row} for row in rows])
     offloader = everything(AdversarialCopier("late"))
-    if how == "attach":
+    if how == "disk":
+        offloader = ActivationOffloader(mode="all", offload_threshold_mb=0, disk=folder)
+    if how in ("attach", "disk"):
         attach(trainer, offloader=offloader)
     elif how == "callback":
         trainer.add_callback(ActivationOffloadCallback(offloader))
     trainer.train()
     assert isinstance(trainer.model_wrapped, nn.parallel.DistributedDataParallel)
     save_file({name: p.detach() for name, p in model.named_parameters()}, folder / f"ddp_{how}_{dist.get_rank()}")
-    counts = {"moved": offloader.stats.bytes_moved, "live": offloader.stats.host_bytes_live}
+    counts = {
+        "moved": offloader.stats.bytes_moved,
+        "live": offloader.stats.host_bytes_live + offloader.stats.disk_bytes_live,
+    }
     (folder / f"ddp_{how}_{dist.get_rank()}.json").write_text(json.dumps(counts))
 
 
@@ -173,7 +178,7 @@ def keep_a_budget(folder: Path) -> None:
 def train(run_folder: str) -> None:
     """Save weights, gradients and byte counts in files named after case and rank."""
     folder = Path(run_folder)
-    for how in ("plain", "attach", "callback"):
+    for how in ("plain", "attach", "callback", "disk"):
         train_under_ddp(folder, how)
     for precision in ("fp32", "bf16"):
         for how in ("plain", "context", "wrap", "one_process"):
