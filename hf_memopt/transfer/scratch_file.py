@@ -99,6 +99,8 @@ class ScratchFile:
 
     def __init__(self, folder: str | os.PathLike[str], budget_bytes: int | None = None) -> None:
         self.folder = Path(folder)
+        if not hasattr(os, "preadv"):
+            raise DiskError(None, f"disk={folder}: needs Linux or macOS, whose Python can read a file into memory")
         self.waited_s = 0.0
         self._process = os.getpid()
         self._length = self.bytes_written = self.bytes_read = 0
@@ -243,7 +245,8 @@ def _close_in_fork() -> None:
         file._file.close()
 
 
-os.register_at_fork(after_in_child=_close_in_fork)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_fork)
 
 
 def _bytes_per_s(start: Callable[[], FileTransfer]) -> float:
