@@ -8,9 +8,9 @@ from host_waits import host_never_waits
 from torch import Tensor, nn
 
 from hf_memopt.transfer import StreamCopier
+from hf_memopt.transfer.backends import readable_in_place
 from hf_memopt.transfer.host_memory import pinned_empty
 from hf_memopt.weights import OffloadedTeacher
-from hf_memopt.weights.strategies.stream import readable_in_place
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

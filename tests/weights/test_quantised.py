@@ -6,8 +6,7 @@ import torch
 from adversarial_copier import AdversarialCopier
 from torch import Tensor, nn
 
-from hf_memopt.weights import OffloadedTeacher
-from hf_memopt.weights.strategies import stream
+from hf_memopt.weights import OffloadedTeacher, homes
 
 CONFIGS = ("Int8WeightOnlyConfig", "Float8WeightOnlyConfig")
 MODES = ("resident", "swap", "stream")
@@ -51,7 +50,7 @@ def test_a_quantised_teacher_is_bitwise_the_same(
     network = quantised(config)
     with torch.no_grad():
         want = copy.deepcopy(network)(x)
-    monkeypatch.setattr(stream, "readable_in_place", lambda master, device: torch.full_like(master, 255))
+    monkeypatch.setattr(homes, "readable_in_place", lambda master, device: torch.full_like(master, 255))
     copier = AdversarialCopier("random")
     teacher = OffloadedTeacher(network, device="cpu", mode=mode, copier=copier)
     assert network.tied.weight is network.layers[0].weight
