@@ -100,4 +100,4 @@ def _mapped(piece: WeightSlice, block: BlockInFiles) -> list[Tensor]:
     file = found.file.mapped()
     # A view of another dtype needs a multiple of its size.
     whole = file[: file.nbytes // 16 * 16]
-    return views([(tensor, start + ahead) for tensor, start in piece.offsets], whole)
+    return views([each._replace(start=each.start + ahead) for each in piece.offsets], whole)

@@ -11,6 +11,7 @@ import logging
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -44,11 +45,11 @@ def in_files(weights: PackedWeights, paths: Iterable[str | os.PathLike[str]] | N
 
     Costs a comparison of the weights with the files.
     """
-    held = _Held(_mapped_files(weights) if paths is None else _safetensors_files(paths))
+    held = _HeldTensors(_mapped_files(weights) if paths is None else _safetensors_files(paths))
     pieces: list[Piece] = []
     others: list[tuple[WeightSlice, Tensor]] = []
     for piece, memory in weights.pieces():
-        place = held.find(piece, memory)
+        place = held.take(piece, memory)
         if place is None:
             others.append((piece, memory))
         else:
@@ -61,8 +62,8 @@ def in_files(weights: PackedWeights, paths: Iterable[str | os.PathLike[str]] | N
     return block
 
 
-class _Held:
-    """The tensors in safetensors files, found by their bytes."""
+class _HeldTensors:
+    """The tensors in safetensors files, found by their bytes. Each is taken once, so that no two weights seem tied."""
 
     def __init__(self, paths: Iterable[Path]) -> None:
         # By length and first page, in which most tensors differ.
@@ -74,12 +75,13 @@ class _Held:
                 first = file.read(begin, min(PAGE, end - begin), self._pages)
                 self._places[end - begin, _bytes(first)].append((file, begin))
 
-    def find(self, piece: WeightSlice, memory: Tensor) -> tuple[ReadFile, int] | None:
+    def take(self, piece: WeightSlice, memory: Tensor) -> tuple[ReadFile, int] | None:
         """Return file and position of a piece's bytes; None where no file has them at a place that can be mapped."""
-        for file, position in self._places.get((memory.nbytes, _bytes(memory[:PAGE])), ()):
-            aligned = all((start - piece.start + position) % tensor.itemsize == 0 for tensor, start in piece.offsets)
+        places = self._places.get((memory.nbytes, _bytes(memory[:PAGE])), [])
+        for number, (file, position) in enumerate(places):
+            aligned = all((each.start - piece.start + position) % each.tensor.itemsize == 0 for each in piece.offsets)
             if aligned and self._is_equal(file, position, memory):
-                return file, position
+                return places.pop(number)
         return None
 
     def _is_equal(self, file: ReadFile, position: int, memory: Tensor) -> bool:
@@ -145,12 +147,13 @@ def _written(others: Sequence[tuple[WeightSlice, Tensor]], folder: Path) -> list
     warn_of_file_system(folder)
     try:
         file = nameless_file(folder)
-        os.ftruncate(file.fileno(), num_bytes)
-        for (_, memory), position in places:
-            _write(file.fileno(), memory, position)
-        os.fsync(file.fileno())
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        with ExitStack() as stack:
+            stack.callback(file.close)
+            os.ftruncate(file.fileno(), num_bytes)
+            for (_, memory), position in places:
+                _write(file.fileno(), memory, position)
+            os.fsync(file.fileno())
+            stack.pop_all()
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno is not None else str(error)
         raise DiskError(
@@ -158,6 +161,8 @@ def _written(others: Sequence[tuple[WeightSlice, Tensor]], folder: Path) -> list
             f"disk={folder}: writing {format_bytes(num_bytes)} of weights failed: {reason}; free space there or name "
             "another folder",
         ) from error
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     ours = ReadFile(file, f"a file without a name in {folder}")
     return [Piece(piece.start, memory.nbytes, ours, position) for (piece, memory), position in places]
 

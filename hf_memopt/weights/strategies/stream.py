@@ -207,7 +207,7 @@ class StreamedWeights(WeightPlacement):
             self._settled.add(needs)
 
     def _watch_absent(self) -> AbsentReads:
-        at_home = {id(t): view for (t, _), view in zip(self._weights.offsets, self._home_views, strict=True)}
+        at_home = {id(each.tensor): view for each, view in zip(self._weights.offsets, self._home_views, strict=True)}
         return AbsentReads(self._weights.slices_of, at_home, self._absent, self._bring)
 
     def _absent(self, slices: tuple[int, ...]) -> tuple[int, ...]:

@@ -60,6 +60,6 @@ def placeholders(slices: Sequence[WeightSlice], copier: Copier) -> list[list[Ten
     """
     memory = copier.empty_device(_LARGEST_ITEM).fill_(_NAN_BYTE)
     return [
-        [memory.view(tensor.dtype).as_strided(tensor.size(), (0,) * tensor.dim()) for tensor, _ in piece.offsets]
+        [memory.view(tensor.dtype).as_strided(tensor.size(), (0,) * tensor.dim()) for tensor, *_ in piece.offsets]
         for piece in slices
     ]

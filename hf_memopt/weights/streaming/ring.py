@@ -134,7 +134,7 @@ def _layout(block: Sequence[tuple[WeightSlice, Sequence[Tensor]]]) -> _Layout:
     runs: list[_Run] = []
     filled = 0
     for piece, views_in_place in block:
-        offsets += [(tensor, filled + start - piece.start) for tensor, start in piece.offsets]
+        offsets += [each._replace(start=filled + each.start - piece.start) for each in piece.offsets]
         in_place += views_in_place
         if runs and runs[-1].source + runs[-1].num_bytes == piece.start:
             runs[-1] = runs[-1]._replace(num_bytes=runs[-1].num_bytes + piece.num_bytes)
