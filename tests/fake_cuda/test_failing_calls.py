@@ -83,6 +83,7 @@ def attack(subject: str, kind: str, most: int | None) -> Tally:
 
 
 def count_calls(subject: str, kind: str) -> int:
+    gc.collect()
     torch.cuda.empty_cache()
     before = device.num_calls(kind)
     SUBJECTS[subject]().run()
