@@ -83,7 +83,7 @@ class ReadFile:
     def check(self) -> None:
         """Raise DiskError if the file was written since it was opened, and in a fork, where it is closed.
 
-        A file that is renamed, linked or deleted meanwhile stays as it is: this object has it open.
+        A file that is linked, replaced or deleted meanwhile stays as it is: this object has it open.
         """
         if os.getpid() != self._process:
             raise DiskError(f"{self.name}: process {self._process} has it open, of which this is a fork")

@@ -240,7 +240,7 @@ def test_a_truncated_file_is_refused(sampler: Sampler, tokens: Tensor, mode: str
         module.sample(tokens, 1)
 
 
-def test_a_file_that_is_renamed_linked_or_deleted_is_read_on(network: Network, x: Tensor, tmp_path: Path) -> None:
+def test_a_file_that_is_linked_or_deleted_is_read_on(network: Network, x: Tensor, tmp_path: Path) -> None:
     want = network(x)
     path = checkpoint(network, tmp_path)
     teacher = at_home_in_file(network, tmp_path, files=[path])
