@@ -161,7 +161,7 @@ class Piece(NamedTuple):
     position: int
 
 
-class Part(NamedTuple):
+class FilePart(NamedTuple):
     """Bytes that one call reads: their offset in the destination, and their place in a file."""
 
     offset: int
@@ -196,7 +196,7 @@ class BlockInFiles:
         for file in self.files:
             file.check()
 
-    def parts(self, start: int, num_bytes: int) -> list[Part]:
+    def parts(self, start: int, num_bytes: int) -> list[FilePart]:
         """Cut the bytes from `start` on into parts, at whole pages of their files, and count them as read."""
         self.check()
         found = []
@@ -205,7 +205,7 @@ class BlockInFiles:
             ahead = run.position - run.start
             while begin < end:
                 cut = min(end, ((begin + ahead) // PART_BYTES + 1) * PART_BYTES - ahead)
-                found.append(Part(begin - start, cut - begin, run.file, begin + ahead))
+                found.append(FilePart(begin - start, cut - begin, run.file, begin + ahead))
                 begin = cut
         self.bytes_read += sum(part.num_bytes for part in found)
         return found
@@ -232,7 +232,7 @@ class DirectReads:
         return _DirectRead(self._block, [self._block.submit(_read_part, part, destination) for part in parts])
 
 
-def _read_part(part: Part, destination: Tensor) -> None:
+def _read_part(part: FilePart, destination: Tensor) -> None:
     found = part.file.read(part.position, part.num_bytes, _own.pages)
     ctypes.memmove(destination.data_ptr() + part.offset, found.data_ptr(), part.num_bytes)
 
@@ -335,7 +335,7 @@ class _StagedRead:
 
 class _StagedPart(NamedTuple):
     read: _StagedRead
-    part: Part
+    part: FilePart
     destination: Tensor
 
 
