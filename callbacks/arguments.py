@@ -14,6 +14,8 @@ from hf_memopt.weights import TEACHER_MODES
 
 # Holds, for instance, "offload=auto,budget_gib=6".
 VARIABLE = "HF_MEMOPT"
+# Fields of several words; other values, such as a folder's name, may hold spaces.
+_LISTS = ("skip",)
 
 
 @dataclass
@@ -105,6 +107,6 @@ def words_of(text: str) -> list[str]:
     """Return "offload=auto,skip=visual lm_head" as words of a command line."""
     words: list[str] = []
     for name, equals, value in (setting.strip().partition("=") for setting in text.split(",") if setting.strip()):
-        values = value.split()
+        values = value.split() if name in _LISTS else [value]
         words += [f"--{name}", *values] if len(values) > 1 else [f"--{name}{equals}{value}"]
     return words

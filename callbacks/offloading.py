@@ -107,7 +107,8 @@ def log_what_was_done(stats: OffloadStats) -> None:
     elif stats.bytes_moved == 0 and stats.predicted_peak_gib is None:
         logger.warning(
             "activation offloading moved nothing: no tensor saved in a forward pass on an accelerator reached "
-            "offload_threshold_mb (on the CPU it needs copier=SyncCopier(), or the flag --cpu_copies)"
+            "offload_threshold_mb (on the CPU it needs disk=FOLDER, or to try it out copier=SyncCopier() or the flag "
+            "--cpu_copies)"
         )
     else:
         logger.info("activation offloading: %s", summary(stats))
@@ -115,13 +116,26 @@ def log_what_was_done(stats: OffloadStats) -> None:
 
 def summary(stats: OffloadStats) -> str:
     parts = [
-        f"{format_bytes(stats.bytes_moved)} moved to the host",
+        f"{format_bytes(stats.bytes_moved)} moved to {_destination(stats)}",
         f"{format_bytes(stats.host_bytes_pinned)} of host memory used",
+        _disk_use(stats),
         f"compute waited {format_ms(stats.stall_ms)}",
         _comparison("peak of saved activations", stats.predicted_peak_gib, stats.measured_peak_gib, _format_gib),
         _comparison("step", stats.predicted_step_ms, stats.measured_step_ms, format_ms),
     ]
     return "; ".join(part for part in parts if part)
+
+
+def _destination(stats: OffloadStats) -> str:
+    if not stats.disk_bytes_written:
+        return "the host"
+    return "host and disk" if stats.host_bytes_pinned else "the disk"
+
+
+def _disk_use(stats: OffloadStats) -> str:
+    if not stats.disk_bytes_written:
+        return ""
+    return f"{format_bytes(stats.disk_bytes_held)} of disk used, {format_bytes(stats.disk_bytes_written)} written"
 
 
 def _format_gib(gib: float) -> str:

@@ -9,7 +9,8 @@ Without --model a small Qwen3 is made from scratch and trains on a CPU in about 
 docstrings of the standard library, about 2 MB, under the PSF licence. Nothing is downloaded then.
 
 Devices, processes and mixed precision are accelerate's: `accelerate launch --mixed_precision bf16 ...`. On a CPU
-nothing is offloaded unless --cpu_copies asks for the copies. --config_path FILE reads any flags from YAML or JSON.
+nothing is offloaded unless --disk names a folder to move it to, or --cpu_copies asks for the copies of a GPU.
+--config_path FILE reads any flags from YAML or JSON.
 """
 
 import logging

@@ -9,8 +9,8 @@ The VAE is diffusers' AutoencoderKL. Each batch is trained on `training_steps` t
 update of the discriminator and one of the VAE each time, and one global step for all of them.
 
 Without --image_folder or --dataset images are drawn, and a CPU trains in minutes; nothing is downloaded then. Devices,
-processes and bfloat16 are accelerate's. On a CPU nothing is offloaded unless --cpu_copies asks for it. --config_path
-FILE reads any flags from YAML or JSON.
+processes and bfloat16 are accelerate's. On a CPU nothing is offloaded unless --disk names a folder to move it to, or
+--cpu_copies asks for the copies of a GPU. --config_path FILE reads any flags from YAML or JSON.
 """
 
 import logging

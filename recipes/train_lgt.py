@@ -9,7 +9,8 @@ sliced Wasserstein distance (style) and a difference in self-similarity (content
 data.dataset two simple styles are generated; nothing is downloaded.
 
 Any field of the file can be given as a flag, --section.field VALUE. Devices and processes are
-accelerate's. On a CPU nothing is offloaded unless --offload.cpu_copies asks for the copies.
+accelerate's. On a CPU nothing is offloaded unless --offload.disk names a folder to move it to, or
+--offload.cpu_copies asks for the copies of a GPU.
 """
 
 import logging

@@ -8,7 +8,8 @@ Models, losses, data processor and optimizer are neuralop's. Data are generated,
 files; nothing is downloaded. Trained at one resolution, the model is tested at several.
 
 Devices, processes and mixed precision are accelerate's; Fourier transforms stay in float32. On a CPU nothing is
-offloaded unless --cpu_copies asks for the copies. --config_path FILE reads any flags from YAML or JSON.
+offloaded unless --disk names a folder to move it to, or --cpu_copies asks for the copies of a GPU. --config_path FILE
+reads any flags from YAML or JSON.
 """
 
 import logging

@@ -89,6 +89,10 @@ class AdversarialCopier:
         if transfer in self._pending:
             self._pending.remove(transfer)
             transfer.destination.copy_(transfer.source)
+            transfer.finished.moment = Moment(self)
+
+    def pending_with(self, end: "CopyEnd") -> "AdversarialTransfer":
+        return next(transfer for transfer in self._pending if transfer.finished is end)
 
     def waited(self, transfer: "AdversarialTransfer") -> None:
         """Note that the compute stream has waited for a copy, whose host memory is freed when it is over."""
@@ -136,12 +140,31 @@ class Moment:
         self._copier.num_reached = max(self._copier.num_reached, self._number)
 
 
+class CopyEnd:
+    """The end of a copy, which the host knows of as late as the schedule allows."""
+
+    def __init__(self, copier: AdversarialCopier) -> None:
+        self.moment: Moment | None = None
+        self._copier = copier
+
+    def query(self) -> bool:
+        return self.moment is not None and self.moment.query()
+
+    def synchronize(self) -> None:
+        """Have the host wait: the copy is performed now if it is not over."""
+        if self.moment is None:
+            self._copier.perform(self._copier.pending_with(self))
+        assert self.moment is not None
+        self.moment.synchronize()
+
+
 class AdversarialTransfer:
     """A copy with only a weak reference to its source, so that a source freed too early is found."""
 
     def __init__(self, copier: AdversarialCopier, source: Tensor, destination: Tensor, is_to_host: bool) -> None:
         self.destination = destination
         self.is_to_host = is_to_host
+        self.finished = CopyEnd(copier)
         self._was_waited_for = False
         self._copier = copier
         self._weak_source = StorageWeakRef(source.untyped_storage())
@@ -162,16 +185,6 @@ class AdversarialTransfer:
         if not self._was_waited_for:
             self._was_waited_for = True
             self._copier.waited(self)
-
-    @property
-    def finished(self) -> "AdversarialTransfer":
-        return self
-
-    def query(self) -> bool:
-        return self not in self._copier._pending
-
-    def synchronize(self) -> None:
-        self._copier.perform(self)
 
 
 # For tests that run with every schedule of copies.

@@ -69,6 +69,9 @@ BAD: dict[str, dict[str, tuple[str, ...]]] = {
         "--checkpointing": ("x",),
         "--offload": ("x", "auto"),
         "--gpu": ("x", "-8GiB"),
+        "--host": ("x", "0GiB"),
+        "--disk": ("x", "500GiB"),
+        "--link": ("x",),
         "--json": ("PLACE", "missing/file"),
         "--timeline": ("PLACE", "missing/file"),
         "--snapshot": ("PLACE", "missing/file"),
@@ -80,6 +83,7 @@ BAD: dict[str, dict[str, tuple[str, ...]]] = {
         "--model": ("PLACE/missing",),
         "--gpu": ("x",),
         "--host": ("x", "0GiB"),
+        "--disk": ("x", "500GiB"),
         "--link": ("x",),
         "--task": ("x",),
         "--dtype": ("x",),
@@ -103,7 +107,7 @@ BAD: dict[str, dict[str, tuple[str, ...]]] = {
         "--env": ("x",),
     },
     "export": {"--policy": ("PLACE/missing",), "--output": ("PLACE/file", "PLACE")},
-    "doctor": {"--policy": ("PLACE/missing",), "--device": ("x", "cuda:99")},
+    "doctor": {"--policy": ("PLACE/missing",), "--device": ("x", "cuda:99"), "--disk": ("PLACE/file",)},
     "report": {"--output": ("PLACE/file",)},
     "compare": {},
 }
@@ -183,6 +187,7 @@ TEXTS = {
     "resume_from_checkpoint": "missing",
     "plan": "x",
     "skip": "",
+    "disk": "missing",
 }
 
 

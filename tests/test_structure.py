@@ -41,16 +41,17 @@ def test_names_of_public_classes_occur_once() -> None:
 
 
 def test_the_planner_imports_no_torch() -> None:
-    planner = [file for name, file in LIBRARY.items() if ".planner." in name]
-    assert len(planner) > 5
+    tier = "hf_memopt.transfer.tier"
+    planner = [file for name, file in LIBRARY.items() if ".planner." in name or name == tier]
+    assert len(planner) > 6
     assert not [file for file in planner if "import torch" in file.read_text()]
     outside = {
         other
         for name, others in imports().items()
         for other in others
-        if ".planner." in name and ".planner" not in other
+        if (".planner." in name or name == tier) and ".planner" not in other
     }
-    assert outside <= {"hf_memopt.ranges", "hf_memopt.units", "hf_memopt.text_table"}
+    assert outside <= {"hf_memopt.ranges", "hf_memopt.units", "hf_memopt.text_table", tier}
 
 
 def test_collecting_imports_nothing_slow(request: pytest.FixtureRequest) -> None:
@@ -94,19 +95,19 @@ class Journey:
 
 @pytest.mark.parametrize("mode", ["all", "auto"])
 def test_the_way_of_a_saved_tensor_is_short(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Allow nine files in mode "all", and three more if some storages are recomputed."""
+    """Allow ten files in mode "all", and three more if some storages are recomputed."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)))
     x = torch.randn(32, 64)
     budget = {"budget_gib": 1.5e5 / 2**30} if mode == "auto" else {}
     offloader = ActivationOffloader(offload_threshold_mb=0, mode=mode, copier=SyncCopier(), **budget)
     # With endless copies, recomputation alone can meet a budget.
-    monkeypatch.setattr("hf_memopt.activations.plan_maker.measure_link", lambda copier, clock: (1e5, 1e5))
+    monkeypatch.setattr("hf_memopt.transfer.lower_memory.measure_link", lambda copier, clock: (1e5, 1e5))
     for num_steps in range(5):
         journey = Journey()
         monkeypatch.setattr("hf_memopt.activations.saved_tensor_hooks.saved_tensors_hooks", journey.hooks)
         with offloader.offload_context(model):
             model(x).square().sum().backward()
         if num_steps >= 2:
-            assert 4 < len(journey.files) <= (9 if mode == "all" else 12), sorted(journey.files)
+            assert 4 < len(journey.files) <= (10 if mode == "all" else 13), sorted(journey.files)
     assert (offloader.stats.bytes_recomputed > 0) == (mode == "auto")

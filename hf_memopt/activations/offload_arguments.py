@@ -10,17 +10,25 @@ from hf_memopt.activations.skipped_modules import SkippedModules
 from hf_memopt.command_line import flag
 from hf_memopt.ranges import COUNT_OR_ZERO, NOT_NEGATIVE
 from hf_memopt.transfer import SyncCopier
+from hf_memopt.transfer.scratch_file import check_disk
 
 MODES = ("off", "auto", "all", "inputs")
 # Fields that the offloader takes as they are.
-_PASSED_ON = ("offload_threshold_mb", "prefetch_ahead", "pin_memory", "max_slowdown", "host_budget_gib", "skip")
+_PASSED_ON = (
+    *("offload_threshold_mb", "prefetch_ahead", "pin_memory", "max_slowdown", "host_budget_gib"),
+    *("disk", "disk_budget_gib", "skip"),
+)
 
 
 @dataclass
 class OffloadArguments:
-    """Options of activation offloading; a ValueError where `skip` is no list of names."""
+    """Options of activation offloading.
 
-    offload: Literal["off", "auto", "all", "inputs"] = flag("auto", "which saved activations go to host memory")
+    Raises:
+        ValueError: `skip` is no list of names, `disk` no folder, or its budget is set without it.
+    """
+
+    offload: Literal["off", "auto", "all", "inputs"] = flag("auto", "which saved activations leave the device")
     budget_gib: Annotated[float, NOT_NEGATIVE] | None = flag(
         None, "auto: device memory that saved activations may hold, in GiB"
     )
@@ -33,6 +41,10 @@ class OffloadArguments:
     prefetch_ahead: Annotated[int, COUNT_OR_ZERO] = flag(2, "how many storages backward brings back ahead of their use")
     pin_memory: bool = flag(True, "use page-locked host memory")
     host_budget_gib: Annotated[float, NOT_NEGATIVE] | None = flag(None, "host memory to use at most, in GiB")
+    disk: str | None = flag(
+        None, "folder on a local disk, for what host memory has no room for; on a CPU for all that is offloaded"
+    )
+    disk_budget_gib: Annotated[float, NOT_NEGATIVE] | None = flag(None, "room on that disk to use at most, in GiB")
     skip: list[str] = flag(
         [], "names or classes of modules whose saved tensors stay on the device, with wildcards, such as vision_tower"
     )
@@ -40,6 +52,11 @@ class OffloadArguments:
 
     def __post_init__(self) -> None:
         SkippedModules(self.skip)
+        check_disk(self.disk, self.disk_budget_gib)
+
+    def moves_on(self, device_type: str) -> bool:
+        """Return whether offloading moves bytes at all: a CPU's are in host memory already."""
+        return self.offload != "off" and (device_type != "cpu" or self.cpu_copies or self.disk is not None)
 
     def make_offloader(self, device: torch.device) -> ActivationOffloader | None:
         if self.offload == "off":

@@ -30,7 +30,8 @@ from hf_memopt.transfer import Copier, SyncCopier
 from hf_memopt.transfer.backends import backend_of
 from hf_memopt.transfer.host_memory import map_large_blocks
 from hf_memopt.transfer.memories_below import memories_below
-from hf_memopt.transfer.scratch_file import ScratchFile
+from hf_memopt.transfer.scratch_file import check_disk
+from hf_memopt.transfer.tier_file import TierFile
 from hf_memopt.uncompiled import graph_break, uncompiled
 from hf_memopt.units import GIB, MIB
 
@@ -124,10 +125,7 @@ class ActivationOffloader:
             raise ValueError(f"mode={mode!r} is unknown; use one of {', '.join(MODES)}")
         if budget_gib is not None and mode != "auto":
             raise ValueError(f'budget_gib={budget_gib} needs mode="auto"; mode={mode!r} makes no plan')
-        if disk is not None and not os.path.isdir(disk):
-            raise ValueError(f"disk={os.fspath(disk)!r} is no folder; name one on a local disk with room to spare")
-        if disk is None and disk_budget_gib is not None:
-            raise ValueError(f"disk_budget_gib={disk_budget_gib} needs disk, the folder that it is for")
+        check_disk(disk, disk_budget_gib)
         self.enabled, self.mode = enabled, mode
         self._threshold_bytes = max(1, round(offload_threshold_mb * MIB))
         self._pin_memory = pin_memory
@@ -136,7 +134,7 @@ class ActivationOffloader:
         self._limits = OffloadLimits(_bytes(budget_gib), max_slowdown, prefetch_ahead)
         self._host_budget_bytes = _bytes(host_budget_gib)
         self._disk, self._disk_budget_bytes = disk, _bytes(disk_budget_gib)
-        self._file: ScratchFile | None = None
+        self._file: TierFile | None = None
         self._devices: dict[torch.device, DeviceState | None] = {}
         self._planners: weakref.WeakKeyDictionary[nn.Module, dict[torch.device, PassPlanner]] = (
             weakref.WeakKeyDictionary()
@@ -342,11 +340,10 @@ class ActivationOffloader:
             return self._host_budget_bytes
         return round(_HOST_SHARE * backend_of(device).free_host_bytes())
 
-    def _scratch_file(self) -> ScratchFile | None:
+    def _file_below(self, device: torch.device) -> TierFile | None:
         """Return the file on the disk, of which an offloader has one for all devices."""
-        if self._file is None and self._disk is not None:
-            self._file = ScratchFile(self._disk, self._disk_budget_bytes)
-            logger.info("activation offloading: %s", self._file.summary())
+        if self._file is None:
+            self._file = backend_of(device).open_file(self._disk, self._disk_budget_bytes)
         return self._file
 
     def _state_of(self, device: torch.device) -> DeviceState | None:
@@ -357,7 +354,7 @@ class ActivationOffloader:
                     f"copier=SyncCopier() copies memory of the CPU alone, but tensors are on {device}; leave copier out"
                 )
             lower, clock = memories_below(
-                device, copier, self._pin_memory, self._host_bytes(device), self._scratch_file()
+                device, copier, self._pin_memory, self._host_bytes(device), self._file_below(device)
             )
             if not lower:
                 level = logging.INFO if device.type == "cpu" else logging.WARNING

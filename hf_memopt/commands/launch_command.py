@@ -12,13 +12,16 @@ trainer that it makes. The models that an Accelerator prepares offload what thei
 _FLAGS = """\
 FLAGS are those of accelerate launch and the following, the fields of MemoptArguments:
 
-  --offload MODE             off, auto (default), all or inputs: which saved activations go to host memory
+  --offload MODE             off, auto (default), all or inputs: which saved activations leave the
+                             device, for host memory or for --disk
   --budget_gib GIB           auto: device memory that saved activations may hold
   --max_slowdown SHARE       auto without a budget: share of the step's time that offloading may cost (default: 0.03)
   --offload_threshold_mb MIB smaller storages stay on the device (default: 10)
   --prefetch_ahead N         how many storages backward brings back ahead of their use (default: 2)
   --no_pin_memory            ordinary host memory
   --host_budget_gib GIB      host memory to use at most
+  --disk FOLDER              on a local disk: takes what host memory has no room for; on a CPU, all that is offloaded
+  --disk_budget_gib GIB      room on that disk to use at most
   --skip NAME [NAME ...]     modules whose saved tensors stay on the device: names or classes, with wildcards
   --cpu_copies               on a CPU: perform the copies, to try it out
   --frozen MODE              off (default), auto, resident, swap or stream: where TRL's reference model, teacher and

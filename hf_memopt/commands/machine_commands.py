@@ -24,6 +24,7 @@ def _add_doctor(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     )
     parser.add_argument("--policy", help="also look at a student: checkpoint or training output folder, hub id")
     parser.add_argument("--device", help="the device to look at, where the student would train (default: all)")
+    parser.add_argument("--disk", metavar="FOLDER", help="also measure the disk of a folder, for offloading to it")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--quiet", action="store_true", help="print problems only; exit status 1 if there are any")
     parser.set_defaults(run=_doctor)
@@ -32,7 +33,7 @@ def _add_doctor(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 def _doctor(parsed: argparse.Namespace) -> int:
     from hf_memopt.report.doctor import examine, page
 
-    machine = examine(parsed.device)
+    machine = examine(parsed.device, parsed.disk)
     policy_text = None
     if parsed.policy:
         from hf_memopt.lerobot.student.diagnosis import diagnose

@@ -28,10 +28,11 @@ _OF_ESTIMATE = (
     ("", ("recipe", "config", "set")),
     ("the step", ("batch_size", "accumulation")),
     ("with a model", (*_TRAINING, "checkpointing", "offload")),
-    ("output", ("gpu", "check", "json", "timeline", "snapshot")),
+    ("the machine", ("gpu", "host", "disk", "link")),
+    ("output", ("check", "json", "timeline", "snapshot")),
 )
 _OF_PLAN = (
-    ("", ("recipe", "config", "gpu", "host", "link", "effective_batch")),
+    ("", ("recipe", "config", "gpu", "host", "disk", "link", "effective_batch")),
     ("with a model", _TRAINING),
     ("output", ("output", "explain", "json")),
     ("", ("workers",)),
@@ -100,6 +101,7 @@ def _estimate(spec: JobSpec) -> int:
     from hf_memopt.estimate import estimate_report
     from hf_memopt.estimate.estimate import simulate_step
     from hf_memopt.estimate.gpus import find_card, parse_size
+    from hf_memopt.estimate.memory_below import find_memory_below
     from hf_memopt.estimate.simulation.child_process import run_isolated
     from hf_memopt.jobs.workloads import given_step, workload_of
 
@@ -109,9 +111,11 @@ def _estimate(spec: JobSpec) -> int:
         raise ValueError("offload='auto' weighs copies against compute, so it needs --gpu")
     link_bytes_per_s = None if spec.link is None else parse_size(spec.link, "link")
     card = find_card(spec.gpu, link_bytes_per_s) if spec.gpu else None
+    below = find_memory_below(spec.host, spec.disk)
     job = workload_of(spec)
     step, passes = given_step(spec, job)
-    estimate = run_isolated(lambda: simulate_step(step, gpu=card)).with_passes(passes / step.num_micro_batches)
+    estimate = run_isolated(lambda: simulate_step(step, gpu=card, below=below))
+    estimate = estimate.with_passes(passes / step.num_micro_batches)
     if spec.json:
         spec.json.write_text(json.dumps(estimate_report.as_json(estimate, card), indent=2) + "\n", encoding="utf-8")
     print(f"{job.name}\n\n{estimate_report.text(estimate, card)}{_not_counted(step.num_gpus)}")
@@ -149,7 +153,7 @@ def _plan_command(spec: JobSpec, job: "Workload") -> str:
     else:
         words += [*FIELDS["model"].words(spec.model), *FIELDS["gpu"].words(spec.gpu), *batch]
         again = [name for name in said if name in _TRAINING and (name in CHOICES or said[name] != DEFAULTS.get(name))]
-    again += [name for name in ("host", "link") if name in said]
+    again += [name for name in ("host", "disk", "link") if name in said]
     return shlex.join([*words, *(word for name in again for word in FIELDS[name].words(said[name]))])
 
 
@@ -186,7 +190,7 @@ def _plan(spec: JobSpec) -> int:
     from hf_memopt.jobs.workloads import workload_of
 
     job = workload_of(spec)
-    found = plan(job, gpu=spec.gpu, host=spec.host, link=spec.link, num_workers=spec.workers)
+    found = plan(job, gpu=spec.gpu, host=spec.host, disk=spec.disk, link=spec.link, num_workers=spec.workers)
     print(f"{found}{_not_counted(spec.num_gpus or 1)}")
     if spec.explain:
         print("\n" + "\n".join(explain(found)))
@@ -203,3 +207,5 @@ def _write(job: "Workload", found: "SettingsPlan", folder: Path) -> None:
     for path in written:
         print(f"wrote {path}")
     print(f"run it with\n  {job.command(written)}")
+    if found.best.estimate.disk_bytes:
+        print("and name a folder on the disk, as disk among the options of offloading")

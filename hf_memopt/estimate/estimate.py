@@ -1,6 +1,7 @@
 """Peak memory of a training step, without the accelerator that it is for."""
 
 import logging
+import sys
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -17,10 +18,12 @@ from hf_memopt.estimate.accounting.repeated_layers import NotRepeatedError, add_
 from hf_memopt.estimate.estimate_report import LargeTensor, MemoryEstimate
 from hf_memopt.estimate.gpus import DEFAULT_CARD, Card, find_card
 from hf_memopt.estimate.kernel_speeds import time_range
+from hf_memopt.estimate.memory_below import MemoryBelow
 from hf_memopt.estimate.simulated_step import RepeatedLayers, SimulatedStep
 from hf_memopt.estimate.simulation.child_process import run_isolated
 from hf_memopt.estimate.simulation.device import DEVICE_TYPE, simulation
 from hf_memopt.estimate.simulation.ranks.first_rank import first_of
+from hf_memopt.estimate.simulation.virtual_disk import VirtualDisk
 from hf_memopt.estimate.simulation.virtual_time import VirtualClock
 from hf_memopt.ranges import COUNT
 
@@ -29,6 +32,8 @@ Like = Literal["cuda", "cpu"]
 logger = logging.getLogger(__name__)
 
 _NUM_TOP = 10
+# Of the host's memory. With less in use no storage meets a limit, whatever is for bytes on their way to a disk.
+_ROOMY_SHARE = 0.5
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,8 @@ class _Run:
     unreached: tuple[str, ...]
     phases_ms: dict[str, float]
     stall_ms: float
+    disk_bytes: int = 0
+    disk_bytes_written: int = 0
 
 
 def estimate_peak_memory(
@@ -93,17 +100,24 @@ def estimate_peak_memory(
     return run_isolated(lambda: _estimate(_run(simulated, gpu, like), gpu))
 
 
-def simulate_step(simulated: SimulatedStep, *, gpu: str | Card | None = None) -> MemoryEstimate:
+def simulate_step(
+    simulated: SimulatedStep, *, gpu: str | Card | None = None, below: MemoryBelow | None = None
+) -> MemoryEstimate:
     """Simulate a step in this process; of a model with many layers, those that repeat each other only once.
 
-    Bytes are those of the whole simulation; times may differ in the last digits.
+    Bytes are those of the whole simulation; times may differ in the last digits. `below` are the limits of host and
+    disk; None, any host memory and no disk.
     """
+    below = MemoryBelow() if below is None else below
     if simulated.repeated is not None:
         try:
-            return _estimate(_repeated(simulated.repeated, gpu), gpu)
+            estimate = _estimate(_repeated(simulated.repeated, gpu), gpu)
+            # A few layers do not show a limit that all of them together meet.
+            if below.host_bytes is None or estimate.host_bytes <= _ROOMY_SHARE * below.host_bytes:
+                return estimate
         except NotRepeatedError as error:
             logger.debug("all layers are simulated: %s", error)
-    return _estimate(_run(simulated, gpu), gpu)
+    return _estimate(_run(simulated, gpu, below=below), gpu)
 
 
 def _repeated(repeated: RepeatedLayers, gpu: str | Card | None) -> _Run:
@@ -132,7 +146,9 @@ def _line[Number: (int, float)](first: Number, second: Number, num_more: int) ->
     return second + num_more * (second - first)
 
 
-def _run(simulated: SimulatedStep, gpu: str | Card | None, like: Like = "cuda") -> _Run:
+def _run(
+    simulated: SimulatedStep, gpu: str | Card | None, like: Like = "cuda", below: MemoryBelow | None = None
+) -> _Run:
     for name in ("num_steps", "num_gpus"):
         COUNT.check(name, getattr(simulated, name))
     if like not in ("cuda", "cpu"):
@@ -140,6 +156,8 @@ def _run(simulated: SimulatedStep, gpu: str | Card | None, like: Like = "cuda") 
     counted, block_bytes = (DEVICE_TYPE, caching_allocator.BLOCK_BYTES) if like == "cuda" else ("cpu", 1)
     phases = StepPhases()
     clock = VirtualClock(DEFAULT_CARD if gpu is None else find_card(gpu), like)
+    below = MemoryBelow() if below is None else below
+    disk = VirtualDisk(clock, below.disk)
     kernels = KernelMemory(clock.card.compute_capability)
 
     def observe(operation: Operation, phase: str) -> None:
@@ -155,7 +173,13 @@ def _run(simulated: SimulatedStep, gpu: str | Card | None, like: Like = "cuda") 
 
     log = AllocationLog(counted, block_bytes, phases, observe)
     labels = StepLabels(log, phases)
-    with simulation(like, clock, phases, labels.add_teacher_block) as (device, data_dependent):
+
+    def free_host_bytes() -> int:
+        # Host memory of a run is a result, and no matter of this machine.
+        return sys.maxsize if below.host_bytes is None else max(0, below.host_bytes - log.history.host_bytes())
+
+    opened = simulation(like, clock, phases, labels.add_teacher_block, disk, free_host_bytes)
+    with opened as (device, data_dependent):
         ranks = first_of(simulated.num_gpus, device, labels) if simulated.num_gpus > 1 else nullcontext()
         with log, log.following_resizes(), labels.following(), ranks:
             state = simulated.setup(device)
@@ -164,11 +188,20 @@ def _run(simulated: SimulatedStep, gpu: str | Card | None, like: Like = "cuda") 
                 log.history.step_begins.append(log.history.position)
                 phases.begin_step()
                 clock.begin_step()
+                disk.begin_step()
                 simulated.step(state)
             unreached = labels.unreached()
         # Closed before the simulation ends, which frees the casts that autocast has cached.
         history = log.closed()
-    return _Run(history, data_dependent.guesses, unreached, clock.phases_ms, clock.stall_ms)
+    return _Run(
+        history,
+        data_dependent.guesses,
+        unreached,
+        clock.phases_ms,
+        clock.stall_ms,
+        disk_bytes=disk.peak_bytes,
+        disk_bytes_written=disk.step_bytes_written,
+    )
 
 
 def _estimate(run: _Run, gpu: str | Card | None) -> MemoryEstimate:
@@ -188,6 +221,8 @@ def _estimate(run: _Run, gpu: str | Card | None) -> MemoryEstimate:
         breakdown=categories.breakdown(live, peak_bytes),
         top=tuple(_large(kind, record) for kind, record in live[:_NUM_TOP]),
         host_bytes=history.host_peak_bytes(),
+        disk_bytes=run.disk_bytes,
+        disk_bytes_written=run.disk_bytes_written,
         confidence="low" if run.unreached else "medium" if assumptions else "high",
         assumptions=assumptions,
         unreached=run.unreached,

@@ -12,6 +12,7 @@ from hf_memopt.text_table import Cell, Table, align
 from hf_memopt.units import GIB, MIB, format_gib, format_ms
 
 _MAX_NAMES = 5
+_DAY_MS = 86_400_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,8 @@ class MemoryEstimate:
         breakdown: bytes at the peak, by use.
         top: the largest storages alive at the peak.
         host_bytes: the most that tensors hold in host memory, offloaded ones included.
+        disk_bytes: the most that the file on the disk holds, with the passes that a plan is made from.
+        disk_bytes_written: to that file in a step, or an update.
         confidence: "high"; "medium": with `assumptions` that may change memory; "low": with `unreached` parameters.
         assumptions: in words.
         unreached: trainable parameters without a gradient, so that part of the model may not have run.
@@ -59,6 +62,8 @@ class MemoryEstimate:
     breakdown: dict[str, int]
     top: tuple[LargeTensor, ...]
     host_bytes: int
+    disk_bytes: int
+    disk_bytes_written: int
     confidence: str
     assumptions: tuple[str, ...]
     unreached: tuple[str, ...]
@@ -84,14 +89,20 @@ class MemoryEstimate:
         """
         return text(self, None if gpu is None else find_card(gpu))
 
+    @property
+    def disk_tb_per_day(self) -> float | None:
+        """Return the terabytes (1e12 bytes) written in a day of such steps; None without a time."""
+        return self.disk_bytes_written / self.step_ms * _DAY_MS / 1e12 if self.step_ms else None
+
     def with_passes(self, times: float) -> "MemoryEstimate":
-        """Return it for an update that has `times` as many forward and backward passes: only its time changes."""
+        """Return it for an update that has `times` as many forward and backward passes, with no other peak."""
+        written = replace(self, disk_bytes_written=round(self.disk_bytes_written * times))
         if self.step_ms is None or self.step_range_ms is None or self.stall_ms is None:
-            return self
+            return written
         scaled = {phase: ms * (times if phase in (FORWARD, BACKWARD) else 1) for phase, ms in self.phases_ms.items()}
         step_ms, (low, high) = sum(scaled.values()), self.step_range_ms
         return replace(
-            self,
+            written,
             step_ms=step_ms,
             step_range_ms=(step_ms * low / self.step_ms, step_ms * high / self.step_ms),
             phases_ms=scaled,
@@ -156,6 +167,8 @@ def as_facts(estimate: MemoryEstimate) -> dict[str, str]:
         "kept on the host": format_gib(estimate.host_bytes),
         "confidence": estimate.confidence,
     }
+    if estimate.disk_bytes:
+        facts["kept on the disk"] = disk_text(estimate)
     if estimate.assumptions:
         facts["assumed"] = "; ".join(estimate.assumptions)
     return facts
@@ -167,6 +180,7 @@ def as_json(estimate: MemoryEstimate, card: Card | None = None) -> dict[str, Any
     found["top"] = [asdict(tensor) for tensor in estimate.top]
     found["allowances_bytes"] = allowances(card)
     found["needed_bytes"] = needed_bytes(estimate, card)
+    found["disk_tb_per_day"] = estimate.disk_tb_per_day
     if card is not None:
         found["card"] = {"name": card.name, "memory_bytes": card.memory_bytes, "fits": fits(estimate, card)}
     return found
@@ -193,6 +207,13 @@ def time_text(estimate: MemoryEstimate, card: Card) -> str:
     )
 
 
+def disk_text(estimate: MemoryEstimate) -> str:
+    """Return the size of the file on the disk and the bytes written: drives are rated for some hundred TB."""
+    per_day = estimate.disk_tb_per_day
+    rate = "" if per_day is None else f", {per_day:.2f} TB per day at this rate"
+    return f"{format_gib(estimate.disk_bytes)}; {format_gib(estimate.disk_bytes_written)} written in a step{rate}"
+
+
 def _time_and_range(step_ms: float, range_ms: tuple[float, float]) -> str:
     low, high = (format_ms(ms) for ms in range_ms)
     return f"{format_ms(step_ms)} ({low} to {high})"
@@ -200,6 +221,8 @@ def _time_and_range(step_ms: float, range_ms: tuple[float, float]) -> str:
 
 def _closing(estimate: MemoryEstimate, card: Card | None) -> Iterator[str]:
     yield f"Host memory of tensors, offloaded ones included: {format_gib(estimate.host_bytes)}"
+    if estimate.disk_bytes:
+        yield f"Disk: {disk_text(estimate)}"
     if estimate.step_ms is not None and estimate.step_range_ms is not None:
         stall = f", of it {format_ms(estimate.stall_ms)} waiting for copies" if estimate.stall_ms else ""
         time = _time_and_range(estimate.step_ms, estimate.step_range_ms) if card is None else time_text(estimate, card)

@@ -12,6 +12,7 @@ from hf_memopt.estimate.accounting.categories import ACTIVATION, INPUT, TEMPORAR
 from hf_memopt.estimate.estimate import simulate_step
 from hf_memopt.estimate.estimate_report import fits, needed_bytes
 from hf_memopt.estimate.gpus import Card, allowances, find_card, parse_size
+from hf_memopt.estimate.memory_below import MemoryBelow, find_memory_below
 from hf_memopt.estimate.simulation.child_process import run_all_isolated
 from hf_memopt.jobs.settings_table import Row, SettingsPlan, describe
 from hf_memopt.jobs.workload import Lever, Settings, Workload
@@ -35,6 +36,7 @@ def plan(
     *,
     gpu: str | Card,
     host: str | None = None,
+    disk: str | None = None,
     link: str | None = None,
     num_workers: int | None = None,
     progress: bool = True,
@@ -49,6 +51,8 @@ def plan(
         workload: the training step.
         gpu: a card's name, as in `CARDS`, or the size of its memory, such as "8GiB".
         host: host memory that may be used, such as "32GiB"; None, any.
+        disk: room for saved activations that the host has none for, and the disk's speed in each direction, such as
+            "500GiB@5GBps"; None, they stay on the card.
         link: bandwidth between host and device, such as "12GBps"; None, the card's.
         num_workers: simulations at once; None, one per core.
         progress: show a progress bar.
@@ -62,18 +66,19 @@ def plan(
     COUNT.check("num_workers", num_workers)
     link_bytes_per_s = None if link is None else parse_size(link, "link")
     card = find_card(gpu, link_bytes_per_s)
-    search = _Search(workload, card, None if host is None else parse_size(host, "host"))
+    search = _Search(workload, card, find_memory_below(host, disk))
     num_workers = os.cpu_count() or 1 if num_workers is None else num_workers
     rows = sorted(search.run(num_workers, progress), key=lambda row: (not row.fits, row.update_ms))
-    result = SettingsPlan(workload.name, tuple(workload.levers), card, search.host_bytes, tuple(rows))
+    below = search.below
+    result = SettingsPlan(workload.name, tuple(workload.levers), card, below.host_bytes, below.disk, tuple(rows))
     if not result.best.fits:
         raise _nothing_fits(result)
     return result
 
 
 class _Search:
-    def __init__(self, workload: Workload, card: Card, host_bytes: int | None) -> None:
-        self.host_bytes = host_bytes
+    def __init__(self, workload: Workload, card: Card, below: MemoryBelow) -> None:
+        self.below = below
         self._workload, self._card = workload, card
         kept_bytes = sum(allowances(card).values())
         if card.memory_bytes <= kept_bytes:
@@ -144,8 +149,8 @@ class _Search:
     def _simulate(self, settings: Settings, micro_batch: int) -> Row:
         simulated = self._workload.simulated(settings, micro_batch)
         accumulation = self._workload.effective_batch // (micro_batch * simulated.num_gpus)
-        estimate = simulate_step(simulated, gpu=self._card).with_passes(accumulation / simulated.num_micro_batches)
-        fits_host = self.host_bytes is None or estimate.host_bytes <= self.host_bytes
+        estimate = simulate_step(simulated, gpu=self._card, below=self.below)
+        estimate = estimate.with_passes(accumulation / simulated.num_micro_batches)
         assert estimate.step_ms is not None
         return Row(
             settings=settings,
@@ -153,7 +158,7 @@ class _Search:
             accumulation=accumulation,
             update_ms=estimate.step_ms,
             needed_bytes=needed_bytes(estimate, self._card),
-            fits=fits_host and fits(estimate, self._card),
+            fits=self.below.holds(estimate.host_bytes) and fits(estimate, self._card),
             estimate=estimate,
         )
 
@@ -166,7 +171,7 @@ def _combinations(levers: Sequence[Lever]) -> Iterator[Settings]:
 
 
 def _nothing_fits(result: SettingsPlan) -> NothingFitsError:
-    on_host = [row for row in result.rows if result.host_bytes is None or row.estimate.host_bytes <= result.host_bytes]
+    on_host = [row for row in result.rows if MemoryBelow(result.host_bytes).holds(row.estimate.host_bytes)]
     smallest = min(on_host or result.rows, key=lambda row: row.needed_bytes)
     estimate = smallest.estimate
     largest = next(iter(estimate.breakdown))

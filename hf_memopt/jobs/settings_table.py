@@ -4,8 +4,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hf_memopt.estimate.estimate_report import MemoryEstimate, time_text
+from hf_memopt.estimate.estimate_report import MemoryEstimate, disk_text, time_text
 from hf_memopt.estimate.gpus import Card, allowances
+from hf_memopt.estimate.memory_below import Disk
 from hf_memopt.jobs.workload import Lever, Settings
 from hf_memopt.text_table import align
 from hf_memopt.units import GIB, MIB, format_gib
@@ -43,6 +44,7 @@ class SettingsPlan:
         levers: that were tried.
         card: that it must fit.
         host_bytes: part of the host's memory that may be used; None, any.
+        disk: takes the storages that the host has no room for; None where there is none.
         rows: all candidates that were simulated, those that fit first, then by time.
     """
 
@@ -50,6 +52,7 @@ class SettingsPlan:
     levers: tuple[Lever, ...]
     card: Card
     host_bytes: int | None
+    disk: Disk | None
     rows: tuple[Row, ...]
 
     @property
@@ -68,6 +71,7 @@ def table(plan: SettingsPlan) -> str:
         "peak GiB",
         "needs GiB",
         "host GiB",
+        *(["disk GiB"] if plan.disk else []),
         "peak in",
         "time",
         "fits",
@@ -85,6 +89,7 @@ def _cells(row: Row, plan: SettingsPlan) -> list[str]:
         f"{row.estimate.peak_bytes / GIB:.2f}",
         f"{row.needed_bytes / GIB:.2f}",
         f"{row.estimate.host_bytes / GIB:.2f}",
+        *([f"{row.estimate.disk_bytes / GIB:.2f}"] if plan.disk else []),
         row.estimate.phase,
         f"{row.update_ms / plan.best.update_ms:.2f}",
         "yes" if row.fits else "no",
@@ -96,6 +101,7 @@ def as_json(plan: SettingsPlan) -> dict[str, Any]:
         "workload": plan.workload,
         "card": asdict(plan.card),
         "host_bytes": plan.host_bytes,
+        "disk": asdict(plan.disk) if plan.disk else None,
         "allowances": allowances(plan.card),
         "rows": [_row_as_json(row) for row in plan.rows],
     }
@@ -113,6 +119,9 @@ def _row_as_json(row: Row) -> dict[str, Any]:
         "needed_bytes": row.needed_bytes,
         "peak_bytes": estimate.peak_bytes,
         "host_bytes": estimate.host_bytes,
+        "disk_bytes": estimate.disk_bytes,
+        "disk_bytes_written": estimate.disk_bytes_written,
+        "disk_tb_per_day": estimate.disk_tb_per_day,
         "phase": estimate.phase,
         "breakdown": estimate.breakdown,
         "confidence": estimate.confidence,
@@ -133,7 +142,8 @@ def explain(plan: SettingsPlan) -> list[str]:
     lines = [_explain_micro_batch(plan), *(line for lever in plan.levers for line in _explain(plan, lever))]
     kept = ", ".join(f"{name} {size / MIB:.0f} MiB" for name, size in allowances(plan.card).items())
     time = f"An update takes {time_text(plan.best.estimate, plan.card)}."
-    return [*lines, time, f"Kept free, assumed: {kept}.", *_assumptions(plan)]
+    disk = [f"Disk: {disk_text(plan.best.estimate)}."] if plan.best.estimate.disk_bytes else []
+    return [*lines, time, *disk, f"Kept free, assumed: {kept}.", *_assumptions(plan)]
 
 
 def _explain_micro_batch(plan: SettingsPlan) -> str:

@@ -89,6 +89,11 @@ class JobSpec:
     set: list[str] = flag([], "one of the recipe's levers; may be repeated", metavar="NAME=VALUE")
     gpu: Text = flag(None, f"the card to fit: {_CARD}")
     host: Text = flag(None, "host memory that may be used, such as 32GiB (default: any)")
+    disk: Text = flag(
+        None,
+        "disk that takes what --host has no room for, with its speed in each direction, such as 500GiB@5GBps "
+        "(default: none; without a speed, 2GBps is assumed)",
+    )
     link: Text = flag(None, "bandwidth between host and device, such as 12GBps (default: the card's)")
     batch_size: Count = flag(None, "samples per forward pass")
     accumulation: Count = flag(None, "forward passes per update (default: 1, or the recipe's)")

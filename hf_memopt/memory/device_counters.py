@@ -11,6 +11,7 @@ import psutil
 import torch
 
 from hf_memopt.transfer.host_arena import HostArena, HostHoldings
+from hf_memopt.transfer.scratch_file import DiskHoldings, disk_of_process
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +108,7 @@ def counters_for(device: torch.device) -> Counters | None:
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """Host memory, in bytes.
+    """Host memory, in bytes, and the disk that offloading takes in its place.
 
     Attributes:
         rss_bytes: resident memory of this process, pages that it shares with others counted in full.
@@ -115,6 +116,7 @@ class HostMemory:
         pinned_bytes: page-locked by torch's own allocator, rounded up to powers of two as it rounds; None where no CUDA
             device is in use. Blocks of an `ActivationOffloader` or an `OffloadedTeacher` are pinned by other means.
         offload: memory that `ActivationOffloader`s hold for saved activations.
+        disk: length of their files on disks, and bytes written to these.
         available_bytes: bytes that the machine could still give to processes.
         total_bytes: its memory.
     """
@@ -123,6 +125,7 @@ class HostMemory:
     pss_bytes: int | None
     pinned_bytes: int | None
     offload: HostHoldings
+    disk: DiskHoldings
     available_bytes: int
     total_bytes: int
 
@@ -143,6 +146,7 @@ class Host:
             pss_bytes=getattr(self._process.memory_full_info(), "pss", None) if pss else None,
             pinned_bytes=_pinned_bytes(),
             offload=HostArena.of_process(),
+            disk=disk_of_process(),
             available_bytes=int(machine.available),
             total_bytes=int(machine.total),
         )

@@ -42,6 +42,9 @@ def memory_metrics(tracker: MemoryTracker, reading: MemoryReading) -> dict[str, 
     if host.offload.num_allocations:
         figures["memory/offload_gib"] = _gib(host.offload.num_bytes)
         figures["memory/num_offload_allocations"] = float(host.offload.num_allocations)
+    if host.disk.num_bytes_written:
+        figures["memory/disk_gib"] = _gib(host.disk.num_bytes)
+        figures["memory/disk_written_gib"] = _gib(host.disk.num_bytes_written)
     if reading.device is not None:
         figures |= _device_metrics(reading.device)
     for name, peak in tracker.peaks.items():

@@ -20,6 +20,7 @@ from hf_memopt.text_table import align
 from hf_memopt.transfer import clock_for, copier_for
 from hf_memopt.transfer.host_memory import CGROUPS, MEMBERSHIP, cgroup_limits, pinned_empty
 from hf_memopt.transfer.link import measure_link
+from hf_memopt.transfer.scratch_file import ScratchFile, check_disk, file_system
 from hf_memopt.units import GIB, MIB
 
 _REQUIRED = ("torch", "transformers", "accelerate", "datasets", "safetensors", "psutil")
@@ -68,6 +69,21 @@ class HostLimits:
 
 
 @dataclass(frozen=True)
+class DiskFacts:
+    """A folder for activations that leave host memory; bandwidth in GB/s (1e9 bytes), one direction at a time.
+
+    `direct_io` tells whether files there are read and written past the page cache, which takes memory of its own.
+    """
+
+    folder: str
+    file_system: str
+    free_gib: float
+    direct_io: bool
+    write_gb_per_s: float
+    read_gb_per_s: float
+
+
+@dataclass(frozen=True)
 class Feature:
     """A feature of this library on this machine; `untried` should work, and was never tested on this kind of device."""
 
@@ -78,21 +94,35 @@ class Feature:
 
 @dataclass(frozen=True)
 class Machine:
-    """The facts about a machine; versions of packages that are not installed are None."""
+    """The facts about a machine; versions of packages that are not installed are None, and a disk not asked for."""
 
     devices: list[Device]
     host: HostLimits
     versions: dict[str, str | None]
     features: list[Feature]
     problems: list[str]
+    disk: DiskFacts | None = None
 
 
-def examine(device: str | None = None) -> Machine:
-    """Look at one device, or all accelerators, or else the CPU; a ValueError where there is no such device."""
+def examine(device: str | None = None, disk: str | None = None) -> Machine:
+    """Look at one device, or all accelerators, or else the CPU, and at a folder for a disk tier.
+
+    Raises:
+        ValueError: there is no such device or folder.
+        DiskError: there can be no file in the folder.
+    """
+    check_disk(disk)
     devices = [examine_device(found) for found in find_devices(device)]
     host, versions = host_limits(), find_versions()
     features = find_features(devices[0], obstacle_to_compile(devices[0].kind))
-    return Machine(devices, host, versions, features, find_problems(devices, host, versions, device))
+    return Machine(
+        devices,
+        host,
+        versions,
+        features,
+        find_problems(devices, host, versions, device),
+        disk=None if disk is None else examine_disk(disk),
+    )
 
 
 # ------------------------------------------------------------------------------------------------ devices
@@ -166,6 +196,19 @@ def host_limits(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> HostL
     )
 
 
+def examine_disk(folder: str) -> DiskFacts:
+    """Look at a folder for a disk tier; writes 64 MiB to a file there that has no name, and reads them."""
+    file = ScratchFile(folder)
+    return DiskFacts(
+        folder=folder,
+        file_system=file_system(file.folder) or "unknown",
+        free_gib=shutil.disk_usage(folder).free / GIB,
+        direct_io=file.is_direct,
+        write_gb_per_s=file.write_bytes_per_s / 1e9,
+        read_gb_per_s=file.read_bytes_per_s / 1e9,
+    )
+
+
 def find_versions() -> dict[str, str | None]:
     driver = Path("/sys/module/nvidia/version")
     return {
@@ -191,14 +234,14 @@ def find_features(device: Device, compile_obstacle: str | None) -> list[Feature]
     kind = device.kind
     copies = "copies on side streams, both directions at once"
     no_copies = {
-        "cpu": "what runs on the CPU is in host memory already; SyncCopier() performs the copies, to try them",
+        "cpu": "what runs on the CPU is in host memory already",
         "mps": "device and host share one memory, so that copies would free nothing",
     }.get(kind)
     no_counters = f"torch keeps no allocator counters on {kind}: host memory only" if not device.has_counters else None
     no_oom = f"on {kind} torch raises a plain RuntimeError when memory runs out" if kind in ("cpu", "mps") else None
     no_snapshot = "needs CUDA" if kind not in ("cuda", "rocm") else None
     return [
-        _on_device("activation offloading", kind, no_copies, copies),
+        _offloading(kind, copies),
         _on_device("teacher offloading", kind, no_copies, copies),
         Feature("recomputation", "on", "SelectiveCheckpoint, on any device"),
         _pinning(device),
@@ -233,6 +276,15 @@ def _on_device(name: str, kind: str, obstacle: str | None, reason: str) -> Featu
     if kind != "cuda":
         return Feature(name, "untried", f"the same code as on CUDA, never run on {kind}")
     return Feature(name, "on", reason)
+
+
+def _offloading(kind: str, copies: str) -> Feature:
+    name = "activation offloading"
+    if kind == "cpu":
+        return Feature(name, "on", "to a disk, with disk=FOLDER; SyncCopier() performs a GPU's copies, to try them")
+    if kind == "mps":
+        return Feature(name, "untried", "to a disk, with disk=FOLDER; device and host share one memory")
+    return _on_device(name, kind, None, copies)
 
 
 def _pinning(device: Device) -> Feature:
@@ -287,6 +339,7 @@ def page(machine: Machine) -> str:
     sections = {
         "Devices": [line for device in machine.devices for line in _device_lines(device)],
         "Host": _host_lines(machine.host),
+        **({} if machine.disk is None else {"Disk": [_disk_line(machine.disk)]}),
         "Versions": align((name, found or "none") for name, found in machine.versions.items()),
         f"Features on {machine.devices[0].name}": align(
             (feature.status, feature.name, feature.reason) for feature in machine.features
@@ -318,3 +371,9 @@ def _host_lines(host: HostLimits) -> list[str]:
             ("CPUs of this process", str(host.num_cpus)),
         ]
     )
+
+
+def _disk_line(disk: DiskFacts) -> str:
+    past = "direct I/O" if disk.direct_io else "no direct I/O: bytes pass through the page cache"
+    speeds = f"writes {disk.write_gb_per_s:.1f} GB/s, reads {disk.read_gb_per_s:.1f} GB/s"
+    return f"{disk.folder}: {disk.file_system}, {disk.free_gib:.2f} GiB free, {past}, {speeds}"

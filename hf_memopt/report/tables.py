@@ -15,6 +15,8 @@ _MODE_COLUMNS = {
     "predicted MiB": "predicted_saved_mib",
     "moved MiB/step": "moved_mib",
     "host MiB": "host_mib",
+    "disk MiB": "disk_mib",
+    "written MiB/step": "written_mib",
     "step ms": "step_ms",
     "stall ms": "stall_ms",
     "pass ms": "measured_step_ms",

@@ -3,6 +3,7 @@
 A simulation registers its device while it runs: nothing else tells the library that nothing is really computed.
 """
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -13,11 +14,13 @@ from torch import Tensor
 from hf_memopt.transfer.clock import Clock, HostClock, StreamClock, WallClock
 from hf_memopt.transfer.copier import Copier, StreamCopier, SyncCopier
 from hf_memopt.transfer.host_memory import available_bytes, mapped_on_cuda
+from hf_memopt.transfer.scratch_file import open_scratch_file
+from hf_memopt.transfer.tier_file import TierFile
 
 
 @dataclass(frozen=True)
 class DeviceBackend:
-    """The copier, clock and host memory of a type of device, and the class of its tensors.
+    """The copier, clock, host memory and disk of a type of device, and the class of its tensors.
 
     Attributes:
         make_copier: of the device, whether host memory is pinned, and the purpose of the copies.
@@ -26,6 +29,7 @@ class DeviceBackend:
         tensor_class: class of tensors that are nothing but a piece of memory and a view of it.
         is_unlimited: whether its memory is the host's, or cannot run out.
         free_host_bytes: host memory that copies may take.
+        open_file: of the user's folder, if there is one, and the most bytes: the file below the host, if there is one.
     """
 
     make_copier: Callable[[torch.device, bool, str], Copier] = lambda device, pin, purpose: StreamCopier(device, pin)
@@ -35,6 +39,7 @@ class DeviceBackend:
     tensor_class: type[Tensor] = Tensor
     is_unlimited: bool = False
     free_host_bytes: Callable[[], int] = available_bytes
+    open_file: Callable[[str | os.PathLike[str] | None, int | None], TierFile | None] = open_scratch_file
 
 
 _ACCELERATOR = DeviceBackend()

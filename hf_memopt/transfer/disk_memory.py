@@ -4,6 +4,8 @@ Below a device that computes in host memory, as a CPU does, bytes go to the file
 Below any other device they stop in host memory on either way.
 """
 
+import copy
+import logging
 from collections import deque
 from dataclasses import dataclass
 from typing import Protocol
@@ -18,8 +20,13 @@ from hf_memopt.transfer.disk_space import Extent
 from hf_memopt.transfer.host_arena import HostArena
 from hf_memopt.transfer.link import measure_link
 from hf_memopt.transfer.lower_memory import TierName
-from hf_memopt.transfer.scratch_file import FileTransfer, ScratchFile
 from hf_memopt.transfer.tier import Tier
+from hf_memopt.transfer.tier_file import FileCopy, TierFile
+
+logger = logging.getLogger(__name__)
+
+# Passes after which the log tells how much is written.
+_FIRST_WEAR_LINE, _WEAR_LINE_EVERY = 10, 1000
 
 
 class _Disk:
@@ -27,8 +34,14 @@ class _Disk:
 
     name: TierName = "disk"
 
-    def __init__(self, file: ScratchFile) -> None:
+    def __init__(self, file: TierFile) -> None:
         self.file = file
+        self._num_passes = 0
+
+    def begin_pass(self) -> None:
+        self._num_passes += 1
+        if self._num_passes == _FIRST_WEAR_LINE or self._num_passes % _WEAR_LINE_EVERY == 0:
+            logger.info("activation offloading: %s", self.file.wear())
 
     @property
     def bytes_live(self) -> int:
@@ -70,18 +83,15 @@ class DirectDisk(_Disk):
     def release(self, block: DiskBlock) -> None:
         self.file.space.release(block.extent)
 
-    def write(self, source: Tensor, block: DiskBlock) -> FileTransfer:
+    def write(self, source: Tensor, block: DiskBlock) -> FileCopy:
         block.offset = source.data_ptr() % PAGE
         return self.file.write(source, block.extent)
 
-    def read(self, block: DiskBlock, destination: Tensor) -> FileTransfer:
+    def read(self, block: DiskBlock, destination: Tensor) -> FileCopy:
         return self.file.read(block.extent, destination)
 
     def empty_device(self, num_bytes: int, block: DiskBlock, first: int) -> Tensor:
         return private_pages(num_bytes, (block.offset - first) % PAGE)
-
-    def begin_pass(self) -> None:
-        """Do nothing: every copy is waited for."""
 
     def stall_ms(self) -> float:
         return 1e3 * self.file.waited_s
@@ -107,7 +117,7 @@ class StagedDisk(_Disk):
     when somebody waits. Tensors larger than the host memory for it, `staging_bytes`, do not go.
     """
 
-    def __init__(self, file: ScratchFile, copier: Copier, staging_bytes: int) -> None:
+    def __init__(self, file: TierFile, copier: Copier, staging_bytes: int) -> None:
         super().__init__(file)
         self.copier = copier
         self.staging = HostArena(_PageAligned(copier), staging_bytes, PAGE)
@@ -122,6 +132,11 @@ class StagedDisk(_Disk):
         # A tensor that could not stop on its way back must not go.
         extent = self.file.space.acquire(num_bytes) if num_bytes <= self.staging_bytes else None
         return None if extent is None else StagedBlock(extent, num_bytes)
+
+    @property
+    def bytes_live(self) -> int:
+        writes = [each for each in tuple(self._under_way) if isinstance(each, _StagedWrite)]
+        return self.file.space.bytes_live - sum(write.extent.num_bytes for write in writes if write.is_abandoned)
 
     def release(self, block: StagedBlock) -> None:
         if block.write is None or block.write.is_over:
@@ -148,6 +163,7 @@ class StagedDisk(_Disk):
         return self.copier.empty_device(num_bytes)
 
     def begin_pass(self) -> None:
+        super().begin_pass()
         self._advance()
         if self.failures:
             raise self.failures.pop()
@@ -171,9 +187,9 @@ class StagedDisk(_Disk):
         return memory
 
     def _advance(self) -> None:
-        for copy in self._under_way:
-            copy.advance()
-        self._under_way = deque(copy for copy in self._under_way if not copy.is_over)
+        for each in self._under_way:
+            each.advance()
+        self._under_way = deque(each for each in self._under_way if not each.is_over)
 
 
 class _UnderWay(Protocol):
@@ -190,8 +206,8 @@ class _StagedWrite:
     """The way of a tensor to the file: first `copied` to `memory` of the host, then stored."""
 
     def __init__(self, disk: StagedDisk, memory: Tensor, extent: Extent, copied: DeviceCopy) -> None:
-        self._disk, self._memory, self._extent, self._copied = disk, memory, extent, copied
-        self._stored: FileTransfer | None = None
+        self._disk, self._memory, self.extent, self._copied = disk, memory, extent, copied
+        self._stored: FileCopy | None = None
         self._error: Exception | None = None
         self.is_over = self.is_abandoned = False
 
@@ -201,7 +217,7 @@ class _StagedWrite:
 
     def raise_error(self) -> None:
         if self._error is not None:
-            raise self._error
+            raise copy.copy(self._error)  # one that is raised has frames, and these keep their storages
 
     def advance(self) -> None:
         if self._stored is None and not self.is_over and self._copied.finished.query():
@@ -219,14 +235,14 @@ class _StagedWrite:
             if self._stored is not None:
                 self._stored.wait()
         except Exception as error:  # raised to those who read the bytes, and where nobody will, in the next pass
-            self._error = error
+            self._error = error.with_traceback(None)
         self._end()
 
     def _store(self) -> None:
         if self.is_abandoned:
             self._end()
         else:
-            self._stored = self._disk.file.write(self._memory, self._extent)
+            self._stored = self._disk.file.write(self._memory, self.extent)
 
     def _end(self) -> None:
         if self.is_over:
@@ -234,7 +250,7 @@ class _StagedWrite:
         self.is_over = True
         self._disk.staging.release(self._memory)
         if self.is_abandoned:
-            self._disk.file.space.release(self._extent)
+            self._disk.file.space.release(self.extent)
             if self._error is not None:
                 self._disk.failures.append(self._error)
 
@@ -242,7 +258,7 @@ class _StagedWrite:
 class _StagedRead:
     """The way of a tensor from the file: first fetched to `memory` of the host, then copied to its destination."""
 
-    def __init__(self, disk: StagedDisk, memory: Tensor, fetched: FileTransfer, destination: Tensor) -> None:
+    def __init__(self, disk: StagedDisk, memory: Tensor, fetched: FileCopy, destination: Tensor) -> None:
         self._disk, self._memory, self._fetched = disk, memory, fetched
         self._destination: Tensor | None = destination
         self._copied: Transfer | None = None
@@ -254,7 +270,7 @@ class _StagedRead:
         """Return the second copy, for its only user to keep: it has the device's memory."""
         self._copy()
         if self._error is not None:
-            raise self._error
+            raise copy.copy(self._error)
         copied, self._copied = self._copied, None
         assert copied is not None
         return copied
@@ -280,7 +296,7 @@ class _StagedRead:
             self._copied = self._disk.copier.to_device(self._memory, destination)
             self._finished = self._copied.finished
         except Exception as error:  # raised to those who wait for the bytes
-            self._error = error
+            self._error = error.with_traceback(None)
             self._end()
 
     def _end(self) -> None:

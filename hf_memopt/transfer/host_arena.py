@@ -41,7 +41,7 @@ class Region(NamedTuple):
     base: int
 
 
-class Extent(NamedTuple):
+class FreeExtent(NamedTuple):
     """Free bytes of a region, from `start` in its storage on."""
 
     region: Region
@@ -71,7 +71,7 @@ class HostArena:
         self._regions: dict[Region, Tensor] = {}
         # Free blocks by size; they become extents when another size is asked for.
         self._blocks: dict[int, list[Tensor]] = {}
-        self._extents: list[Extent] = []
+        self._extents: list[FreeExtent] = []
         # The most in use at a time: between the last two calls of `trim`, and since.
         self._peak_bytes = self._recent_peak_bytes = 0
         # Whether a step has needed more than the one before it since the last `trim`: one region serves best then.
@@ -147,7 +147,7 @@ class HostArena:
             return None
         self._extents.remove(extent)
         if extent.num_bytes > size:
-            self._extents.append(Extent(extent.region, extent.start + size, extent.num_bytes - size))
+            self._extents.append(FreeExtent(extent.region, extent.start + size, extent.num_bytes - size))
         self._untouched.discard(extent.region)
         start = extent.start - extent.region.base
         return self._regions[extent.region][start : start + num_bytes]
@@ -157,16 +157,16 @@ class HostArena:
         if not blocks:
             return
         self._extents += [self._extent(block) for each in blocks.values() for block in each]
-        joined: list[Extent] = []
+        joined: list[FreeExtent] = []
         for extent in sorted(self._extents):
             region, start, num_bytes = joined[-1] if joined else (None, 0, 0)
             if region is not None and (region, start + num_bytes) == (extent.region, extent.start):
-                joined[-1] = Extent(region, start, num_bytes + extent.num_bytes)
+                joined[-1] = FreeExtent(region, start, num_bytes + extent.num_bytes)
             else:
                 joined.append(extent)
         self._extents = joined
 
-    def _grow(self, size: int) -> Extent | None:
+    def _grow(self, size: int) -> FreeExtent | None:
         """Take a new region in place of the wholly free ones, which are too small."""
         free = self._free_regions()
         free_bytes = sum(extent.num_bytes for extent in free)
@@ -190,28 +190,28 @@ class HostArena:
         self.bytes_held += wanted
         name = Region(region.untyped_storage()._cdata, int(region.storage_offset()))
         self._regions[name] = region
-        extent = Extent(name, name.base, wanted)
+        extent = FreeExtent(name, name.base, wanted)
         self._extents.append(extent)
         return extent
 
-    def _extent(self, block: Tensor) -> Extent:
+    def _extent(self, block: Tensor) -> FreeExtent:
         # Regions may lie side by side in one storage of the copier's.
         storage, start = block.untyped_storage()._cdata, int(block.storage_offset())
         base = max(region.base for region in self._regions if region.storage == storage and region.base <= start)
-        return Extent(Region(storage, base), start, self._aligned(block.nbytes))
+        return FreeExtent(Region(storage, base), start, self._aligned(block.nbytes))
 
     def _aligned(self, num_bytes: int) -> int:
         return -(-num_bytes // self._alignment) * self._alignment
 
-    def _free_regions(self) -> list[Extent]:
+    def _free_regions(self) -> list[FreeExtent]:
         return [extent for extent in self._extents if extent.num_bytes == self._regions[extent.region].nbytes]
 
-    def _drop(self, regions: list[Extent]) -> None:
+    def _drop(self, regions: list[FreeExtent]) -> None:
         for extent in regions:
             self._extents.remove(extent)
             del self._regions[extent.region]
             self.bytes_held -= extent.num_bytes
 
 
-def _num_bytes(extent: Extent) -> int:
+def _num_bytes(extent: FreeExtent) -> int:
     return extent.num_bytes

@@ -76,7 +76,7 @@ class Place(NamedTuple):
         self.memory.release(self.block)
 
 
-class HostMemory:
+class LowerHost:
     """Host memory, as a copier reaches it."""
 
     name: TierName = "host"

@@ -6,8 +6,8 @@ from hf_memopt.transfer.backends import clock_for, copier_for
 from hf_memopt.transfer.clock import Clock, WaitingClock
 from hf_memopt.transfer.copier import Copier
 from hf_memopt.transfer.disk_memory import DirectDisk, StagedDisk
-from hf_memopt.transfer.lower_memory import HostMemory, LowerMemory
-from hf_memopt.transfer.scratch_file import ScratchFile
+from hf_memopt.transfer.lower_memory import LowerHost, LowerMemory
+from hf_memopt.transfer.tier_file import TierFile
 from hf_memopt.units import GIB
 
 # Of the host memory that may be used, the share through which bytes pass on their way to a disk, at most so many bytes.
@@ -23,7 +23,7 @@ def computes_in_host_memory(device: torch.device) -> bool:
 
 
 def memories_below(
-    device: torch.device, copier: Copier | None, pin_memory: bool, host_budget_bytes: int, file: ScratchFile | None
+    device: torch.device, copier: Copier | None, pin_memory: bool, host_budget_bytes: int, file: TierFile | None
 ) -> tuple[list[LowerMemory], Clock]:
     """Return the memories that saved activations can go to; none where there is neither other memory nor a file.
 
@@ -43,10 +43,10 @@ def memories_below(
         return [_staged(file, copier_for(device, pin_memory), host_budget_bytes)], clock_for(device)
     copier = copier_for(device, pin_memory) if copier is None else copier
     if file is None:
-        return [HostMemory(copier, host_budget_bytes)], clock_for(device)
+        return [LowerHost(copier, host_budget_bytes)], clock_for(device)
     disk = _staged(file, copier, host_budget_bytes)
-    return [HostMemory(copier, host_budget_bytes - disk.staging_bytes), disk], clock_for(device)
+    return [LowerHost(copier, host_budget_bytes - disk.staging_bytes), disk], clock_for(device)
 
 
-def _staged(file: ScratchFile, copier: Copier, host_budget_bytes: int) -> StagedDisk:
+def _staged(file: TierFile, copier: Copier, host_budget_bytes: int) -> StagedDisk:
     return StagedDisk(file, copier, min(round(_STAGING_SHARE * host_budget_bytes), _MAX_STAGING_BYTES))

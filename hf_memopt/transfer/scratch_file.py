@@ -1,9 +1,11 @@
 """A nameless file in a folder of the user's: it holds bytes of one process and goes with it, however that ends."""
 
+import copy
 import errno
 import functools
 import logging
 import os
+import re
 import statistics
 import tempfile
 import time
@@ -12,9 +14,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from io import FileIO
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
-import psutil
 from torch import Tensor
 
 from hf_memopt.transfer.direct_io import PAGE, bypass_page_cache, chunks, private_pages, read_memory, write_memory
@@ -28,8 +29,12 @@ _PROBE_BYTES = 16 * MIB
 _PROBES = 3
 # Answers of file systems that have no direct I/O.
 REFUSALS = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP}
+_MOUNTS = Path("/proc/self/mounts")
 _IN_MEMORY = {"tmpfs", "ramfs", "devtmpfs"}
 _ON_NETWORK = {"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "lustre", "gpfs", "beegfs", "fuse.sshfs"}
+
+# Moves a piece of memory, given as address and bytes, from or to a position of a file.
+_Move = Callable[[int, int, int, int], None]
 
 
 class DiskError(OSError):
@@ -58,7 +63,16 @@ class FileTransfer:
             self._file.waited_s += time.perf_counter() - begun
         self._memory = None
         for part in self._parts:
-            part.result()
+            error = part.exception()
+            if error is not None:
+                raise copy.copy(error) from error.__cause__  # the traceback would keep the caller's frames
+
+
+class DiskHoldings(NamedTuple):
+    """Bytes that the files of this process hold, and that it has written to them so far."""
+
+    num_bytes: int
+    num_bytes_written: int
 
 
 class ScratchFile:
@@ -78,6 +92,7 @@ class ScratchFile:
     Attributes:
         space: hands out the extents of the file.
         bytes_written: in whole pages; `bytes_read` likewise.
+        is_direct: whether it is read and written past the page cache.
         waited_s: seconds for which callers have waited for reads and writes.
         write_bytes_per_s: measured once, with 16 MiB at a time; `read_bytes_per_s` likewise.
     """
@@ -86,7 +101,7 @@ class ScratchFile:
         self.folder = Path(folder)
         self.waited_s = 0.0
         self._process = os.getpid()
-        self._length = 0
+        self._length = self.bytes_written = self.bytes_read = 0
         try:
             self._file = nameless_file(self.folder)
         except OSError as error:
@@ -95,7 +110,7 @@ class ScratchFile:
         weakref.finalize(self, _end, self._file, self._threads)
         _open_files.add(self)
         warn_of_file_system(self.folder)
-        self._bypass_page_cache()
+        self.is_direct = self._bypass_page_cache()
         self.write_bytes_per_s, self.read_bytes_per_s = self._measure()
         self.bytes_written = self.bytes_read = 0
         self._begun_s = time.monotonic()
@@ -104,12 +119,12 @@ class ScratchFile:
     def write(self, source: Tensor, extent: Extent) -> FileTransfer:
         """Start writing contiguous host memory, which can be read back to the same place within a page."""
         self.bytes_written += extent.num_bytes
-        return self._start(write_memory, "writing", source, extent.start)
+        return self._start(write_memory, "writing", source, extent)
 
     def read(self, extent: Extent, destination: Tensor) -> FileTransfer:
         """Start reading to contiguous host memory."""
         self.bytes_read += extent.num_bytes
-        return self._start(read_memory, "reading", destination, extent.start)
+        return self._start(read_memory, "reading", destination, extent)
 
     def summary(self) -> str:
         speeds = f"writes {self.write_bytes_per_s / 1e9:.1f} GB/s, reads {self.read_bytes_per_s / 1e9:.1f} GB/s"
@@ -127,19 +142,17 @@ class ScratchFile:
         if os.getpid() != self._process:
             raise DiskError(f"disk={self.folder}: the file belongs to process {self._process}, of which this is a fork")
 
-    def _start(self, move: Callable[[int, int, int, int], None], verb: str, memory: Tensor, start: int) -> FileTransfer:
+    def _start(self, move: _Move, verb: str, memory: Tensor, extent: Extent) -> FileTransfer:
         self.check_process()
-        first = memory.data_ptr() // PAGE * PAGE
+        first, num_bytes = memory.data_ptr() // PAGE * PAGE, memory.nbytes
 
-        def move_part(address: int, num_bytes: int) -> None:
+        def move_part(address: int, part_bytes: int) -> None:
             try:
-                move(self._file.fileno(), address, num_bytes, start + address // PAGE * PAGE - first)
+                move(self._file.fileno(), address, part_bytes, extent.start + address // PAGE * PAGE - first)
             except OSError as error:
-                raise self._error(f"{verb} {format_bytes(memory_bytes)} failed", error) from error
+                raise self._error(f"{verb} {format_bytes(num_bytes)} failed", error) from error
 
-        memory_bytes = memory.nbytes
-        parts = [self._threads.submit(move_part, *chunk) for chunk in chunks(memory)]
-        return FileTransfer(self, memory, parts)
+        return FileTransfer(self, memory, [self._threads.submit(move_part, *chunk) for chunk in chunks(memory)])
 
     def _resize(self, num_bytes: int) -> None:
         more_bytes = num_bytes - self._length
@@ -152,7 +165,7 @@ class ScratchFile:
             raise self._error(f"cannot take {format_bytes(more_bytes)} more", error) from error
         self._length = num_bytes
 
-    def _bypass_page_cache(self) -> None:
+    def _bypass_page_cache(self) -> bool:
         page = private_pages(PAGE)
         try:
             bypass_page_cache(self._file.fileno())
@@ -162,6 +175,8 @@ class ScratchFile:
                 raise self._error(f"writing {format_bytes(PAGE)} failed", error) from error
             bypass_page_cache(self._file.fileno(), False)
             _warn_of_page_cache(self.folder)
+            return False
+        return True
 
     def _measure(self) -> tuple[float, float]:
         self._resize(_PROBE_BYTES)
@@ -178,12 +193,37 @@ class ScratchFile:
         return DiskError(error.errno, f"disk={self.folder}: {action}{held}: {reason}{remedy}")
 
 
+def disk_of_process() -> DiskHoldings:
+    return DiskHoldings(sum(file._length for file in _open_files), sum(file.bytes_written for file in _open_files))
+
+
+def check_disk(disk: str | os.PathLike[str] | None, disk_budget_gib: float | None = None) -> None:
+    """Refuse a disk that is no folder, and a budget without a disk."""
+    if disk is not None and not os.path.isdir(disk):
+        raise ValueError(f"disk={os.fspath(disk)!r} is no folder; name one on a local disk with room to spare")
+    if disk is None and disk_budget_gib is not None:
+        raise ValueError(f"disk_budget_gib={disk_budget_gib} needs disk, the folder that it is for")
+
+
+def open_scratch_file(folder: str | os.PathLike[str] | None, budget_bytes: int | None) -> ScratchFile | None:
+    """Return a new file in a folder, and log its speed; None without a folder."""
+    if folder is None:
+        return None
+    file = ScratchFile(folder, budget_bytes)
+    logger.info("activation offloading: %s", file.summary())
+    return file
+
+
 def file_system(folder: Path) -> str:
     """Return the kind of file system that a folder lies on, such as `ext4`; empty where the system does not say."""
-    path = folder.resolve()
-    around = [part for part in psutil.disk_partitions(all=True) if path.is_relative_to(part.mountpoint)]
-    # Of several at one place the last one mounted counts.
-    return max(enumerate(around), key=lambda each: (len(each[1].mountpoint), each[0]))[1].fstype if around else ""
+    path, kind, longest = folder.resolve(), "", 0
+    for line in _MOUNTS.read_text().splitlines() if _MOUNTS.exists() else ():
+        _, place, its_kind, *_ = line.split(" ")
+        place = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), place)  # spaces are octal numbers
+        # Of several at one place the last one mounted counts.
+        if path.is_relative_to(place) and len(place) >= longest:
+            kind, longest = its_kind, len(place)
+    return kind
 
 
 def nameless_file(folder: Path) -> FileIO | IO[bytes]:

@@ -54,6 +54,7 @@ class TeacherReport:
         stall_ms_per_visit: the same per visit, in the mode that `"auto"` chose; None before a visit in it.
         predicted_device_bytes: `peak_device_bytes` as `"auto"` or the plan of `"stream"` expects it; None before.
         predicted_stall_ms: `stall_ms_per_visit` as `"auto"` expects it; None where it did not choose.
+        file_bytes: weights that live in files.
         bytes_read: from files so far, without those that are mapped (rows of embeddings, for one).
     """
 
@@ -71,7 +72,13 @@ class TeacherReport:
     stall_ms_per_visit: float | None = None
     predicted_device_bytes: int | None = None
     predicted_stall_ms: float | None = None
+    file_bytes: int = 0
     bytes_read: int = 0
+
+    @property
+    def own_bytes(self) -> int:
+        """The teacher's own weights, wherever they live."""
+        return self.file_bytes or self.host_bytes or self.device_bytes
 
     def __str__(self) -> str:
         def mib(num_bytes: int) -> str:
@@ -84,8 +91,8 @@ class TeacherReport:
             f"  copied: {mib(self.bytes_host_to_device)} to {self.device}, {mib(self.bytes_device_to_host)} back; "
             f"compute waited {self.stall_ms:.1f} ms",
         ]
-        if self.bytes_read:
-            lines.append(f"  read from files: {mib(self.bytes_read)}")
+        if self.file_bytes:
+            lines.append(f"  in files: {mib(self.file_bytes)}; read from there: {mib(self.bytes_read)}")
         if self.predicted_device_bytes is not None:
             lines.append(f"  predicted: at most {mib(self.predicted_device_bytes)} on {self.device}")
         if self.predicted_stall_ms is not None:
@@ -230,7 +237,8 @@ class OffloadedTeacher:
             bytes_host_to_device=self._copier.bytes_to_device,
             bytes_device_to_host=self._copier.bytes_to_host,
             stall_ms=_stall_ms(self._copier, self._files),
-            bytes_read=0 if self._files is None else self._files.bytes_read,
+            file_bytes=self._files.num_bytes if self._files and placement.host_bytes else 0,
+            bytes_read=self._files.bytes_read if self._files else 0,
             **placement.predictions(),  # type: ignore[arg-type]
         )
 

@@ -123,7 +123,9 @@ def _to_compare(begin: Begin, options: Any) -> tuple[list[float], str]:
 
 def _saved(begin: Begin, options: Any) -> float | None:
     """Return the MiB that an update saves on the device, counted by an offloader that has no room to move anything."""
-    keep_all = replace(options.offload, offload="all", host_budget_gib=0, cpu_copies=True)
+    keep_all = replace(
+        options.offload, offload="all", host_budget_gib=0, cpu_copies=True, disk=None, disk_budget_gib=None
+    )
     run, updates = begin(options._replace(offload=keep_all))
     next(updates)
     assert run.offloader is not None

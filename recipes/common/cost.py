@@ -30,6 +30,9 @@ saved MiB: saved activations on the device at the peak, by the offloader's own c
 CPU_CAPTION = """\
 process MiB: resident memory of the process at its peak. The device is a CPU: it holds the copies in the same memory, so
 no memory was saved, and step times say nothing about a GPU."""
+DISK_CAPTION = """\
+process MiB: resident memory of the process at its peak. The device is a CPU, and what is moved goes to a disk. Step
+times say nothing about a GPU."""
 DEVICE_CAPTION = """\
 peak MiB: all of the device's memory, weights and optimizer included, as torch counts it."""
 
@@ -43,8 +46,10 @@ class RunCost:
     peak_mib: float | None = None  # of the accelerator
     process_mib: float | None = None  # on a CPU under Linux, largest resident memory
     saved_mib: float | None = None  # most saved activations on the device
-    moved_mib: float | None = None  # to the host per update
+    moved_mib: float | None = None  # off the device per update
     host_mib: float | None = None  # that the offloader held
+    disk_mib: float | None = None  # likewise, on a disk; None without one
+    written_mib: float | None = None  # to that disk per update
     stall_ms: float | None = None  # for which compute waited for copies, per update
     predicted_saved_mib: float | None = None  # by the planner of mode "auto"
     predicted_step_ms: float | None = None  # likewise, for one forward and backward pass
@@ -96,6 +101,9 @@ class StepTimer:
             found.moved_mib = (now.bytes_moved - self._before.bytes_moved) / num_updates / MIB
             found.stall_ms = (now.stall_ms - self._before.stall_ms) / num_updates
             found.host_mib = now.host_bytes_pinned / MIB
+            if now.disk_bytes_written:
+                found.disk_mib = now.disk_bytes_held / MIB
+                found.written_mib = (now.disk_bytes_written - self._before.disk_bytes_written) / num_updates / MIB
             found.saved_mib = mib(max(self._saved_gib, default=None))
             found.predicted_saved_mib = mib(now.predicted_peak_gib)
             found.predicted_step_ms = now.predicted_step_ms
@@ -110,7 +118,8 @@ def mib(gib: float | None) -> float | None:
 def table(costs: Sequence[RunCost], device: str) -> str:
     """Return one row per mode, the first the reference of the others; columns without any figure are left out."""
     rows = mode_table([asdict(cost) for cost in costs])
-    return f"{rows}\n{SAVED_CAPTION}\n{CPU_CAPTION if device == 'cpu' else DEVICE_CAPTION}"
+    on_cpu = DISK_CAPTION if any(cost.written_mib for cost in costs) else CPU_CAPTION
+    return f"{rows}\n{SAVED_CAPTION}\n{on_cpu if device == 'cpu' else DEVICE_CAPTION}"
 
 
 def announce(model: nn.Module, options: OffloadOptions, accelerator: Accelerator) -> None:
@@ -120,10 +129,11 @@ def announce(model: nn.Module, options: OffloadOptions, accelerator: Accelerator
     )
     if options.offload == "off":
         logger.info("Activation offloading: off (--offload off)")
-    elif accelerator.device.type == "cpu" and not options.cpu_copies:
+    elif not options.moves_on(accelerator.device.type):
         logger.warning(
             "Activation offloading: NOTHING WILL BE OFFLOADED. The model runs on the CPU, where saved activations are "
-            "in host memory already. --cpu_copies performs the copies all the same, to try them out"
+            "in host memory already. --disk FOLDER moves them to a disk; --cpu_copies performs the copies of a GPU, "
+            "to try them out"
         )
     else:
         logger.info(
@@ -134,7 +144,7 @@ def announce(model: nn.Module, options: OffloadOptions, accelerator: Accelerator
 def warn_if_nothing_offloaded(results: dict[str, Any], options: OffloadOptions) -> None:
     """Log why an offloader that could have moved something did not."""
     cost: RunCost = results["training_cost"]
-    if cost.moved_mib != 0 or (results["device"] == "cpu" and not options.cpu_copies):
+    if cost.moved_mib != 0 or not options.moves_on(results["device"]):
         return
     reasons = f"no saved storage of --offload_threshold_mb={options.offload_threshold_mb:g} MiB or more was found"
     if cost.mode == "auto":

@@ -33,8 +33,10 @@ def announce(models: Models, options: Options, accelerator: Accelerator, source:
     if models.perceptual is not None:
         log = logger.warning if models.perceptual.name != "lpips" else logger.info
         log(f"Perceptual loss: {models.perceptual.description}")
-    if accelerator.device.type == "cpu" and options.offload.offload != "off" and not options.offload.cpu_copies:
-        logger.info("Activation offloading: nothing to do on a CPU; --cpu_copies tries the copies out")
+    if options.offload.offload != "off" and not options.offload.moves_on(accelerator.device.type):
+        logger.info(
+            "Activation offloading: nothing to do on a CPU without --disk FOLDER; --cpu_copies tries the copies out"
+        )
 
 
 def results(

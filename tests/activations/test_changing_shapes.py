@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -110,6 +111,18 @@ def test_a_leak_report_says_what_offloading_holds() -> None:
     assert report.offload.num_bytes >= after.host_bytes_pinned > 2 * before.host_bytes_pinned
     assert 0 < report.offload.num_allocations <= after.num_host_allocations - before.num_host_allocations
     assert "Offloading holds" in str(report)
+
+
+def test_memory_metrics_say_what_a_disk_holds(tmp_path: Path) -> None:
+    layer = nn.Linear(WIDTH, WIDTH)
+    offloader = ActivationOffloader(mode="all", offload_threshold_mb=0, disk=tmp_path)
+    with offloader.offload_context(layer):
+        loss = layer(torch.ones(4, WIDTH)).tanh().sum()
+    loss.backward()
+    tracker = MemoryTracker("cpu")
+    figures, stats = memory_metrics(tracker, tracker.read()), offloader.stats
+    assert figures["memory/disk_gib"] >= stats.disk_bytes_held / 2**30 > 0
+    assert figures["memory/disk_written_gib"] >= stats.disk_bytes_written / 2**30 > 0
 
 
 def test_memory_metrics_say_what_offloading_holds() -> None:

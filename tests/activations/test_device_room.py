@@ -11,9 +11,11 @@ from torch import Tensor, nn
 
 from hf_memopt import ActivationOffloader
 from hf_memopt.activations import offloader as offloader_module
-from hf_memopt.activations import pass_planner, plan_maker
+from hf_memopt.activations import pass_planner
 from hf_memopt.activations.device_room import USABLE, DeviceRoom
 from hf_memopt.activations.planner.offload_plan import InfeasibleBudgetError
+from hf_memopt.transfer import lower_memory
+from hf_memopt.transfer.lower_memory import Place
 
 WIDTH, LAYERS, LARGEST_BATCH = 64, 3, 48
 
@@ -21,7 +23,7 @@ WIDTH, LAYERS, LARGEST_BATCH = 64, 3, 48
 @pytest.fixture(autouse=True)
 def slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make copies slow, so that only memory is a reason for them."""
-    monkeypatch.setattr(plan_maker, "measure_link", lambda copier, clock: (1e6, 1e6))
+    monkeypatch.setattr(lower_memory, "measure_link", lambda copier, clock: (1e6, 1e6))
 
 
 @pytest.fixture
@@ -249,7 +251,8 @@ def test_a_reload_that_finds_no_memory_waits_for_what_is_leaving() -> None:
         assert leaving > 0
         card.total_bytes = card.allocated_bytes + x.nbytes // 2
         with torch.no_grad():
-            block = engine.empty_device(x.nbytes)  # more bytes than are free, fewer than are leaving
+            # More bytes than are free, fewer than are leaving.
+            block = engine.empty_device(x.nbytes, Place(engine.lower[0], None), 0)
         card.total_bytes = 2**30
         assert engine._leaving_bytes == 0
         del block

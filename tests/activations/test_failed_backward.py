@@ -47,7 +47,7 @@ def test_the_next_pass_begins_without_it() -> None:
     gc.collect()
     with offloader.offload_context():
         (device,) = (device for device in offloader._devices.values() if device is not None)
-        assert device.arena.bytes_live == 0
+        assert device.bytes_live == 0
 
 
 def test_the_newest_plan_is_reported_after_its_model_is_gone() -> None:

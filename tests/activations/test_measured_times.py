@@ -1,6 +1,7 @@
 """Tests of mode "auto" on a device with simulated time: slow recording, stalls, a host that is ahead."""
 
 import gc
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,9 +12,10 @@ from torch import Tensor, nn
 from hf_memopt import ActivationOffloader
 from hf_memopt.activations import plan_maker
 from hf_memopt.activations.planner.offload_plan import OffloadPlan, make_plan
-from hf_memopt.activations.planner.profile import Action, Link, Profile
-from hf_memopt.activations.saved_tensors import device_state
+from hf_memopt.activations.planner.profile import Action, Profile
+from hf_memopt.transfer import lower_memory, memories_below
 from hf_memopt.transfer.clock import HostClock
+from hf_memopt.transfer.tier import Tier
 
 pytestmark = pytest.mark.usefixtures("quick_plans")
 
@@ -72,22 +74,22 @@ class Layers(nn.Module):
 
 
 class Run:
-    """Training on a device with simulated time, with the links given to the planner."""
+    """Training on a device with simulated time, with the bandwidths given to the planner."""
 
     def __init__(self, device: Device, patch: pytest.MonkeyPatch) -> None:
         self.device = device
-        self.links: list[float] = []
+        self.bandwidths: list[float] = []
         self.steps_s: list[float] = []
         self.model = Layers(device)
-        patch.setattr(plan_maker, "measure_link", lambda copier, clock: (1e9, 1e9))
+        patch.setattr(lower_memory, "measure_link", lambda copier, clock: (1e9, 1e9))
         patch.setattr(plan_maker, "make_plan", self._plan)
-        patch.setattr(device_state, "clock_for", lambda _: device)
+        patch.setattr(memories_below, "clock_for", lambda _: device)
         self.offloader = ActivationOffloader(offload_threshold_mb=0, copier=device.copier)
 
-    def _plan(self, profile: Profile, link: Link, **limits: Any) -> OffloadPlan:
-        self.links.append(link.to_host_bytes_per_s)
+    def _plan(self, profile: Profile, tiers: Sequence[Tier], **limits: Any) -> OffloadPlan:
+        self.bandwidths.append(tiers[0].write_bytes_per_s)
         self.steps_s.append(profile.step_s)
-        return make_plan(profile, link, **limits)
+        return make_plan(profile, tiers, **limits)
 
     def go(self, num_steps: int, stall_s: float = 0.0, stall_between_s: float = 0.0, batch_size: int = 4) -> None:
         for _ in range(num_steps):
@@ -266,7 +268,7 @@ def test_stalls_between_passes_belong_to_others(monkeypatch: pytest.MonkeyPatch)
     device.layer_s = LAYER_S
     run.go(4, stall_between_s=99 * LAYER_S)
     assert run.steps_s[-1] == pytest.approx(run.steps_s[0] / 3, rel=0.1)
-    assert set(run.links) == {1e9}
+    assert set(run.bandwidths) == {1e9}
 
 
 @pytest.mark.parametrize("lag", [0, 1, 2])
@@ -275,8 +277,8 @@ def test_stalls_beyond_the_prediction_make_the_link_slower(lag: int, monkeypatch
     run.go(NUM_RECORDED)
     run.go(20, stall_s=5 * LAYER_S)
     # Passes that are still too slow are planned again later, for less.
-    assert run.links[:5] == pytest.approx([1e9, 1e9, 0.8e9, 0.64e9, 0.512e9])
-    assert set(run.links[5:]) <= {run.links[4]}
+    assert run.bandwidths[:5] == pytest.approx([1e9, 1e9, 0.8e9, 0.64e9, 0.512e9])
+    assert set(run.bandwidths[5:]) <= {run.bandwidths[4]}
 
 
 def test_a_pass_that_took_longer_without_stalling_says_nothing_about_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,4 +287,4 @@ def test_a_pass_that_took_longer_without_stalling_says_nothing_about_the_link(mo
     run.go(NUM_RECORDED + 1)
     device.layer_s = 2 * LAYER_S
     run.go(6)
-    assert set(run.links) == {1e9}
+    assert set(run.bandwidths) == {1e9}

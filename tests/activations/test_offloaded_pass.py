@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 
 import pytest
 import torch
+from device_states import above_host
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -17,10 +18,10 @@ from hf_memopt.activations.saved_tensors.device_state import DeviceState
 from hf_memopt.activations.saved_tensors.storages import LiveStorage
 from hf_memopt.activations.stats import OffloadCounters
 from hf_memopt.autograd_state import ViewMeta, bytes_of
-from hf_memopt.transfer import SyncCopier
 
 NUM_BYTES = 256
-PLAN = OffloadPlan((Action.KEEP, Action.OFFLOAD), NUM_BYTES, 0, (1,), 0, 1.0, 1.0, 0.0, 0.0, NUM_BYTES, NUM_BYTES, 0)
+ACTIONS = Action.KEEP, Action.OFFLOAD
+PLAN = OffloadPlan(ACTIONS, (0, 0), NUM_BYTES, 0, (1,), 0, 1.0, 1.0, 0.0, 0.0, NUM_BYTES, NUM_BYTES, 0, 0)
 RECORDING = RecordedPass(
     Profile(tuple(SavedStorage(NUM_BYTES, at_s, (1 - at_s,)) for at_s in (0.0, 0.25)), 1.0),
     (NUM_BYTES, NUM_BYTES),
@@ -28,13 +29,9 @@ RECORDING = RecordedPass(
 )
 
 
-def make_context(host_budget_bytes: int | None = None) -> DeviceState:
-    return DeviceState(torch.device("cpu"), SyncCopier(), host_budget_bytes)
-
-
 @pytest.fixture
 def context() -> DeviceState:
-    return make_context()
+    return above_host()
 
 
 def tensor(num_bytes: int = NUM_BYTES) -> Tensor:
@@ -109,7 +106,7 @@ def test_two_of_the_largest_storage_wait_for_their_copies(context: DeviceState) 
 
 
 def test_what_the_host_has_no_room_for_stays() -> None:
-    context, counters = make_context(host_budget_bytes=NUM_BYTES), OffloadCounters()
+    context, counters = above_host(host_bytes=NUM_BYTES), OffloadCounters()
     forward = OffloadedPass(context, 1, counters)
     storages = [save(forward, each) for each in (tensor(), tensor())]
     assert [storage.is_kept for storage in storages] == [False, True]
@@ -134,13 +131,13 @@ def test_a_plan_says_what_stays_and_more_storages_than_it_knows_are_offloaded(co
 
 def test_what_would_break_the_budget_is_offloaded(context: DeviceState) -> None:
     assert kinds(planned(context, budget_bytes=NUM_BYTES), (NUM_BYTES,)) == [True]
-    assert kinds(planned(make_context(), budget_bytes=NUM_BYTES), (2 * NUM_BYTES,)) == [False]
+    assert kinds(planned(above_host(), budget_bytes=NUM_BYTES), (2 * NUM_BYTES,)) == [False]
 
 
 def test_a_plan_for_these_sizes_keeps_nothing_of_a_larger_pass() -> None:
     keep = dataclasses.replace(PLAN, actions=(Action.KEEP, Action.KEEP))
-    assert kinds(planned(make_context(), keep), (2 * NUM_BYTES, NUM_BYTES)) == [True, True]
-    larger = planned(make_context(), keep, is_for_these_sizes=True)
+    assert kinds(planned(above_host(), keep), (2 * NUM_BYTES, NUM_BYTES)) == [True, True]
+    larger = planned(above_host(), keep, is_for_these_sizes=True)
     assert kinds(larger, (2 * NUM_BYTES, NUM_BYTES)) == [False, False]
 
 

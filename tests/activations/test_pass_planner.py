@@ -3,7 +3,7 @@
 import copy
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -16,12 +16,13 @@ from torch import Tensor, nn
 
 from hf_memopt import ActivationOffloader
 from hf_memopt.activations import plan_maker
-from hf_memopt.activations.planner.candidates import Candidate, CopyWindow
+from hf_memopt.activations.planner.candidates import Candidate, CopyWindow, Trials
 from hf_memopt.activations.planner.offload_plan import InfeasibleBudgetError, OffloadPlan, _plan
 from hf_memopt.activations.planner.profile import Action, Profile
 from hf_memopt.activations.planner.simulator import simulate
 from hf_memopt.memory import SavedBytes
 from hf_memopt.transfer import Copier, SyncCopier
+from hf_memopt.transfer.tier import Tier
 
 pytestmark = pytest.mark.usefixtures("quick_plans")
 
@@ -51,11 +52,12 @@ def step(offloader: ActivationOffloader, model: nn.Module, loss: Callable[[], Te
     return take_gradients(model)
 
 
-def recompute_all(profile: Profile, link: Any, **limits: Any) -> OffloadPlan:
+def recompute_all(profile: Profile, tiers: Sequence[Tier], **limits: Any) -> OffloadPlan:
     """Return a plan that recomputes every storage that can be recomputed, and offloads the others."""
     actions = bytes(Action.OFFLOAD if storage.recompute_s is None else Action.RECOMPUTE for storage in profile.storages)
-    timeline = simulate(profile, actions, link, in_flight_bytes=0, prefetch_bytes=0)
-    return _plan(profile, Candidate(actions, CopyWindow(0, 0), 0, 0, timeline, None))
+    timeline = simulate(profile, actions, tiers, in_flight_bytes=0, prefetch_bytes=0)
+    candidate = Candidate(actions, bytes(len(actions)), CopyWindow(0, 0), 0, 0, timeline, None)
+    return _plan(Trials(profile, tiers, 0, num_left=0), candidate)
 
 
 def saved_gib(model: nn.Module, tokens: Tensor) -> float:

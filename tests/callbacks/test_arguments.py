@@ -56,6 +56,7 @@ def test_no_field_has_the_name_of_another_option() -> None:
         {"budget_gib": 0.5, "prefetch_ahead": 0, "leak_check": True},
         {"pin_memory": False, "memory_log": False, "host_budget_gib": 3.0, "max_slowdown": 1e-9},
         {"skip": ["visual"], "offload": "all"},
+        {"disk": ".", "disk_budget_gib": 2.0},
         {"skip": ["*.visual", "LlamaMLP"], "leak_check": True},
     ],
 )
@@ -63,6 +64,12 @@ def test_a_text_gives_what_it_was_made_of(given: dict[str, Any]) -> None:
     arguments = callbacks.MemoptArguments(**given)
     assert callbacks.MemoptArguments.from_text(arguments.to_text()) == arguments
     assert arguments.to_text().count("=") == len(given)
+
+
+def test_a_folder_may_have_spaces_in_its_name(tmp_path: Path) -> None:
+    (tmp_path / "my disk").mkdir()
+    arguments = callbacks.MemoptArguments(disk=str(tmp_path / "my disk"), skip=["visual", "lm_head"])
+    assert callbacks.MemoptArguments.from_text(arguments.to_text()) == arguments
 
 
 @pytest.mark.parametrize(
@@ -73,6 +80,9 @@ def test_a_text_gives_what_it_was_made_of(given: dict[str, Any]) -> None:
         ({"budget_gib": -1.0}, "budget_gib=-1.0 must be at least 0"),
         ({"prefetch_ahead": 1.5}, "prefetch_ahead=1.5 must be a whole number"),
         ({"budget_gib": 1.0, "offload": "all"}, "budget_gib=1.0 needs offload=auto"),
+        ({"disk": "missing"}, "disk='missing' is no folder"),
+        ({"disk_budget_gib": 1.0}, "disk_budget_gib=1.0 needs disk"),
+        ({"disk": ".", "disk_budget_gib": -1.0}, "disk_budget_gib=-1.0 must be at least 0"),
         ({"skip": "visual"}, "skip='visual' must be a sequence of modules, classes and name patterns"),
         ({"skip": [""]}, "skip has '', which is no module"),
         ({"memory_report": True, "memory_log": False}, "memory_report=True .*switch memory_log on"),

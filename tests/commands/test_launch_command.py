@@ -51,6 +51,12 @@ def test_without_flags_it_is_what_attach_alone_is(started: Any) -> None:
     assert variable == ""
 
 
+def test_a_disk_reaches_the_script(started: Any) -> None:
+    main(["launch", "--disk", ".", "--disk_budget_gib", "2", "--", "train.py"])
+    ((_, variable),) = started
+    assert variable == "disk=.,disk_budget_gib=2.0"
+
+
 def test_flags_overrule_the_variable(started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_MEMOPT", "budget_gib=6, leak_check=true")
     main(["launch", "--budget_gib=4", "--", "train.py"])
@@ -67,6 +73,8 @@ def test_flags_overrule_the_variable(started: Any, monkeypatch: pytest.MonkeyPat
         ("-- missing.py", "", "SCRIPT='missing.py' is not a file"),
         ("--budget_gib six -- train.py", "", "budget_gib.*invalid float value: 'six'"),
         ("--budget_gib -1 -- train.py", "", "budget_gib=-1.0 must be at least 0"),
+        ("--disk missing -- train.py", "", "disk='missing' is no folder"),
+        ("--disk_budget_gib 1 -- train.py", "", "disk_budget_gib=1.0 needs disk"),
         ("--offload all --budget_gib 1 -- train.py", "", "budget_gib=1.0 needs offload=auto"),
         ("-- train.py", "bugdet=6", "HF_MEMOPT='bugdet=6': 'bugdet=6' sets no field"),
     ],

@@ -19,9 +19,9 @@ from transformers import Trainer, TrainingArguments
 from hf_memopt import ActivationOffloader
 from hf_memopt.activations import InfeasibleBudgetError
 from hf_memopt.activations.planner.offload_plan import make_plan
-from hf_memopt.activations.planner.profile import Link
 from hf_memopt.callbacks import ActivationOffloadCallback, attach
 from hf_memopt.transfer import Copier
+from hf_memopt.transfer.tier import Tier
 
 
 class WatchingCopier(AdversarialCopier):
@@ -56,14 +56,19 @@ def train_under_ddp(folder: Path, how: str) -> None:
     )
     trainer = Trainer(model, arguments, train_dataset=[{"input_ids": row, "labels": row} for row in rows])
     offloader = everything(AdversarialCopier("late"))
-    if how == "attach":
+    if how == "disk":
+        offloader = ActivationOffloader(mode="all", offload_threshold_mb=0, disk=folder)
+    if how in ("attach", "disk"):
         attach(trainer, offloader=offloader)
     elif how == "callback":
         trainer.add_callback(ActivationOffloadCallback(offloader))
     trainer.train()
     assert isinstance(trainer.model_wrapped, nn.parallel.DistributedDataParallel)
     save_file({name: p.detach() for name, p in model.named_parameters()}, folder / f"ddp_{how}_{dist.get_rank()}")
-    counts = {"moved": offloader.stats.bytes_moved, "live": offloader.stats.host_bytes_live}
+    counts = {
+        "moved": offloader.stats.bytes_moved,
+        "live": offloader.stats.host_bytes_live + offloader.stats.disk_bytes_live,
+    }
     (folder / f"ddp_{how}_{dist.get_rank()}.json").write_text(json.dumps(counts))
 
 
@@ -162,7 +167,7 @@ def keep_a_budget(folder: Path) -> None:
         except InfeasibleBudgetError as error:
             outcome |= {"needed_bytes": error.smallest_bytes, "message": str(error)}
         own = [planner.recording.profile for planners in offloader._planners.values() for planner in planners.values()]
-        alone = make_plan(own[0], Link(1e9, 1e9), budget_bytes=None, max_slowdown=1e9, prefetch_ahead=0)
+        alone = make_plan(own[0], (Tier("host", 1e9, 1e9),), budget_bytes=None, max_slowdown=1e9, prefetch_ahead=0)
         demands = [torch.zeros((), dtype=torch.int64) for _ in range(2)]
         dist.all_gather(demands, torch.tensor(alone.predicted_peak_bytes))
         smallest = {rank: int(demand) / 2**30 for rank, demand in enumerate(demands)}
@@ -173,7 +178,7 @@ def keep_a_budget(folder: Path) -> None:
 def train(run_folder: str) -> None:
     """Save weights, gradients and byte counts in files named after case and rank."""
     folder = Path(run_folder)
-    for how in ("plain", "attach", "callback"):
+    for how in ("plain", "attach", "callback", "disk"):
         train_under_ddp(folder, how)
     for precision in ("fp32", "bf16"):
         for how in ("plain", "context", "wrap", "one_process"):

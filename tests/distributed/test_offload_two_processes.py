@@ -26,7 +26,7 @@ def counts(file: Path) -> Any:
     return json.loads(file.with_name(f"{file.name}.json").read_text())
 
 
-@pytest.mark.parametrize("how", ["attach", "callback"])
+@pytest.mark.parametrize("how", ["attach", "callback", "disk"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_trainer_under_ddp_ends_with_the_plain_weights(results: Path, how: str, rank: int) -> None:
     assert same_tensors(results / f"ddp_plain_{rank}", results / f"ddp_{how}_{rank}")

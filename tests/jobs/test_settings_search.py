@@ -174,10 +174,31 @@ def _offloaded_ms(link_bytes_per_s: float) -> float:
     return min(row.update_ms for row in found.rows)
 
 
-def test_what_needs_more_host_memory_than_there_is_does_not_fit(tight: SettingsPlan) -> None:
-    poor = make_plan(100 * MIB, host="4MiB")
-    assert any(row.fits for row in tight.rows if row.settings["activations"] == "offloaded")
-    assert not any(row.fits for row in poor.rows if row.settings["activations"] == "offloaded")
+def test_what_the_host_has_no_room_for_stays_on_the_card(tight: SettingsPlan) -> None:
+    rich, poor = _offloaded(tight), _offloaded(make_plan(100 * MIB, host="16MiB"))
+    assert poor.estimate.host_bytes <= 16 * MIB < rich.estimate.host_bytes
+    assert poor.fits
+    assert poor.micro_batch < rich.micro_batch
+
+
+def test_a_disk_takes_what_the_host_has_no_room_for_at_its_speed() -> None:
+    fast, slow = (_on_disk(f"1GiB@{speed}") for speed in ("100GBps", "10MBps"))
+    assert fast.fits
+    assert fast.estimate.disk_bytes_written > 0
+    assert fast.estimate.host_bytes <= 64 * MIB
+    assert slow.update_ms > 10 * fast.update_ms
+
+
+def _on_disk(disk: str) -> Row:
+    toy = Toy(Lever("activations", ("offloaded",)))
+    toy.micro_batches = (16,)
+    return plan(toy, gpu=card_with(100 * MIB), host="64MiB", disk=disk, num_workers=1, progress=False).best
+
+
+def _offloaded(found: SettingsPlan) -> Row:
+    """Return the row of the largest micro-batch that fits with offloading, or else the smallest."""
+    rows = [row for row in found.rows if row.settings["activations"] == "offloaded"]
+    return max(rows, key=lambda row: (row.fits, row.micro_batch if row.fits else -row.micro_batch))
 
 
 def test_where_nothing_fits_the_error_says_what_would_and_what_takes_the_memory() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from hf_memopt.estimate import MemoryEstimate
 from hf_memopt.estimate.gpus import Card
+from hf_memopt.estimate.memory_below import Disk
 from hf_memopt.jobs import Lever, Row, SettingsPlan
 from hf_memopt.jobs.settings_table import as_json, explain, headline, table
 from hf_memopt.units import GIB
@@ -28,6 +29,8 @@ def row(settings: Sequence[str], micro_batch: int, update_ms: float, needed_gib:
         breakdown={"activations": GIB},
         top=(),
         host_bytes=round(host_gib * GIB),
+        disk_bytes=0,
+        disk_bytes_written=0,
         confidence="high",
         assumptions=(),
         unreached=(),
@@ -44,8 +47,8 @@ def row(settings: Sequence[str], micro_batch: int, update_ms: float, needed_gib:
     return Row(chosen, micro_batch, 16 // micro_batch, update_ms, round(needed_gib * GIB), needed_gib <= 8, estimate)
 
 
-def plan_of(*rows: Row) -> SettingsPlan:
-    return SettingsPlan("toy", LEVERS, CARD, 32 * GIB, rows)
+def plan_of(*rows: Row, disk: Disk | None = None) -> SettingsPlan:
+    return SettingsPlan("toy", LEVERS, CARD, 32 * GIB, disk, rows)
 
 
 PLAN = plan_of(
@@ -141,8 +144,23 @@ def test_json_has_all_that_the_table_shows_in_bytes_and_milliseconds() -> None:
         "needed_bytes": 7.5 * GIB,
         "peak_bytes": 7 * GIB,
         "host_bytes": 3 * GIB,
+        "disk_bytes": 0,
+        "disk_bytes_written": 0,
+        "disk_tb_per_day": 0.0,
         "phase": "backward",
         "breakdown": {"activations": GIB},
         "confidence": "high",
         "assumptions": [],
     }
+
+
+def test_a_disk_has_a_column_a_line_and_its_bytes() -> None:
+    best = row(("none", "all"), 4, 200.0, 7.5, host_gib=3.0)
+    on_disk = replace(best.estimate, disk_bytes=5 * GIB, disk_bytes_written=4 * GIB)
+    found = plan_of(replace(best, estimate=on_disk), disk=Disk(500 * GIB, 5e9))
+    heads, _, cells = (line.split("|") for line in table(found).splitlines())
+    assert cells[[head.strip() for head in heads].index("disk GiB")].strip() == "5.00"
+    # 4 GiB in 0.2 s
+    assert "Disk: 5.00 GiB; 4.00 GiB written in a step, 1855.43 TB per day at this rate." in explain(found)
+    assert as_json(found)["disk"] == {"num_bytes": 500 * GIB, "bytes_per_s": 5e9}
+    assert as_json(found)["rows"][0]["disk_tb_per_day"] == pytest.approx(4 * GIB * 5 * 86_400 / 1e12)

@@ -31,7 +31,18 @@ def test_each_choice_is_made_by_the_library_and_no_other() -> None:
 
 def test_a_model_takes_the_fields_of_models() -> None:
     others = {"training_args", "recipe", "config", "set", "gpu", "host", "link", "batch_size", "accumulation"}
-    others |= {"checkpointing", "offload", "check", "explain", "json", "timeline", "snapshot", "output", "workers"}
+    others |= {
+        "disk",
+        "checkpointing",
+        "offload",
+        "check",
+        "explain",
+        "json",
+        "timeline",
+        "snapshot",
+        "output",
+        "workers",
+    }
     assert {*workloads.OF_MODELS} == FIELDS.keys() - others
     assert DEFAULTS.keys() - {"batch_size", "checkpointing", "offload"} < {*workloads.OF_MODELS}
 

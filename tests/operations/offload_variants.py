@@ -2,7 +2,7 @@
 
 import random
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -17,8 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_memopt import ActivationOffloader, SelectiveCheckpoint
 from hf_memopt.activations import plan_maker
 from hf_memopt.activations.planner.offload_plan import OffloadPlan
-from hf_memopt.activations.planner.profile import Action, Link, Profile
-from hf_memopt.transfer import Copier, SyncCopier
+from hf_memopt.activations.planner.profile import Action, Profile
+from hf_memopt.transfer import Copier, SyncCopier, lower_memory
+from hf_memopt.transfer.tier import Tier
 
 # Two passes are recorded, the second of which has a plan already.
 _PLANNED_PASSES = 4
@@ -36,7 +37,12 @@ def _plan(profile: Profile, choose: Callable[[bool], Action]) -> OffloadPlan:
     """Return a plan without a window: offloaded storages leave the device at once."""
     actions = tuple(choose(storage.recompute_s is not None) for storage in profile.storages)
     order = tuple(index for index in profile.use_order if actions[index] is Action.OFFLOAD)
-    given = {"actions": actions, "reload_order": order, "prefetch_bytes": 2 * max(profile.sizes, default=0)}
+    given = {
+        "actions": actions,
+        "memories": (0,) * len(actions),
+        "reload_order": order,
+        "prefetch_bytes": 2 * max(profile.sizes, default=0),
+    }
     return OffloadPlan(**{each.name: given.get(each.name, 0) for each in fields(OffloadPlan)})
 
 
@@ -58,16 +64,16 @@ def forced_plans(choose: Callable[[bool], Action]) -> Iterator[list[OffloadPlan]
     """Make mode "auto" take forced plans, and yield the list of plans made."""
     made: list[OffloadPlan] = []
 
-    def make_plan(profile: Profile, link: Link, **limits: Any) -> OffloadPlan:
+    def make_plan(profile: Profile, tiers: Sequence[Tier], **limits: Any) -> OffloadPlan:
         made.append(_plan(profile, choose))
         return made[-1]
 
-    own = plan_maker.make_plan, plan_maker.measure_link
-    plan_maker.make_plan, plan_maker.measure_link = make_plan, lambda copier, clock: (1e10, 1e10)
+    own = plan_maker.make_plan, lower_memory.measure_link
+    plan_maker.make_plan, lower_memory.measure_link = make_plan, lambda copier, clock: (1e10, 1e10)
     try:
         yield made
     finally:
-        plan_maker.make_plan, plan_maker.measure_link = own
+        plan_maker.make_plan, lower_memory.measure_link = own
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from hf_memopt import ActivationOffloader
 from hf_memopt.activations import plan_maker
 from hf_memopt.activations.planner import refinement, search
-from hf_memopt.activations.saved_tensors import device_state
+from hf_memopt.transfer import lower_memory, memories_below
 from hf_memopt.transfer.clock import HostClock
 
 Around = Callable[["Run"], AbstractContextManager[object]]
@@ -233,8 +233,8 @@ class CountingClock(HostClock):
 def repeatable() -> Iterator[None]:
     """Make plans the same in each run, with a shorter search."""
     with (
-        patch.object(device_state, "clock_for", lambda device: CountingClock()),
-        patch.object(plan_maker, "measure_link", lambda *_: (1e7, 1e7)),
+        patch.object(memories_below, "clock_for", lambda device: CountingClock()),
+        patch.object(lower_memory, "measure_link", lambda *_: (1e7, 1e7)),
         patch.object(search, "_MAX_EVENTS", 500),
         patch.object(search, "_MIN_PLANS", 20),
         patch.object(refinement, "_MAX_EVENTS", 500),

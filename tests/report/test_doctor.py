@@ -14,9 +14,12 @@ from torch import Tensor
 from hf_memopt.report import doctor
 from hf_memopt.report.doctor import (
     Device,
+    DiskFacts,
     HostLimits,
     Machine,
+    examine,
     examine_device,
+    examine_disk,
     find_devices,
     find_features,
     find_problems,
@@ -96,6 +99,25 @@ def test_the_locked_memory_limit(monkeypatch: pytest.MonkeyPatch, limit: int, ex
     assert host_limits().total_gib == psutil.virtual_memory().total / GIB
 
 
+def test_a_disk_is_measured_and_has_a_line(tmp_path: Path) -> None:
+    found = examine_disk(str(tmp_path))
+    assert found.write_gb_per_s > 0
+    assert found.read_gb_per_s > 0
+    assert found.free_gib == pytest.approx(psutil.disk_usage(str(tmp_path)).free / GIB, rel=0.1)
+    assert list(tmp_path.iterdir()) == []
+    given = DiskFacts("/nvme", "ext4", 100.0, True, 2.04, 3.0)
+    machine = Machine([CPU], HOST, find_versions(), find_features(CPU, None), [])
+    assert "\nDisk\n" not in page(machine)
+    line = "Disk\n  /nvme: ext4, 100.00 GiB free, direct I/O, writes 2.0 GB/s, reads 3.0 GB/s\n"
+    assert line in page(replace(machine, disk=given))
+    assert "pass through the page cache" in page(replace(machine, disk=replace(given, direct_io=False)))
+
+
+def test_a_disk_that_is_no_folder_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^disk='missing' is no folder"):
+        examine(disk="missing")
+
+
 # ------------------------------------------------------------------------------------------------ features
 
 
@@ -115,12 +137,13 @@ def test_what_never_ran_on_a_device_is_not_called_on(kind: str) -> None:
     assert found["allocator snapshot"] == ("untried" if kind == "rocm" else "off")
 
 
-@pytest.mark.parametrize("kind", ["cpu", "mps"])
-def test_where_offloading_frees_nothing_it_is_off(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "status"), [("cpu", "on"), ("mps", "untried")])
+def test_where_copies_to_the_host_free_nothing_a_disk_does(kind: str, status: str) -> None:
     device = Device(kind, kind, kind, obstacle="no link")
     on = {name for name, status in statuses(device).items() if status == "on"}
-    assert on == {"recomputation", "leak detection", "torch.compile"}
-    assert statuses(device)["activation offloading"] == "off"
+    assert on - {"activation offloading"} == {"recomputation", "leak detection", "torch.compile"}
+    assert statuses(device)["activation offloading"] == status
+    assert statuses(device)["teacher offloading"] == "off"
     assert all(feature.reason for feature in find_features(device, None))
 
 

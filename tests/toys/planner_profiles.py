@@ -1,9 +1,13 @@
-"""Profiles of saved tensors and links, on which plans are compared."""
+"""Profiles of saved tensors and memories below the device, on which plans are compared."""
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
-from hf_memopt.activations.planner.profile import Link, Profile, SavedStorage
+from hf_memopt.activations.planner.profile import Profile, SavedStorage
+from hf_memopt.transfer.tier import Tier
+
+Tiers = tuple[Tier, ...]
 
 # A decoder layer in bfloat16, run eagerly, hidden size 4096: bytes per token in units of 1024, which storage of the
 # layer it is made from, and how: nothing if it cannot be made again, "read" for an elementwise kernel, else the
@@ -107,8 +111,8 @@ def u_net(num_levels: int) -> Profile:
     return Profile(tuple(storages), 3.0)
 
 
-def at_random(seed: int, num_storages: int) -> tuple[Profile, Link, int]:
-    """Return a network-like profile, some of it recomputable, a link, and how far to prefetch ahead."""
+def at_random(seed: int, num_storages: int) -> tuple[Profile, Tiers, int]:
+    """Return a network-like profile, some of it recomputable, host memory, and how far to prefetch ahead."""
     rng = random.Random(f"{seed}/{num_storages}")
     forward_s, backward_s = rng.uniform(0.5, 2), rng.uniform(0.5, 3)
     saves = sorted(rng.uniform(0, forward_s) for _ in range(num_storages))
@@ -130,12 +134,28 @@ def at_random(seed: int, num_storages: int) -> tuple[Profile, Link, int]:
             sources = tuple(rng.sample(range(index), min(index, rng.choice([0, 1, 1, 2]))))
         storages.append(SavedStorage(num_bytes, saved_at, uses, recompute_s, sources))
     bandwidth = 10 ** rng.uniform(3.3, 6)
-    link = Link(bandwidth, bandwidth * rng.choice([0.5, 1, 2]))
-    return Profile(tuple(storages), forward_s + backward_s), link, rng.choice([0, 1, 2, 3])
+    tiers = host(bandwidth, bandwidth * rng.choice([0.5, 1, 2]))
+    return Profile(tuple(storages), forward_s + backward_s), tiers, rng.choice([0, 1, 2, 3])
 
 
-def link_for(profile: Profile, share: float) -> Link:
-    """Return a link that copies `share` of all saved bytes during the profile's forward, and as fast back."""
+def host(write_bytes_per_s: float, read_bytes_per_s: float, budget_bytes: int | None = None) -> Tiers:
+    """Return host memory alone."""
+    return (Tier("host", write_bytes_per_s, read_bytes_per_s, budget_bytes),)
+
+
+def limited(tiers: Tiers, host_bytes: int) -> Tiers:
+    """Return host memory with a budget."""
+    return (replace(tiers[0], budget_bytes=host_bytes),)
+
+
+def with_disk(tiers: Tiers, share: float, host_bytes: int | None, disk_bytes: int | None = None) -> Tiers:
+    """Return host memory and a disk below it, which has a `share` of its speed, with budgets."""
+    disk = replace(tiers[0].slower(share), name="disk", budget_bytes=disk_bytes, wears=True)
+    return replace(tiers[0], budget_bytes=host_bytes), disk
+
+
+def host_for(profile: Profile, share: float) -> Tiers:
+    """Return host memory that takes `share` of all saved bytes during the profile's forward, and as fast back."""
     forward_s = max(storage.saved_at_s for storage in profile.storages)
     bandwidth = share * sum(profile.sizes) / forward_s
-    return Link(bandwidth, bandwidth)
+    return host(bandwidth, bandwidth)

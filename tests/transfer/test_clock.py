@@ -1,11 +1,13 @@
-"""Tests of the clock of streams, whose marks on several compute streams may come in any order."""
+"""Tests of clocks: streams, whose marks may come in any order, a thread's own time, with and without waiting."""
+
+import time
 
 import pytest
 import torch
 
 from hf_memopt.activations.pass_recorder import PassRecorder
 from hf_memopt.activations.saved_tensors.device_state import DeviceBytes
-from hf_memopt.transfer.clock import StreamClock
+from hf_memopt.transfer.clock import Clock, HostClock, StreamClock, WaitingClock, WallClock
 
 
 class TimedEvent:
@@ -60,3 +62,34 @@ def test_a_pass_on_several_streams_is_recorded(clock: StreamClock) -> None:
     assert profile.storages[0].saved_at_s == pytest.approx(0.007)
     assert profile.storages[0].uses_s == pytest.approx((0.007,))
     assert profile.step_s == pytest.approx(0.014)
+
+
+def sleeping_s(clock: Clock) -> float:
+    """Return the time that a clock counts while the thread does nothing for 50 ms."""
+    begun = clock.mark()
+    time.sleep(0.05)
+    end = clock.mark()
+    assert clock.reached(end)
+    return clock.elapsed_s(begun, end)
+
+
+def test_only_a_clock_on_the_wall_counts_time_in_which_the_thread_does_nothing() -> None:
+    assert sleeping_s(HostClock()) < 0.03
+    assert sleeping_s(WaitingClock(lambda: 0.0)) < 0.03
+    assert sleeping_s(WallClock()) >= 0.05
+
+
+def test_waiting_is_counted_beside_the_time_of_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = {"computed": 10.0, "waited": 0.25}
+    monkeypatch.setattr(time, "thread_time", lambda: now["computed"])
+    clock = WaitingClock(lambda: now["waited"])
+    begun = clock.mark()
+    now["computed"] += 2.0
+    now["waited"] += 0.5
+    end = clock.mark()
+    assert (clock.elapsed_s(begun, end), clock.elapsed_s(end, begun)) == (2.5, 0.0)
+
+
+@pytest.mark.parametrize("clock", [HostClock(), WaitingClock(lambda: 0.0), WallClock()])
+def test_a_backward_in_another_thread_takes_no_negative_time(clock: Clock) -> None:
+    assert (clock.elapsed_s(2.0, 1.0), clock.elapsed_s(1.0, 1.5)) == (0.0, 0.5)

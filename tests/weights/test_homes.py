@@ -67,6 +67,8 @@ def test_outputs_are_bitwise_those_of_the_plain_module(
     assert report.bytes_device_to_host == 0
     assert report.mode == ("stream" if mode == "auto" else mode)
     assert (report.bytes_read > 0) == (mode != "resident")
+    assert report.own_bytes >= sum(each.nbytes for each in reference.parameters())
+    assert (f"  in files: {report.file_bytes / 2**20:.1f} MiB; read" in str(report)) == (mode != "resident")
     if mode != "resident":
         assert report.device_bytes == 0
 

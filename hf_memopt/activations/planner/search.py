@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from itertools import product
+from itertools import combinations, product
 
 from hf_memopt.activations.planner.candidates import Candidate, CopyWindow, Thresholds, Trials
 from hf_memopt.activations.planner.profile import Action, Profile
@@ -23,8 +23,8 @@ _MAX_EVENTS = 400_000
 _MIN_PLANS = 160
 # Single storages are changed in profiles of up to this many: among more, one hardly matters.
 _MAX_STORAGES_ONE_BY_ONE = 150
-# Every action is tried for every storage in every window in profiles of up to this many.
-_MAX_STORAGES_IN_ANY_WAY = 12
+# Every action is tried for every storage in every window in profiles of up to this many, and for every pair of them.
+_MAX_STORAGES_IN_ANY_WAY, _MAX_STORAGES_IN_PAIRS = 12, 5
 _CHANGES_PER_VISIT = 4
 # Smaller steps between members, as a share of the step, are not worth a search between them.
 _WORTH_FILLING = 2e-3
@@ -48,6 +48,7 @@ class _Search:
         self._trials = trials
         self._profile = trials.profile
         storages, sizes = self._profile.storages, self._profile.sizes
+        self._choices = [_CHOICES if storage.recompute_s is not None else (_KEEP, _OFFLOAD) for storage in storages]
         costs = [
             (storage.recompute_s / max(1, size), _spread(index), index)
             for index, (storage, size) in enumerate(zip(storages, sizes, strict=True))
@@ -80,9 +81,11 @@ class _Search:
         else:
             self._try_grid(_STEPS[::2])
             self._improve([step for move in moves for step in (move, self._change_one)])
-            self._improve([self._change_one, self._any_window, self._fill])
+            self._improve([self._change_one, self._any_window, self._fill, self._avoid_stalls])
             if len(self._profile.storages) <= _MAX_STORAGES_IN_ANY_WAY:
-                self._improve([self._change_any])
+                self._improve([self._change_any, self._avoid_stalls])
+            if len(self._profile.storages) <= _MAX_STORAGES_IN_PAIRS:
+                self._improve([self._change_two])
 
     def _fill(self, member: Candidate) -> None:
         """Keep the storages that save most time per byte, up to the peak of the front's next member."""
@@ -102,6 +105,17 @@ class _Search:
         if member.actions[index] == _RECOMPUTE:
             return (self._profile.storages[index].recompute_s or 0.0) / max(1, self._profile.sizes[index])
         return self._s_per_byte[member.memories[index]] if member.timeline.stall_s else 0.0
+
+    def _avoid_stalls(self, member: Candidate) -> None:
+        """Recompute single storages instead of waiting for their copies, with windows of as many bytes as before."""
+        for index, storage in enumerate(self._profile.storages):
+            if member.actions[index] != _OFFLOAD or storage.recompute_s is None:
+                continue
+            copies_s = self._profile.sizes[index] * self._s_per_byte[member.memories[index]]
+            if storage.recompute_s < min(copies_s, member.timeline.stall_s):
+                changed = bytearray(member.actions)
+                changed[index] = _RECOMPUTE
+                self._trials.evaluate_like(member, bytes(changed), member.in_flight_bytes, member.prefetch_bytes)
 
     def _any_window(self, member: Candidate) -> None:
         # More in flight often pays only together with more prefetching.
@@ -198,12 +212,21 @@ class _Search:
                     break
 
     def _change_any(self, member: Candidate) -> None:
-        for (index, storage), action in product(enumerate(self._profile.storages), _CHOICES):
-            if action != _RECOMPUTE or storage.recompute_s is not None:
-                changed = bytearray(member.actions)
+        for index in range(len(member.actions)):
+            self._change_all_ways(member, (index,))
+
+    def _change_two(self, member: Candidate) -> None:
+        # Room or time that one change gives may be needed for the other.
+        for pair in combinations(range(len(member.actions)), 2):
+            self._change_all_ways(member, pair)
+
+    def _change_all_ways(self, member: Candidate, indices: tuple[int, ...]) -> None:
+        for actions in product(*(self._choices[index] for index in indices)):
+            changed = bytearray(member.actions)
+            for index, action in zip(indices, actions, strict=True):
                 changed[index] = action
-                for window in self._trials.windows:
-                    self._trials.evaluate(bytes(changed), window)
+            for window in self._trials.windows:
+                self._trials.evaluate(bytes(changed), window)
 
     def _likely_changes(self, member: Candidate) -> list[tuple[int, float, int, int]]:
         """Return `(peak_bytes, step_s, storage, action)` of changes, estimated; the best for the front now first."""

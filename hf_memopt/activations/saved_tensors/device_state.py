@@ -81,8 +81,10 @@ class DeviceState:
         # A graph that is dropped takes its storages along, copies under way included.
         self._leaving: deque[weakref.ref[Outgoing]] = deque()
         self._leaving_bytes = 0
-        # Errors of copies that nobody was left to ask for.
-        self._failures: list[Exception] = []
+        # Whether a failed copy has been raised in this step. Further ones, which nobody asks for, say nothing new.
+        self.is_told = False
+        # The error of a copy that nobody was left to ask for.
+        self._failure: Exception | None = None
 
     @property
     def bytes_live(self) -> int:
@@ -106,14 +108,14 @@ class DeviceState:
 
     def note_failure(self, error: Exception) -> None:
         """Keep the error of a copy that a destructor has met, for `raise_failure`."""
-        logger.error("activation offloading: %s", error)
-        self._failures.append(error)
+        if not self.is_told:
+            logger.error("activation offloading: %s", error)
+            self._failure = error.with_traceback(None)  # whose frames keep the dying object
 
     def raise_failure(self) -> None:
-        """Raise the last error that was kept, and forget all."""
-        if self._failures:
-            error = self._failures.pop()
-            self._failures.clear()
+        """Raise the error that was kept, once."""
+        error, self._failure = self._failure, None
+        if error is not None:
             raise error
 
     def leave(self, storage: Outgoing, in_flight_bytes: int) -> None:
@@ -165,3 +167,4 @@ class DeviceState:
         self._leaving = deque(entry for entry in self._leaving if (storage := entry()) and storage.is_leaving)
         self.held.settle()
         self.held.peak_bytes = self.held.now_bytes
+        self.is_told = False

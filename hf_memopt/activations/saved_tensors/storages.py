@@ -377,7 +377,7 @@ class OffloadedStorage(LiveStorage):
         try:
             self._incoming = place.memory.read(place.block, self._part(memory, place))
         except Exception:
-            self._was_told = True
+            self._was_told = self.device.is_told = True
             raise
         self._memory = memory
         self._counted_bytes = num_bytes
@@ -412,7 +412,7 @@ class OffloadedStorage(LiveStorage):
         try:
             self._incoming.wait()  # again for each use, which may be on another stream
         except Exception:
-            self._was_told = True
+            self._was_told = self.device.is_told = True
             raise
         return self._memory
 
@@ -435,7 +435,7 @@ class OffloadedStorage(LiveStorage):
         try:
             self._outgoing.wait()
         except Exception:
-            self._was_told = True
+            self._was_told = self.device.is_told = True
             raise
         self._source = None
 
@@ -443,7 +443,7 @@ class OffloadedStorage(LiveStorage):
     def __del__(self) -> None:
         if sys.is_finalizing():
             return
-        was_told = self._was_told
+        was_told, is_told = self._was_told, self.device.is_told
         try:
             # Until both copies are over they use the place.
             if self._outgoing is not None and self._source is not None:
@@ -451,6 +451,7 @@ class OffloadedStorage(LiveStorage):
             if self._incoming is not None:
                 self._incoming.wait()
         except Exception as error:
+            self.device.is_told = is_told
             if not was_told:
                 self.device.note_failure(error)
         finally:

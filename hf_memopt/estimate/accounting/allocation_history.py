@@ -98,6 +98,10 @@ class AllocationHistory:
             streams={index: record.stream for index, record in enumerate(self.records) if record.stream},
         )
 
+    def host_bytes(self) -> int:
+        """Return the bytes that tensors hold in host memory now."""
+        return sum(record.num_bytes for record in self.records if record.on_host and record.died is None)
+
     def host_peak_bytes(self) -> int:
         held = accumulate(change.num_bytes if self.records[change.storage].on_host else 0 for change in self.changes)
         return max(itertools.islice(held, self.step_begins[0], None), default=0)

@@ -35,6 +35,7 @@ from hf_memopt.estimate.gpus import DEFAULT_CARD
 from hf_memopt.estimate.simulation.data_dependent import DataDependentOps
 from hf_memopt.estimate.simulation.fake_mode import SimulatedTensors
 from hf_memopt.estimate.simulation.kernels import attention, autocast
+from hf_memopt.estimate.simulation.virtual_disk import VirtualDisk
 from hf_memopt.estimate.simulation.virtual_time import (
     FIRST_STREAM,
     VirtualClock,
@@ -104,14 +105,18 @@ def simulation(
     clock: VirtualClock | None = None,
     phases: StepPhases | None = None,
     on_teacher_block: Callable[[Tensor], None] | None = None,
+    disk: VirtualDisk | None = None,
+    free_host_bytes: Callable[[], int] = lambda: sys.maxsize,
 ) -> Iterator[tuple[torch.device, DataDependentOps]]:
     """Make all tensors fake; gives the device to build on and the mode that notes assumptions.
 
     `like` "cpu" means fake tensors by the CPU's rules. The clock's card decides on attention's kernels; teachers call
-    `on_teacher_block` with the device memory that they take. An exception in a backend thread would end the process,
+    `on_teacher_block` with the device memory that they take. `free_host_bytes` is host memory that copies may take. An
+    exception in a backend thread would end the process,
     which is why autograd's threads are off.
     """
     clock = VirtualClock(DEFAULT_CARD, like) if clock is None else clock
+    disk = VirtualDisk(clock, None) if disk is None else disk
     phases = StepPhases() if phases is None else phases
     data_dependent = DataDependentOps(phases)
     device = torch.device("cpu")
@@ -134,7 +139,7 @@ def simulation(
         enter(_disable_compile(data_dependent))
         enter(_keep_parameters_when_moved())
         enter(_let_weights_change_device())
-        enter(registered(device.type, _simulated_type(clock, on_teacher_block)))
+        enter(registered(device.type, _simulated_type(clock, on_teacher_block, disk, free_host_bytes)))
         # Optimizers and gradient clipping choose their foreach path by a tensor's class.
         for module in (torch_optimizer, foreach_utils):
             types = [*module._foreach_supported_types, FakeTensor]
@@ -148,7 +153,12 @@ def simulation(
         yield device, data_dependent
 
 
-def _simulated_type(clock: VirtualClock, on_teacher_block: Callable[[Tensor], None] | None) -> DeviceBackend:
+def _simulated_type(
+    clock: VirtualClock,
+    on_teacher_block: Callable[[Tensor], None] | None,
+    disk: VirtualDisk,
+    free_host_bytes: Callable[[], int],
+) -> DeviceBackend:
     def make_copier(device: torch.device, pin_memory: bool, purpose: str) -> VirtualCopier:
         return VirtualCopier(clock, device, on_teacher_block if purpose == "teacher" else None)
 
@@ -160,7 +170,8 @@ def _simulated_type(clock: VirtualClock, on_teacher_block: Callable[[Tensor], No
         hide_operations=_pop_mode_temporarily,
         tensor_class=FakeTensor,
         is_unlimited=True,
-        free_host_bytes=lambda: sys.maxsize,  # host memory of a run is a result, and no matter of this machine
+        free_host_bytes=free_host_bytes,
+        open_file=disk.open_file,
     )
 
 

@@ -20,7 +20,6 @@ from hf_memopt.estimate.simulation.kernel_work import (
     starts_kernel,
     work_of,
 )
-from hf_memopt.transfer.copier import DeviceCopy
 
 
 class VirtualClock:
@@ -116,7 +115,7 @@ class VirtualCopier:
         self.bytes_to_device = 0
         self.bytes_to_host = 0
         self._clock, self._device, self._on_block = clock, device, on_block
-        self._free_at_s = {"host": 0.0, "device": 0.0}
+        self._to_host, self._to_device = (VirtualQueue(clock, clock.card.link_bytes_per_s) for _ in range(2))
 
     def empty_host(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)
@@ -130,39 +129,48 @@ class VirtualCopier:
     def release(self, buffer: Tensor) -> None:
         """Do nothing: memory returns with its last reference."""
 
-    def to_device(self, source: Tensor, destination: Tensor) -> DeviceCopy:
+    def to_device(self, source: Tensor, destination: Tensor) -> "VirtualTransfer":
         self.bytes_to_device += source.nbytes
-        return self._copy("device", source.nbytes)
+        return self._to_device.copy(source.nbytes)
 
-    def to_host(self, source: Tensor, destination: Tensor) -> DeviceCopy:
+    def to_host(self, source: Tensor, destination: Tensor) -> "VirtualTransfer":
         self.bytes_to_host += source.nbytes
-        return self._copy("host", source.nbytes)
+        return self._to_host.copy(source.nbytes)
 
     def stall_ms(self) -> float:
         return 1e3 * self._clock.stalled_s
 
-    def _copy(self, direction: str, num_bytes: int) -> DeviceCopy:
-        begun_s = max(self._clock.now_s, self._free_at_s[direction])
-        self._free_at_s[direction] = begun_s + num_bytes / self._clock.card.link_bytes_per_s
-        return _VirtualTransfer(self._clock, self._free_at_s[direction])
+
+class VirtualQueue:
+    """Copies of which each begins when the one before it has ended."""
+
+    def __init__(self, clock: VirtualClock, bytes_per_s: float) -> None:
+        self._clock, self._bytes_per_s = clock, bytes_per_s
+        self._free_at_s = 0.0
+
+    def copy(self, num_bytes: int) -> "VirtualTransfer":
+        self._free_at_s = max(self._clock.now_s, self._free_at_s) + num_bytes / self._bytes_per_s
+        return VirtualTransfer(self._clock, self._free_at_s)
 
 
-class _VirtualTransfer:
+class VirtualTransfer:
+    """A copy between any two memories, which ends at a moment known beforehand."""
+
     def __init__(self, clock: VirtualClock, ended_s: float) -> None:
         self._clock, self._ended_s = clock, ended_s
 
     def wait(self) -> None:
         self._clock.wait_until(self._ended_s)
 
-    @property
-    def finished(self) -> "_VirtualTransfer":
-        return self
-
-    def query(self) -> bool:
+    def is_over(self) -> bool:
         return self._clock.now_s >= self._ended_s
 
-    def synchronize(self) -> None:
-        self._clock.wait_until(self._ended_s)
+    @property
+    def finished(self) -> "VirtualTransfer":
+        return self
+
+    # The words of an event, for `finished`.
+    query, synchronize = is_over, wait
 
 
 class VirtualEvent:

@@ -63,8 +63,8 @@ _VALUES: dict[str, dict[Any, dict[str, Any]]] = {
     },
 }
 # These say nothing about the training, or the workload takes them itself.
-_OTHERS = {"training_args", "seq_len", "task", "effective_batch", "offload", "max_grad_norm", "gpu", "host", "link"}
-_OTHERS |= {"check", "explain", "json", "timeline", "snapshot", "output", "workers"}
+_OTHERS = {"training_args", "seq_len", "task", "effective_batch", "offload", "max_grad_norm", "gpu"}
+_OTHERS |= {"host", "disk", "link", "check", "explain", "json", "timeline", "snapshot", "output", "workers"}
 # A plan of the file takes these over; it chooses batches and checkpointing itself.
 OF_FILES = (_FIELDS.keys() | _VALUES.keys() | {"seq_len", "task"}) - {"batch_size", "accumulation", "checkpointing"}
 

@@ -31,7 +31,8 @@ class ReflowOptions:
         teacher_budget_gib: device memory for the teacher's own weights, for `"auto"` and `"stream"`; None, no limit.
         teacher_home: `"host"`, the teacher's weights are in host memory between targets, on the device if it stays there;
             `"file"`, they are read from its checkpoint's files, or where those do not hold them as they are (with
-            `teacher_dtype`, say), from a temporary file. On a CPU `"auto"` streams them then.
+            `teacher_dtype`, say), from a temporary file, in `activation_disk` if that is set. On a CPU `"auto"` streams
+            them then.
         teacher_dtype: `"float32"` or `"bfloat16"` for the teacher's transformer weights; None, as loaded.
         teacher_num_steps: Euler steps of the teacher; None, its checkpoint's own number.
         reflow_time_sampling: density of the training time, see `hf_memopt.reflow.sample_time`.
@@ -48,8 +49,10 @@ class ReflowOptions:
             says so or names the missing condition; `"on"`, or fail; `"off"`.
         activation_offload: tensors saved for backward that go to host memory: `"all"`, those of a plan (`"auto"`, see
             `hf_memopt.ActivationOffloader`), or none (`"off"`). Gradients are the same, bit for bit. Nothing moves on a
-            CPU.
+            CPU without `activation_disk`.
         activation_budget_gib: with `"auto"`, device memory for saved activations; None, as the planner finds best.
+        activation_disk: folder on a local disk, for those that host memory has no room for; on a CPU, for all of them.
+            Read in training only.
         from_scratch: let reflow start from random weights, which no teacher's copy is.
         dtype: `"bfloat16"` trains under bf16 autocast, in any loop. SmolVLA's weights keep theirs; π0's own field of
             this name makes them bfloat16 as well, but for norms, vision and projections.
@@ -72,6 +75,7 @@ class ReflowOptions:
     share_prefix: str = "auto"
     activation_offload: str = "off"
     activation_budget_gib: float | None = None
+    activation_disk: str | None = None
     from_scratch: bool = False
     dtype: str = "float32"
 
@@ -79,6 +83,7 @@ class ReflowOptions:
         """Make paths absolute and refuse impossible values. Configuration classes call this in `__post_init__`."""
         self.teacher_model_path = absolute_if_local(self.teacher_model_path)
         self.couplings_path = absolute_if_local(self.couplings_path)
+        self.activation_disk = absolute_if_local(self.activation_disk)
         # YAML reads an unquoted on or off as a boolean.
         self.share_prefix = {"True": "on", "False": "off"}.get(self.share_prefix, self.share_prefix)
         self.activation_offload = {"False": "off"}.get(self.activation_offload, self.activation_offload)
@@ -96,6 +101,8 @@ class ReflowOptions:
                 f"activation_budget_gib={self.activation_budget_gib} needs activation_offload=auto; "
                 f"{self.activation_offload} is set"
             )
+        if self.activation_disk is not None and self.activation_offload == "off":
+            raise ValueError(f"activation_disk={self.activation_disk!r} needs activation_offload=auto or all")
         _one_of("dtype", self.dtype, DTYPES)
         for name in ("teacher_num_steps", "couplings_per_frame", "reflow_round"):
             COUNT.check(name, getattr(self, name))

@@ -52,6 +52,8 @@ class ReflowPolicy(nn.Module):
             enabled=config.activation_offload != "off",
             mode="all" if config.activation_offload == "all" else "auto",
             budget_gib=config.activation_budget_gib,
+            # The folder is the training machine's; a checkpoint is loaded on others too.
+            disk=None if dataset_stats is None else config.activation_disk,
         )
 
     def forward(
@@ -140,17 +142,21 @@ class ReflowPolicy(nn.Module):
           `optimizer`, which inside `forward` are those of the batch before.
         - `memory/teacher_own_gib`: the teacher's own weights, wherever they live; on an accelerator
           `memory/teacher_device_gib`, the most of them that was on it at once.
-        - `memory/offload_host_gib`: host memory that holds activations, with `activation_offload`.
+        - `memory/offload_host_gib`: host memory that holds activations, with `activation_offload`; with
+          `activation_disk` also `memory/offload_disk_gib`, the length of its file.
         """
         if self.memory is None:
             return {}
         figures, report = self.memory.figures(), self.teacher_report()
         if report is not None:
-            figures["memory/teacher_own_gib"] = (report.host_bytes or report.device_bytes) / GIB
+            figures["memory/teacher_own_gib"] = report.own_bytes / GIB
         if report is not None and self.memory.has_counters:
             figures["memory/teacher_device_gib"] = report.peak_device_bytes / GIB
         if self.offloader.enabled:
-            figures["memory/offload_host_gib"] = self.offloader.stats.host_bytes_pinned / GIB
+            stats = self.offloader.stats
+            figures["memory/offload_host_gib"] = stats.host_bytes_pinned / GIB
+            if stats.disk_bytes_written:
+                figures["memory/offload_disk_gib"] = stats.disk_bytes_held / GIB
         return figures
 
     @property

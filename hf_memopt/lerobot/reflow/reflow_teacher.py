@@ -103,7 +103,8 @@ class ReflowTeacher(VelocityTeacher):
     def _home(self) -> dict[str, Any]:
         if self._config.teacher_home == "host":
             return {}
-        return {"home": "file", "files": [resolve_checkpoint(str(self._config.teacher_model_path))]}
+        folder = resolve_checkpoint(str(self._config.teacher_model_path))
+        return {"home": "file", "files": [folder], "disk": self._config.activation_disk}
 
     def _say_what_float32_costs(self, transformer: list[torch.nn.Parameter]) -> None:
         num_bytes = sum(weight.nbytes for weight in transformer if weight.dtype == torch.float32)

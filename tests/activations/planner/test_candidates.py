@@ -3,10 +3,10 @@
 import math
 
 import pytest
-from planner_profiles import chain
+from planner_profiles import chain, host
 
 from hf_memopt.activations.planner.candidates import Candidate, CopyWindow, ParetoFront, Trials, window_bytes, windows
-from hf_memopt.activations.planner.profile import Action, Link
+from hf_memopt.activations.planner.profile import Action
 from hf_memopt.activations.planner.simulator import Timeline
 
 
@@ -30,7 +30,7 @@ def test_a_window_in_bytes(window: CopyWindow, offloaded: list[int], num_bytes: 
 
 
 def costing(peak_bytes: int, step_s: float) -> Candidate:
-    return Candidate(b"", CopyWindow(0, 0), 0, 0, Timeline(peak_bytes, step_s, 0, 0, (), 0), None)
+    return Candidate(b"", b"", CopyWindow(0, 0), 0, 0, Timeline(peak_bytes, step_s, 0, 0, (), 0), None)
 
 
 def test_the_front_keeps_what_is_fastest_for_what_it_holds() -> None:
@@ -48,7 +48,7 @@ def test_the_front_keeps_what_is_fastest_for_what_it_holds() -> None:
 
 def test_a_plan_is_simulated_once_and_only_so_many_are() -> None:
     profile, window = chain([10, 20, 30]), CopyWindow(0.0, 0)
-    trials = Trials(profile, Link(100.0, 100.0), 0, host_budget_bytes=30, num_left=2)
+    trials = Trials(profile, host(100.0, 100.0, budget_bytes=30), 0, num_left=2)
     keep, offload = int(Action.KEEP), int(Action.OFFLOAD)
     first = trials.evaluate(bytes([offload, keep, keep]), window)
     assert trials.evaluate(bytes([offload, keep, keep]), window) is first

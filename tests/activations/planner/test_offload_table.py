@@ -8,7 +8,8 @@ KEEP, OFFLOAD, RECOMPUTE = Action
 
 
 def test_rows_are_sums_by_owner_and_action() -> None:
-    plan = OffloadPlan((KEEP, OFFLOAD, RECOMPUTE, OFFLOAD), 0, 0, (1, 3), 2**30, 1.1, 1.0, 0.06, 0.04, 0, 0, 0)
+    actions = KEEP, OFFLOAD, RECOMPUTE, OFFLOAD
+    plan = OffloadPlan(actions, (0, 0, 0, 0), 0, 0, (1, 3), 2**30, 1.1, 1.0, 0.06, 0.04, 0, 0, 0, 0)
     owners = ["layers.0.mlp", "layers.1.mlp", "head", ""]
     header, *rows, summary = str(plan_report(plan, owners, [2**20, 3 * 2**20, 2**19, 2**18])).splitlines()
     assert header.split() == ["saved", "by", "(MiB)", "kept", "offloaded", "recomputed"]

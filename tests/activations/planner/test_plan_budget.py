@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 from plan_reference import all_plans, front
-from planner_profiles import at_random, chain, convolutions, decoder, language_model, link_for, u_net
+from planner_profiles import Tiers, at_random, chain, convolutions, decoder, host_for, language_model, limited, u_net
 
 from hf_memopt.activations.planner.offload_plan import InfeasibleBudgetError, OffloadPlan, make_plan
-from hf_memopt.activations.planner.profile import Link, Profile
+from hf_memopt.activations.planner.profile import Profile
 from hf_memopt.activations.planner.refinement import STEP_TOLERANCE, time_class
 from hf_memopt.activations.planner.search import search_plans
 
@@ -30,8 +30,8 @@ PROFILES: dict[str, Callable[[], tuple[Profile, float]]] = {
 }
 
 
-def plan_for(profile: Profile, link: Link, ahead: int, budget: int | None, **limits: Any) -> OffloadPlan:
-    return make_plan(profile, link, budget_bytes=budget, **{"max_slowdown": 0.05, "prefetch_ahead": ahead, **limits})
+def plan_for(profile: Profile, tiers: Tiers, ahead: int, budget: int | None, **limits: Any) -> OffloadPlan:
+    return make_plan(profile, tiers, budget_bytes=budget, **{"max_slowdown": 0.05, "prefetch_ahead": ahead, **limits})
 
 
 @pytest.fixture
@@ -51,17 +51,17 @@ def search_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_host_budget_is_respected() -> None:
     for seed in range(12):
-        profile, link, ahead = at_random(seed, 4)
+        profile, tiers, ahead = at_random(seed, 4)
         host = sum(profile.sizes) // 3
-        assert plan_for(profile, link, ahead, None, host_budget_bytes=host).offloaded_bytes <= host
+        assert plan_for(profile, limited(tiers, host), ahead, None).offloaded_bytes <= host
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_smallest_budget_is_that_of_brute_force(seed: int) -> None:
-    profile, link, ahead = at_random(seed, 4)
+    profile, tiers, ahead = at_random(seed, 4)
     with pytest.raises(InfeasibleBudgetError) as error:
-        plan_for(profile, link, ahead, 0)
-    assert error.value.smallest_bytes == front(all_plans(profile, link, ahead))[0].peak_bytes
+        plan_for(profile, tiers, ahead, 0)
+    assert error.value.smallest_bytes == front(all_plans(profile, tiers, ahead))[0].peak_bytes
 
 
 @pytest.mark.sweep(share=1 / 3)
@@ -70,11 +70,11 @@ def test_smallest_budget_is_that_of_brute_force(seed: int) -> None:
 def test_larger_budget_is_never_slower_and_moves_less(name: str) -> None:
     """Check that a budget larger by a tenth of all bytes suffices to move less at the same step time."""
     profile, share = PROFILES[name]()
-    link, total = link_for(profile, share), sum(profile.sizes)
+    tiers, total = host_for(profile, share), sum(profile.sizes)
     plans = []
     for part in range(3, 21):
         try:
-            plans.append(plan_for(profile, link, 2, total * part // 20))
+            plans.append(plan_for(profile, tiers, 2, total * part // 20))
         except InfeasibleBudgetError:
             assert not plans
             continue
@@ -97,18 +97,18 @@ def test_memory_that_is_left_is_used() -> None:
     """Check a link on which all copies hide: only storages that do not fit move, and a few for the windows."""
     profile = chain([2**20] * 100)
     for part in (30, 50, 80):
-        plan = plan_for(profile, link_for(profile, 3.0), 2, part * 2**20)
+        plan = plan_for(profile, host_for(profile, 3.0), 2, part * 2**20)
         assert plan.slowdown <= STEP_TOLERANCE
         assert 100 - part <= plan.offloaded_bytes / 2**20 <= 100 - part + 4
 
 
 def test_without_a_budget_no_more_is_moved_than_the_peak_needs() -> None:
-    profile, link, _ = at_random(1, 4)
-    plan = plan_for(profile, link, 2, None, max_slowdown=0.3)
+    profile, tiers, _ = at_random(1, 4)
+    plan = plan_for(profile, tiers, 2, None, max_slowdown=0.3)
     slowest = 1.3 * profile.step_s
     fitting = [
         cost
-        for cost in all_plans(profile, link, 2)
+        for cost in all_plans(profile, tiers, 2)
         if cost.step_s <= slowest and cost.peak_bytes <= plan.predicted_peak_bytes
     ]
     assert plan.predicted_step_s <= slowest
@@ -117,18 +117,18 @@ def test_without_a_budget_no_more_is_moved_than_the_peak_needs() -> None:
 
 
 def test_limit_of_the_device_counts_where_there_is_no_budget() -> None:
-    profile, link = decoder(5, 5), link_for(decoder(5, 5), 0.25)
-    free = plan_for(profile, link, 2, None, max_slowdown=0.02)
-    roomy = plan_for(profile, link, 2, None, max_slowdown=0.02, device_limit_bytes=free.predicted_peak_bytes)
+    profile, tiers = decoder(5, 5), host_for(decoder(5, 5), 0.25)
+    free = plan_for(profile, tiers, 2, None, max_slowdown=0.02)
+    roomy = plan_for(profile, tiers, 2, None, max_slowdown=0.02, device_limit_bytes=free.predicted_peak_bytes)
     assert roomy == free
     limit = free.predicted_peak_bytes - 1
-    assert plan_for(profile, link, 2, None, max_slowdown=0.02, device_limit_bytes=limit) == plan_for(
-        profile, link, 2, limit
+    assert plan_for(profile, tiers, 2, None, max_slowdown=0.02, device_limit_bytes=limit) == plan_for(
+        profile, tiers, 2, limit
     )
     budget = sum(profile.sizes) // 2
-    assert plan_for(profile, link, 2, budget, device_limit_bytes=1) == plan_for(profile, link, 2, budget)
+    assert plan_for(profile, tiers, 2, budget, device_limit_bytes=1) == plan_for(profile, tiers, 2, budget)
     with pytest.raises(InfeasibleBudgetError, match=r"the device has room for 0\.0000 GiB .* at least 0\.\d{4} GiB"):
-        plan_for(profile, link, 2, None, device_limit_bytes=1)
+        plan_for(profile, tiers, 2, None, device_limit_bytes=1)
 
 
 @pytest.mark.sweep(share=1 / 3)
@@ -139,5 +139,5 @@ def test_limit_of_the_device_counts_where_there_is_no_budget() -> None:
 )
 def test_tight_budgets_take_a_long_search(profile: Profile, share: float, budget: float, slowdown: float) -> None:
     """Compare with an exhaustive search; a quarter of the simulations gave up to eight times slower plans."""
-    plan = plan_for(profile, link_for(profile, share), 2, int(budget * sum(profile.sizes)))
+    plan = plan_for(profile, host_for(profile, share), 2, int(budget * sum(profile.sizes)))
     assert plan.slowdown < slowdown

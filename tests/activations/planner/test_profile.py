@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from hf_memopt.activations.planner.profile import EventKind, Link, Profile, SavedStorage
+from hf_memopt.activations.planner.profile import EventKind, Profile, SavedStorage
 
 CHAIN = (
     SavedStorage(10, 0.0, (9.0,)),
@@ -41,8 +41,3 @@ def test_events_at_one_time_come_in_the_order_of_their_kinds() -> None:
 def test_records_that_cannot_be_are_refused(storages: tuple[SavedStorage, ...], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         Profile(storages, 4.0)
-
-
-def test_a_link_has_a_bandwidth() -> None:
-    with pytest.raises(ValueError, match="to_device_bytes_per_s must be positive, got 0"):
-        Link(1.0, 0.0)

@@ -1,15 +1,14 @@
 """Tests of the search: near brute force for few storages, and bounded for many."""
 
-import math
 from typing import Any
 
 import pytest
 from plan_reference import all_plans, front
-from planner_profiles import at_random, chain, decoder, link_for
+from planner_profiles import Tiers, at_random, chain, decoder, host_for, limited
 
 from hf_memopt.activations.planner import candidates
 from hf_memopt.activations.planner.offload_plan import make_plan
-from hf_memopt.activations.planner.profile import Action, Link, Profile
+from hf_memopt.activations.planner.profile import Action, Profile
 from hf_memopt.activations.planner.search import search_plans
 from hf_memopt.activations.planner.simulator import Timeline, simulate
 
@@ -17,11 +16,11 @@ from hf_memopt.activations.planner.simulator import Timeline, simulate
 FACTOR = 1.03
 
 
-def check_against_brute_force(profile: Profile, link: Link, ahead: int, host: int | None = None) -> None:
+def check_against_brute_force(profile: Profile, tiers: Tiers, ahead: int) -> None:
     """Compare at the tightest budget of each possible step time, where plans are hardest to find."""
-    costs = all_plans(profile, link, ahead, math.inf if host is None else host)
+    costs = all_plans(profile, tiers, ahead)
     fastest = front(costs)
-    candidates = search_plans(profile, link, ahead, host).candidates
+    candidates = search_plans(profile, tiers, ahead).candidates
     assert min(candidate.peak_bytes for candidate in candidates) == fastest[0].peak_bytes
     for cost in fastest:
         step_s = min(candidate.step_s for candidate in candidates if candidate.peak_bytes <= cost.peak_bytes)
@@ -42,8 +41,8 @@ def test_nearly_as_fast_as_brute_force_for_more(num_storages: int, seed: int) ->
 
 def test_nearly_as_fast_as_brute_force_with_little_host_memory() -> None:
     for seed in range(12):
-        profile, link, ahead = at_random(seed, 4)
-        check_against_brute_force(profile, link, ahead, sum(profile.sizes) // 3)
+        profile, tiers, ahead = at_random(seed, 4)
+        check_against_brute_force(profile, limited(tiers, sum(profile.sizes) // 3), ahead)
 
 
 @pytest.mark.parametrize(
@@ -66,11 +65,11 @@ def test_simulations_are_bounded(
         return simulate(profile, *rest, **windows)
 
     monkeypatch.setattr(candidates, "simulate", counting)
-    link = link_for(profile, share)
+    tiers = host_for(profile, share)
     budget = sum(profile.sizes) // 5
-    plan = make_plan(profile, link, budget_bytes=budget, max_slowdown=0.05, prefetch_ahead=2)
+    plan = make_plan(profile, tiers, budget_bytes=budget, max_slowdown=0.05, prefetch_ahead=2)
     assert num_plans <= max_plans
     assert num_events <= max_events
     everything = [Action.OFFLOAD if s.recompute_s is None else Action.RECOMPUTE for s in profile.storages]
-    simplest = simulate(profile, everything, link, in_flight_bytes=0, prefetch_bytes=0)
+    simplest = simulate(profile, everything, tiers, in_flight_bytes=0, prefetch_bytes=0)
     assert plan.slowdown < 0.9 * (simplest.step_s / profile.step_s - 1)

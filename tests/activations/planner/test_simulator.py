@@ -1,18 +1,19 @@
 """Tests that the simulated timeline of a step under a plan equals closed forms."""
 
 import pytest
+from planner_profiles import host
 
-from hf_memopt.activations.planner.profile import Action, Link, Profile, SavedStorage, count_needs
+from hf_memopt.activations.planner.profile import Action, Profile, SavedStorage, count_needs
 from hf_memopt.activations.planner.simulator import Timeline, simulate
 
 KEEP, OFFLOAD, RECOMPUTE = Action
-LINK = Link(to_host_bytes_per_s=100.0, to_device_bytes_per_s=50.0)
+HOST = host(write_bytes_per_s=100.0, read_bytes_per_s=50.0)
 
 
 def run(
     storages: list[SavedStorage], actions: list[Action], step_s: float = 10.0, in_flight: int = 0, prefetch: int = 0
 ) -> Timeline:
-    return simulate(Profile(tuple(storages), step_s), actions, LINK, in_flight_bytes=in_flight, prefetch_bytes=prefetch)
+    return simulate(Profile(tuple(storages), step_s), actions, HOST, in_flight_bytes=in_flight, prefetch_bytes=prefetch)
 
 
 def test_all_kept_costs_memory_alone() -> None:

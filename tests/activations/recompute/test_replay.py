@@ -4,22 +4,21 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from device_states import above_host
 from torch import Tensor, nn
 
 from hf_memopt.activations.recompute.op_tracer import OpTracer
 from hf_memopt.activations.recompute.recomputed_storage import RecomputedStorage
 from hf_memopt.activations.recompute.replay import Recomputation, Resolver
-from hf_memopt.activations.saved_tensors.device_state import DeviceState
 from hf_memopt.activations.saved_tensors.storages import KeptStorage, LiveStorage
 from hf_memopt.autograd_state import bytes_of
-from hf_memopt.transfer import SyncCopier
 
 
 class Pass:
     """A stand-in for a forward pass, which records operations and keeps the saved tensors."""
 
     def __init__(self) -> None:
-        self.context = DeviceState(torch.device("cpu"), SyncCopier(), None)
+        self.context = above_host()
         self.recorder = OpTracer(frozenset(), None)
 
     def save(self, tensor: Tensor) -> LiveStorage:

@@ -1,13 +1,15 @@
-"""Tests of the passes' shared queue of copies, and of their arena on the host."""
+"""Tests of the passes' shared queue of copies, and of the device memory that reloads go to."""
 
 import pytest
 import torch
 from as_plain import MODES, Context, plain, planned, results, same
+from device_states import above_host
 from torch import nn
 
 from hf_memopt import ActivationOffloader
 from hf_memopt.activations.saved_tensors.device_state import DeviceBytes, DeviceState
 from hf_memopt.transfer import SyncCopier
+from hf_memopt.transfer.lower_memory import Place
 
 
 def test_memory_counts_until_the_node_that_reads_it_last_is_done() -> None:
@@ -29,7 +31,7 @@ def test_memory_counts_until_the_node_that_reads_it_last_is_done() -> None:
 
 
 class Storage:
-    """A stand-in for a storage on its way to the host."""
+    """A stand-in for a storage on its way down."""
 
     def __init__(self, context: DeviceState, num_bytes: int) -> None:
         self.context, self.num_bytes, self.is_leaving = context, num_bytes, False
@@ -39,7 +41,7 @@ class Storage:
 
 
 def test_the_oldest_copies_give_up_their_memory_first() -> None:
-    context = DeviceState(torch.device("cpu"), SyncCopier(), None)
+    context = above_host()
     storages = [Storage(context, num_bytes) for num_bytes in (4, 4, 8)]
     for storage in storages:
         context.leave(storage, in_flight_bytes=8)
@@ -77,6 +79,6 @@ def test_memory_that_begins_within_a_storage(mode: str) -> None:
 
 
 def test_memory_that_fits_no_dtype_is_refused() -> None:
-    context = DeviceState(torch.device("cpu"), Slices(3), None)
-    with pytest.raises(ValueError, match=r"Slices\.empty_device returned memory that begins at byte 3"):
-        context.empty_device(64)
+    context = above_host(Slices(3))
+    with pytest.raises(ValueError, match=r"the copier's empty_device returned memory that begins at byte 3"):
+        context.empty_device(64, Place(context.lower[0], None), 0)

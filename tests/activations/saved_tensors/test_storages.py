@@ -4,20 +4,21 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from device_states import above_host
 from torch import Tensor
 
 from hf_memopt.activations.saved_tensors.device_state import DeviceState
 from hf_memopt.activations.saved_tensors.prefetcher import Offloaded, Prefetcher
 from hf_memopt.activations.saved_tensors.storages import KeptStorage, OffloadedStorage, TracedStorage, traced_range
 from hf_memopt.autograd_state import bytes_of
-from hf_memopt.transfer import SyncCopier
+from hf_memopt.transfer.lower_memory import Place
 
 NUM_BYTES = 256
 
 
 @pytest.fixture
 def context() -> DeviceState:
-    return DeviceState(torch.device("cpu"), SyncCopier(), None)
+    return above_host()
 
 
 @pytest.fixture
@@ -35,12 +36,17 @@ class Uses(Prefetcher):
         self.num_uses += 1
 
 
+def place_for(tensor: Tensor, context: DeviceState) -> Place:
+    storage = tensor.untyped_storage()
+    place = context.acquire(storage.nbytes(), storage)
+    assert place is not None
+    return place
+
+
 class Offloading:
     def __init__(self, context: DeviceState, tensor: Tensor) -> None:
         self._uses = Uses()
-        block = context.arena.acquire(tensor.untyped_storage().nbytes())
-        assert block is not None
-        self.storage = OffloadedStorage(tensor, context, 0, block, self._uses)
+        self.storage = OffloadedStorage(tensor, context, 0, place_for(tensor, context), self._uses)
 
     @property
     def num_uses(self) -> int:
@@ -151,21 +157,18 @@ def test_what_was_modified_in_place_is_refused(context: DeviceState, tensor: Ten
 
 
 def test_a_storage_that_dies_gives_its_host_memory_back(context: DeviceState, tensor: Tensor) -> None:
-    block = context.arena.acquire(NUM_BYTES)
-    assert block is not None
-    storage = OffloadedStorage(tensor, context, 0, block, Uses())
-    assert (context.arena.bytes_live, context.held.now_bytes) == (NUM_BYTES, NUM_BYTES)
+    storage = OffloadedStorage(tensor, context, 0, place_for(tensor, context), Uses())
+    assert (context.bytes_live, context.held.now_bytes) == (NUM_BYTES, NUM_BYTES)
     del storage
-    assert (context.arena.bytes_live, context.held.now_bytes) == (0, 0)
-    assert context.arena.acquire(NUM_BYTES) is not None
-    assert context.arena.num_allocations == 1
+    assert (context.bytes_live, context.held.now_bytes) == (0, 0)
+    place_for(tensor, context)
+    assert context.lower[0].num_allocations == 1
 
 
 def test_copies_and_waits_are_ranges_of_the_trace(context: DeviceState, tensor: Tensor) -> None:
-    block = context.arena.acquire(NUM_BYTES)
-    assert block is not None
+    place = place_for(tensor, context)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as trace:
-        storage = TracedStorage(tensor, context, 7, block, Uses(), False, "layers.0.mlp")
+        storage = TracedStorage(tensor, context, 7, place, Uses(), False, 0, "layers.0.mlp")
         storage.let_go()
         storage.fetch(0, True)
         with traced_range("recompute", 8, 3 * 2**20, ""):

@@ -20,6 +20,7 @@ policy_files = LateModule("hf_memopt.lerobot.policy_files")
         ({"share_prefix": "yes"}, "use one of: auto, on, off"),
         ({"activation_offload": "inputs"}, "activation_offload='inputs' is unknown; use one of: off, auto, all"),
         ({"activation_offload": "auto", "activation_budget_gib": 0}, "activation_budget_gib=0 must be above 0"),
+        ({"activation_disk": "/nvme"}, "activation_disk='/nvme' needs activation_offload=auto or all"),
         ({"activation_budget_gib": 2}, "activation_budget_gib=2 needs activation_offload=auto; off is set"),
         ({"dtype": "float16"}, "use one of: float32, bfloat16"),
         ({"teacher_num_steps": 0}, "teacher_num_steps=0 must be at least 1"),

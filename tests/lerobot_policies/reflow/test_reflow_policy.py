@@ -4,6 +4,7 @@ import copy
 import itertools
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -119,6 +120,11 @@ def test_flags_switch_offloading_on_in_copies_too(
     policy = make(**flags)
     for offloader in (policy.offloader, copy.deepcopy(policy).offloader):
         assert (offloader.enabled, offloader.mode, offloader._options["budget_gib"]) == (enabled, mode, budget)
+
+
+def test_a_disk_is_the_training_machines(make: Make, tmp_path: Path) -> None:
+    policy = make(activation_offload="all", activation_disk=str(tmp_path / "elsewhere"))
+    assert policy.offloader._options["disk"] is None
 
 
 @pytest.mark.parametrize("use_reflow", [True, False])

@@ -1,0 +1,67 @@
+"""The disk of a simulated run: copies take time and move nothing."""
+
+import os
+
+from torch import Tensor
+
+from hf_memopt.estimate.memory_below import Disk
+from hf_memopt.estimate.simulation.virtual_time import VirtualClock, VirtualQueue, VirtualTransfer
+from hf_memopt.transfer.direct_io import PAGE
+from hf_memopt.transfer.disk_space import DiskSpace, Extent
+from hf_memopt.units import format_bytes
+
+
+class VirtualFile:
+    """A file that only counts its bytes, with one queue in each direction."""
+
+    def __init__(self, clock: VirtualClock, disk: Disk) -> None:
+        self.space = DiskSpace(PAGE, self._note_length, disk.num_bytes)
+        self.peak_bytes = self.bytes_written = 0
+        self.waited_s = 0.0  # the clock counts it, among the time for which compute waits
+        self.write_bytes_per_s = self.read_bytes_per_s = disk.bytes_per_s
+        self._writes, self._reads = VirtualQueue(clock, disk.bytes_per_s), VirtualQueue(clock, disk.bytes_per_s)
+
+    def write(self, source: Tensor, extent: Extent) -> VirtualTransfer:
+        self.bytes_written += extent.num_bytes
+        return self._writes.copy(extent.num_bytes)
+
+    def read(self, extent: Extent, destination: Tensor) -> VirtualTransfer:
+        return self._reads.copy(extent.num_bytes)
+
+    def wear(self) -> str:
+        return f"simulated disk: {format_bytes(self.bytes_written)} written"
+
+    def _note_length(self, num_bytes: int) -> None:
+        self.peak_bytes = max(self.peak_bytes, num_bytes)
+
+
+class VirtualDisk:
+    """The one file of a simulated run, and the bytes written to it step by step.
+
+    Args:
+        clock: is moved by waiting for the file.
+        disk: of the machine. None: offloaders that name a folder get one of the default speed, of the size they allow.
+    """
+
+    def __init__(self, clock: VirtualClock, disk: Disk | None) -> None:
+        self._clock, self._disk = clock, disk
+        self._file: VirtualFile | None = None
+        self._written_before = 0
+
+    def open_file(self, folder: str | os.PathLike[str] | None, budget_bytes: int | None) -> VirtualFile | None:
+        if self._file is None and (self._disk is not None or folder is not None):
+            self._file = VirtualFile(self._clock, self._disk or Disk(budget_bytes))
+        return self._file
+
+    def begin_step(self) -> None:
+        self._written_before = self._file.bytes_written if self._file else 0
+
+    @property
+    def step_bytes_written(self) -> int:
+        """Return the bytes written since the newest step began."""
+        return self._file.bytes_written - self._written_before if self._file else 0
+
+    @property
+    def peak_bytes(self) -> int:
+        """Return the greatest length of the file."""
+        return self._file.peak_bytes if self._file else 0
