@@ -29,7 +29,7 @@ class ReflowOptions:
             `"auto"`, the fastest of these that the first two optimizer steps leave room for, and resident on the CPU;
             the recipe replaces it by the result of a simulation before the first step, where there can be one.
         teacher_budget_gib: device memory for the teacher's own weights, for `"auto"` and `"stream"`; None, no limit.
-        teacher_home: `"host"`, the teacher's weights are in host memory between targets, on the device if it stays there;
+        teacher_home: `"host"`, the teacher's weights are in host memory between targets, unless it stays on the device;
             `"file"`, they are read from its checkpoint's files, or where those do not hold them as they are (with
             `teacher_dtype`, say), from a temporary file, in `activation_disk` if that is set. On a CPU `"auto"` streams
             them then.
