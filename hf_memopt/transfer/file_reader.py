@@ -59,7 +59,7 @@ _own = _OwnPages()
 class ReadFile:
     """A file that is read only, whose bytes must stay as they were when this object was made.
 
-    Forks close it, so that a nameless file takes no space once its process is gone.
+    Forks close it, and keep what is mapped.
 
     Args:
         file: open for reading; closed with this object.

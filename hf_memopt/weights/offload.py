@@ -18,6 +18,7 @@ from hf_memopt.ranges import NOT_NEGATIVE
 from hf_memopt.transfer import Copier, clock_for, copier_for
 from hf_memopt.transfer.file_reader import BlockInFiles
 from hf_memopt.transfer.host_memory import return_freed_memory
+from hf_memopt.transfer.scratch_file import check_disk
 from hf_memopt.units import GIB
 from hf_memopt.weights.homes import HOMES, FileHome, Home, HostHome, PageCopier, WeightsHome
 from hf_memopt.weights.packed_weights import PackedWeights
@@ -298,11 +299,12 @@ def _copier_of(device: torch.device, home: Home) -> Copier:
     return copier_for(device, purpose="teacher")
 
 
-def _check_home(home: str, files: object, disk: object) -> None:
+def _check_home(home: str, files: object, disk: str | os.PathLike[str] | None) -> None:
     if home not in HOMES:
         raise ValueError(f"teacher home={home!r} is unknown; use one of {', '.join(HOMES)}")
     if home != "file" and (files is not None or disk is not None):
         raise ValueError(f"home={home!r}: files={files!r} and disk={disk!r} are for home='file' alone; leave them out")
+    check_disk(disk)
 
 
 def _shared_base(student: nn.Module, mode: str, dtype: torch.dtype | None, home: str) -> SharedBase:

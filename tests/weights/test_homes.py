@@ -380,6 +380,7 @@ def test_a_stream_holds_the_ring_and_nothing_between_visits(tmp_path: Path) -> N
         ({"home": "disk"}, r"home='disk' is unknown; use one of host, file"),
         ({"files": []}, r"files=\[\].*for home='file' alone; leave them out"),
         ({"disk": "."}, r"disk='.'.*for home='file' alone; leave them out"),
+        ({"home": "file", "disk": "gone"}, r"disk='gone' is no folder; name one on a local disk"),
     ],
 )
 def test_impossible_options_are_refused(network: Network, options: dict[str, object], message: str) -> None:
