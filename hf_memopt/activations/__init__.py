@@ -1,4 +1,4 @@
-"""Activation offloading: saved tensors live in host memory, or are computed again, until backward needs them."""
+"""Activation offloading: until backward needs saved tensors they live in a memory below, or are computed again."""
 
 from hf_memopt.activations.checkpointing.selective import SelectiveCheckpoint, apply_selective_checkpointing
 from hf_memopt.activations.offloader import ActivationOffloader, wrap_forward_with_offload

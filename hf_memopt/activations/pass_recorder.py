@@ -125,7 +125,7 @@ class PassRecorder:
     def saved(
         self, storage: torch.UntypedStorage, index: int, stays: bool, num_writes: int | None, of_function: bool = False
     ) -> None:
-        """Note, inside of `working`, that autograd saved a storage; one that `stays` never goes to the host."""
+        """Note, inside of `working`, that autograd saved a storage; one that `stays` never leaves the device."""
         key = storage._cdata
         self._pins.append(StoragePin.of(storage))
         self._placed[index] = len(self._events) - 1

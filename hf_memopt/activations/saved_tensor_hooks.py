@@ -60,7 +60,7 @@ class KeptView:
 
 
 class MovedView(ViewMeta):
-    """A saved tensor as a view of a storage that comes back from the host or is computed again."""
+    """A saved tensor as a view of a storage that comes back to the device or is computed again."""
 
     __slots__ = ("_pass", "_storage", "read_in")
 

@@ -8,7 +8,6 @@ where they lie in memory, modulo a page, and no more than the two pages at the e
 """
 
 import ctypes
-import fcntl
 import mmap
 import os
 import threading
@@ -57,6 +56,8 @@ _ends = _PageEnds()
 
 def bypass_page_cache(file: int, is_wanted: bool = True) -> None:
     """Switch direct I/O on or off for an open file; an OSError where its file system refuses."""
+    import fcntl  # which Windows lacks
+
     if hasattr(os, "O_DIRECT"):
         flags = fcntl.fcntl(file, fcntl.F_GETFL)
         fcntl.fcntl(file, fcntl.F_SETFL, flags | os.O_DIRECT if is_wanted else flags & ~os.O_DIRECT)

@@ -28,7 +28,7 @@ _THREADS = 4
 _PROBE_BYTES = 16 * MIB
 _PROBES = 3
 # Answers of file systems that have no direct I/O.
-_REFUSALS = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP}
+REFUSALS = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP}
 _MOUNTS = Path("/proc/self/mounts")
 _IN_MEMORY = {"tmpfs", "ramfs", "devtmpfs"}
 _ON_NETWORK = {"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "lustre", "gpfs", "beegfs", "fuse.sshfs"}
@@ -99,17 +99,19 @@ class ScratchFile:
 
     def __init__(self, folder: str | os.PathLike[str], budget_bytes: int | None = None) -> None:
         self.folder = Path(folder)
+        if not hasattr(os, "preadv"):
+            raise DiskError(None, f"disk={folder}: needs Linux or macOS, whose Python can read a file into memory")
         self.waited_s = 0.0
         self._process = os.getpid()
         self._length = self.bytes_written = self.bytes_read = 0
         try:
-            self._file = _nameless_file(self.folder)
+            self._file = nameless_file(self.folder)
         except OSError as error:
             raise self._error("cannot make a file", error) from error
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="hf_memopt disk")
         weakref.finalize(self, _end, self._file, self._threads)
         _open_files.add(self)
-        _warn_of_file_system(self.folder)
+        warn_of_file_system(self.folder)
         self.is_direct = self._bypass_page_cache()
         self.write_bytes_per_s, self.read_bytes_per_s = self._measure()
         self.bytes_written = self.bytes_read = 0
@@ -171,7 +173,7 @@ class ScratchFile:
             bypass_page_cache(self._file.fileno())
             write_memory(self._file.fileno(), page.data_ptr(), PAGE, 0)
         except OSError as error:
-            if error.errno not in _REFUSALS:
+            if error.errno not in REFUSALS:
                 raise self._error(f"writing {format_bytes(PAGE)} failed", error) from error
             bypass_page_cache(self._file.fileno(), False)
             _warn_of_page_cache(self.folder)
@@ -226,7 +228,8 @@ def file_system(folder: Path) -> str:
     return kind
 
 
-def _nameless_file(folder: Path) -> FileIO | IO[bytes]:
+def nameless_file(folder: Path) -> FileIO | IO[bytes]:
+    """Make a file that is gone once no process has it open; an OSError where the folder can have none."""
     return tempfile.TemporaryFile(dir=folder, prefix="hf_memopt-", buffering=0)
 
 
@@ -243,7 +246,8 @@ def _close_in_fork() -> None:
         file._file.close()
 
 
-os.register_at_fork(after_in_child=_close_in_fork)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_fork)
 
 
 def _bytes_per_s(start: Callable[[], FileTransfer]) -> float:
@@ -255,7 +259,8 @@ def _bytes_per_s(start: Callable[[], FileTransfer]) -> float:
     return _PROBE_BYTES / statistics.median(seconds[1:])
 
 
-def _warn_of_file_system(folder: Path) -> None:
+def warn_of_file_system(folder: Path) -> None:
+    """Warn, once, of a folder in memory or on a network."""
     kind = file_system(folder)
     if kind in _IN_MEMORY:
         _warn(f"disk={folder} lies on {kind}, which is host memory: nothing is saved. Name a folder on a local disk")

@@ -1,9 +1,13 @@
-"""Frozen teachers whose weights live in host memory and visit the device while they are used."""
+"""Frozen teachers whose weights live in host memory or in files, and visit the device while they are used."""
 
 import logging
-from collections.abc import Iterator
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,8 +16,11 @@ from torch import Tensor, nn
 from hf_memopt.memory.device_counters import counters_for
 from hf_memopt.ranges import NOT_NEGATIVE
 from hf_memopt.transfer import Copier, clock_for, copier_for
+from hf_memopt.transfer.file_reader import BlockInFiles
 from hf_memopt.transfer.host_memory import return_freed_memory
+from hf_memopt.transfer.scratch_file import check_disk
 from hf_memopt.units import GIB
+from hf_memopt.weights.homes import HOMES, FileHome, Home, HostHome, PageCopier, WeightsHome
 from hf_memopt.weights.packed_weights import PackedWeights
 from hf_memopt.weights.quantised import claim_device, is_quantised
 from hf_memopt.weights.shared_memory import several_ranks, share
@@ -23,6 +30,7 @@ from hf_memopt.weights.strategies.mode_choice import TEACHER_MODES, TeacherMode,
 from hf_memopt.weights.strategies.placement import ResidentWeights, SwappedWeights, WeightPlacement
 from hf_memopt.weights.strategies.shared_base import SharedBase, is_part_of
 from hf_memopt.weights.strategies.stream import StreamedWeights
+from hf_memopt.weights.weight_files import in_files
 
 logger = logging.getLogger(__name__)
 
@@ -34,18 +42,21 @@ class TeacherReport:
     Attributes:
         mode: `"resident"`, `"swap"`, `"stream"`, or `"shared"` for a student's own base.
         reason: for the mode, in words.
-        home: device that holds the weights between visits.
+        home: device that holds the weights between visits, or `"file"`.
         device: device that runs the teacher.
-        host_bytes: host memory of the master copy, which all ranks of a machine share.
+        host_bytes: host memory of the master copy, which all ranks of a machine share; with files, of the memory that
+            reads pass through.
         device_bytes: the teacher's own bytes on `device` now.
         peak_device_bytes: their peak in this mode.
         shared_bytes: weights read from the student's memory, in no other figure here.
         bytes_host_to_device: copied so far.
         bytes_device_to_host: 0: frozen weights are never copied back.
-        stall_ms: time for which compute waited for copies.
+        stall_ms: time for which compute waited for copies, and the host for reads of files.
         stall_ms_per_visit: the same per visit, in the mode that `"auto"` chose; None before a visit in it.
         predicted_device_bytes: `peak_device_bytes` as `"auto"` or the plan of `"stream"` expects it; None before.
         predicted_stall_ms: `stall_ms_per_visit` as `"auto"` expects it; None where it did not choose.
+        file_bytes: weights that live in files.
+        bytes_read: from files so far, without those that are mapped (rows of embeddings, for one).
     """
 
     mode: str
@@ -62,6 +73,13 @@ class TeacherReport:
     stall_ms_per_visit: float | None = None
     predicted_device_bytes: int | None = None
     predicted_stall_ms: float | None = None
+    file_bytes: int = 0
+    bytes_read: int = 0
+
+    @property
+    def own_bytes(self) -> int:
+        """The teacher's own weights, wherever they live."""
+        return self.file_bytes or self.host_bytes or self.device_bytes
 
     def __str__(self) -> str:
         def mib(num_bytes: int) -> str:
@@ -74,6 +92,8 @@ class TeacherReport:
             f"  copied: {mib(self.bytes_host_to_device)} to {self.device}, {mib(self.bytes_device_to_host)} back; "
             f"compute waited {self.stall_ms:.1f} ms",
         ]
+        if self.file_bytes:
+            lines.append(f"  in files: {mib(self.file_bytes)}; read from there: {mib(self.bytes_read)}")
         if self.predicted_device_bytes is not None:
             lines.append(f"  predicted: at most {mib(self.predicted_device_bytes)} on {self.device}")
         if self.predicted_stall_ms is not None:
@@ -82,24 +102,30 @@ class TeacherReport:
 
 
 class OffloadedTeacher:
-    """Holds a frozen module in host memory and brings its weights to the device on demand.
+    """Holds a frozen module in host memory or in files, and brings its weights to the device on demand.
 
     The weights are one immutable host block, pinned where possible, and shared by the ranks of a machine. A visit
     copies from it on a side stream; leaving drops the copy. A step copies nothing back, casts nothing, does not wait on
     the host, and leaves the allocator's cache alone.
+
+    With `home="file"` no such block exists: weights are read from the safetensors files that hold them, past the page
+    cache, and those that no file holds byte for byte (cast, joined, quantised or made in memory) from a file without a
+    name that is written once. The host waits for reads that are not over. A file that was changed raises a DiskError at
+    the next visit, or at the end of the present one.
 
     This is no `nn.Module`, so it is absent from `parameters()`, `state_dict()`, `train()` and `to()` of a student that
     holds it. A deep copy of the student shares it.
 
     Args:
         module: the teacher, frozen and put into evaluation mode here, and owned by this object from now on. Usable on
-            the CPU between visits, unless quantised. If it is the student itself, a PEFT model also given as
-            `share_with`, the teacher is its base, with adapters disabled (see `SharedBase`).
+            the CPU between visits, unless quantised; to write a weight whose home is a file is a memory fault. If it is
+            the student itself, a PEFT model also given as `share_with`, the teacher is its base, with adapters disabled
+            (see `SharedBase`).
         device: where the teacher runs.
         mode: `"swap"`, the weights visit the device in one block; `"stream"`, they pass through a small ring of blocks
             as they are used (see `StreamedWeights`); `"resident"`, they stay on `device`; `"auto"`, resident on the
             CPU, and on an accelerator the mode that `budget_gib` or, without one, the first two optimizer steps allow
-            (see `choose`).
+            (see `choose`). On the CPU with `home="file"`: streamed, unless `budget_gib` has room for all weights.
         dtype: cast floating-point parameters to it, once. Buffers keep theirs, since rounding e.g. rotary frequencies
             moves cosines by up to 0.2, and so do modules named in a `_keep_in_fp32_modules` list.
         share_with: the student. Parameters that are frozen there and bitwise equal under the same name are held once.
@@ -107,11 +133,17 @@ class OffloadedTeacher:
             `"auto"`.
         copier: how bytes move. None: side streams on an accelerator, plain copies on the CPU. `SyncCopier()` with a
             mode other than auto makes a CPU run every step of an offloaded run.
+        home: `"host"`, one copy of the weights in host memory; `"file"`, none: see above.
+        files: safetensors files, or folders of them, where weights may lie, for `home="file"`. None: those that the
+            loader has mapped (transformers does, on Linux, where it casts nothing).
+        disk: folder on a local disk for the weights that no such file holds. None: the system's folder for temporary
+            files (`TMPDIR`).
 
     Raises:
-        ValueError: unknown mode or negative budget; weights that cannot be rebound (sharded, sparse or meta tensors,
-            other quantisation than torchao's); a shared base that would not be the teacher; ranks that were given
-            different weights; a device that cannot stream.
+        DiskError: a file of the weights cannot be read or written.
+        ValueError: unknown mode or home; negative budget; weights that cannot be rebound (sharded, sparse or meta
+            tensors, other quantisation than torchao's); a shared base that would not be the teacher; ranks that were
+            given different weights; a device that cannot stream.
 
     With several ranks (torch.distributed is initialised), every rank makes its teacher, in the same order: see `share`.
     Cost of a visit: at most one copy of the teacher's own bytes, streamed ones as often as they pass. Ideas after
@@ -128,17 +160,23 @@ class OffloadedTeacher:
         share_with: nn.Module | None = None,
         budget_gib: float | None = None,
         copier: Copier | None = None,
+        home: Home = "host",
+        files: Iterable[str | os.PathLike[str]] | None = None,
+        disk: str | os.PathLike[str] | None = None,
     ) -> None:
         if mode not in TEACHER_MODES:
             raise ValueError(f"teacher mode={mode!r} is unknown; use one of {', '.join(TEACHER_MODES)}")
+        _check_home(home, files, disk)
         NOT_NEGATIVE.check("budget_gib", budget_gib)
         self.device = torch.device(device)
         self._module = module
         self._visits = 0
-        self._copier = copier_for(self.device, purpose="teacher") if copier is None else copier
+        self._home = "file" if home == "file" else "cpu"
+        self._files: BlockInFiles | None = None
+        self._copier = _copier_of(self.device, home) if copier is None else copier
         if share_with is not None and is_part_of(module, share_with):
             self._shared = SharedWeights(module, None)
-            self._placement: WeightPlacement = _shared_base(share_with, mode, dtype)
+            self._placement: WeightPlacement = _shared_base(share_with, mode, dtype, home)
         else:
             module.requires_grad_(False)
             module.train(False)
@@ -147,7 +185,10 @@ class OffloadedTeacher:
             claim_device(module, self._copier)
             self._shared = SharedWeights(module, share_with)
             self._weights = PackedWeights(module, exclude=self._shared.parameters)
-            self._placement = self._place(mode, None if budget_gib is None else int(budget_gib * GIB))
+            make_home = self._host_home if home == "host" else partial(self._file_home, files, disk)
+            budget_bytes = None if budget_gib is None else int(budget_gib * GIB)
+            self._placement = self._place(mode, budget_bytes, home, make_home)
+            self._weights.drop_sources()
             return_freed_memory()
         logger.info("teacher: %s; %s", self._placement.mode, self._placement.reason)
 
@@ -188,7 +229,7 @@ class OffloadedTeacher:
         return TeacherReport(
             mode=placement.mode,
             reason=placement.reason,
-            home="cpu" if placement.host_bytes else str(self.device),
+            home=self._home if placement.host_bytes else str(self.device),
             device=str(self.device),
             host_bytes=placement.host_bytes,
             device_bytes=placement.device_bytes,
@@ -196,7 +237,9 @@ class OffloadedTeacher:
             shared_bytes=self._shared.num_bytes + placement.shared_bytes,
             bytes_host_to_device=self._copier.bytes_to_device,
             bytes_device_to_host=self._copier.bytes_to_host,
-            stall_ms=self._copier.stall_ms(),
+            stall_ms=_stall_ms(self._copier, self._files),
+            file_bytes=self._files.num_bytes if self._files and placement.host_bytes else 0,
+            bytes_read=self._files.bytes_read if self._files else 0,
             **placement.predictions(),  # type: ignore[arg-type]
         )
 
@@ -206,42 +249,69 @@ class OffloadedTeacher:
     def __reduce__(self) -> Any:
         raise TypeError("an OffloadedTeacher cannot be pickled: its weights belong to one process; load it again there")
 
-    def _place(self, mode: TeacherMode, budget_bytes: int | None) -> WeightPlacement:
+    def _place(
+        self, mode: TeacherMode, budget_bytes: int | None, home: Home, make_home: Callable[[], WeightsHome]
+    ) -> WeightPlacement:
+        weights, copier = self._weights, self._copier
         first, reason = choose_at_start(
-            mode, self._weights.num_bytes, budget_bytes, self.device.type, lambda: counters_for(self.device) is not None
+            mode, weights.num_bytes, budget_bytes, self.device.type, home, lambda: counters_for(self.device) is not None
         )
         if first == "resident":
-            block = self._packed(self._copier.empty_device(self._weights.num_bytes))
-            return ResidentWeights(self._weights, block, reason)
-        master = self._host_copy()
+            return ResidentWeights(weights, self._packed(copier.empty_device(weights.num_bytes)), reason)
+        place = make_home()
         if first == "swap":
-            return SwappedWeights(self._weights, master, self._copier, reason)
+            return SwappedWeights(weights, place, copier, reason)
         budget_bytes = 0 if first == "auto" else budget_bytes
-        streamed = StreamedWeights(self._module, self._weights, master, self.device, self._copier, budget_bytes, reason)
+        streamed = StreamedWeights(self._module, weights, place, self.device, copier, budget_bytes, reason)
         if first == "stream":
             return streamed
         counters = counters_for(self.device)
         assert counters is not None
-        return AutoWeights(streamed, self._weights, master, self._copier, counters, clock_for(self.device))
+        stall_ms = partial(_stall_ms, copier, self._files)
+        return AutoWeights(streamed, weights, place, copier, stall_ms, counters, clock_for(self.device))
 
-    def _host_copy(self) -> Tensor:
+    def _host_home(self) -> WeightsHome:
         if several_ranks() and self._weights.num_bytes:
             master = share(self._weights, self.device)
-            self._weights.drop_sources()
-            return master
-        return self._packed(self._copier.empty_host(self._weights.num_bytes))
+        else:
+            master = self._packed(self._copier.empty_host(self._weights.num_bytes))
+        return HostHome(self._weights, master, self._copier)
+
+    def _file_home(
+        self, paths: Iterable[str | os.PathLike[str]] | None, disk: str | os.PathLike[str] | None
+    ) -> WeightsHome:
+        folder = Path(tempfile.gettempdir() if disk is None else disk)
+        self._files = in_files(self._weights, paths, folder)
+        return FileHome(self._weights, self._files, None if isinstance(self._copier, PageCopier) else self._copier)
 
     def _packed(self, block: Tensor) -> Tensor:
         self._weights.pack(block)
-        self._weights.drop_sources()
         return block
 
 
-def _shared_base(student: nn.Module, mode: str, dtype: torch.dtype | None) -> SharedBase:
-    if mode != "auto" or dtype is not None:
+def _stall_ms(copier: Copier, files: BlockInFiles | None) -> float:
+    return copier.stall_ms() + (0.0 if files is None else 1e3 * files.waited_s)
+
+
+def _copier_of(device: torch.device, home: Home) -> Copier:
+    if device.type == "cpu" and home == "file":
+        return PageCopier()
+    return copier_for(device, purpose="teacher")
+
+
+def _check_home(home: str, files: object, disk: str | os.PathLike[str] | None) -> None:
+    if home not in HOMES:
+        raise ValueError(f"teacher home={home!r} is unknown; use one of {', '.join(HOMES)}")
+    if home != "file" and (files is not None or disk is not None):
+        raise ValueError(f"home={home!r}: files={files!r} and disk={disk!r} are for home='file' alone; leave them out")
+    check_disk(disk)
+
+
+def _shared_base(student: nn.Module, mode: str, dtype: torch.dtype | None, home: str) -> SharedBase:
+    if mode != "auto" or dtype is not None or home != "host":
         raise ValueError(
-            f"mode={mode!r}, dtype={dtype}: a teacher that is the student's own base stays where the student is, in "
-            "its dtype; use mode='auto' and no dtype"
+            f"mode={mode!r}, dtype={dtype}, home={home!r}: a teacher that is the student's own base stays where the "
+            "student is, in its dtype; use mode='auto' and no dtype, and leave home out"
         )
     return SharedBase(student)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,8 +12,13 @@ from hf_memopt.weights.quantised import inner_tensors
 # Large enough for every dtype and for the vectorised loads of CUDA kernels.
 ALIGNMENT_BYTES = 256
 
-# A tensor and its offset: the byte of a block where its first element lies.
-OffsetTensor = tuple[Tensor, int]
+
+class OffsetTensor(NamedTuple):
+    """A tensor and its place in a block: the byte where its first element lies, and its strides there."""
+
+    tensor: Tensor
+    start: int
+    stride: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -50,7 +56,7 @@ class PackedWeights:
         self.slices = _packed(ranges)
         self.offsets = [each for piece in self.slices for each in piece.offsets]
         self.num_bytes = sum(piece.num_bytes for piece in self.slices)
-        index = {id(tensor): i for i, piece in enumerate(self.slices) for tensor, _ in piece.offsets}
+        index = {id(tensor): i for i, piece in enumerate(self.slices) for tensor, *_ in piece.offsets}
         # By the id of a parameter, a buffer, or a tensor inside a quantised one.
         self.slices_of = {each: (number,) for each, number in index.items()} | {
             weight: tuple(dict.fromkeys(index[id(each)] for each in tensors)) for weight, tensors in inner.items()
@@ -70,18 +76,18 @@ class PackedWeights:
 
 def views(offsets: Sequence[OffsetTensor], block: Tensor) -> list[Tensor]:
     """Return views of `block`, uint8, in the shape of each of the `offsets`; some 4 microseconds each."""
-    typed = {tensor.dtype: block.view(tensor.dtype) for tensor, _ in offsets}
+    typed = {tensor.dtype: block.view(tensor.dtype) for tensor, *_ in offsets}
     return [
         typed[tensor.dtype].as_strided(
-            tensor.size(), tensor.stride(), typed[tensor.dtype].storage_offset() + start // tensor.itemsize
+            tensor.size(), stride, typed[tensor.dtype].storage_offset() + start // tensor.itemsize
         )
-        for tensor, start in offsets
+        for tensor, start, stride in offsets
     ]
 
 
 def bind(offsets: Sequence[OffsetTensor], tensors: Sequence[Tensor]) -> None:
     """Point the tensors of `offsets` at these views; about a microsecond each."""
-    for (tensor, _), view in zip(offsets, tensors, strict=True):
+    for (tensor, *_), view in zip(offsets, tensors, strict=True):
         tensor.data = view
 
 
@@ -120,7 +126,9 @@ def _packed(ranges: list[_MemoryRange]) -> list[WeightSlice]:
     start = 0
     for each in ranges:
         num_bytes = -(-(each.end - each.begin) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        offsets = tuple((tensor, start + tensor.data_ptr() - each.begin) for tensor in each.tensors)
+        offsets = tuple(
+            OffsetTensor(tensor, start + tensor.data_ptr() - each.begin, tensor.stride()) for tensor in each.tensors
+        )
         slices.append(WeightSlice(start, num_bytes, offsets))
         start += num_bytes
     return slices

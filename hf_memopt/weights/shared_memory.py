@@ -85,7 +85,7 @@ def _machine() -> str:
 def _fingerprint(weights: PackedWeights) -> str:
     digest = hashlib.sha256()
     for piece, memory in weights.pieces():
-        layout = [(tensor.dtype, tensor.shape, tensor.stride(), start) for tensor, start in piece.offsets]
+        layout = [(tensor.dtype, tensor.shape, stride, start) for tensor, start, stride in piece.offsets]
         digest.update(str(layout).encode())
         digest.update(memory.cpu().numpy())
     return digest.hexdigest()

@@ -122,7 +122,7 @@ class Demo:
         assert report is not None
         prefix = flow_of(student.config).prefix(student.model, observe(student, self.batches[0]))
         return {
-            "teacher weights": report.host_bytes,
+            "teacher weights": report.own_bytes,
             "saved activations": saved.total_bytes,
             "shared prefix": prefix.num_bytes,
         }

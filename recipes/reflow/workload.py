@@ -138,6 +138,7 @@ class SmolVLAReflow(RecipeWorkload):
     def setup(self, options: Options, precision: str) -> Run:
         config = copy.deepcopy(options.policy)
         config.device = None  # where accelerate is
+        config.teacher_home = "host"  # the same on the device, and there are no weights to read
         num_micro_batches = self.num_simulated(options, options.accumulation)
         accelerator = make_accelerator(config.dtype, config.device, num_micro_batches)
         with weights_from_config(AutoModelForImageTextToText):

@@ -43,11 +43,11 @@ class Training:
 
 
 class Teaching:
-    def __init__(self, mode: str) -> None:
+    def __init__(self, mode: str, **options: object) -> None:
         torch.manual_seed(0)
         network = nn.Sequential(*(nn.Linear(32, 32) for _ in range(6))).eval()
         self._x = torch.randn(4, 32).cuda()
-        self._teacher = OffloadedTeacher(copy.deepcopy(network), device="cuda", mode=mode)
+        self._teacher = OffloadedTeacher(copy.deepcopy(network), device="cuda", mode=mode, **options)
 
     def run(self) -> list[Tensor]:
         found = []
@@ -66,6 +66,8 @@ SUBJECTS: dict[str, Callable[[], Training | Teaching]] = {
     "auto": lambda: Training(mode="auto", budget_gib=20e-6),
     "swap": lambda: Teaching("swap"),
     "stream": lambda: Teaching("stream"),
+    "swap from a file": lambda: Teaching("swap", home="file"),
+    "stream from a file": lambda: Teaching("stream", home="file"),
 }
 
 
@@ -81,6 +83,7 @@ def attack(subject: str, kind: str, most: int | None) -> Tally:
 
 
 def count_calls(subject: str, kind: str) -> int:
+    gc.collect()
     torch.cuda.empty_cache()
     before = device.num_calls(kind)
     SUBJECTS[subject]().run()

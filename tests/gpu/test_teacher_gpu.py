@@ -88,8 +88,8 @@ def test_the_host_never_waits(network: nn.Module, x: Tensor) -> None:
 
 def test_the_master_is_pinned_and_has_its_exact_size(network: nn.Module) -> None:
     teacher = swapped(network)
-    assert teacher._placement._master.is_pinned()
-    assert teacher._placement._master.untyped_storage().nbytes() == teacher.report().host_bytes
+    assert teacher._placement._home._master.is_pinned()
+    assert teacher._placement._home._master.untyped_storage().nbytes() == teacher.report().host_bytes
 
 
 def test_resident_weights_live_on_the_device(network: nn.Module, x: Tensor, want: Tensor) -> None:

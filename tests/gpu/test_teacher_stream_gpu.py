@@ -1,6 +1,7 @@
 """Tests of streamed teachers on a GPU: in-place reads, order, memory, no host synchronisation."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,9 +9,9 @@ from host_waits import host_never_waits
 from torch import Tensor, nn
 
 from hf_memopt.transfer import StreamCopier
+from hf_memopt.transfer.backends import readable_in_place
 from hf_memopt.transfer.host_memory import pinned_empty
 from hf_memopt.weights import OffloadedTeacher
-from hf_memopt.weights.strategies.stream import readable_in_place
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -72,6 +73,22 @@ def test_outputs_are_bitwise_resident(network: Network, tokens: Tensor, want: Te
         torch.full((2**22,), float("nan"), device="cuda")  # overwrites any released slot
         assert torch.equal(got, want)
     assert teacher.report().device_bytes == teacher.report().bytes_device_to_host == 0
+
+
+@pytest.mark.parametrize("mode", ["swap", "stream", "auto"])
+def test_outputs_from_a_file_are_bitwise_resident(
+    network: Network, tokens: Tensor, want: Tensor, mode: str, tmp_path: Path
+) -> None:
+    teacher = OffloadedTeacher(network, device="cuda", mode=mode, home="file", files=(), disk=tmp_path)
+    for _ in range(5):
+        teacher.prefetch()
+        with teacher.onload() as module:
+            got = module(tokens)
+        torch.full((2**22,), float("nan"), device="cuda")  # overwrites any released slot
+        assert torch.equal(got, want)
+    report = teacher.report()
+    assert report.home == "file"
+    assert report.device_bytes == report.bytes_device_to_host == 0
 
 
 def test_slow_copies_and_slow_compute_change_nothing(network: Network, tokens: Tensor, want: Tensor) -> None:

@@ -12,8 +12,7 @@ from adversarial_copier import POISON, AdversarialCopier
 from late_imports import LateModule
 from torch import Tensor
 
-from hf_memopt.weights import OffloadedTeacher
-from hf_memopt.weights.strategies import stream
+from hf_memopt.weights import OffloadedTeacher, homes
 
 configuration_smolvla_reflow = LateModule("hf_memopt.lerobot.configuration_smolvla_reflow")
 modeling_smolvla_reflow = LateModule("hf_memopt.lerobot.modeling_smolvla_reflow")
@@ -81,7 +80,7 @@ def test_streaming_is_bitwise_resident_for_any_number_of_steps(
         copied[start : start + embedding.nbytes] = master[start : start + embedding.nbytes]
         return copied
 
-    monkeypatch.setattr(stream, "readable_in_place", rows_only)
+    monkeypatch.setattr(homes, "readable_in_place", rows_only)
     copier = AdversarialCopier("random")
     teacher = OffloadedTeacher(policy.model, device="cpu", mode="stream", copier=copier)
     seen, noise = observation(policy.config, batch_size=2)

@@ -77,6 +77,7 @@ STUDENTS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
     "resident": ({}, {"teacher_offload": "resident"}),
     "swap": ({}, {"teacher_offload": "swap"}),
     "stream": ({}, {"teacher_offload": "stream"}),
+    "stream, from files": ({"teacher_home": "file"}, {"teacher_offload": "stream"}),
     "swap, prefix of its own": ({"share_prefix": "off"}, {"teacher_offload": "swap"}),
     "stream, prefix of its own": ({"share_prefix": "off"}, {"teacher_offload": "stream"}),
     "bf16, demonstrations": ({"reflow_real_data": 0.5}, {"teacher_offload": "swap", "mixed_precision": "bf16"}),

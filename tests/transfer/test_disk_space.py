@@ -201,3 +201,6 @@ def test_destructors_release_in_the_middle_of_a_method() -> None:
     gc.collect()
     model.check()
     assert model.live == []
+    model.trim()
+    model.trim()
+    assert model.space.bytes_held == 0  # no space was lost

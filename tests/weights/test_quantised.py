@@ -6,8 +6,7 @@ import torch
 from adversarial_copier import AdversarialCopier
 from torch import Tensor, nn
 
-from hf_memopt.weights import OffloadedTeacher
-from hf_memopt.weights.strategies import stream
+from hf_memopt.weights import OffloadedTeacher, homes
 
 CONFIGS = ("Int8WeightOnlyConfig", "Float8WeightOnlyConfig")
 MODES = ("resident", "swap", "stream")
@@ -43,17 +42,18 @@ def x() -> Tensor:
     return torch.randn(2, 32, generator=torch.Generator().manual_seed(1))
 
 
+@pytest.mark.parametrize("home", ["host", "file"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("config", CONFIGS)
 def test_a_quantised_teacher_is_bitwise_the_same(
-    config: str, mode: str, x: Tensor, monkeypatch: pytest.MonkeyPatch
+    config: str, mode: str, home: str, x: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     network = quantised(config)
     with torch.no_grad():
         want = copy.deepcopy(network)(x)
-    monkeypatch.setattr(stream, "readable_in_place", lambda master, device: torch.full_like(master, 255))
+    monkeypatch.setattr(homes, "readable_in_place", lambda master, device: torch.full_like(master, 255))
     copier = AdversarialCopier("random")
-    teacher = OffloadedTeacher(network, device="cpu", mode=mode, copier=copier)
+    teacher = OffloadedTeacher(network, device="cpu", mode=mode, copier=copier, home=home)
     assert network.tied.weight is network.layers[0].weight
     for _ in range(3):
         with teacher.onload() as module, torch.no_grad():

@@ -1,1 +1,1 @@
-"""Saved storages on one device: kept, or copied to the host and back."""
+"""Saved storages on one device: kept, or copied to a memory below it and back."""

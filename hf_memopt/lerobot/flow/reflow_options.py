@@ -7,6 +7,7 @@ from typing import Any
 from hf_memopt.ranges import COUNT, POSITIVE, SHARE
 from hf_memopt.reflow import LOSS_KINDS, TIME_SAMPLINGS
 from hf_memopt.weights import TEACHER_MODES
+from hf_memopt.weights.homes import HOMES
 
 DTYPES = ("float32", "bfloat16")
 SELF = "self"
@@ -28,6 +29,10 @@ class ReflowOptions:
             `"auto"`, the fastest of these that the first two optimizer steps leave room for, and resident on the CPU;
             the recipe replaces it by the result of a simulation before the first step, where there can be one.
         teacher_budget_gib: device memory for the teacher's own weights, for `"auto"` and `"stream"`; None, no limit.
+        teacher_home: `"host"`, the teacher's weights are in host memory between targets, unless it stays on the device;
+            `"file"`, they are read from its checkpoint's files, or where those do not hold them as they are (with
+            `teacher_dtype`, say), from a temporary file, in `activation_disk` if that is set. On a CPU `"auto"` streams
+            them then.
         teacher_dtype: `"float32"` or `"bfloat16"` for the teacher's transformer weights; None, as loaded.
         teacher_num_steps: Euler steps of the teacher; None, its checkpoint's own number.
         reflow_time_sampling: density of the training time, see `hf_memopt.reflow.sample_time`.
@@ -57,6 +62,7 @@ class ReflowOptions:
     teacher_model_path: str | None = None
     teacher_offload: str = "auto"
     teacher_budget_gib: float | None = None
+    teacher_home: str = "host"
     teacher_dtype: str | None = None
     teacher_num_steps: int | None = None
     reflow_time_sampling: str = "beta"
@@ -83,6 +89,7 @@ class ReflowOptions:
         self.activation_offload = {"False": "off"}.get(self.activation_offload, self.activation_offload)
         _one_of("teacher_offload", self.teacher_offload, TEACHER_MODES)
         POSITIVE.check("teacher_budget_gib", self.teacher_budget_gib)
+        _one_of("teacher_home", self.teacher_home, HOMES)
         _one_of("teacher_dtype", self.teacher_dtype, (None, *DTYPES))
         _one_of("reflow_time_sampling", self.reflow_time_sampling, TIME_SAMPLINGS)
         _one_of("reflow_loss", self.reflow_loss, LOSS_KINDS)

@@ -149,7 +149,7 @@ class ReflowPolicy(nn.Module):
             return {}
         figures, report = self.memory.figures(), self.teacher_report()
         if report is not None:
-            figures["memory/teacher_own_gib"] = (report.host_bytes or report.device_bytes) / GIB
+            figures["memory/teacher_own_gib"] = report.own_bytes / GIB
         if report is not None and self.memory.has_counters:
             figures["memory/teacher_device_gib"] = report.peak_device_bytes / GIB
         if self.offloader.enabled:

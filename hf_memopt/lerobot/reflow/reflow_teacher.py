@@ -66,6 +66,7 @@ class ReflowTeacher(VelocityTeacher):
                 share_with=student.model if shared else None,
                 budget_gib=self._config.teacher_budget_gib,
                 copier=self._copier,
+                **self._home(),
             )
             self._policy = policy
         return self._policy
@@ -98,6 +99,12 @@ class ReflowTeacher(VelocityTeacher):
 
     def report(self) -> TeacherReport | None:
         return None if self._offloaded is None else self._offloaded.report()
+
+    def _home(self) -> dict[str, Any]:
+        if self._config.teacher_home == "host":
+            return {}
+        folder = resolve_checkpoint(str(self._config.teacher_model_path))
+        return {"home": "file", "files": [folder], "disk": self._config.activation_disk}
 
     def _say_what_float32_costs(self, transformer: list[torch.nn.Parameter]) -> None:
         num_bytes = sum(weight.nbytes for weight in transformer if weight.dtype == torch.float32)

@@ -40,7 +40,8 @@ def diagnose(policy: str, device: str | None = None) -> str:
 
 
 def teacher_lines(student: ReflowPolicy, report: TeacherReport) -> list[str]:
-    status = "✓ ON CPU (offloaded)" if report.host_bytes else f"ON {report.home.upper()} (not offloaded)"
+    place = "IN FILES" if report.file_bytes else f"ON {report.home.upper()}"
+    status = f"✓ {place} (offloaded)" if report.host_bytes else f"{place} (not offloaded)"
     shared = f"on; {report.shared_bytes / MIB:.1f} MiB of the VLM are held once, by the student"
     return [
         "Teacher Model Device:",
@@ -48,7 +49,7 @@ def teacher_lines(student: ReflowPolicy, report: TeacherReport) -> list[str]:
         f"  Status: {status}",
         f"  Mode: {report.mode}; {report.reason}",
         f"  Checkpoint: {student.config.teacher_model_path}",
-        f"  Own weights: {(report.host_bytes or report.device_bytes) / MIB:.1f} MiB, "
+        f"  Own weights: {report.own_bytes / MIB:.1f} MiB, "
         f"of which {report.device_bytes / MIB:.1f} MiB on the device between targets",
         f"  Copied for one target: {report.bytes_host_to_device / MIB:.1f} MiB to the device, "
         f"{report.bytes_device_to_host / MIB:.1f} MiB back",

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hf_memopt.memory.device_counters import Counters
 from hf_memopt.transfer import Copier
 from hf_memopt.transfer.clock import Clock
 from hf_memopt.transfer.link import PROBE_BYTES, bytes_per_s
+from hf_memopt.weights.homes import WeightsHome
 from hf_memopt.weights.packed_weights import PackedWeights
 from hf_memopt.weights.strategies.mode_choice import Choice, StepMeasurements, choose, usable_bytes
 from hf_memopt.weights.strategies.placement import ResidentWeights, SwappedWeights, WeightPlacement
@@ -36,8 +36,9 @@ class AutoWeights(WeightPlacement):
         self,
         streamed: StreamedWeights,
         weights: PackedWeights,
-        master: Tensor,
+        home: WeightsHome,
         copier: Copier,
+        stall_ms: Callable[[], float],
         counters: Counters,
         clock: Clock,
     ) -> None:
@@ -45,10 +46,11 @@ class AutoWeights(WeightPlacement):
         self._follow(streamed, streamed.reason)
         # Stall in milliseconds, and visits, before the choice.
         self._before = 0.0, 0
-        # None after the choice, so that nothing keeps the host copy of resident weights.
-        self._undecided: tuple[StreamedWeights, Tensor] | None = (streamed, master)
+        # None after the choice, so that nothing keeps the home of resident weights.
+        self._undecided: tuple[StreamedWeights, WeightsHome] | None = (streamed, home)
         self._weights = weights
         self._copier = copier
+        self._stall_ms = stall_ms
         self._counters = counters
         self._clock = clock
         self._outside_bytes = self._inside_bytes = 0
@@ -75,7 +77,7 @@ class AutoWeights(WeightPlacement):
         return {
             "predicted_device_bytes": self.choice.predicted_device_bytes,
             "predicted_stall_ms": self.choice.predicted_stall_ms,
-            "stall_ms_per_visit": (self._copier.stall_ms() - stall_ms) / visits if visits else None,
+            "stall_ms_per_visit": (self._stall_ms() - stall_ms) / visits if visits else None,
         }
 
     def prefetch(self) -> None:
@@ -88,7 +90,7 @@ class AutoWeights(WeightPlacement):
                 self._settle(*self._undecided)
         if self._undecided is not None:
             self._counters.reset_peaks()
-            self._begun = self._clock.mark(), self._copier.stall_ms()
+            self._begun = self._clock.mark(), self._stall_ms()
         self._inner.onload()
 
     def evict(self, finished: bool) -> None:
@@ -104,9 +106,9 @@ class AutoWeights(WeightPlacement):
         if finished and self._num_visits:
             begun, stalled_ms = self._begun
             elapsed_s = self._clock.elapsed_s(begun, self._clock.mark())
-            self._visit_s = min(self._visit_s, elapsed_s - 1e-3 * (self._copier.stall_ms() - stalled_ms))
+            self._visit_s = min(self._visit_s, elapsed_s - 1e-3 * (self._stall_ms() - stalled_ms))
 
-    def _settle(self, streamed: StreamedWeights, master: Tensor) -> None:
+    def _settle(self, streamed: StreamedWeights, home: WeightsHome) -> None:
         free, _ = self._counters.free_and_total()
         capacity_bytes = free + self._counters.read().reserved_bytes
         room = usable_bytes(capacity_bytes) - self._inside_bytes + streamed.peak_device_bytes
@@ -119,7 +121,7 @@ class AutoWeights(WeightPlacement):
                 weights_bytes=self._weights.num_bytes,
                 stream_bytes=plan.device_bytes,
                 stream_visit_bytes=plan.visit_bytes,
-                bytes_per_s=_bandwidth(master, self._copier, self._clock),
+                bytes_per_s=_bandwidth(home, self._copier, self._clock),
                 visit_s=self._visit_s,
             )
         )
@@ -128,10 +130,10 @@ class AutoWeights(WeightPlacement):
             self._follow(streamed, self.choice.reason)
         else:
             streamed.close()
-            self._follow(self._moved(self.choice, master), self.choice.reason)
+            self._follow(self._moved(self.choice, home), self.choice.reason)
         self._undecided = None
         self._stop_counting()
-        self._before = self._copier.stall_ms(), self._num_visits
+        self._before = self._stall_ms(), self._num_visits
         logger.info(
             "teacher: %s from now on; %s. Predicted: %.2f GiB on the device, %.1f ms of waiting per visit",
             self.choice.mode,
@@ -144,21 +146,21 @@ class AutoWeights(WeightPlacement):
         self._inner, self.reason = placement, reason
         self.mode, self.host_bytes = placement.mode, placement.host_bytes
 
-    def _moved(self, choice: Choice, master: Tensor) -> WeightPlacement:
+    def _moved(self, choice: Choice, home: WeightsHome) -> WeightPlacement:
         if choice.mode == "swap":
-            return SwappedWeights(self._weights, master, self._copier, choice.reason)
-        block = self._copier.empty_device(master.nbytes)
+            return SwappedWeights(self._weights, home, self._copier, choice.reason)
+        block = self._copier.empty_device(home.num_bytes)
         begun = self._clock.mark()
-        self._copier.to_device(master, block).wait()
+        home.to_device(0, block).wait()
+        home.check()
         # Nothing later would find this last copy over, and give the host copy back.
         self._clock.elapsed_s(begun, self._clock.mark())
         return ResidentWeights(self._weights, block, choice.reason)
 
 
-def _bandwidth(master: Tensor, copier: Copier, clock: Clock) -> float:
-    source = master[: min(PROBE_BYTES, master.nbytes)]
-    destination = copier.empty_device(source.nbytes)
-    speed = bytes_per_s(lambda: copier.to_device(source, destination), source.nbytes, clock, _PROBES)
+def _bandwidth(home: WeightsHome, copier: Copier, clock: Clock) -> float:
+    destination = copier.empty_device(min(PROBE_BYTES, home.num_bytes))
+    speed = bytes_per_s(lambda: home.to_device(0, destination), destination.nbytes, clock, _PROBES)
     copier.release(destination)
     return speed
 

@@ -61,18 +61,21 @@ def choose_at_start(
     weights_bytes: int,
     budget_bytes: int | None,
     device_type: str,
+    home: str,
     counts_memory: Callable[[], bool],
 ) -> tuple[TeacherMode, str]:
     """Return the mode to begin with, and the reason in words. `auto` means streaming until steps were measured."""
     if mode != "auto":
         return mode, f"{mode} was asked for"
-    if device_type == "cpu":
+    if device_type == "cpu" and home == "host":
         return "resident", "it runs on the CPU, where offloading frees nothing"
     if budget_bytes is not None:
         own, budget = format_gib(weights_bytes), f"{budget_bytes / GIB:g} GiB"
         if weights_bytes <= budget_bytes:
             return "resident", f"its {own} fit the budget of {budget}"
         return "stream", f"its {own} exceed {budget}"
+    if device_type == "cpu":
+        return "stream", "it runs on the CPU, and no budget_gib says that its weights may stay in memory"
     if not counts_memory():
         return "swap", f"torch counts no memory on {device_type}, so there is nothing to choose by"
     return "auto", "it streams until two optimizer steps have been measured"

@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from hf_memopt.transfer import Copier, Transfer
+from hf_memopt.weights.homes import WeightsHome
 from hf_memopt.weights.packed_weights import PackedWeights, bind, views
 
 
@@ -53,21 +54,21 @@ class ResidentWeights(WeightPlacement):
 
 
 class SwappedWeights(WeightPlacement):
-    """Brings the weights to the device in one block, from `master` on the host, which nothing writes again."""
+    """Brings the weights from their home to the device in one block."""
 
     mode = "swap"
     peak_device_bytes = 0
 
-    def __init__(self, weights: PackedWeights, master: Tensor, copier: Copier, reason: str) -> None:
+    def __init__(self, weights: PackedWeights, home: WeightsHome, copier: Copier, reason: str) -> None:
         self.reason = reason
-        self.host_bytes = master.nbytes
+        self.host_bytes = home.host_bytes
         self._weights = weights
-        self._master = master
+        self._home = home
         self._copier = copier
-        self._host_views = views(weights.offsets, master)
+        self._home_views = [view for piece in home.views for view in piece]
         self._block: Tensor | None = None
         self._transfer: Transfer | None = None
-        bind(weights.offsets, self._host_views)
+        bind(weights.offsets, self._home_views)
 
     @property
     def device_bytes(self) -> int:
@@ -76,26 +77,32 @@ class SwappedWeights(WeightPlacement):
 
     def prefetch(self) -> None:
         if self._block is None:
-            block = self._copier.empty_device(self._master.nbytes)
-            self._transfer = self._copier.to_device(self._master, block)
+            block = self._copier.empty_device(self._home.num_bytes)
+            self._transfer = self._home.to_device(0, block)
             self._block = block
             self.peak_device_bytes = block.nbytes
 
     def onload(self) -> None:
+        self._home.check()
         self.prefetch()
         self._finish_copy()
         assert self._block is not None
         bind(self._weights.offsets, views(self._weights.offsets, self._block))
 
     def evict(self, finished: bool) -> None:
-        bind(self._weights.offsets, self._host_views)
-        # After an exception the copy may still be under way, and its memory must not be reused yet.
-        self._finish_copy()
-        if self._block is not None:
-            self._copier.release(self._block)
-            self._block = None
+        bind(self._weights.offsets, self._home_views)
+        try:
+            # After an exception the copy may still be under way, and its memory must not be reused yet.
+            self._finish_copy()
+        finally:
+            block, self._block = self._block, None
+            if block is not None:
+                self._copier.release(block)
+        if finished:
+            self._home.check()
 
     def _finish_copy(self) -> None:
-        if self._transfer is not None:
-            self._transfer.wait()
-            self._transfer = None
+        # A copy whose wait raises is over, and the next visit makes another.
+        transfer, self._transfer = self._transfer, None
+        if transfer is not None:
+            transfer.wait()

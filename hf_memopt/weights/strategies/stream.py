@@ -6,14 +6,15 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from hf_memopt.transfer import Copier
-from hf_memopt.transfer.backends import readable_in_place
 from hf_memopt.units import MIB
-from hf_memopt.weights.packed_weights import PackedWeights, bind, views
+from hf_memopt.weights.homes import WeightsHome
+from hf_memopt.weights.packed_weights import PackedWeights, bind
 from hf_memopt.weights.strategies.placement import WeightPlacement
+from hf_memopt.weights.streaming.absent_reads import AbsentReads, placeholders
 from hf_memopt.weights.streaming.access_trace import Tracer, own_slices
 from hf_memopt.weights.streaming.copy_schedule import StreamPlan, plan_stream, untraced_plan
 from hf_memopt.weights.streaming.ring import Ring
@@ -27,10 +28,11 @@ class StreamedWeights(WeightPlacement):
     The first visit in which the module reads weights is traced, and each weight is brought as it is read. From then on
     hooks on the modules bring their weights: those that a visit reads again and again stay until it ends, the others
     pass through the ring, the next block on its way while the present one computes, and unread weights never travel.
-    Embeddings are not brought: their rows are gathered from host memory.
+    Embeddings are not brought: their rows are gathered from their home.
 
-    Between visits nothing is on the device. Within one, an absent weight is read in place, in host memory that the
-    device can read (ValueError if it cannot): a visit may take any path, and only an untraced one may be slow.
+    Between visits nothing is on the device. Within one, an absent weight is read in place, at a home that the device
+    can read: a visit may take any path, and only an untraced one may be slow. From any other home it is brought when an
+    operator reads it (see `AbsentReads`). A ValueError says that the home has to be readable and is not.
 
     For `budget_bytes` see `plan_stream`.
     """
@@ -41,27 +43,28 @@ class StreamedWeights(WeightPlacement):
         self,
         module: nn.Module,
         weights: PackedWeights,
-        master: Tensor,
+        home: WeightsHome,
         device: torch.device,
         copier: Copier,
         budget_bytes: int | None,
         reason: str,
     ) -> None:
         self.reason = reason
-        self.host_bytes = master.nbytes
+        self.host_bytes = home.host_bytes
         self._module = module
         self._weights = weights
-        self._master = master
+        self._home = home
         self._copier = copier
         self._budget_bytes = budget_bytes
         self._hooks: list[RemovableHandle] = []
-        # A weight is bound to one of three views: of host memory between visits; within one, of its slot on the device
-        # if it has been brought, and else of the same host memory as the device sees it.
-        self._host_views = views(weights.offsets, master)
-        bind(weights.offsets, self._host_views)
-        in_place = readable_in_place(master, device)
-        self._in_place = [views(piece.offsets, in_place) for piece in weights.slices]
-        # Ends the tracing of a visit.
+        # A weight is bound to one of three views: of its home between visits; within one, of its slot on the device if
+        # it has been brought, and else of its home as the device sees it, or of a placeholder.
+        self._home_views = [view for piece in home.views for view in piece]
+        bind(weights.offsets, self._home_views)
+        in_place = home.in_place(device)
+        self._in_place = placeholders(weights.slices, copier) if in_place is None else in_place
+        self._reads_absent = in_place is None
+        # Ends the watching of a visit.
         self._stack = ExitStack()
         self._tracer: Tracer | None = None
         # The visit that was planned from.
@@ -86,8 +89,11 @@ class StreamedWeights(WeightPlacement):
             self._ring.fetch(number)
 
     def onload(self) -> None:
+        self._home.check()
         self._visiting = True
         bind(self._weights.offsets, [view for piece in self._in_place for view in piece])
+        if self._reads_absent:
+            self._stack.enter_context(self._watch_absent())
         if self.plan is None:
             self._tracer = Tracer(self._module, self._weights.slices_of, self._enter)
             self._stack.enter_context(self._tracer.running())
@@ -103,13 +109,15 @@ class StreamedWeights(WeightPlacement):
         # All are bound to the host before any slot is given up: if that fails, the module is right all the same.
         for number in self._ring.present:
             self._ring.unbind(number)
-        bind(self._weights.offsets, self._host_views)
+        bind(self._weights.offsets, self._home_views)
         for number in self._ring.present:
             self._ring.evict(number)
         tracer, self._tracer = self._tracer, None
         if finished and tracer is not None and tracer.reads:
             self._trace = tracer
             self.adopt(self.plan_within(self._budget_bytes))
+        if finished:
+            self._home.check()
 
     @property
     def plan(self) -> StreamPlan | None:
@@ -153,9 +161,8 @@ class StreamedWeights(WeightPlacement):
 
     def _set_plan(self, plan: StreamPlan) -> None:
         self._plan = plan
-        self._ring = Ring(
-            self._copier, self._master, self._weights.slices, self._in_place, plan.blocks, plan.slot_bytes
-        )
+        self._block_of = {index: number for number, block in enumerate(plan.blocks) for index in block.slices}
+        self._ring = Ring(self._copier, self._home, self._weights.slices, self._in_place, plan.blocks, plan.slot_bytes)
         self._restart_sequence()
 
     def _restart_sequence(self) -> None:
@@ -198,6 +205,19 @@ class StreamedWeights(WeightPlacement):
         self._entered = needs
         if all(self._plan.blocks[number].stays for number in needs):
             self._settled.add(needs)
+
+    def _watch_absent(self) -> AbsentReads:
+        at_home = {id(each.tensor): view for each, view in zip(self._weights.offsets, self._home_views, strict=True)}
+        return AbsentReads(self._weights.slices_of, at_home, self._absent, self._bring)
+
+    def _absent(self, slices: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(index for index in slices if not self._ring.is_bound(self._block_of[index]))
+
+    def _bring(self, slices: tuple[int, ...]) -> None:
+        """Have slices on the device beside all that is there: the running module may go on to read that."""
+        for number in dict.fromkeys(self._block_of[index] for index in slices):
+            self._ring.fetch(number)
+            self._ring.bind(number)
 
     def _is_settled(self, number: int) -> bool:
         return self._plan.blocks[number].stays and self._ring.is_bound(number)

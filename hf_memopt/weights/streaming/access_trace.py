@@ -93,10 +93,10 @@ class Tracer:
         return leave
 
     def _watch(self, function: Any, arguments: tuple[Any, ...]) -> None:
-        gathers = function is torch.ops.aten.embedding.default and _takes_few_rows(*arguments[:2])
+        gathers = function is torch.ops.aten.embedding.default and takes_few_rows(*arguments[:2])
         if gathers or self._bringing:
             return
-        self._record(_slices(tree_leaves(arguments), self._slices_of))
+        self._record(slices_read(tree_leaves(arguments), self._slices_of))
 
     def _record(self, slices: tuple[int, ...]) -> None:
         if slices:
@@ -112,10 +112,11 @@ class Tracer:
 
 def own_slices(module: nn.Module, slices_of: Mapping[int, tuple[int, ...]]) -> tuple[int, ...]:
     own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-    return _slices(own, slices_of)
+    return slices_read(own, slices_of)
 
 
-def _slices(leaves: Iterable[Any], slices_of: Mapping[int, tuple[int, ...]]) -> tuple[int, ...]:
+def slices_read(leaves: Iterable[Any], slices_of: Mapping[int, tuple[int, ...]]) -> tuple[int, ...]:
+    """Return the slices of the weights among an operator's arguments."""
     return tuple(dict.fromkeys(index for leaf in leaves for index in slices_of.get(id(leaf), ())))
 
 
@@ -130,5 +131,6 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
 
-def _takes_few_rows(table: Tensor, indices: Tensor) -> bool:
+def takes_few_rows(table: Tensor, indices: Tensor) -> bool:
+    """Return whether an embedding's rows are better gathered than its table brought."""
     return indices.numel() < table.shape[0]

@@ -2,36 +2,46 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import Tensor
 
 from hf_memopt.transfer import Copier, Transfer
+from hf_memopt.weights.homes import WeightsHome
 from hf_memopt.weights.packed_weights import OffsetTensor, WeightSlice, bind, views
 from hf_memopt.weights.streaming.copy_schedule import Block
 
 
+class _Run(NamedTuple):
+    """One copy: its beginnings at the weights' home and in the slot, and its length, in bytes."""
+
+    source: int
+    start: int
+    num_bytes: int
+
+
 @dataclass(frozen=True)
 class _Layout:
-    """The places of a block's weights in its slot and in host memory.
+    """The places of a block's weights in its slot and at their home.
 
     Attributes:
         num_bytes: of the block.
         offsets: its tensors and their offsets in the slot.
         in_place: the same tensors' views while the block is not on the device.
-        runs: (start in host memory, start in the slot, bytes) of each copy; neighbours travel in one.
+        runs: each copy; neighbours travel in one.
     """
 
     num_bytes: int
     offsets: tuple[OffsetTensor, ...]
     in_place: tuple[Tensor, ...]
-    runs: tuple[tuple[int, int, int], ...]
+    runs: tuple[_Run, ...]
 
 
 @dataclass
 class _Slot:
     memory: Tensor
-    to_copy: list[tuple[int, int, int]]
-    on_their_way: list[Transfer] = field(default_factory=list)
+    to_copy: list[_Run]
+    on_their_way: list[tuple[_Run, Transfer]] = field(default_factory=list)
     bound: bool = False
 
 
@@ -46,14 +56,14 @@ class Ring:
     def __init__(
         self,
         copier: Copier,
-        master: Tensor,
+        home: WeightsHome,
         slices: Sequence[WeightSlice],
         in_place: Sequence[Sequence[Tensor]],
         blocks: Sequence[Block],
         slot_bytes: int,
     ) -> None:
         self._copier = copier
-        self._master = master
+        self._home = home
         self._blocks = blocks
         self._layouts = [_layout([(slices[i], in_place[i]) for i in block.slices]) for block in blocks]
         self._slot_bytes = slot_bytes
@@ -78,9 +88,9 @@ class Ring:
             self.peak_device_bytes = max(self.peak_device_bytes, self.device_bytes)
         slot = self._slots[number]
         while slot.to_copy:
-            source, start, size = slot.to_copy[0]
-            destination = slot.memory[start : start + size]
-            slot.on_their_way.append(self._copier.to_device(self._master[source : source + size], destination))
+            run = slot.to_copy[0]
+            destination = slot.memory[run.start : run.start + run.num_bytes]
+            slot.on_their_way.append((run, self._home.to_device(run.source, destination)))
             slot.to_copy.pop(0)
 
     def bind(self, number: int) -> None:
@@ -110,22 +120,25 @@ class Ring:
 
 def _wait(slot: _Slot) -> None:
     while slot.on_their_way:
-        slot.on_their_way[0].wait()
-        slot.on_their_way.pop(0)
+        run, transfer = slot.on_their_way.pop(0)
+        try:
+            transfer.wait()
+        except BaseException:
+            slot.to_copy.append(run)  # the copy is over, and has to be made again
+            raise
 
 
 def _layout(block: Sequence[tuple[WeightSlice, Sequence[Tensor]]]) -> _Layout:
     offsets: list[OffsetTensor] = []
     in_place: list[Tensor] = []
-    runs: list[tuple[int, int, int]] = []
+    runs: list[_Run] = []
     filled = 0
     for piece, views_in_place in block:
-        offsets += [(tensor, filled + start - piece.start) for tensor, start in piece.offsets]
+        offsets += [each._replace(start=filled + each.start - piece.start) for each in piece.offsets]
         in_place += views_in_place
-        if runs and runs[-1][0] + runs[-1][2] == piece.start:
-            source, start, size = runs.pop()
-            runs.append((source, start, size + piece.num_bytes))
+        if runs and runs[-1].source + runs[-1].num_bytes == piece.start:
+            runs[-1] = runs[-1]._replace(num_bytes=runs[-1].num_bytes + piece.num_bytes)
         else:
-            runs.append((piece.start, filled, piece.num_bytes))
+            runs.append(_Run(piece.start, filled, piece.num_bytes))
         filled += piece.num_bytes
     return _Layout(filled, tuple(offsets), tuple(in_place), tuple(runs))

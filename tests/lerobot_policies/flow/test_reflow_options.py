@@ -14,6 +14,7 @@ policy_files = LateModule("hf_memopt.lerobot.policy_files")
     [
         ({"reflow_loss": "l1"}, "reflow_loss='l1' is unknown"),
         ({"teacher_budget_gib": 0}, "teacher_budget_gib=0 must be above 0"),
+        ({"teacher_home": "disk"}, "teacher_home='disk' is unknown; use one of: host, file"),
         ({"teacher_dtype": "float16"}, "teacher_dtype='float16' is unknown; use one of: unset, float32, bfloat16"),
         ({"reflow_time_sampling": "gamma"}, "use one of: beta, uniform, ushaped, one"),
         ({"share_prefix": "yes"}, "use one of: auto, on, off"),

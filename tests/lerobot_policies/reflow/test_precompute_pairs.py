@@ -89,6 +89,16 @@ def test_the_folder_says_what_it_holds(couplings: Path) -> None:
     assert described["shape"] == [6, 4]
 
 
+def test_a_teacher_in_its_checkpoints_files_gives_the_same_pairs(
+    couplings: Path, toy_student: Path, toy_dataset: Path, tmp_path: Path
+) -> None:
+    flags = (*SEEDED, *EPISODES, "--policy.teacher_home=file", "--policy.teacher_offload=stream")
+    assert precompute(toy_student, toy_dataset, tmp_path / "cache", "--shard-size", "10", flags=flags) == 0
+    shards = {file.name for file in couplings.rglob("*.arrow")}  # each with its digest in its name
+    assert len(shards) == 3
+    assert {file.name for file in (tmp_path / "cache").rglob("*.arrow")} == shards
+
+
 def test_training_from_the_folder_is_training_online_and_needs_no_teacher(
     couplings: Path, toy_student: Path, toy_dataset: Path, tmp_path: Path
 ) -> None:

@@ -57,6 +57,23 @@ def test_target_is_bitwise_the_stock_teachers(make: Make, batch: Any, noise: Ten
     assert torch.equal(reflow_students.target(policy, batch, noise), want)
 
 
+@pytest.mark.parametrize("mode", ["swap", "stream", "auto"])
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_a_teacher_is_read_from_its_checkpoint_and_a_cast_one_from_a_file_of_ours(
+    make: Make, batch: Any, noise: Tensor, mode: str, dtype: str | None
+) -> None:
+    flags = {"share_prefix": "off", "teacher_dtype": dtype}
+    want = reflow_students.target(make(**flags), batch, noise)
+    policy = make(**flags, teacher_offload=mode, teacher_home="file")
+    for _ in range(2):
+        assert torch.equal(reflow_students.target(policy, batch, noise), want)
+    report = policy.teacher_report()
+    assert (report.home, report.mode) == ("file", "stream" if mode == "auto" else mode)
+    pieces = policy.teacher._offloaded._files.pieces.values()
+    theirs = sum(piece.num_bytes for piece in pieces if piece.file.name.endswith("model.safetensors"))
+    assert (theirs > 0.9 * sum(piece.num_bytes for piece in pieces)) == (dtype is None)
+
+
 @pytest.mark.parametrize("mode", ["resident", "swap"])
 def test_shared_target_is_the_stock_teachers_up_to_rounding(make: Make, batch: Any, noise: Tensor, mode: str) -> None:
     policy = make(share_prefix="on", teacher_offload=mode)

@@ -13,8 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from hf_memopt.transfer import Copier, SyncCopier
 from hf_memopt.transfer.clock import HostClock
-from hf_memopt.weights import OffloadedTeacher, offload
-from hf_memopt.weights.strategies import stream
+from hf_memopt.weights import OffloadedTeacher, homes, offload
 
 MIB = 2**20
 NUM_LAYERS = 16
@@ -26,7 +25,7 @@ def counters(monkeypatch: pytest.MonkeyPatch) -> FakeCounters:
     counters = FakeCounters(total_bytes=64 * MIB)
     monkeypatch.setattr(offload, "counters_for", lambda device: counters)
     monkeypatch.setattr(offload, "clock_for", lambda device: HostClock())
-    monkeypatch.setattr(stream, "readable_in_place", lambda master, device: master)
+    monkeypatch.setattr(homes, "readable_in_place", lambda master, device: master)
     return counters
 
 
@@ -122,7 +121,7 @@ def test_a_resident_teacher_gives_the_host_copy_back(
 
     monkeypatch.setattr(offload, "clock_for", lambda device: WaitingClock())
     training = Training(network, counters, 10 * MIB, 10 * MIB, copier)
-    master = StorageWeakRef(training.teacher._placement._undecided[1].untyped_storage())
+    master = StorageWeakRef(training.teacher._placement._undecided[1]._master.untyped_storage())
     while training.teacher.report().mode != "resident":
         assert not master.expired()
         training.step(x)

@@ -10,8 +10,7 @@ from teacher_toys import WIDTH, Sampler
 from torch import Tensor, nn
 
 from hf_memopt.transfer import SyncCopier
-from hf_memopt.weights import OffloadedTeacher
-from hf_memopt.weights.strategies import stream
+from hf_memopt.weights import OffloadedTeacher, homes
 from hf_memopt.weights.strategies.stream import StreamedWeights
 from hf_memopt.weights.streaming import ring
 from hf_memopt.weights.streaming.copy_schedule import StreamPlan
@@ -39,7 +38,7 @@ def only_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:
         copied[: 500 * WIDTH * 4] = master[: 500 * WIDTH * 4]
         return copied
 
-    monkeypatch.setattr(stream, "readable_in_place", poisoned)
+    monkeypatch.setattr(homes, "readable_in_place", poisoned)
 
 
 def streamed(module: nn.Module, copier: object = None, budget_gib: float | None = None) -> OffloadedTeacher:
@@ -162,7 +161,7 @@ def test_a_path_that_was_never_traced_is_right(sampler: Sampler, tokens: Tensor)
 def test_what_the_ring_does_not_bring_is_read_in_place(
     sampler: Sampler, tokens: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream, "readable_in_place", lambda master, device: master)
+    monkeypatch.setattr(homes, "readable_in_place", lambda master, device: master)
     want = sampler.head.weight[3] * 2
     teacher = streamed(sampler)
     for _ in range(2):
@@ -320,7 +319,7 @@ def test_gradient_and_inference_modes(sampler: Sampler, tokens: Tensor, inferenc
 
 
 def test_gradients_of_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "readable_in_place", lambda master, device: master)
+    monkeypatch.setattr(homes, "readable_in_place", lambda master, device: master)
     torch.manual_seed(0)
     module = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6))).requires_grad_(False)
     x = torch.randn(2, 8, requires_grad=True)
@@ -348,7 +347,7 @@ def test_a_copy_of_the_module_is_a_module_of_its_own(sampler: Sampler, tokens: T
 def test_a_language_model_of_transformers(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    monkeypatch.setattr(stream, "readable_in_place", lambda master, device: master)
+    monkeypatch.setattr(homes, "readable_in_place", lambda master, device: master)
     config = LlamaConfig(
         hidden_size=32,
         intermediate_size=64,

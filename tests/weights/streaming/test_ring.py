@@ -3,7 +3,8 @@ import torch
 from adversarial_copier import AdversarialCopier
 from torch import Tensor, nn
 
-from hf_memopt.weights.packed_weights import PackedWeights, views
+from hf_memopt.weights.homes import HostHome
+from hf_memopt.weights.packed_weights import PackedWeights
 from hf_memopt.weights.streaming.copy_schedule import Block
 from hf_memopt.weights.streaming.ring import Ring
 
@@ -20,9 +21,10 @@ def test_a_block_is_bound_and_given_back(module: nn.ParameterList, schedule: str
     weights, copier = PackedWeights(module), AdversarialCopier(schedule)
     master = copier.empty_host(weights.num_bytes)
     weights.pack(master)
-    in_place = [views(piece.offsets, master) for piece in weights.slices]
+    home = HostHome(weights, master, copier)
+    in_place = home.views
     blocks = [Block((0, 1), 512), Block((3, 2), 512)]
-    ring = Ring(copier, master, weights.slices, in_place, blocks, slot_bytes=512)
+    ring = Ring(copier, home, weights.slices, in_place, blocks, slot_bytes=512)
     for number, (first, second) in enumerate(((0, 1), (2, 3))):
         ring.fetch(number)
         ring.fetch(number)

@@ -1,0 +1,363 @@
+"""Blocks of bytes whose pieces lie in files: read by a few threads past the page cache, and never written.
+
+A piece begins anywhere in its file and goes to any memory, where direct I/O moves whole pages to whole pages. So each
+part is read with the pages around it to page-aligned host memory, and copied from there:
+
+    file     |  .bytes|bytes  |byt.   |  ->  pages of the host  |  .bytes|bytes  |byt.   |  ->  destination
+"""
+
+import ctypes
+import mmap
+import os
+import threading
+import time
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from io import FileIO
+from typing import IO, Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from hf_memopt.transfer.copier import Copier, DeviceCopy, StreamEvent, Transfer
+from hf_memopt.transfer.direct_io import PAGE, bypass_page_cache, private_pages
+from hf_memopt.transfer.scratch_file import REFUSALS, DiskError
+from hf_memopt.units import MIB, format_bytes
+
+T = TypeVar("T")
+
+# The most that one call reads. A multiple of a page.
+PART_BYTES = 4 * MIB
+_THREADS = 4
+# On the way to a device: half of the parts are read while the others are copied.
+_NUM_BUFFERS = 2 * _THREADS
+
+
+class _State(NamedTuple):
+    """The figures of a file that change when its bytes do."""
+
+    inode: int
+    num_bytes: int
+    modified_ns: int
+    changed_ns: int
+    num_links: int
+
+
+class _OwnPages(threading.local):
+    """Pages of each thread."""
+
+    def __init__(self) -> None:
+        self.pages = private_pages(PART_BYTES)
+
+
+_own = _OwnPages()
+
+
+class ReadFile:
+    """A file that is read only, whose bytes must stay as they were when this object was made.
+
+    Forks close it, and keep what is mapped.
+
+    Args:
+        file: open for reading; closed with this object.
+        name: of the file, for messages.
+    """
+
+    def __init__(self, file: FileIO | IO[bytes], name: str) -> None:
+        self.name = name
+        self._file = file
+        self._process = os.getpid()
+        self._state = _state(file)
+        self._mapped: Tensor | None = None
+        weakref.finalize(self, file.close)
+        _open_files.add(self)
+        self._bypass_page_cache()
+
+    @property
+    def num_bytes(self) -> int:
+        return self._state.num_bytes
+
+    def check(self) -> None:
+        """Raise DiskError if the file was written since it was opened, and in a fork, where it is closed.
+
+        A file that is linked, replaced or deleted meanwhile stays as it is: this object has it open.
+        """
+        if os.getpid() != self._process:
+            raise DiskError(f"{self.name}: process {self._process} has it open, of which this is a fork")
+        now, then = _state(self._file), self._state
+        # The time of modification can be set back, unlike the other one, which a new link changes too.
+        if now[:3] != then[:3] or (now.changed_ns != then.changed_ns and now.num_links == then.num_links):
+            raise DiskError(
+                f"{self.name}: the file was changed after it was opened, with {format_bytes(then.num_bytes)}: it has "
+                f"{format_bytes(now.num_bytes)} now; restore it and start again"
+            )
+        self._state = now
+
+    def read(self, position: int, num_bytes: int, pages: Tensor) -> Tensor:
+        """Read to page-aligned memory, whole pages; returns the part of it with the bytes from `position` on.
+
+        Raises:
+            DiskError: they could not be read, or the file ends before.
+        """
+        first = position % PAGE
+        start, wanted, filled = position - first, first + num_bytes, 0
+        room = memoryview(pages.numpy())[: -(-wanted // PAGE) * PAGE]
+        try:
+            while (got := os.preadv(self._file.fileno(), [room[filled:]], start + filled)) < wanted - filled:
+                # The system may read fewer pages than it was asked for, but less than a page at the file's end alone.
+                if got < PAGE:
+                    raise OSError(f"the file ends at byte {start + filled + got}")
+                filled += got // PAGE * PAGE
+        except OSError as error:
+            reason = os.strerror(error.errno) if error.errno is not None else str(error)
+            action = f"reading {format_bytes(num_bytes)} from byte {position} on"
+            raise DiskError(error.errno, f"{self.name}: {action} failed: {reason}") from error
+        return pages[first:wanted]
+
+    def mapped(self) -> Tensor:
+        """Return the whole file as `(num_bytes,)` uint8, read from the disk as it is touched; writing it is a fault."""
+        if self._mapped is None:
+            pages = mmap.mmap(self._file.fileno(), self.num_bytes, access=mmap.ACCESS_READ)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=".*not writable")
+                self._mapped = torch.frombuffer(pages, dtype=torch.uint8)
+        return self._mapped
+
+    def _bypass_page_cache(self) -> None:
+        try:
+            bypass_page_cache(self._file.fileno())
+            os.preadv(self._file.fileno(), [memoryview(_own.pages.numpy())[:PAGE]], 0)
+        except OSError as error:
+            if error.errno not in REFUSALS:
+                raise DiskError(error.errno, f"{self.name}: reading {format_bytes(PAGE)} failed: {error}") from error
+            bypass_page_cache(self._file.fileno(), False)
+
+
+_open_files: "weakref.WeakSet[ReadFile]" = weakref.WeakSet()
+
+
+def _close_in_fork() -> None:
+    for file in _open_files:
+        file._file.close()
+
+
+os.register_at_fork(after_in_child=_close_in_fork)
+
+
+def _state(file: FileIO | IO[bytes]) -> _State:
+    found = os.fstat(file.fileno())
+    return _State(found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_nlink)
+
+
+class Piece(NamedTuple):
+    """Bytes of a block, from `start` on, that lie in a file from `position` on."""
+
+    start: int
+    num_bytes: int
+    file: ReadFile
+    position: int
+
+
+class FilePart(NamedTuple):
+    """Bytes that one call reads: their offset in the destination, and their place in a file."""
+
+    offset: int
+    num_bytes: int
+    file: ReadFile
+    position: int
+
+
+class BlockInFiles:
+    """A block of bytes made of pieces, in order. The bytes between pieces have no meaning.
+
+    Attributes:
+        files: that hold pieces.
+        pieces: by their first bytes.
+        num_bytes: of the block.
+        bytes_read: so far, without the rest of the pages around them.
+        waited_s: seconds for which the host has waited for reads.
+    """
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        self.files = list(dict.fromkeys(piece.file for piece in pieces))
+        self.pieces = {piece.start: piece for piece in pieces}
+        self.num_bytes = pieces[-1].start + pieces[-1].num_bytes if pieces else 0
+        self.bytes_read = 0
+        self.waited_s = 0.0
+        self._runs = _joined(pieces)
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="hf_memopt files")
+        weakref.finalize(self, self._threads.shutdown, wait=False)  # each read under way has a thread and its memory
+
+    def check(self) -> None:
+        """Raise DiskError if a file has changed, and in a fork (see `ReadFile.check`)."""
+        for file in self.files:
+            file.check()
+
+    def parts(self, start: int, num_bytes: int) -> list[FilePart]:
+        """Cut the bytes from `start` on into parts, at whole pages of their files, and count them as read."""
+        self.check()
+        found = []
+        for run in self._runs:
+            begin, end = max(start, run.start), min(start + num_bytes, run.start + run.num_bytes)
+            ahead = run.position - run.start
+            while begin < end:
+                cut = min(end, ((begin + ahead) // PART_BYTES + 1) * PART_BYTES - ahead)
+                found.append(FilePart(begin - start, cut - begin, run.file, begin + ahead))
+                begin = cut
+        self.bytes_read += sum(part.num_bytes for part in found)
+        return found
+
+    def submit(self, function: Callable[..., T], *arguments: Any) -> "Future[T]":
+        return self._threads.submit(function, *arguments)
+
+    def wait(self, reads: Iterable["Future[Any]"]) -> None:
+        begun = time.perf_counter()
+        wait(reads)
+        self.waited_s += time.perf_counter() - begun
+
+
+class DirectReads:
+    """Reads of a block to memory of the host, where the device computes in it."""
+
+    def __init__(self, block: BlockInFiles) -> None:
+        self._block = block
+        self.host_bytes = _THREADS * PART_BYTES
+
+    def read(self, start: int, destination: Tensor) -> Transfer:
+        """Start reading `(num_bytes,)` uint8 from the byte `start` of the block on."""
+        parts = self._block.parts(start, destination.nbytes)
+        return _DirectRead(self._block, [self._block.submit(_read_part, part, destination) for part in parts])
+
+
+def _read_part(part: FilePart, destination: Tensor) -> None:
+    found = part.file.read(part.position, part.num_bytes, _own.pages)
+    ctypes.memmove(destination.data_ptr() + part.offset, found.data_ptr(), part.num_bytes)
+
+
+class _DirectRead:
+    def __init__(self, block: BlockInFiles, parts: list["Future[None]"]) -> None:
+        self._block, self._parts = block, parts
+
+    def wait(self) -> None:
+        self._block.wait(self._parts)
+        for part in self._parts:
+            part.result()
+
+
+class StagedReads:
+    """Reads of a block to a device, through page-aligned host memory: a ring of buffers, each with a part.
+
+    Parts go in the order of the reads. A buffer goes on to the next part, and a part from the file's end to the
+    device's, at the next read of anything and when somebody waits. So no more than the ring is read ahead.
+    """
+
+    def __init__(self, block: BlockInFiles, copier: Copier) -> None:
+        self._block, self._copier = block, copier
+        num_bytes = min(PART_BYTES, -(-block.num_bytes // PAGE) * PAGE + PAGE)
+        self._free = [_page_aligned(copier, num_bytes) for _ in range(_NUM_BUFFERS)]
+        self.host_bytes = _NUM_BUFFERS * (num_bytes + PAGE)
+        self._queued: deque[_StagedPart] = deque()
+        self._reading: deque[tuple[_StagedPart, Tensor, Future[Tensor]]] = deque()
+        self._copying: deque[tuple[StreamEvent, Tensor]] = deque()
+
+    def read(self, start: int, destination: Tensor) -> Transfer:
+        """Start reading `(num_bytes,)` uint8 from the byte `start` of the block on."""
+        parts = self._block.parts(start, destination.nbytes)
+        read = _StagedRead(self, len(parts))
+        self._queued.extend(
+            _StagedPart(read, part, destination[part.offset : part.offset + part.num_bytes]) for part in parts
+        )
+        self._advance()
+        return read
+
+    def finish(self, read: "_StagedRead") -> None:
+        """Wait on the host until the copies of a read have been submitted, or have failed."""
+        self._advance()
+        while read.num_left:
+            if self._reading:
+                self._block.wait([self._reading[0][2]])
+            else:
+                self._copying[0][0].synchronize()
+            self._advance()
+
+    def _advance(self) -> None:
+        """Go on as far as is possible without waiting."""
+        while self._reading and self._reading[0][2].done():
+            self._copy_oldest()
+        while self._copying and self._copying[0][0].query():
+            self._free.append(self._copying.popleft()[1])
+        while self._queued and self._free:
+            staged, buffer = self._queued.popleft(), self._free.pop()
+            part = staged.part
+            fetched = self._block.submit(part.file.read, part.position, part.num_bytes, buffer)
+            self._reading.append((staged, buffer, fetched))
+
+    def _copy_oldest(self) -> None:
+        staged, buffer, fetched = self._reading[0]
+        error: Exception | None = None
+        try:
+            copy = self._copier.to_device(fetched.result(), staged.destination)
+        except Exception as failure:  # raised to those who wait for the bytes
+            error = failure
+        self._reading.popleft()
+        staged.read.num_left -= 1
+        if error is None:
+            staged.read.copies.append(copy)
+            # Not the copy itself, which has the device's memory.
+            self._copying.append((copy.finished, buffer))
+        else:
+            staged.read.error = error
+            self._free.append(buffer)
+
+
+class _StagedRead:
+    """A read, of which `num_left` parts are still to be copied to the device."""
+
+    def __init__(self, reads: StagedReads, num_left: int) -> None:
+        self._reads = reads
+        self.num_left = num_left
+        self.copies: list[DeviceCopy] = []
+        self.error: Exception | None = None
+
+    def wait(self) -> None:
+        self._reads.finish(self)
+        for copy in self.copies:
+            try:
+                copy.wait()
+            except Exception as error:  # raised once all copies are over
+                self.error = error
+        if self.error is not None:
+            raise self.error
+
+
+class _StagedPart(NamedTuple):
+    read: _StagedRead
+    part: FilePart
+    destination: Tensor
+
+
+def _joined(pieces: Sequence[Piece]) -> list[Piece]:
+    """Join neighbours that lie in their file as they lie in the block, with less than a page in between."""
+    runs: list[Piece] = []
+    for piece in pieces:
+        last = runs[-1] if runs else piece
+        gap = piece.start - last.start - last.num_bytes
+        if (
+            runs
+            and piece.file is last.file
+            and piece.position - last.position == piece.start - last.start
+            and gap < PAGE
+        ):
+            runs[-1] = last._replace(num_bytes=piece.start + piece.num_bytes - last.start)
+        else:
+            runs.append(piece)
+    return runs
+
+
+def _page_aligned(copier: Copier, num_bytes: int) -> Tensor:
+    memory = copier.empty_host(num_bytes + PAGE)
+    first = -memory.data_ptr() % PAGE
+    return memory[first : first + num_bytes]

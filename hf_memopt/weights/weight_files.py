@@ -1,0 +1,179 @@
+"""The files of weights whose home is a file: the user's safetensors files as far as they hold them, and one of ours.
+
+A weight counts as held by a file if the file has the same bytes, all of them compared. Names and dtypes tell nothing:
+loaders rename weights, join them and cast them.
+"""
+
+import bisect
+import itertools
+import json
+import logging
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hf_memopt.transfer.direct_io import PAGE, private_pages
+from hf_memopt.transfer.file_reader import PART_BYTES, BlockInFiles, Piece, ReadFile
+from hf_memopt.transfer.scratch_file import DiskError, nameless_file, warn_of_file_system
+from hf_memopt.units import format_bytes
+from hf_memopt.weights.packed_weights import PackedWeights, WeightSlice
+
+logger = logging.getLogger(__name__)
+
+# Longer headers are those of damaged files: the format's own limit.
+_MAX_HEADER_BYTES = 100_000_000
+
+
+def in_files(weights: PackedWeights, paths: Iterable[str | os.PathLike[str]] | None, folder: Path) -> BlockInFiles:
+    """Return the block of packed weights as bytes in files.
+
+    Args:
+        weights: whose sources are still there.
+        paths: safetensors files, or folders with some, that may hold weights. None: those from which the loader has
+            mapped weights into memory, as transformers does where it casts nothing.
+        folder: where a file is written, once, with the weights that no other file holds. It has no name, and is gone
+            with the process.
+
+    Raises:
+        ValueError: a path leads to no safetensors file.
+        DiskError: a file cannot be read or written.
+
+    Costs a comparison of the weights with the files.
+    """
+    held = _HeldTensors(_mapped_files(weights) if paths is None else _safetensors_files(paths))
+    pieces: list[Piece] = []
+    others: list[tuple[WeightSlice, Tensor]] = []
+    for piece, memory in weights.pieces():
+        place = held.take(piece, memory)
+        if place is None:
+            others.append((piece, memory))
+        else:
+            pieces.append(Piece(piece.start, memory.nbytes, *place))
+    if others:
+        pieces += _written(others, folder)
+    block = BlockInFiles(sorted(pieces, key=lambda piece: piece.start))
+    names = ", ".join(file.name for file in block.files)
+    logger.info("weights: %s in %s", format_bytes(sum(piece.num_bytes for piece in pieces)), names)
+    return block
+
+
+class _HeldTensors:
+    """The tensors in safetensors files, found by their bytes. Each is taken once, so that no two weights seem tied."""
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        # By length and first page, in which most tensors differ.
+        self._places: dict[tuple[int, bytes], list[tuple[ReadFile, int]]] = defaultdict(list)
+        self._pages = private_pages(PART_BYTES)
+        for path in paths:
+            file = ReadFile(path.open("rb", buffering=0), str(path))
+            for begin, end in _ranges(path):
+                first = file.read(begin, min(PAGE, end - begin), self._pages)
+                self._places[end - begin, _bytes(first)].append((file, begin))
+
+    def take(self, piece: WeightSlice, memory: Tensor) -> tuple[ReadFile, int] | None:
+        """Return file and position of a piece's bytes; None where no file has them at a place that can be mapped."""
+        places = self._places.get((memory.nbytes, _bytes(memory[:PAGE])), [])
+        for number, (file, position) in enumerate(places):
+            aligned = all((each.start - piece.start + position) % each.tensor.itemsize == 0 for each in piece.offsets)
+            if aligned and self._is_equal(file, position, memory):
+                return places.pop(number)
+        return None
+
+    def _is_equal(self, file: ReadFile, position: int, memory: Tensor) -> bool:
+        step = PART_BYTES - PAGE
+        starts = range(position, position + memory.nbytes, step)
+        return all(
+            torch.equal(file.read(start, part.nbytes, self._pages), part.cpu())
+            for start, part in zip(starts, torch.split(memory, step), strict=True)
+        )
+
+
+def _safetensors_files(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
+    found: list[Path] = []
+    for path in map(Path, paths):
+        inside = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+        if not inside or not all(map(_is_safetensors, inside)):
+            raise ValueError(f"files: {path} is no safetensors file, nor a folder of such; name the checkpoint's")
+        found += inside
+    return found
+
+
+def _mapped_files(weights: PackedWeights) -> list[Path]:
+    """Return the safetensors files that weights are mapped from, on Linux, where the system lists what is mapped."""
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        return []
+    ranges: list[tuple[int, int, str]] = []
+    for line in maps.read_text().splitlines():
+        addresses, _, _, _, _, *path = line.split(maxsplit=5)
+        if path:
+            begin, end = (int(address, 16) for address in addresses.split("-"))
+            ranges.append((begin, end, path[0]))
+    found: dict[str, None] = {}
+    for _, memory in weights.pieces():
+        place = bisect.bisect_right(ranges, memory.data_ptr(), key=lambda each: each[0]) - 1
+        if memory.device.type == "cpu" and place >= 0 and memory.data_ptr() < ranges[place][1]:
+            found[ranges[place][2]] = None
+    return [path for path in map(Path, found) if _is_safetensors(path)]
+
+
+def _is_safetensors(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        return length <= min(_MAX_HEADER_BYTES, path.stat().st_size) and file.read(1) == b"{"
+
+
+def _ranges(path: Path) -> list[tuple[int, int]]:
+    """Return where in a safetensors file each tensor begins and ends, without those that are empty."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    offsets = [tensor["data_offsets"] for name, tensor in header.items() if name != "__metadata__"]
+    return [(8 + length + begin, 8 + length + end) for begin, end in offsets if begin < end]
+
+
+def _written(others: Sequence[tuple[WeightSlice, Tensor]], folder: Path) -> list[Piece]:
+    """Write weights to a file, one behind the other and aligned as in their block; returns their places."""
+    num_bytes = sum(piece.num_bytes for piece, _ in others)
+    positions = itertools.accumulate((piece.num_bytes for piece, _ in others), initial=0)
+    places = list(zip(others, positions, strict=False))
+    warn_of_file_system(folder)
+    try:
+        file = nameless_file(folder)
+        with ExitStack() as stack:
+            stack.callback(file.close)
+            os.ftruncate(file.fileno(), num_bytes)
+            for (_, memory), position in places:
+                _write(file.fileno(), memory, position)
+            os.fsync(file.fileno())
+            stack.pop_all()
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno is not None else str(error)
+        raise DiskError(
+            error.errno,
+            f"disk={folder}: writing {format_bytes(num_bytes)} of weights failed: {reason}; free space there or name "
+            "another folder",
+        ) from error
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    ours = ReadFile(file, f"a file without a name in {folder}")
+    return [Piece(piece.start, memory.nbytes, ours, position) for (piece, memory), position in places]
+
+
+def _write(file: int, memory: Tensor, position: int) -> None:
+    for part in torch.split(memory, PART_BYTES):
+        rest = memoryview(part.cpu().numpy())
+        while rest:
+            written = os.pwrite(file, rest, position)
+            position, rest = position + written, rest[written:]
+
+
+def _bytes(memory: Tensor) -> bytes:
+    return memory.cpu().numpy().tobytes()

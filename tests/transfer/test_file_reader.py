@@ -1,0 +1,202 @@
+"""Tests that any bytes of a block in files arrive, through a small ring or directly, and that no failure is hidden."""
+
+import itertools
+import os
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from adversarial_copier import AdversarialCopier, InjectedError
+from torch import Tensor
+
+from hf_memopt.transfer import file_reader
+from hf_memopt.transfer.direct_io import PAGE, private_pages
+from hf_memopt.transfer.file_reader import BlockInFiles, DirectReads, Piece, ReadFile, StagedReads
+from hf_memopt.transfer.scratch_file import DiskError
+
+NUM_BYTES = 5 * PAGE + 123
+
+
+@pytest.fixture
+def contents() -> Tensor:
+    return torch.randint(256, (NUM_BYTES,), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+
+
+@pytest.fixture
+def path(tmp_path: Path, contents: Tensor) -> Path:
+    (tmp_path / "bytes").write_bytes(contents.numpy().tobytes())
+    return tmp_path / "bytes"
+
+
+def opened(path: Path) -> ReadFile:
+    return ReadFile(path.open("rb", buffering=0), str(path))
+
+
+def pieces_of(file: ReadFile, rng: random.Random) -> list[Piece]:
+    """Return pieces at any place of the file, with gaps in the block."""
+    pieces, start = [], 0
+    for _ in range(rng.randint(1, 6)):
+        start += rng.choice([0, 0, 7, 5000])
+        position = rng.randrange(NUM_BYTES)
+        num_bytes = rng.randint(1, NUM_BYTES - position)
+        pieces.append(Piece(start, num_bytes, file, position))
+        start += num_bytes
+    return pieces
+
+
+@pytest.mark.parametrize("position", [0, 1, PAGE - 1, PAGE, 2 * PAGE + 17])
+@pytest.mark.parametrize("num_bytes", [1, 100, PAGE, 2 * PAGE + 1])
+def test_any_bytes_are_read(path: Path, contents: Tensor, position: int, num_bytes: int) -> None:
+    got = opened(path).read(position, num_bytes, private_pages(6 * PAGE))
+    assert torch.equal(got, contents[position : position + num_bytes])
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("kind", ["direct", "early", "late", "random"])
+def test_a_block_is_what_its_pieces_say(
+    path: Path, contents: Tensor, kind: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_reader, "PART_BYTES", PAGE)
+    rng = random.Random(seed)
+    pieces = pieces_of(opened(path), rng)
+    block = BlockInFiles(pieces)
+    copier = AdversarialCopier("late" if kind == "direct" else kind, seed)
+    reads = DirectReads(block) if kind == "direct" else StagedReads(block, copier)
+    whole = torch.zeros(block.num_bytes, dtype=torch.uint8)
+    for piece in pieces:
+        whole[piece.start : piece.start + piece.num_bytes] = contents[piece.position :][: piece.num_bytes]
+    under_way = []
+    for _ in range(8):
+        start = rng.randrange(block.num_bytes)
+        destination = torch.zeros(rng.randint(1, block.num_bytes - start), dtype=torch.uint8)
+        under_way.append((start, destination, reads.read(start, destination)))
+    rng.shuffle(under_way)
+    for start, destination, read in under_way:
+        read.wait()
+        read.wait()
+        for piece in pieces:
+            begin, end = max(start, piece.start), min(start + destination.nbytes, piece.start + piece.num_bytes)
+            assert torch.equal(destination[begin - start : max(begin, end) - start], whole[begin : max(begin, end)])
+
+
+def test_no_more_than_the_ring_is_read_ahead(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_reader, "PART_BYTES", PAGE)
+    reads = itertools.count()
+    preadv = os.preadv
+    block = BlockInFiles([Piece(number * NUM_BYTES, NUM_BYTES, opened(path), 0) for number in range(5)])
+    monkeypatch.setattr(os, "preadv", lambda *arguments: (next(reads), preadv(*arguments))[1])
+    staged = StagedReads(block, AdversarialCopier("late"))
+    read = staged.read(0, torch.zeros(block.num_bytes, dtype=torch.uint8))
+    block.wait([fetched for _, _, fetched in staged._reading])
+    assert next(reads) == 8
+    read.wait()
+    assert staged.host_bytes == 8 * 2 * PAGE
+
+
+def test_neighbours_are_read_together(path: Path) -> None:
+    file = opened(path)
+    block = BlockInFiles([Piece(0, 100, file, 512), Piece(256, 100, file, 768), Piece(512, 100, file, 4096)])
+    assert [(part.offset, part.num_bytes, part.position) for part in block.parts(0, 612)] == [
+        (0, 356, 512),
+        (512, 100, 4096),
+    ]
+
+
+# ------------------------------------------------------------------------------------------------ faults
+
+
+def reads_of(kind: str, block: BlockInFiles, fail_at: int | None = None) -> DirectReads | StagedReads:
+    return DirectReads(block) if kind == "direct" else StagedReads(block, AdversarialCopier("late", fail_at=fail_at))
+
+
+@pytest.mark.parametrize("kind", ["direct", "staged"])
+def test_a_failed_read_raises_at_every_wait_and_the_next_is_right(
+    path: Path, contents: Tensor, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads = reads_of(kind, BlockInFiles([Piece(0, NUM_BYTES, opened(path), 0)]))
+
+    def broken(*_: object) -> int:
+        raise OSError(5, "Input/output error")
+
+    destination = torch.zeros(NUM_BYTES, dtype=torch.uint8)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", broken)
+        read = reads.read(0, destination)
+        for _ in range(2):
+            with pytest.raises(DiskError, match=r"bytes: reading 20\.12 KiB from byte 0 on failed: Input/output error"):
+                read.wait()
+    with pytest.raises(DiskError):
+        read.wait()
+    reads.read(0, destination).wait()
+    assert torch.equal(destination, contents)
+
+
+def test_a_failed_copy_raises_at_every_wait(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_reader, "PART_BYTES", PAGE)
+    for fail_at in range(1, 13):  # a copy and a wait of each part
+        reads = reads_of("staged", BlockInFiles([Piece(0, NUM_BYTES, opened(path), 0)]), fail_at)
+        read = reads.read(0, torch.zeros(NUM_BYTES, dtype=torch.uint8))
+        for _ in range(2):
+            with pytest.raises(InjectedError):
+                read.wait()
+
+
+def test_short_reads_are_continued(path: Path, contents: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda file, buffers, offset: preadv(file, [buffers[0][: PAGE + 512]], offset))
+    got = opened(path).read(3, NUM_BYTES - 3, private_pages(6 * PAGE))
+    assert torch.equal(got, contents[3:])
+
+
+def test_the_end_of_a_file_is_an_error(path: Path) -> None:
+    with pytest.raises(
+        DiskError, match=f"bytes: reading 300 B from byte 20403 on failed: the file ends at byte {NUM_BYTES}"
+    ):
+        opened(path).read(NUM_BYTES - 200, 300, private_pages(6 * PAGE))
+
+
+def write(path: Path, mode: str) -> None:
+    time.sleep(0.02)  # file systems have clocks of some milliseconds
+    with path.open(mode) as file:
+        file.write(b"x" * 100)
+
+
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "written": lambda path: write(path, "r+b"),
+    "appended to": lambda path: write(path, "ab"),
+    "truncated": lambda path: os.truncate(path, 100),
+    "touched": lambda path: os.utime(path, ns=(0, 0)),
+}
+NO_CHANGES: dict[str, Callable[[Path], object]] = {
+    "linked": lambda path: path.with_name("other").hardlink_to(path),
+    "deleted": lambda path: path.unlink(),
+    "replaced": lambda path: (path.with_name("new").write_bytes(b"y"), path.with_name("new").replace(path)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changed_files_are_refused(path: Path, change: str) -> None:
+    file = opened(path)
+    file.check()
+    CHANGES[change](path)
+    for _ in range(2):
+        with pytest.raises(DiskError, match=r"bytes: the file was changed after it was opened, with 20\.12 KiB"):
+            file.check()
+
+
+@pytest.mark.parametrize("change", NO_CHANGES)
+def test_files_may_lose_their_names(path: Path, contents: Tensor, change: str) -> None:
+    file = opened(path)
+    NO_CHANGES[change](path)
+    file.check()
+    file.check()
+    assert torch.equal(file.read(0, NUM_BYTES, private_pages(6 * PAGE)), contents)
+
+
+def test_a_block_of_nothing_is_read(tmp_path: Path) -> None:
+    block = BlockInFiles([])
+    StagedReads(block, AdversarialCopier()).read(0, torch.zeros(0, dtype=torch.uint8)).wait()
+    DirectReads(block).read(0, torch.zeros(0, dtype=torch.uint8)).wait()
