@@ -117,9 +117,9 @@ class StagedDisk(_Disk):
     when somebody waits. Tensors larger than the host memory for it, `staging_bytes`, do not go.
     """
 
-    def __init__(self, file: TierFile, copier: Copier, staging_bytes: int) -> None:
+    def __init__(self, file: TierFile, copier: Copier, staging_bytes: int, is_below_host: bool = False) -> None:
         super().__init__(file)
-        self.copier = copier
+        self.copier, self._is_below_host = copier, is_below_host
         self.staging = HostArena(_PageAligned(copier), staging_bytes, PAGE)
         self.staging_bytes = staging_bytes // PAGE * PAGE
         # Oldest first. Each holds a block of the host memory.
@@ -169,7 +169,9 @@ class StagedDisk(_Disk):
             raise self.failures.pop()
 
     def stall_ms(self) -> float:
-        return self.copier.stall_ms() + 1e3 * self.file.waited_s
+        """Leave waits for the copier's copies to the memory above that has the same copier, if there is one."""
+        copies_ms = 0.0 if self._is_below_host else self.copier.stall_ms()
+        return copies_ms + 1e3 * self.file.waited_s
 
     def tier(self, clock: Clock) -> Tier:
         """Return the slower of link and disk, which both have a tensor at a time."""

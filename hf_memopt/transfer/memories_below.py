@@ -44,9 +44,10 @@ def memories_below(
     copier = copier_for(device, pin_memory) if copier is None else copier
     if file is None:
         return [LowerHost(copier, host_budget_bytes)], clock_for(device)
-    disk = _staged(file, copier, host_budget_bytes)
+    disk = _staged(file, copier, host_budget_bytes, is_below_host=True)
     return [LowerHost(copier, host_budget_bytes - disk.staging_bytes), disk], clock_for(device)
 
 
-def _staged(file: TierFile, copier: Copier, host_budget_bytes: int) -> StagedDisk:
-    return StagedDisk(file, copier, min(round(_STAGING_SHARE * host_budget_bytes), _MAX_STAGING_BYTES))
+def _staged(file: TierFile, copier: Copier, host_budget_bytes: int, is_below_host: bool = False) -> StagedDisk:
+    staging_bytes = min(round(_STAGING_SHARE * host_budget_bytes), _MAX_STAGING_BYTES)
+    return StagedDisk(file, copier, staging_bytes, is_below_host)

@@ -7,6 +7,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from hf_memopt.transfer import SyncCopier
 from hf_memopt.transfer.disk_memory import StagedDisk
+from hf_memopt.transfer.memories_below import memories_below
 from hf_memopt.transfer.scratch_file import ScratchFile
 from hf_memopt.units import MIB
 
@@ -42,3 +43,17 @@ def test_copies_that_are_over_keep_no_host_memory(tmp_path: Path) -> None:
     assert copier.given
     # The block lives, and so does the second copy.
     assert all(memory.expired() for memory in copier.given)
+
+
+def test_waits_for_one_copier_are_counted_once(tmp_path: Path) -> None:
+    copier, file = SyncCopier(), ScratchFile(tmp_path)
+    memories, _ = memories_below(torch.device("cpu"), copier, True, 64 * MIB, file)
+    assert [memory.name for memory in memories] == ["host", "disk"]
+    for memory in memories:
+        source = torch.ones(MIB, dtype=torch.uint8)
+        block = memory.acquire(MIB, source.untyped_storage())
+        memory.write(source, block).wait()
+        memory.read(block, torch.empty_like(source)).wait()
+    assert copier.stall_ms() > 0
+    assert file.waited_s > 0
+    assert sum(memory.stall_ms() for memory in memories) == copier.stall_ms() + 1e3 * file.waited_s
