@@ -135,6 +135,7 @@ class ActivationOffloader:
         self._host_budget_bytes = _bytes(host_budget_gib)
         self._disk, self._disk_budget_bytes = disk, _bytes(disk_budget_gib)
         self._file: TierFile | None = None
+        self._opened_by: Callable[..., TierFile | None] | None = None
         self._devices: dict[torch.device, DeviceState | None] = {}
         self._planners: weakref.WeakKeyDictionary[nn.Module, dict[torch.device, PassPlanner]] = (
             weakref.WeakKeyDictionary()
@@ -341,9 +342,10 @@ class ActivationOffloader:
         return round(_HOST_SHARE * backend_of(device).free_host_bytes())
 
     def _file_below(self, device: torch.device) -> TierFile | None:
-        """Return the file on the disk, of which an offloader has one for all devices."""
-        if self._file is None:
-            self._file = backend_of(device).open_file(self._disk, self._disk_budget_bytes)
+        """Return the file on the disk, of which an offloader has one for all devices; a simulation has its own."""
+        open_file = backend_of(device).open_file
+        if self._opened_by != open_file:
+            self._file, self._opened_by = open_file(self._disk, self._disk_budget_bytes), open_file
         return self._file
 
     def _state_of(self, device: torch.device) -> DeviceState | None:

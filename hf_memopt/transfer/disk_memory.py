@@ -249,6 +249,7 @@ class _StagedWrite:
             return
         self.is_over = True
         self._disk.staging.release(self._memory)
+        del self._memory  # the arena may give up its region before this object goes
         if self.is_abandoned:
             self._disk.file.space.release(self.extent)
             if self._error is not None:
@@ -303,6 +304,7 @@ class _StagedRead:
         if not self.is_over:
             self.is_over = True
             self._disk.staging.release(self._memory)
+            del self._memory
 
 
 class _ReadTransfer:

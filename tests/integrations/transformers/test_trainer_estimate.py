@@ -124,6 +124,19 @@ def test_the_update_with_the_longest_sample_counts(tmp_path: Path) -> None:
     assert not any("no batch" in assumption for assumption in longest.assumptions)
 
 
+def test_a_disk_is_simulated_before_and_after_training(tmp_path: Path) -> None:
+    from hf_memopt import ActivationOffloader
+
+    trainer = plain(tmp_path)
+    offloader = ActivationOffloader(mode="all", offload_threshold_mb=0.01, disk=tmp_path, host_budget_gib=1 / 1024)
+    callbacks.attach(trainer, offloader=offloader)
+    before = estimates.estimate_trainer(trainer)
+    assert before.disk_bytes_written > 0
+    trainer.train()
+    assert offloader.stats.disk_bytes_written > 0
+    assert estimates.estimate_trainer(trainer).disk_bytes_written == before.disk_bytes_written
+
+
 def test_what_attach_offloads_leaves_the_device(tmp_path: Path) -> None:
     from hf_memopt import ActivationOffloader
 
