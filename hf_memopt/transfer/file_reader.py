@@ -144,7 +144,8 @@ def _close_in_fork() -> None:
         file._file.close()
 
 
-os.register_at_fork(after_in_child=_close_in_fork)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_fork)
 
 
 def _state(file: FileIO | IO[bytes]) -> _State:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -153,9 +154,9 @@ file = scratch_file.ScratchFile(sys.argv[1])
 memory = torch.zeros(4 << 20, dtype=torch.uint8)
 extents = [file.space.acquire(memory.nbytes) for _ in range(4)]
 if sys.argv[2] == "forks" and os.fork() == 0:
-    print("worker", os.getpid(), flush=True)
+    os.write(1, b"worker %d\\n" % os.getpid())
     time.sleep(600)
-print("begun", flush=True)
+os.write(1, b"begun\\n")
 while True:
     for extent in extents:
         file.write(memory, extent)
@@ -163,16 +164,22 @@ while True:
 """
 
 
-def start(folder: Path, way: str) -> subprocess.Popen[str]:
+@contextmanager
+def started(folder: Path, way: str) -> Iterator[subprocess.Popen[str]]:
+    """Yield a process that writes and reads in a folder, alone or beside a worker that it forks; ends it."""
     command = [sys.executable, "-c", _KILLED, str(folder), way]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 @pytest.mark.e2e
 def test_kills_at_any_moment_leave_no_file(tmp_path: Path) -> None:
     dice = random.Random(0)
     for _ in range(5):
-        with start(tmp_path, "alone") as process:
+        with started(tmp_path, "alone") as process:
             assert process.stdout is not None
             if dice.random() < 0.7:
                 process.stdout.readline()
@@ -182,7 +189,7 @@ def test_kills_at_any_moment_leave_no_file(tmp_path: Path) -> None:
 
 
 def test_a_worker_that_outlives_a_killed_process_holds_no_space(tmp_path: Path) -> None:
-    with start(tmp_path, "forks") as process:
+    with started(tmp_path, "forks") as process:
         assert process.stdout is not None
         lines = [process.stdout.readline().split() for _ in range(2)]
         worker = psutil.Process(next(int(line[1]) for line in lines if line[0] == "worker"))
