@@ -1,0 +1,113 @@
+"""Kinds of training in little memory that the benchmark compares; each one changes a workload before its first step."""
+
+import contextlib
+import itertools
+import json
+import struct
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from benchmarks.limit.workloads import Workload
+from hf_memopt import ActivationOffloader, SyncCopier
+
+THRESHOLD_MB = 0.25
+UNLIMITED_GIB = 1024.0
+
+
+@dataclass(frozen=True)
+class Handling:
+    """One kind, ready to train."""
+
+    context: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext  # around a forward pass
+    stats: Callable[[], dict[str, float]] = dict  # counts of this library's offloader
+
+
+def plain(workload: Workload, folder: Path, budget_gib: float) -> Handling:
+    return Handling()
+
+
+def mapped_weights(workload: Workload, folder: Path, budget_gib: float) -> Handling:
+    """Put the weights into a shared mapping of their safetensors file, which the system writes back and reads again.
+
+    A private mapping, as of a frozen model's file, would become anonymous memory at the first update.
+    """
+    weights = dict(workload.model.named_parameters())
+    file = folder / "weights.safetensors"
+    save_file({name: _real(weight.detach()) for name, weight in weights.items()}, file)
+    with file.open("rb") as opened:
+        (header_bytes,) = struct.unpack("<Q", opened.read(8))
+        places = json.loads(opened.read(header_bytes))
+    mapping = torch.from_file(str(file), shared=True, size=file.stat().st_size, dtype=torch.uint8)
+    file.unlink()
+    for name, weight in weights.items():
+        start, end = (8 + header_bytes + offset for offset in places[name]["data_offsets"])
+        weight.data = mapping[start:end].view(weight.dtype).view(weight.shape)
+    return Handling()
+
+
+def _real(weight: Tensor) -> Tensor:
+    return torch.view_as_real(weight).contiguous() if weight.is_complex() else weight.contiguous()
+
+
+def checkpointing(workload: Workload, folder: Path, budget_gib: float) -> Handling:
+    """Checkpoint each block by torch's function, whose variant without reentering autograd it recommends."""
+    for block in workload.blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    return Handling()
+
+
+class SharedMappings(SyncCopier):
+    """A copier into shared mappings of files, which the system writes to disk and reads again by itself."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder, self._numbers = folder, itertools.count()
+
+    def empty_host(self, num_bytes: int) -> Tensor:
+        file = self._folder / f"mapping_{next(self._numbers)}"
+        mapping = torch.from_file(str(file), shared=True, size=max(1, num_bytes), dtype=torch.uint8)
+        file.unlink()
+        return mapping[:num_bytes]
+
+
+def shared_mapping(workload: Workload, folder: Path, budget_gib: float) -> Handling:
+    return _offloaded(workload, mode="all", copier=SharedMappings(folder), host_budget_gib=UNLIMITED_GIB)
+
+
+def ours_with_a_budget(workload: Workload, folder: Path, budget_gib: float) -> Handling:
+    return _offloaded(workload, budget_gib=budget_gib, disk=folder)
+
+
+def ours_all(workload: Workload, folder: Path, budget_gib: float) -> Handling:
+    return _offloaded(workload, mode="all", disk=folder)
+
+
+def _offloaded(workload: Workload, **options: Any) -> Handling:
+    offloader = ActivationOffloader(offload_threshold_mb=THRESHOLD_MB, **options)
+
+    def stats() -> dict[str, float]:
+        counted = ("bytes_moved", "disk_bytes_written", "disk_bytes_live", "stall_ms")
+        return {name: getattr(offloader.stats, name) for name in counted if hasattr(offloader.stats, name)}
+
+    return Handling(lambda: offloader.offload_context(workload.model), stats)
+
+
+NO_LIMIT = "plain, no limit"
+KINDS: dict[str, Callable[[Workload, Path, float], Handling]] = {
+    NO_LIMIT: plain,
+    "plain": plain,
+    "plain, weights mapped": mapped_weights,
+    "checkpointing": checkpointing,
+    "shared mapping": shared_mapping,
+    "ours, budget": ours_with_a_budget,
+    "ours, all": ours_all,
+}

@@ -1,0 +1,65 @@
+"""The process of one workload and one kind: its set-up, a small step, and the steps under a limit."""
+
+import argparse
+import gc
+import hashlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.limit.kinds import KINDS
+from benchmarks.limit.workloads import WORKLOADS
+from hf_memopt.recipes.memory_limit.reported_steps import report_steps
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("settings", type=json.loads, help="JSON of the workload, the kind and their options")
+    parser.add_argument("--events", type=int, required=True, help="descriptor of the pipe for events")
+    options = parser.parse_args()
+    return train(options.events, **options.settings)
+
+
+def train(
+    events: int, *, workload: str, kind: str, is_toy: bool, num_steps: int, folder: str, budget_gib: float
+) -> int:
+    torch.manual_seed(0)
+    training = WORKLOADS[workload](is_toy)
+
+    def update(loss: torch.Tensor) -> float:
+        loss.backward()
+        training.optimizer.step()
+        training.optimizer.zero_grad(set_to_none=False)  # so that gradients are part of the memory at rest
+        return loss.item()
+
+    update(training.loss_of_little())
+    handling = KINDS[kind](training, Path(folder), budget_gib)
+    gc.collect()
+
+    def step() -> float:
+        with handling.context():
+            loss = training.loss()
+        return update(loss)
+
+    def results() -> dict[str, Any]:
+        return {"weights_digest": digest(training.model), "stats": handling.stats()}
+
+    return report_steps(step, num_steps, events, results)
+
+
+@torch.no_grad()
+def digest(model: nn.Module) -> str:
+    """Return a hash of all weights, bit for bit."""
+    found = hashlib.sha256()
+    for parameter in model.parameters():
+        real = torch.view_as_real(parameter) if parameter.is_complex() else parameter
+        found.update(memoryview(real.contiguous().numpy()).cast("B"))
+    return found.hexdigest()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,142 @@
+"""A process that trains by `report_steps`, under a memory limit, with its memory over time and the way it ended."""
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hf_memopt.recipes.memory_limit.limits import MemoryLimit
+from hf_memopt.recipes.memory_limit.memory_samples import Sample, Sampler, read_sample
+
+Event = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class LimitedRun:
+    """A process that has ended.
+
+    Attributes:
+        end: "finished", "raised" an error of allocation, or "killed".
+        reason: the error or the signal, None if it has finished.
+        rest: memory when the limit was set, between the set-up and the first step.
+        samples: memory from then on.
+        events: of the steps and the end, as `report_steps` writes them.
+    """
+
+    end: str
+    reason: str | None
+    rest: Sample
+    samples: list[Sample]
+    events: list[Event]
+
+    @property
+    def steps(self) -> list[Event]:
+        return [event for event in self.events if event["event"] == "step"]
+
+    @property
+    def losses(self) -> list[float]:
+        return [event["loss"] for event in self.steps]
+
+    @property
+    def peak_bytes(self) -> int:
+        """Return the most anonymous memory in use."""
+        return max(sample.anonymous_bytes for sample in self.samples)
+
+    @property
+    def results(self) -> Event:
+        """Return the last event: of a finished run, costs and results."""
+        return self.events[-1] if self.events else {}
+
+    def counted_rest(self, limit: MemoryLimit) -> int:
+        """Return the bytes at rest of the kind that the limit counts."""
+        return int(getattr(self.rest, limit.counted))
+
+
+def run_limited(
+    command: Sequence[str],
+    limit: MemoryLimit,
+    limit_bytes: int | None,
+    *,
+    log: Path,
+    environ: Mapping[str, str] | None = None,
+    show: Callable[[Event], None] = lambda event: None,
+) -> LimitedRun:
+    """Run a command, to which `--events=DESCRIPTOR` is added, until it ends.
+
+    Args:
+        command: trains by `report_steps`.
+        limit: of the process.
+        limit_bytes: what the process may use in all, from its event `rest` on; None, as much as it likes.
+        log: file for the process's own output.
+        environ: variables that are added to this process's own.
+        show: called with each event.
+
+    Raises:
+        RuntimeError: the process has failed for another reason than its memory.
+    """
+    readable, writable = os.pipe()
+    kills_before = limit.num_kills()
+    whole = limit.command([*command, f"--events={writable}"])
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            whole,
+            env={**os.environ, **(environ or {})},
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            pass_fds=[writable],
+        )
+    os.close(writable)
+    with process, os.fdopen(readable) as lines:
+        try:
+            begun, rest = _read_event(lines.readline()), read_sample(process.pid)
+            if begun is None or rest is None:
+                process.wait()
+                raise _failed(process, log)
+            if limit_bytes is not None:
+                limit.set(process.pid, limit_bytes)
+            events = []
+            with Sampler(process.pid) as sampler:
+                assert process.stdin is not None
+                process.stdin.write(b"\n")
+                process.stdin.flush()
+                for line in lines:
+                    if (event := _read_event(line)) is not None:
+                        events.append(event)
+                        show(event)
+            status = process.wait()
+        except BaseException:
+            process.kill()
+            raise
+    end, reason = _end(status, events, limit.num_kills() > kills_before)
+    if end is None or (end == "killed" and limit_bytes is None):
+        raise _failed(process, log)
+    return LimitedRun(end, reason, rest, sampler.samples, events)
+
+
+def _read_event(line: str) -> Event | None:
+    """Return the event; None for a line that its process has not completed."""
+    if not line.endswith("\n"):
+        return None
+    event: Event = json.loads(line)
+    return event
+
+
+def _end(status: int, events: Sequence[Event], is_over_limit: bool) -> tuple[str | None, str | None]:
+    last = events[-1] if events else {"event": "rest"}
+    if status == 0 and last["event"] == "finished":
+        return "finished", None
+    if last["event"] == "raised":
+        return "raised", last["error"]
+    if status < 0:
+        return "killed", "out of memory" if is_over_limit else signal.Signals(-status).name
+    return None, None
+
+
+def _failed(process: subprocess.Popen[bytes], log: Path) -> RuntimeError:
+    tail = log.read_text(errors="replace")[-3000:]
+    return RuntimeError(f"the process ended with status {process.returncode}; the end of its output, in {log}:\n{tail}")
