@@ -1,4 +1,4 @@
-"""Trainings on a CPU whose memory is mostly saved activations, in two sizes: a language model, a neural operator, LGT."""
+"""Trainings on a CPU whose memory is mostly saved activations: a language model, a neural operator, style transfer."""
 
 import itertools
 from collections.abc import Callable
@@ -41,7 +41,7 @@ class Workload:
 
 def language_model(is_toy: bool) -> Workload:
     """Make a Llama that learns to count: 19 million parameters, 2 sequences of 1,024 tokens."""
-    width, num_layers, length, vocabulary = (64, 2, 128, 128) if is_toy else (384, 10, 1024, 4096)
+    width, num_layers, length, vocabulary = (128, 4, 512, 256) if is_toy else (384, 10, 1024, 4096)
     config = LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=width,
@@ -66,7 +66,7 @@ def language_model(is_toy: bool) -> Workload:
 
 def neural_operator(is_toy: bool) -> Workload:
     """Make the recipe's FNO on Darcy flow: 4.5 million numbers, 1 sample of 512 x 512."""
-    nodes = 32 if is_toy else 512
+    nodes = 128 if is_toy else 512
     model = make_model(ModelOptions(modes=8 if is_toy else 32)).train()
     optimizer = make_optimizer(model, TrainingOptions())
     coefficients, solutions = zip(*samples(Darcy("train", nodes, 4), CPU, batch_size=1), strict=True)
@@ -87,9 +87,9 @@ def neural_operator(is_toy: bool) -> Workload:
 def style_transfer(is_toy: bool) -> Workload:
     """Make the LGT recipe: 2.6 million parameters, 12 latents of 4 x 32 x 32, 10 Euler steps with gradients."""
     options = LatentOptions(
-        model=LatentModelOptions(base_channels=8 if is_toy else 32),
-        data=DataOptions(latent_size=16 if is_toy else 32, num_generated=16 if is_toy else 64),
-        training=LatentTrainingOptions(batch_size=2 if is_toy else 12),
+        model=LatentModelOptions(base_channels=32),
+        data=DataOptions(num_generated=16 if is_toy else 64),
+        training=LatentTrainingOptions(batch_size=1 if is_toy else 12),
     )
     model = build_model(options).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.training.learning_rate)

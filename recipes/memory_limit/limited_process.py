@@ -69,7 +69,7 @@ def run_limited(
 
     Args:
         command: trains by `report_steps`.
-        limit: of the process.
+        limit: of this process alone.
         limit_bytes: what the process may use in all, from its event `rest` on; None, as much as it likes.
         log: file for the process's own output.
         environ: variables that are added to this process's own.
@@ -79,7 +79,6 @@ def run_limited(
         RuntimeError: the process has failed for another reason than its memory.
     """
     readable, writable = os.pipe()
-    kills_before = limit.num_kills()
     whole = limit.command([*command, f"--events={writable}"])
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -112,7 +111,7 @@ def run_limited(
         except BaseException:
             process.kill()
             raise
-    end, reason = _end(status, events, limit.num_kills() > kills_before)
+    end, reason = _end(status, events, limit.num_kills() > 0)
     if end is None or (end == "killed" and limit_bytes is None):
         raise _failed(process, log)
     return LimitedRun(end, reason, rest, sampler.samples, events)

@@ -8,6 +8,8 @@ has left to the user.
 allocation past the limit fails: a MemoryError, or an error of torch's allocator. Shared mappings do not count.
 """
 
+import errno
+import itertools
 import os
 import resource
 import sys
@@ -23,7 +25,7 @@ _ENTER = ["sh", "-c", 'echo $$ > "$0" && exec "$@"']
 
 
 class MemoryLimit(Protocol):
-    """A limit for processes started with `command`, without effect until it is `set`.
+    """A limit for the process that is started by `command`, without effect until it is `set`.
 
     Attributes:
         name: of the system's mechanism.
@@ -37,7 +39,7 @@ class MemoryLimit(Protocol):
         """Return the command that starts `command` where the limit reaches it."""
 
     def set(self, process: int, num_bytes: int) -> None:
-        """Limit the process, by its id, from now on."""
+        """Limit the process, by its id, from now on; a ValueError if it uses more already."""
 
     def num_kills(self) -> int:
         """Return how many processes the system has ended at this limit."""
@@ -55,7 +57,9 @@ _VERSION_2 = _Files("memory.max", "memory.swap.max", False, "memory.events")
 
 
 class ControlGroup:
-    """A control group for one process at a time, without swap."""
+    """A control group for one process, without swap."""
+
+    _numbers = itertools.count()
 
     name = "control group"
     counted = "anonymous_bytes"
@@ -71,7 +75,7 @@ class ControlGroup:
         processes itself, and then it is a sibling.
         """
         for parent, files in _own_groups(root, membership):
-            folder = parent / f"hf_memopt-{os.getpid()}"
+            folder = parent / f"hf_memopt-{os.getpid()}-{next(cls._numbers)}"
             with suppress(OSError):
                 folder.mkdir()
                 if os.access(folder / files.limit, os.W_OK) and os.access(parent / "cgroup.procs", os.W_OK):
@@ -83,7 +87,12 @@ class ControlGroup:
         return [*_ENTER, str(self.folder / "cgroup.procs"), *command]
 
     def set(self, process: int, num_bytes: int) -> None:
-        (self.folder / self._files.limit).write_text(str(num_bytes))
+        try:
+            (self.folder / self._files.limit).write_text(str(num_bytes))
+        except OSError as error:
+            if error.errno != errno.EBUSY:
+                raise
+            raise ValueError(f"num_bytes={num_bytes}: process {process} uses more already; allow more") from error
         swap = self.folder / self._files.swap
         if swap.exists():
             swap.write_text(str(num_bytes) if self._files.swap_follows_limit else "0")

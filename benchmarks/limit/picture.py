@@ -1,0 +1,80 @@
+"""The picture of anonymous memory over the first steps under a limit, from the benchmark's results.
+
+    python -m benchmarks.limit.picture benchmarks/results/FILE.json
+
+Needs matplotlib.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from benchmarks.common import MIB
+from benchmarks.limit.kinds import NO_LIMIT
+from benchmarks.limit.workloads import WORKLOADS
+
+FIGURE = Path(__file__).parents[2] / "docs" / "images" / "under_a_limit.png"
+# Dark enough for a white page, on a white background of the picture's own.
+LOOKS: dict[str, dict[str, Any]] = {
+    NO_LIMIT: {"color": "#9aa5b1", "linewidth": 1.2, "linestyle": "--"},
+    "plain": {"color": "#d1495b", "linewidth": 2.2},
+    "ours, budget": {"color": "#e58b3d", "linewidth": 1.8},
+    "ours, all": {"color": "#4c78a8", "linewidth": 1.8},
+}
+LABELS = {
+    NO_LIMIT: "plain, with the limit lifted",
+    "plain": "plain",
+    "ours, budget": "hf_memopt, within a budget",
+    "ours, all": "hf_memopt, all on the disk",
+}
+
+
+def draw(found: dict[str, Any], num_steps: int, path: Path) -> Path:
+    """Draw one workload's curves, each kind's first run, for the seconds that `num_steps` plain steps take."""
+    figure = Figure(figsize=(9, 4), layout="constrained", facecolor="white")
+    axes = figure.subplots()
+    curves = {row["kind"]: row["runs"][0]["curve"] for row in reversed(found["rows"])}  # the first allocator's stay
+    limit_mib = (found["rest_bytes"] + found["allowance_bytes"]) / MIB
+    shown = {name: curves[name] for name in LOOKS if name in curves}
+    end_s = num_steps * max(curve[-1][0] for curve in shown.values()) / len(found["rows"][0]["runs"][0]["losses"])
+    for name, curve in shown.items():
+        points = [point for point in curve if point[0] <= end_s]
+        axes.plot(*zip(*points, strict=True), label=LABELS[name], **LOOKS[name])
+    axes.axhline(limit_mib, color="#24292f", linewidth=1.4)
+    axes.text(end_s, limit_mib, f"the limit, {limit_mib:,.0f} MiB ", ha="right", va="bottom", color="#24292f")
+    if "plain" in shown:
+        killed_s, killed_mib = shown["plain"][-1]
+        axes.plot([killed_s], [killed_mib], "X", color=LOOKS["plain"]["color"], markersize=13, zorder=3, clip_on=False)
+        note = {"xytext": (14, 12), "textcoords": "offset points", "color": LOOKS["plain"]["color"], "weight": "bold"}
+        axes.annotate("killed in its first step", (killed_s, killed_mib), **note)
+    axes.axhline(found["rest_bytes"] / MIB, color="#d9dee4", linewidth=0.8, zorder=0)
+    axes.set(
+        xlabel="seconds",
+        ylabel="MiB of anonymous memory",
+        xlim=(0, end_s),
+        ylim=(0.6 * found["rest_bytes"] / MIB, None),
+    )
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, 1.16), ncols=len(shown), frameon=False, fontsize=9)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=144)
+    return path
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path, help="JSON file of benchmarks.limit.under_a_limit")
+    parser.add_argument("--workload", choices=WORKLOADS, default="language model", help="default: %(default)s")
+    parser.add_argument("--steps", type=int, default=4, help="that are shown (default: %(default)s)")
+    parser.add_argument("--figure", type=Path, default=FIGURE, help="PNG file (default: %(default)s)")
+    options = parser.parse_args(arguments)
+    results = json.loads(options.results.read_text())
+    print("drew", draw(results["workloads"][options.workload], options.steps, options.figure))
+
+
+if __name__ == "__main__":
+    main()
