@@ -38,7 +38,7 @@ ALLOCATORS: dict[str, dict[str, str]] = {"mapped": {"MALLOC_MMAP_THRESHOLD_": st
 ALLOWANCE, BUDGET = 0.4, 0.25
 NUM_STEPS = 6
 NUM_POINTS = 300
-HEADER = ("kind", "glibc", "end", "peak MiB", "over rest", "CPU s / step", "of plain", "s / step", "GiB", "weights")
+HEADER = ("kind", "glibc", "end", "peak MiB", "over rest", "CPU s / step", "of plain", "s / step", "GiB / step", "weights")
 
 Row = dict[str, Any]
 
@@ -177,7 +177,7 @@ def _cells(row: Row, num_steps: int, rows: list[Row]) -> list[str]:
         f"{row['cpu_s'] / num_steps:.2f}",
         f"{row['cpu_s'] / plain['cpu_s']:.2f}",
         f"{row['wall_s'] / num_steps:.2f}",
-        f"{row['written_bytes'] / 2**30:.2f}",
+        f"{row['written_bytes'] / num_steps / 2**30:.2f}",
         "equal" if row["weights_equal"] else "DIFFER",
     ]
 
