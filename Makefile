@@ -66,6 +66,9 @@ demo-fluxflow: $(READY) ## a VAE-GAN on painted landscapes on the CPU, in about 
 	$(COMPARE) fluxflow --modes off,all,auto --steps 8 --config_path recipes/configs/fluxflow_demo.yaml $(TRY_OUT) 0.04
 	$(LAUNCH) hf_memopt.recipes.train_fluxflow --config_path recipes/configs/fluxflow_demo.yaml
 
+demo-fit: $(READY) ## training dies at a memory limit, and runs through below it with a disk, in 3 minutes: results in outputs/demo_fit
+	$(PY) -m hf_memopt.recipes.memory_limit.demo --output outputs/demo_fit --overwrite
+
 app: $(READY) ## a page in the browser that estimates and plans: http://127.0.0.1:7860
 	$(PY) space/app.py
 
@@ -167,4 +170,4 @@ rehearse: $(READY) ## all benchmarks at toy size on the CPU, some with the newes
 clean: ## remove the environment and all outputs
 	rm -rf .venv .typed .newest .uv .uv-draft build dist outputs *.egg-info
 
-.PHONY: help setup installed-tree latest demo demo-metaworld demo-darcy demo-lm demo-lgt demo-fluxflow test test-e2e test-ranks test-fake-gpu test-canaries test-all test-slow test-gpu gpu-bundle style quality canaries test-latest wheel docs docs-serve bench rehearse clean
+.PHONY: help setup installed-tree latest demo demo-metaworld demo-darcy demo-lm demo-lgt demo-fluxflow demo-fit test test-e2e test-ranks test-fake-gpu test-canaries test-all test-slow test-gpu gpu-bundle style quality canaries test-latest wheel docs docs-serve bench rehearse clean

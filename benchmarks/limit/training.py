@@ -2,18 +2,16 @@
 
 import argparse
 import gc
-import hashlib
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from benchmarks.limit.kinds import KINDS
 from benchmarks.limit.workloads import WORKLOADS
-from hf_memopt.recipes.memory_limit.reported_steps import report_steps
+from hf_memopt.recipes.memory_limit.reported_steps import report_steps, weights_digest
 
 
 def main() -> int:
@@ -46,19 +44,9 @@ def train(
         return update(loss)
 
     def results() -> dict[str, Any]:
-        return {"weights_digest": digest(training.model), "stats": handling.stats()}
+        return {"weights_digest": weights_digest(training.model), "stats": handling.stats()}
 
     return report_steps(step, num_steps, events, results)
-
-
-@torch.no_grad()
-def digest(model: nn.Module) -> str:
-    """Return a hash of all weights, bit for bit."""
-    found = hashlib.sha256()
-    for parameter in model.parameters():
-        real = torch.view_as_real(parameter) if parameter.is_complex() else parameter
-        found.update(memoryview(real.contiguous().numpy()).cast("B"))
-    return found.hexdigest()
 
 
 if __name__ == "__main__":

@@ -38,7 +38,18 @@ ALLOCATORS: dict[str, dict[str, str]] = {"mapped": {"MALLOC_MMAP_THRESHOLD_": st
 ALLOWANCE, BUDGET = 0.4, 0.25
 NUM_STEPS = 6
 NUM_POINTS = 300
-HEADER = ("kind", "glibc", "end", "peak MiB", "over rest", "CPU s / step", "of plain", "s / step", "GiB / step", "weights")
+HEADER = (
+    "kind",
+    "glibc",
+    "end",
+    "peak MiB",
+    "over rest",
+    "CPU s / step",
+    "of plain",
+    "s / step",
+    "GiB / step",
+    "weights",
+)
 
 Row = dict[str, Any]
 
