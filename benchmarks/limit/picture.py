@@ -34,30 +34,35 @@ LABELS = {
 
 
 def draw(found: dict[str, Any], num_steps: int, path: Path) -> Path:
-    """Draw one workload's curves, each kind's first run, for the seconds that `num_steps` plain steps take."""
+    """Draw one workload's curves, each kind's first run, in the first `num_steps` steps."""
     figure = Figure(figsize=(9, 4), layout="constrained", facecolor="white")
     axes = figure.subplots()
     curves = {row["kind"]: row["runs"][0]["curve"] for row in reversed(found["rows"])}  # the first allocator's stay
     limit_mib = (found["rest_bytes"] + found["allowance_bytes"]) / MIB
     shown = {name: curves[name] for name in LOOKS if name in curves}
-    end_s = num_steps * max(curve[-1][0] for curve in shown.values()) / len(found["rows"][0]["runs"][0]["losses"])
     for name, curve in shown.items():
-        points = [point for point in curve if point[0] <= end_s]
+        points = [point for point in curve if point[0] <= num_steps]
         axes.plot(*zip(*points, strict=True), label=LABELS[name], **LOOKS[name])
     axes.axhline(limit_mib, color="#24292f", linewidth=1.4)
-    axes.text(end_s, limit_mib, f"the limit, {limit_mib:,.0f} MiB ", ha="right", va="bottom", color="#24292f")
+    axes.text(num_steps, limit_mib, f"the limit, {limit_mib:,.0f} MiB ", ha="right", va="bottom")
     if "plain" in shown:
-        killed_s, killed_mib = shown["plain"][-1]
-        axes.plot([killed_s], [killed_mib], "X", color=LOOKS["plain"]["color"], markersize=13, zorder=3, clip_on=False)
-        note = {"xytext": (14, 12), "textcoords": "offset points", "color": LOOKS["plain"]["color"], "weight": "bold"}
-        axes.annotate("killed in its first step", (killed_s, killed_mib), **note)
-    axes.axhline(found["rest_bytes"] / MIB, color="#d9dee4", linewidth=0.8, zorder=0)
-    axes.set(
-        xlabel="seconds",
-        ylabel="MiB of anonymous memory",
-        xlim=(0, end_s),
-        ylim=(0.6 * found["rest_bytes"] / MIB, None),
+        killed_at, killed_mib = shown["plain"][-1]
+        axes.plot([killed_at], [killed_mib], "X", color=LOOKS["plain"]["color"], markersize=13, zorder=3, clip_on=False)
+        note = {
+            "xytext": (14, -26),
+            "textcoords": "offset points",
+            "color": LOOKS["plain"]["color"],
+            "weight": "bold",
+            "backgroundcolor": "white",
+        }
+        axes.annotate("killed in its first step", (killed_at, killed_mib), **note)
+    rest_mib = found["rest_bytes"] / MIB
+    axes.axhspan(0, rest_mib, color="#eceff2", zorder=0)
+    at_rest = "at rest: weights, gradients, optimizer states, libraries"
+    axes.text(
+        0.5, rest_mib / 2, at_rest, ha="center", va="center", color="#57606a", transform=axes.get_yaxis_transform()
     )
+    axes.set(xlabel="steps", ylabel="MiB of anonymous memory", xlim=(0, num_steps), ylim=(0, None))
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, 1.16), ncols=len(shown), frameon=False, fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -69,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path, help="JSON file of benchmarks.limit.under_a_limit")
     parser.add_argument("--workload", choices=WORKLOADS, default="language model", help="default: %(default)s")
-    parser.add_argument("--steps", type=int, default=4, help="that are shown (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=3, help="that are shown (default: %(default)s)")
     parser.add_argument("--figure", type=Path, default=FIGURE, help="PNG file (default: %(default)s)")
     options = parser.parse_args(arguments)
     results = json.loads(options.results.read_text())

@@ -11,7 +11,8 @@ import torch
 
 from benchmarks.limit.kinds import KINDS
 from benchmarks.limit.workloads import WORKLOADS
-from hf_memopt.recipes.memory_limit.reported_steps import report_steps, weights_digest
+from hf_memopt.recipes.memory_limit.reported_steps import report_steps
+from hf_memopt.recipes.memory_limit.weights_digest import weights_digest
 
 
 def main() -> int:

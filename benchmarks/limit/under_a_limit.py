@@ -15,6 +15,7 @@ disturb it little. Bytes written are those that the process caused to be sent to
 """
 
 import argparse
+import bisect
 import json
 import statistics
 import sys
@@ -37,7 +38,7 @@ ALLOCATORS: dict[str, dict[str, str]] = {"mapped": {"MALLOC_MMAP_THRESHOLD_": st
 # Shares of the bytes that the steps of a plain run add to its memory at rest.
 ALLOWANCE, BUDGET = 0.4, 0.25
 NUM_STEPS = 6
-NUM_POINTS = 300
+POINTS_PER_STEP = 60
 HEADER = (
     "kind",
     "glibc",
@@ -59,7 +60,7 @@ class Bench:
 
     def __init__(self, workload: str, options: argparse.Namespace, folder: Path) -> None:
         self._workload, self._options, self._folder = workload, options, folder
-        self._budget_gib = 0.0
+        self._budget_gib = self._step_s = 0.0
         self._limit_bytes: int | None = None
         self._runs: dict[tuple[str, str], list[Row]] = {}
         self._facts: dict[str, Any] = {}
@@ -94,10 +95,11 @@ class Bench:
             if self._limit_bytes is None:
                 self._set_limit(found, limit)
         runs = self._runs.setdefault((kind, allocator), [])
-        runs.append(row_of(found, with_curve=not runs))
+        runs.append(row_of(found, self._step_s if not runs else None))
         print(f" {found.end}, peak {found.peak_bytes / MIB:.0f} MiB", flush=True)
 
     def _set_limit(self, reference: LimitedRun, limit: limits.MemoryLimit) -> None:
+        self._step_s = reference.results["wall_s"] / len(reference.steps)
         added = reference.peak_bytes - reference.rest.anonymous_bytes
         allowance = round(ALLOWANCE * added)
         self._limit_bytes = reference.counted_rest(limit) + allowance
@@ -117,9 +119,10 @@ class Bench:
         return {**self._facts, "rows": rows}
 
 
-def row_of(run: LimitedRun, *, with_curve: bool) -> Row:
-    last_begun_s = run.steps[-2]["at_s"] if len(run.steps) > 1 else 0.0
-    last_peak = max(sample.anonymous_bytes for sample in run.samples if sample.at_s >= last_begun_s)
+def row_of(run: LimitedRun, step_s: float | None) -> Row:
+    """Return the figures of one run; with `step_s`, its curve too."""
+    last_began_s = run.steps[-2]["at_s"] if len(run.steps) > 1 else run.began_s
+    last_peak = max(sample.anonymous_bytes for sample in run.samples if sample.at_s >= last_began_s)
     return {
         "end": run.end,
         "reason": run.reason,
@@ -128,19 +131,24 @@ def row_of(run: LimitedRun, *, with_curve: bool) -> Row:
         "peak_bytes": run.peak_bytes,
         "peak_of_last_step_bytes": last_peak,
         **{name: run.results.get(name) for name in ("cpu_s", "wall_s", "written_bytes", "weights_digest", "stats")},
-        **({"curve": curve(run)} if with_curve else {}),
+        **({"curve": curve(run, step_s)} if step_s is not None else {}),
     }
 
 
-def curve(run: LimitedRun) -> list[list[float]]:
-    """Return `[seconds, MiB]` of the highest sample in each of `NUM_POINTS` stretches."""
-    start_s, end_s = run.samples[0].at_s, run.samples[-1].at_s
-    stretch_s = max(end_s - start_s, 1e-3) / NUM_POINTS
+def curve(run: LimitedRun, step_s: float) -> list[list[float]]:
+    """Return `[steps, MiB]` of the highest sample in each of `POINTS_PER_STEP` stretches of each step.
+
+    The step in which a run has ended by force counts as if it had taken `step_s`.
+    """
+    ends = [run.began_s, *(step["at_s"] for step in run.steps)]
+    ends += [ends[-1] + step_s, float("inf")]
     highest: dict[int, list[float]] = {}
     for sample in run.samples:
-        number = int((sample.at_s - start_s) / stretch_s)
-        point = [round(sample.at_s - start_s, 3), round(sample.anonymous_bytes / MIB, 1)]
-        highest[number] = max(highest.get(number, point), point, key=lambda each: each[1])
+        number = max(0, bisect.bisect(ends, sample.at_s) - 1)
+        place = number + (sample.at_s - ends[number]) / (ends[number + 1] - ends[number])
+        point = [round(place, 3), round(sample.anonymous_bytes / MIB, 1)]
+        stretch = int(POINTS_PER_STEP * place)
+        highest[stretch] = max(highest.get(stretch, point), point, key=lambda each: each[1])
     return list(highest.values())
 
 

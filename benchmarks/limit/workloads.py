@@ -41,7 +41,7 @@ class Workload:
 
 def language_model(is_toy: bool) -> Workload:
     """Make a Llama that learns to count: 19 million parameters, 2 sequences of 1,024 tokens."""
-    width, num_layers, length, vocabulary = (128, 4, 512, 256) if is_toy else (384, 10, 1024, 4096)
+    width, num_layers, length, vocabulary = (128, 8, 1024, 256) if is_toy else (384, 10, 1024, 4096)
     config = LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=width,

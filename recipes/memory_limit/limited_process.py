@@ -38,6 +38,11 @@ class LimitedRun:
         return [event for event in self.events if event["event"] == "step"]
 
     @property
+    def began_s(self) -> float:
+        """Return the moment, of `time.monotonic`, at which the first step began."""
+        return self.rest.at_s
+
+    @property
     def losses(self) -> list[float]:
         return [event["loss"] for event in self.steps]
 

@@ -5,7 +5,6 @@ line on standard input. `step` after each step. At the end `finished`, or `raise
 """
 
 import errno
-import hashlib
 import json
 import os
 import sys
@@ -13,9 +12,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import torch
-from torch import nn
 
 Step = Callable[[], float]  # returns its loss
 
@@ -65,13 +61,3 @@ def written_bytes() -> int:
     """Return how many bytes this process has sent to disks, mapped pages that it has dirtied included."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return int(dict(line.split(": ") for line in lines)["write_bytes"])
-
-
-@torch.no_grad()
-def weights_digest(model: nn.Module) -> str:
-    """Return a hash of all weights, bit for bit."""
-    found = hashlib.sha256()
-    for parameter in model.parameters():
-        real = torch.view_as_real(parameter) if parameter.is_complex() else parameter
-        found.update(memoryview(real.contiguous().numpy()).cast("B"))
-    return found.hexdigest()

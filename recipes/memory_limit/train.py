@@ -14,7 +14,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_memopt import ActivationOffloader
-from hf_memopt.recipes.memory_limit.reported_steps import report_steps, weights_digest
+from hf_memopt.recipes.memory_limit.reported_steps import report_steps
+from hf_memopt.recipes.memory_limit.weights_digest import weights_digest
 
 VOCABULARY, NUM_SEQUENCES, LENGTH, FEW = 256, 4, 512, 16
 WIDTH, NUM_LAYERS = 256, 8

@@ -1,0 +1,70 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from benchmark_runs import Load, environ_of_processes
+
+from hf_memopt.recipes.memory_limit.limits import ControlGroup
+
+
+@pytest.fixture
+def groups() -> None:
+    group = ControlGroup.make()
+    if group is None:
+        pytest.skip("this process may not make control groups with a memory limit")
+    group.remove()
+
+
+@pytest.mark.e2e
+@pytest.mark.usefixtures("groups")
+def test_plain_is_killed_and_ours_ends_with_its_weights(tmp_path: Path, output: Path, load: Load) -> None:
+    kinds = ["plain", "plain, weights mapped", "ours, all"]
+    sizes = ["--size=toy", "--runs=1", "--steps=2", "--allocators", "mapped", "--workloads", "language model"]
+    command = [sys.executable, "-m", "benchmarks.limit.under_a_limit", *sizes, f"--folder={tmp_path / 'disk'}"]
+    command += [f"--output={output}", "--kinds", *kinds]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ_of_processes())
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    results = json.loads(output.read_text())
+    free, plain, mapped, ours = results["workloads"]["language model"]["rows"]
+    assert [row["ends"] for row in (free, plain, mapped, ours)] == [["finished"], ["killed"], ["killed"], ["finished"]]
+    assert plain["reasons"] == mapped["reasons"] == ["out of memory"]
+    assert ours["weights_equal"]
+    assert ours["losses_equal"]
+    assert ours["written_bytes"] > 0
+    assert list((tmp_path / "disk").iterdir()) == []
+    picture = load("limit.picture").draw(results["workloads"]["language model"], 2, tmp_path / "picture.png")
+    assert picture.stat().st_size > 10_000
+
+
+@pytest.mark.e2e
+def test_mapped_weights_are_the_same_weights(tmp_path: Path, load: Load) -> None:
+    workload = load("limit.workloads").neural_operator(is_toy=True)  # some of whose weights are complex
+    before = {name: weight.detach().clone() for name, weight in workload.model.named_parameters()}
+    load("limit.kinds").mapped_weights(workload, tmp_path, 0.0)
+    for name, weight in workload.model.named_parameters():
+        assert torch.equal(weight, before[name])
+        assert not weight.untyped_storage().resizable()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_row_says_how_a_kind_ended(load: Load) -> None:
+    bench = load("limit.under_a_limit")
+
+    def run(end: str, **entries: Any) -> dict[str, Any]:
+        costs = {"cpu_s": 4.0, "wall_s": 2.0, "written_bytes": 2**30, "weights_digest": "a", "losses": [1.0, 0.5]}
+        missing = dict.fromkeys(costs) | {"losses": [1.0]}
+        sizes = {"end": end, "reason": None, "peak_bytes": 2**20, "rest_bytes": 2**19}
+        return {**sizes, **(costs if end == "finished" else missing), **entries}
+
+    free = bench.summary(bench.NO_LIMIT, "mapped", [run("finished")], run("finished"))
+    killed = bench.summary("plain", "mapped", [run("killed"), run("finished")], run("finished"))
+    other = bench.summary("ours, all", "mapped", [run("finished", weights_digest="b", cpu_s=6.0)], run("finished"))
+    cells = [bench._cells(row, 2, [free, killed, other]) for row in (free, killed, other)]
+    assert cells[1][2] == "finished or killed in step 2"
+    assert cells[2][2] == "finished"
+    assert [row[6] for row in cells] == ["1.00", "1.00", "1.50"]
+    assert [row[-1] for row in cells] == ["equal", "equal", "DIFFER"]

@@ -1,0 +1,33 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits the memory of a single process"),
+]
+
+
+def test_plain_training_dies_and_the_same_training_runs_through(tmp_path: Path) -> None:
+    demo = [sys.executable, "-m", "hf_memopt.recipes.memory_limit.demo", f"--output={tmp_path / 'demo'}", "--steps=3"]
+    done = subprocess.run(demo, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    results = json.loads((tmp_path / "demo" / "results.json").read_text())
+    free, plain, ours = results["runs"].values()
+    assert (free["end"], ours["end"]) == ("finished", "finished")
+    assert plain["end"] in ("killed", "raised")
+    assert plain["losses"] == []
+    assert ours["losses"] == free["losses"]
+    assert ours["weights_digest"] == free["weights_digest"]
+    assert ours["peak_bytes"] - ours["rest_bytes"] < results["allowance_bytes"]
+    assert free["peak_bytes"] - free["rest_bytes"] > results["allowance_bytes"]
+    assert ours["written_bytes"] > 0
+    assert "All losses equal: True. All weights equal, bit for bit: True." in done.stdout
+    assert sorted(path.name for path in (tmp_path / "demo").iterdir()) == [
+        "logs",
+        "memory_and_loss.png",
+        "results.json",
+    ]
