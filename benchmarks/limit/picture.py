@@ -38,6 +38,7 @@ def draw(found: dict[str, Any], num_steps: int, path: Path) -> Path:
     figure = Figure(figsize=(9, 4), layout="constrained", facecolor="white")
     axes = figure.subplots()
     curves = {row["kind"]: row["runs"][0]["curve"] for row in reversed(found["rows"])}  # the first allocator's stay
+    ends = {row["kind"]: row["runs"][0]["end"] for row in found["rows"]}
     limit_mib = (found["rest_bytes"] + found["allowance_bytes"]) / MIB
     shown = {name: curves[name] for name in LOOKS if name in curves}
     for name, curve in shown.items():
@@ -48,14 +49,9 @@ def draw(found: dict[str, Any], num_steps: int, path: Path) -> Path:
     if "plain" in shown:
         killed_at, killed_mib = shown["plain"][-1]
         axes.plot([killed_at], [killed_mib], "X", color=LOOKS["plain"]["color"], markersize=13, zorder=3, clip_on=False)
-        note = {
-            "xytext": (14, -26),
-            "textcoords": "offset points",
-            "color": LOOKS["plain"]["color"],
-            "weight": "bold",
-            "backgroundcolor": "white",
-        }
-        axes.annotate("killed in its first step", (killed_at, killed_mib), **note)
+        ended = f"{ends['plain']} in its first step"
+        look = {"color": LOOKS["plain"]["color"], "weight": "bold"}
+        axes.annotate(ended, (killed_at, killed_mib), xytext=(14, -26), textcoords="offset points", **look)
     rest_mib = found["rest_bytes"] / MIB
     axes.axhspan(0, rest_mib, color="#eceff2", zorder=0)
     at_rest = "at rest: weights, gradients, optimizer states, libraries"
@@ -74,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path, help="JSON file of benchmarks.limit.under_a_limit")
     parser.add_argument("--workload", choices=WORKLOADS, default="language model", help="default: %(default)s")
-    parser.add_argument("--steps", type=int, default=3, help="that are shown (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=4, help="that are shown (default: %(default)s)")
     parser.add_argument("--figure", type=Path, default=FIGURE, help="PNG file (default: %(default)s)")
     options = parser.parse_args(arguments)
     results = json.loads(options.results.read_text())
