@@ -244,6 +244,7 @@ def test_options_of_recipes(name: str, tmp_path: Path, capsys: Capture) -> None:
 SEEDS = ("-1", "1.5", "nan", "inf", str(2**31), "many")
 DEMOS = {
     "reflow.demo": {"--seed": SEEDS, "--output": ("FILE", "FILE/below")},
+    "memory_limit.demo": {"--seed": SEEDS, "--output": ("FILE", "FILE/below"), "--steps": NUMBERS},
     "metaworld_demo.demo": {
         "--tasks": ("", "reach-v3,", "reach-v3,reach-v3"),
         "--seed": SEEDS,

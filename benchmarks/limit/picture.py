@@ -37,19 +37,17 @@ def draw(found: dict[str, Any], num_steps: int, path: Path) -> Path:
     """Draw one workload's curves, each kind's first run, in the first `num_steps` steps."""
     figure = Figure(figsize=(9, 4), layout="constrained", facecolor="white")
     axes = figure.subplots()
-    curves = {row["kind"]: row["runs"][0]["curve"] for row in reversed(found["rows"])}  # the first allocator's stay
-    ends = {row["kind"]: row["runs"][0]["end"] for row in found["rows"]}
+    runs = {row["kind"]: row["runs"][0] for row in found["rows"] if "curve" in row["runs"][0]}
     limit_mib = (found["rest_bytes"] + found["allowance_bytes"]) / MIB
-    shown = {name: curves[name] for name in LOOKS if name in curves}
-    for name, curve in shown.items():
-        points = [point for point in curve if point[0] <= num_steps]
+    for name, run in runs.items():
+        points = [point for point in run["curve"] if point[0] <= num_steps]
         axes.plot(*zip(*points, strict=True), label=LABELS[name], **LOOKS[name])
     axes.axhline(limit_mib, color="#24292f", linewidth=1.4)
     axes.text(num_steps, limit_mib, f"the limit, {limit_mib:,.0f} MiB ", ha="right", va="bottom")
-    if "plain" in shown:
-        killed_at, killed_mib = shown["plain"][-1]
+    if "plain" in runs:
+        killed_at, killed_mib = runs["plain"]["curve"][-1]
         axes.plot([killed_at], [killed_mib], "X", color=LOOKS["plain"]["color"], markersize=13, zorder=3, clip_on=False)
-        ended = f"{ends['plain']} in its first step"
+        ended = f"{runs['plain']['end']} in its first step"
         look = {"color": LOOKS["plain"]["color"], "weight": "bold"}
         axes.annotate(ended, (killed_at, killed_mib), xytext=(14, -26), textcoords="offset points", **look)
     rest_mib = found["rest_bytes"] / MIB
@@ -60,7 +58,7 @@ def draw(found: dict[str, Any], num_steps: int, path: Path) -> Path:
     )
     axes.set(xlabel="steps", ylabel="MiB of anonymous memory", xlim=(0, num_steps), ylim=(0, None))
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, 1.16), ncols=len(shown), frameon=False, fontsize=9)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, 1.16), ncols=len(runs), frameon=False, fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=144)
     return path

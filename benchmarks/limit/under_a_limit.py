@@ -38,7 +38,9 @@ ALLOCATORS: dict[str, dict[str, str]] = {"mapped": {"MALLOC_MMAP_THRESHOLD_": st
 # Shares of the bytes that the steps of a plain run add to its memory at rest.
 ALLOWANCE, BUDGET = 0.4, 0.25
 NUM_STEPS = 6
-POINTS_PER_STEP = 60
+POINTS_PER_STEP = 40
+# Kinds whose first run with the first allocator keeps its curve.
+DRAWN = (NO_LIMIT, "plain", "ours, budget", "ours, all")
 HEADER = (
     "kind",
     "glibc",
@@ -95,7 +97,8 @@ class Bench:
             if self._limit_bytes is None:
                 self._set_limit(found, limit)
         runs = self._runs.setdefault((kind, allocator), [])
-        runs.append(row_of(found, self._step_s if not runs else None))
+        is_drawn = not runs and kind in DRAWN and allocator == self._options.allocators[0]
+        runs.append(row_of(found, self._step_s if is_drawn else None))
         print(f" {found.end}, peak {found.peak_bytes / MIB:.0f} MiB", flush=True)
 
     def _set_limit(self, reference: LimitedRun, limit: limits.MemoryLimit) -> None:
