@@ -20,7 +20,7 @@ from hf_memopt.command_line import number, one_line_errors
 from hf_memopt.ranges import COUNT
 from hf_memopt.recipes.common.results import can_draw, drawn
 from hf_memopt.recipes.memory_limit.limited_process import Event, LimitedRun, run_limited
-from hf_memopt.recipes.memory_limit.limits import memory_limit
+from hf_memopt.recipes.memory_limit.limits import KINDS, memory_limit
 from hf_memopt.recipes.reflow.demo_commands import demo_parser, make_room
 from hf_memopt.text_table import Cell, Table
 from hf_memopt.units import GIB, MIB
@@ -48,6 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = demo_parser(__doc__, "outputs/demo_fit")
     add = parser.add_argument
     add("--steps", type=number(COUNT), default=NUM_STEPS, help="of each training (default: %(default)s)")
+    add("--limit", choices=KINDS, default="auto", help="a control group, RLIMIT_DATA, or the first if possible")
     options = parser.parse_args(arguments)
     begun = time.perf_counter()
     make_room(options.output, OUTPUTS, options.overwrite)
@@ -80,7 +81,7 @@ def run(
     """Train in a process of its own; with a `free` run, below that run's memory at rest and the allowance."""
     command = [sys.executable, "-m", TRAINING, f"--steps={options.steps}", f"--seed={options.seed}", *flags]
     log = options.output / "logs" / f"{name.replace(' ', '_').replace(',', '')}.log"
-    with memory_limit() as limit:
+    with memory_limit(options.limit) as limit:
         by = "" if free is None else f" ({limit.name})"
         print(f"\n=== Training {name}{by}", flush=True)
         limit_bytes = None if free is None else free.counted_rest(limit) + allowance
