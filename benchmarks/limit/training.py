@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from benchmarks.limit.kinds import KINDS
-from benchmarks.limit.workloads import WORKLOADS
+from benchmarks.limit.workloads import make_workload
 from hf_memopt.recipes.memory_limit.reported_steps import report_steps
 from hf_memopt.recipes.memory_limit.weights_digest import weights_digest
 
@@ -27,7 +27,7 @@ def train(
     events: int, *, workload: str, kind: str, is_toy: bool, num_steps: int, folder: str, budget_gib: float
 ) -> int:
     torch.manual_seed(0)
-    training = WORKLOADS[workload](is_toy)
+    training = make_workload(workload, is_toy)
 
     def update(loss: torch.Tensor) -> float:
         loss.backward()

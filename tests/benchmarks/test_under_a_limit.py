@@ -42,7 +42,9 @@ def test_plain_is_killed_and_ours_ends_with_its_weights(tmp_path: Path, output: 
 
 @pytest.mark.e2e
 def test_mapped_weights_are_the_same_weights(tmp_path: Path, load: Load) -> None:
-    workload = load("limit.workloads").neural_operator(is_toy=True)  # some of whose weights are complex
+    workload = load("limit.workloads").make_workload(
+        "neural operator", is_toy=True
+    )  # some of whose weights are complex
     before = {name: weight.detach().clone() for name, weight in workload.model.named_parameters()}
     load("limit.kinds").mapped_weights(workload, tmp_path, 0.0)
     for name, weight in workload.model.named_parameters():
