@@ -10,8 +10,9 @@ this process may make one, and otherwise `RLIMIT_DATA`, at which allocations fai
 Memory is anonymous memory, sampled every few milliseconds. glibc keeps freed blocks below a threshold that grows by
 itself: "mapped" fixes it at 64 KiB (`MALLOC_MMAP_THRESHOLD_`), so that every larger block is given back when it is
 freed, at the cost of page faults; "default" leaves it alone. CPU time, after the set-up, is that of all threads, in
-user space and in the system. Threads that wait for each other sleep (`OMP_WAIT_POLICY`), so that other processes
-disturb it little. Bytes written are those that the process caused to be sent to the disk.
+user space and in the system; "later" compares that of the second half of the steps, after plans have been made. Threads
+that wait for each other sleep (`OMP_WAIT_POLICY`), so that other processes disturb it little. Bytes written are those
+that the process caused to be sent to the disk.
 """
 
 import argparse
@@ -130,6 +131,7 @@ def row_of(run: LimitedRun, step_s: float | None) -> Row:
         "end": run.end,
         "reason": run.reason,
         "losses": run.losses,
+        "cpu_s_until": [step["cpu_s"] for step in run.steps],
         "rest_bytes": run.rest.anonymous_bytes,
         "peak_bytes": run.peak_bytes,
         "peak_of_last_step_bytes": last_peak,
@@ -159,6 +161,7 @@ def summary(kind: str, allocator: str, runs: list[Row], reference: Row) -> Row:
     """Return the medians of a kind's runs, and whether all that finished ended with the reference's weights."""
     finished = [run for run in runs if run["end"] == "finished"]
     costs = ("cpu_s", "wall_s", "written_bytes")
+    later = [run["cpu_s_until"][-1] - run["cpu_s_until"][len(run["losses"]) // 2 - 1] for run in finished]
     return {
         "kind": kind,
         "allocator": allocator,
@@ -168,6 +171,7 @@ def summary(kind: str, allocator: str, runs: list[Row], reference: Row) -> Row:
         "peak_bytes": statistics.median(run["peak_bytes"] for run in runs),
         "over_rest_bytes": statistics.median(run["peak_bytes"] - run["rest_bytes"] for run in runs),
         **{name: statistics.median(run[name] for run in finished) if finished else None for name in costs},
+        "later_cpu_s": statistics.median(later) if finished else None,
         "weights_equal": all(run["weights_digest"] == reference["weights_digest"] for run in finished)
         if finished
         else None,
@@ -189,7 +193,7 @@ def _cells(row: Row, num_steps: int, rows: list[Row]) -> list[str]:
     ends = sorted(set(row["ends"]))
     end = " or ".join(ends) if ends == ["finished"] else f"{' or '.join(ends)} in step {row['num_steps'] + 1}"
     if row["cpu_s"] is None:
-        return [row["kind"], row["allocator"], end, *peak, "-", "-", "-", "-", "-"]
+        return [row["kind"], row["allocator"], end, *peak, *["-"] * 6]
     plain = next(each for each in rows if each["kind"] == NO_LIMIT and each["allocator"] == row["allocator"])
     return [
         row["kind"],
@@ -198,6 +202,7 @@ def _cells(row: Row, num_steps: int, rows: list[Row]) -> list[str]:
         *peak,
         f"{row['cpu_s'] / num_steps:.2f}",
         f"{row['cpu_s'] / plain['cpu_s']:.2f}",
+        f"{row['later_cpu_s'] / plain['later_cpu_s']:.2f}",
         f"{row['wall_s'] / num_steps:.2f}",
         f"{row['written_bytes'] / num_steps / 2**30:.2f}",
         "equal" if row["weights_equal"] else "DIFFER",

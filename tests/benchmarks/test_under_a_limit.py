@@ -57,16 +57,26 @@ def test_a_row_says_how_a_kind_ended(load: Load) -> None:
     bench = load("limit.under_a_limit")
 
     def run(end: str, **entries: Any) -> dict[str, Any]:
-        costs = {"cpu_s": 4.0, "wall_s": 2.0, "written_bytes": 2**30, "weights_digest": "a", "losses": [1.0, 0.5]}
-        missing = dict.fromkeys(costs) | {"losses": [1.0]}
+        costs = {
+            "cpu_s": 4.0,
+            "wall_s": 2.0,
+            "written_bytes": 2**30,
+            "weights_digest": "a",
+            "losses": [1.0, 0.5],
+            "cpu_s_until": [3.0, 4.0],
+        }
+        missing = dict.fromkeys(costs) | {"losses": [1.0], "cpu_s_until": [3.0]}
         sizes = {"end": end, "reason": None, "peak_bytes": 2**20, "rest_bytes": 2**19}
         return {**sizes, **(costs if end == "finished" else missing), **entries}
 
     free = bench.summary(bench.NO_LIMIT, "mapped", [run("finished")], run("finished"))
     killed = bench.summary("plain", "mapped", [run("killed"), run("finished")], run("finished"))
-    other = bench.summary("ours, all", "mapped", [run("finished", weights_digest="b", cpu_s=6.0)], run("finished"))
+    other = bench.summary(
+        "ours, all", "mapped", [run("finished", weights_digest="b", cpu_s=6.0, cpu_s_until=[3.0, 6.0])], run("finished")
+    )
     cells = [bench._cells(row, 2, [free, killed, other]) for row in (free, killed, other)]
     assert cells[1][2] == "finished or killed in step 2"
     assert cells[2][2] == "finished"
     assert [row[6] for row in cells] == ["1.00", "1.00", "1.50"]
+    assert [row[7] for row in cells] == ["1.00", "1.00", "3.00"]
     assert [row[-1] for row in cells] == ["equal", "equal", "DIFFER"]
