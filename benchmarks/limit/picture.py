@@ -41,13 +41,15 @@ def draw(found: dict[str, Any], num_steps: int, path: Path) -> Path:
     limit_mib = (found["rest_bytes"] + found["allowance_bytes"]) / MIB
     for name, run in runs.items():
         points = [point for point in run["curve"] if point[0] <= num_steps]
+        if run["end"] != "finished":
+            points = points[: points.index(_top(points)) + 1]  # an error frees memory again
         axes.plot(*zip(*points, strict=True), label=LABELS[name], **LOOKS[name])
     axes.axhline(limit_mib, color="#24292f", linewidth=1.4)
     axes.text(num_steps, limit_mib, f"the limit, {limit_mib:,.0f} MiB ", ha="right", va="bottom")
     if "plain" in runs:
-        killed_at, killed_mib = runs["plain"]["curve"][-1]
+        killed_at, killed_mib = _top(runs["plain"]["curve"])
         axes.plot([killed_at], [killed_mib], "X", color=LOOKS["plain"]["color"], markersize=13, zorder=3, clip_on=False)
-        ended = f"{runs['plain']['end']} in its first step"
+        ended = f"{runs['plain']['end']} in step {len(runs['plain']['losses']) + 1}"
         look = {"color": LOOKS["plain"]["color"], "weight": "bold"}
         axes.annotate(ended, (killed_at, killed_mib), xytext=(14, -26), textcoords="offset points", **look)
     rest_mib = found["rest_bytes"] / MIB
@@ -62,6 +64,10 @@ def draw(found: dict[str, Any], num_steps: int, path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=144)
     return path
+
+
+def _top(points: list[list[float]]) -> list[float]:
+    return max(points, key=lambda point: point[1])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

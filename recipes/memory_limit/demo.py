@@ -131,11 +131,13 @@ def draw(runs: Runs, allowance: int, file: Path) -> None:
         for name, run in runs.items():
             start_s, rest = run.samples[0].at_s, run.rest.anonymous_bytes
             over_rest = [(each.at_s - start_s, (each.anonymous_bytes - rest) / MIB) for each in run.samples]
-            memory.plot(*zip(*over_rest, strict=True), **LOOKS[name])
+            top = max(over_rest, key=lambda each: each[1])
             if run.end != "finished":
-                note = {"xytext": (10, 10), "textcoords": "offset points", "weight": "bold", "backgroundcolor": "white"}
-                memory.plot(*over_rest[-1], "X", color=LOOKS[name]["color"], markersize=12, zorder=3)
-                memory.annotate(run.end, over_rest[-1], color=LOOKS[name]["color"], **note)
+                over_rest = over_rest[: over_rest.index(top) + 1]  # an error frees memory again
+                color = LOOKS[name]["color"]
+                memory.plot(*top, "X", color=color, markersize=12, zorder=3)
+                memory.annotate(f"   {run.end}", top, color=color, weight="bold", va="top")
+            memory.plot(*zip(*over_rest, strict=True), **LOOKS[name])
             loss.plot(range(1, len(run.losses) + 1), run.losses, label=name, **LOOKS[name])
         memory.axhline(allowance / MIB, color="#24292f", linewidth=1.4)
         shown = runs[OURS].steps[: NUM_SHOWN + 1][-1]["at_s"] - runs[OURS].samples[0].at_s
