@@ -45,20 +45,25 @@ def draw(found: dict[str, Any], num_steps: int, path: Path) -> Path:
             points = points[: points.index(_top(points)) + 1]  # an error frees memory again
         axes.plot(*zip(*points, strict=True), label=LABELS[name], **LOOKS[name])
     axes.axhline(limit_mib, color="#24292f", linewidth=1.4)
-    axes.text(num_steps, limit_mib, f"the limit, {limit_mib:,.0f} MiB ", ha="right", va="bottom")
+    beside = axes.get_yaxis_transform()
+    axes.text(1.01, limit_mib, f"the limit,\n{limit_mib:,.0f} MiB", va="center", transform=beside)
     if "plain" in runs:
         killed_at, killed_mib = _top(runs["plain"]["curve"])
         axes.plot([killed_at], [killed_mib], "X", color=LOOKS["plain"]["color"], markersize=13, zorder=3, clip_on=False)
         ended = f"{runs['plain']['end']} in step {len(runs['plain']['losses']) + 1}"
         look = {"color": LOOKS["plain"]["color"], "weight": "bold"}
-        axes.annotate(ended, (killed_at, killed_mib), xytext=(14, -26), textcoords="offset points", **look)
+        axes.annotate(ended, (killed_at, killed_mib), xytext=(14, -17), textcoords="offset points", **look)
     rest_mib = found["rest_bytes"] / MIB
     axes.axhspan(0, rest_mib, color="#eceff2", zorder=0)
     at_rest = "at rest: weights, gradients, optimizer states, libraries"
-    axes.text(
-        0.5, rest_mib / 2, at_rest, ha="center", va="center", color="#57606a", transform=axes.get_yaxis_transform()
+    axes.text(0.5, rest_mib / 2, at_rest, ha="center", va="center", color="#57606a", transform=beside)
+    axes.set(
+        xlabel="steps",
+        ylabel="MiB of anonymous memory",
+        xlim=(0, num_steps),
+        ylim=(0, None),
+        xticks=range(num_steps + 1),
     )
-    axes.set(xlabel="steps", ylabel="MiB of anonymous memory", xlim=(0, num_steps), ylim=(0, None))
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, 1.16), ncols=len(runs), frameon=False, fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
