@@ -42,7 +42,7 @@ NUM_STEPS = 6
 POINTS_PER_STEP = 40
 # Kinds whose first run with the first allocator keeps its curve.
 DRAWN = (NO_LIMIT, "plain", "ours, budget", "ours, all")
-HEADER = (
+HEADER = [
     "kind",
     "glibc",
     "end",
@@ -50,10 +50,11 @@ HEADER = (
     "over rest",
     "CPU s / step",
     "of plain",
+    "later",
     "s / step",
     "GiB / step",
     "weights",
-)
+]
 
 Row = dict[str, Any]
 

@@ -53,7 +53,7 @@ def test_mapped_weights_are_the_same_weights(tmp_path: Path, load: Load) -> None
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_row_says_how_a_kind_ended(load: Load) -> None:
+def test_a_row_says_how_a_kind_ended(load: Load, capsys: pytest.CaptureFixture[str]) -> None:
     bench = load("limit.under_a_limit")
 
     def run(end: str, **entries: Any) -> dict[str, Any]:
@@ -80,3 +80,7 @@ def test_a_row_says_how_a_kind_ended(load: Load) -> None:
     assert [row[6] for row in cells] == ["1.00", "1.00", "1.50"]
     assert [row[7] for row in cells] == ["1.00", "1.00", "3.00"]
     assert [row[-1] for row in cells] == ["equal", "equal", "DIFFER"]
+    facts = {"limit": "control group", "rest_bytes": 2**20, "allowance_bytes": 2**21, "budget_bytes": 2**20}
+    workloads = {"language model": {**facts, "rows": [free, killed, other]}}
+    bench.print_report({"num_runs": 2, "num_steps": 2, "workloads": workloads})
+    assert "language model: 1 MiB at rest, 2 more allowed (control group), budget 1\n" in capsys.readouterr().out
