@@ -21,6 +21,16 @@ from hf_memopt import ActivationOffloader, SyncCopier
 
 THRESHOLD_MB = 0.25
 UNLIMITED_GIB = 1024.0
+# Fields of the offloader's stats that results have.
+COUNTED = (
+    "bytes_moved",
+    "bytes_recomputed",
+    "disk_bytes_written",
+    "disk_bytes_live",
+    "stall_ms",
+    "predicted_peak_gib",
+    "measured_peak_gib",
+)
 
 
 @dataclass(frozen=True)
@@ -28,7 +38,7 @@ class Handling:
     """One kind, ready to train."""
 
     context: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext  # around a forward pass
-    stats: Callable[[], dict[str, float]] = dict  # counts of this library's offloader
+    stats: Callable[[], dict[str, float | None]] = dict  # counts of this library's offloader
 
 
 def plain(workload: Workload, folder: Path, budget_gib: float) -> Handling:
@@ -94,9 +104,8 @@ def ours_all(workload: Workload, folder: Path, budget_gib: float) -> Handling:
 def _offloaded(workload: Workload, **options: Any) -> Handling:
     offloader = ActivationOffloader(offload_threshold_mb=THRESHOLD_MB, **options)
 
-    def stats() -> dict[str, float]:
-        counted = ("bytes_moved", "disk_bytes_written", "disk_bytes_live", "stall_ms")
-        return {name: getattr(offloader.stats, name) for name in counted if hasattr(offloader.stats, name)}
+    def stats() -> dict[str, float | None]:
+        return {name: getattr(offloader.stats, name) for name in COUNTED}
 
     return Handling(lambda: offloader.offload_context(workload.model), stats)
 

@@ -7,12 +7,13 @@ batch; then the limit applies and the steps begin. The limit, the same figure fo
 at rest plus a share of what its steps add without a limit. It is that of a control group, which ends the process, where
 this process may make one, and otherwise `RLIMIT_DATA`, at which allocations fail.
 
-Memory is anonymous memory, sampled every few milliseconds. glibc keeps freed blocks below a threshold that grows by
-itself: "mapped" fixes it at 64 KiB (`MALLOC_MMAP_THRESHOLD_`), so that every larger block is given back when it is
-freed, at the cost of page faults; "default" leaves it alone. CPU time, after the set-up, is that of all threads, in
-user space and in the system; "later" compares that of the second half of the steps, after plans have been made. Threads
-that wait for each other sleep (`OMP_WAIT_POLICY`), so that other processes disturb it little. Bytes written are those
-that the process caused to be sent to the disk.
+Memory is anonymous memory, sampled every few milliseconds. "saved" is the part that saved activations hold, as the
+offloader counts it; a budget is for that part alone. glibc keeps freed blocks below a threshold that grows by itself:
+"mapped" fixes it at 64 KiB (`MALLOC_MMAP_THRESHOLD_`), so that every larger block is given back when it is freed, at
+the cost of page faults; "default" leaves it alone. CPU time, after the set-up, is that of all threads, in user space
+and in the system; "later" compares that of the second half of the steps, after plans have been made. Threads that wait
+for each other sleep (`OMP_WAIT_POLICY`), so that other processes disturb it little. Bytes written are those that the
+process caused to be sent to the disk.
 """
 
 import argparse
@@ -38,7 +39,7 @@ ENVIRONMENT = {"OMP_WAIT_POLICY": "passive"}
 ALLOCATORS: dict[str, dict[str, str]] = {"mapped": {"MALLOC_MMAP_THRESHOLD_": str(2**16)}, "default": {}}
 # Shares of the bytes that the steps of a plain run add to its memory at rest.
 ALLOWANCE, BUDGET = 0.4, 0.25
-NUM_STEPS = 6
+NUM_STEPS = 4
 POINTS_PER_STEP = 40
 # Kinds whose first run with the first allocator keeps its curve.
 DRAWN = (NO_LIMIT, "plain", "ours, budget", "ours, all")
@@ -48,6 +49,7 @@ HEADER = [
     "end",
     "peak MiB",
     "over rest",
+    "saved",
     "CPU s / step",
     "of plain",
     "later",
@@ -163,6 +165,8 @@ def summary(kind: str, allocator: str, runs: list[Row], reference: Row) -> Row:
     finished = [run for run in runs if run["end"] == "finished"]
     costs = ("cpu_s", "wall_s", "written_bytes")
     later = [run["cpu_s_until"][-1] - run["cpu_s_until"][len(run["losses"]) // 2 - 1] for run in finished]
+    counted = [run["stats"].get("measured_peak_gib") for run in finished]
+    saved = [peak_gib for peak_gib in counted if peak_gib is not None]
     return {
         "kind": kind,
         "allocator": allocator,
@@ -172,6 +176,7 @@ def summary(kind: str, allocator: str, runs: list[Row], reference: Row) -> Row:
         "peak_bytes": statistics.median(run["peak_bytes"] for run in runs),
         "over_rest_bytes": statistics.median(run["peak_bytes"] - run["rest_bytes"] for run in runs),
         **{name: statistics.median(run[name] for run in finished) if finished else None for name in costs},
+        "saved_gib": statistics.median(saved) if saved else None,
         "later_cpu_s": statistics.median(later) if finished else None,
         "weights_equal": all(run["weights_digest"] == reference["weights_digest"] for run in finished)
         if finished
@@ -191,6 +196,7 @@ def print_report(results: dict[str, Any]) -> None:
 
 def _cells(row: Row, num_steps: int, rows: list[Row]) -> list[str]:
     peak = [f"{row['peak_bytes'] / MIB:.0f}", f"{row['over_rest_bytes'] / MIB:.0f}"]
+    peak.append("-" if row["saved_gib"] is None else f"{1024 * row['saved_gib']:.0f}")
     ends = sorted(set(row["ends"]))
     end = " or ".join(ends) if ends == ["finished"] else f"{' or '.join(ends)} in step {row['num_steps'] + 1}"
     if row["cpu_s"] is None:
@@ -245,9 +251,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS), help="default: all")
     add("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="besides the plain run without a limit (all)")
-    add(
-        "--allocators", nargs="+", choices=ALLOCATORS, default=list(ALLOCATORS), help="settings of glibc (default: all)"
-    )
+    add("--allocators", nargs="+", choices=ALLOCATORS, default=["mapped"], help="settings of glibc (default: mapped)")
     add("--runs", type=int, default=3, help="of each kind (default: %(default)s)")
     add("--steps", type=int, default=NUM_STEPS, help="of each run (default: %(default)s)")
     add("--limit", choices=limits.KINDS, default="auto", help="a control group, RLIMIT_DATA, or the first if possible")

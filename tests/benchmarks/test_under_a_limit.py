@@ -61,6 +61,7 @@ def test_a_row_says_how_a_kind_ended(load: Load, capsys: pytest.CaptureFixture[s
             "cpu_s": 4.0,
             "wall_s": 2.0,
             "written_bytes": 2**30,
+            "stats": {"measured_peak_gib": 0.25},
             "weights_digest": "a",
             "losses": [1.0, 0.5],
             "cpu_s_until": [3.0, 4.0],
@@ -77,8 +78,9 @@ def test_a_row_says_how_a_kind_ended(load: Load, capsys: pytest.CaptureFixture[s
     cells = [bench._cells(row, 2, [free, killed, other]) for row in (free, killed, other)]
     assert cells[1][2] == "finished or killed in step 2"
     assert cells[2][2] == "finished"
-    assert [row[6] for row in cells] == ["1.00", "1.00", "1.50"]
-    assert [row[7] for row in cells] == ["1.00", "1.00", "3.00"]
+    assert [row[7] for row in cells] == ["1.00", "1.00", "1.50"]
+    assert [row[8] for row in cells] == ["1.00", "1.00", "3.00"]
+    assert cells[0][5] == "256"
     assert [row[-1] for row in cells] == ["equal", "equal", "DIFFER"]
     facts = {"limit": "control group", "rest_bytes": 2**20, "allowance_bytes": 2**21, "budget_bytes": 2**20}
     workloads = {"language model": {**facts, "rows": [free, killed, other]}}

@@ -8,8 +8,8 @@ from benchmarks.limit.workloads import Workload
 
 
 def make(is_toy: bool) -> Workload:
-    """Make one with 19 million parameters, and 2 sequences of 1,024 tokens."""
-    width, num_layers, length, vocabulary = (128, 8, 1024, 256) if is_toy else (384, 10, 1024, 4096)
+    """Make one with 18 million parameters, for 2 sequences of 1,024 tokens."""
+    width, num_layers, length, vocabulary = (128, 8, 1024, 256) if is_toy else (384, 10, 1024, 1024)
     config = LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=width,

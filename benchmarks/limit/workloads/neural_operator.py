@@ -11,9 +11,9 @@ from hf_memopt.recipes.neural_operator.step import LOSSES, make_optimizer
 
 
 def make(is_toy: bool) -> Workload:
-    """Make one of 5 million numbers, 8 layers, 1 sample of 384 x 384."""
-    nodes = 128 if is_toy else 384
-    model = make_model(ModelOptions(modes=8 if is_toy else 24, num_layers=8)).train()
+    """Make one of 16 layers, for 1 sample of 320 x 320."""
+    nodes = 128 if is_toy else 320
+    model = make_model(ModelOptions(modes=8 if is_toy else 24, num_layers=16)).train()
     optimizer = make_optimizer(model, TrainingOptions())
     coefficients, solutions = zip(*samples(Darcy("train", nodes, 4), torch.device("cpu"), batch_size=1), strict=True)
     inputs = [(each == HIGH).float()[:, None] for each in coefficients]

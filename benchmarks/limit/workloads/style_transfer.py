@@ -12,11 +12,11 @@ from hf_memopt.recipes.lgt.step import Objective, build_model
 
 
 def make(is_toy: bool) -> Workload:
-    """Make a network of 2.6 million parameters, 12 latents of 4 x 32 x 32, 10 Euler steps with gradients."""
+    """Make a network of 2.6 million parameters, 8 latents of 4 x 32 x 32, 10 Euler steps with gradients."""
     options = Options(
         model=ModelOptions(base_channels=32),
         data=DataOptions(num_generated=16 if is_toy else 64),
-        training=TrainingOptions(batch_size=1 if is_toy else 12),
+        training=TrainingOptions(batch_size=1 if is_toy else 8),
     )
     model = build_model(options).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.training.learning_rate)
