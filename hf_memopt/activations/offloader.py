@@ -212,7 +212,7 @@ class ActivationOffloader:
             bytes_weights=self._counters.bytes_weights,
             bytes_deduplicated=self._counters.bytes_deduplicated,
             host_bytes_live=sum(memory.bytes_live for memory in hosts),
-            host_bytes_pinned=sum(memory.bytes_held for memory in hosts),
+            host_bytes_pinned=sum(memory.host_bytes_held for memory in (*hosts, *disks)),
             num_host_allocations=sum(memory.num_allocations for memory in hosts),
             disk_bytes_live=sum(memory.bytes_live for memory in disks),
             disk_bytes_held=sum(memory.bytes_held for memory in disks),

@@ -14,7 +14,7 @@ class OffloadStats:
         bytes_weights: saved weights, buffers, other leaves that require grad and autocast's copies, by view, not moved.
         bytes_deduplicated: saved views whose storage had been copied already.
         host_bytes_live: host memory that graphs hold now; 0 once none is alive.
-        host_bytes_pinned: host memory in use or kept for the next step.
+        host_bytes_pinned: host memory in use or kept for the next step, on the way to a disk too.
         num_host_allocations: grows in the first steps only.
         disk_bytes_live: of the disk's file, in use by graphs now; 0 once none is alive.
         disk_bytes_held: length of that file.

@@ -52,6 +52,10 @@ class _Disk:
         return self.file.space.bytes_held
 
     @property
+    def host_bytes_held(self) -> int:
+        return 0
+
+    @property
     def num_allocations(self) -> int:
         return self.file.space.num_allocations
 
@@ -132,6 +136,10 @@ class StagedDisk(_Disk):
         # A tensor that could not stop on its way back must not go.
         extent = self.file.space.acquire(num_bytes) if num_bytes <= self.staging_bytes else None
         return None if extent is None else StagedBlock(extent, num_bytes)
+
+    @property
+    def host_bytes_held(self) -> int:
+        return self.staging.bytes_held
 
     @property
     def bytes_live(self) -> int:

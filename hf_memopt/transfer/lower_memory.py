@@ -20,6 +20,7 @@ class LowerMemory(Protocol):
     Attributes:
         bytes_live: of the blocks in use.
         bytes_held: taken from the system, for now and for later.
+        host_bytes_held: of the host's memory, also that which bytes pass through.
         num_allocations: how often bytes were taken from the system.
     """
 
@@ -30,6 +31,9 @@ class LowerMemory(Protocol):
 
     @property
     def bytes_held(self) -> int: ...
+
+    @property
+    def host_bytes_held(self) -> int: ...
 
     @property
     def num_allocations(self) -> int: ...
@@ -92,6 +96,10 @@ class LowerHost:
 
     @property
     def bytes_held(self) -> int:
+        return self._arena.bytes_held
+
+    @property
+    def host_bytes_held(self) -> int:
         return self._arena.bytes_held
 
     @property

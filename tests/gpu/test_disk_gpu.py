@@ -101,5 +101,6 @@ def test_memory_that_is_the_hosts_goes_to_the_disk_alone(
     offloader = three_tiers(model, x, tmp_path, mode="all")
     for _ in range(3):
         assert all(map(torch.equal, gradients(model, x, offloader), want))
-    assert offloader.stats.host_bytes_pinned == 0
+    staging_bytes = offloader.stats.host_bytes_pinned
+    assert 0 < staging_bytes <= 0.25 * 0.6 * saved_bytes(model, x)
     assert offloader.stats.disk_bytes_written > 0
