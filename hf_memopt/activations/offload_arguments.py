@@ -42,7 +42,7 @@ class OffloadArguments:
     pin_memory: bool = flag(True, "use page-locked host memory")
     host_budget_gib: Annotated[float, NOT_NEGATIVE] | None = flag(None, "host memory to use at most, in GiB")
     disk: str | None = flag(
-        None, "folder on a local disk, for what host memory has no room for; on a CPU for all that is offloaded"
+        None, "folder on a local disk, for storages that host memory has no room for; on a CPU for all that leave"
     )
     disk_budget_gib: Annotated[float, NOT_NEGATIVE] | None = flag(None, "room on that disk to use at most, in GiB")
     skip: list[str] = flag(

@@ -32,7 +32,7 @@ Like = Literal["cuda", "cpu"]
 logger = logging.getLogger(__name__)
 
 _NUM_TOP = 10
-# Of the host's memory. With less in use no storage meets a limit, whatever is for bytes on their way to a disk.
+# Of the host's memory. With less in use no storage meets a limit, the share for bytes on their way to a disk included.
 _ROOMY_SHARE = 0.5
 
 

@@ -118,7 +118,7 @@ class StagedDisk(_Disk):
     """A disk below a device with memory of its own.
 
     Each way is two copies. The second one starts once the first is seen to be over: at the next copy of any tensor, or
-    when somebody waits. Tensors larger than the host memory for it, `staging_bytes`, do not go.
+    at a wait. Tensors larger than the host memory for it, `staging_bytes`, do not go.
     """
 
     def __init__(self, file: TierFile, copier: Copier, staging_bytes: int, is_below_host: bool = False) -> None:
@@ -129,7 +129,7 @@ class StagedDisk(_Disk):
         # Oldest first. Each holds a block of the host memory.
         self._under_way: deque[_UnderWay] = deque()
         self._link: tuple[float, float] | None = None
-        # Of writes that nobody will ask for.
+        # Of writes whose bytes are not needed any more.
         self.failures: list[Exception] = []
 
     def acquire(self, num_bytes: int, storage: torch.UntypedStorage) -> StagedBlock | None:
@@ -244,7 +244,7 @@ class _StagedWrite:
                 self._store()
             if self._stored is not None:
                 self._stored.wait()
-        except Exception as error:  # raised to those who read the bytes, and where nobody will, in the next pass
+        except Exception as error:  # raised to the reader of the bytes; without one, in the next pass
             self._error = error.with_traceback(None)
         self._end()
 

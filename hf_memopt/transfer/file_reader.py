@@ -59,7 +59,7 @@ _own = _OwnPages()
 class ReadFile:
     """A file that is read only, whose bytes must stay as they were when this object was made.
 
-    Forks close it, and keep what is mapped.
+    Forks close it, and keep its mapping.
 
     Args:
         file: open for reading; closed with this object.
@@ -252,7 +252,7 @@ class StagedReads:
     """Reads of a block to a device, through page-aligned host memory: a ring of buffers, each with a part.
 
     Parts go in the order of the reads. A buffer goes on to the next part, and a part from the file's end to the
-    device's, at the next read of anything and when somebody waits. So no more than the ring is read ahead.
+    device's, at the next read of anything and at a wait. So no more than the ring is read ahead.
     """
 
     def __init__(self, block: BlockInFiles, copier: Copier) -> None:

@@ -51,10 +51,10 @@ class LowerMemory(Protocol):
         """Start copying `(num_bytes,)` uint8 to the device."""
 
     def empty_device(self, num_bytes: int, block: Any, first: int) -> Tensor:
-        """Uninitialised device memory, `(num_bytes,)` uint8; what `block` holds can be read from byte `first` on."""
+        """Uninitialised device memory, `(num_bytes,)` uint8; the bytes of `block` can be read from byte `first` on."""
 
     def begin_pass(self) -> None:
-        """Note that a pass begins; an error that a copy nobody waits for has met is raised here."""
+        """Note that a pass begins; the error of a copy without a reader is raised here."""
 
     def trim(self) -> None:
         """Give back memory that recent passes have not needed."""

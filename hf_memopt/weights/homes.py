@@ -35,7 +35,7 @@ class WeightsHome(Protocol):
         """Return `views` as the device reads them without a copy; None where it cannot."""
 
     def check(self) -> None:
-        """Raise an error if the block is no longer what it was."""
+        """Raise an error if the block has changed."""
 
 
 class HostHome:
@@ -60,7 +60,7 @@ class HostHome:
 
 
 class FileHome:
-    """A block in files. Between visits weights are mapped: the system reads what is touched, and may forget it again.
+    """A block in files. Between visits weights are mapped: the system reads pages that are touched, and may drop them.
 
     Mapped weights cannot be written. On the CPU they are read in place, too.
 

@@ -104,7 +104,7 @@ def _safetensors_files(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
 
 
 def _mapped_files(weights: PackedWeights) -> list[Path]:
-    """Return the safetensors files that weights are mapped from, on Linux, where the system lists what is mapped."""
+    """Return the safetensors files that weights are mapped from, on Linux, where the system lists mappings."""
     maps = Path("/proc/self/maps")
     if not maps.exists():
         return []

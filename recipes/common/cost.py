@@ -31,7 +31,7 @@ CPU_CAPTION = """\
 process MiB: resident memory of the process at its peak. The device is a CPU: it holds the copies in the same memory, so
 no memory was saved, and step times say nothing about a GPU."""
 DISK_CAPTION = """\
-process MiB: resident memory of the process at its peak. The device is a CPU, and what is moved goes to a disk. Step
+process MiB: resident memory of the process at its peak. The device is a CPU, and moved bytes go to a disk. Step
 times say nothing about a GPU."""
 DEVICE_CAPTION = """\
 peak MiB: all of the device's memory, weights and optimizer included, as torch counts it."""

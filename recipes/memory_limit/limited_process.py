@@ -75,7 +75,7 @@ def run_limited(
     Args:
         command: trains by `report_steps`.
         limit: of this process alone.
-        limit_bytes: what the process may use in all, from its event `rest` on; None, as much as it likes.
+        limit_bytes: memory that the process may use in all, from its event `rest` on; None, any.
         log: file for the process's own output.
         environ: variables that are added to this process's own.
         show: called with each event.

@@ -31,7 +31,7 @@ def read_sample(process: int) -> Sample | None:
     except (FileNotFoundError, ProcessLookupError):
         return None
     fields = dict(line.split(":", 1) for line in status.splitlines())
-    if "RssAnon" not in fields:  # has ended, and nobody has waited for it yet
+    if "RssAnon" not in fields:  # has ended, and has not been waited for yet
         return None
     figures = (KIB * int(fields[name].split()[0]) for name in ("RssAnon", "VmRSS", "VmData"))
     return Sample(time.monotonic(), *figures)

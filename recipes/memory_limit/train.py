@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     offloader = ActivationOffloader(
         enabled=options.disk is not None,
-        disk=options.disk,  # hf_memopt: what the budget has no room for goes there and comes back for backward
+        disk=options.disk,  # hf_memopt: storages beyond the budget go there and come back for backward
         budget_gib=options.budget_gib,
         offload_threshold_mb=0.25,
     )

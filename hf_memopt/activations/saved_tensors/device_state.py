@@ -81,9 +81,9 @@ class DeviceState:
         # A graph that is dropped takes its storages along, copies under way included.
         self._leaving: deque[weakref.ref[Outgoing]] = deque()
         self._leaving_bytes = 0
-        # Whether a failed copy has been raised in this step. Further ones, which nobody asks for, say nothing new.
+        # Whether a failed copy has been raised in this step. Errors of copies without a reader then say nothing new.
         self.is_told = False
-        # The error of a copy that nobody was left to ask for.
+        # The error of a copy whose reader was gone.
         self._failure: Exception | None = None
 
     @property
