@@ -41,6 +41,9 @@ ALLOCATORS: dict[str, dict[str, str]] = {"mapped": {"MALLOC_MMAP_THRESHOLD_": st
 ALLOWANCE, BUDGET = 0.4, 0.25
 NUM_STEPS = 4
 POINTS_PER_STEP = 40
+# A run is too slow, and is ended, after so many times the time of the plain run without a limit, at least so many
+# seconds.
+TOO_SLOW, TOO_SLOW_S = 4, 60.0
 # Kinds whose first run with the first allocator keeps its curve.
 DRAWN = (NO_LIMIT, "plain", "ours, budget", "ours, all")
 HEADER = [
@@ -96,6 +99,7 @@ class Bench:
                 None if kind == NO_LIMIT else self._limit_bytes,
                 log=self._folder / "process.log",
                 environ={**ENVIRONMENT, **ALLOCATORS[allocator]},
+                timeout_s=max(TOO_SLOW_S, TOO_SLOW * self._options.steps * self._step_s) if self._step_s else None,
                 show=lambda event: print("." if event["event"] == "step" else "", end="", flush=True),
             )
             if self._limit_bytes is None:

@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 from hf_memopt.recipes.memory_limit.limits import MemoryLimit
@@ -20,7 +21,7 @@ class LimitedRun:
     """A process that has ended.
 
     Attributes:
-        end: "finished", "raised" an error of allocation, or "killed".
+        end: "finished", "raised" an error of allocation, "killed", or "too slow".
         reason: the error or the signal, None if it has finished.
         rest: memory when the limit was set, between the set-up and the first step.
         samples: memory from then on.
@@ -68,6 +69,7 @@ def run_limited(
     *,
     log: Path,
     environ: Mapping[str, str] | None = None,
+    timeout_s: float | None = None,
     show: Callable[[Event], None] = lambda event: None,
 ) -> LimitedRun:
     """Run a command, to which `--events=DESCRIPTOR` is added, until it ends.
@@ -78,6 +80,8 @@ def run_limited(
         limit_bytes: memory that the process may use in all, from its event `rest` on; None, any.
         log: file for the process's own output.
         environ: variables that are added to this process's own.
+        timeout_s: for all steps together; a process that takes longer is killed. At a limit the system may read pages
+            of files again and again, and neither end the process nor let it go on.
         show: called with each event.
 
     Raises:
@@ -95,6 +99,7 @@ def run_limited(
             pass_fds=[writable],
         )
     os.close(writable)
+    overdue = Timer(timeout_s or 0.0, process.kill)
     with process, os.fdopen(readable) as lines:
         try:
             begun, rest = _read_event(lines.readline()), read_sample(process.pid)
@@ -104,6 +109,8 @@ def run_limited(
             if limit_bytes is not None:
                 limit.set(process.pid, limit_bytes)
             events = []
+            if timeout_s is not None:
+                overdue.start()
             with Sampler(process.pid) as sampler:
                 assert process.stdin is not None
                 process.stdin.write(b"\n")
@@ -114,9 +121,15 @@ def run_limited(
                         show(event)
             status = process.wait()
         except BaseException:
+            overdue.cancel()
             process.kill()
             raise
-    end, reason = _end(status, events, limit.num_kills() > 0)
+    is_overdue = timeout_s is not None and not overdue.is_alive()
+    overdue.cancel()
+    if is_overdue:
+        end, reason = "too slow", f"killed after {timeout_s:.0f} s"
+    else:
+        end, reason = _end(status, events, limit.num_kills() > 0)
     if end is None or (end == "killed" and limit_bytes is None):
         raise _failed(process, log)
     return LimitedRun(end, reason, rest, sampler.samples, events)
