@@ -110,6 +110,18 @@ def test_a_failure_that_is_not_about_memory_is_an_error(code: str, told: str, tm
         run_limited([sys.executable, "-c", code], limit, 2**33, log=tmp_path / "log")
 
 
+@linux
+def test_a_process_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+    code = (
+        "import time\n"
+        "from hf_memopt.recipes.memory_limit.reported_steps import report_steps\n"
+        "report_steps(lambda: time.sleep(600), 1, int(__import__('sys').argv[1].partition('=')[2]), dict)"
+    )
+    with memory_limit("data") as limit:
+        found = run_limited([sys.executable, "-c", code], limit, None, log=tmp_path / "log", timeout_s=0.5)
+    assert (found.end, found.steps) == ("too slow", [])
+
+
 def test_other_systems_are_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(OSError, match="only Linux limits the memory of a single process, and this is darwin"):
