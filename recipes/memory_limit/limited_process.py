@@ -126,10 +126,9 @@ def run_limited(
             raise
     is_overdue = timeout_s is not None and not overdue.is_alive()
     overdue.cancel()
+    end, reason = _end(status, events, limit.num_kills() > 0)
     if is_overdue:
         end, reason = "too slow", f"killed after {timeout_s:.0f} s"
-    else:
-        end, reason = _end(status, events, limit.num_kills() > 0)
     if end is None or (end == "killed" and limit_bytes is None):
         raise _failed(process, log)
     return LimitedRun(end, reason, rest, sampler.samples, events)
