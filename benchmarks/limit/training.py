@@ -11,8 +11,8 @@ import torch
 
 from benchmarks.limit.kinds import KINDS
 from benchmarks.limit.workloads import make_workload
+from hf_memopt.disk.digests import weights_sha256
 from hf_memopt.recipes.memory_limit.reported_steps import report_steps
-from hf_memopt.recipes.memory_limit.weights_digest import weights_digest
 
 
 def main() -> int:
@@ -45,7 +45,7 @@ def train(
         return update(loss)
 
     def results() -> dict[str, Any]:
-        return {"weights_digest": weights_digest(training.model), "stats": handling.stats()}
+        return {"weights_digest": weights_sha256(training.model), "stats": handling.stats()}
 
     return report_steps(step, num_steps, events, results)
 

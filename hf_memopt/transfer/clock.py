@@ -20,11 +20,8 @@ class Clock(Protocol):
         """Seconds between two marks, never negative; waits until both are reached."""
 
 
-class HostClock:
-    """Marks in the CPU time of the thread, so that other processes make no pass longer."""
-
-    def mark(self) -> float:
-        return time.thread_time()
+class _Seconds:
+    """Marks that are seconds on a clock of the host."""
 
     def reached(self, mark: float) -> bool:
         return True
@@ -33,7 +30,14 @@ class HostClock:
         return max(0.0, end - start)  # a backward may run in another thread
 
 
-class WaitingClock:
+class HostClock(_Seconds):
+    """Marks in the CPU time of the thread, so that other processes make no pass longer."""
+
+    def mark(self) -> float:
+        return time.thread_time()
+
+
+class WaitingClock(_Seconds):
     """Marks in the CPU time of the thread and its time of waiting, as `waited_s` counts it, without other processes."""
 
     def __init__(self, waited_s: Callable[[], float]) -> None:
@@ -42,24 +46,12 @@ class WaitingClock:
     def mark(self) -> float:
         return time.thread_time() + self._waited_s()
 
-    def reached(self, mark: float) -> bool:
-        return True
 
-    def elapsed_s(self, start: float, end: float) -> float:
-        return max(0.0, end - start)
-
-
-class WallClock:
+class WallClock(_Seconds):
     """Marks in the host's time, for a device whose copies the host waits for."""
 
     def mark(self) -> float:
         return time.perf_counter()
-
-    def reached(self, mark: float) -> bool:
-        return True
-
-    def elapsed_s(self, start: float, end: float) -> float:
-        return max(0.0, end - start)
 
 
 class StreamClock:

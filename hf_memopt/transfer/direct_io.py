@@ -11,12 +11,16 @@ import ctypes
 import mmap
 import os
 import threading
+import weakref
 from collections.abc import Callable
+from io import FileIO
 from itertools import pairwise
+from typing import IO
 
 import torch
 from torch import Tensor
 
+from hf_memopt.transfer.host_arena import HostAllocator
 from hf_memopt.units import format_bytes
 
 PAGE = 4096
@@ -52,6 +56,30 @@ class _PageEnds(threading.local):
 
 
 _ends = _PageEnds()
+
+
+def page_aligned(allocator: HostAllocator, num_bytes: int) -> Tensor:
+    """Return host memory of an allocator, `(num_bytes,)` uint8, that begins with a page."""
+    memory = allocator.empty_host(num_bytes + PAGE)
+    first = -memory.data_ptr() % PAGE
+    return memory[first : first + num_bytes]
+
+
+def close_in_forks(file: FileIO | IO[bytes]) -> None:
+    """Have forks of this process close a file, so that none of them holds its space."""
+    _closed_in_forks.add(file)
+
+
+_closed_in_forks: "weakref.WeakSet[FileIO | IO[bytes]]" = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    for file in _closed_in_forks:
+        file.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_all)
 
 
 def bypass_page_cache(file: int, is_wanted: bool = True) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hf_memopt.transfer.clock import Clock
 from hf_memopt.transfer.copier import ALIGNMENT, Copier, DeviceCopy, StreamEvent, Transfer
-from hf_memopt.transfer.direct_io import PAGE, private_pages
+from hf_memopt.transfer.direct_io import PAGE, page_aligned, private_pages
 from hf_memopt.transfer.disk_space import Extent
 from hf_memopt.transfer.host_arena import HostArena
 from hf_memopt.transfer.link import measure_link
@@ -337,9 +337,7 @@ class _PageAligned:
         self._copier = copier
 
     def empty_host(self, num_bytes: int) -> Tensor:
-        memory = self._copier.empty_host(num_bytes + PAGE)
-        first = -memory.data_ptr() % PAGE
-        return memory[first : first + num_bytes]
+        return page_aligned(self._copier, num_bytes)
 
     def release(self, buffer: Tensor) -> None:
         self._copier.release(buffer)

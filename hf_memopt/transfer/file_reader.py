@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from hf_memopt.transfer.copier import Copier, DeviceCopy, StreamEvent, Transfer
-from hf_memopt.transfer.direct_io import PAGE, bypass_page_cache, private_pages
+from hf_memopt.transfer.direct_io import PAGE, bypass_page_cache, close_in_forks, page_aligned, private_pages
 from hf_memopt.transfer.scratch_file import REFUSALS, DiskError
 from hf_memopt.units import MIB, format_bytes
 
@@ -73,7 +73,7 @@ class ReadFile:
         self._state = _state(file)
         self._mapped: Tensor | None = None
         weakref.finalize(self, file.close)
-        _open_files.add(self)
+        close_in_forks(file)
         self._bypass_page_cache()
 
     @property
@@ -134,18 +134,6 @@ class ReadFile:
             if error.errno not in REFUSALS:
                 raise DiskError(error.errno, f"{self.name}: reading {format_bytes(PAGE)} failed: {error}") from error
             bypass_page_cache(self._file.fileno(), False)
-
-
-_open_files: "weakref.WeakSet[ReadFile]" = weakref.WeakSet()
-
-
-def _close_in_fork() -> None:
-    for file in _open_files:
-        file._file.close()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_close_in_fork)
 
 
 def _state(file: FileIO | IO[bytes]) -> _State:
@@ -258,7 +246,7 @@ class StagedReads:
     def __init__(self, block: BlockInFiles, copier: Copier) -> None:
         self._block, self._copier = block, copier
         num_bytes = min(PART_BYTES, -(-block.num_bytes // PAGE) * PAGE + PAGE)
-        self._free = [_page_aligned(copier, num_bytes) for _ in range(_NUM_BUFFERS)]
+        self._free = [page_aligned(copier, num_bytes) for _ in range(_NUM_BUFFERS)]
         self.host_bytes = _NUM_BUFFERS * (num_bytes + PAGE)
         self._queued: deque[_StagedPart] = deque()
         self._reading: deque[tuple[_StagedPart, Tensor, Future[Tensor]]] = deque()
@@ -356,9 +344,3 @@ def _joined(pieces: Sequence[Piece]) -> list[Piece]:
         else:
             runs.append(piece)
     return runs
-
-
-def _page_aligned(copier: Copier, num_bytes: int) -> Tensor:
-    memory = copier.empty_host(num_bytes + PAGE)
-    first = -memory.data_ptr() % PAGE
-    return memory[first : first + num_bytes]

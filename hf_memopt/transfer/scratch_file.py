@@ -18,7 +18,15 @@ from typing import IO, NamedTuple
 
 from torch import Tensor
 
-from hf_memopt.transfer.direct_io import PAGE, bypass_page_cache, chunks, private_pages, read_memory, write_memory
+from hf_memopt.transfer.direct_io import (
+    PAGE,
+    bypass_page_cache,
+    chunks,
+    close_in_forks,
+    private_pages,
+    read_memory,
+    write_memory,
+)
 from hf_memopt.transfer.disk_space import DiskSpace, Extent
 from hf_memopt.units import MIB, format_bytes
 
@@ -110,6 +118,7 @@ class ScratchFile:
             raise self._error("cannot make a file", error) from error
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="hf_memopt disk")
         weakref.finalize(self, _end, self._file, self._threads)
+        close_in_forks(self._file)
         _open_files.add(self)
         warn_of_file_system(self.folder)
         self.is_direct = self._bypass_page_cache()
@@ -183,7 +192,6 @@ class ScratchFile:
     def _measure(self) -> tuple[float, float]:
         self._resize(_PROBE_BYTES)
         memory, whole = private_pages(_PROBE_BYTES), Extent(0, _PROBE_BYTES, _PROBE_BYTES)
-        self.bytes_written = self.bytes_read = 0
         speeds = _bytes_per_s(lambda: self.write(memory, whole)), _bytes_per_s(lambda: self.read(whole, memory))
         self._resize(0)
         return speeds
@@ -239,15 +247,6 @@ def _end(file: IO[bytes], threads: ThreadPoolExecutor) -> None:
 
 
 _open_files: "weakref.WeakSet[ScratchFile]" = weakref.WeakSet()
-
-
-def _close_in_fork() -> None:
-    for file in _open_files:
-        file._file.close()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_close_in_fork)
 
 
 def _bytes_per_s(start: Callable[[], FileTransfer]) -> float:

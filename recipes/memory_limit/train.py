@@ -14,8 +14,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_memopt import ActivationOffloader
+from hf_memopt.disk.digests import weights_sha256
 from hf_memopt.recipes.memory_limit.reported_steps import report_steps
-from hf_memopt.recipes.memory_limit.weights_digest import weights_digest
 
 VOCABULARY, NUM_SEQUENCES, LENGTH, FEW = 256, 4, 512, 16
 WIDTH, NUM_LAYERS = 256, 8
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         lambda: update(LENGTH, offloader.offload_context(model)),
         options.steps,
         options.events,
-        lambda: {"weights_digest": weights_digest(model)},
+        lambda: {"weights_digest": weights_sha256(model)},
     )
 
 
