@@ -217,7 +217,7 @@ class PassPlanner:
 
     def _replan(self) -> None:
         assert self.recording is not None
-        self.plan = self._maker.make(self.recording.profile, is_first=self.plan is None)
+        self.plan = self._maker.make(self.recording.profile, before=self.plan)
         self._times.begin_plan()
 
     # ------------------------------------------------------------------------------------------------- correcting

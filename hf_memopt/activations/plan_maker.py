@@ -44,12 +44,16 @@ class PlanMaker:
     def has_budget(self) -> bool:
         return self._limits.budget_bytes is not None
 
-    def make(self, profile: Profile, is_first: bool) -> OffloadPlan | None:
-        """Return a plan, None without room for one; an `InfeasibleBudgetError` if the first cannot meet the budget."""
+    def make(self, profile: Profile, before: OffloadPlan | None) -> OffloadPlan | None:
+        """Return the plan after another one, None without room for it.
+
+        Raises:
+            InfeasibleBudgetError: the first plan cannot meet the budget.
+        """
         if not self._tiers:
             self._tiers = tuple(memory.tier(self._device.clock) for memory in self._device.lower)
         self.limit_bytes = self._find_limit()
-        plan = self._make_for_budget(profile, is_first) if self.has_budget else self._make_for_device(profile)
+        plan = self._make_for_budget(profile, before) if self.has_budget else self._make_for_device(profile)
         if plan is not None:
             logger.info("activation offloading: %s", plan.summary())
         return plan
@@ -95,11 +99,11 @@ class PlanMaker:
         limits = [limit for limit in (limit_bytes, self._out_of_reach_bytes) if limit is not None]
         return max(0, min(limits) - self._overlap_bytes) if limits else None
 
-    def _make_for_budget(self, profile: Profile, is_first: bool) -> OffloadPlan:
+    def _make_for_budget(self, profile: Profile, before: OffloadPlan | None) -> OffloadPlan:
         try:
-            return self._make(profile, budget_bytes=self.limit_bytes)
+            return self._make(profile, budget_bytes=self.limit_bytes, before=before)
         except InfeasibleBudgetError as error:
-            if is_first or self._overlap_bytes:
+            if before is None or self._overlap_bytes:
                 needed_bytes = error.smallest_bytes + self._overlap_bytes
                 budget_bytes = error.budget_bytes + self._overlap_bytes
                 raise InfeasibleBudgetError(budget_bytes, needed_bytes, rank=rank_among_several()) from None
@@ -115,7 +119,12 @@ class PlanMaker:
             return None
 
     def _make(
-        self, profile: Profile, *, budget_bytes: int | None = None, device_limit_bytes: int | None = None
+        self,
+        profile: Profile,
+        *,
+        budget_bytes: int | None = None,
+        device_limit_bytes: int | None = None,
+        before: OffloadPlan | None = None,
     ) -> OffloadPlan:
         return make_plan(
             profile,
@@ -124,4 +133,5 @@ class PlanMaker:
             max_slowdown=self._limits.max_slowdown,
             prefetch_ahead=self._limits.prefetch_ahead,
             device_limit_bytes=device_limit_bytes,
+            before=before,
         )

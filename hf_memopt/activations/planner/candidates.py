@@ -141,6 +141,10 @@ class Trials:
         prefetch = min(prefetch, total, candidate.window.prefetch_storages * largest)
         return self._simulated(actions, candidate.window, in_flight, prefetch, None)
 
+    def evaluate_again(self, actions: bytes, in_flight: int, prefetch: int) -> Candidate | None:
+        """Evaluate a plan that was made for other times of the same storages."""
+        return self._simulated(self._normalised(actions), self.windows[0], in_flight, prefetch, None)
+
     def change_first(
         self, candidate: Candidate, order: Sequence[int], action: int, allow: Callable[[Candidate], bool]
     ) -> tuple[Candidate, int]:
@@ -149,7 +153,7 @@ class Trials:
         Returns the changed plan, or the candidate if none can change, and how many storages were changed.
         """
         best, count, too_many = candidate, 0, len(order) + 1
-        while too_many - count > 1:
+        while too_many - count > 1 and self.num_left:
             middle = (count + too_many) // 2
             changed = bytearray(candidate.actions)
             for index in order[:middle]:

@@ -132,7 +132,13 @@ class Profile:
 
 def count_needs(profile: Profile, actions: Sequence[int]) -> list[int]:
     """Return how often each storage is needed: its own uses, and once for each storage recomputed from it."""
-    return [sum(counts) for counts in zip(*needs_by_backward(profile, actions), strict=True)]
+    return added_up(needs_by_backward(profile, actions))
+
+
+def added_up(counts_by_backward: list[list[int]]) -> list[int]:
+    """Return the counts of all backward passes together; with one pass, its own list."""
+    first, *others = counts_by_backward
+    return [sum(counts) for counts in zip(first, *others, strict=True)] if others else first
 
 
 def needs_by_backward(profile: Profile, actions: Sequence[int]) -> list[list[int]]:

@@ -89,7 +89,7 @@ class _Polish:
 
         First to the longest first part of the list; the one that does not fit is left out, and smaller ones follow.
         """
-        while indices:
+        while indices and self._trials.num_left:
             candidate, count = self._trials.change_first(candidate, indices, action, self._limits.allow)
             room = self._limits.peak_bytes - candidate.peak_bytes
             indices = indices[count + 1 :]

@@ -29,6 +29,7 @@ from hf_memopt.activations.planner.profile import (
     Action,
     EventKind,
     Profile,
+    added_up,
     needs_by_backward,
     reload_order,
 )
@@ -95,7 +96,7 @@ class _Step:
         self.sizes, self.storages = profile.sizes, profile.storages
         self.in_flight_bytes, self.prefetch_bytes = in_flight, prefetch
         self.needs_by_backward = needs_by_backward(profile, actions)
-        self.total_needs = [sum(counts) for counts in zip(*self.needs_by_backward, strict=True)]
+        self.total_needs = added_up(self.needs_by_backward)
         self.backward = 0
         # Uses still to come: of moved storages in the backward at work, at whose end they go; of kept ones altogether.
         self.needs = self.needs_by_backward[0].copy()

@@ -1,6 +1,7 @@
 """Tests of the quality of plans: near brute force for few storages, and better with larger budgets for many."""
 
 import copy
+import dataclasses
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -10,9 +11,10 @@ from plan_reference import all_plans, front
 from planner_profiles import Tiers, at_random, chain, convolutions, decoder, host_for, language_model, limited, u_net
 
 from hf_memopt.activations.planner.offload_plan import InfeasibleBudgetError, OffloadPlan, make_plan
-from hf_memopt.activations.planner.profile import Profile
+from hf_memopt.activations.planner.profile import Action, Profile
 from hf_memopt.activations.planner.refinement import STEP_TOLERANCE, time_class
 from hf_memopt.activations.planner.search import search_plans
+from hf_memopt.activations.recorded_pass import RecordedPass, scaled
 
 # The allowed step time of a plan, relative to the fastest plan.
 FACTOR = 1.03
@@ -141,3 +143,43 @@ def test_tight_budgets_take_a_long_search(profile: Profile, share: float, budget
     """Compare with an exhaustive search; a quarter of the simulations gave up to eight times slower plans."""
     plan = plan_for(profile, host_for(profile, share), 2, int(budget * sum(profile.sizes)))
     assert plan.slowdown < slowdown
+
+
+def test_plan_that_costs_no_time_stays_for_other_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    profile, bandwidth = PROFILES["u-net, slow link"]()
+    tiers, budget = host_for(profile, 40 * bandwidth), sum(profile.sizes) // 2
+    before = plan_for(profile, tiers, 2, budget)
+    assert before.slowdown < STEP_TOLERANCE
+    assert before.offloaded_bytes
+    faster = scaled_times(profile, 0.9)
+    expected = plan_for(faster, tiers, 2, budget)
+    # No other plan is looked for.
+    monkeypatch.setattr("hf_memopt.activations.planner.offload_plan.search_plans", pytest.fail)
+    again = plan_for(faster, tiers, 2, budget, before=before)
+    assert again.actions == before.actions
+    assert again.plain_step_s == faster.step_s
+    assert time_class(faster, again.predicted_step_s) == time_class(faster, expected.predicted_step_s)
+    assert again.offloaded_bytes == expected.offloaded_bytes
+
+
+@pytest.mark.parametrize("change", ["copies take longer", "a smaller budget", "other storages", "nothing to recompute"])
+def test_plan_before_is_left_where_it_does_not_serve(change: str) -> None:
+    profile, bandwidth = PROFILES["decoder"]()
+    tiers, budget = host_for(profile, 4 * bandwidth), sum(profile.sizes) // 4
+    before = plan_for(profile, tiers, 2, budget)
+    if change == "copies take longer":
+        profile = scaled_times(profile, 0.1)
+    elif change == "a smaller budget":
+        budget = before.predicted_peak_bytes - 1
+    elif change == "other storages":
+        profile = Profile(profile.storages[:-1], profile.step_s)
+    else:
+        before = dataclasses.replace(before, actions=(Action.RECOMPUTE,) * len(profile.storages))
+        storages = tuple(dataclasses.replace(each, recompute_s=None) for each in profile.storages)
+        profile = Profile(storages, profile.step_s)
+    assert plan_for(profile, tiers, 2, budget, before=before) == plan_for(profile, tiers, 2, budget)
+
+
+def scaled_times(profile: Profile, ratio: float) -> Profile:
+    recording = RecordedPass(profile, tuple(profile.sizes), ("",) * len(profile.sizes))
+    return scaled(recording, ratio).profile
