@@ -11,6 +11,7 @@ from hf_memopt.callbacks.attach import Attachment, attach
 from hf_memopt.command_line import argparse_raising, flag
 from hf_memopt.ranges import check_ranges
 from hf_memopt.weights import TEACHER_MODES
+from hf_memopt.weights.homes import HOMES
 
 # Holds, for instance, "offload=auto,budget_gib=6".
 VARIABLE = "HF_MEMOPT"
@@ -38,6 +39,9 @@ class MemoptArguments(OffloadArguments):
         "off",
         "where TRL's reference model, teacher and reward models wait for their calls; off: as the trainer has them",
     )
+    frozen_home: Literal["host", "file"] = flag(
+        "host", "where they wait: in host memory, or in their safetensors files"
+    )
     memory_log: bool = flag(True, "log peak memory with the loss, and explain out-of-memory errors")
     leak_check: bool = flag(False, "warn once if every step leaves memory behind")
     memory_report: bool = flag(False, "when training ends, write report/report.html into the output folder")
@@ -49,6 +53,10 @@ class MemoptArguments(OffloadArguments):
             raise ValueError(f"offload={self.offload!r} is unknown; choose from {', '.join(MODES)}")
         if self.frozen not in ("off", *TEACHER_MODES):
             raise ValueError(f"frozen={self.frozen!r} is unknown; choose from off, {', '.join(TEACHER_MODES)}")
+        if self.frozen_home not in HOMES:
+            raise ValueError(f"frozen_home={self.frozen_home!r} is unknown; choose from {', '.join(HOMES)}")
+        if self.frozen_home != "host" and self.frozen == "off":
+            raise ValueError(f"frozen_home={self.frozen_home} needs frozen=auto, swap or stream, and frozen=off")
         if self.budget_gib is not None and self.offload != "auto":
             raise ValueError(f"budget_gib={self.budget_gib} needs offload=auto, and offload={self.offload!r}")
         if self.memory_report and not self.memory_log:
@@ -60,6 +68,7 @@ class MemoptArguments(OffloadArguments):
             trainer,
             offloader=self.make_offloader(trainer.args.device),
             frozen=None if self.frozen == "off" else self.frozen,
+            frozen_home=self.frozen_home,
             memory=self.memory_log,
             leak_check=self.leak_check,
             memory_report=self.memory_report,

@@ -22,6 +22,7 @@ from hf_memopt.callbacks.offloading import (
 )
 from hf_memopt.memory import explain_oom
 from hf_memopt.weights import OffloadedTeacher, VisitsByCall
+from hf_memopt.weights.homes import Home
 from hf_memopt.weights.strategies.mode_choice import TeacherMode
 
 logger = logging.getLogger(__name__)
@@ -32,6 +33,7 @@ def attach(
     *,
     offloader: ActivationOffloader | str | None = "auto",
     frozen: TeacherMode | None = None,
+    frozen_home: Home = "host",
     memory: bool = True,
     leak_check: bool = False,
     memory_report: bool = False,
@@ -46,6 +48,9 @@ def attach(
             backward. None, no offloading.
         frozen: mode of `OffloadedTeacher` by which TRL's reference model, teacher and reward models live between their
             calls. None leaves them as they are.
+        frozen_home: where they live between calls: `"host"`, in host memory; `"file"`, in the safetensors files of the
+            folder from which they were loaded, or in files without a name that are written once (see
+            `OffloadedTeacher`).
         memory: log peak memory with the loss (`MemoryLoggingCallback`, unless the trainer has one), add it to the
             trainer's model cards, and explain a lack of memory in the output folder and in the error (`explain_oom`).
         leak_check: warn, once, when memory stays behind at every step (`LeakDetectionCallback`).
@@ -56,7 +61,7 @@ def attach(
 
     Raises:
         ValueError: activations are offloaded already, naming the option to switch off; the trainer has an attached
-            offloader; it has no frozen model that could live on the host; or `memory_report` lacks matplotlib.
+            offloader; it has no frozen model that could live elsewhere; or `memory_report` lacks matplotlib.
 
     Example:
         >>> handle = hf_memopt.attach(trainer, offloader=ActivationOffloader(budget_gib=4.0))
@@ -67,7 +72,7 @@ def attach(
     if chosen is not None:
         parts.append(OffloadedLoss(trainer, chosen))
     if frozen is not None:
-        parts.append(FrozenModels(trainer, frozen))
+        parts.append(FrozenModels(trainer, frozen, frozen_home))
     if memory:
         parts.append(MemoryReports(trainer, chosen))
     if leak_check:
@@ -138,19 +143,26 @@ class OffloadedLoss(TrainerCallback):
 
 
 class FrozenModels(TrainerCallback):
-    """Holds TRL's `ref_model`, `teacher_model` and `reward_funcs` in host memory; each call is a visit to the device.
+    """Holds TRL's `ref_model`, `teacher_model` and `reward_funcs` off the device; each call is a visit.
 
     Weights that are frozen in the learning model too, under the same name and with the same bits, are held once.
     """
 
-    def __init__(self, trainer: Trainer, mode: TeacherMode) -> None:
+    def __init__(self, trainer: Trainer, mode: TeacherMode, home: Home = "host") -> None:
         self._trainer = trainer
         self.mode: TeacherMode = mode
         modules = _frozen_modules(trainer)
         _refuse_what_moves_them(trainer, modules)
         self.visits = {
             name: VisitsByCall(
-                OffloadedTeacher(module, device=trainer.args.device, mode=mode, share_with=trainer.model)
+                OffloadedTeacher(
+                    module,
+                    device=trainer.args.device,
+                    mode=mode,
+                    share_with=trainer.model,
+                    home=home,
+                    files=_files_of(module) if home == "file" else None,
+                )
             )
             for name, module in modules.items()
         }
@@ -236,6 +248,12 @@ def _frozen_modules(trainer: Any) -> dict[str, nn.Module]:
             "adapters TRL uses the policy without them as its reference, which costs no memory); leave frozen out"
         )
     return found
+
+
+def _files_of(module: nn.Module) -> list[Path] | None:
+    """Return the folder that a model was loaded from if it holds safetensors files, else None."""
+    folder = Path(getattr(getattr(module, "config", None), "_name_or_path", ""))
+    return [folder] if any(folder.glob("*.safetensors")) else None
 
 
 def _refuse_what_moves_them(trainer: Any, modules: dict[str, nn.Module]) -> None:

@@ -26,7 +26,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from benchmarks.common import MIB, environment, print_table, results_path, write_results
@@ -34,6 +33,7 @@ from benchmarks.limit.kinds import KINDS, NO_LIMIT
 from benchmarks.limit.workloads import WORKLOADS
 from hf_memopt.recipes.memory_limit import limits
 from hf_memopt.recipes.memory_limit.limited_process import LimitedRun, run_limited
+from hf_memopt.transfer.scratch_file import file_system
 
 ENVIRONMENT = {"OMP_WAIT_POLICY": "passive"}
 ALLOCATORS: dict[str, dict[str, str]] = {"mapped": {"MALLOC_MMAP_THRESHOLD_": str(2**16)}, "default": {}}
@@ -218,13 +218,6 @@ def _cells(row: Row, num_steps: int, rows: list[Row]) -> list[str]:
         f"{row['written_bytes'] / num_steps / 2**30:.2f}",
         "equal" if row["weights_equal"] else "DIFFER",
     ]
-
-
-def file_system(folder: Path) -> str:
-    """Return the type of the file system that holds a folder."""
-    mounts = {Path(each.mountpoint): each.fstype for each in psutil.disk_partitions(all=True)}
-    holder = next(parent for parent in (folder.resolve(), *folder.resolve().parents) if parent in mounts)
-    return mounts[holder]
 
 
 def run(options: argparse.Namespace, output: Path) -> dict[str, Any]:

@@ -76,6 +76,8 @@ def test_a_folder_may_have_spaces_in_its_name(tmp_path: Path) -> None:
     ("given", "complaint"),
     [
         ({"offload": "some"}, "offload='some' is unknown; choose from off, auto"),
+        ({"frozen": "swap", "frozen_home": "tape"}, "frozen_home='tape' is unknown; choose from host, file"),
+        ({"frozen_home": "file"}, "frozen_home=file needs frozen=auto, swap or stream, and frozen=off"),
         ({"frozen": "paged"}, "frozen='paged' is unknown; choose from off, auto, resident, swap, stream"),
         ({"budget_gib": -1.0}, "budget_gib=-1.0 must be at least 0"),
         ({"prefetch_ahead": 1.5}, "prefetch_ahead=1.5 must be a whole number"),

@@ -111,6 +111,22 @@ def test_weights_are_bitwise_those_of_the_plain_run(
         assert f"{name} as teacher: {mode} on cpu" in caplog.text
 
 
+def test_weights_in_files_are_read_from_the_folder_that_they_were_loaded_from(tmp_path: Path) -> None:
+    want = weights_after(grpo(tmp_path))
+    trainer = grpo(tmp_path)
+    handle = callbacks.attach(trainer, offloader=None, memory=False, frozen="stream", frozen_home="file")
+    assert all(map(torch.equal, weights_after(trainer), want))
+    (part,) = handle._parts
+    read = {}
+    for name, visits in part.visits.items():
+        report = visits.teacher.report()
+        assert report.home == "file"
+        assert report.bytes_read >= report.file_bytes > 0
+        read[name] = {Path(file.name).name for file in visits.teacher._files.files}
+    assert "model.safetensors" in read["ref_model"]
+    assert "model.safetensors" not in read["reward_funcs[0]"]  # was made in memory
+
+
 def test_weights_that_are_frozen_in_the_policy_are_held_once(tmp_path: Path) -> None:
     trainer = dpo(tmp_path)
     layer = sum(parameter.nbytes for parameter in trainer.model.model.layers[0].parameters())

@@ -152,7 +152,8 @@ def make_plan(
         candidate = _if_free(trials, before, budget_bytes)
         if candidate is not None:
             return _plan(trials, candidate)
-    trials = search_plans(profile, tiers, prefetch_ahead)
+    is_free = partial(_is_free, profile, budget_bytes)
+    trials = search_plans(profile, tiers, prefetch_ahead, is_free)
     if budget_bytes is not None:
         return _plan(trials, _fastest(trials, budget_bytes))
     smallest = _smallest(trials, (1 + max_slowdown) * profile.step_s)
@@ -170,9 +171,13 @@ def _if_free(trials: Trials, plan: OffloadPlan, budget_bytes: int) -> Candidate 
         if action is Action.RECOMPUTE and storage.recompute_s is None:
             return None
     candidate = trials.evaluate_again(bytes(plan.actions), plan.in_flight_bytes, plan.prefetch_bytes)
-    plain = time_class(profile, profile.step_s)
-    limits = Limits(budget_bytes, lambda step_s: time_class(profile, step_s) == plain)
-    return candidate if candidate is not None and limits.allow(candidate) else None
+    return candidate if candidate is not None and _is_free(profile, budget_bytes, candidate) else None
+
+
+def _is_free(profile: Profile, budget_bytes: int | None, candidate: Candidate) -> bool:
+    """Return whether a candidate fits the budget, if there is one, in a step that counts as fast as the plain one."""
+    is_within = budget_bytes is not None and candidate.peak_bytes <= budget_bytes
+    return is_within and time_class(profile, candidate.step_s) == time_class(profile, profile.step_s)
 
 
 def _fastest(trials: Trials, budget_bytes: int, *, is_device_limit: bool = False) -> Candidate:

@@ -32,20 +32,28 @@ _WORTH_FILLING = 2e-3
 Move = Callable[[Candidate], None]
 
 
-def search_plans(profile: Profile, tiers: Sequence[Tier], prefetch_ahead: int) -> Trials:
-    """Return plans for every budget, not knowing the device's: a larger one never leads to a slower plan."""
+def search_plans(
+    profile: Profile,
+    tiers: Sequence[Tier],
+    prefetch_ahead: int,
+    is_enough: Callable[[Candidate], bool] = lambda candidate: False,
+) -> Trials:
+    """Return plans for every budget: a larger one never leads to a slower plan.
+
+    If one of the plans that come first, the same ones for every budget, is enough, they are all.
+    """
     wanted = min(_NUM_PLANS + _PLANS_PER_STORAGE * len(profile.storages), _MAX_PLANS)
     num_plans = min(wanted, _MAX_EVENTS // max(1, len(profile.events)))
     trials = Trials(profile, tiers, prefetch_ahead, max(_MIN_PLANS, num_plans))
-    _Search(trials).run()
+    _Search(trials, is_enough).run()
     return trials
 
 
 class _Search:
     """Pareto local search: tries plans near those on the front as long as that moves the front."""
 
-    def __init__(self, trials: Trials) -> None:
-        self._trials = trials
+    def __init__(self, trials: Trials, is_enough: Callable[[Candidate], bool]) -> None:
+        self._trials, self._is_enough = trials, is_enough
         self._profile = trials.profile
         storages, sizes = self._profile.storages, self._profile.sizes
         self._choices = [_CHOICES if storage.recompute_s is not None else (_KEEP, _OFFLOAD) for storage in storages]
@@ -67,6 +75,12 @@ class _Search:
         self._changes: dict[Candidate, Iterator[tuple[int, float, int, int]]] = {}
 
     def run(self) -> None:
+        is_large = len(self._profile.storages) > _MAX_STORAGES_ONE_BY_ONE
+        self._try_grid(_STEPS if is_large else _STEPS[::2])
+        if not any(map(self._is_enough, self._trials.front.members)):
+            self._improve_all(is_large)
+
+    def _improve_all(self, is_large: bool) -> None:
         # Coarse moves first: each finer one starts from the front that the coarser ones left.
         moves: list[Move] = [
             self._thresholds_move(1 / 8),
@@ -75,11 +89,9 @@ class _Search:
             self._blend,
             self._thresholds_move(1 / 32),
         ]
-        if len(self._profile.storages) > _MAX_STORAGES_ONE_BY_ONE:
-            self._try_grid(_STEPS)
+        if is_large:
             self._improve([*moves, self._fill])
         else:
-            self._try_grid(_STEPS[::2])
             self._improve([step for move in moves for step in (move, self._change_one)])
             self._improve([self._change_one, self._any_window, self._fill, self._avoid_stalls])
             if len(self._profile.storages) <= _MAX_STORAGES_IN_ANY_WAY:
