@@ -252,8 +252,8 @@ def _frozen_modules(trainer: Any) -> dict[str, nn.Module]:
 
 def _files_of(module: nn.Module) -> list[Path] | None:
     """Return the folder that a model was loaded from if it holds safetensors files, else None."""
-    folder = Path(getattr(getattr(module, "config", None), "_name_or_path", ""))
-    return [folder] if any(folder.glob("*.safetensors")) else None
+    name = getattr(getattr(module, "config", None), "_name_or_path", "")
+    return [Path(name)] if name and any(Path(name).glob("*.safetensors")) else None
 
 
 def _refuse_what_moves_them(trainer: Any, modules: dict[str, nn.Module]) -> None:

@@ -111,7 +111,11 @@ def test_weights_are_bitwise_those_of_the_plain_run(
         assert f"{name} as teacher: {mode} on cpu" in caplog.text
 
 
-def test_weights_in_files_are_read_from_the_folder_that_they_were_loaded_from(tmp_path: Path) -> None:
+def test_weights_in_files_are_read_from_the_folder_that_they_were_loaded_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "other.safetensors").write_text("in the working folder, and no model's")
+    monkeypatch.chdir(tmp_path)
     want = weights_after(grpo(tmp_path))
     trainer = grpo(tmp_path)
     handle = callbacks.attach(trainer, offloader=None, memory=False, frozen="stream", frozen_home="file")

@@ -175,9 +175,9 @@ def _if_free(trials: Trials, plan: OffloadPlan, budget_bytes: int) -> Candidate 
 
 
 def _is_free(profile: Profile, budget_bytes: int | None, candidate: Candidate) -> bool:
-    """Return whether a candidate fits the budget, if there is one, in a step that counts as fast as the plain one."""
-    is_within = budget_bytes is not None and candidate.peak_bytes <= budget_bytes
-    return is_within and time_class(profile, candidate.step_s) == time_class(profile, profile.step_s)
+    """Return whether there is a budget that a candidate fits, in a step that counts as fast as the plain one."""
+    fits = budget_bytes is not None and candidate.peak_bytes <= budget_bytes
+    return fits and time_class(profile, candidate.step_s) == time_class(profile, profile.step_s)
 
 
 def _fastest(trials: Trials, budget_bytes: int, *, is_device_limit: bool = False) -> Candidate:
