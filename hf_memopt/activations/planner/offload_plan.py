@@ -147,12 +147,12 @@ def make_plan(
     Raises:
         InfeasibleBudgetError: no plan fits the budgets, or the device.
     """
-    if before is not None and budget_bytes is not None:
-        trials = Trials(profile, tiers, prefetch_ahead, num_left=_PLANS_FOR_ONE)
-        candidate = _if_free(trials, before, budget_bytes)
-        if candidate is not None:
-            return _plan(trials, candidate)
     is_free = partial(_is_free, profile, budget_bytes)
+    if before is not None:
+        trials = Trials(profile, tiers, prefetch_ahead, num_left=_PLANS_FOR_ONE)
+        candidate = _again(trials, before)
+        if candidate is not None and is_free(candidate):  # no other plan is faster
+            return _plan(trials, candidate)
     trials = search_plans(profile, tiers, prefetch_ahead, is_free)
     if budget_bytes is not None:
         return _plan(trials, _fastest(trials, budget_bytes))
@@ -162,16 +162,15 @@ def make_plan(
     return _plan(trials, smallest)
 
 
-def _if_free(trials: Trials, plan: OffloadPlan, budget_bytes: int) -> Candidate | None:
-    """Return a plan if it fits and its step counts as fast as the plain one, so that no other is faster."""
-    profile = trials.profile
-    if len(plan.actions) != len(profile.storages):
+def _again(trials: Trials, plan: OffloadPlan) -> Candidate | None:
+    """Return a plan for a profile that it was not made for; None where it does not apply, or the tiers are full."""
+    storages = trials.profile.storages
+    if len(plan.actions) != len(storages):
         return None
-    for action, storage in zip(plan.actions, profile.storages, strict=True):
+    for action, storage in zip(plan.actions, storages, strict=True):
         if action is Action.RECOMPUTE and storage.recompute_s is None:
             return None
-    candidate = trials.evaluate_again(bytes(plan.actions), plan.in_flight_bytes, plan.prefetch_bytes)
-    return candidate if candidate is not None and _is_free(profile, budget_bytes, candidate) else None
+    return trials.evaluate_again(bytes(plan.actions), plan.in_flight_bytes, plan.prefetch_bytes)
 
 
 def _is_free(profile: Profile, budget_bytes: int | None, candidate: Candidate) -> bool:

@@ -40,7 +40,7 @@ def search_plans(
 ) -> Trials:
     """Return plans for every budget: a larger one never leads to a slower plan.
 
-    If one of the plans that come first, the same ones for every budget, is enough, they are all.
+    The search ends with its first plans, which are the same for every budget, if one of these `is_enough`.
     """
     wanted = min(_NUM_PLANS + _PLANS_PER_STORAGE * len(profile.storages), _MAX_PLANS)
     num_plans = min(wanted, _MAX_EVENTS // max(1, len(profile.events)))

@@ -14,6 +14,8 @@ from hf_memopt.activations.planner.profile import Action, Profile
 from hf_memopt.activations.planner.refinement import STEP_TOLERANCE, time_class
 from hf_memopt.activations.recorded_pass import RecordedPass, scaled
 
+# Profiles whose plans for 18 budgets take longer than 5 s.
+SLOW = ("convolutions, slow link", "u-net, slow link")
 # The allowed step time of a plan, relative to the fastest plan.
 FACTOR = 1.03
 PROFILES: dict[str, Callable[[], tuple[Profile, float]]] = {
@@ -24,8 +26,8 @@ PROFILES: dict[str, Callable[[], tuple[Profile, float]]] = {
     "decoder": lambda: (decoder(5, 5), 0.25),
     "decoder, fast link": lambda: (decoder(5, 5), 2.0),
     "convolutions": lambda: (convolutions(30), 1.0),
-    "convolutions, slow link": lambda: (convolutions(20), 0.2),
-    "u-net, slow link": lambda: (u_net(5), 0.2),
+    "convolutions, slow link": lambda: (convolutions(30), 0.2),
+    "u-net, slow link": lambda: (u_net(6), 0.2),
     "language model": lambda: (language_model(4, 8192), 1.0),
 }
 
@@ -50,7 +52,9 @@ def test_smallest_budget_is_that_of_brute_force(seed: int) -> None:
 
 
 @pytest.mark.sweep(share=1 / 3)
-@pytest.mark.parametrize("name", PROFILES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.e2e) if name in SLOW else name for name in PROFILES]
+)
 def test_larger_budget_is_never_slower_and_moves_less(name: str) -> None:
     """Check that a budget larger by a tenth of all bytes suffices to move less at the same step time."""
     profile, share = PROFILES[name]()
