@@ -109,7 +109,7 @@ class DeviceState:
     def note_failure(self, error: Exception) -> None:
         """Keep the error of a copy that a destructor has met, for `raise_failure`."""
         if not self.is_told:
-            logger.error("activation offloading: %s", error)
+            logger.error("activation offloading: %s", str(error))  # log records outlive the step
             self._failure = error.with_traceback(None)  # whose frames keep the dying object
 
     def raise_failure(self) -> None:

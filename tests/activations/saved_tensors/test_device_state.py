@@ -50,6 +50,15 @@ def test_the_oldest_copies_give_up_their_memory_first() -> None:
     assert not context.let_all_go()
 
 
+def test_a_kept_error_is_not_in_the_log_record(caplog: pytest.LogCaptureFixture) -> None:
+    """A raised error holds the frames of its step, and records outlive it."""
+    context = above_host()
+    context.note_failure(RuntimeError("a lost copy"))
+    with pytest.raises(RuntimeError, match="a lost copy"):
+        context.raise_failure()
+    assert caplog.records[0].args == ("a lost copy",)
+
+
 class Slices(SyncCopier):
     """A copier that cuts device memory out of larger storages."""
 
