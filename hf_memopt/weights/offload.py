@@ -29,7 +29,7 @@ from hf_memopt.weights.strategies.auto import AutoWeights
 from hf_memopt.weights.strategies.mode_choice import TEACHER_MODES, TeacherMode, choose_at_start
 from hf_memopt.weights.strategies.placement import ResidentWeights, SwappedWeights, WeightPlacement
 from hf_memopt.weights.strategies.shared_base import SharedBase, is_part_of
-from hf_memopt.weights.strategies.stream import StreamedWeights
+from hf_memopt.weights.strategies.stream import StreamedVisits
 from hf_memopt.weights.weight_files import in_files
 
 logger = logging.getLogger(__name__)
@@ -123,7 +123,7 @@ class OffloadedTeacher:
             (see `SharedBase`).
         device: where the teacher runs.
         mode: `"swap"`, the weights visit the device in one block; `"stream"`, they pass through a small ring of blocks
-            as they are used (see `StreamedWeights`); `"resident"`, they stay on `device`; `"auto"`, resident on the
+            as they are used (see `StreamedVisits`); `"resident"`, they stay on `device`; `"auto"`, resident on the
             CPU, and on an accelerator the mode that `budget_gib` or, without one, the first two optimizer steps allow
             (see `choose`). On the CPU with `home="file"`: streamed, unless `budget_gib` has room for all weights.
         dtype: cast floating-point parameters to it, once. Buffers keep theirs, since rounding e.g. rotary frequencies
@@ -262,7 +262,7 @@ class OffloadedTeacher:
         if first == "swap":
             return SwappedWeights(weights, place, copier, reason)
         budget_bytes = 0 if first == "auto" else budget_bytes
-        streamed = StreamedWeights(self._module, weights, place, self.device, copier, budget_bytes, reason)
+        streamed = StreamedVisits(self._module, weights, place, self.device, copier, budget_bytes, reason)
         if first == "stream":
             return streamed
         counters = counters_for(self.device)

@@ -22,7 +22,7 @@ from hf_memopt.transfer.direct_io import PAGE
 from hf_memopt.transfer.scratch_file import DiskError
 from hf_memopt.weights import OffloadedTeacher, VisitsByCall
 from hf_memopt.weights.homes import FileHome
-from hf_memopt.weights.strategies.stream import StreamedWeights
+from hf_memopt.weights.strategies.stream import StreamedVisits
 
 MODES = ("resident", "swap", "stream", "auto")
 # None reads to the CPU's memory directly, the others through memory on the way.
@@ -122,7 +122,7 @@ def test_the_traced_path_needs_no_watching(
     with teacher.onload() as module:
         module.sample(tokens, 2)
     brought: list[tuple[int, ...]] = []
-    monkeypatch.setattr(StreamedWeights, "_bring", lambda self, slices: brought.append(slices))
+    monkeypatch.setattr(StreamedVisits, "_bring", lambda self, slices: brought.append(slices))
     with teacher.onload() as module:
         module.sample(tokens, 2)
     assert brought == []

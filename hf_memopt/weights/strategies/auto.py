@@ -16,7 +16,7 @@ from hf_memopt.weights.homes import WeightsHome
 from hf_memopt.weights.packed_weights import PackedWeights
 from hf_memopt.weights.strategies.mode_choice import Choice, StepMeasurements, choose, usable_bytes
 from hf_memopt.weights.strategies.placement import ResidentWeights, SwappedWeights, WeightPlacement
-from hf_memopt.weights.strategies.stream import StreamedWeights
+from hf_memopt.weights.strategies.stream import StreamedVisits
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class AutoWeights(WeightPlacement):
 
     def __init__(
         self,
-        streamed: StreamedWeights,
+        streamed: StreamedVisits,
         weights: PackedWeights,
         home: WeightsHome,
         copier: Copier,
@@ -47,7 +47,7 @@ class AutoWeights(WeightPlacement):
         # Stall in milliseconds, and visits, before the choice.
         self._before = 0.0, 0
         # None after the choice, so that nothing keeps the home of resident weights.
-        self._undecided: tuple[StreamedWeights, WeightsHome] | None = (streamed, home)
+        self._undecided: tuple[StreamedVisits, WeightsHome] | None = (streamed, home)
         self._weights = weights
         self._copier = copier
         self._stall_ms = stall_ms
@@ -108,7 +108,7 @@ class AutoWeights(WeightPlacement):
             elapsed_s = self._clock.elapsed_s(begun, self._clock.mark())
             self._visit_s = min(self._visit_s, elapsed_s - 1e-3 * (self._stall_ms() - stalled_ms))
 
-    def _settle(self, streamed: StreamedWeights, home: WeightsHome) -> None:
+    def _settle(self, streamed: StreamedVisits, home: WeightsHome) -> None:
         free, _ = self._counters.free_and_total()
         capacity_bytes = free + self._counters.read().reserved_bytes
         room = usable_bytes(capacity_bytes) - self._inside_bytes + streamed.peak_device_bytes

@@ -22,7 +22,7 @@ from hf_memopt.weights.streaming.ring import Ring
 logger = logging.getLogger(__name__)
 
 
-class StreamedWeights(WeightPlacement):
+class StreamedVisits(WeightPlacement):
     """Streams a module's weights through a small ring of device slots while the module runs.
 
     The first visit in which the module reads weights is traced, and each weight is brought as it is read. From then on

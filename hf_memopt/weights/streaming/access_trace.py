@@ -43,7 +43,7 @@ class Tracer:
 
     A module's own parameters and buffers count as read when it is called, since its operators may be hidden from torch
     (fused kernels); all other reads are seen as operators. An embedding that looks up fewer rows than it has does not
-    count: see `StreamedWeights`. Costs some microseconds per operator. Operators are watched below autograd, where
+    count: see `StreamedVisits`. Costs some microseconds per operator. Operators are watched below autograd, where
     watching changes no result; a `TorchFunctionMode` would make `nn.MultiheadAttention` take another path.
     """
 

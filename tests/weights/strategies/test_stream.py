@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hf_memopt.transfer import SyncCopier
 from hf_memopt.weights import OffloadedTeacher, homes
-from hf_memopt.weights.strategies.stream import StreamedWeights
+from hf_memopt.weights.strategies.stream import StreamedVisits
 from hf_memopt.weights.streaming import ring
 from hf_memopt.weights.streaming.copy_schedule import StreamPlan
 
@@ -46,7 +46,7 @@ def streamed(module: nn.Module, copier: object = None, budget_gib: float | None 
 
 
 def plan_of(teacher: OffloadedTeacher) -> StreamPlan:
-    assert isinstance(teacher._placement, StreamedWeights)
+    assert isinstance(teacher._placement, StreamedVisits)
     assert teacher._placement.plan is not None
     return teacher._placement.plan
 
@@ -107,13 +107,13 @@ def test_every_block_is_on_its_way_before_it_is_needed(
     with teacher.onload() as module:
         module.sample(tokens, 4)
     missing: list[int] = []
-    enter = StreamedWeights._enter
+    enter = StreamedVisits._enter
 
-    def watched(self: StreamedWeights, needs: tuple[int, ...]) -> None:
+    def watched(self: StreamedVisits, needs: tuple[int, ...]) -> None:
         missing.extend(number for number in needs if number not in self._ring.present)
         enter(self, needs)
 
-    monkeypatch.setattr(StreamedWeights, "_enter", watched)
+    monkeypatch.setattr(StreamedVisits, "_enter", watched)
     teacher.prefetch()
     with teacher.onload() as module:
         module.sample(tokens, 4)
