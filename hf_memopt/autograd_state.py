@@ -134,13 +134,18 @@ def is_weight(tensor: Tensor) -> bool:
     return type(node).__name__ == "AccumulateGrad"
 
 
-def is_regathered(tensor: Tensor) -> bool:
-    """Return whether a tensor is, or is a view of, a weight that DeepSpeed's ZeRO-3 gathers before each use.
+# Set on parameters whose bytes are brought before each use: see `hf_memopt.weights.base`.
+COMES_AND_GOES = "_hf_memopt_comes_and_goes"
 
-    ZeRO-3 frees it after the use by exchanging the parameter's `.data`, so that an alias would keep it in memory.
+
+def is_regathered(tensor: Tensor) -> bool:
+    """Return whether a tensor is, or is a view of, a weight that is brought before each use.
+
+    DeepSpeed's ZeRO-3 frees it after the use by exchanging the parameter's `.data`, so that an alias would keep it in
+    memory. `StreamedWeights` takes the bytes away from all aliases.
     """
     parameter = tensor if tensor._base is None else tensor._base
-    return not getattr(parameter, "ds_persist", True)
+    return not getattr(parameter, "ds_persist", True) or hasattr(parameter, COMES_AND_GOES)
 
 
 class _Empty(dict[tuple[torch.dtype, torch.device], Tensor]):

@@ -1,6 +1,15 @@
 """Frozen modules whose weights live in host memory or in files and visit the device; README.md follows one weight."""
 
+from hf_memopt.weights.base import BASE_HOMES, StreamedWeights, WeightsReport
 from hf_memopt.weights.offload import OffloadedTeacher, TeacherReport, VisitsByCall
 from hf_memopt.weights.strategies.mode_choice import TEACHER_MODES
 
-__all__ = ["TEACHER_MODES", "OffloadedTeacher", "TeacherReport", "VisitsByCall"]
+__all__ = [
+    "BASE_HOMES",
+    "TEACHER_MODES",
+    "OffloadedTeacher",
+    "StreamedWeights",
+    "TeacherReport",
+    "VisitsByCall",
+    "WeightsReport",
+]

@@ -1,6 +1,6 @@
 """A frozen module's weights as one block of bytes, so that whole blocks are copied."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -43,11 +43,16 @@ class PackedWeights:
     for a tensor whose memory cannot be rebound.
     """
 
-    def __init__(self, module: nn.Module, exclude: Iterable[nn.Parameter] = ()) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        exclude: Iterable[Tensor] = (),
+        inner_of: Callable[[str, Tensor], Iterator[Tensor]] = inner_tensors,
+    ) -> None:
         excluded = {id(parameter) for parameter in exclude}
         named = [*module.named_parameters(), *module.named_buffers()]
         inner = {
-            id(tensor): [each for each in inner_tensors(name, tensor) if each.numel()]
+            id(tensor): [each for each in inner_of(name, tensor) if each.numel()]
             for name, tensor in named
             if id(tensor) not in excluded
         }

@@ -1,6 +1,6 @@
 """Weights quantised with torchao: plain tensors inside a wrapper, which travel like all others."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -34,6 +34,17 @@ def inner_tensors(name: str, tensor: Tensor) -> Iterator[Tensor]:
         )
 
 
+def stored_tensors(name: str, tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the plain tensors that hold a weight's large bytes, as `inner_tensors` does, and those of bitsandbytes.
+
+    Its scales stay where they are: they are a few per cent, and no interface lists them.
+    """
+    if type(tensor).__module__.partition(".")[0] == "bitsandbytes":
+        yield tensor
+    else:
+        yield from inner_tensors(name, tensor)
+
+
 def claim_device(module: nn.Module, copier: Copier) -> None:
     """Replace each quantised weight by a wrapper on the copier's device, around the same bytes.
 
@@ -63,12 +74,21 @@ def _on_device(weight: nn.Parameter, copier: Copier, borrowed: list[Tensor]) -> 
 
 def _empty_like(tensor: Tensor, copier: Copier, borrowed: list[Tensor]) -> Tensor:
     """Return a weight of the same kind and shape, in device memory that is added to `borrowed`."""
-    if not is_quantised(tensor):
-        block = copier.empty_device(tensor.untyped_storage().nbytes())
+
+    def empty(inner: Tensor) -> Tensor:
+        block = copier.empty_device(inner.untyped_storage().nbytes())
         borrowed.append(block)
-        return block.view(tensor.dtype).as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+        return block.view(inner.dtype).as_strided(inner.size(), inner.stride(), inner.storage_offset())
+
+    return rewrapped(tensor, empty)
+
+
+def rewrapped(tensor: Tensor, replace: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return a quantised weight with other plain tensors inside, on their device."""
+    if not is_quantised(tensor):
+        return replace(tensor)
     fields, context = _fields(tensor)
-    inner = {field: _empty_like(getattr(tensor, field), copier, borrowed) for field in fields}
+    inner = {field: rewrapped(getattr(tensor, field), replace) for field in fields}
     kind: Any = type(tensor)
     wrapper: Tensor = kind.__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
     return wrapper

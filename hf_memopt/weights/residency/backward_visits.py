@@ -1,0 +1,77 @@
+"""Visits that backward passes open and close, for the nodes that a module's call has left in the graph."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.autograd import Variable
+
+from hf_memopt.autograd_state import current_backward
+from hf_memopt.uncompiled import uncompiled
+
+
+class OpenVisits:
+    """The visits that are open, each closed at the latest when the backward pass that opened it ends."""
+
+    def __init__(self) -> None:
+        self._by_pass: dict[int, set[BackwardVisit]] = {}
+        # Of passes whose own nodes are run by later ones.
+        self._kept: set[BackwardVisit] = set()
+
+    def add(self, visit: "BackwardVisit") -> None:
+        number = current_backward()
+        if number not in self._by_pass:
+            self._by_pass[number] = set()
+            Variable._execution_engine.queue_callback(partial(self._end, number))
+        self._by_pass[number].add(visit)
+
+    def remove(self, visit: "BackwardVisit") -> None:
+        for visits in self._by_pass.values():
+            visits.discard(visit)
+        self._kept.discard(visit)
+
+    def keep(self, visit: "BackwardVisit") -> None:
+        self.remove(visit)
+        self._kept.add(visit)
+
+    def close_all(self) -> None:
+        """Close what is left by passes that failed, and by those that have recorded a graph of their own."""
+        for number in list(self._by_pass):
+            self._end(number)
+        for visit in list(self._kept):
+            visit.end()
+
+    def _end(self, number: int) -> None:
+        for visit in list(self._by_pass.pop(number, ())):
+            visit.close()
+
+
+class BackwardVisit:
+    """The visit of one call's nodes, as often as a backward pass runs them."""
+
+    def __init__(self, enter: Callable[[], None], leave: Callable[[], None], others: OpenVisits) -> None:
+        self._enter, self._leave, self._others = enter, leave, others
+        self._is_open = False
+        self._records_graph = False
+
+    @uncompiled
+    def open(self, *gradients: Any) -> None:
+        if not self._is_open:
+            self._enter()
+            self._is_open = True
+            self._others.add(self)
+        self._records_graph = torch.is_grad_enabled()
+
+    @uncompiled
+    def close(self, *gradients: Any) -> None:
+        """Close it, unless the pass records a graph: nodes that nothing announces then go on to read the weights."""
+        if self._is_open and self._records_graph:
+            self._others.keep(self)
+        elif self._is_open:
+            self.end()
+
+    def end(self) -> None:
+        self._is_open = False
+        self._others.remove(self)
+        self._leave()

@@ -1,0 +1,132 @@
+"""Storages of frozen weights: each has memory while something uses it, and none in between.
+
+The storage stays the same object, so that every alias of it sees the bytes come back: views that autograd has saved,
+those in the frames of checkpointed regions, and those in the contexts of custom functions.
+"""
+
+import torch
+from torch import Tensor
+
+from hf_memopt.transfer import Copier, Transfer
+from hf_memopt.weights.homes import WeightsHome
+from hf_memopt.weights.packed_weights import WeightSlice, bind, views
+
+# All bits set: NaN in every floating-point dtype.
+_NAN_BYTE = 0xFF
+_LARGEST_ITEM = 16
+
+
+class StreamedStorage:
+    """The storage of one slice of weights, to which their parameters are bound while it has its bytes.
+
+    Attributes:
+        num_bytes: of the storage.
+        tensors: the parameters, or the tensors inside quantised ones.
+        present: by tensor, its view of the storage.
+        users: how many rely on the bytes at the moment.
+        stays: whether it keeps its memory without users.
+    """
+
+    def __init__(self, piece: WeightSlice, home: WeightsHome, device: torch.device, copier: Copier) -> None:
+        self.num_bytes = piece.num_bytes
+        self.tensors = [each.tensor for each in piece.offsets]
+        self.users = 0
+        self.stays = False
+        self._start, self._home, self._copier = piece.start, home, copier
+        self._block = torch.empty(piece.num_bytes, dtype=torch.uint8, device=device)
+        self._storage = self._block.untyped_storage()
+        self._offsets = piece.offsets
+        self.present = views([each._replace(start=each.start - piece.start) for each in piece.offsets], self._block)
+        self._storage.resize_(0)
+        self._placeholders = [_placeholder(tensor, device) for tensor in self.tensors]
+        # The copy under way, None before and after.
+        self._transfer: Transfer | None = None
+        self._is_filled = False
+        self.bind()
+
+    @property
+    def has_memory(self) -> bool:
+        return self._storage.nbytes() > 0
+
+    def fetch(self) -> None:
+        """Give it memory and start the copy of its bytes, unless that has been done."""
+        if not self.has_memory:
+            self._storage.resize_(self.num_bytes)
+        if not self._is_filled and self._transfer is None:
+            self._transfer = self._home.to_device(self._start, self._block)
+
+    def arrive(self) -> None:
+        """Have the compute stream wait for the copy, and bind the parameters to the storage."""
+        if not self._is_filled:
+            transfer, self._transfer = self._transfer, None
+            assert transfer is not None
+            transfer.wait()
+            self._is_filled = True
+            self.bind()
+
+    def drop(self) -> None:
+        """Bind the parameters to placeholders, and give the memory up. Work submitted so far may still read it."""
+        transfer, self._transfer, self._is_filled = self._transfer, None, False
+        self.bind()
+        try:
+            if transfer is not None:
+                transfer.wait()  # nobody else may have the memory before
+        finally:
+            self._copier.release(self._block)
+            self._storage.resize_(0)
+
+    def bind(self) -> None:
+        """Bind the parameters to the storage if it has its bytes, else to placeholders."""
+        bind(self._offsets, self.present if self._is_filled else self._placeholders)
+
+    def is_bound(self) -> bool:
+        """Return whether the parameters are bound as this object has left them."""
+        bound = self.present if self._is_filled else self._placeholders
+        return all(_same_memory(*pair) for pair in zip(self.tensors, bound, strict=True))
+
+
+class CastWeight:
+    """A weight in another dtype, as autocast makes it, from the bytes of its storage.
+
+    Autograd would keep autocast's own copy from forward to backward, as it is not the weight. This one comes and goes.
+
+    Attributes:
+        num_bytes: of its storage.
+        tensor: the weight in the other dtype.
+        users: how many rely on it at the moment.
+    """
+
+    def __init__(self, original: Tensor, dtype: torch.dtype, copier: Copier) -> None:
+        self.num_bytes = original.numel() * dtype.itemsize
+        self.users = 0
+        self._original, self._copier = original, copier
+        self.tensor = torch.empty_strided(original.size(), original.stride(), dtype=dtype, device=original.device)
+        self._storage = self.tensor.untyped_storage()
+        self._storage.resize_(0)
+
+    @property
+    def has_memory(self) -> bool:
+        return self._storage.nbytes() > 0
+
+    def make(self) -> None:
+        """Give it memory and cast the weight, which must be there."""
+        self._storage.resize_(self.num_bytes)
+        with torch.no_grad():
+            self.tensor.data.copy_(self._original)
+
+    def drop(self) -> None:
+        self._copier.release(self.tensor)
+        self._storage.resize_(0)
+
+
+def _placeholder(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor like a weight that takes no memory: all its elements are one, in floating point NaN.
+
+    A read that nothing announced gives no figure that looks right, and a write raises.
+    """
+    memory = torch.full((_LARGEST_ITEM,), _NAN_BYTE, dtype=torch.uint8, device=device)
+    return memory.view(tensor.dtype).as_strided(tensor.size(), (0,) * tensor.dim())
+
+
+def _same_memory(first: Tensor, second: Tensor) -> bool:
+    return first.dtype == second.dtype and first.untyped_storage()._cdata == second.untyped_storage()._cdata

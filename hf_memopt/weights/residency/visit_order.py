@@ -1,0 +1,46 @@
+"""The order in which a step visits storages, learned from the step before: forward, recomputation and backward."""
+
+from collections.abc import Iterator
+
+Visit = tuple[int, ...]
+
+# More than a step has. A loop that no pass encloses, such as generation, must not be recorded for ever.
+_MAX_VISITS = 50_000
+
+
+class VisitOrder:
+    """The visits of the last pass of each kind, and the place in them where the present pass is.
+
+    A visit is the storages that a module or its backward needs, always the same tuple for the same module.
+    """
+
+    def __init__(self) -> None:
+        self._learned: dict[str, list[Visit]] = {}
+        self._kind = ""
+        self._recorded: list[Visit] = []
+        self._place = 0
+
+    def begin(self, kind: str) -> list[Visit]:
+        """Begin a pass, such as "training"; returns the visits that are expected, none where it is the first."""
+        if self._recorded:
+            self._learned[self._kind] = self._recorded
+        self._kind, self._recorded, self._place = kind, [], 0
+        return self._expected
+
+    def note(self, visit: Visit) -> None:
+        """Note a visit, and move to the place behind it: the next one from here, or else from the beginning."""
+        if len(self._recorded) < _MAX_VISITS:
+            self._recorded.append(visit)
+        for place in (*range(self._place, len(self._expected)), *range(self._place)):
+            if self._expected[place] is visit:
+                self._place = place + 1
+                return
+
+    def coming(self, most: int) -> Iterator[Visit]:
+        """Yield the visits that are expected next."""
+        expected = self._expected
+        return (expected[place] for place in range(self._place, min(self._place + most, len(expected))))
+
+    @property
+    def _expected(self) -> list[Visit]:
+        return self._learned.get(self._kind, [])
