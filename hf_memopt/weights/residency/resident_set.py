@@ -66,7 +66,7 @@ class ResidentSet:
         """Have the storages of a visit on the device, or a cast of its weight, and fetch those of the next visits."""
         self._order.note(visit)
         self._look_ahead()
-        self._drop_unused()
+        self._drop_unused(keep=visit)
         if cast is None:
             self._take(visit)
         else:
@@ -157,8 +157,8 @@ class ResidentSet:
                 self._unused.add(number)
         storage.fetch()
 
-    def _drop_unused(self) -> None:
-        for number in self._unused - self._window:
+    def _drop_unused(self, keep: Visit = ()) -> None:
+        for number in self._unused.difference(self._window, keep):
             self._unused.discard(number)
             self._count(-self.storages[number].num_bytes)
             self.storages[number].drop()
