@@ -7,6 +7,7 @@ those in the frames of checkpointed regions, and those in the contexts of custom
 import torch
 from torch import Tensor
 
+from hf_memopt.autograd_state import bytes_of
 from hf_memopt.transfer import Copier, Transfer
 from hf_memopt.weights.homes import WeightsHome
 from hf_memopt.weights.packed_weights import WeightSlice, bind, views
@@ -101,7 +102,8 @@ class CastWeight:
         self.users = 0
         self._original, self._copier = original, copier
         self.tensor = torch.empty_strided(original.size(), original.stride(), dtype=dtype, device=original.device)
-        self._storage = self.tensor.untyped_storage()
+        self._block = bytes_of(self.tensor)
+        self._storage = self._block.untyped_storage()
         self._storage.resize_(0)
 
     @property
@@ -115,7 +117,7 @@ class CastWeight:
             self.tensor.data.copy_(self._original)
 
     def drop(self) -> None:
-        self._copier.release(self.tensor)
+        self._copier.release(self._block)
         self._storage.resize_(0)
 
 
