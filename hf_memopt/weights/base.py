@@ -24,7 +24,7 @@ from hf_memopt.transfer.scratch_file import check_disk
 from hf_memopt.units import GIB, format_bytes, format_gib
 from hf_memopt.weights.homes import FileHome, HostHome, WeightsHome
 from hf_memopt.weights.packed_weights import PackedWeights
-from hf_memopt.weights.quantised import claim_device, stored_tensors
+from hf_memopt.weights.quantised import claim_device, is_quantised, stored_tensors
 from hf_memopt.weights.residency.backward_visits import OpenVisits
 from hf_memopt.weights.residency.guards import ParameterGuards
 from hf_memopt.weights.residency.resident_set import ResidentSet
@@ -161,13 +161,20 @@ class StreamedWeights:
         self._guards = ParameterGuards(model, chosen.streamed, at_home)
         self._resident = {"small": chosen.small_bytes}
         self._budget_bytes = _budget(budget_gib, chosen.small_bytes)
+        self._quantised = {
+            each.parameter: [_place_of(tensor, storages) for tensor in stored_tensors(each.name, each.parameter)]
+            for each in chosen.streamed
+            if is_quantised(each.parameter)
+        }
         self._units: dict[nn.Module, Unit | Table] = {}
         self._add_units(at_home)
         self._known: set[str] = set()
         self._held: list[int] = []
         self._depth = 0
         _ignore_in_ddp(model, [each.name for each in chosen.streamed])
-        model.to(self.device)
+        for tensor in chosen.others:
+            if tensor.device != self.device:
+                tensor.data = tensor.to(self.device)
         return_freed_memory()
         logger.info("frozen weights: %s stream from %s", format_bytes(weights.num_bytes), self._home_name)
 
@@ -232,6 +239,10 @@ class StreamedWeights:
         for number in self._held:
             self._storages.leave((number,))
         self._held.clear()
+        for parameter, inner in self._quantised.items():
+            for (storage, place), tensor in zip(inner, stored_tensors("", parameter), strict=True):
+                if storage.tensors[place] is not tensor:
+                    storage.follow(place, tensor)
         self._guards.check(self._is_bound)
         self._home.check()
         expected = self._storages.begin(kind)
@@ -329,6 +340,12 @@ class StreamedWeights:
             master = self._copier.empty_host(weights.num_bytes)
             weights.pack(master)
         return HostHome(weights, master, self._copier)
+
+
+def _place_of(tensor: Tensor, storages: Iterable[StreamedStorage]) -> tuple[StreamedStorage, int]:
+    return next(
+        (storage, place) for storage in storages for place, each in enumerate(storage.tensors) if each is tensor
+    )
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -80,6 +80,14 @@ class StreamedStorage:
         """Bind the parameters to the storage if it has its bytes, else to placeholders."""
         bind(self._offsets, self.present if self._is_filled else self._placeholders)
 
+    def follow(self, place: int, tensor: Tensor) -> None:
+        """Bind another tensor in the place of one: a quantised weight has new ones inside after each `to(device)`."""
+        self.tensors[place] = tensor
+        self._offsets = tuple(
+            each._replace(tensor=found) for each, found in zip(self._offsets, self.tensors, strict=True)
+        )
+        self.bind()
+
     def is_bound(self) -> bool:
         """Return whether the parameters are bound as this object has left them."""
         bound = self.present if self._is_filled else self._placeholders
