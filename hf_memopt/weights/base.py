@@ -171,6 +171,7 @@ class StreamedWeights:
         self._known: set[str] = set()
         self._held: list[int] = []
         self._depth = 0
+        self._has_failed = False
         _ignore_in_ddp(model, [each.name for each in chosen.streamed])
         for tensor in chosen.others:
             if tensor.device != self.device:
@@ -201,6 +202,9 @@ class StreamedWeights:
                 with self._learning(kind):
                     yield
             self._home.check()
+        except BaseException:
+            self._has_failed = True
+            raise
         finally:
             self._depth -= 1
 
@@ -235,7 +239,7 @@ class StreamedWeights:
         return self
 
     def _begin(self, kind: str) -> None:
-        self._open_visits.close_all()
+        self._has_failed |= self._open_visits.close_all()
         for number in self._held:
             self._storages.leave((number,))
         self._held.clear()
@@ -245,7 +249,8 @@ class StreamedWeights:
                     storage.follow(place, tensor)
         self._guards.check(self._is_bound)
         self._home.check()
-        expected = self._storages.begin(kind)
+        expected = self._storages.begin(kind, self._has_failed)
+        self._has_failed = False
         if kind == "training" and expected and self._budget_bytes is not None and "hot" not in self._known:
             self._known.add("hot")
             self._resident["within the budget"] = self._storages.keep_most_visited(expected, self._budget_bytes)
