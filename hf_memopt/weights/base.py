@@ -31,7 +31,7 @@ from hf_memopt.weights.residency.resident_set import ResidentSet
 from hf_memopt.weights.residency.selection import is_compiled, select, visits_of
 from hf_memopt.weights.residency.storages import StreamedStorage
 from hf_memopt.weights.residency.units import Table, Unit
-from hf_memopt.weights.shared_memory import several_ranks, share
+from hf_memopt.weights.shared_memory import refuse_different, several_ranks, share
 from hf_memopt.weights.streaming.access_trace import Tracer
 from hf_memopt.weights.weight_files import in_files
 
@@ -337,6 +337,8 @@ class StreamedWeights:
         disk: str | os.PathLike[str] | None,
     ) -> WeightsHome:
         if self._home_name == "file":
+            if several_ranks():
+                refuse_different(weights)
             self._files = in_files(weights, files, Path(tempfile.gettempdir() if disk is None else disk))
             return FileHome(weights, self._files, None if self.device.type == "cpu" else self._copier)
         if several_ranks():
