@@ -4,6 +4,8 @@
 UV := $(or $(shell uv --version >/dev/null 2>&1 && command -v uv),.uv/bin/uv)
 PY := .venv/bin/python
 READY := .venv/.ready
+# Where most tests do not see it: every program that imports PEFT would import it, and have its warnings.
+APART := .venv/apart
 PLUGIN := plugins/lerobot_policy_smolvla_reflow
 EXTRAS ?= dev
 PYTHON_VERSION ?= 3.12
@@ -31,6 +33,7 @@ $(READY): setup.cfg setup.py pyproject.toml $(PLUGIN)/pyproject.toml constraints
 	"$(UV)" venv --allow-existing --python $(PYTHON_VERSION) .venv
 	"$(UV)" pip install --python $(PY) --constraint constraints.txt --build-constraint constraints.txt \
 	  --compile-bytecode --editable ".[$(EXTRAS)]" --editable $(PLUGIN)
+	"$(UV)" pip install --python $(PY) --constraint constraints.txt --no-deps --target $(APART) bitsandbytes
 	@touch $(READY)
 
 demo: $(READY) ## the main job end to end on the CPU, in 5 minutes: results in outputs/demo

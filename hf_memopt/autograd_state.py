@@ -134,7 +134,7 @@ def is_weight(tensor: Tensor) -> bool:
     return type(node).__name__ == "AccumulateGrad"
 
 
-# Set on parameters whose bytes are brought before each use: see `hf_memopt.weights.base`.
+# Set on parameters whose bytes are brought before each use.
 COMES_AND_GOES = "_hf_memopt_comes_and_goes"
 
 

@@ -8,6 +8,7 @@ import sys
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,11 @@ SEED = os.environ.get("HF_MEMOPT_SEED", "0")
 # Markers by folder or file, which have targets of their own.
 KINDS = {"distributed": "ranks", "test_fake_gpu.py": "fake_gpu", "canaries": "canary"}
 
-# These tests need a process on the fake CUDA runtime, which tests/test_fake_gpu.py starts.
+# These tests need processes of their own: on the fake CUDA runtime, which tests/test_fake_gpu.py starts, or with a
+# library that others must not see, which tests/test_bitsandbytes.py starts.
 collect_ignore_glob = [] if "FAKE_CUDA_LIBRARIES" in os.environ else ["fake_cuda/*"]
+if find_spec("bitsandbytes") is None:
+    collect_ignore_glob.append("apart/*")
 
 # The same examples in each run, without those of earlier runs, and no time limits, since machines are slow or busy.
 hypothesis.settings.register_profile(

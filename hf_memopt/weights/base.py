@@ -24,14 +24,14 @@ from hf_memopt.transfer.scratch_file import check_disk
 from hf_memopt.units import GIB, format_bytes, format_gib
 from hf_memopt.weights.homes import FileHome, HostHome, WeightsHome
 from hf_memopt.weights.packed_weights import PackedWeights
-from hf_memopt.weights.quantised import claim_device, stored_tensors
+from hf_memopt.weights.quantised import claim_device, is_quantised, stored_tensors
 from hf_memopt.weights.residency.backward_visits import OpenVisits
 from hf_memopt.weights.residency.guards import ParameterGuards
 from hf_memopt.weights.residency.resident_set import ResidentSet
 from hf_memopt.weights.residency.selection import is_compiled, select, visits_of
 from hf_memopt.weights.residency.storages import StreamedStorage
 from hf_memopt.weights.residency.units import Table, Unit
-from hf_memopt.weights.shared_memory import several_ranks, share
+from hf_memopt.weights.shared_memory import refuse_different, several_ranks, share
 from hf_memopt.weights.streaming.access_trace import Tracer
 from hf_memopt.weights.weight_files import in_files
 
@@ -161,13 +161,21 @@ class StreamedWeights:
         self._guards = ParameterGuards(model, chosen.streamed, at_home)
         self._resident = {"small": chosen.small_bytes}
         self._budget_bytes = _budget(budget_gib, chosen.small_bytes)
+        self._quantised = {
+            each.parameter: [_place_of(tensor, storages) for tensor in stored_tensors(each.name, each.parameter)]
+            for each in chosen.streamed
+            if is_quantised(each.parameter)
+        }
         self._units: dict[nn.Module, Unit | Table] = {}
         self._add_units(at_home)
         self._known: set[str] = set()
         self._held: list[int] = []
         self._depth = 0
+        self._has_failed = False
         _ignore_in_ddp(model, [each.name for each in chosen.streamed])
-        model.to(self.device)
+        for tensor in chosen.others:
+            if tensor.device != self.device:
+                tensor.data = tensor.to(self.device)
         return_freed_memory()
         logger.info("frozen weights: %s stream from %s", format_bytes(weights.num_bytes), self._home_name)
 
@@ -194,6 +202,9 @@ class StreamedWeights:
                 with self._learning(kind):
                     yield
             self._home.check()
+        except BaseException:
+            self._has_failed = True
+            raise
         finally:
             self._depth -= 1
 
@@ -228,13 +239,18 @@ class StreamedWeights:
         return self
 
     def _begin(self, kind: str) -> None:
-        self._open_visits.close_all()
+        self._has_failed |= self._open_visits.close_all()
         for number in self._held:
             self._storages.leave((number,))
         self._held.clear()
+        for parameter, inner in self._quantised.items():
+            for (storage, place), tensor in zip(inner, stored_tensors("", parameter), strict=True):
+                if storage.tensors[place] is not tensor:
+                    storage.follow(place, tensor)
         self._guards.check(self._is_bound)
         self._home.check()
-        expected = self._storages.begin(kind)
+        expected = self._storages.begin(kind, self._has_failed)
+        self._has_failed = False
         if kind == "training" and expected and self._budget_bytes is not None and "hot" not in self._known:
             self._known.add("hot")
             self._resident["within the budget"] = self._storages.keep_most_visited(expected, self._budget_bytes)
@@ -325,6 +341,8 @@ class StreamedWeights:
             home: WeightsHome = simulated(weights, self.device, self._copier)
             return home
         if self._home_name == "file":
+            if several_ranks():
+                refuse_different(weights)
             self._files = in_files(weights, files, Path(tempfile.gettempdir() if disk is None else disk))
             return FileHome(weights, self._files, None if self.device.type == "cpu" else self._copier)
         if several_ranks():
@@ -333,6 +351,12 @@ class StreamedWeights:
             master = self._copier.empty_host(weights.num_bytes)
             weights.pack(master)
         return HostHome(weights, master, self._copier)
+
+
+def _place_of(tensor: Tensor, storages: Iterable[StreamedStorage]) -> tuple[StreamedStorage, int]:
+    return next(
+        (storage, place) for storage in storages for place, each in enumerate(storage.tensors) if each is tensor
+    )
 
 
 def _device_of(model: nn.Module) -> torch.device:

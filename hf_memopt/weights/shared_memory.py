@@ -39,8 +39,7 @@ def share(weights: PackedWeights, device: torch.device) -> Tensor:
 
     Costs a SHA-256 of the weights on each rank, and three small collectives.
     """
-    claims = gather_from_ranks(_Claim(_machine(), weights.num_bytes, _fingerprint(weights)))
-    _refuse_different(claims)
+    claims = refuse_different(weights)
     rank = distributed.get_rank()
     first = min(other for other, claim in enumerate(claims) if claim.machine == claims[rank].machine)
     pages, file = _write(weights) if rank == first else (None, -1)
@@ -66,13 +65,16 @@ def _map(offer: _Offer, num_bytes: int) -> Pages:
         return Pages(file.fileno(), num_bytes)
 
 
-def _refuse_different(claims: list[_Claim]) -> None:
+def refuse_different(weights: PackedWeights) -> list[_Claim]:
+    """Raise ValueError on every rank where ranks have different weights; returns what each has, and on which machine."""
+    claims = gather_from_ranks(_Claim(_machine(), weights.num_bytes, _fingerprint(weights)))
     different = [rank for rank, claim in enumerate(claims) if claim[1:] != claims[0][1:]]
     if different:
         raise ValueError(
-            f"teacher weights differ between rank 0 and ranks {different}: all ranks must load the same checkpoint, in "
-            "the same dtype, since they share one copy in host memory"
+            f"frozen weights differ between rank 0 and ranks {different}: all ranks must load the same checkpoint, in "
+            "the same dtype"
         )
+    return claims
 
 
 def _machine() -> str:

@@ -1,1 +1,1 @@
-"""Storages of frozen weights that have memory only while something reads them; see `hf_memopt.weights.base`."""
+"""Storages of frozen weights that have memory only while something reads them; README.md of `weights` says how."""

@@ -19,12 +19,15 @@ class OpenVisits:
         # Of passes whose own nodes are run by later ones.
         self._kept: set[BackwardVisit] = set()
 
-    def add(self, visit: "BackwardVisit") -> None:
+    def expect_end(self) -> None:
+        """Have the end of the present backward pass close what is left open."""
         number = current_backward()
         if number not in self._by_pass:
             self._by_pass[number] = set()
             Variable._execution_engine.queue_callback(partial(self._end, number))
-        self._by_pass[number].add(visit)
+
+    def add(self, visit: "BackwardVisit") -> None:
+        self._by_pass[current_backward()].add(visit)
 
     def remove(self, visit: "BackwardVisit") -> None:
         for visits in self._by_pass.values():
@@ -35,12 +38,14 @@ class OpenVisits:
         self.remove(visit)
         self._kept.add(visit)
 
-    def close_all(self) -> None:
-        """Close what is left by passes that failed, and by those that have recorded a graph of their own."""
+    def close_all(self) -> bool:
+        """Close those of passes that have recorded a graph, and of failed ones; returns whether there were such."""
+        have_failed = bool(self._by_pass)
         for number in list(self._by_pass):
             self._end(number)
         for visit in list(self._kept):
             visit.end()
+        return have_failed
 
     def _end(self, number: int) -> None:
         for visit in list(self._by_pass.pop(number, ())):
@@ -58,6 +63,7 @@ class BackwardVisit:
     @uncompiled
     def open(self, *gradients: Any) -> None:
         if not self._is_open:
+            self._others.expect_end()
             self._enter()
             self._is_open = True
             self._others.add(self)

@@ -38,9 +38,14 @@ class ResidentSet:
         self._ahead_bytes = 0
         self._unused: set[int] = set()
 
-    def begin(self, kind: str) -> list[Visit]:
-        """Begin a pass of a kind; returns the visits that are expected, none where it is the first."""
-        expected = self._order.begin(kind)
+    def begin(self, kind: str, has_failed: bool) -> list[Visit]:
+        """Begin a pass of a kind; returns the visits that are expected, none where no such pass has been finished.
+
+        Args:
+            kind: such as "training".
+            has_failed: whether the pass before has.
+        """
+        expected = self._order.begin(kind, has_failed)
         self._ahead_bytes = max(map(self._bytes_of, expected), default=0)
         if expected:
             self.visit_bytes = 2 * self._ahead_bytes
@@ -66,7 +71,7 @@ class ResidentSet:
         """Have the storages of a visit on the device, or a cast of its weight, and fetch those of the next visits."""
         self._order.note(visit)
         self._look_ahead()
-        self._drop_unused(keep=visit)
+        self._drop_unused(visit)
         if cast is None:
             self._take(visit)
         else:
@@ -157,8 +162,9 @@ class ResidentSet:
                 self._unused.add(number)
         storage.fetch()
 
-    def _drop_unused(self, keep: Visit = ()) -> None:
-        for number in self._unused.difference(self._window, keep):
+    def _drop_unused(self, visit: Visit = ()) -> None:
+        """Drop the storages that nobody uses, but those of a visit that begins and those of the next ones."""
+        for number in self._unused - self._window - set(visit):
             self._unused.discard(number)
             self._count(-self.storages[number].num_bytes)
             self.storages[number].drop()

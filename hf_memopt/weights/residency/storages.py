@@ -7,6 +7,7 @@ those in the frames of checkpointed regions, and those in the contexts of custom
 import torch
 from torch import Tensor
 
+from hf_memopt.autograd_state import bytes_of
 from hf_memopt.transfer import Copier, Transfer
 from hf_memopt.weights.homes import WeightsHome
 from hf_memopt.weights.packed_weights import WeightSlice, bind, views
@@ -79,6 +80,14 @@ class StreamedStorage:
         """Bind the parameters to the storage if it has its bytes, else to placeholders."""
         bind(self._offsets, self.present if self._is_filled else self._placeholders)
 
+    def follow(self, place: int, tensor: Tensor) -> None:
+        """Bind another tensor in the place of one: a quantised weight has new ones inside after each `to(device)`."""
+        self.tensors[place] = tensor
+        self._offsets = tuple(
+            each._replace(tensor=found) for each, found in zip(self._offsets, self.tensors, strict=True)
+        )
+        self.bind()
+
     def is_bound(self) -> bool:
         """Return whether the parameters are bound as this object has left them."""
         bound = self.present if self._is_filled else self._placeholders
@@ -101,7 +110,8 @@ class CastWeight:
         self.users = 0
         self._original, self._copier = original, copier
         self.tensor = torch.empty_strided(original.size(), original.stride(), dtype=dtype, device=original.device)
-        self._storage = self.tensor.untyped_storage()
+        self._block = bytes_of(self.tensor)
+        self._storage = self._block.untyped_storage()
         self._storage.resize_(0)
 
     @property
@@ -115,7 +125,7 @@ class CastWeight:
             self.tensor.data.copy_(self._original)
 
     def drop(self) -> None:
-        self._copier.release(self.tensor)
+        self._copier.release(self._block)
         self._storage.resize_(0)
 
 

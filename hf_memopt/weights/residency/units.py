@@ -1,21 +1,25 @@
 """Modules that visit storages of frozen weights: at each call, and when autograd runs the nodes of that call.
 
-    forward     enter | x' = view of x | the module's operations | leave
-    backward                    close <- nodes of those operations <- open
+    forward     x -> enter -> the module's operations -> leave -> y
+    backward    close <-- nodes of those operations <-- open
 
-The nodes behind the outputs open a visit before they run. The node of the view of an input has a lower number than
-those of the operations. Autograd runs the node with the highest number first, so when that one runs, the others are
-over. Where all inputs are leaves or without a gradient there is no such node, and backward's end closes the visit.
+The nodes behind the outputs open a visit before they run. The nodes behind the inputs have lower numbers than those of
+the operations. Autograd runs the node with the highest number first, so when one of an input's runs, the others are
+over. Where all inputs are leaves or without a gradient, backward's end closes the visit.
+
+An input that others read too, as a decoder's layers read the encoder's output, has its node run late. So a module that
+reads its input once gets a view of it, with a node of its own. Elsewhere that would change the order in which
+gradients are added up, and with it their rounding.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from hf_memopt.autograd_state import next_node
@@ -25,8 +29,8 @@ from hf_memopt.weights.residency.resident_set import ResidentSet
 from hf_memopt.weights.residency.storages import CastWeight, StreamedStorage
 from hf_memopt.weights.residency.visit_order import Visit
 
-# Their forward hands the weight to one operator, which autocast runs in its dtype, and reads it nowhere else.
-_CAST_BY_AUTOCAST = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+# Their forward hands input and weight to one operator, which autocast runs in its dtype, and reads them nowhere else.
+_ONE_OPERATOR = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 class Unit:
@@ -35,7 +39,10 @@ class Unit:
     def __init__(self, module: nn.Module, visit: Visit, storages: ResidentSet, open_visits: OpenVisits) -> None:
         self.visit = visit
         self._storages, self._open_visits = storages, open_visits
-        self._may_cast = type(module) in _CAST_BY_AUTOCAST and "forward" not in vars(module) and len(visit) == 1
+        self._is_one_operator = type(module) in _ONE_OPERATOR and "forward" not in vars(module)
+        self._may_cast = self._is_one_operator and (
+            all(tensor is module.weight for number in visit for tensor in storages.storages[number].tensors)
+        )
         self._calls: list[_Call] = []
         self._handles = register(module, self._enter, self._leave)
 
@@ -51,9 +58,14 @@ class Unit:
         enter()
         call = _Call(leave, BackwardVisit(enter, leave, self._open_visits) if torch.is_grad_enabled() else None)
         if cast is not None:
-            call.rebind(module.weight, cast.tensor, self._storages.storages[self.visit[0]])
+            call.replace_weight(module, cast.tensor)
         self._calls.append(call)
-        return None if call.backward is None else call.mark(args, kwargs)
+        if call.backward is None:
+            return None
+        if self._is_one_operator and args:
+            return (call.view_of(args[0]), *args[1:]), kwargs
+        call.close_after(tree_leaves((args, kwargs)))
+        return None
 
     @uncompiled
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -74,21 +86,38 @@ class _Call:
 
     def __init__(self, leave: Callable[[], None], backward: BackwardVisit | None) -> None:
         self._leave, self.backward = leave, backward
-        self._restore: Callable[[], None] = _do_nothing
+        self._restore: Callable[[], object] = _do_nothing
         # Nodes made during the call have at least this number.
         self._first_node = next_node()
-        self._is_marked = False
 
-    def rebind(self, weight: Tensor, tensor: Tensor, storage: StreamedStorage) -> None:
-        """Point a weight of a storage at another tensor until the call ends."""
-        weight.data = tensor
-        self._restore = storage.bind
+    def replace_weight(self, module: nn.Module, tensor: Tensor) -> None:
+        """Have a module see another tensor as its weight until the call ends.
 
-    def mark(self, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """Return the arguments with a view in place of each tensor with a gradient; its node closes the visit."""
-        marked = tree_map_only(Tensor, self._marked, (args, kwargs))
-        self._first_node = next_node()
-        return marked if self._is_marked else None
+        Autograd saves that tensor. Of a parameter bound to other memory it would save the parameter, and find in it
+        whatever it is bound to in backward.
+        """
+        vars(module)["weight"] = tensor  # found before the parameter
+        self._restore = partial(vars(module).pop, "weight")
+
+    def view_of(self, tensor: Tensor) -> Tensor:
+        """Return a view of an input, whose node closes the visit in backward."""
+        assert self.backward is not None
+        # Autocast shares one copy of a leaf among its readers, and would not if one had a view.
+        if not tensor.requires_grad or tensor.is_leaf:
+            return tensor
+        view = tensor.view_as(tensor)
+        if view.grad_fn is not None:
+            view.grad_fn.register_prehook(self.backward.close)
+            self._first_node = next_node()
+        return view
+
+    def close_after(self, inputs: Iterable[Any]) -> None:
+        """Have the nodes behind inputs close the visit in backward."""
+        assert self.backward is not None
+        nodes = {tensor.grad_fn for tensor in inputs if isinstance(tensor, Tensor)}
+        for node in nodes:
+            if node is not None:
+                node.register_prehook(self.backward.close)
 
     def end(self, output: Any) -> None:
         self._restore()
@@ -99,17 +128,6 @@ class _Call:
             node = leaf.grad_fn if isinstance(leaf, Tensor) else None
             if node is not None and node._sequence_nr() >= self._first_node:
                 node.register_prehook(self.backward.open)
-
-    def _marked(self, tensor: Tensor) -> Tensor:
-        # Autocast shares one copy of a leaf among its readers, and would not if some had a view.
-        if tensor.is_leaf or not tensor.requires_grad or tensor.layout is not torch.strided:
-            return tensor
-        view = tensor.view_as(tensor)
-        if view.grad_fn is not None:
-            assert self.backward is not None
-            view.grad_fn.register_prehook(self.backward.close)
-            self._is_marked = True
-        return view
 
 
 class Table:

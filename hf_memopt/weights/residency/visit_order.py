@@ -20,9 +20,12 @@ class VisitOrder:
         self._recorded: list[Visit] = []
         self._place = 0
 
-    def begin(self, kind: str) -> list[Visit]:
-        """Begin a pass, such as "training"; returns the visits that are expected, none where it is the first."""
-        if self._recorded:
+    def begin(self, kind: str, has_failed: bool) -> list[Visit]:
+        """Begin a pass, such as "training"; returns the visits that are expected, none where it is the first.
+
+        One that has failed is not learned from.
+        """
+        if self._recorded and not has_failed:
             self._learned[self._kind] = self._recorded
         self._kind, self._recorded, self._place = kind, [], 0
         return self._expected

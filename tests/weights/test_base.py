@@ -1,0 +1,406 @@
+"""Tests of frozen weights that visit the device in forward and backward."""
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from adversarial_copier import AdversarialCopier, InjectedError
+from frozen_bases import LAYER_BYTES, ROWS, WIDTH, AdaptedLinear, adapted, ids, same, square_loss, streamed, train
+from torch import Tensor, nn
+
+from hf_memopt import ActivationOffloader, StreamedWeights, SyncCopier
+from hf_memopt.units import GIB
+
+
+@pytest.mark.parametrize("schedule", ["early", "late", "random"])
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("checkpointing", ["none", "non-reentrant", "reentrant"])
+def test_gradients_are_those_of_the_resident_run(checkpointing: str, autocast: bool, schedule: str) -> None:
+    loss = partial(square_loss, autocast=autocast)
+    want = train(adapted(checkpointing), loss)
+    model = adapted(checkpointing)
+    base = streamed(model, copier=AdversarialCopier(schedule))
+    assert same(train(model, loss, base), want)
+    assert base.report().device_bytes == 0
+
+
+@pytest.mark.parametrize("budget_gib", [None, 6 * LAYER_BYTES / GIB, 1.0])
+def test_weights_come_from_files(budget_gib: float | None, tmp_path: Path) -> None:
+    want = train(adapted(), square_loss)
+    model = adapted()
+    base = streamed(model, home="file", budget_gib=budget_gib, disk=tmp_path)
+    assert same(train(model, square_loss, base), want)
+    report = base.report()
+    assert report.bytes_read > 0
+    assert not list(tmp_path.iterdir())  # the file has no name
+
+
+def test_device_memory_is_that_of_two_visits() -> None:
+    model = adapted()
+    for parameter in model.head.parameters():
+        parameter.requires_grad_(True)  # as large as all layers
+    base = streamed(model)
+    train(model, square_loss, base)
+    report = base.report()
+    assert report.peak_device_bytes == 2 * LAYER_BYTES
+    assert report.streamed_bytes == (ROWS * WIDTH + 5 * WIDTH * WIDTH) * 4
+
+
+def test_each_weight_is_brought_once_in_each_pass() -> None:
+    model = adapted()
+    base = streamed(model)
+    train(model, square_loss, base, steps=2)
+    before = base.report().bytes_to_device
+    train(model, square_loss, base, steps=1)
+    head, layers = ROWS * WIDTH * 4, 5 * LAYER_BYTES
+    # The head's backward comes right after its forward. The first layer's weight is not needed in backward.
+    assert base.report().bytes_to_device - before == head + layers + layers - LAYER_BYTES
+
+
+def test_a_budget_keeps_weights_on_the_device() -> None:
+    model = adapted()
+    head = ROWS * WIDTH * 4
+    base = streamed(model, budget_gib=(2 * head + 2 * LAYER_BYTES) / GIB)
+    train(model, square_loss, base, steps=4)
+    report = base.report()
+    assert report.resident == {"within the budget": 2 * LAYER_BYTES}
+    assert report.device_bytes == 2 * LAYER_BYTES
+    assert report.peak_device_bytes <= 2 * head + 2 * LAYER_BYTES
+    assert report.smallest_budget_bytes == 2 * head
+
+
+def test_backward_may_run_twice_and_inside_the_context() -> None:
+    def run(model: nn.Module, base: StreamedWeights | None) -> Tensor:
+        x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(0)).requires_grad_(True)
+        layers = nn.Sequential(*model.layers)
+        for _ in range(2):
+            if base is None:
+                loss = (layers(x).sin() + layers(x).cos()).sum()
+            else:
+                with base.stream():
+                    loss = (layers(x).sin() + layers(x).cos()).sum()
+            loss.backward(retain_graph=True)
+            loss.backward()
+        return x.grad
+
+    want = run(adapted(), None)
+    model = adapted()
+    base = streamed(model, copier=AdversarialCopier("late"))
+    assert torch.equal(run(model, base), want)
+    assert base.report().device_bytes == 0
+
+
+def test_a_graph_of_gradients_reads_the_weights_too() -> None:
+    def run(model: nn.Module, base: StreamedWeights | None) -> list[Tensor]:
+        x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(0)).requires_grad_(True)
+        layers = nn.Sequential(*model.layers)
+        found = []
+        for _ in range(2):
+            if base is None:
+                y = layers(x).tanh().sum()
+            else:
+                with base.stream():
+                    y = layers(x).tanh().sum()
+            (gradient,) = torch.autograd.grad(y, x, create_graph=True)
+            found += torch.autograd.grad(gradient.square().sum(), [x, *model.layers[0].up.parameters()])
+        return found
+
+    want = run(adapted(), None)
+    model = adapted()
+    base = streamed(model, copier=AdversarialCopier("late"))
+    assert same(run(model, base), want)
+    with base.stream():
+        assert base.report().device_bytes == 0
+
+
+@pytest.mark.parametrize("mode", ["all", "auto"])
+def test_activations_may_be_offloaded_beside(mode: str) -> None:
+    def loss(model: nn.Module, offloader: ActivationOffloader | None = None) -> Tensor:
+        if offloader is None:
+            return square_loss(model)
+        with offloader.offload_context(model):
+            return square_loss(model)
+
+    want = train(adapted(), loss, steps=4)
+    model = adapted()
+    options = {"budget_gib": 1.2e-4} if mode == "auto" else {}
+    offloader = ActivationOffloader(mode=mode, copier=SyncCopier(), offload_threshold_mb=0.0001, **options)
+    base = streamed(model, copier=AdversarialCopier("late"))
+    assert same(train(model, partial(loss, offloader=offloader), base, steps=4), want)
+    assert offloader.stats.bytes_moved > 0
+    assert offloader.stats.bytes_weights > 0
+
+
+def test_a_model_may_be_called_outside_of_the_context() -> None:
+    model, plain = adapted(), adapted()
+    streamed(model)
+    with torch.no_grad():
+        assert torch.equal(model(ids()), plain(ids()))
+    assert same(train(model, square_loss), train(plain, square_loss))
+
+
+def test_tied_weights_stream_once() -> None:
+    def tied() -> nn.Module:
+        model = adapted()
+        model.head.weight = model.table.weight
+        return model
+
+    want = train(tied(), square_loss)
+    model = tied()
+    base = streamed(model, copier=AdversarialCopier("late"))
+    assert same(train(model, square_loss, base), want)
+    assert base.report().streamed_bytes == (ROWS * WIDTH + 5 * WIDTH * WIDTH) * 4
+
+
+class ReadsElsewhere(nn.Module):
+    """Reads a frozen weight without calling its module, inside another module or in the loss."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.layer, self.other = AdaptedLinear(), AdaptedLinear()
+        self._where = where
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.other(self.layer(x)))
+        return y @ self.layer.base.weight if self._where == "module" else y
+
+
+@pytest.mark.parametrize("where", ["module", "loss"])
+def test_weights_may_be_read_without_their_module(where: str) -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return ReadsElsewhere(where)
+
+    def loss(model: Any) -> Tensor:
+        y = model(torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(0)))
+        return (y if where == "module" else y @ model.layer.base.weight).square().sum()
+
+    want = train(make(), loss)
+    model = make()
+    base = streamed(model, copier=AdversarialCopier("late"))
+    assert same(train(model, loss, base), want)
+    kept = {} if where == "module" else {"read outside of the model's modules": LAYER_BYTES}
+    assert base.report().resident == kept
+    with base.stream():
+        assert base.report().device_bytes == sum(kept.values())
+
+
+def test_a_layer_with_several_readers_of_its_input_keeps_the_rounding() -> None:
+    """A view of the input would have gradients added up in another order."""
+
+    class TwoReads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH), requires_grad=False)
+            self.scale = nn.Parameter(torch.ones(WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * x.square().mean(-1, keepdim=True).rsqrt() @ self.weight * self.scale
+
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(WIDTH, WIDTH)
+            self.block = TwoReads()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            return self.block(x) + x
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return Residual()
+
+    def loss(model: nn.Module) -> Tensor:
+        return model(torch.randn(50, WIDTH, generator=torch.Generator().manual_seed(0))).square().sum() / 1e4
+
+    want = train(make(), loss)
+    model = make()
+    assert same(train(model, loss, streamed(model)), want)
+
+
+def test_a_state_dict_has_the_weights() -> None:
+    model = adapted()
+    want = {name: value.clone() for name, value in model.state_dict().items()}
+    base = streamed(model)
+    for _ in range(2):
+        got = model.state_dict()
+        assert got.keys() == want.keys()
+        assert all(torch.equal(got[name], value) for name, value in want.items())
+        train(model, square_loss, base, steps=1)
+        want |= {name: value.clone() for name, value in model.state_dict().items() if "base" not in name}
+
+
+def test_placeholders_are_no_weights() -> None:
+    model = adapted()
+    streamed(model)
+    weight = model.layers[0].base.weight
+    assert weight.shape == (WIDTH, WIDTH)
+    assert weight.isnan().all()
+    assert weight.untyped_storage().nbytes() < 100
+    with pytest.raises(RuntimeError):
+        weight.data.add_(1)
+
+
+def replace_weight(model: Any) -> None:
+    model.layers[2].base.weight = nn.Parameter(torch.ones(WIDTH, WIDTH), requires_grad=False)
+
+
+@pytest.mark.parametrize(
+    ("act", "error"),
+    [
+        (lambda model: model.layers[0].base.requires_grad_(True), "layers.0.base.weight' requires a gradient"),
+        (lambda model: model.layers[1].base.half(), "layers.1.base.weight' was written, cast or moved"),
+        (replace_weight, "layers.2.base.weight' was replaced"),
+    ],
+    ids=["unfrozen", "cast", "replaced"],
+)
+def test_changed_weights_are_found_out(act: Callable[[nn.Module], object], error: str) -> None:
+    model = adapted()
+    base = streamed(model)
+    act(model)
+    with pytest.raises(RuntimeError, match=error), base.stream():
+        raise AssertionError("not found out")
+
+
+@pytest.mark.parametrize(
+    ("act", "error"),
+    [
+        (lambda model: model.load_state_dict(adapted().state_dict()), "table.weight' cannot be loaded"),
+        (lambda model: copy.deepcopy(model), "table.weight' cannot be copied"),
+        (lambda model: pickle.dumps(model.layers[0].base.weight), "layers.0.base.weight' cannot be copied"),
+        (lambda model: torch.save(model, io.BytesIO()), "table.weight' cannot be copied"),
+    ],
+    ids=["loaded", "copied", "pickled", "saved"],
+)
+def test_placeholders_are_not_taken_for_weights(act: Callable[[nn.Module], object], error: str) -> None:
+    model = adapted()
+    streamed(model)
+    with pytest.raises(RuntimeError, match=error):
+        act(model)
+
+
+def test_adapters_load_while_the_base_streams() -> None:
+    model = adapted()
+    streamed(model)
+    adapters = {name: value for name, value in adapted().state_dict().items() if "up" in name or "down" in name}
+    assert not model.load_state_dict(adapters, strict=False).unexpected_keys
+
+
+def test_remove_gives_ordinary_parameters_back() -> None:
+    model, plain = adapted(), adapted()
+    base = streamed(model)
+    train(model, square_loss, base, steps=1)
+    train(plain, square_loss, steps=1)
+    base.remove()
+    base.remove()
+    assert same([*model.parameters()], [*plain.parameters()])
+    assert same(train(model, square_loss), train(plain, square_loss))
+    copy.deepcopy(model).load_state_dict(plain.state_dict())
+    assert base.report().device_bytes == base.report().streamed_bytes
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_every_operation_may_fail(steps: int) -> None:
+    """The error is raised, and the next step is right."""
+    counted = AdversarialCopier("late")
+    model = adapted()
+    train(model, square_loss, streamed(model, copier=counted), steps=steps)
+    plain = adapted()
+    want = train(plain, square_loss, steps=1)
+    for number in range(1, counted.num_operations + 1, 3):
+        model = adapted()
+        try:
+            base = streamed(model, copier=AdversarialCopier("late", fail_at=number))
+        except InjectedError:
+            continue
+        with pytest.raises(InjectedError):
+            train(model, square_loss, base, steps=steps)
+        for mine, its in zip(model.parameters(), adapted().parameters(), strict=True):
+            if mine.requires_grad:
+                mine.grad, mine.data = None, its.data
+        assert same(train(model, square_loss, base, steps=1), want)
+        assert base.report().device_bytes == 0
+
+
+def test_an_exception_in_forward_leaves_nothing() -> None:
+    model = adapted()
+    base = streamed(model)
+    with pytest.raises(IndexError), base.stream():
+        model(torch.tensor([[ROWS]]))
+    handle = model.layers[3].register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError), base.stream():
+        model(ids())
+    handle.remove()
+    assert same(train(model, square_loss, base), train(adapted(), square_loss))
+
+
+def test_a_file_that_changes_is_found_out(tmp_path: Path) -> None:
+    from teacher_files import checkpoint as saved
+
+    model = adapted()
+    file = saved(model, tmp_path)
+    base = streamed(model, home="file", files=[file])
+    train(model, square_loss, base, steps=1)
+    with file.open("r+b") as opened:
+        opened.seek(-8, io.SEEK_END)
+        opened.write(b"changed!")
+    with pytest.raises(OSError, match="changed after it was opened"), base.stream():
+        pass
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"home": "cloud"}, "home='cloud' is unknown; use one of auto, host, file"),
+        ({"budget_gib": -1.0}, "budget_gib"),
+    ],
+)
+def test_bad_arguments(options: dict[str, Any], error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        StreamedWeights(adapted(), device="cpu", **options)
+
+
+def test_a_model_without_frozen_weights_is_refused() -> None:
+    with pytest.raises(ValueError, match="no frozen weights"):
+        streamed(nn.Linear(3, 3))
+
+
+def test_a_model_on_several_devices_is_refused() -> None:
+    model: Any = adapted()
+    model.hf_device_map = {"table": 0, "layers": "cpu"}
+    with pytest.raises(ValueError, match="2 devices by its device_map"):
+        streamed(model)
+
+
+def test_small_weights_stay() -> None:
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(WIDTH).requires_grad_(False)
+            self.layers = nn.Sequential(*(AdaptedLinear() for _ in range(8)))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers(self.norm(x))
+
+    model = Normed()
+    base = streamed(model)
+    assert base.report().resident == {"small": 2 * WIDTH * 4}
+    assert not model.norm.weight.isnan().any()
+
+
+def test_auto_takes_files_where_host_memory_is_the_devices_own() -> None:
+    assert streamed(adapted(), home="auto").report().home == "file"
+
+
+def test_a_report_prints() -> None:
+    model = adapted()
+    base = streamed(model)
+    train(model, square_loss, base, steps=1)
+    assert "stream from host memory to cpu" in str(base.report())

@@ -1,0 +1,106 @@
+"""Tests of PEFT's adapters on a frozen base that streams."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from adapters import METHODS, tiny_llama, two_steps, with_adapters
+from adversarial_copier import AdversarialCopier
+from frozen_bases import same
+from torch import nn
+
+from hf_memopt import StreamedWeights
+
+KINDS = ["none", "non-reentrant", "reentrant"]
+CASES = [(method, kind) for method in METHODS for kind in KINDS if (method, kind != "none") != ("prefix", True)]
+
+
+def to_int8(model: nn.Module) -> None:
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    quantize_(model.model, Int8WeightOnlyConfig())
+
+
+@pytest.mark.sweep(share=0.5)
+@pytest.mark.parametrize("precision", ["float32", "autocast", "bfloat16"])
+@pytest.mark.parametrize(("method", "checkpointing"), CASES)
+def test_gradients_are_those_of_the_resident_run(method: str, checkpointing: str, precision: str) -> None:
+    def build() -> nn.Module:
+        model = tiny_llama(lambda model: model.bfloat16() if precision == "bfloat16" else None)
+        return with_adapters(model, method, checkpointing)
+
+    autocast = precision == "autocast"
+    want = two_steps(build(), autocast=autocast)
+    model = build()
+    base = StreamedWeights(model, home="host", device="cpu", copier=AdversarialCopier("late"))
+    assert same(two_steps(model, base, autocast), want)
+    assert base.report().device_bytes == 0
+    assert base.report().peak_device_bytes < 0.3 * base.report().streamed_bytes
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("home", ["host", "file"])
+@pytest.mark.parametrize("checkpointing", KINDS)
+@pytest.mark.parametrize("method", ["lora", "dora"])
+def test_weights_quantised_with_torchao_stream(method: str, checkpointing: str, home: str) -> None:
+    want = two_steps(with_adapters(tiny_llama(to_int8), method, checkpointing))
+    model = with_adapters(tiny_llama(to_int8), method, checkpointing)
+    base = StreamedWeights(model, home=home, device="cpu")
+    model.to("cpu")  # makes other tensors inside of the quantised ones
+    assert same(two_steps(model, base), want)
+    assert base.report().device_bytes == 0
+
+
+def test_adapters_are_saved_loaded_and_switched_off(tmp_path: Path) -> None:
+    import peft
+
+    model, plain = (with_adapters(tiny_llama(), "lora") for _ in range(2))
+    base = StreamedWeights(model, home="host", device="cpu")
+    two_steps(model, base)
+    tokens = torch.arange(8)[None]
+    for each in (model, plain):
+        each.eval()
+    with base.stream(), torch.no_grad():
+        assert torch.equal(model(tokens).logits, plain(tokens).logits)
+        with model.disable_adapter(), plain.disable_adapter():
+            assert torch.equal(model(tokens).logits, plain(tokens).logits)
+        want = plain.generate(tokens, max_new_tokens=4, do_sample=False)
+        assert torch.equal(model.generate(tokens, max_new_tokens=4, do_sample=False), want)
+    model.save_pretrained(tmp_path / "adapters")
+    loaded = peft.PeftModel.from_pretrained(tiny_llama(), tmp_path / "adapters").eval()
+    with torch.no_grad():
+        assert torch.equal(loaded(tokens).logits, plain(tokens).logits)
+
+
+def test_a_base_is_saved_whole(tmp_path: Path) -> None:
+    import transformers
+
+    model = with_adapters(tiny_llama(), "lora")
+    StreamedWeights(model, home="host", device="cpu")
+    model.unload().save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert same([*loaded.parameters()], [*tiny_llama().parameters()])
+
+
+@pytest.mark.parametrize("safely", [False, True])
+def test_adapters_are_merged_after_remove_only(safely: bool) -> None:
+    model, plain = (with_adapters(tiny_llama(), "lora") for _ in range(2))
+    base = StreamedWeights(model, home="host", device="cpu")
+    with pytest.raises(RuntimeError, match=r"layers.0.*cannot be merged while its weights stream; call remove\(\)"):
+        model.merge_adapter()
+    with pytest.raises(RuntimeError, match="cannot be merged"):
+        model.merge_and_unload(safe_merge=safely)
+    base.remove()
+    merged = [model.merge_and_unload(safe_merge=safely) for model in (model, plain)]
+    assert same(*([*each.parameters()] for each in merged))
+
+
+def test_a_model_is_loaded_from_files_and_streams_from_them(tmp_path: Path) -> None:
+    import transformers
+
+    tiny_llama().save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    model = with_adapters(loaded.requires_grad_(False), "lora")
+    base = StreamedWeights(model, home="file", device="cpu")
+    assert [file.name for file in base._files.files] == [str(tmp_path / "model.safetensors")]
+    assert same(two_steps(model, base), two_steps(with_adapters(tiny_llama(), "lora")))
