@@ -43,8 +43,9 @@ class HuggingFaceModel(ModelOptions):
         super().__post_init__()
         if self.engine != DDP:
             object.__setattr__(self, "levers", _LEVERS_OF_SHARDS)
-        elif self.streams and self.base is None:
-            object.__setattr__(self, "levers", (*_LEVERS, _BASE))
+        elif self.streams and self.base != RESIDENT:
+            base = _BASE if self.base is None else Lever("base", (self.base,))
+            object.__setattr__(self, "levers", (*_LEVERS, base))
 
     @property
     def name(self) -> str:

@@ -52,7 +52,7 @@ def plan(
         gpu: a card's name, as in `CARDS`, or the size of its memory, such as "8GiB".
         host: host memory that may be used, such as "32GiB"; None, any.
         disk: room for saved activations that the host has none for, and the disk's speed in each direction, such as
-            "500GiB@5GBps"; None, they stay on the card.
+            "500GiB@5GBps"; None, they stay on the card. Frozen weights may stream from files on it.
         link: bandwidth between host and device, such as "12GBps"; None, the card's.
         num_workers: simulations at once; None, one per core.
         progress: show a progress bar.
@@ -66,7 +66,7 @@ def plan(
     COUNT.check("num_workers", num_workers)
     link_bytes_per_s = None if link is None else parse_size(link, "link")
     card = find_card(gpu, link_bytes_per_s)
-    below = find_memory_below(host, disk)
+    below = find_memory_below(host, disk, reads_only=any("file" in each.values for each in workload.levers))
     levers = tuple(each if below.disk else each.without_disk() for each in workload.levers)
     search = _Search(workload, levers, card, below)
     num_workers = os.cpu_count() or 1 if num_workers is None else num_workers

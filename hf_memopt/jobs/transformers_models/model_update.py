@@ -71,7 +71,7 @@ class ModelUpdate:
         return self._accelerator.prepare(model, OPTIMIZERS[options.optimizer](parameters))  # type: ignore[no-any-return]
 
     def _loss(self) -> Tensor:
-        streaming = self._streamed.stream() if self._streamed else nullcontext()
         saving = self._offloader.offload_context(self._model) if self._offloader else nullcontext()
-        with streaming, saving:
+        streaming = self._streamed.stream() if self._streamed else nullcontext()
+        with saving, streaming:
             return self._task.loss(self._model, self._inputs)
