@@ -159,7 +159,7 @@ class StreamedWeights:
         self._model, self._slices_of = model, weights.slices_of
         self._open_visits = OpenVisits()
         self._guards = ParameterGuards(model, chosen.streamed, at_home)
-        self._resident = {"small": chosen.small_bytes}
+        self._small_bytes = chosen.small_bytes
         self._budget_bytes = _budget(budget_gib, chosen.small_bytes)
         self._quantised = {
             each.parameter: [_place_of(tensor, storages) for tensor in stored_tensors(each.name, each.parameter)]
@@ -221,7 +221,7 @@ class StreamedWeights:
             bytes_to_device=self._storages.bytes_brought,
             bytes_read=0 if self._files is None else self._files.bytes_read,
             stall_ms=self._copier.stall_ms() + 1e3 * waited_s,
-            resident={reason: num_bytes for reason, num_bytes in self._resident.items() if num_bytes},
+            resident=({"small": self._small_bytes} if self._small_bytes else {}) | self._storages.resident_bytes(),
             smallest_budget_bytes=self._storages.visit_bytes,
         )
 
@@ -253,7 +253,7 @@ class StreamedWeights:
         self._has_failed = False
         if kind == "training" and expected and self._budget_bytes is not None and "hot" not in self._known:
             self._known.add("hot")
-            self._resident["within the budget"] = self._storages.keep_most_visited(expected, self._budget_bytes)
+            self._storages.keep_most_visited(expected, self._budget_bytes)
 
     @contextmanager
     def _learning(self, kind: str) -> Iterator[None]:
@@ -280,12 +280,9 @@ class StreamedWeights:
 
     def _keep(self, slices: Iterable[int]) -> None:
         """Have weights stay that are read outside of all modules, where nothing announces the reads."""
-        reason = "read outside of the model's modules"
         for number in set(slices).intersection(self._held):
             self._held.remove(number)  # so that nobody leaves it
-            storage = self._storages.storages[number]
-            storage.stays = True
-            self._resident[reason] = self._resident.get(reason, 0) + storage.num_bytes
+            self._storages.keep(number, "read outside of the model's modules")
 
     def _extend(self, module: nn.Module, slices: Iterable[int]) -> None:
         unit = self._units.get(module)

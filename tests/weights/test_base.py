@@ -191,6 +191,61 @@ def test_weights_may_be_read_without_their_module(where: str) -> None:
         assert base.report().device_bytes == sum(kept.values())
 
 
+def test_a_weight_that_its_module_returns_stays() -> None:
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH), requires_grad=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.weight[: x.shape[0]]
+
+    class Added(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.positions, self.layer = Positions(), AdaptedLinear()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(self.layer(x)) * self.positions(x)
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return Added()
+
+    def loss(model: nn.Module) -> Tensor:
+        return model(torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(0))).square().sum()
+
+    want = train(make(), loss)
+    model = make()
+    base = streamed(model, copier=AdversarialCopier("late"))
+    assert same(train(model, loss, base), want)
+    assert base.report().resident == {"returned by its module": LAYER_BYTES}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # Dynamo's
+@pytest.mark.parametrize("what", ["layers", "model"])
+def test_compiled_modules(what: str) -> None:
+    def compiled(model: Any) -> Any:
+        for module in model.layers if what == "layers" else [model]:
+            module.compile(backend="aot_eager")
+        return model
+
+    want = train(compiled(adapted()), square_loss)
+    model = adapted()
+    if what == "layers":
+        compiled(model)
+    base = streamed(model, copier=AdversarialCopier("late"))
+    if what == "model":
+        compiled(model)
+    assert same(train(model, square_loss, base), want)
+    assert base.report().peak_device_bytes < base.report().streamed_bytes
+
+
+def test_a_model_compiled_as_one_region_is_refused() -> None:
+    with pytest.raises(ValueError, match="compile its layers instead"):
+        streamed(torch.compile(adapted(), backend="aot_eager"))
+
+
 def test_a_layer_with_several_readers_of_its_input_keeps_the_rounding() -> None:
     """A view of the input would have gradients added up in another order."""
 

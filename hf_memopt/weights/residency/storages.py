@@ -24,6 +24,7 @@ class StreamedStorage:
         num_bytes: of the storage.
         tensors: the parameters, or the tensors inside quantised ones.
         present: by tensor, its view of the storage.
+        key: of the storage, torch's own.
         users: how many rely on the bytes at the moment.
         stays: whether it keeps its memory without users.
     """
@@ -36,6 +37,7 @@ class StreamedStorage:
         self._start, self._home, self._copier = piece.start, home, copier
         self._block = torch.empty(piece.num_bytes, dtype=torch.uint8, device=device)
         self._storage = self._block.untyped_storage()
+        self.key = self._storage._cdata
         self._offsets = piece.offsets
         self.present = views([each._replace(start=each.start - piece.start) for each in piece.offsets], self._block)
         self._storage.resize_(0)

@@ -71,7 +71,9 @@ class Unit:
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         # Runs too where an exception came before the module was entered.
         if self._calls:
-            self._calls.pop().end(output)
+            outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+            self._storages.keep_handed_out(self.visit, outputs)
+            self._calls.pop().end(outputs)
 
     def _cast_of(self, weight: Any) -> CastWeight | None:
         kind = weight.device.type
@@ -119,13 +121,13 @@ class _Call:
             if node is not None:
                 node.register_prehook(self.backward.close)
 
-    def end(self, output: Any) -> None:
+    def end(self, outputs: Iterable[Tensor]) -> None:
         self._restore()
         self._leave()
         if self.backward is None:
             return
-        for leaf in tree_leaves(output):
-            node = leaf.grad_fn if isinstance(leaf, Tensor) else None
+        for tensor in outputs:
+            node = tensor.grad_fn
             if node is not None and node._sequence_nr() >= self._first_node:
                 node.register_prehook(self.backward.open)
 
