@@ -185,10 +185,14 @@ class StreamedWeights:
         logger.info("frozen weights: %s stream from %s", format_bytes(weights.num_bytes), self._home_name)
 
     @contextmanager
-    def stream(self) -> Iterator[None]:
+    def stream(self, path: str = "") -> Iterator[None]:
         """Enclose a forward pass and its loss; backward may run inside or afterwards, any number of times.
 
         Calls of the model work outside as well, but only a pass in here is learned from and fetched ahead.
+
+        Args:
+            path: names the way that the pass takes through the model, where that has several, such as generating and
+                scoring; each is learned by itself. Passes with gradients are distinguished from others anyway.
 
         Raises:
             DiskError: a file of the weights has changed.
@@ -199,8 +203,9 @@ class StreamedWeights:
             if self._depth > 1 or in_backward():
                 yield
                 return
-            kind = "training" if torch.is_grad_enabled() else "evaluation"
-            self._begin(kind)
+            trains = torch.is_grad_enabled()
+            kind = f"{'training' if trains else 'evaluation'} {path}"
+            self._begin(kind, trains)
             if kind in self._known or any(map(is_compiled, self._model.modules())):
                 yield
             else:
@@ -244,7 +249,7 @@ class StreamedWeights:
     def __deepcopy__(self, memo: dict[int, object]) -> "StreamedWeights":
         return self
 
-    def _begin(self, kind: str) -> None:
+    def _begin(self, kind: str, trains: bool) -> None:
         self._has_failed |= self._open_visits.close_all()
         for number in self._held:
             self._storages.leave((number,))
@@ -257,7 +262,7 @@ class StreamedWeights:
         self._home.check()
         expected = self._storages.begin(kind, self._has_failed)
         self._has_failed = False
-        if kind == "training" and expected and self._budget_bytes is not None and "hot" not in self._known:
+        if trains and expected and self._budget_bytes is not None and "hot" not in self._known:
             self._known.add("hot")
             self._resident["within the budget"] = self._storages.keep_most_visited(expected, self._budget_bytes)
 
