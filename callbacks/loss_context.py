@@ -1,5 +1,6 @@
 """The places where contexts enclose a trainer's work: its forward passes with their losses, and calls of its models."""
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -65,7 +66,8 @@ class _Calls:
     @uncompiled
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._entered:  # the hook runs too where an exception came before the call
-            self._entered.pop().__exit__(None, None, None)
+            failure = sys.exc_info() if output is None else (None, None, None)
+            self._entered.pop().__exit__(*failure)
 
 
 class _Contexts:
