@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_memopt.autograd_state import in_backward
+from hf_memopt.autograd_state import COMES_AND_GOES, in_backward
 from hf_memopt.ranges import NOT_NEGATIVE
 from hf_memopt.transfer import Copier, copier_for
 from hf_memopt.transfer.backends import backend_of
@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 BaseHome = Literal["auto", "host", "file"]
 BASE_HOMES: tuple[str, ...] = get_args(BaseHome)
+# The attribute of a model that holds the object by which its weights stream.
+_STREAMED = "_hf_memopt_streamed_weights"
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,8 @@ class StreamedWeights:
     Raises:
         DiskError: a file of the weights cannot be read or written.
         ValueError: unknown home; negative budget, or one below what stays on the device anyway; no frozen weights;
-            sharded ones, or a model split over several devices; a model compiled as one region.
+            sharded ones, or a model split over several devices; a model compiled as one region; weights that stream
+            already.
 
     Autocast copies a weight of another dtype for each use, and autograd keeps the copy. For linear layers and
     convolutions this object makes the copies, and drops them; in other modules they stay until backward.
@@ -139,6 +142,7 @@ class StreamedWeights:
         if disk is not None:
             check_disk(disk)
         _refuse_what_places_weights(model)
+        _refuse_streamed(model)
         self.device = _device_of(model) if device is None else torch.device(device)
         self._copier = copier_for(self.device, purpose="teacher") if copier is None else copier
         claim_device(model, self._copier)
@@ -176,14 +180,19 @@ class StreamedWeights:
         for tensor in chosen.others:
             if tensor.device != self.device:
                 tensor.data = tensor.to(self.device)
+        setattr(model, _STREAMED, self)
         return_freed_memory()
         logger.info("frozen weights: %s stream from %s", format_bytes(weights.num_bytes), self._home_name)
 
     @contextmanager
-    def stream(self) -> Iterator[None]:
+    def stream(self, path: str = "") -> Iterator[None]:
         """Enclose a forward pass and its loss; backward may run inside or afterwards, any number of times.
 
         Calls of the model work outside as well, but only a pass in here is learned from and fetched ahead.
+
+        Args:
+            path: names the way that the pass takes through the model, where that has several, such as generating and
+                scoring; each is learned by itself. Passes with gradients are distinguished from others anyway.
 
         Raises:
             DiskError: a file of the weights has changed.
@@ -194,8 +203,9 @@ class StreamedWeights:
             if self._depth > 1 or in_backward():
                 yield
                 return
-            kind = "training" if torch.is_grad_enabled() else "evaluation"
-            self._begin(kind)
+            trains = torch.is_grad_enabled()
+            kind = f"{'training' if trains else 'evaluation'} {path}"
+            self._begin(kind, trains)
             if kind in self._known or any(map(is_compiled, self._model.modules())):
                 yield
             else:
@@ -234,11 +244,12 @@ class StreamedWeights:
             self._units.popitem()[1].remove()
         self._guards.remove()
         self._storages.restore()
+        vars(self._model).pop(_STREAMED, None)
 
     def __deepcopy__(self, memo: dict[int, object]) -> "StreamedWeights":
         return self
 
-    def _begin(self, kind: str) -> None:
+    def _begin(self, kind: str, trains: bool) -> None:
         self._has_failed |= self._open_visits.close_all()
         for number in self._held:
             self._storages.leave((number,))
@@ -251,7 +262,7 @@ class StreamedWeights:
         self._home.check()
         expected = self._storages.begin(kind, self._has_failed)
         self._has_failed = False
-        if kind == "training" and expected and self._budget_bytes is not None and "hot" not in self._known:
+        if trains and expected and self._budget_bytes is not None and "hot" not in self._known:
             self._known.add("hot")
             self._storages.keep_most_visited(expected, self._budget_bytes)
 
@@ -346,6 +357,12 @@ class StreamedWeights:
         return HostHome(weights, master, self._copier)
 
 
+def streamed_weights_of(model: nn.Module) -> StreamedWeights | None:
+    """Return the object by which weights of a model, or of a model inside it, stream; None if none do."""
+    found = (vars(module).get(_STREAMED) for module in model.modules())
+    return next((each for each in found if each is not None), None)
+
+
 def _place_of(tensor: Tensor, storages: Iterable[StreamedStorage]) -> tuple[StreamedStorage, int]:
     return next(
         (storage, place) for storage in storages for place, each in enumerate(storage.tensors) if each is tensor
@@ -398,6 +415,12 @@ def _refuse_what_places_weights(model: nn.Module) -> None:
                 f"model{name and '.' + name} is a {type(module).__name__}, which places the weights itself; stream "
                 "those of the model inside before it is wrapped"
             )
+
+
+def _refuse_streamed(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, COMES_AND_GOES):
+            raise ValueError(f"model: {name!r} streams already; use that StreamedWeights, or call its remove() first")
 
 
 def _ignore_in_ddp(model: nn.Module, names: list[str]) -> None:
