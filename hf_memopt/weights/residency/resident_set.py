@@ -66,8 +66,9 @@ class ResidentSet:
         """Keep those storages of a visit of which a module has returned a view: any code may read it."""
         keys = {self.storages[number].key: number for number in visit}
         for tensor in outputs:
-            if is_plain(tensor) and tensor.untyped_storage()._cdata in keys:
-                self.keep(keys[tensor.untyped_storage()._cdata], "returned by its module")
+            memory = _without_transforms(tensor)
+            if is_plain(memory) and memory.untyped_storage()._cdata in keys:
+                self.keep(keys[memory.untyped_storage()._cdata], "returned by its module")
 
     def keep_most_visited(self, visits: Sequence[Visit], budget_bytes: int) -> None:
         """Have those storages stay for which there is room beside the others' visits.
@@ -87,17 +88,18 @@ class ResidentSet:
         """Have the storages of a visit on the device, or a cast of its weight, and fetch those of the next visits."""
         self._order.note(visit)
         self._look_ahead()
-        self._drop_unused(visit)
-        if cast is None:
-            self._take(visit)
-        else:
-            self._take_cast(visit, cast)
-        try:
-            for number in self._window:
-                self._fetch(number)
-        except BaseException:
-            self.leave(visit, cast)
-            raise
+        with torch._C._DisableFuncTorch():  # which forbids writes to memory that it does not track
+            self._drop_unused(visit)
+            if cast is None:
+                self._take(visit)
+            else:
+                self._take_cast(visit, cast)
+            try:
+                for number in self._window:
+                    self._fetch(number)
+            except BaseException:
+                self.leave(visit, cast)
+                raise
 
     def leave(self, visit: Visit, cast: CastWeight | None = None) -> None:
         if cast is None:
@@ -195,6 +197,13 @@ class ResidentSet:
     def _count(self, num_bytes: int) -> None:
         self.device_bytes += num_bytes
         self.peak_device_bytes = max(self.peak_device_bytes, self.device_bytes)
+
+
+def _without_transforms(tensor: Tensor) -> Tensor:
+    """Return the tensor inside of those that `torch.func` wraps it in."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
 
 
 def _reversed_bits(number: int) -> int:
