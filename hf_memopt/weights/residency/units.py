@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from hf_memopt.autograd_state import next_node
-from hf_memopt.uncompiled import uncompiled
+from hf_memopt.uncompiled import graph_break, uncompiled
 from hf_memopt.weights.residency.backward_visits import BackwardVisit, OpenVisits
 from hf_memopt.weights.residency.resident_set import ResidentSet
 from hf_memopt.weights.residency.storages import CastWeight, StreamedStorage
@@ -50,6 +50,7 @@ class Unit:
         for handle in self._handles:
             handle.remove()
 
+    @graph_break
     @uncompiled
     def _enter(self, module: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         cast = self._cast_of(module.weight) if self._may_cast else None
@@ -67,6 +68,7 @@ class Unit:
         call.close_after(tree_leaves((args, kwargs)))
         return None
 
+    @graph_break
     @uncompiled
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         # Runs too where an exception came before the module was entered.
@@ -151,6 +153,7 @@ class Table:
         for handle in self._handles:
             handle.remove()
 
+    @graph_break
     @uncompiled
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         weight: Any = module.weight
@@ -162,6 +165,7 @@ class Table:
             rows.__enter__()
             self._ends.append(partial(rows.__exit__, None, None, None))
 
+    @graph_break
     @uncompiled
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._ends:
