@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from hf_memopt import ActivationOffloader, StreamedWeights, SyncCopier
 from hf_memopt.units import GIB
+from hf_memopt.weights.base import streamed_weights_of
 
 
 @pytest.mark.parametrize("schedule", ["early", "late", "random"])
@@ -354,6 +355,58 @@ def test_adapters_load_while_the_base_streams() -> None:
     adapters = {name: value for name, value in loaded.items() if "up" in name or "down" in name}
     model.load_state_dict(adapters, strict=False)
     assert all(torch.equal(value, loaded[name]) for name, value in model.state_dict().items())
+
+
+def test_a_checkpoint_with_the_same_base_loads_while_it_streams() -> None:
+    model, other = adapted(), adapted()
+    train(other, square_loss, steps=1)
+    base = streamed(model)
+    for _ in range(2):
+        loaded = model.load_state_dict(other.state_dict())
+        assert not [*loaded.missing_keys, *loaded.unexpected_keys]
+    assert model.load_state_dict({}, strict=False).missing_keys == list(model.state_dict())
+    assert same(train(model, square_loss, base), train(other, square_loss))
+
+
+def test_a_model_streams_once_and_knows_by_what() -> None:
+    model = adapted()
+    base = streamed(model)
+    outer = nn.Sequential(model)
+    assert streamed_weights_of(model) is streamed_weights_of(outer) is base
+    with pytest.raises(ValueError, match=r"'0.table.weight' streams already; use that StreamedWeights"):
+        streamed(outer)
+    base.remove()
+    assert streamed_weights_of(outer) is None
+    streamed(model)
+
+
+def test_an_offloader_may_be_entered_inside() -> None:
+    model = adapted()
+    base = streamed(model)
+    offloader = ActivationOffloader(mode="all", copier=SyncCopier())
+    with base.stream(), offloader.offload_context(model):
+        model(ids()).sum().backward()
+    assert base.report().resident == {}
+
+
+class TwoWays(nn.Module):
+    """A module that reads the weight of another one, on one of its ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False)
+
+    def forward(self, x: Tensor, itself: bool) -> Tensor:
+        return nn.functional.linear(x, self.layer.weight) if itself else self.layer(x)
+
+
+def test_each_way_through_a_model_is_learned_by_itself() -> None:
+    model, plain, x = TwoWays(), TwoWays(), torch.randn(2, WIDTH)
+    base = streamed(model)
+    for itself in (False, True, False, True):
+        with base.stream(f"{itself=}"), torch.no_grad():
+            assert torch.equal(model(x, itself), plain(x, itself))
 
 
 def test_remove_gives_ordinary_parameters_back() -> None:
