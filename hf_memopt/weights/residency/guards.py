@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from hf_memopt.autograd_state import COMES_AND_GOES
+from hf_memopt.autograd_state import COMES_AND_GOES, bytes_of
 from hf_memopt.weights.quantised import is_quantised, rewrapped
 
 _REMEDY = "call remove() of its StreamedWeights first"
@@ -86,8 +86,16 @@ def _merges(module: nn.Module) -> bool:
 
 def _value_at_home(parameter: Tensor, at_home: Mapping[int, Tensor]) -> Tensor:
     if is_quantised(parameter):
-        return rewrapped(parameter, lambda inner: at_home[id(inner)])
-    return at_home[id(parameter)]
+        return rewrapped(parameter, lambda inner: _with_own_storage(at_home[id(inner)]))
+    return _with_own_storage(at_home[id(parameter)])
+
+
+def _with_own_storage(view: Tensor) -> Tensor:
+    """Return the same memory as a storage of its own: `safetensors.torch.save_model` refuses parts of storages."""
+    span = sum((length - 1) * step for length, step in zip(view.size(), view.stride(), strict=True)) + 1
+    first = view.storage_offset() * view.itemsize
+    memory = torch.from_numpy(bytes_of(view)[first : first + span * view.itemsize].numpy())
+    return memory.view(view.dtype).as_strided(view.size(), view.stride())
 
 
 def _supply(values: Mapping[str, Tensor], module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
