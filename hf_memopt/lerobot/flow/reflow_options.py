@@ -47,8 +47,8 @@ class ReflowOptions:
         share_prefix: compute the keys and values of images and language once for student and teacher, and hold the
             frozen VLM once. `"auto"`, where the student's VLM is frozen and bitwise the teacher's, and one log line
             says so or names the missing condition; `"on"`, or fail; `"off"`.
-        vlm_home: the frozen VLM's weights: `"device"`, they stay there; `"host"` or `"file"`, they are in host memory or
-            in the student's own checkpoint, and visit the device in forward and backward, for student and teacher alike
+        vlm_home: where the frozen VLM is: `"device"`, it stays there; `"host"` or `"file"`, it is in host memory or in
+            the student's own checkpoint, and visits the device in forward and backward, for student and teacher alike
             (see `hf_memopt.StreamedWeights`); `"auto"`, the better of these two. Needs frozen weights, as
             `train_expert_only` leaves them. In training only.
         activation_offload: tensors saved for backward that go to host memory: `"all"`, those of a plan (`"auto"`, see
