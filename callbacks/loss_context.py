@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel, Trainer
 
-from hf_memopt.uncompiled import uncompiled
+from hf_memopt.uncompiled import graph_break, uncompiled
 
 LossContext = Callable[[], AbstractContextManager[Any]]
 
@@ -57,12 +57,14 @@ class _Calls:
         self._context = context
         self._entered: list[AbstractContextManager[Any]] = []
 
+    @graph_break
     @uncompiled
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         entered = self._context(f"{type(module).__name__}({', '.join(sorted(kwargs))})")
         entered.__enter__()
         self._entered.append(entered)
 
+    @graph_break
     @uncompiled
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._entered:  # the hook runs too where an exception came before the call

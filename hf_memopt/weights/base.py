@@ -30,7 +30,7 @@ from hf_memopt.weights.residency.guards import ParameterGuards
 from hf_memopt.weights.residency.resident_set import ResidentSet
 from hf_memopt.weights.residency.selection import is_compiled, select, visits_of
 from hf_memopt.weights.residency.storages import StreamedStorage
-from hf_memopt.weights.residency.units import Table, Unit
+from hf_memopt.weights.residency.units import TableAtHome, Unit
 from hf_memopt.weights.shared_memory import refuse_different, several_ranks, share
 from hf_memopt.weights.streaming.access_trace import Tracer
 from hf_memopt.weights.weight_files import in_files
@@ -170,7 +170,7 @@ class StreamedWeights:
             for each in chosen.streamed
             if is_quantised(each.parameter)
         }
-        self._units: dict[nn.Module, Unit | Table] = {}
+        self._units: dict[nn.Module, Unit | TableAtHome] = {}
         self._add_units(at_home)
         self._known: set[str] = set()
         self._held: list[int] = []
@@ -312,7 +312,7 @@ class StreamedWeights:
             if isinstance(module, nn.Embedding):
                 key = id(module.weight)
                 storage = self._storages.storages[visit[0]]
-                self._units[module] = Table(module, storage, in_place.get(key), at_home[key])
+                self._units[module] = TableAtHome(module, storage, in_place.get(key), at_home[key])
             elif module is self._model and is_compiled(module):
                 raise ValueError(
                     "model is compiled as one region, which would need all its weights at once; compile its layers "

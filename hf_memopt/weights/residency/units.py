@@ -134,7 +134,7 @@ class _Call:
                 node.register_prehook(self.backward.open)
 
 
-class Table:
+class TableAtHome:
     """An embedding whose rows are looked up where its table lives.
 
     Args:
