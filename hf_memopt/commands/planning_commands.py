@@ -21,8 +21,10 @@ _Groups = Sequence[tuple[str, Sequence[str]]]
 _TRAINING = (
     *("training_args", "task", "dtype", "quantize", "precision", "attention", "loss", "optimizer", "engine", "seq_len"),
     *("images_per_sample", "image_size", "freeze_vision_tower", "padding", "lora_rank", "lora_targets", "use_dora"),
-    *("optimizer_in_backward", "max_grad_norm", "num_gpus"),
+    *("base", "base_budget", "optimizer_in_backward", "max_grad_norm", "num_gpus"),
 )
+# A plan tries all homes of frozen weights.
+_REPEATED = tuple(name for name in _TRAINING if name != "base")
 # The flags of each command, by the title of their group.
 _OF_ESTIMATE = (
     ("", ("recipe", "config", "set")),
@@ -111,7 +113,7 @@ def _estimate(spec: JobSpec) -> int:
         raise ValueError("offload='auto' weighs copies against compute, so it needs --gpu")
     link_bytes_per_s = None if spec.link is None else parse_size(spec.link, "link")
     card = find_card(spec.gpu, link_bytes_per_s) if spec.gpu else None
-    below = find_memory_below(spec.host, spec.disk)
+    below = find_memory_below(spec.host, spec.disk, reads_only=spec.base == "file")
     job = workload_of(spec)
     step, passes = given_step(spec, job)
     estimate = run_isolated(lambda: simulate_step(step, gpu=card, below=below))
@@ -152,7 +154,7 @@ def _plan_command(spec: JobSpec, job: "Workload") -> str:
         again = sorted(OF_FILES & said.keys())
     else:
         words += [*FIELDS["model"].words(spec.model), *FIELDS["gpu"].words(spec.gpu), *batch]
-        again = [name for name in said if name in _TRAINING and (name in CHOICES or said[name] != DEFAULTS.get(name))]
+        again = [name for name in said if name in _REPEATED and (name in CHOICES or said[name] != DEFAULTS.get(name))]
     again += [name for name in ("host", "disk", "link") if name in said]
     return shlex.join([*words, *(word for name in again for word in FIELDS[name].words(said[name]))])
 

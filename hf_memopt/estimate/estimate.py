@@ -15,7 +15,7 @@ from hf_memopt.estimate.accounting.categories import StepLabels
 from hf_memopt.estimate.accounting.kernel_memory import KernelMemory
 from hf_memopt.estimate.accounting.operation import Operation, device_kind
 from hf_memopt.estimate.accounting.repeated_layers import NotRepeatedError, add_groups, growth
-from hf_memopt.estimate.estimate_report import LargeTensor, MemoryEstimate
+from hf_memopt.estimate.estimate_report import LargeTensor, MemoryEstimate, StreamedEstimate
 from hf_memopt.estimate.gpus import DEFAULT_CARD, Card, find_card
 from hf_memopt.estimate.kernel_speeds import time_range
 from hf_memopt.estimate.memory_below import MemoryBelow
@@ -23,6 +23,7 @@ from hf_memopt.estimate.simulated_step import RepeatedLayers, SimulatedStep
 from hf_memopt.estimate.simulation.child_process import run_isolated
 from hf_memopt.estimate.simulation.device import DEVICE_TYPE, simulation
 from hf_memopt.estimate.simulation.ranks.first_rank import first_of
+from hf_memopt.estimate.simulation.virtual_base import VirtualBase
 from hf_memopt.estimate.simulation.virtual_disk import VirtualDisk
 from hf_memopt.estimate.simulation.virtual_time import VirtualClock
 from hf_memopt.ranges import COUNT
@@ -45,6 +46,7 @@ class _Run:
     stall_ms: float
     disk_bytes: int = 0
     disk_bytes_written: int = 0
+    streamed: StreamedEstimate | None = None
 
 
 def estimate_peak_memory(
@@ -178,7 +180,8 @@ def _run(
         # Host memory of a run is a result, and no matter of this machine.
         return sys.maxsize if below.host_bytes is None else max(0, below.host_bytes - log.history.host_bytes())
 
-    opened = simulation(like, clock, phases, labels.add_teacher_block, disk, free_host_bytes)
+    base = VirtualBase(clock, disk, labels.add_streamed)
+    opened = simulation(like, clock, phases, labels.add_teacher_block, disk, free_host_bytes, base)
     with opened as (device, data_dependent):
         ranks = first_of(simulated.num_gpus, device, labels) if simulated.num_gpus > 1 else nullcontext()
         with log, log.following_resizes(), labels.following(), ranks:
@@ -189,6 +192,7 @@ def _run(
                 phases.begin_step()
                 clock.begin_step()
                 disk.begin_step()
+                base.begin_step()
                 simulated.step(state)
             unreached = labels.unreached()
         # Closed before the simulation ends, which frees the casts that autocast has cached.
@@ -201,7 +205,13 @@ def _run(
         clock.stall_ms,
         disk_bytes=disk.peak_bytes,
         disk_bytes_written=disk.step_bytes_written,
+        streamed=_streamed(history, base) if base.is_used else None,
     )
+
+
+def _streamed(history: AllocationHistory, base: VirtualBase) -> StreamedEstimate:
+    peak_bytes = categories.peak_of(history, categories.STREAMED)
+    return StreamedEstimate(peak_bytes, base.step_bytes_brought, base.step_bytes_read)
 
 
 def _estimate(run: _Run, gpu: str | Card | None) -> MemoryEstimate:
@@ -233,6 +243,7 @@ def _estimate(run: _Run, gpu: str | Card | None) -> MemoryEstimate:
         trace=trace,
         storage_kinds=categories.of_storages(history),
         storage_makers=tuple((record.owner, record.operation) for record in history.records),
+        streamed=run.streamed,
     )
 
 

@@ -28,6 +28,31 @@ class LargeTensor:
 
 
 @dataclass(frozen=True, slots=True)
+class StreamedEstimate:
+    """The visits of frozen weights that stream (`StreamedWeights`).
+
+    Attributes:
+        peak_bytes: of device memory for them, the hot set included, small weights that stay left out.
+        bytes_to_device: brought in a step, or an update.
+        bytes_read: of these, from files.
+    """
+
+    peak_bytes: int
+    bytes_to_device: int
+    bytes_read: int
+
+    def __str__(self) -> str:
+        files = ", read from files" if self.bytes_read else ""
+        return (
+            f"{format_gib(self.peak_bytes)} of the device at most, {format_gib(self.bytes_to_device)} brought in a "
+            f"step{files}"
+        )
+
+    def with_passes(self, times: float) -> "StreamedEstimate":
+        return StreamedEstimate(self.peak_bytes, round(self.bytes_to_device * times), round(self.bytes_read * times))
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryEstimate:
     """The predicted memory of a training step.
 
@@ -52,6 +77,7 @@ class MemoryEstimate:
         trace: every change of device memory.
         storage_kinds: the use of each storage of `trace`, by its number.
         storage_makers: the module and the operation that made each, "" where none is known.
+        streamed: of frozen weights that stream; None where none do.
     """
 
     peak_bytes: int
@@ -74,6 +100,7 @@ class MemoryEstimate:
     trace: MemoryTrace = field(repr=False)
     storage_kinds: tuple[str, ...] = field(repr=False)
     storage_makers: tuple[tuple[str, str], ...] = field(repr=False)
+    streamed: StreamedEstimate | None = None
 
     def __str__(self) -> str:
         return self.text()
@@ -96,7 +123,11 @@ class MemoryEstimate:
 
     def with_passes(self, times: float) -> "MemoryEstimate":
         """Return it for an update that has `times` as many forward and backward passes, with no other peak."""
-        written = replace(self, disk_bytes_written=round(self.disk_bytes_written * times))
+        written = replace(
+            self,
+            disk_bytes_written=round(self.disk_bytes_written * times),
+            streamed=self.streamed and self.streamed.with_passes(times),
+        )
         if self.step_ms is None or self.step_range_ms is None or self.stall_ms is None:
             return written
         scaled = {phase: ms * (times if phase in (FORWARD, BACKWARD) else 1) for phase, ms in self.phases_ms.items()}
@@ -169,6 +200,8 @@ def as_facts(estimate: MemoryEstimate) -> dict[str, str]:
     }
     if estimate.disk_bytes:
         facts["kept on the disk"] = disk_text(estimate)
+    if estimate.streamed:
+        facts["streamed weights"] = str(estimate.streamed)
     if estimate.assumptions:
         facts["assumed"] = "; ".join(estimate.assumptions)
     return facts
@@ -178,6 +211,7 @@ def as_json(estimate: MemoryEstimate, card: Card | None = None) -> dict[str, Any
     left_out = ("trace", "storage_kinds", "top")
     found = {name: getattr(estimate, name) for name in estimate.__dataclass_fields__ if name not in left_out}
     found["top"] = [asdict(tensor) for tensor in estimate.top]
+    found["streamed"] = asdict(estimate.streamed) if estimate.streamed else None
     found["allowances_bytes"] = allowances(card)
     found["needed_bytes"] = needed_bytes(estimate, card)
     found["disk_tb_per_day"] = estimate.disk_tb_per_day
@@ -223,6 +257,8 @@ def _closing(estimate: MemoryEstimate, card: Card | None) -> Iterator[str]:
     yield f"Host memory of tensors, offloaded ones included: {format_gib(estimate.host_bytes)}"
     if estimate.disk_bytes:
         yield f"Disk: {disk_text(estimate)}"
+    if estimate.streamed:
+        yield f"Streamed weights: {estimate.streamed}"
     if estimate.step_ms is not None and estimate.step_range_ms is not None:
         stall = f", of it {format_ms(estimate.stall_ms)} waiting for copies" if estimate.stall_ms else ""
         time = _time_and_range(estimate.step_ms, estimate.step_range_ms) if card is None else time_text(estimate, card)

@@ -38,10 +38,13 @@ class MemoryBelow:
         return self.host_bytes is None or host_bytes <= self.host_bytes
 
 
-def find_memory_below(host: str | None = None, disk: str | None = None) -> MemoryBelow:
-    """Return the memories of texts such as "32GiB", and "500GiB@5GBps" or "500GiB" for a disk of the default speed."""
+def find_memory_below(host: str | None = None, disk: str | None = None, reads_only: bool = False) -> MemoryBelow:
+    """Return the memories of texts such as "32GiB", and "500GiB@5GBps" or "500GiB" for a disk of the default speed.
+
+    Only a disk whose files are read needs no limit of the host's memory.
+    """
     host_bytes = None if host is None else parse_size(host, "host")
-    if disk is not None and host_bytes is None:
+    if disk is not None and host_bytes is None and not reads_only:
         raise ValueError(f"disk={disk!r} is for what the host has no room for; say how much it has, such as host=32GiB")
     return MemoryBelow(host_bytes, None if disk is None else _disk_from(disk))
 

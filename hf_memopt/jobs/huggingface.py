@@ -15,10 +15,11 @@ from hf_memopt.estimate.simulated_step import RepeatedLayers, SimulatedStep
 from hf_memopt.jobs import accelerate_config
 from hf_memopt.jobs.accelerate_config import DDP
 from hf_memopt.jobs.equal_layers import equal_layers, told_by_few, under_offloading
+from hf_memopt.jobs.spec import CHOICES
 from hf_memopt.jobs.transformers_models.model_options import ModelOptions, check_choice
 from hf_memopt.jobs.transformers_models.model_update import ModelUpdate
 from hf_memopt.jobs.transformers_models.optimizers import WITH_TABLES
-from hf_memopt.jobs.workload import Lever, divisors, num_steps
+from hf_memopt.jobs.workload import RESIDENT, Lever, divisors, num_steps
 
 # From the fastest to the most frugal: checkpointing and offload.
 ACTIVATIONS = {
@@ -30,6 +31,7 @@ ACTIVATIONS = {
     "all offloaded": ("none", "all"),
 }
 _LEVERS = (Lever("activations", tuple(ACTIVATIONS)),)
+_BASE = Lever("base", CHOICES["base"], of_disk=("file",))
 _LEVERS_OF_SHARDS = (Lever("activations", ("kept", "selectively checkpointed", "checkpointed")),)
 
 
@@ -41,6 +43,9 @@ class HuggingFaceModel(ModelOptions):
         super().__post_init__()
         if self.engine != DDP:
             object.__setattr__(self, "levers", _LEVERS_OF_SHARDS)
+        elif self.streams and self.base != RESIDENT:
+            base = _BASE if self.base is None else Lever("base", (self.base,))
+            object.__setattr__(self, "levers", (*_LEVERS, base))
 
     @property
     def name(self) -> str:
@@ -54,9 +59,11 @@ class HuggingFaceModel(ModelOptions):
         return [share] if self.optimizer_in_backward else divisors(share)
 
     def simulated(self, settings: Mapping[str, Any], micro_batch: int) -> SimulatedStep:
-        return self.step_with(*ACTIVATIONS[settings["activations"]], micro_batch)
+        return self.step_with(*ACTIVATIONS[settings["activations"]], micro_batch, settings.get("base"))
 
-    def step_with(self, checkpointing: str, offload: str, micro_batch: int) -> SimulatedStep:
+    def step_with(self, checkpointing: str, offload: str, micro_batch: int, base: str | None = None) -> SimulatedStep:
+        """Return the step with these settings; `base` is the options' where it is None."""
+        base = base or self.base or RESIDENT
         check_choice("checkpointing", checkpointing)
         check_choice("offload", offload)
         if offload == "inputs" and checkpointing == "none":
@@ -69,13 +76,17 @@ class HuggingFaceModel(ModelOptions):
             )
         num_micro_batches = min(2, passes)
         _ = self.name  # imports its class, before processes are forked
-        layers = None if self._treats_layers_differently else under_offloading(self._equal_layers, offload)
+        # Which small weights stay depends on the whole model, and the next layers' are fetched ahead.
+        differs = self._treats_layers_differently or base != RESIDENT
+        layers = None if differs else under_offloading(self._equal_layers, offload)
 
         def step_of(config: Any, repeated: RepeatedLayers | None) -> SimulatedStep:
             return SimulatedStep(
-                setup=lambda device: ModelUpdate(self, config, checkpointing, offload, micro_batch, num_micro_batches),
+                setup=lambda device: ModelUpdate(
+                    self, config, checkpointing, offload, micro_batch, num_micro_batches, base
+                ),
                 step=lambda update: update.run(),
-                num_steps=num_steps(offload, num_micro_batches),
+                num_steps=num_steps(offload, num_micro_batches, base),
                 num_micro_batches=num_micro_batches,
                 repeated=repeated,
                 num_gpus=self.num_gpus,
@@ -104,6 +115,7 @@ class HuggingFaceModel(ModelOptions):
         chosen = asdict(self) | {"micro_batch": micro_batch, "gradient_accumulation_steps": accumulation}
         chosen |= {"lora_targets": self.lora_targets or self.kind_of_task.lora_targets(self.config)}
         chosen |= {"task": self.kind, "checkpointing": checkpointing, "offload": offload}
+        chosen |= {"base": settings.get("base") or self.base or RESIDENT}
         del chosen["levers"]
         launch, settings_file = folder / "accelerate.yaml", folder / "settings.json"
         settings_file.write_text(json.dumps(chosen, indent=2) + "\n", encoding="utf-8")
@@ -131,6 +143,9 @@ class HuggingFaceModel(ModelOptions):
         script = (
             f"-m hf_memopt.recipes.train_causal_lm --config_path {fields[0]}" if fields else f"a script with {settings}"
         )
+        base = json.loads(settings.read_text(encoding="utf-8"))["base"]
+        if base != RESIDENT:
+            return f"hf-memopt launch --config_file {config} --base {base} -- {script}"
         return f"accelerate launch --config_file {config} {script}"
 
     def _is_for_the_recipe(self, checkpointing: str) -> bool:

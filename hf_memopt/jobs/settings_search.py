@@ -52,7 +52,7 @@ def plan(
         gpu: a card's name, as in `CARDS`, or the size of its memory, such as "8GiB".
         host: host memory that may be used, such as "32GiB"; None, any.
         disk: room for saved activations that the host has none for, and the disk's speed in each direction, such as
-            "500GiB@5GBps"; None, they stay on the card.
+            "500GiB@5GBps"; None, they stay on the card. Frozen weights may stream from files on it.
         link: bandwidth between host and device, such as "12GBps"; None, the card's.
         num_workers: simulations at once; None, one per core.
         progress: show a progress bar.
@@ -66,20 +66,20 @@ def plan(
     COUNT.check("num_workers", num_workers)
     link_bytes_per_s = None if link is None else parse_size(link, "link")
     card = find_card(gpu, link_bytes_per_s)
-    search = _Search(workload, card, find_memory_below(host, disk))
+    below = find_memory_below(host, disk, reads_only=any("file" in each.values for each in workload.levers))
+    levers = tuple(each if below.disk else each.without_disk() for each in workload.levers)
+    search = _Search(workload, levers, card, below)
     num_workers = os.cpu_count() or 1 if num_workers is None else num_workers
     rows = sorted(search.run(num_workers, progress), key=lambda row: (not row.fits, row.update_ms))
-    below = search.below
-    result = SettingsPlan(workload.name, tuple(workload.levers), card, below.host_bytes, below.disk, tuple(rows))
+    result = SettingsPlan(workload.name, levers, card, below.host_bytes, below.disk, tuple(rows))
     if not result.best.fits:
         raise _nothing_fits(result)
     return result
 
 
 class _Search:
-    def __init__(self, workload: Workload, card: Card, below: MemoryBelow) -> None:
-        self.below = below
-        self._workload, self._card = workload, card
+    def __init__(self, workload: Workload, levers: Sequence[Lever], card: Card, below: MemoryBelow) -> None:
+        self._workload, self._levers, self._card, self._below = workload, levers, card, below
         kept_bytes = sum(allowances(card).values())
         if card.memory_bytes <= kept_bytes:
             raise ValueError(
@@ -90,7 +90,7 @@ class _Search:
         self._rows: list[Row] = []
 
     def run(self, num_workers: int, progress: bool) -> list[Row]:
-        combinations = list(_combinations(self._workload.levers))
+        combinations = list(_combinations(self._levers))
         # All processes inherit the facts about its model.
         self._workload.simulated(combinations[0], self._micro_batches[0])
         with tqdm(total=len(combinations), desc="Planning", unit="combination", disable=not progress) as bar:
@@ -144,12 +144,12 @@ class _Search:
         )
 
     def _ranks(self, settings: Settings) -> list[int]:
-        return [lever.values.index(settings[lever.name]) for lever in self._workload.levers]
+        return [lever.values.index(settings[lever.name]) for lever in self._levers]
 
     def _simulate(self, settings: Settings, micro_batch: int) -> Row:
         simulated = self._workload.simulated(settings, micro_batch)
         accumulation = self._workload.effective_batch // (micro_batch * simulated.num_gpus)
-        estimate = simulate_step(simulated, gpu=self._card, below=self.below)
+        estimate = simulate_step(simulated, gpu=self._card, below=self._below)
         estimate = estimate.with_passes(accumulation / simulated.num_micro_batches)
         assert estimate.step_ms is not None
         return Row(
@@ -158,7 +158,7 @@ class _Search:
             accumulation=accumulation,
             update_ms=estimate.step_ms,
             needed_bytes=needed_bytes(estimate, self._card),
-            fits=self.below.holds(estimate.host_bytes) and fits(estimate, self._card),
+            fits=self._below.holds(estimate.host_bytes) and fits(estimate, self._card),
             estimate=estimate,
         )
 

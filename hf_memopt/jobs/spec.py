@@ -45,6 +45,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
         "adafactor",
     ),
     "engine": ("ddp", "fsdp2", "fsdp2-no-reshard", "zero2", "zero3"),
+    "base": ("resident", "host", "file"),
     "checkpointing": ("none", "selective", "full"),
     "offload": ("off", "auto", "inputs", "all"),
 }
@@ -138,6 +139,15 @@ class JobSpec:
         metavar="H[xW]",
     )
     freeze_vision_tower: bool = flag(False, "do not train the vision tower, and give it no adapters")
+    base: Text = flag(
+        None,
+        "where frozen weights live between their visits to the device (StreamedWeights); plan tries all, file with "
+        "--disk alone",
+        choices=CHOICES["base"],
+    )
+    base_budget: Text = flag(
+        None, "device memory for frozen weights, such as 3GiB, whose rest beside the visits keeps some there"
+    )
     padding: bool = flag(False, "give batches an attention mask, as if some samples were shorter")
     use_dora: bool = flag(False, "adapters with a magnitude for each output (DoRA)")
     optimizer_in_backward: bool = flag(

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -10,13 +10,18 @@ from hf_memopt.estimate.simulated_step import SimulatedStep
 
 Settings = Mapping[str, Any]
 
+# Frozen weights always reside on the device, or visit it from one of the homes of `StreamedWeights`.
+RESIDENT = "resident"
+# Of streamed weights: one learns the order of visits, one chooses the hot set, and one repeats it.
+_PASSES_OF_STREAMS = 3
 # Until an offloader's plan has settled: two passes are recorded, one is plain, one planned, and one repeats it.
 PASSES_OF_AUTO = 5
 
 
-def num_steps(offload: str, num_micro_batches: int) -> int:
-    """Return how many steps show everything: an optimizer's state, and a plan that has settled."""
-    return max(2, -(-PASSES_OF_AUTO // num_micro_batches)) if offload == "auto" else 2
+def num_steps(offload: str, num_micro_batches: int, base: str = RESIDENT) -> int:
+    """Return how many steps show everything: an optimizer's state, and plans that have settled."""
+    passes = max(PASSES_OF_AUTO if offload == "auto" else 0, _PASSES_OF_STREAMS if base != RESIDENT else 0)
+    return max(2, -(-passes // num_micro_batches))
 
 
 @dataclass(frozen=True)
@@ -26,10 +31,15 @@ class Lever:
     Attributes:
         name: as the user sets it, such as a flag of the recipe.
         values: from the fastest to the most frugal; the first changes nothing.
+        of_disk: the values that read a disk, and are tried where there is one.
     """
 
     name: str
     values: tuple[Any, ...]
+    of_disk: tuple[Any, ...] = ()
+
+    def without_disk(self) -> "Lever":
+        return replace(self, values=tuple(value for value in self.values if value not in self.of_disk))
 
 
 def divisors(number: int) -> list[int]:

@@ -13,6 +13,7 @@ COLORS = ("#4c78a8", "#9d7bc4", "#b58863", "#e58b3d", "#d1495b", "#4fa36b", "#7f
 _KINDS = {
     "#4c78a8": ("parameters", "weights", "student weights"),
     "#31507a": ("frozen parameters",),
+    "#6f9bd1": ("streamed weights",),
     "#d1495b": ("teacher", "teacher weights"),
     "#9d7bc4": ("optimizer state",),
     "#2f8f87": ("communication buffers",),

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +31,8 @@ class DeviceBackend:
         is_unlimited: whether its memory is the host's, or cannot run out.
         free_host_bytes: host memory that copies may take.
         open_file: of the user's folder, if there is one, and the most bytes: the file below the host, if there is one.
+        home_in_files: of `PackedWeights`, their device and its copier: a home in files that are simulated; None where
+            files are real.
     """
 
     make_copier: Callable[[torch.device, bool, str], Copier] = lambda device, pin, purpose: StreamCopier(device, pin)
@@ -40,6 +43,7 @@ class DeviceBackend:
     is_unlimited: bool = False
     free_host_bytes: Callable[[], int] = available_bytes
     open_file: Callable[[str | os.PathLike[str] | None, int | None], TierFile | None] = open_scratch_file
+    home_in_files: Callable[[Any, torch.device, Copier], Any] | None = None
 
 
 _ACCELERATOR = DeviceBackend()
@@ -74,7 +78,7 @@ def copier_for(device: torch.device | str, pin_memory: bool = True, purpose: str
     Args:
         device: the device that computes.
         pin_memory: whether host memory is page-locked.
-        purpose: "activations" or "teacher", under which simulations book the device memory.
+        purpose: "activations", "teacher" or "base", under which simulations book the device memory.
     """
     device = torch.device(device)
     return backend_of(device).make_copier(device, pin_memory, purpose)

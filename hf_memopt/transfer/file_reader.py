@@ -208,6 +208,15 @@ class BlockInFiles:
         self.waited_s += time.perf_counter() - begun
 
 
+def staging_bytes(block_bytes: int) -> int:
+    """Return the host memory of `StagedReads` of a block."""
+    return _NUM_BUFFERS * (_buffer_bytes(block_bytes) + PAGE)
+
+
+def _buffer_bytes(block_bytes: int) -> int:
+    return min(PART_BYTES, -(-block_bytes // PAGE) * PAGE + PAGE)
+
+
 class DirectReads:
     """Reads of a block to memory of the host, where the device computes in it."""
 
@@ -245,9 +254,9 @@ class StagedReads:
 
     def __init__(self, block: BlockInFiles, copier: Copier) -> None:
         self._block, self._copier = block, copier
-        num_bytes = min(PART_BYTES, -(-block.num_bytes // PAGE) * PAGE + PAGE)
+        num_bytes = _buffer_bytes(block.num_bytes)
         self._free = [page_aligned(copier, num_bytes) for _ in range(_NUM_BUFFERS)]
-        self.host_bytes = _NUM_BUFFERS * (num_bytes + PAGE)
+        self.host_bytes = staging_bytes(block.num_bytes)
         self._queued: deque[_StagedPart] = deque()
         self._reading: deque[tuple[_StagedPart, Tensor, Future[Tensor]]] = deque()
         self._copying: deque[tuple[StreamEvent, Tensor]] = deque()

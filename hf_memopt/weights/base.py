@@ -144,7 +144,7 @@ class StreamedWeights:
         _refuse_what_places_weights(model)
         _refuse_streamed(model)
         self.device = _device_of(model) if device is None else torch.device(device)
-        self._copier = copier_for(self.device, purpose="teacher") if copier is None else copier
+        self._copier = copier_for(self.device, purpose="base") if copier is None else copier
         claim_device(model, self._copier)
         chosen = select(model)
         weights = PackedWeights(model, exclude=chosen.others, inner_of=stored_tensors)
@@ -344,6 +344,10 @@ class StreamedWeights:
         files: Iterable[str | os.PathLike[str]] | None,
         disk: str | os.PathLike[str] | None,
     ) -> WeightsHome:
+        simulated = backend_of(self.device).home_in_files
+        if self._home_name == "file" and simulated is not None:
+            home: WeightsHome = simulated(weights, self.device, self._copier)
+            return home
         if self._home_name == "file":
             if several_ranks():
                 refuse_different(weights)

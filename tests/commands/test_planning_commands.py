@@ -85,6 +85,24 @@ def test_where_it_does_not_fit_it_says_how_to_look_for_what_does(
 
 
 @pytest.mark.e2e
+def test_frozen_weights_stream_from_a_file(model: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    streamed = ["--lora-rank", "2", "--base", "file", "--disk", "1GiB@1MBps"]
+    assert main(["estimate", model, *SMALL, *streamed, "--gpu", "640MiB"]) == 0
+    printed = capsys.readouterr().out
+    assert "of the device at most, 0.00 GiB brought in a step, read from files" in printed
+    assert "waiting for copies" in printed
+    said = printed.splitlines()[-1].partition("Settings that fit, if there are any: ")[2]
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(planning_commands, "_plan", lambda spec: given.update(vars(spec)) or 0)
+    assert main(shlex.split(said)[1:]) == 0
+    assert (given["base"], given["disk"]) == (None, "1GiB@1MBps")
+    monkeypatch.undo()
+    options = ["--gpu", "8GiB", "--effective-batch", "2", "--workers", "1"]
+    assert main(["plan", model, "--seq-len", "32", *streamed, *options]) == 0
+    assert "activations kept, base file; peak" in capsys.readouterr().out
+
+
+@pytest.mark.e2e
 def test_every_pass_of_an_update_takes_time(model: str, tmp_path: Path) -> None:
     def step_ms(accumulation: int) -> float:
         file = tmp_path / "estimate.json"

@@ -7,7 +7,7 @@ import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from late_imports import LateModule
-from transformers_toys import BATCH, CARD, TOKENS, estimate
+from transformers_toys import BATCH, CARD, TOKENS, FolderOf, estimate
 
 from hf_memopt.estimate import MemoryEstimate
 from hf_memopt.estimate.estimate import simulate_step
@@ -88,6 +88,67 @@ def test_gpus_share_a_model_with_deepspeed(engine: str, options: dict[str, Any],
     assert estimate.unreached == ()
     accelerate = workload.write({"activations": "kept"}, BATCH, tmp_path)[0]
     assert load_config_from_file(str(accelerate)).deepspeed_config["gradient_accumulation_steps"] == 2
+
+
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4}
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("home", "quantize"), [("host", "none"), ("file", "nf4"), ("host", "int8"), ("file", "int8-torchao")]
+)
+def test_frozen_weights_stream(home: str, quantize: str, folder_of: FolderOf) -> None:
+    model = folder_of("qwen3", **WIDE)
+    options = {"lora_rank": 2, "precision": "bf16", "quantize": quantize}
+    resident, streamed = (estimate(model, "full", base=base, **options) for base in (None, home))
+    assert resident.streamed is None
+    assert streamed.streamed is not None
+    assert streamed.peak_bytes < resident.peak_bytes
+    assert streamed.breakdown["frozen parameters"] < 0.2 * resident.breakdown["frozen parameters"]
+    assert streamed.streamed.bytes_read == (streamed.streamed.bytes_to_device if home == "file" else 0)
+    assert streamed.unreached == resident.unreached
+
+
+@pytest.mark.e2e
+def test_streamed_weights_do_without_a_hot_set_or_with_one(folder_of: FolderOf) -> None:
+    model = folder_of("qwen3", **WIDE)
+    options = {"lora_rank": 2, "dtype": "bfloat16", "base": "host"}
+    least, more = (estimate(model, base_budget=budget, **options).streamed for budget in (None, "3MiB"))
+    assert least is not None
+    assert more is not None
+    assert least.peak_bytes < more.peak_bytes <= 3 * 2**20
+    assert more.bytes_to_device < least.bytes_to_device
+    twice = estimate(model, num_micro_batches=2, **options).streamed
+    assert twice is not None
+    assert twice.bytes_to_device == 2 * least.bytes_to_device
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("offload", ["all", "inputs"])
+def test_weights_stream_while_activations_are_offloaded(offload: str, folder_of: FolderOf) -> None:
+    model = folder_of("qwen3", **WIDE)
+    found = estimate(model, "full", offload, lora_rank=2, dtype="bfloat16", base="host").streamed
+    assert found == estimate(model, "full", lora_rank=2, dtype="bfloat16", base="host").streamed
+
+
+def test_a_plan_tries_the_homes_of_frozen_weights_and_says_which_is_chosen(qwen3: str, tmp_path: Path) -> None:
+    workload = huggingface.HuggingFaceModel(qwen3, seq_len=TOKENS, lora_rank=4)
+    lever = workload.levers[-1]
+    assert (lever.name, lever.values) == ("base", ("resident", "host", "file"))
+    assert lever.without_disk().values == ("resident", "host")
+    settings = {"activations": "kept", "base": "host"}
+    assert workload.simulated(settings, 8).num_steps == 3
+    written = workload.write(settings, 8, tmp_path)
+    assert json.loads(written[1].read_text())["base"] == "host"
+    assert workload.command(written) == (
+        f"hf-memopt launch --config_file {written[0]} --base host -- a script with {written[1]}"
+    )
+    given = huggingface.HuggingFaceModel(qwen3, seq_len=TOKENS, lora_rank=4, base="file")
+    assert given.levers[-1].values == ("file",)
+    resident = huggingface.HuggingFaceModel(qwen3, seq_len=TOKENS, lora_rank=4, base="resident")
+    for without in (resident, huggingface.HuggingFaceModel(qwen3, seq_len=TOKENS)):
+        assert [lever.name for lever in without.levers] == ["activations"]
+        assert without.command(without.write({"activations": "kept"}, 8, tmp_path)).startswith("accelerate launch ")
 
 
 def test_no_flags_are_written_for_what_the_recipe_cannot_do(qwen3: str, tmp_path: Path) -> None:

@@ -201,6 +201,15 @@ def _offloaded(found: SettingsPlan) -> Row:
     return max(rows, key=lambda row: (row.fits, row.micro_batch if row.fits else -row.micro_batch))
 
 
+def test_values_that_read_a_disk_are_tried_where_there_is_one() -> None:
+    lever = Lever("activations", ("kept", "offloaded"), of_disk=("offloaded",))
+    for disk, tried in ((None, {"kept"}), ("1GiB", {"kept", "offloaded"})):
+        toy = Toy(lever)
+        toy.micro_batches = (1, 16)
+        found = plan(toy, gpu=card_with(100 * MIB), host="1GiB", disk=disk, num_workers=1, progress=False)
+        assert {row.settings["activations"] for row in found.rows} == {*found.levers[0].values} == tried
+
+
 def test_where_nothing_fits_the_error_says_what_would_and_what_takes_the_memory() -> None:
     with pytest.raises(NothingFitsError, match=r"no settings of toy fit\. The smallest need 0\.\d+ GiB") as caught:
         make_plan(4 * MIB)

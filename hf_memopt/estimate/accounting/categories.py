@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
+from itertools import accumulate
 from typing import Any
 
 from torch import Tensor, nn
@@ -27,6 +28,7 @@ from hf_memopt.estimate.accounting.operation import Operation, name_of, tensors_
 # In the order in which they are drawn, from the bottom up.
 CATEGORIES = (
     FROZEN,
+    STREAMED,
     TEACHER,
     PARAMETER,
     BUFFER,
@@ -41,6 +43,7 @@ CATEGORIES = (
     UNUSED,
 ) = (
     "frozen parameters",
+    "streamed weights",
     "teacher",
     "parameters",
     "buffers",
@@ -111,6 +114,10 @@ class StepLabels:
     def add_teacher_block(self, block: Tensor) -> None:
         self._log.label([block], TEACHER, "")
 
+    def add_streamed(self, memory: Tensor) -> None:
+        """Label device memory that holds streamed weights at the moment."""
+        self._log.label([memory], STREAMED, "")
+
     def reach(self, parameters: Iterable[nn.Parameter]) -> None:
         """Note the gradients of parameters, which may be gone before the update."""
         for parameter in parameters:
@@ -149,7 +156,7 @@ class StepLabels:
 
     def _label_weight(self, weight: Tensor, kind: str, name: str) -> None:
         record = self._log.record_of(weight)
-        if record is None or record.kind != TEACHER:  # whose block holds many weights
+        if record is None or record.kind not in (TEACHER, STREAMED):  # whose block holds many weights
             self._log.label([weight], kind, name)
 
     def _is_unlabelled(self, tensor: Tensor) -> bool:
@@ -197,6 +204,16 @@ def alive_at(history: AllocationHistory, position: int) -> list[tuple[str, Stora
 
 def of_storages(history: AllocationHistory) -> tuple[str, ...]:
     return tuple(_kind(record, history) for record in history.records)
+
+
+def peak_of(history: AllocationHistory, kind: str) -> int:
+    """Return the most bytes that storages of one use have held on the device at once."""
+    held = accumulate(
+        change.num_bytes
+        for change in history.changes
+        if history.records[change.storage].kind == kind and not history.records[change.storage].on_host
+    )
+    return max(held, default=0)
 
 
 def breakdown(live: list[tuple[str, StorageRecord]], allocated_bytes: int) -> dict[str, int]:

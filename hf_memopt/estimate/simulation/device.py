@@ -35,6 +35,7 @@ from hf_memopt.estimate.gpus import DEFAULT_CARD
 from hf_memopt.estimate.simulation.data_dependent import DataDependentOps
 from hf_memopt.estimate.simulation.fake_mode import SimulatedTensors
 from hf_memopt.estimate.simulation.kernels import attention, autocast
+from hf_memopt.estimate.simulation.virtual_base import VirtualBase
 from hf_memopt.estimate.simulation.virtual_disk import VirtualDisk
 from hf_memopt.estimate.simulation.virtual_time import (
     FIRST_STREAM,
@@ -107,16 +108,18 @@ def simulation(
     on_teacher_block: Callable[[Tensor], None] | None = None,
     disk: VirtualDisk | None = None,
     free_host_bytes: Callable[[], int] = lambda: sys.maxsize,
+    base: VirtualBase | None = None,
 ) -> Iterator[tuple[torch.device, DataDependentOps]]:
     """Make all tensors fake; gives the device to build on and the mode that notes assumptions.
 
     `like` "cpu" means fake tensors by the CPU's rules. The clock's card decides on attention's kernels; teachers call
-    `on_teacher_block` with the device memory that they take. `free_host_bytes` is host memory that copies may take. An
-    exception in a backend thread would end the process,
-    which is why autograd's threads are off.
+    `on_teacher_block` with the device memory that they take. `free_host_bytes` is host memory that copies may take.
+    `base` has the copies of streamed weights. An exception in a backend thread would end the process, which is why
+    autograd's threads are off.
     """
     clock = VirtualClock(DEFAULT_CARD, like) if clock is None else clock
     disk = VirtualDisk(clock, None) if disk is None else disk
+    base = VirtualBase(clock, disk, lambda memory: None) if base is None else base
     phases = StepPhases() if phases is None else phases
     data_dependent = DataDependentOps(phases)
     device = torch.device("cpu")
@@ -139,7 +142,7 @@ def simulation(
         enter(_disable_compile(data_dependent))
         enter(_keep_parameters_when_moved())
         enter(_let_weights_change_device())
-        enter(registered(device.type, _simulated_type(clock, on_teacher_block, disk, free_host_bytes)))
+        enter(registered(device.type, _simulated_type(clock, on_teacher_block, disk, free_host_bytes, base)))
         # Optimizers and gradient clipping choose their foreach path by a tensor's class.
         for module in (torch_optimizer, foreach_utils):
             types = [*module._foreach_supported_types, FakeTensor]
@@ -158,8 +161,11 @@ def _simulated_type(
     on_teacher_block: Callable[[Tensor], None] | None,
     disk: VirtualDisk,
     free_host_bytes: Callable[[], int],
+    base: VirtualBase,
 ) -> DeviceBackend:
     def make_copier(device: torch.device, pin_memory: bool, purpose: str) -> VirtualCopier:
+        if purpose == "base":
+            return base.make_copier(device)
         return VirtualCopier(clock, device, on_teacher_block if purpose == "teacher" else None)
 
     return DeviceBackend(
@@ -172,6 +178,7 @@ def _simulated_type(
         is_unlimited=True,
         free_host_bytes=free_host_bytes,
         open_file=disk.open_file,
+        home_in_files=base.home_in_files,
     )
 
 

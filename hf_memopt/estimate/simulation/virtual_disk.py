@@ -12,14 +12,15 @@ from hf_memopt.units import format_bytes
 
 
 class VirtualFile:
-    """A file that only counts its bytes, with one queue in each direction."""
+    """A file that only counts its bytes, with one queue in each direction; `reads` may be shared with other files."""
 
-    def __init__(self, clock: VirtualClock, disk: Disk) -> None:
+    def __init__(self, clock: VirtualClock, disk: Disk, reads: VirtualQueue | None = None) -> None:
         self.space = DiskSpace(PAGE, self._note_length, disk.num_bytes)
         self.peak_bytes = self.bytes_written = 0
         self.waited_s = 0.0  # the clock counts it, among the time for which compute waits
         self.write_bytes_per_s = self.read_bytes_per_s = disk.bytes_per_s
-        self._writes, self._reads = VirtualQueue(clock, disk.bytes_per_s), VirtualQueue(clock, disk.bytes_per_s)
+        self._writes = VirtualQueue(clock, disk.bytes_per_s)
+        self._reads = VirtualQueue(clock, disk.bytes_per_s) if reads is None else reads
 
     def write(self, source: Tensor, extent: Extent) -> VirtualTransfer:
         self.bytes_written += extent.num_bytes
@@ -36,21 +37,26 @@ class VirtualFile:
 
 
 class VirtualDisk:
-    """The one file of a simulated run, and the bytes written to it step by step.
+    """The disk of a simulated run: the one file that it writes, the bytes written step by step, and all reads.
 
     Args:
         clock: is moved by waiting for the file.
-        disk: of the machine. None: offloaders that name a folder get one of the default speed, of the size they allow.
+        disk: of the machine. None: offloaders that name a folder get one of the default speed, of the size they allow,
+            and files of weights are read at that speed.
+
+    Attributes:
+        reads: the queue of all reads.
     """
 
     def __init__(self, clock: VirtualClock, disk: Disk | None) -> None:
         self._clock, self._disk = clock, disk
+        self.reads = VirtualQueue(clock, (disk or Disk()).bytes_per_s)
         self._file: VirtualFile | None = None
         self._written_before = 0
 
     def open_file(self, folder: str | os.PathLike[str] | None, budget_bytes: int | None) -> VirtualFile | None:
         if self._file is None and (self._disk is not None or folder is not None):
-            self._file = VirtualFile(self._clock, self._disk or Disk(budget_bytes))
+            self._file = VirtualFile(self._clock, self._disk or Disk(budget_bytes), self.reads)
         return self._file
 
     def begin_step(self) -> None:

@@ -154,16 +154,16 @@ class VirtualQueue:
 
 
 class VirtualTransfer:
-    """A copy between any two memories, which ends at a moment known beforehand."""
+    """A copy between any two memories, which ends at a moment known beforehand: `ended_s`."""
 
     def __init__(self, clock: VirtualClock, ended_s: float) -> None:
-        self._clock, self._ended_s = clock, ended_s
+        self._clock, self.ended_s = clock, ended_s
 
     def wait(self) -> None:
-        self._clock.wait_until(self._ended_s)
+        self._clock.wait_until(self.ended_s)
 
     def is_over(self) -> bool:
-        return self._clock.now_s >= self._ended_s
+        return self._clock.now_s >= self.ended_s
 
     @property
     def finished(self) -> "VirtualTransfer":

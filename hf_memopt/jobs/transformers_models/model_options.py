@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from hf_memopt.estimate.gpus import parse_size
 from hf_memopt.jobs.accelerate_config import DDP, check_ranks, check_zero
 from hf_memopt.jobs.diffusers_models.denoising import Denoising
 from hf_memopt.jobs.spec import CHOICES, DEFAULTS
@@ -14,7 +15,9 @@ from hf_memopt.jobs.transformers_models.adapters import import_fused_head, impor
 from hf_memopt.jobs.transformers_models.model_batches import Batch, Sample, with_padding
 from hf_memopt.jobs.transformers_models.model_config import read_config
 from hf_memopt.jobs.transformers_models.tasks import TASKS, Task, task_of
+from hf_memopt.jobs.workload import RESIDENT
 from hf_memopt.ranges import COUNT, NOT_NEGATIVE, POSITIVE
+from hf_memopt.units import GIB
 
 _CHOSEN = ("task", "dtype", "quantize", "precision", "attention", "loss", "optimizer", "engine")
 # Options without meaning unless there are adapters, and their defaults.
@@ -52,6 +55,9 @@ class ModelOptions:
         lora_targets: None, all linear layers but the output's, and of a denoiser those that diffusers' scripts adapt.
         use_dora: as in PEFT.
         max_grad_norm: None, gradients are not clipped.
+        base: "host" or "file", frozen weights stream from there (`StreamedWeights`); None, as "resident", but plans try
+            the others.
+        base_budget: device memory for frozen weights that stream, such as "3GiB"; None, as little as visits need.
         offload_threshold_mb: of `ActivationOffloader`.
         num_gpus: processes that train it together.
         engine: "fsdp2-no-reshard" keeps gathered weights for backward.
@@ -79,6 +85,8 @@ class ModelOptions:
     lora_targets: str | None = None
     use_dora: bool = False
     quantize: str = DEFAULTS["quantize"]
+    base: str | None = None
+    base_budget: str | None = None
     max_grad_norm: float | None = DEFAULTS["max_grad_norm"]
     offload_threshold_mb: float = 10.0
     num_gpus: int = DEFAULTS["num_gpus"]
@@ -94,6 +102,7 @@ class ModelOptions:
         check_ranks(self.num_gpus, self.engine, self.effective_batch, self.optimizer, self.quantize)
         check_zero(self.engine, self.dtype, self.precision)
         self._check_adapters()
+        self._check_base()
         self._check_update()
         self._check_loss()
         self._check_task()
@@ -123,6 +132,29 @@ class ModelOptions:
         unused = [f"{name}={getattr(self, name)!r}" for name, default in _OF_ADAPTERS if getattr(self, name) != default]
         if unused:
             raise ValueError(f"{' and '.join(unused)}: for adapters; give a lora_rank")
+
+    def _check_base(self) -> None:
+        if self.base is not None:
+            check_choice("base", self.base)
+        if self.base_budget is not None:
+            parse_size(self.base_budget, "base_budget")
+        if self.streams or self.base in (None, RESIDENT):
+            return
+        if self.num_gpus > 1:
+            raise ValueError(
+                f"base={self.base!r} with num_gpus={self.num_gpus} is not simulated: ranks share one copy of the "
+                "weights; use one GPU"
+            )
+        raise ValueError(f"base={self.base!r}: weights that train do not stream; give a lora_rank")
+
+    @property
+    def streams(self) -> bool:
+        """Return whether there are frozen weights that may stream."""
+        return self.num_gpus == 1 and (self.lora_rank is not None or self.freeze_vision_tower)
+
+    @property
+    def base_budget_gib(self) -> float | None:
+        return None if self.base_budget is None else parse_size(self.base_budget, "base_budget") / GIB
 
     def _check_loss(self) -> None:
         if self.loss == "full":

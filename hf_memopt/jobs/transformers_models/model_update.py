@@ -3,6 +3,7 @@
 from contextlib import nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hf_memopt.activations.offloader import ActivationOffloader
@@ -10,6 +11,8 @@ from hf_memopt.jobs.accelerate_config import accelerator_for, is_zero
 from hf_memopt.jobs.transformers_models.model_building import build_model
 from hf_memopt.jobs.transformers_models.model_options import ModelOptions
 from hf_memopt.jobs.transformers_models.optimizers import OPTIMIZERS, update_in_backward
+from hf_memopt.jobs.workload import RESIDENT
+from hf_memopt.weights.base import StreamedWeights
 
 
 class ModelUpdate:
@@ -21,13 +24,20 @@ class ModelUpdate:
         offload: str,
         micro_batch: int,
         num_micro_batches: int,
+        base: str = RESIDENT,
     ) -> None:
         precision = "bf16" if options.precision == "fp16" and not is_zero(options.engine) else options.precision
         self._accelerator = accelerator_for(
             precision, num_micro_batches, options.engine, micro_batch, options.max_grad_norm
         )
-        with self._accelerator.device:
+        device = self._accelerator.device
+        with device if base == RESIDENT else torch.device("cpu"):
             model = build_model(options, config, checkpointing)
+        self._streamed = None
+        if base != RESIDENT:
+            home: Any = base
+            self._streamed = StreamedWeights(model, home=home, budget_gib=options.base_budget_gib, device=device)
+        with device:
             self._inputs: dict[str, Any] = options.batch(config, micro_batch)
         if options.loss == "chunked":
             self._inputs = {**self._inputs, "fused_lm_head": True}
@@ -62,5 +72,6 @@ class ModelUpdate:
 
     def _loss(self) -> Tensor:
         saving = self._offloader.offload_context(self._model) if self._offloader else nullcontext()
-        with saving:
+        streaming = self._streamed.stream() if self._streamed else nullcontext()
+        with saving, streaming:
             return self._task.loss(self._model, self._inputs)

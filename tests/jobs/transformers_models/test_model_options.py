@@ -29,6 +29,10 @@ huggingface = LateModule("hf_memopt.jobs.huggingface")
         ),
         ({"quantize": "nf4"}, "quantize='nf4': for adapters; give a lora_rank"),
         ({"use_dora": True, "lora_targets": "v_proj"}, "lora_targets='v_proj' and use_dora=True: for adapters"),
+        ({"base": "disk", "lora_rank": 2}, "base='disk' is unknown; choose from resident, host, file"),
+        ({"base": "host"}, "base='host': weights that train do not stream; give a lora_rank"),
+        ({"base": "file", "lora_rank": 2, "num_gpus": 2}, "base='file' with num_gpus=2 is not simulated"),
+        ({"base": "host", "lora_rank": 2, "base_budget": "much"}, "base_budget='much' is not a size"),
         ({"task": "masked"}, "no class of model_type='qwen3' for task='masked'"),
     ],
 )

@@ -1,0 +1,113 @@
+"""The streamed weights of a simulated run: their memory is labelled, their copies are counted and take time."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from hf_memopt.estimate.simulation.virtual_disk import VirtualDisk
+from hf_memopt.estimate.simulation.virtual_time import VirtualClock, VirtualCopier, VirtualTransfer
+from hf_memopt.transfer import Copier
+from hf_memopt.transfer.file_reader import PART_BYTES, staging_bytes
+from hf_memopt.weights.packed_weights import OffsetTensor, PackedWeights
+
+_HOST = torch.device("cpu")
+
+
+class VirtualBase:
+    """Makes the copiers of streamed weights, and their homes in files that do not exist.
+
+    Args:
+        clock: of the run.
+        disk: from which files are read.
+        label: called with device memory that holds streamed weights, at the latest before that is given back.
+
+    Attributes:
+        is_used: whether any weights stream.
+    """
+
+    def __init__(self, clock: VirtualClock, disk: VirtualDisk, label: Callable[[Tensor], None]) -> None:
+        self.clock, self.disk, self.label = clock, disk, label
+        self.is_used = False
+        self._bytes_brought = self._bytes_read = 0
+        self._brought_before = self._read_before = 0
+
+    def make_copier(self, device: torch.device) -> "_BaseCopier":
+        self.is_used = True
+        return _BaseCopier(self, device)
+
+    def home_in_files(self, weights: PackedWeights, device: torch.device, copier: Copier) -> "VirtualFileHome":
+        return VirtualFileHome(self, weights, device, copier)
+
+    def bring(self, destination: Tensor) -> None:
+        self._bytes_brought += destination.nbytes
+        self.label(destination)
+
+    def read(self, num_bytes: int) -> VirtualTransfer:
+        self._bytes_read += num_bytes
+        return self.disk.reads.copy(num_bytes)
+
+    def begin_step(self) -> None:
+        self._brought_before, self._read_before = self._bytes_brought, self._bytes_read
+
+    @property
+    def step_bytes_brought(self) -> int:
+        """Return the bytes brought to the device since the newest step began."""
+        return self._bytes_brought - self._brought_before
+
+    @property
+    def step_bytes_read(self) -> int:
+        """Return the bytes read from files since the newest step began."""
+        return self._bytes_read - self._read_before
+
+
+class _BaseCopier(VirtualCopier):
+    def __init__(self, base: VirtualBase, device: torch.device) -> None:
+        super().__init__(base.clock, device)
+        self._base = base
+
+    def to_device(self, source: Tensor, destination: Tensor) -> VirtualTransfer:
+        self._base.bring(destination)
+        return super().to_device(source, destination)
+
+    def release(self, buffer: Tensor) -> None:
+        """Label memory that no copy has filled: the casts of weights."""
+        self._base.label(buffer)
+
+
+class VirtualFileHome:
+    """A `WeightsHome` in files of which nothing is read.
+
+    Reads pass through a ring in host memory part by part, so that a copy ends with the last part after its read.
+    """
+
+    def __init__(self, base: VirtualBase, weights: PackedWeights, device: torch.device, copier: Copier) -> None:
+        self.num_bytes = weights.num_bytes
+        self._base, self._copier = base, copier
+        on_device = device.type != "cpu"
+        self._ring = copier.empty_host(staging_bytes(weights.num_bytes) if on_device else 0)
+        self.host_bytes = self._ring.nbytes
+        self.views = [[_unread(each) for each in piece.offsets] for piece in weights.slices]
+
+    def to_device(self, start: int, destination: Tensor) -> VirtualTransfer:
+        read, copy = self._base.read(destination.nbytes), self._copier.to_device(destination, destination)
+        assert isinstance(copy, VirtualTransfer)
+        last_s = min(PART_BYTES, destination.nbytes) / self._base.clock.card.link_bytes_per_s
+        return VirtualTransfer(self._base.clock, max(copy.ended_s, read.ended_s + last_s))
+
+    def in_place(self, device: torch.device) -> list[list[Tensor]] | None:
+        return self.views if device.type == "cpu" else None
+
+    def check(self) -> None:
+        """Do nothing: there is no file."""
+
+
+def _unread(each: OffsetTensor) -> Tensor:
+    """Return a tensor like a weight that counts as no memory of the host, as it is mapped from a file."""
+    tensor = each.tensor
+    assert isinstance(tensor, FakeTensor)
+    with _disable_current_modes():
+        seen = torch.empty_strided(tensor.size(), each.stride, dtype=tensor.dtype, device="meta")
+        return FakeTensor(tensor.fake_mode, seen, _HOST)
