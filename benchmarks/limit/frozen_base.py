@@ -52,6 +52,7 @@ class Size:
     vocabulary: int
     num_tokens: int
     limit_gib: float
+    budget_gib: float
 
     def make_base(self, folder: Path) -> Path:
         """Write a base with random weights to files."""
@@ -72,8 +73,12 @@ class Size:
 
 
 SIZES = {
-    "real": Size(width=2048, inner_width=8192, num_layers=28, vocabulary=32_000, num_tokens=256, limit_gib=2.0),
-    "toy": Size(width=1024, inner_width=4096, num_layers=14, vocabulary=4_000, num_tokens=32, limit_gib=0.75),
+    "real": Size(
+        width=2048, inner_width=8192, num_layers=28, vocabulary=32_000, num_tokens=256, limit_gib=2, budget_gib=0.5
+    ),
+    "toy": Size(
+        width=1024, inner_width=4096, num_layers=14, vocabulary=4_000, num_tokens=32, limit_gib=0.75, budget_gib=0.1
+    ),
 }
 
 
@@ -100,6 +105,7 @@ class Bench:
             "base": str(self._base),
             "kind": kind,
             "num_tokens": self._size.num_tokens,
+            "budget_gib": self._size.budget_gib,
             "num_steps": self._options.steps,
         }
         drop_cached(self._base)
@@ -171,7 +177,9 @@ def summary(kind: str, runs: list[Row], reference: Row) -> Row:
 def print_report(results: dict[str, Any]) -> None:
     base, size = results["base_bytes"] / GIB, results["sizes"]
     runs = f"{results['num_runs']} runs" if results["num_runs"] > 1 else "1 run"
-    print(f"a base of {base:.2f} GiB in {size['limit_gib']:g} GiB: medians of {runs}, {size['num_tokens']} tokens a step")
+    print(
+        f"a base of {base:.2f} GiB in {size['limit_gib']:g} GiB: medians of {runs}, {size['num_tokens']} tokens a step"
+    )
     print_table(HEADER, [_cells(row) for row in results["rows"]])
 
 

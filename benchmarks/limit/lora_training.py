@@ -19,8 +19,6 @@ from hf_memopt import StreamedWeights
 from hf_memopt.disk.digests import weights_sha256
 from hf_memopt.recipes.memory_limit.reported_steps import report_steps
 
-LARGE_STEP = 1e-3
-
 
 @dataclass(frozen=True)
 class Kind:
@@ -29,12 +27,14 @@ class Kind:
     Attributes:
         is_copied: whether the weights are copied out of the files' mapping into memory.
         is_checkpointed: whether activations are computed again in backward.
-        streamed: arguments of this library's `StreamedWeights`; None without it.
+        is_streamed: whether `StreamedWeights` reads them from the files.
+        has_budget: whether it keeps as many of them as its budget has room for.
     """
 
     is_copied: bool = False
     is_checkpointed: bool = False
-    streamed: dict[str, Any] | None = None
+    is_streamed: bool = False
+    has_budget: bool = False
 
 
 NO_LIMIT = "in memory, no limit"
@@ -44,18 +44,19 @@ KINDS = {
     "in memory, checkpointing": Kind(is_copied=True, is_checkpointed=True),
     "mapped": Kind(),
     "mapped, checkpointing": Kind(is_checkpointed=True),
-    "ours": Kind(streamed={}),
-    "ours, budget": Kind(streamed={"budget_gib": 0.75}),
-    "ours, checkpointing": Kind(is_checkpointed=True, streamed={}),
-    "ours, checkpointing, budget": Kind(is_checkpointed=True, streamed={"budget_gib": 0.75}),
+    "ours": Kind(is_streamed=True),
+    "ours, budget": Kind(is_streamed=True, has_budget=True),
+    "ours, checkpointing": Kind(is_checkpointed=True, is_streamed=True),
+    "ours, checkpointing, budget": Kind(is_checkpointed=True, is_streamed=True, has_budget=True),
 }
 
 
 class Training:
     """A training whose first step loads the model."""
 
-    def __init__(self, base: str, kind: Kind, num_tokens: int) -> None:
+    def __init__(self, base: str, kind: Kind, num_tokens: int, budget_gib: float) -> None:
         self._base, self._kind, self._num_tokens = base, kind, num_tokens
+        self._budget_gib = budget_gib if kind.has_budget else None
         self._model: Any = None
         self._stream: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
         self._streamed: StreamedWeights | None = None
@@ -71,7 +72,7 @@ class Training:
         self._optimizer.step()
         self._optimizer.zero_grad()
         self._read_bytes.append(read_bytes())
-        return float(loss)
+        return float(loss.detach())
 
     def results(self) -> dict[str, Any]:
         adapters = nn.ParameterDict(
@@ -87,11 +88,11 @@ class Training:
             for weight in base.parameters():
                 weight.data = weight.data.clone()
         self._model = with_adapters(base, self._kind.is_checkpointed)
-        if self._kind.streamed is not None:
-            self._streamed = StreamedWeights(self._model, home="file", **self._kind.streamed)
+        if self._kind.is_streamed:
+            self._streamed = StreamedWeights(self._model, home="file", budget_gib=self._budget_gib)
             self._stream = self._streamed.stream
         trained = [weight for weight in self._model.parameters() if weight.requires_grad]
-        self._optimizer = torch.optim.AdamW(trained, lr=LARGE_STEP)
+        self._optimizer = torch.optim.AdamW(trained, lr=1e-3)
 
 
 def with_adapters(base: PreTrainedModel, is_checkpointed: bool) -> nn.Module:
@@ -99,7 +100,7 @@ def with_adapters(base: PreTrainedModel, is_checkpointed: bool) -> nn.Module:
     base.config.use_cache = False
     if is_checkpointed:
         base.gradient_checkpointing_enable({"use_reentrant": False})
-    return get_peft_model(base, LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"))
+    return get_peft_model(base, LoraConfig(task_type="CAUSAL_LM"))
 
 
 def read_bytes() -> int:
@@ -110,12 +111,14 @@ def read_bytes() -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("settings", type=json.loads, help="JSON of base, kind, num_tokens and num_steps")
+    parser.add_argument(
+        "settings", type=json.loads, help="JSON of the kind, the number of steps, and arguments of `Training`"
+    )
     parser.add_argument("--events", type=int, required=True, help="descriptor of the pipe for events")
     options = parser.parse_args()
-    settings = options.settings
-    training = Training(settings["base"], KINDS[settings["kind"]], settings["num_tokens"])
-    return report_steps(training.step, settings["num_steps"], options.events, training.results)
+    kind, num_steps = KINDS[options.settings.pop("kind")], options.settings.pop("num_steps")
+    training = Training(kind=kind, **options.settings)
+    return report_steps(training.step, num_steps, options.events, training.results)
 
 
 if __name__ == "__main__":
