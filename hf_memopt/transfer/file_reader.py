@@ -38,8 +38,9 @@ _NUM_BUFFERS = 2 * _THREADS
 
 
 class _State(NamedTuple):
-    """The figures of a file that change when its bytes do."""
+    """The file that is open, and its figures that change when its bytes do."""
 
+    device: int
     inode: int
     num_bytes: int
     modified_ns: int
@@ -81,6 +82,11 @@ class ReadFile:
     def num_bytes(self) -> int:
         return self._state.num_bytes
 
+    @property
+    def identity(self) -> tuple[int, int]:
+        """Return the numbers of the file's device and inode."""
+        return self._state.device, self._state.inode
+
     def check(self) -> None:
         """Raise DiskError if the file was written since it was opened, and in a fork, where it is closed.
 
@@ -90,7 +96,7 @@ class ReadFile:
             raise DiskError(f"{self.name}: process {self._process} has it open, of which this is a fork")
         now, then = _state(self._file), self._state
         # The time of modification can be set back, unlike the other one, which a new link changes too.
-        if now[:3] != then[:3] or (now.changed_ns != then.changed_ns and now.num_links == then.num_links):
+        if now[:4] != then[:4] or (now.changed_ns != then.changed_ns and now.num_links == then.num_links):
             raise DiskError(
                 f"{self.name}: the file was changed after it was opened, with {format_bytes(then.num_bytes)}: it has "
                 f"{format_bytes(now.num_bytes)} now; restore it and start again"
@@ -139,7 +145,7 @@ class ReadFile:
 
 def _state(file: FileIO | IO[bytes]) -> _State:
     found = os.fstat(file.fileno())
-    return _State(found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_nlink)
+    return _State(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_nlink)
 
 
 class Piece(NamedTuple):
