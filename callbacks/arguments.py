@@ -2,15 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from transformers import HfArgumentParser, Trainer
+from torch import nn
+from transformers import HfArgumentParser, Trainer, TrainingArguments
 
 from hf_memopt.activations.offload_arguments import MODES, OffloadArguments
 from hf_memopt.callbacks.attach import Attachment, attach
+from hf_memopt.callbacks.streamed_base import stream_base, stream_trainer
 from hf_memopt.command_line import argparse_raising, flag
-from hf_memopt.ranges import check_ranges
-from hf_memopt.weights import TEACHER_MODES
+from hf_memopt.ranges import NOT_NEGATIVE, check_ranges
+from hf_memopt.weights import BASE_HOMES, TEACHER_MODES, StreamedWeights
 from hf_memopt.weights.homes import HOMES
 
 # Holds, for instance, "offload=auto,budget_gib=6".
@@ -35,6 +37,13 @@ class MemoptArguments(OffloadArguments):
         >>> memopt.attach(trainer)
     """
 
+    base: Literal["off", "auto", "host", "file"] = flag(
+        "off",
+        "home of the model's frozen weights, from which they visit the device: host memory, or their safetensors files",
+    )
+    base_budget_gib: Annotated[float, NOT_NEGATIVE] | None = flag(
+        None, "device memory that the frozen weights may take, in GiB; the more, the less is copied"
+    )
     frozen: Literal["off", "auto", "resident", "swap", "stream"] = flag(
         "off",
         "where TRL's reference model, teacher and reward models wait for their calls; off: as the trainer has them",
@@ -51,6 +60,10 @@ class MemoptArguments(OffloadArguments):
         super().__post_init__()
         if self.offload not in MODES:
             raise ValueError(f"offload={self.offload!r} is unknown; choose from {', '.join(MODES)}")
+        if self.base not in ("off", *BASE_HOMES):
+            raise ValueError(f"base={self.base!r} is unknown; choose from off, {', '.join(BASE_HOMES)}")
+        if self.base_budget_gib is not None and self.base == "off":
+            raise ValueError(f"base_budget_gib={self.base_budget_gib} needs base=auto, host or file, and base=off")
         if self.frozen not in ("off", *TEACHER_MODES):
             raise ValueError(f"frozen={self.frozen!r} is unknown; choose from off, {', '.join(TEACHER_MODES)}")
         if self.frozen_home not in HOMES:
@@ -62,17 +75,32 @@ class MemoptArguments(OffloadArguments):
         if self.memory_report and not self.memory_log:
             raise ValueError("memory_report=True shows what memory_log=False leaves out; switch memory_log on")
 
+    def stream_base(self, model: nn.Module | None, args: TrainingArguments | None) -> StreamedWeights | None:
+        """Have the frozen weights of a model stream as `base` says, before a trainer with these arguments moves it.
+
+        `attach` does the same, but only after the trainer has moved the model.
+        """
+        if self.base == "off":
+            return None
+        return stream_base(model, args, self.base, budget_gib=self.base_budget_gib, disk=self.disk)
+
     def attach(self, trainer: Trainer) -> Attachment:
         """Attach this to a trainer, as `hf_memopt.attach` does."""
         return attach(
             trainer,
             offloader=self.make_offloader(trainer.args.device),
+            base=self._stream_trainer(trainer),
             frozen=None if self.frozen == "off" else self.frozen,
             frozen_home=self.frozen_home,
             memory=self.memory_log,
             leak_check=self.leak_check,
             memory_report=self.memory_report,
         )
+
+    def _stream_trainer(self, trainer: Trainer) -> StreamedWeights | None:
+        if self.base == "off":
+            return None
+        return stream_trainer(trainer, self.base, budget_gib=self.base_budget_gib, disk=self.disk)
 
     @classmethod
     def from_words(cls, words: Sequence[str]) -> tuple[Self, list[str]]:

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,6 +12,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from hf_memopt.activations import ActivationOffloader
 from hf_memopt.callbacks.leak_detection import LeakDetectionCallback
+from hf_memopt.callbacks.loss_context import enclose
 from hf_memopt.callbacks.memory_logging import MemoryLoggingCallback, MemoryPageCallback
 from hf_memopt.callbacks.offloading import (
     ActivationOffloadCallback,
@@ -20,8 +21,10 @@ from hf_memopt.callbacks.offloading import (
     refuse_what_conflicts,
     summary,
 )
+from hf_memopt.callbacks.streamed_base import StreamedBase, streams_alone
 from hf_memopt.memory import explain_oom
-from hf_memopt.weights import OffloadedTeacher, VisitsByCall
+from hf_memopt.weights import OffloadedTeacher, StreamedWeights, VisitsByCall
+from hf_memopt.weights.base import BaseHome
 from hf_memopt.weights.homes import Home
 from hf_memopt.weights.strategies.mode_choice import TeacherMode
 
@@ -32,6 +35,7 @@ def attach(
     trainer: Trainer,
     *,
     offloader: ActivationOffloader | str | None = "auto",
+    base: BaseHome | StreamedWeights | None = None,
     frozen: TeacherMode | None = None,
     frozen_home: Home = "host",
     memory: bool = True,
@@ -43,9 +47,12 @@ def attach(
     Call it before `trainer.train()`. It stays active for later `train()` calls, even after an exception.
 
     Args:
-        trainer: its training steps, and nothing else, are affected.
+        trainer: its training steps are affected, and with a streamed base its evaluation.
         offloader: an `ActivationOffloader` or one of its modes, for tensors that forward passes and losses save for
             backward. None, no offloading.
+        base: the `StreamedWeights` of the trainer's model, or the home of its frozen weights, from which they then
+            stream. The trainer has moved a model that does not stream yet to its device: where it does not fit, make
+            the `StreamedWeights` before the trainer. Those of a model that streams already work with None as well.
         frozen: mode of `OffloadedTeacher` by which TRL's reference model, teacher and reward models live between their
             calls. None leaves them as they are.
         frozen_home: where they live between calls: `"host"`, in host memory; `"file"`, in the safetensors files of the
@@ -57,29 +64,35 @@ def attach(
         memory_report: when training ends, write `report/report.html` and `trainer_state.json` into the output folder.
 
     Returns:
-        A handle whose `remove()` restores the trainer.
+        A handle whose `remove()` restores the trainer, and the weights that `base` has stream.
 
     Raises:
         ValueError: activations are offloaded already, naming the option to switch off; the trainer has an attached
-            offloader; it has no frozen model that could live elsewhere; or `memory_report` lacks matplotlib.
+            offloader; its model has no frozen weights, or others than `base` says stream; it has no frozen model that
+            could live elsewhere; or `memory_report` lacks matplotlib.
 
     Example:
         >>> handle = hf_memopt.attach(trainer, offloader=ActivationOffloader(budget_gib=4.0))
         >>> trainer.train()
     """
-    parts: list[Part] = []
     chosen = None if offloader is None else make_offloader(offloader)
-    if chosen is not None:
-        parts.append(OffloadedLoss(trainer, chosen))
-    if frozen is not None:
-        parts.append(FrozenModels(trainer, frozen, frozen_home))
-    if memory:
-        parts.append(MemoryReports(trainer, chosen))
-    if leak_check:
-        parts.append(AddedCallback(trainer, LeakDetectionCallback()))
-    if memory_report:
-        parts.append(AddedCallback(trainer, MemoryPageCallback()))
-    return Attachment(parts)
+    with ExitStack() as on_error:
+        attached = Attachment()
+        on_error.callback(attached.remove)
+        if base is not None or streams_alone(trainer):
+            attached.add(StreamedBase(trainer, base))
+        if chosen is not None:
+            attached.add(OffloadedLoss(trainer, chosen))
+        if frozen is not None:
+            attached.add(FrozenModels(trainer, frozen, frozen_home))
+        if memory:
+            attached.add(MemoryReports(trainer, chosen))
+        if leak_check:
+            attached.add(AddedCallback(trainer, LeakDetectionCallback()))
+        if memory_report:
+            attached.add(AddedCallback(trainer, MemoryPageCallback()))
+        on_error.pop_all()
+    return attached
 
 
 class Part(Protocol):
@@ -88,8 +101,11 @@ class Part(Protocol):
 
 
 class Attachment:
-    def __init__(self, parts: list[Part]) -> None:
-        self._parts = parts
+    def __init__(self) -> None:
+        self._parts: list[Part] = []
+
+    def add(self, part: Part) -> None:
+        self._parts.append(part)
 
     def remove(self) -> None:
         """Restore the trainer. A second call does nothing."""
@@ -100,19 +116,17 @@ class Attachment:
 class OffloadedLoss(TrainerCallback):
     """Runs a trainer's forward pass and loss, where gradients are recorded, in an `offload_context`.
 
-    Replaces `compute_loss_context_manager`, the one place that encloses forward and loss and not backward. Hooks
-    entered in `on_step_begin` would outlive an exception and pack tensors that checkpointed layers recompute.
+    Hooks entered in `on_step_begin` would outlive an exception and pack tensors that checkpointed layers recompute.
     """
 
     def __init__(self, trainer: Trainer, offloader: ActivationOffloader) -> None:
-        if _SEAM in vars(trainer):
-            raise ValueError(f"{_SEAM} of this trainer is replaced already; remove() the earlier handle first")
+        if any(isinstance(callback, OffloadedLoss) for callback in trainer.callback_handler.callbacks):
+            raise ValueError("the trainer has an attached offloader already; remove() the earlier handle first")
         _refuse_callback(trainer)
         refuse_what_conflicts(offloader, trainer.args, trainer.model)
         self.offloader = offloader
         self._trainer = trainer
-        self._plain_context = getattr(trainer, _SEAM)
-        setattr(trainer, _SEAM, self._context)
+        self._undo = enclose(trainer, self._context)
         trainer.add_callback(self)
 
     def on_train_begin(
@@ -128,18 +142,17 @@ class OffloadedLoss(TrainerCallback):
         log_stats(self.offloader.stats, state)
 
     def remove(self) -> None:
-        delattr(self._trainer, _SEAM)
+        self._undo()
         self._trainer.remove_callback(self)
 
     @contextmanager
     def _context(self) -> Iterator[None]:
-        with self._plain_context():
-            if not torch.is_grad_enabled():  # evaluation
-                yield
-                return
-            # FSDP and model_init replace the model after attaching.
-            with self.offloader.offload_context(self._trainer.model):
-                yield
+        if not torch.is_grad_enabled():  # evaluation
+            yield
+            return
+        # FSDP and model_init replace the model after attaching.
+        with self.offloader.offload_context(self._trainer.model):
+            yield
 
 
 class FrozenModels(TrainerCallback):
@@ -219,9 +232,6 @@ class AddedCallback:
 
     def remove(self) -> None:
         self._trainer.remove_callback(self._callback)
-
-
-_SEAM = "compute_loss_context_manager"
 
 
 def _refuse_callback(trainer: Trainer) -> None:

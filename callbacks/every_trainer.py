@@ -6,6 +6,7 @@
 """
 
 import functools
+import inspect
 import logging
 import os
 import runpy
@@ -48,16 +49,19 @@ def main(words: Sequence[str]) -> None:
 def attached(arguments: MemoptArguments) -> Iterator[None]:
     """Attach to every Trainer and every Accelerator that is used inside.
 
-    A Trainer gets the parts that `arguments.attach` adds. The models that an Accelerator of its own prepares, and that
-    have something to train, are wrapped in an offloader each, which sees their forward pass alone; its figures are
-    logged.
+    A Trainer gets the parts that `arguments.attach` adds; its base streams before it moves the model. The models that
+    an Accelerator of its own prepares, and that have something to train, are wrapped in an offloader each, which sees
+    their forward pass alone; its figures are logged.
     """
     trainers: weakref.WeakSet[Trainer] = weakref.WeakSet()
     offloaders: list[ActivationOffloader] = []
     make_trainer, prepare = Trainer.__init__, Accelerator.prepare
+    signature = inspect.signature(make_trainer)
 
     @functools.wraps(make_trainer)
     def make_and_attach(trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        given = signature.bind(trainer, *args, **kwargs).arguments
+        arguments.stream_base(given.get("model"), given.get("args"))
         make_trainer(trainer, *args, **kwargs)
         trainers.add(trainer)
         arguments.attach(trainer)
@@ -68,6 +72,8 @@ def attached(arguments: MemoptArguments) -> Iterator[None]:
         if not any(trainer.accelerator is accelerator for trainer in trainers):
             for model in prepared if isinstance(prepared, tuple) else (prepared,):
                 offloaders.extend(_wrap(model, arguments, accelerator))
+            if arguments.base != "off":
+                logger.warning("base=%s reaches the models of Trainers alone, not of this Accelerator", arguments.base)
         return prepared
 
     with patch.object(Trainer, "__init__", make_and_attach), patch.object(Accelerator, "prepare", prepare_and_wrap):

@@ -23,5 +23,5 @@ def graph_break[**P, R](function: Callable[P, R]) -> Callable[P, R]:
     """Have compiled code call a function instead of tracing it; where a context is entered, compilation ends."""
     marked: Any = function
     marked._torchdynamo_disable = True
-    marked._torchdynamo_disable_msg = "activation offloading runs as it is"
+    marked._torchdynamo_disable_msg = "offloading runs as it is"
     return function

@@ -26,7 +26,7 @@ from hf_memopt.command_line import one_line_errors
 from hf_memopt.recipes.common.auto_plan import log_prediction
 from hf_memopt.recipes.common.flags import explained
 from hf_memopt.recipes.common.loop import writing_to
-from hf_memopt.recipes.sft.base_model import adapters, load_model
+from hf_memopt.recipes.sft.base_model import load_model, with_adapters
 from hf_memopt.recipes.sft.conversations import make_conversations, write_tiny_model
 from hf_memopt.recipes.sft.options import Options, check_folder, parse
 from hf_memopt.recipes.sft.workload import apply_plan
@@ -46,12 +46,13 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
         # With --plan, micro-batch and memory flags are chosen by simulation; everything after sees the chosen ones.
         predicted = apply_plan(options)
         set_seed(training.seed)
+        model = with_adapters(load_model(sft), sft)
+        memopt.stream_base(model, training)  # hf_memopt: before the trainer moves all weights to the device
         trainer = SFTTrainer(
-            load_model(sft),
+            model,
             training,
             train_dataset=rows,
             processing_class=AutoTokenizer.from_pretrained(sft.model, trust_remote_code=False),
-            peft_config=adapters(sft),
         )
         memopt.attach(trainer)  # hf_memopt: offloading, memory in the log, a report where memory runs out
         announce(trainer, options)

@@ -209,6 +209,12 @@ PAGES: dict[str, dict[str, Callable[[Toys], Any]]] = {
         "hidden": lambda toys: torch.randn(2, 4, requires_grad=True),
         "mask": lambda toys: None,
     },
+    "streamed_weights": {
+        "model": lora,
+        "optimizer": lambda toys: torch.optim.SGD(
+            [each for each in toys["model"].parameters() if each.requires_grad], lr=1e-3
+        ),
+    },
     "teacher_offloading": {
         "batches": lambda toys: [torch.randn(4, 8)] * 2,
         "batch": lambda toys: torch.randint(VOCABULARY, (2, LENGTH)),

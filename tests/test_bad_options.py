@@ -293,6 +293,7 @@ CALLS: dict[str, Callable[..., object]] = {
     "MemoryLogger": lambda **bad: memory.MemoryLogger(None, **bad),
     "MicroBatcher": lambda **bad: hf_memopt.MicroBatcher(None, **bad),
     "OffloadedTeacher": lambda **bad: hf_memopt.OffloadedTeacher(nn.Linear(1, 1), device="cpu", **bad),
+    "StreamedWeights": lambda **bad: hf_memopt.StreamedWeights(nn.Linear(1, 1).requires_grad_(False), **bad),
     "append_metrics": lambda **bad: memory.append_metrics(Path("x"), metrics={}, **bad),
     "chunked_loss": loss_in_chunks,
     "detect_leaks": lambda **bad: hf_memopt.detect_leaks(lambda: None, **bad),
@@ -307,7 +308,7 @@ CALLS: dict[str, Callable[..., object]] = {
 # Results that this library makes of checked values.
 RESULTS = {
     *("InfeasibleBudgetError", "LeakReport", "MemoryEstimate", "NonFiniteGradientError", "OffloadStats", "StepResult"),
-    *("TeacherReport", "SettingsPlan"),
+    *("TeacherReport", "WeightsReport", "SettingsPlan"),
     *("Culprit", "DeviceMemory", "HostMemory", "LargeTensor", "PhasePeak", "Row", "SimulatedStep"),
 }
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_memopt.activations.offloaded_pass import OffloadedPass
 from hf_memopt.activations.saved_tensors.storages import LiveStorage
@@ -202,7 +203,8 @@ def storages_of(model: nn.Module | None) -> frozenset[int]:
     """
     if model is None:
         return frozenset()
-    tensors = [inner for tensor in (*model.parameters(), *model.buffers()) for inner in unwrapped(tensor.data)]
+    with _disable_current_modes():  # whose owners would take this for reads of the weights
+        tensors = [inner for tensor in (*model.parameters(), *model.buffers()) for inner in unwrapped(tensor.data)]
     storages = [tensor.untyped_storage() for tensor in tensors if is_plain(tensor)]
     return frozenset(storage._cdata for storage in storages if storage.nbytes())
 

@@ -24,6 +24,10 @@ FLAGS are those of accelerate launch and the following, the fields of MemoptArgu
   --disk_budget_gib GIB      room on that disk to use at most
   --skip NAME [NAME ...]     modules whose saved tensors stay on the device: names or classes, with wildcards
   --cpu_copies               on a CPU: perform the copies, to try it out
+  --base HOME                off (default), auto, host or file: home of a Trainer's frozen weights, from which they
+                             visit the device in forward and backward: host memory, or their safetensors files;
+                             those without such a file are written to one in --disk
+  --base_budget_gib GIB      device memory that the frozen weights may take; the more, the less is copied
   --frozen MODE              off (default), auto, resident, swap or stream: where TRL's reference model, teacher and
                              reward models wait for their calls
   --frozen_home HOME         host (default) or file: where they wait, in host memory or in their safetensors files

@@ -105,7 +105,8 @@ def remedies(model: nn.Module | None, live: Sequence[LiveTensors], phase: str) -
         Remedy(
             FROZEN_WEIGHTS,
             sum(group.num_bytes for group in live if group.kind == PARAMETER and group.owner in frozen),
-            "a frozen teacher in OffloadedTeacher(mode='swap') is on the device only while it is called",
+            "a frozen base in StreamedWeights, made before the Trainer, or a frozen teacher in OffloadedTeacher: their "
+            "weights are on the device only while they are read",
         ),
     ]
     return sorted(found, key=lambda remedy: -remedy.saved_bytes)

@@ -25,6 +25,7 @@ from torch import Tensor
 from hf_memopt.transfer.copier import Copier, DeviceCopy, StreamEvent, Transfer
 from hf_memopt.transfer.direct_io import PAGE, bypass_page_cache, close_in_forks, page_aligned, private_pages
 from hf_memopt.transfer.scratch_file import REFUSALS, DiskError
+from hf_memopt.transfer.storage_memory import WholePages
 from hf_memopt.units import MIB, format_bytes
 
 T = TypeVar("T")
@@ -37,8 +38,9 @@ _NUM_BUFFERS = 2 * _THREADS
 
 
 class _State(NamedTuple):
-    """The figures of a file that change when its bytes do."""
+    """The file that is open, and its figures that change when its bytes do."""
 
+    device: int
     inode: int
     num_bytes: int
     modified_ns: int
@@ -80,6 +82,11 @@ class ReadFile:
     def num_bytes(self) -> int:
         return self._state.num_bytes
 
+    @property
+    def identity(self) -> tuple[int, int]:
+        """Return the numbers of the file's device and inode."""
+        return self._state.device, self._state.inode
+
     def check(self) -> None:
         """Raise DiskError if the file was written since it was opened, and in a fork, where it is closed.
 
@@ -89,7 +96,7 @@ class ReadFile:
             raise DiskError(f"{self.name}: process {self._process} has it open, of which this is a fork")
         now, then = _state(self._file), self._state
         # The time of modification can be set back, unlike the other one, which a new link changes too.
-        if now[:3] != then[:3] or (now.changed_ns != then.changed_ns and now.num_links == then.num_links):
+        if now[:4] != then[:4] or (now.changed_ns != then.changed_ns and now.num_links == then.num_links):
             raise DiskError(
                 f"{self.name}: the file was changed after it was opened, with {format_bytes(then.num_bytes)}: it has "
                 f"{format_bytes(now.num_bytes)} now; restore it and start again"
@@ -138,7 +145,7 @@ class ReadFile:
 
 def _state(file: FileIO | IO[bytes]) -> _State:
     found = os.fstat(file.fileno())
-    return _State(found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_nlink)
+    return _State(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_nlink)
 
 
 class Piece(NamedTuple):
@@ -218,16 +225,32 @@ def _buffer_bytes(block_bytes: int) -> int:
 
 
 class DirectReads:
-    """Reads of a block to memory of the host, where the device computes in it."""
+    """Reads of a block to memory of the host, where the device computes in it.
+
+    Only the memory that `memory` has returned is read to without a copy.
+    """
 
     def __init__(self, block: BlockInFiles) -> None:
         self._block = block
         self.host_bytes = _THREADS * PART_BYTES
+        # By the address of the block in them.
+        self._whole_pages: dict[int, WholePages] = {}
+
+    def memory(self, start: int, num_bytes: int) -> WholePages:
+        """Return memory for the piece that begins at the byte `start` of the block."""
+        made = WholePages(num_bytes, self._block.pieces[start].position % PAGE)
+        self._whole_pages[made.block.data_ptr()] = made
+        return made
 
     def read(self, start: int, destination: Tensor) -> Transfer:
         """Start reading `(num_bytes,)` uint8 from the byte `start` of the block on."""
         parts = self._block.parts(start, destination.nbytes)
-        return _DirectRead(self._block, [self._block.submit(_read_part, part, destination) for part in parts])
+        found = self._whole_pages.get(destination.data_ptr())
+        if found is None:
+            return _DirectRead(self._block, [self._block.submit(_read_part, part, destination) for part in parts])
+        found.share_with_forks(False)
+        reads = [self._block.submit(_read_in_place, part, found.pages) for part in parts]
+        return _DirectRead(self._block, reads, found)
 
 
 def _read_part(part: FilePart, destination: Tensor) -> None:
@@ -235,12 +258,19 @@ def _read_part(part: FilePart, destination: Tensor) -> None:
     ctypes.memmove(destination.data_ptr() + part.offset, found.data_ptr(), part.num_bytes)
 
 
+def _read_in_place(part: FilePart, pages: Tensor) -> None:
+    # Parts are cut at pages of the file, so that no two share one of these.
+    part.file.read(part.position, part.num_bytes, pages[-(-part.offset // PAGE) * PAGE :])
+
+
 class _DirectRead:
-    def __init__(self, block: BlockInFiles, parts: list["Future[None]"]) -> None:
-        self._block, self._parts = block, parts
+    def __init__(self, block: BlockInFiles, parts: list["Future[None]"], pages: WholePages | None = None) -> None:
+        self._block, self._parts, self._pages = block, parts, pages
 
     def wait(self) -> None:
         self._block.wait(self._parts)
+        if self._pages is not None:
+            self._pages.share_with_forks(True)
         for part in self._parts:
             part.result()
 

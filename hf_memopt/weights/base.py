@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_memopt.autograd_state import in_backward
+from hf_memopt.autograd_state import COMES_AND_GOES, in_backward
 from hf_memopt.ranges import NOT_NEGATIVE
 from hf_memopt.transfer import Copier, copier_for
 from hf_memopt.transfer.backends import backend_of
@@ -30,7 +30,7 @@ from hf_memopt.weights.residency.guards import ParameterGuards
 from hf_memopt.weights.residency.resident_set import ResidentSet
 from hf_memopt.weights.residency.selection import is_compiled, select, visits_of
 from hf_memopt.weights.residency.storages import StreamedStorage
-from hf_memopt.weights.residency.units import Table, Unit
+from hf_memopt.weights.residency.units import TableAtHome, Unit
 from hf_memopt.weights.shared_memory import refuse_different, several_ranks, share
 from hf_memopt.weights.streaming.access_trace import Tracer
 from hf_memopt.weights.weight_files import in_files
@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 BaseHome = Literal["auto", "host", "file"]
 BASE_HOMES: tuple[str, ...] = get_args(BaseHome)
+# The attribute of a model that holds the object by which its weights stream.
+_STREAMED = "_hf_memopt_streamed_weights"
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,8 @@ class StreamedWeights:
     Raises:
         DiskError: a file of the weights cannot be read or written.
         ValueError: unknown home; negative budget, or one below what stays on the device anyway; no frozen weights;
-            sharded ones, or a model split over several devices; a model compiled as one region.
+            sharded ones, or a model split over several devices; a model compiled as one region; weights that stream
+            already.
 
     Autocast copies a weight of another dtype for each use, and autograd keeps the copy. For linear layers and
     convolutions this object makes the copies, and drops them; in other modules they stay until backward.
@@ -139,6 +142,7 @@ class StreamedWeights:
         if disk is not None:
             check_disk(disk)
         _refuse_what_places_weights(model)
+        _refuse_streamed(model)
         self.device = _device_of(model) if device is None else torch.device(device)
         self._copier = copier_for(self.device, purpose="base") if copier is None else copier
         claim_device(model, self._copier)
@@ -159,14 +163,14 @@ class StreamedWeights:
         self._model, self._slices_of = model, weights.slices_of
         self._open_visits = OpenVisits()
         self._guards = ParameterGuards(model, chosen.streamed, at_home)
-        self._resident = {"small": chosen.small_bytes}
+        self._small_bytes = chosen.small_bytes
         self._budget_bytes = _budget(budget_gib, chosen.small_bytes)
         self._quantised = {
             each.parameter: [_place_of(tensor, storages) for tensor in stored_tensors(each.name, each.parameter)]
             for each in chosen.streamed
             if is_quantised(each.parameter)
         }
-        self._units: dict[nn.Module, Unit | Table] = {}
+        self._units: dict[nn.Module, Unit | TableAtHome] = {}
         self._add_units(at_home)
         self._known: set[str] = set()
         self._held: list[int] = []
@@ -176,14 +180,19 @@ class StreamedWeights:
         for tensor in chosen.others:
             if tensor.device != self.device:
                 tensor.data = tensor.to(self.device)
+        setattr(model, _STREAMED, self)
         return_freed_memory()
         logger.info("frozen weights: %s stream from %s", format_bytes(weights.num_bytes), self._home_name)
 
     @contextmanager
-    def stream(self) -> Iterator[None]:
+    def stream(self, path: str = "") -> Iterator[None]:
         """Enclose a forward pass and its loss; backward may run inside or afterwards, any number of times.
 
         Calls of the model work outside as well, but only a pass in here is learned from and fetched ahead.
+
+        Args:
+            path: names the way that the pass takes through the model, where that has several, such as generating and
+                scoring; each is learned by itself. Passes with gradients are distinguished from others anyway.
 
         Raises:
             DiskError: a file of the weights has changed.
@@ -194,8 +203,9 @@ class StreamedWeights:
             if self._depth > 1 or in_backward():
                 yield
                 return
-            kind = "training" if torch.is_grad_enabled() else "evaluation"
-            self._begin(kind)
+            trains = torch.is_grad_enabled()
+            kind = f"{'training' if trains else 'evaluation'} {path}"
+            self._begin(kind, trains)
             if kind in self._known or any(map(is_compiled, self._model.modules())):
                 yield
             else:
@@ -221,7 +231,7 @@ class StreamedWeights:
             bytes_to_device=self._storages.bytes_brought,
             bytes_read=0 if self._files is None else self._files.bytes_read,
             stall_ms=self._copier.stall_ms() + 1e3 * waited_s,
-            resident={reason: num_bytes for reason, num_bytes in self._resident.items() if num_bytes},
+            resident=({"small": self._small_bytes} if self._small_bytes else {}) | self._storages.resident_bytes(),
             smallest_budget_bytes=self._storages.visit_bytes,
         )
 
@@ -234,11 +244,12 @@ class StreamedWeights:
             self._units.popitem()[1].remove()
         self._guards.remove()
         self._storages.restore()
+        vars(self._model).pop(_STREAMED, None)
 
     def __deepcopy__(self, memo: dict[int, object]) -> "StreamedWeights":
         return self
 
-    def _begin(self, kind: str) -> None:
+    def _begin(self, kind: str, trains: bool) -> None:
         self._has_failed |= self._open_visits.close_all()
         for number in self._held:
             self._storages.leave((number,))
@@ -251,9 +262,9 @@ class StreamedWeights:
         self._home.check()
         expected = self._storages.begin(kind, self._has_failed)
         self._has_failed = False
-        if kind == "training" and expected and self._budget_bytes is not None and "hot" not in self._known:
+        if trains and expected and self._budget_bytes is not None and "hot" not in self._known:
             self._known.add("hot")
-            self._resident["within the budget"] = self._storages.keep_most_visited(expected, self._budget_bytes)
+            self._storages.keep_most_visited(expected, self._budget_bytes)
 
     @contextmanager
     def _learning(self, kind: str) -> Iterator[None]:
@@ -280,12 +291,9 @@ class StreamedWeights:
 
     def _keep(self, slices: Iterable[int]) -> None:
         """Have weights stay that are read outside of all modules, where nothing announces the reads."""
-        reason = "read outside of the model's modules"
         for number in set(slices).intersection(self._held):
             self._held.remove(number)  # so that nobody leaves it
-            storage = self._storages.storages[number]
-            storage.stays = True
-            self._resident[reason] = self._resident.get(reason, 0) + storage.num_bytes
+            self._storages.keep(number, "read outside of the model's modules")
 
     def _extend(self, module: nn.Module, slices: Iterable[int]) -> None:
         unit = self._units.get(module)
@@ -304,7 +312,7 @@ class StreamedWeights:
             if isinstance(module, nn.Embedding):
                 key = id(module.weight)
                 storage = self._storages.storages[visit[0]]
-                self._units[module] = Table(module, storage, in_place.get(key), at_home[key])
+                self._units[module] = TableAtHome(module, storage, in_place.get(key), at_home[key])
             elif module is self._model and is_compiled(module):
                 raise ValueError(
                     "model is compiled as one region, which would need all its weights at once; compile its layers "
@@ -351,6 +359,12 @@ class StreamedWeights:
             master = self._copier.empty_host(weights.num_bytes)
             weights.pack(master)
         return HostHome(weights, master, self._copier)
+
+
+def streamed_weights_of(model: nn.Module) -> StreamedWeights | None:
+    """Return the object by which weights of a model, or of a model inside it, stream; None if none do."""
+    found = (vars(module).get(_STREAMED) for module in model.modules())
+    return next((each for each in found if each is not None), None)
 
 
 def _place_of(tensor: Tensor, storages: Iterable[StreamedStorage]) -> tuple[StreamedStorage, int]:
@@ -405,6 +419,12 @@ def _refuse_what_places_weights(model: nn.Module) -> None:
                 f"model{name and '.' + name} is a {type(module).__name__}, which places the weights itself; stream "
                 "those of the model inside before it is wrapped"
             )
+
+
+def _refuse_streamed(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, COMES_AND_GOES):
+            raise ValueError(f"model: {name!r} streams already; use that StreamedWeights, or call its remove() first")
 
 
 def _ignore_in_ddp(model: nn.Module, names: list[str]) -> None:

@@ -9,6 +9,7 @@ from hf_memopt.transfer import Copier, SyncCopier, Transfer
 from hf_memopt.transfer.backends import readable_in_place
 from hf_memopt.transfer.direct_io import private_pages
 from hf_memopt.transfer.file_reader import BlockInFiles, DirectReads, StagedReads
+from hf_memopt.transfer.storage_memory import ResizedMemory, StorageMemory, WholePages
 from hf_memopt.weights.packed_weights import PackedWeights, WeightSlice, views
 
 Home = Literal["host", "file"]
@@ -31,6 +32,9 @@ class WeightsHome(Protocol):
     def to_device(self, start: int, destination: Tensor) -> Transfer:
         """Start copying the bytes of the block from `start` on to device memory, `(num_bytes,)` uint8."""
 
+    def memory(self, piece: WeightSlice, device: torch.device) -> StorageMemory:
+        """Return memory of the device for a slice, which comes and goes."""
+
     def in_place(self, device: torch.device) -> list[list[Tensor]] | None:
         """Return `views` as the device reads them without a copy; None where it cannot."""
 
@@ -48,6 +52,9 @@ class HostHome:
 
     def to_device(self, start: int, destination: Tensor) -> Transfer:
         return self._copier.to_device(self._master[start : start + destination.nbytes], destination)
+
+    def memory(self, piece: WeightSlice, device: torch.device) -> StorageMemory:
+        return ResizedMemory(piece.num_bytes, device)
 
     def in_place(self, device: torch.device) -> list[list[Tensor]]:
         return self._views(readable_in_place(self._master, device))
@@ -79,6 +86,13 @@ class FileHome:
 
     def to_device(self, start: int, destination: Tensor) -> Transfer:
         return self._reads.read(start, destination)
+
+    def memory(self, piece: WeightSlice, device: torch.device) -> StorageMemory:
+        position = self._block.pieces[piece.start].position
+        is_aligned = all(position % each.tensor.itemsize == 0 for each in piece.offsets)
+        if isinstance(self._reads, DirectReads) and is_aligned and WholePages.are_available():
+            return self._reads.memory(piece.start, piece.num_bytes)
+        return ResizedMemory(piece.num_bytes, device)
 
     def in_place(self, device: torch.device) -> list[list[Tensor]] | None:
         return self.views if device.type == "cpu" else None

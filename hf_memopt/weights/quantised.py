@@ -28,8 +28,8 @@ def inner_tensors(name: str, tensor: Tensor) -> Iterator[Tensor]:
         yield tensor
     else:
         raise ValueError(
-            f"teacher weight {name!r} is a {type(tensor).__name__} with layout {tensor.layout} on {tensor.device}; "
-            "only plain dense tensors and those quantised with torchao can be offloaded. Load the teacher without "
+            f"frozen weight {name!r} is a {type(tensor).__name__} with layout {tensor.layout} on {tensor.device}; "
+            "only plain dense tensors and those quantised with torchao can be offloaded. Load the model without "
             "sharding, and unquantised or quantised with torchao."
         )
 

@@ -66,7 +66,7 @@ def _map(offer: _Offer, num_bytes: int) -> Pages:
 
 
 def refuse_different(weights: PackedWeights) -> list[_Claim]:
-    """Raise ValueError on every rank where ranks have different weights; returns what each has, and on which machine."""
+    """Return the claims of all ranks, after a ValueError on every one of them where their weights differ."""
     claims = gather_from_ranks(_Claim(_machine(), weights.num_bytes, _fingerprint(weights)))
     different = [rank for rank, claim in enumerate(claims) if claim[1:] != claims[0][1:]]
     if different:

@@ -15,6 +15,7 @@ class SharedWeights:
 
     def __init__(self, teacher: nn.Module, student: nn.Module | None) -> None:
         self._pairs: list[tuple[str, nn.Parameter, nn.Parameter, int]] = []
+        self.num_bytes = 0
         if student is None:
             return
         students = dict(student.named_parameters(remove_duplicate=False))
@@ -23,6 +24,8 @@ class SharedWeights:
             if partner is not None and can_share(parameter, partner):
                 self._pairs.append((name, parameter, partner, partner._version))
         self.bind()
+        storages = [parameter.untyped_storage() for parameter in self.parameters]
+        self.num_bytes = sum({each.data_ptr(): each.nbytes() for each in storages}.values())
 
     def bind(self) -> None:
         """Point the teacher at the student's memory; RuntimeError if that was written, cast or unfrozen since."""
@@ -32,16 +35,13 @@ class SharedWeights:
                     f"the student's weight {name!r} was frozen and equal to the teacher's when the teacher was loaded, "
                     "but has been written, cast or unfrozen since; load the teacher again (or do not share its weights)"
                 )
-            parameter.data = partner.data
+            if parameter is not partner:
+                parameter.data = partner.data
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The teacher's parameters that own no memory."""
         return [parameter for _, parameter, _, _ in self._pairs]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum({p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in self.parameters}.values())
 
 
 def can_share(teacher: Tensor, student: Tensor) -> bool:

@@ -1,10 +1,9 @@
 """The files of weights whose home is a file: the user's safetensors files as far as they hold them, and one of ours.
 
-A weight counts as held by a file if the file has the same bytes, all of them compared. Names and dtypes tell nothing:
-loaders rename weights, join them and cast them.
+A weight counts as held by a file if the file has the same bytes: all of them compared, or mapped from there and never
+written. Names and dtypes tell nothing: loaders rename weights, join them and cast them.
 """
 
-import bisect
 import itertools
 import json
 import logging
@@ -21,6 +20,7 @@ from hf_memopt.transfer.direct_io import PAGE, private_pages
 from hf_memopt.transfer.file_reader import PART_BYTES, BlockInFiles, Piece, ReadFile
 from hf_memopt.transfer.scratch_file import DiskError, nameless_file, warn_of_file_system
 from hf_memopt.units import format_bytes
+from hf_memopt.weights.mapped_memory import MappedMemory
 from hf_memopt.weights.packed_weights import PackedWeights, WeightSlice
 
 logger = logging.getLogger(__name__)
@@ -43,9 +43,10 @@ def in_files(weights: PackedWeights, paths: Iterable[str | os.PathLike[str]] | N
         ValueError: a path leads to no safetensors file.
         DiskError: a file cannot be read or written.
 
-    Costs a comparison of the weights with the files.
+    Costs a comparison of the weights with the files, but for those that are mapped from them.
     """
-    held = _HeldTensors(_mapped_files(weights) if paths is None else _safetensors_files(paths))
+    mapped = MappedMemory()
+    held = _HeldTensors(_mapped_files(weights, mapped) if paths is None else _safetensors_files(paths), mapped)
     pieces: list[Piece] = []
     others: list[tuple[WeightSlice, Tensor]] = []
     for piece, memory in weights.pieces():
@@ -65,7 +66,8 @@ def in_files(weights: PackedWeights, paths: Iterable[str | os.PathLike[str]] | N
 class _HeldTensors:
     """The tensors in safetensors files, found by their bytes. Each is taken once, so that no two weights seem tied."""
 
-    def __init__(self, paths: Iterable[Path]) -> None:
+    def __init__(self, paths: Iterable[Path], mapped: MappedMemory) -> None:
+        self._mapped = mapped
         # By length and first page, in which most tensors differ.
         self._places: dict[tuple[int, bytes], list[tuple[ReadFile, int]]] = defaultdict(list)
         self._pages = private_pages(PART_BYTES)
@@ -85,6 +87,8 @@ class _HeldTensors:
         return None
 
     def _is_equal(self, file: ReadFile, position: int, memory: Tensor) -> bool:
+        if self._mapped.shows(memory, file.identity, position):
+            return True
         step = PART_BYTES - PAGE
         starts = range(position, position + memory.nbytes, step)
         return all(
@@ -103,23 +107,11 @@ def _safetensors_files(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
     return found
 
 
-def _mapped_files(weights: PackedWeights) -> list[Path]:
-    """Return the safetensors files that weights are mapped from, on Linux, where the system lists mappings."""
-    maps = Path("/proc/self/maps")
-    if not maps.exists():
-        return []
-    ranges: list[tuple[int, int, str]] = []
-    for line in maps.read_text().splitlines():
-        addresses, _, _, _, _, *path = line.split(maxsplit=5)
-        if path:
-            begin, end = (int(address, 16) for address in addresses.split("-"))
-            ranges.append((begin, end, path[0]))
-    found: dict[str, None] = {}
-    for _, memory in weights.pieces():
-        place = bisect.bisect_right(ranges, memory.data_ptr(), key=lambda each: each[0]) - 1
-        if memory.device.type == "cpu" and place >= 0 and memory.data_ptr() < ranges[place][1]:
-            found[ranges[place][2]] = None
-    return [path for path in map(Path, found) if _is_safetensors(path)]
+def _mapped_files(weights: PackedWeights, mapped: MappedMemory) -> list[Path]:
+    """Return the safetensors files that weights are mapped from."""
+    ranges = [mapped.range_of(memory) for _, memory in weights.pieces()]
+    found = dict.fromkeys(each.path for each in ranges if each is not None)
+    return [path for path in found if _is_safetensors(path)]
 
 
 def _is_safetensors(path: Path) -> bool:

@@ -4,7 +4,7 @@ import importlib.util
 from typing import Any
 
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, PeftMixedModel, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel, TorchAoConfig
 
 from hf_memopt.recipes.common.flags import explained
@@ -25,16 +25,18 @@ def load_model(options: SftOptions) -> PreTrainedModel:
     return model
 
 
-def adapters(options: SftOptions) -> LoraConfig | None:
+def with_adapters(model: PreTrainedModel, options: SftOptions) -> PreTrainedModel | PeftModel | PeftMixedModel:
+    """Return the model with adapters that learn in place of its own weights, if there shall be any."""
     if options.lora_rank is None:
-        return None
+        return model
     targets = options.lora_targets
-    return LoraConfig(
+    adapters = LoraConfig(
         r=options.lora_rank,
         lora_alpha=2 * options.lora_rank,
         target_modules=targets if targets == "all-linear" else targets.split(","),
         task_type="CAUSAL_LM",
     )
+    return get_peft_model(model, adapters)
 
 
 def _quantization(how: str, dtype: torch.dtype) -> Any:

@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 from gradients import equal
 from late_imports import LateModule
-from offload_trainers import weights
+from offload_trainers import decoder, weights
+
+from hf_memopt.weights.base import streamed_weights_of
 
 callbacks = LateModule("hf_memopt.callbacks")
 transformers = LateModule("transformers")
@@ -57,6 +59,7 @@ def test_no_field_has_the_name_of_another_option() -> None:
         {"pin_memory": False, "memory_log": False, "host_budget_gib": 3.0, "max_slowdown": 1e-9},
         {"skip": ["visual"], "offload": "all"},
         {"disk": ".", "disk_budget_gib": 2.0},
+        {"base": "file", "base_budget_gib": 1.5, "disk": "."},
         {"skip": ["*.visual", "LlamaMLP"], "leak_check": True},
     ],
 )
@@ -76,6 +79,9 @@ def test_a_folder_may_have_spaces_in_its_name(tmp_path: Path) -> None:
     ("given", "complaint"),
     [
         ({"offload": "some"}, "offload='some' is unknown; choose from off, auto"),
+        ({"base": "tape"}, "base='tape' is unknown; choose from off, auto, host, file"),
+        ({"base_budget_gib": 1.0}, "base_budget_gib=1.0 needs base=auto, host or file, and base=off"),
+        ({"base": "host", "base_budget_gib": -1.0}, "base_budget_gib=-1.0 must be at least 0"),
         ({"frozen": "swap", "frozen_home": "tape"}, "frozen_home='tape' is unknown; choose from host, file"),
         ({"frozen_home": "file"}, "frozen_home=file needs frozen=auto, swap or stream, and frozen=off"),
         ({"frozen": "paged"}, "frozen='paged' is unknown; choose from off, auto, resident, swap, stream"),
@@ -128,6 +134,19 @@ def test_a_trainer_is_attached_to_with_the_plain_runs_weights(make: Any, tmp_pat
     handle.remove()
     assert {"train", "compute_loss_context_manager"} & set(vars(trainer)) == set()
     assert not any("hf_memopt" in type(each).__module__ for each in trainer.callback_handler.callbacks)
+
+
+def test_a_base_streams_with_its_budget_until_it_is_removed(make: Any, tmp_path: Path) -> None:
+    model: Any = decoder()
+    model.model.layers[0].requires_grad_(False)
+    trainer = make(model)
+    memopt = callbacks.MemoptArguments(offload="off", base="file", base_budget_gib=0.25, disk=str(tmp_path))
+    handle = memopt.attach(trainer)
+    trainer.train()
+    weights_of_base: Any = streamed_weights_of(model)
+    assert weights_of_base.report().resident["within the budget"] > 0
+    handle.remove()
+    assert streamed_weights_of(model) is None
 
 
 def test_everything_switched_off_attaches_nothing(make: Any) -> None:

@@ -118,7 +118,7 @@ def test_what_offloading_would_not_reach_is_refused(make: Any, how: str) -> None
 def test_offloading_twice_is_refused(make: Any) -> None:
     trainer = make()
     callbacks.attach(trainer, offloader=everything())
-    with pytest.raises(ValueError, match="replaced already"):
+    with pytest.raises(ValueError, match="has an attached offloader already"):
         callbacks.attach(trainer, offloader=everything())
     trainer.add_callback(callbacks.ActivationOffloadCallback(everything()))
     with pytest.raises(ValueError, match="has an ActivationOffloadCallback"):

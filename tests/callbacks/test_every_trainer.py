@@ -14,6 +14,8 @@ from late_imports import LateModule
 from offload_trainers import decoder, examples, weights
 from torch import Tensor, nn
 
+from hf_memopt.weights.base import streamed_weights_of
+
 callbacks = LateModule("hf_memopt.callbacks")
 every_trainer = LateModule("hf_memopt.callbacks.every_trainer")
 accelerate = LateModule("accelerate")
@@ -50,10 +52,46 @@ def test_a_trainer_is_attached_to_where_it_is_made(make: Any, caplog: pytest.Log
     assert "moved to the host" in line
 
 
+def frozen_in_part() -> Any:
+    model: Any = decoder()
+    model.model.layers[0].requires_grad_(False)
+    return model
+
+
+def test_a_base_streams_before_the_trainer_moves_the_model(
+    make: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = make(frozen_in_part())
+    plain.train()
+    streamed_when_moved = []
+    move = transformers.Trainer._move_model_to_device
+
+    def recording(trainer: Any, model: nn.Module, device: Any) -> None:
+        streamed_when_moved.append(streamed_weights_of(model))
+        move(trainer, model, device)
+
+    monkeypatch.setattr(transformers.Trainer, "_move_model_to_device", recording)
+    with every_trainer.attached(arguments(base="file", base_budget_gib=0.25)):
+        trainer = make(frozen_in_part())
+        trainer.train()
+        (streamed,) = streamed_when_moved
+        assert streamed is streamed_weights_of(trainer.model)
+        assert "within the budget" in streamed.report().resident
+        with pytest.raises(
+            ValueError, match="base='file' needs a trainer that is given its model; leave model_init out"
+        ):
+            make(model_init=decoder)
+        with pytest.raises(ValueError, match="base='file': model has no frozen weights"):
+            make()
+        trained_by_accelerate()
+    assert "base=file reaches the models of Trainers alone" in caplog.text
+    assert all(map(torch.equal, trainer.model.state_dict().values(), plain.model.state_dict().values()))
+
+
 def test_a_script_that_attaches_itself_is_refused(make: Any) -> None:
     with every_trainer.attached(arguments()):
         trainer = make()
-        with pytest.raises(ValueError, match=r"is replaced already; remove\(\)"):
+        with pytest.raises(ValueError, match=r"has an attached offloader already; remove\(\)"):
             callbacks.attach(trainer)
 
 

@@ -69,6 +69,20 @@ def test_losses_and_weights_are_bitwise_those_without_offloading(
     assert "Memory and time" not in (tmp_path / "plain" / "README.md").read_text()
 
 
+@pytest.mark.parametrize("kind", ["lora", "bf16", "int8", pytest.param("nf4", marks=needs_bitsandbytes)])
+def test_adapters_on_a_streamed_base_are_bitwise_those_of_a_resident_one(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    losses, weights = train(tmp_path / "plain", *KINDS[kind], "--offload=off")
+    caplog.set_level(logging.INFO, "hf_memopt")
+    streamed, same_weights = train(tmp_path / "streamed", *KINDS[kind], *OFFLOADED, "--base=file")
+    assert streamed == losses
+    assert same_weights.keys() == weights.keys()
+    assert all(torch.equal(same_weights[name], weights[name]) for name in weights)
+    assert "stream from their files to cpu" in caplog.text
+    assert "moved to the host" in caplog.text
+
+
 def test_the_loss_is_on_the_assistants_words_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     labels: list[Tensor] = []
     compute_loss = train_sft.SFTTrainer.compute_loss
@@ -146,6 +160,7 @@ def test_a_run_is_not_overwritten_and_goes_on_from_its_newest_checkpoint(tmp_pat
 
 
 REFUSED = {
+    ("--base=file",): "base='file' streams frozen weights, and all of them learn; add --lora_rank",
     ("--quantize=nf4",): "quantize='nf4' freezes the base, so that adapters have to learn; add --lora_rank",
     ("--lora_rank=0",): "lora_rank=0 must be at least 1",
     ("--plan=x",): "plan='x': ",

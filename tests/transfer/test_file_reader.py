@@ -1,5 +1,6 @@
 """Tests that any bytes of a block in files arrive, through a small ring or directly, and that no failure is hidden."""
 
+import ctypes
 import itertools
 import os
 import random
@@ -16,6 +17,7 @@ from hf_memopt.transfer import file_reader
 from hf_memopt.transfer.direct_io import PAGE, private_pages
 from hf_memopt.transfer.file_reader import BlockInFiles, DirectReads, Piece, ReadFile, StagedReads
 from hf_memopt.transfer.scratch_file import DiskError
+from hf_memopt.transfer.storage_memory import WholePages
 
 NUM_BYTES = 5 * PAGE + 123
 
@@ -80,6 +82,26 @@ def test_a_block_is_what_its_pieces_say(
         for piece in pieces:
             begin, end = max(start, piece.start), min(start + destination.nbytes, piece.start + piece.num_bytes)
             assert torch.equal(destination[begin - start : max(begin, end) - start], whole[begin : max(begin, end)])
+
+
+@pytest.mark.skipif(not WholePages.are_available(), reason="whole pages are Linux's")
+@pytest.mark.parametrize("seed", range(20))
+def test_pieces_are_read_to_their_own_pages(
+    path: Path, contents: Tensor, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_reader, "PART_BYTES", PAGE)
+    pieces = pieces_of(opened(path), random.Random(seed))
+    reads = DirectReads(BlockInFiles(pieces))
+    memories = [reads.memory(piece.start, piece.num_bytes) for piece in pieces]
+    monkeypatch.delattr(ctypes, "memmove")  # nothing is copied
+    for _ in range(2):
+        for memory in memories:
+            memory.give()
+        under_way = [reads.read(piece.start, memory.block) for piece, memory in zip(pieces, memories, strict=True)]
+        for piece, memory, read in zip(pieces, memories, under_way, strict=True):
+            read.wait()
+            assert torch.equal(memory.block, contents[piece.position :][: piece.num_bytes])
+            memory.take()
 
 
 def test_no_more_than_the_ring_is_read_ahead(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from hf_memopt import ActivationOffloader, StreamedWeights, SyncCopier
 from hf_memopt.units import GIB
+from hf_memopt.weights.base import streamed_weights_of
 
 
 @pytest.mark.parametrize("schedule", ["early", "late", "random"])
@@ -191,6 +192,61 @@ def test_weights_may_be_read_without_their_module(where: str) -> None:
         assert base.report().device_bytes == sum(kept.values())
 
 
+def test_a_weight_that_its_module_returns_stays() -> None:
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH), requires_grad=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.weight[: x.shape[0]]
+
+    class Added(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.positions, self.layer = Positions(), AdaptedLinear()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(self.layer(x)) * self.positions(x)
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return Added()
+
+    def loss(model: nn.Module) -> Tensor:
+        return model(torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(0))).square().sum()
+
+    want = train(make(), loss)
+    model = make()
+    base = streamed(model, copier=AdversarialCopier("late"))
+    assert same(train(model, loss, base), want)
+    assert base.report().resident == {"returned by its module": LAYER_BYTES}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # Dynamo's
+@pytest.mark.parametrize("what", ["layers", "model"])
+def test_compiled_modules(what: str) -> None:
+    def compiled(model: Any) -> Any:
+        for module in model.layers if what == "layers" else [model]:
+            module.compile(backend="aot_eager")
+        return model
+
+    want = train(compiled(adapted()), square_loss)
+    model = adapted()
+    if what == "layers":
+        compiled(model)
+    base = streamed(model, copier=AdversarialCopier("late"))
+    if what == "model":
+        compiled(model)
+    assert same(train(model, square_loss, base), want)
+    assert base.report().peak_device_bytes < base.report().streamed_bytes
+
+
+def test_a_model_compiled_as_one_region_is_refused() -> None:
+    with pytest.raises(ValueError, match="compile its layers instead"):
+        streamed(torch.compile(adapted(), backend="aot_eager"))
+
+
 def test_a_layer_with_several_readers_of_its_input_keeps_the_rounding() -> None:
     """A view of the input would have gradients added up in another order."""
 
@@ -269,10 +325,14 @@ def test_changed_weights_are_found_out(act: Callable[[nn.Module], object], error
         raise AssertionError("not found out")
 
 
+def doubled(model: nn.Module) -> dict[str, Tensor]:
+    return {name: 2 * value for name, value in model.state_dict().items()}
+
+
 @pytest.mark.parametrize(
     ("act", "error"),
     [
-        (lambda model: model.load_state_dict(adapted().state_dict()), "table.weight' cannot be loaded"),
+        (lambda model: model.load_state_dict(doubled(adapted())), "table.weight' cannot be loaded"),
         (lambda model: copy.deepcopy(model), "table.weight' cannot be copied"),
         (lambda model: pickle.dumps(model.layers[0].base.weight), "layers.0.base.weight' cannot be copied"),
         (lambda model: torch.save(model, io.BytesIO()), "table.weight' cannot be copied"),
@@ -289,8 +349,64 @@ def test_placeholders_are_not_taken_for_weights(act: Callable[[nn.Module], objec
 def test_adapters_load_while_the_base_streams() -> None:
     model = adapted()
     streamed(model)
-    adapters = {name: value for name, value in adapted().state_dict().items() if "up" in name or "down" in name}
-    assert not model.load_state_dict(adapters, strict=False).unexpected_keys
+    loaded = adapted().state_dict()
+    loaded |= {name: 2 * value for name, value in loaded.items() if "up" in name}
+    model.load_state_dict(loaded)
+    adapters = {name: value for name, value in loaded.items() if "up" in name or "down" in name}
+    model.load_state_dict(adapters, strict=False)
+    assert all(torch.equal(value, loaded[name]) for name, value in model.state_dict().items())
+
+
+def test_a_checkpoint_with_the_same_base_loads_while_it_streams() -> None:
+    model, other = adapted(), adapted()
+    train(other, square_loss, steps=1)
+    base = streamed(model)
+    for _ in range(2):
+        loaded = model.load_state_dict(other.state_dict())
+        assert not [*loaded.missing_keys, *loaded.unexpected_keys]
+    assert model.load_state_dict({}, strict=False).missing_keys == list(model.state_dict())
+    assert same(train(model, square_loss, base), train(other, square_loss))
+
+
+def test_a_model_streams_once_and_knows_by_what() -> None:
+    model = adapted()
+    base = streamed(model)
+    outer = nn.Sequential(model)
+    assert streamed_weights_of(model) is streamed_weights_of(outer) is base
+    with pytest.raises(ValueError, match=r"'0.table.weight' streams already; use that StreamedWeights"):
+        streamed(outer)
+    base.remove()
+    assert streamed_weights_of(outer) is None
+    streamed(model)
+
+
+def test_an_offloader_may_be_entered_inside() -> None:
+    model = adapted()
+    base = streamed(model)
+    offloader = ActivationOffloader(mode="all", copier=SyncCopier())
+    with base.stream(), offloader.offload_context(model):
+        model(ids()).sum().backward()
+    assert base.report().resident == {}
+
+
+class TwoWays(nn.Module):
+    """A module that reads the weight of another one, on one of its ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False)
+
+    def forward(self, x: Tensor, itself: bool) -> Tensor:
+        return nn.functional.linear(x, self.layer.weight) if itself else self.layer(x)
+
+
+def test_each_way_through_a_model_is_learned_by_itself() -> None:
+    model, plain, x = TwoWays(), TwoWays(), torch.randn(2, WIDTH)
+    base = streamed(model)
+    for itself in (False, True, False, True):
+        with base.stream(f"{itself=}"), torch.no_grad():
+            assert torch.equal(model(x, itself), plain(x, itself))
 
 
 def test_remove_gives_ordinary_parameters_back() -> None:

@@ -9,10 +9,14 @@ import torch
 from safetensors.torch import save_file
 from teacher_files import at_home_in_file, checkpoint
 from teacher_toys import Network
-from torch import Tensor
+from torch import Tensor, nn
 
+from hf_memopt.transfer.direct_io import private_pages
+from hf_memopt.transfer.file_reader import PART_BYTES
 from hf_memopt.transfer.scratch_file import DiskError
 from hf_memopt.weights import OffloadedTeacher
+from hf_memopt.weights.packed_weights import PackedWeights
+from hf_memopt.weights.weight_files import in_files
 
 
 def test_weights_come_from_the_file_that_holds_them_whatever_it_calls_them(
@@ -68,6 +72,34 @@ def test_mapped_weights_come_from_the_file_that_they_are_mapped_from(tmp_path: P
     model.save_pretrained(tmp_path / "again")
     again = LlamaForCausalLM.from_pretrained(tmp_path / "again")
     assert all(torch.equal(one, other) for one, other in zip(model.parameters(), again.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("change", ["none", "a bit", "another file's name"])
+def test_mapped_weights_are_compared_only_if_they_may_differ(
+    change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "weights.safetensors"
+    torch.manual_seed(0)
+    save_file({"weight": torch.randn(300, 300)}, path)
+    layer = nn.Linear(300, 300, bias=False).requires_grad_(False)
+    header_bytes = int.from_bytes(path.read_bytes()[:8], "little")
+    mapping = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
+    layer.weight.data = mapping[8 + header_bytes :].view(torch.float32).view(300, 300)
+    if change == "a bit":
+        layer.weight[-1, -1] += 1
+    elif change == "another file's name":  # which has the same bytes at first
+        path.rename(tmp_path / "old")
+        save_file({"weight": layer.weight.clone().index_fill_(0, torch.tensor(299), 1.0)}, path)
+    compared = []
+    is_equal = torch.equal
+    monkeypatch.setattr(torch, "equal", lambda *pair: (compared.append(pair), is_equal(*pair))[1])
+    block = in_files(PackedWeights(layer), [path], tmp_path)
+    assert bool(compared) == (change != "none")
+    (piece,) = block.pieces.values()
+    pages = private_pages(PART_BYTES)
+    got = piece.file.read(piece.position, piece.num_bytes, pages).view(torch.float32).view(300, 300)
+    assert is_equal(got, layer.weight)
+    assert (piece.file.name == str(path)) == (change == "none")
 
 
 def test_nothing_is_left_in_the_folder(network: Network, tmp_path: Path) -> None:

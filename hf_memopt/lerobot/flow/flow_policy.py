@@ -140,6 +140,10 @@ class FlowPolicy(ABC):
         """Return the part that student and teacher share."""
 
     @abstractmethod
+    def set_vlm(self, model: nn.Module, vlm: nn.Module) -> None:
+        """Have a model use another module in the place of that part."""
+
+    @abstractmethod
     def transformer(self, model: nn.Module, with_vlm: bool) -> list[nn.Parameter]:
         """Return the weights that `teacher_dtype` casts: without the projections around them."""
 

@@ -77,6 +77,9 @@ class Pi0Flow(FlowPolicy):
         vlm: nn.Module = model.paligemma_with_expert.paligemma
         return vlm
 
+    def set_vlm(self, model: PI0Pytorch, vlm: nn.Module) -> None:
+        model.paligemma_with_expert.paligemma = vlm
+
     def transformer(self, model: PI0Pytorch, with_vlm: bool) -> list[nn.Parameter]:
         both = model.paligemma_with_expert
         parts = [both.gemma_expert, *([both.paligemma.model.language_model] if with_vlm else [])]

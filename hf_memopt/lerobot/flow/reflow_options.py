@@ -6,7 +6,7 @@ from typing import Any
 
 from hf_memopt.ranges import COUNT, POSITIVE, SHARE
 from hf_memopt.reflow import LOSS_KINDS, TIME_SAMPLINGS
-from hf_memopt.weights import TEACHER_MODES
+from hf_memopt.weights import BASE_HOMES, TEACHER_MODES
 from hf_memopt.weights.homes import HOMES
 
 DTYPES = ("float32", "bfloat16")
@@ -47,6 +47,10 @@ class ReflowOptions:
         share_prefix: compute the keys and values of images and language once for student and teacher, and hold the
             frozen VLM once. `"auto"`, where the student's VLM is frozen and bitwise the teacher's, and one log line
             says so or names the missing condition; `"on"`, or fail; `"off"`.
+        vlm_home: where the frozen VLM is: `"device"`, it stays there; `"host"` or `"file"`, it is in host memory or in
+            the student's own checkpoint, and visits the device in forward and backward, for student and teacher alike
+            (see `hf_memopt.StreamedWeights`); `"auto"`, the better of these two. Needs frozen weights, as
+            `train_expert_only` leaves them. In training only.
         activation_offload: tensors saved for backward that go to host memory: `"all"`, those of a plan (`"auto"`, see
             `hf_memopt.ActivationOffloader`), or none (`"off"`). Gradients are the same, bit for bit. Nothing moves on a
             CPU without `activation_disk`.
@@ -73,6 +77,7 @@ class ReflowOptions:
     couplings_seed: int | None = None
     couplings_per_frame: int | None = None
     share_prefix: str = "auto"
+    vlm_home: str = "device"
     activation_offload: str = "off"
     activation_budget_gib: float | None = None
     activation_disk: str | None = None
@@ -94,6 +99,7 @@ class ReflowOptions:
         _one_of("reflow_time_sampling", self.reflow_time_sampling, TIME_SAMPLINGS)
         _one_of("reflow_loss", self.reflow_loss, LOSS_KINDS)
         _one_of("share_prefix", self.share_prefix, ("auto", "on", "off"))
+        _one_of("vlm_home", self.vlm_home, ("device", *BASE_HOMES))
         _one_of("activation_offload", self.activation_offload, ("off", "auto", "all"))
         POSITIVE.check("activation_budget_gib", self.activation_budget_gib)
         if self.activation_budget_gib is not None and self.activation_offload != "auto":

@@ -86,6 +86,9 @@ class SmolVLAFlow(FlowPolicy):
         vlm: nn.Module = model.vlm_with_expert.vlm
         return vlm
 
+    def set_vlm(self, model: VLAFlowMatching, vlm: nn.Module) -> None:
+        model.vlm_with_expert.vlm = vlm
+
     def transformer(self, model: VLAFlowMatching, with_vlm: bool) -> list[nn.Parameter]:
         part = model.vlm_with_expert if with_vlm else model.vlm_with_expert.lm_expert
         return list(part.parameters())

@@ -18,7 +18,7 @@ from hf_memopt.lerobot.reflow.pair_source import Pairs, make_pair_source, make_t
 from hf_memopt.lerobot.step_memory import PhaseMemory
 from hf_memopt.reflow import chunk_loss, interpolate, reflow_loss, sample_time
 from hf_memopt.units import GIB
-from hf_memopt.weights import TeacherReport
+from hf_memopt.weights import StreamedWeights, TeacherReport
 
 
 class ReflowPolicy(nn.Module):
@@ -48,6 +48,7 @@ class ReflowPolicy(nn.Module):
             super().__init__(config, **kwargs)
         self.pair_source, self.teacher = source, teacher
         self.memory: PhaseMemory | None = None
+        self.base: StreamedWeights | None = None
         self.offloader = ActivationOffloader(
             enabled=config.activation_offload != "off",
             mode="all" if config.activation_offload == "all" else "auto",
@@ -67,7 +68,7 @@ class ReflowPolicy(nn.Module):
             time: `(batch,)`; None draws it as `reflow_time_sampling` says.
             reduction: `"mean"`, or `"none"` for one loss per sample, `(batch,)`.
         """
-        with self._autocast(), self.offloader.offload_context(self):
+        with self._autocast(), self._streamed(), self.offloader.offload_context(self):
             if self.config.use_reflow:
                 loss, figures = self._reflow(batch, noise, time, reduction)
             else:
@@ -81,6 +82,20 @@ class ReflowPolicy(nn.Module):
         if self.config.dtype == "float32":
             return nullcontext()
         return torch.autocast(next(self.parameters()).device.type, torch.bfloat16)
+
+    def _streamed(self) -> AbstractContextManager[Any]:
+        """Return the context in which frozen weights stream, if they do; they begin to when the first loss is asked."""
+        if self.config.vlm_home == "device":
+            return nullcontext()
+        if self.base is None:
+            if self.config.use_reflow:
+                self.teacher.load(self)  # which compares its weights with the student's
+            start = self.config.pretrained_path
+            files = [Path(start)] if start and any(Path(start).glob("*.safetensors")) else None
+            device = next(self.parameters()).device
+            disk = self.config.activation_disk
+            self.base = StreamedWeights(self, home=self.config.vlm_home, device=device, files=files, disk=disk)
+        return self.base.stream()
 
     def _reflow(
         self, batch: dict[str, Tensor], noise: Tensor | None, time: Tensor | None, reduction: str
@@ -142,6 +157,7 @@ class ReflowPolicy(nn.Module):
           `optimizer`, which inside `forward` are those of the batch before.
         - `memory/teacher_own_gib`: the teacher's own weights, wherever they live; on an accelerator
           `memory/teacher_device_gib`, the most of them that was on it at once.
+        - `memory/frozen_device_gib`: the most of the frozen weights that was on the device at once, with `vlm_home`.
         - `memory/offload_host_gib`: host memory that holds activations, with `activation_offload`; with
           `activation_disk` also `memory/offload_disk_gib`, the length of its file.
         """
@@ -152,6 +168,8 @@ class ReflowPolicy(nn.Module):
             figures["memory/teacher_own_gib"] = report.own_bytes / GIB
         if report is not None and self.memory.has_counters:
             figures["memory/teacher_device_gib"] = report.peak_device_bytes / GIB
+        if self.base is not None:
+            figures["memory/frozen_device_gib"] = self.base.report().peak_device_bytes / GIB
         if self.offloader.enabled:
             stats = self.offloader.stats
             figures["memory/offload_host_gib"] = stats.host_bytes_pinned / GIB

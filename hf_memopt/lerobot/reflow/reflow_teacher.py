@@ -56,6 +56,9 @@ class ReflowTeacher(VelocityTeacher):
             policy = self._load_policy()
             self._share(why_not_shared(student, policy))
             shared = self.why_not_shared is None
+            if shared and self._config.vlm_home != "device":
+                # The module, not its weights alone: its calls bring them.
+                self._flow.set_vlm(policy.model, self._flow.vlm(student.model))
             transformer = self._flow.transformer(policy.model, with_vlm=not shared)
             _cast(transformer, self._config.teacher_dtype)
             self._say_what_float32_costs(transformer)

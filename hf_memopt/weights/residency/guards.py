@@ -4,10 +4,11 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from hf_memopt.autograd_state import COMES_AND_GOES
+from hf_memopt.autograd_state import COMES_AND_GOES, bytes_of
 from hf_memopt.weights.quantised import is_quantised, rewrapped
 
 _REMEDY = "call remove() of its StreamedWeights first"
@@ -25,8 +26,8 @@ class StreamedParameter(NamedTuple):
 class ParameterGuards:
     """Guards the parameters as long as they stream.
 
-    A state dict gets their values at home, read only. Loading, merging, copying and pickling them raise a RuntimeError
-    that names the weight. `check` finds those that were replaced, unfrozen, cast or moved.
+    A state dict gets their values at home, read only. Loading other values, merging, copying and pickling them raise a
+    RuntimeError that names the weight. `check` finds those that were replaced, unfrozen, cast or moved.
 
     Args:
         at_home: by the id of a plain tensor, the same tensor at its home.
@@ -47,7 +48,9 @@ class ParameterGuards:
             setattr(each.parameter, COMES_AND_GOES, True)
         for owner, found in owners.items():
             self._handles.append(owner.register_state_dict_post_hook(partial(_supply, found)))
-            self._handles.append(owner.register_load_state_dict_pre_hook(partial(_refuse_loading, found)))
+            loading = _Loading(found)
+            self._handles.append(owner.register_load_state_dict_pre_hook(loading.begin))
+            self._handles.append(owner.register_load_state_dict_post_hook(loading.end))
         for name, module in self._layers:
             for method in ("merge", "unmerge"):
                 setattr(module, method, partial(_refuse, f"adapters of {name!r} cannot be merged"))
@@ -83,8 +86,16 @@ def _merges(module: nn.Module) -> bool:
 
 def _value_at_home(parameter: Tensor, at_home: Mapping[int, Tensor]) -> Tensor:
     if is_quantised(parameter):
-        return rewrapped(parameter, lambda inner: at_home[id(inner)])
-    return at_home[id(parameter)]
+        return rewrapped(parameter, lambda inner: _with_own_storage(at_home[id(inner)]))
+    return _with_own_storage(at_home[id(parameter)])
+
+
+def _with_own_storage(view: Tensor) -> Tensor:
+    """Return the same memory as a storage of its own: `safetensors.torch.save_model` refuses parts of storages."""
+    span = sum((length - 1) * step for length, step in zip(view.size(), view.stride(), strict=True)) + 1
+    first = view.storage_offset() * view.itemsize
+    memory = torch.from_numpy(bytes_of(view)[first : first + span * view.itemsize].numpy())
+    return memory.view(view.dtype).as_strided(view.size(), view.stride())
 
 
 def _supply(values: Mapping[str, Tensor], module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
@@ -93,10 +104,35 @@ def _supply(values: Mapping[str, Tensor], module: nn.Module, state: Any, prefix:
             state[prefix + attribute] = value
 
 
-def _refuse_loading(values: Mapping[str, Tensor], module: nn.Module, state: Any, prefix: str, *others: Any) -> None:
-    for attribute in values:
-        if prefix + attribute in state:
-            raise RuntimeError(f"frozen weight {prefix + attribute!r} cannot be loaded while it streams; {_REMEDY}")
+class _Loading:
+    """Has a module load a state without its streamed weights, for which a checkpoint of the same base has nothing new.
+
+    Args:
+        values: at home, by the module's names of the weights.
+    """
+
+    def __init__(self, values: Mapping[str, Tensor]) -> None:
+        self._values = values
+        self._taken: set[str] = set()
+
+    def begin(self, module: nn.Module, state: Any, prefix: str, *others: Any) -> None:
+        for attribute, value in self._values.items():
+            name = prefix + attribute
+            if name in state:
+                if not _is_equal(state[name], value):
+                    raise RuntimeError(f"frozen weight {name!r} cannot be loaded while it streams; {_REMEDY}")
+                del state[name]
+                self._taken.add(name)
+
+    def end(self, module: nn.Module, incompatible: Any) -> None:
+        incompatible.missing_keys[:] = [name for name in incompatible.missing_keys if name not in self._taken]
+        self._taken.clear()
+
+
+def _is_equal(loaded: Any, value: Tensor) -> bool:
+    if is_quantised(value) or is_quantised(loaded) or loaded.dtype != value.dtype:
+        return False
+    return torch.equal(loaded.to(value.device), value)
 
 
 def _refuse(problem: str, *args: Any, **kwargs: Any) -> None:

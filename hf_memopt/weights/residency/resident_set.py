@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from hf_memopt.autograd_state import is_plain
 from hf_memopt.transfer import Copier
 from hf_memopt.weights.residency.storages import CastWeight, StreamedStorage
 from hf_memopt.weights.residency.visit_order import Visit, VisitOrder
@@ -22,12 +23,14 @@ class ResidentSet:
     Attributes:
         device_bytes: of all storages that have memory.
         peak_device_bytes: their peak.
+        reasons: by number, the reason for which a storage stays.
         bytes_brought: to storages, so far.
         visit_bytes: that the largest visit of a known pass needs, with as much fetched ahead; None before.
     """
 
     def __init__(self, storages: Sequence[StreamedStorage], copier: Copier) -> None:
         self.storages = storages
+        self.reasons: dict[int, str] = {}
         self.device_bytes = self.peak_device_bytes = self.bytes_brought = 0
         self.visit_bytes: int | None = None
         self._copier = copier
@@ -53,35 +56,50 @@ class ResidentSet:
         self._drop_unused()
         return expected
 
-    def keep_most_visited(self, visits: Sequence[Visit], budget_bytes: int) -> int:
-        """Have those storages stay for which there is room beside the others' visits; returns their bytes.
+    def keep(self, number: int, reason: str) -> None:
+        """Have a storage keep its memory from its next visit on."""
+        self.storages[number].stays = True
+        self.reasons[number] = reason
+        self._unused.discard(number)
+
+    def keep_handed_out(self, visit: Visit, outputs: Iterable[Tensor]) -> None:
+        """Keep those storages of a visit of which a module has returned a view: any code may read it."""
+        keys = {self.storages[number].key: number for number in visit}
+        for tensor in outputs:
+            memory = _without_transforms(tensor)
+            if is_plain(memory) and memory.untyped_storage()._cdata in keys:
+                self.keep(keys[memory.untyped_storage()._cdata], "returned by its module")
+
+    def keep_most_visited(self, visits: Sequence[Visit], budget_bytes: int) -> None:
+        """Have those storages stay for which there is room beside the others' visits.
 
         The most often visited ones stay; of equal ones, some all over the order, so that the copies of the others take
         place while those compute.
         """
         counts = Counter(number for visit in visits for number in visit)
-        room = first_room = budget_bytes - 2 * max(map(self._bytes_of, visits))
+        room = budget_bytes - 2 * max(map(self._bytes_of, visits)) - self._bytes_of(self.reasons)
         for number in sorted(counts, key=lambda each: (-counts[each], _reversed_bits(each))):
-            storage = self.storages[number]
-            storage.stays = storage.num_bytes <= room
-            room -= storage.num_bytes * storage.stays
-        return first_room - room
+            num_bytes = self.storages[number].num_bytes
+            if num_bytes <= room and number not in self.reasons:
+                self.keep(number, "within the budget")
+                room -= num_bytes
 
     def enter(self, visit: Visit, cast: CastWeight | None = None) -> None:
         """Have the storages of a visit on the device, or a cast of its weight, and fetch those of the next visits."""
         self._order.note(visit)
         self._look_ahead()
-        self._drop_unused(visit)
-        if cast is None:
-            self._take(visit)
-        else:
-            self._take_cast(visit, cast)
-        try:
-            for number in self._window:
-                self._fetch(number)
-        except BaseException:
-            self.leave(visit, cast)
-            raise
+        with torch._C._DisableFuncTorch():  # which forbids writes to memory that it does not track
+            self._drop_unused(visit)
+            if cast is None:
+                self._take(visit)
+            else:
+                self._take_cast(visit, cast)
+            try:
+                for number in self._window:
+                    self._fetch(number)
+            except BaseException:
+                self.leave(visit, cast)
+                raise
 
     def leave(self, visit: Visit, cast: CastWeight | None = None) -> None:
         if cast is None:
@@ -108,10 +126,17 @@ class ResidentSet:
             cast.users and weight in tensors for (weight, _), cast in self._casts.items()
         )
 
+    def resident_bytes(self) -> dict[str, int]:
+        """Return by reason the bytes of storages that stay."""
+        found: dict[str, int] = {}
+        for number, reason in self.reasons.items():
+            found[reason] = found.get(reason, 0) + self.storages[number].num_bytes
+        return found
+
     def restore(self) -> None:
         """Have all storages stay, and bind their parameters to them."""
-        for number, storage in enumerate(self.storages):
-            storage.stays = True
+        for number in range(len(self.storages)):
+            self.keep(number, "no longer streamed")
             self._take((number,))
 
     def _bytes_of(self, numbers: Iterable[int]) -> int:
@@ -172,6 +197,13 @@ class ResidentSet:
     def _count(self, num_bytes: int) -> None:
         self.device_bytes += num_bytes
         self.peak_device_bytes = max(self.peak_device_bytes, self.device_bytes)
+
+
+def _without_transforms(tensor: Tensor) -> Tensor:
+    """Return the tensor inside of those that `torch.func` wraps it in."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
 
 
 def _reversed_bits(number: int) -> int:

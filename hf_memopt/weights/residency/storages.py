@@ -24,6 +24,7 @@ class StreamedStorage:
         num_bytes: of the storage.
         tensors: the parameters, or the tensors inside quantised ones.
         present: by tensor, its view of the storage.
+        key: of the storage, torch's own.
         users: how many rely on the bytes at the moment.
         stays: whether it keeps its memory without users.
     """
@@ -34,11 +35,12 @@ class StreamedStorage:
         self.users = 0
         self.stays = False
         self._start, self._home, self._copier = piece.start, home, copier
-        self._block = torch.empty(piece.num_bytes, dtype=torch.uint8, device=device)
-        self._storage = self._block.untyped_storage()
+        self._memory = home.memory(piece, device)
+        self._block = self._memory.block
+        self.key: int = self._block.untyped_storage()._cdata
         self._offsets = piece.offsets
         self.present = views([each._replace(start=each.start - piece.start) for each in piece.offsets], self._block)
-        self._storage.resize_(0)
+        self._memory.take()
         self._placeholders = [_placeholder(tensor, device) for tensor in self.tensors]
         # The copy under way, None before and after.
         self._transfer: Transfer | None = None
@@ -47,12 +49,12 @@ class StreamedStorage:
 
     @property
     def has_memory(self) -> bool:
-        return self._storage.nbytes() > 0
+        return self._memory.is_there
 
     def fetch(self) -> None:
         """Give it memory and start the copy of its bytes, unless that has been done."""
         if not self.has_memory:
-            self._storage.resize_(self.num_bytes)
+            self._memory.give()
         if not self._is_filled and self._transfer is None:
             self._transfer = self._home.to_device(self._start, self._block)
 
@@ -74,7 +76,7 @@ class StreamedStorage:
                 transfer.wait()  # nobody else may have the memory before
         finally:
             self._copier.release(self._block)
-            self._storage.resize_(0)
+            self._memory.take()
 
     def bind(self) -> None:
         """Bind the parameters to the storage if it has its bytes, else to placeholders."""

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from hf_memopt.autograd_state import next_node
-from hf_memopt.uncompiled import uncompiled
+from hf_memopt.uncompiled import graph_break, uncompiled
 from hf_memopt.weights.residency.backward_visits import BackwardVisit, OpenVisits
 from hf_memopt.weights.residency.resident_set import ResidentSet
 from hf_memopt.weights.residency.storages import CastWeight, StreamedStorage
@@ -50,6 +50,7 @@ class Unit:
         for handle in self._handles:
             handle.remove()
 
+    @graph_break
     @uncompiled
     def _enter(self, module: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         cast = self._cast_of(module.weight) if self._may_cast else None
@@ -67,11 +68,14 @@ class Unit:
         call.close_after(tree_leaves((args, kwargs)))
         return None
 
+    @graph_break
     @uncompiled
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         # Runs too where an exception came before the module was entered.
         if self._calls:
-            self._calls.pop().end(output)
+            outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+            self._storages.keep_handed_out(self.visit, outputs)
+            self._calls.pop().end(outputs)
 
     def _cast_of(self, weight: Any) -> CastWeight | None:
         kind = weight.device.type
@@ -119,18 +123,18 @@ class _Call:
             if node is not None:
                 node.register_prehook(self.backward.close)
 
-    def end(self, output: Any) -> None:
+    def end(self, outputs: Iterable[Tensor]) -> None:
         self._restore()
         self._leave()
         if self.backward is None:
             return
-        for leaf in tree_leaves(output):
-            node = leaf.grad_fn if isinstance(leaf, Tensor) else None
+        for tensor in outputs:
+            node = tensor.grad_fn
             if node is not None and node._sequence_nr() >= self._first_node:
                 node.register_prehook(self.backward.open)
 
 
-class Table:
+class TableAtHome:
     """An embedding whose rows are looked up where its table lives.
 
     Args:
@@ -149,6 +153,7 @@ class Table:
         for handle in self._handles:
             handle.remove()
 
+    @graph_break
     @uncompiled
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         weight: Any = module.weight
@@ -160,6 +165,7 @@ class Table:
             rows.__enter__()
             self._ends.append(partial(rows.__exit__, None, None, None))
 
+    @graph_break
     @uncompiled
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._ends:

@@ -1,6 +1,7 @@
 """The order in which a step visits storages, learned from the step before: forward, recomputation and backward."""
 
 from collections.abc import Iterator
+from itertools import chain
 
 Visit = tuple[int, ...]
 
@@ -17,6 +18,7 @@ class VisitOrder:
     def __init__(self) -> None:
         self._learned: dict[str, list[Visit]] = {}
         self._kind = ""
+        self._expected: list[Visit] = []
         self._recorded: list[Visit] = []
         self._place = 0
 
@@ -28,14 +30,16 @@ class VisitOrder:
         if self._recorded and not has_failed:
             self._learned[self._kind] = self._recorded
         self._kind, self._recorded, self._place = kind, [], 0
+        self._expected = self._learned.get(kind, [])
         return self._expected
 
     def note(self, visit: Visit) -> None:
         """Note a visit, and move to the place behind it: the next one from here, or else from the beginning."""
         if len(self._recorded) < _MAX_VISITS:
             self._recorded.append(visit)
-        for place in (*range(self._place, len(self._expected)), *range(self._place)):
-            if self._expected[place] is visit:
+        expected, here = self._expected, self._place
+        for place in chain(range(here, len(expected)), range(here)):
+            if expected[place] is visit:
                 self._place = place + 1
                 return
 
@@ -43,7 +47,3 @@ class VisitOrder:
         """Yield the visits that are expected next."""
         expected = self._expected
         return (expected[place] for place in range(self._place, min(self._place + most, len(expected))))
-
-    @property
-    def _expected(self) -> list[Visit]:
-        return self._learned.get(self._kind, [])

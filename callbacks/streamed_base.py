@@ -1,0 +1,134 @@
+"""The frozen base of a trainer's model, which streams through the training steps."""
+
+import logging
+import os
+from typing import Any
+
+from accelerate.utils import str_to_bool
+from torch import nn
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from hf_memopt.callbacks.loss_context import enclose, enclose_calls
+from hf_memopt.weights import StreamedWeights
+from hf_memopt.weights.base import BaseHome, streamed_weights_of
+
+logger = logging.getLogger(__name__)
+
+
+class StreamedBase(TrainerCallback):
+    """Runs a trainer's forward passes and losses, and other calls of its model, in `StreamedWeights.stream`.
+
+    Args:
+        base: the weights, or their home, from which they stream from now on and until `remove`. None takes those of a
+            model that streams already, and `remove` leaves them so.
+    """
+
+    def __init__(self, trainer: Trainer, base: BaseHome | StreamedWeights | None) -> None:
+        if _is_attached(trainer):
+            raise ValueError(f"base={base!r}: the trainer's base streams already; remove() the earlier handle first")
+        self.weights = _streamed_weights(trainer, base)
+        self._trainer, self._restores = trainer, base is not None
+        self._undo = [
+            enclose(trainer, self.weights.stream),
+            enclose_calls(trainer.model, self.weights.stream),
+        ]
+        trainer.add_callback(self)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if state.is_world_process_zero:
+            logger.info("%s", self.weights.report())
+
+    def remove(self) -> None:
+        for undo in self._undo:
+            undo()
+        self._trainer.remove_callback(self)
+        if self._restores:
+            self.weights.remove()
+
+
+def streams_alone(trainer: Trainer) -> bool:
+    """Return whether a trainer's model streams and the trainer has no part for that yet."""
+    return streamed_weights_of(trainer.model) is not None and not _is_attached(trainer)
+
+
+def stream_trainer(
+    trainer: Trainer, base: BaseHome, *, budget_gib: float | None = None, disk: str | None = None
+) -> StreamedWeights:
+    """Return what `stream_base` does for the model of a trainer, which has moved it to its device."""
+    if trainer.model_init is not None:
+        raise ValueError(f"base={base!r}: model_init makes the model anew at each train(); give the trainer a model")
+    _refuse_engines(base, trainer.is_deepspeed_enabled, trainer.is_fsdp_enabled)
+    is_moved = trainer.place_model_on_device and trainer.args.device.type != "cpu"
+    if is_moved and streamed_weights_of(trainer.model) is None:
+        logger.warning(
+            "base=%r: the trainer has moved the whole model to %s before attach could run; for a base that does not "
+            "fit there, make StreamedWeights before the trainer, or start the script with hf-memopt launch --base, "
+            "which does",
+            base,
+            trainer.args.device,
+        )
+    return stream_base(trainer.model, trainer.args, base, budget_gib=budget_gib, disk=disk)
+
+
+def stream_base(
+    model: nn.Module | None,
+    args: TrainingArguments | None,
+    base: BaseHome,
+    *,
+    budget_gib: float | None = None,
+    disk: str | None = None,
+) -> StreamedWeights:
+    """Return the object by which the base of a model streams; it is made unless the model streams already.
+
+    Args:
+        model: that a trainer is about to get, or has.
+        args: the trainer's.
+        base: home of the weights.
+        budget_gib: as for `StreamedWeights`.
+        disk: likewise.
+
+    Raises:
+        ValueError: the base cannot stream, or streams from another home.
+    """
+    if model is None:
+        raise ValueError(f"base={base!r} needs a trainer that is given its model; leave model_init out")
+    if args is not None:
+        by_variable = str_to_bool(os.environ.get("ACCELERATE_USE_FSDP", "false"))
+        _refuse_engines(base, args.deepspeed_plugin is not None, bool(args.fsdp or by_variable))
+        if args.n_gpu > 1:
+            raise ValueError(
+                f"base={base!r}: nn.DataParallel copies the model to {args.n_gpu} devices; start one process per GPU "
+                "with accelerate launch or torchrun"
+            )
+    present = streamed_weights_of(model)
+    if present is None:
+        try:
+            device = None if args is None else args.device
+            return StreamedWeights(model, home=base, budget_gib=budget_gib, device=device, disk=disk)
+        except ValueError as error:
+            raise ValueError(f"base={base!r}: {error}") from error
+    home = present.report().home
+    if base not in ("auto", home):
+        raise ValueError(f"base={base!r}: the model's weights stream already, with home={home!r}; use base={home!r}")
+    return present
+
+
+def _refuse_engines(base: BaseHome, deepspeed: bool, fsdp: bool) -> None:
+    if deepspeed or fsdp:
+        engine = "DeepSpeed" if deepspeed else "FSDP"
+        raise ValueError(f"base={base!r}: {engine} places the weights of this trainer already; leave base out")
+
+
+def _is_attached(trainer: Trainer) -> bool:
+    return any(isinstance(callback, StreamedBase) for callback in trainer.callback_handler.callbacks)
+
+
+def _streamed_weights(trainer: Trainer, base: BaseHome | StreamedWeights | None) -> StreamedWeights:
+    present = streamed_weights_of(trainer.model)
+    if present is not None and (base is None or base is present):
+        return present
+    if base is None or isinstance(base, StreamedWeights):
+        raise ValueError("base: these StreamedWeights are not of the trainer's model; make them of that")
+    return stream_trainer(trainer, base)

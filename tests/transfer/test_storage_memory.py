@@ -1,0 +1,114 @@
+"""Tests that memory of a storage is there when it is given, goes back when it is taken, and is never another's."""
+
+import faulthandler
+import os
+import resource
+import signal
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from hf_memopt.recipes.memory_limit.memory_samples import read_sample
+from hf_memopt.transfer.direct_io import PAGE
+from hf_memopt.transfer.storage_memory import ResizedMemory, StorageMemory, WholePages
+from hf_memopt.units import MIB
+
+needs_linux = pytest.mark.skipif(not WholePages.are_available(), reason="whole pages are Linux's")
+KINDS: dict[str, Callable[[int], StorageMemory]] = {
+    "resized": lambda num_bytes: ResizedMemory(num_bytes, torch.device("cpu")),
+    "pages": lambda num_bytes: WholePages(num_bytes, 0),
+    "pages, offset": lambda num_bytes: WholePages(num_bytes, 520),
+}
+
+
+def in_a_fork(function: Callable[[], object]) -> int:
+    """Return the exit code of a fork that calls a function, negative for a signal."""
+    child = os.fork()
+    if child == 0:
+        faulthandler.disable()  # which would print the signal
+        try:
+            function()
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@needs_linux
+@pytest.mark.parametrize("num_bytes", [1, PAGE, 5 * MIB + 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_block_is_the_same_tensor_each_time(kind: str, num_bytes: int) -> None:
+    memory = KINDS[kind](num_bytes)
+    alias = memory.block.view(num_bytes)
+    assert memory.is_there
+    memory.take()
+    for value in (3, 5):
+        memory.give()
+        assert memory.is_there
+        memory.block.fill_(value)
+        assert torch.equal(alias, torch.full((num_bytes,), value, dtype=torch.uint8))
+        memory.take()
+        assert not memory.is_there
+
+
+@needs_linux
+@pytest.mark.parametrize("offset", [0, 8, PAGE - 2])
+def test_blocks_lie_within_their_own_pages(offset: int) -> None:
+    memory = WholePages(5 * MIB + 3, offset)
+    assert memory.pages.data_ptr() % PAGE == 0
+    assert memory.block.data_ptr() == memory.pages.data_ptr() + offset
+    assert memory.pages.nbytes % PAGE == 0
+    memory.pages.fill_(1)
+    assert memory.block.sum() == memory.block.nbytes
+
+
+@needs_linux
+def test_pages_go_back_to_the_system_at_once() -> None:
+    memory = WholePages(64 * MIB, 8)
+    memory.take()
+    before = read_sample(os.getpid())
+    memory.give()
+    memory.block.fill_(1)
+    full = read_sample(os.getpid())
+    memory.take()
+    after = read_sample(os.getpid())
+    assert before is not None
+    assert full is not None
+    assert after is not None
+    assert full.anonymous_bytes - before.anonymous_bytes > 60 * MIB
+    assert after.anonymous_bytes - before.anonymous_bytes < 4 * MIB
+    assert full.private_bytes - after.private_bytes >= 64 * MIB  # reserved addresses do not count
+
+
+@needs_linux
+def test_a_read_without_memory_gives_no_bytes() -> None:
+    memory = WholePages(PAGE, 0)
+    memory.take()
+    assert in_a_fork(memory.block.sum) == -signal.SIGSEGV
+    memory.give()
+    assert in_a_fork(memory.block.sum) == 0
+
+
+@needs_linux
+def test_forks_see_no_pages_that_a_read_goes_to() -> None:
+    memory = WholePages(PAGE, 0)
+    memory.share_with_forks(False)
+    assert in_a_fork(memory.block.sum) == -signal.SIGSEGV
+    memory.share_with_forks(True)
+    assert in_a_fork(memory.block.sum) == 0
+
+
+@needs_linux
+def test_a_lack_of_memory_is_an_error() -> None:
+    memory = WholePages(256 * MIB, 0)
+    memory.take()
+
+    def give_under_a_limit() -> None:
+        sample = read_sample(os.getpid())
+        assert sample is not None
+        resource.setrlimit(resource.RLIMIT_DATA, (sample.private_bytes + 64 * MIB,) * 2)
+        with pytest.raises(MemoryError, match=r"cannot allocate 256\.00 MiB of host memory: Cannot allocate memory"):
+            memory.give()
+
+    assert in_a_fork(give_under_a_limit) == 0

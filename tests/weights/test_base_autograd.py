@@ -1,0 +1,145 @@
+"""Tests of the ways through autograd, and around it, that a frozen base may be read in."""
+
+import functools
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from frozen_bases import WIDTH, adapted, ids, same, square_loss, streamed, trainable
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.func import functional_call, grad, jvp, vmap
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+X = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+def func_grad(model: nn.Module) -> list[Tensor]:
+    adapters = {name: each.detach() for name, each in model.named_parameters() if each.requires_grad}
+    return [*grad(lambda values: functional_call(model, values, (ids(),)).square().mean())(adapters).values()]
+
+
+def gradients_per_sample(model: nn.Module) -> list[Tensor]:
+    adapters = {name: each.detach() for name, each in model.named_parameters() if each.requires_grad}
+    of_one = grad(lambda values, sample: functional_call(model, values, (sample[None],)).square().mean())
+    return [*vmap(of_one, (None, 0))(adapters, ids()).values()]
+
+
+def func_jvp(model: nn.Module) -> list[Tensor]:
+    return [*jvp(model.layers[0], (X,), (torch.ones_like(X),))]
+
+
+def forward_mode(model: nn.Module) -> list[Tensor]:
+    with forward_ad.dual_level():
+        return [*forward_ad.unpack_dual(model.layers[0](forward_ad.make_dual(X, torch.ones_like(X))))]
+
+
+def jacobian(model: nn.Module) -> list[Tensor]:
+    return [torch.autograd.functional.jacobian(lambda x: model.layers[0](x).sum(0), X)]
+
+
+def batched_gradients(model: nn.Module) -> list[Tensor]:
+    x = X.clone().requires_grad_()
+    vectors = torch.randn(5, 3, WIDTH, generator=torch.Generator().manual_seed(0))
+    return [*torch.autograd.grad(model.layers[0](x), x, vectors, is_grads_batched=True)]
+
+
+def inference_mode(model: nn.Module) -> list[Tensor]:
+    with torch.inference_mode():
+        return [model(ids()).clone()]
+
+
+def selective_checkpointing(model: nn.Module) -> list[Tensor]:
+    def policy(context: object, operation: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+        is_product = operation == torch.ops.aten.mm.default
+        return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def two_layers(x: Tensor) -> Tensor:
+        return model.layers[1](model.layers[0](x).tanh()).tanh()
+
+    x = X.clone().requires_grad_()
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    checkpoint(two_layers, x, use_reentrant=False, context_fn=contexts).square().sum().backward()
+    return [x.grad]
+
+
+def other_thread(model: nn.Module) -> list[Tensor]:
+    thread = threading.Thread(target=lambda: square_loss(model).backward())
+    thread.start()
+    thread.join()
+    return take(model)
+
+
+def anomaly_detection(model: nn.Module) -> list[Tensor]:
+    with torch.autograd.detect_anomaly():
+        square_loss(model).backward()
+    return take(model)
+
+
+def two_losses_of_one_forward(model: nn.Module) -> list[Tensor]:
+    y = model(ids())
+    y.square().mean().backward(retain_graph=True)
+    y.sin().mean().backward()
+    return take(model)
+
+
+def one_loss_of_two_forwards(model: nn.Module) -> list[Tensor]:
+    (model(ids(seed=3)).square().mean() * model(ids(seed=4)).square().mean()).backward()
+    return take(model)
+
+
+def nested_backward(model: nn.Module) -> list[Tensor]:
+    class Inner(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: object, gradient: Tensor) -> Tensor:
+            with torch.enable_grad():
+                square_loss(model).backward()
+            return gradient
+
+    x = X.clone().requires_grad_()
+    model.layers[1](Inner.apply(model.layers[0](x))).square().sum().backward()
+    return [x.grad, *take(model)]
+
+
+def take(model: nn.Module) -> list[Tensor]:
+    found = [each.grad for each in trainable(model) if each.grad is not None]
+    model.zero_grad()
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # by forward-mode AD
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled:UserWarning")
+@pytest.mark.parametrize(
+    "way",
+    [
+        func_grad,
+        gradients_per_sample,
+        func_jvp,
+        forward_mode,
+        jacobian,
+        batched_gradients,
+        inference_mode,
+        selective_checkpointing,
+        other_thread,
+        anomaly_detection,
+        two_losses_of_one_forward,
+        one_loss_of_two_forwards,
+        nested_backward,
+    ],
+    ids=lambda way: way.__name__,
+)
+def test_results_are_those_of_the_resident_run(way: Callable[[nn.Module], list[Tensor]]) -> None:
+    want = way(adapted())
+    model = adapted()
+    base = streamed(model)
+    for _ in range(3):
+        with base.stream():
+            got = way(model)
+        assert same(got, want)
+    with base.stream():  # a backward that records a graph leaves weights until then
+        assert base.report().device_bytes == 0
