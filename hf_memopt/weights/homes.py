@@ -14,6 +14,8 @@ from hf_memopt.weights.packed_weights import PackedWeights, WeightSlice, views
 
 Home = Literal["host", "file"]
 HOMES: tuple[str, ...] = get_args(Home)
+# A product of matrices may round otherwise where a weight lies otherwise to this many bytes, as MKL documents.
+_VECTOR_BYTES = 64
 
 
 class WeightsHome(Protocol):
@@ -88,8 +90,8 @@ class FileHome:
         return self._reads.read(start, destination)
 
     def memory(self, piece: WeightSlice, device: torch.device) -> StorageMemory:
-        position = self._block.pieces[piece.start].position
-        is_aligned = all(position % each.tensor.itemsize == 0 for each in piece.offsets)
+        ahead = self._block.pieces[piece.start].position - piece.start
+        is_aligned = all((each.start + ahead - each.tensor.data_ptr()) % _VECTOR_BYTES == 0 for each in piece.offsets)
         if isinstance(self._reads, DirectReads) and is_aligned and WholePages.are_available():
             return self._reads.memory(piece.start, piece.num_bytes)
         return ResizedMemory(piece.num_bytes, device)

@@ -11,7 +11,8 @@ from hf_memopt.estimate.simulation.virtual_disk import VirtualDisk
 from hf_memopt.estimate.simulation.virtual_time import VirtualClock, VirtualCopier, VirtualTransfer
 from hf_memopt.transfer import Copier
 from hf_memopt.transfer.file_reader import PART_BYTES, staging_bytes
-from hf_memopt.weights.packed_weights import OffsetTensor, PackedWeights
+from hf_memopt.transfer.storage_memory import ResizedMemory, StorageMemory
+from hf_memopt.weights.packed_weights import OffsetTensor, PackedWeights, WeightSlice
 
 _HOST = torch.device("cpu")
 
@@ -96,6 +97,9 @@ class VirtualFileHome:
         assert isinstance(copy, VirtualTransfer)
         last_s = min(PART_BYTES, destination.nbytes) / self._base.clock.card.link_bytes_per_s
         return VirtualTransfer(self._base.clock, max(copy.ended_s, read.ended_s + last_s))
+
+    def memory(self, piece: WeightSlice, device: torch.device) -> StorageMemory:
+        return ResizedMemory(piece.num_bytes, device)
 
     def in_place(self, device: torch.device) -> list[list[Tensor]] | None:
         return self.views if device.type == "cpu" else None

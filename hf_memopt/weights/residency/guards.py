@@ -39,10 +39,10 @@ class ParameterGuards:
         self._parameters = parameters
         self._handles: list[RemovableHandle] = []
         self._layers = [(name, module) for name, module in model.named_modules() if _merges(module)]
-        values = {id(each.parameter): _value_at_home(each.parameter, at_home) for each in parameters}
         owners: dict[Any, dict[str, Tensor]] = {}
         for each in parameters:
-            owners.setdefault(each.owner, {})[each.attribute] = values[id(each.parameter)]
+            value = rewrapped(each.parameter, lambda inner: at_home[id(inner)])
+            owners.setdefault(each.owner, {})[each.attribute] = value
             for method in _COPIES:
                 setattr(each.parameter, method, partial(_refuse, f"frozen weight {each.name!r} cannot be copied"))
             setattr(each.parameter, COMES_AND_GOES, True)
@@ -84,12 +84,6 @@ def _merges(module: nn.Module) -> bool:
     return isinstance(getattr(module, "base_layer", None), nn.Module) and callable(getattr(module, "merge", None))
 
 
-def _value_at_home(parameter: Tensor, at_home: Mapping[int, Tensor]) -> Tensor:
-    if is_quantised(parameter):
-        return rewrapped(parameter, lambda inner: _with_own_storage(at_home[id(inner)]))
-    return _with_own_storage(at_home[id(parameter)])
-
-
 def _with_own_storage(view: Tensor) -> Tensor:
     """Return the same memory as a storage of its own: `safetensors.torch.save_model` refuses parts of storages."""
     span = sum((length - 1) * step for length, step in zip(view.size(), view.stride(), strict=True)) + 1
@@ -101,7 +95,7 @@ def _with_own_storage(view: Tensor) -> Tensor:
 def _supply(values: Mapping[str, Tensor], module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
     for attribute, value in values.items():
         if prefix + attribute in state:
-            state[prefix + attribute] = value
+            state[prefix + attribute] = rewrapped(value, _with_own_storage)
 
 
 class _Loading:
