@@ -5,7 +5,8 @@
 The step is a whole training step of a decoder shaped like Llama-3-8B in bfloat16: adapters of rank 16 on all linear
 layers, one sequence, full checkpointing, a loss in tiles. It runs on tensors without memory, as `hf-memopt estimate`
 has it. The second table says from how many tokens in a forward pass on its compute hides the copies of the weights:
-waiting takes no more than a twentieth of the step then.
+waiting takes no more than a twentieth of the step then. It is of a quarter of the model, layers and vocabulary, which
+computes and copies in the same proportion.
 """
 
 import argparse
@@ -42,6 +43,7 @@ SHAPE = {
     "tie_word_embeddings": False,
 }
 TOY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 256}
+QUARTER = {"num_hidden_layers": 8, "vocab_size": 32064}
 OPTIONS = {"dtype": "bfloat16", "lora_rank": 16, "loss": "chunked", "effective_batch": 1}
 TOKENS = 4096
 # Of the first table: the card, a small one of its size.
@@ -69,10 +71,11 @@ HOMES = (Home("host"), Home("file", 7e9), Home("file", 3e9))
 
 
 class Predictions:
-    """Estimates of steps on a shape."""
+    """Estimates of steps on a shape, whose configuration is written to a folder."""
 
-    def __init__(self, config: Path) -> None:
-        self._config = config
+    def __init__(self, folder: Path, shape: dict[str, Any]) -> None:
+        self._config = folder / "config.json"
+        self._config.write_text(json.dumps(shape))
 
     def step(self, home: Home, gpu: str, tokens: int, loss: str = "chunked") -> MemoryEstimate:
         options: dict[str, Any] = {**OPTIONS, "loss": loss}
@@ -107,14 +110,13 @@ class Predictions:
 def measure(toy: bool, cards: Sequence[str]) -> dict[str, Any]:
     tokens, lengths = (64, (16, 64)) if toy else (TOKENS, LENGTHS)
     with tempfile.TemporaryDirectory() as folder:
-        config = Path(folder) / "config.json"
-        config.write_text(json.dumps(SHAPE | (TOY if toy else {})))
-        predictions = Predictions(config)
+        predictions = Predictions(Path(folder), SHAPE | (TOY if toy else {}))
         steps = [
             {"loss": loss, "home": home.name, **_figures(predictions.step(home, CARD, tokens, loss), CARD)}
             for loss in ("full", "chunked")
             for home in tqdm((RESIDENT, *HOMES), desc=f"{loss} loss", unit="step")
         ]
+        predictions = Predictions(Path(folder), SHAPE | (TOY if toy else QUARTER))
         hidden = [
             {
                 "gpu": gpu,
