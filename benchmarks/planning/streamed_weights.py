@@ -143,8 +143,7 @@ def _figures(estimate: MemoryEstimate, gpu: str) -> dict[str, Any]:
     }
 
 
-def tables(results: dict[str, Any]) -> tuple[list[list[str]], list[list[str]]]:
-    """Return the rows of both tables, under their heads."""
+def print_report(results: dict[str, Any]) -> None:
     steps = [["loss", "home", "peak GiB", "needs GiB", "fits", "host GiB", "brought GiB", "step s", "waiting s"]]
     for row in results["steps"]:
         brought = row["streamed"]["bytes_to_device"] / 2**30 if row["streamed"] else 0.0
@@ -153,13 +152,15 @@ def tables(results: dict[str, Any]) -> tuple[list[list[str]], list[list[str]]]:
         fitting = "yes" if row["fits"] else "no"
         host = f"{row['host_bytes'] / 2**30:.2f}"
         steps.append([row["loss"], row["home"], *sizes, fitting, host, f"{brought:.2f}", *times])
+    print_table(steps[0], steps[1:])
     names = [home.name for home in HOMES]
     hidden = [["card", "link GB/s", *names]]
     for row in results["hidden_from_tokens"]:
         longest = f"more than {results['lengths'][-1]:,}"
         cells = [longest if row[name] is None else f"{row[name]:,}" for name in names]
         hidden.append([row["gpu"], f"{row['link_gb_per_s']:g}", *cells])
-    return steps, hidden
+    print()
+    print_table(hidden[0], hidden[1:])
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -177,8 +178,7 @@ def main(arguments: list[str] | None = None) -> None:
         "options": OPTIONS,
         **measure(options.toy, options.cards),
     }
-    for heads, *rows in tables(results):
-        print_table(heads, rows)
+    print_report(results)
     print("wrote", write_results(results, options.output or results_path("streamed-weights-predicted", cpu)))
 
 
