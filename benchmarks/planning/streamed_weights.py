@@ -12,8 +12,9 @@ computes and copies in the same proportion.
 import argparse
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from hf_memopt.estimate.estimate import simulate_step
 from hf_memopt.estimate.estimate_report import fits, needed_bytes
 from hf_memopt.estimate.gpus import find_card
 from hf_memopt.estimate.memory_below import Disk, MemoryBelow
-from hf_memopt.estimate.simulation.child_process import run_isolated
+from hf_memopt.estimate.simulation.child_process import run_all_isolated
 from hf_memopt.jobs.huggingface import HuggingFaceModel
 
 SHAPE = {
@@ -49,7 +50,7 @@ TOKENS = 4096
 # Of the first table: the card, a small one of its size.
 CARD = "rtx4070-laptop"
 CARDS = ("rtx4070-laptop", "rtx3060ti", "rtx3090", "rtx4090", "h100")
-LENGTHS = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
+LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
 HIDDEN_SHARE = 0.05
 
 
@@ -82,11 +83,14 @@ class Predictions:
         model = HuggingFaceModel(str(self._config), seq_len=tokens, base=home.base, **options)
         step = model.step_with("full", "off", 1)
         disk = None if home.disk_bytes_per_s is None else Disk(None, home.disk_bytes_per_s)
-        return run_isolated(lambda: simulate_step(step, gpu=find_card(gpu), below=MemoryBelow(None, disk)))
+        return simulate_step(step, gpu=find_card(gpu), below=MemoryBelow(None, disk))
 
-    def hidden_from(self, gpu: str, lengths: Sequence[int]) -> dict[str, int | None]:
+    def row(self, loss: str, home: Home, tokens: int) -> dict[str, Any]:
+        return {"loss": loss, "home": home.name, **_figures(self.step(home, CARD, tokens, loss), CARD)}
+
+    def hidden_from(self, gpu: str, lengths: Sequence[int]) -> dict[str, Any]:
         """Return for each home the first length at which copies are hidden; None, they are not at the last one."""
-        found: dict[str, int | None] = {}
+        found: dict[str, Any] = {"gpu": gpu, "link_gb_per_s": find_card(gpu).link_bytes_per_s / 1e9}
         shortest = 0
         for home in HOMES:
             shortest = self._first_hidden(home, gpu, lengths, shortest)
@@ -107,25 +111,28 @@ class Predictions:
         return low
 
 
-def measure(toy: bool, cards: Sequence[str]) -> dict[str, Any]:
+def measure(toy: bool, cards: Sequence[str], workers: int) -> dict[str, Any]:
     tokens, lengths = (64, (16, 64)) if toy else (TOKENS, LENGTHS)
     with tempfile.TemporaryDirectory() as folder:
-        predictions = Predictions(Path(folder), SHAPE | (TOY if toy else {}))
-        steps = [
-            {"loss": loss, "home": home.name, **_figures(predictions.step(home, CARD, tokens, loss), CARD)}
-            for loss in ("full", "chunked")
-            for home in tqdm((RESIDENT, *HOMES), desc=f"{loss} loss", unit="step")
-        ]
-        predictions = Predictions(Path(folder), SHAPE | (TOY if toy else QUARTER))
-        hidden = [
-            {
-                "gpu": gpu,
-                "link_gb_per_s": find_card(gpu).link_bytes_per_s / 1e9,
-                **predictions.hidden_from(gpu, lengths),
-            }
-            for gpu in tqdm(cards, desc="cards", unit="card")
-        ]
+        whole = Predictions(Path(folder), SHAPE | (TOY if toy else {}))
+        steps = _in_order(
+            [partial(whole.row, loss, home, tokens) for loss in ("full", "chunked") for home in (RESIDENT, *HOMES)],
+            workers,
+        )
+        quarter = Predictions(Path(folder), SHAPE | (TOY if toy else QUARTER))
+        hidden = _in_order([partial(quarter.hidden_from, gpu, lengths) for gpu in cards], workers)
     return {"tokens": tokens, "lengths": lengths, "steps": steps, "hidden_from_tokens": hidden}
+
+
+def _in_order(functions: Sequence[Callable[[], dict[str, Any]]], workers: int) -> list[dict[str, Any]]:
+    """Return the results of functions that run in processes of their own."""
+    numbered = (partial(_numbered, number, function) for number, function in enumerate(functions))
+    found = dict(tqdm(run_all_isolated(numbered, workers), total=len(functions), unit="simulation"))
+    return [found[number] for number in range(len(functions))]
+
+
+def _numbered(number: int, function: Callable[[], dict[str, Any]]) -> tuple[int, dict[str, Any]]:
+    return number, function()
 
 
 def _figures(estimate: MemoryEstimate, gpu: str) -> dict[str, Any]:
@@ -166,6 +173,7 @@ def print_report(results: dict[str, Any]) -> None:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cards", nargs="+", default=CARDS, help="of the second table (default: %(default)s)")
+    parser.add_argument("--workers", type=int, default=2, help="simulations at once (default: %(default)s)")
     parser.add_argument("--toy", action="store_true", help="a tiny shape, for a test")
     parser.add_argument("--output", type=Path, help="JSON file (default: in benchmarks/results)")
     options = parser.parse_args(arguments)
@@ -176,7 +184,7 @@ def main(arguments: list[str] | None = None) -> None:
         "predicted_for": CARD,
         "shape": {**SHAPE, **(TOY if options.toy else {})},
         "options": OPTIONS,
-        **measure(options.toy, options.cards),
+        **measure(options.toy, options.cards, options.workers),
     }
     print_report(results)
     print("wrote", write_results(results, options.output or results_path("streamed-weights-predicted", cpu)))
