@@ -1,6 +1,7 @@
 """Tests of frozen weights that visit the device in forward and backward."""
 
 import copy
+import gc
 import io
 import pickle
 from collections.abc import Callable
@@ -13,9 +14,11 @@ import torch
 from adversarial_copier import AdversarialCopier, InjectedError
 from frozen_bases import LAYER_BYTES, ROWS, WIDTH, AdaptedLinear, adapted, ids, same, square_loss, streamed, train
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from hf_memopt import ActivationOffloader, StreamedWeights, SyncCopier
 from hf_memopt.units import GIB
+from hf_memopt.weights.residency.backward_visits import BackwardVisit
 from hf_memopt.weights.base import streamed_weights_of
 
 
@@ -190,6 +193,39 @@ def test_weights_may_be_read_without_their_module(where: str) -> None:
     assert base.report().resident == kept
     with base.stream():
         assert base.report().device_bytes == sum(kept.values())
+
+
+def test_only_experts_that_are_called_are_brought() -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList(AdaptedLinear() for _ in range(8))
+
+        def forward(self, x: Tensor, chosen: int) -> Tensor:
+            return self.experts[chosen](x)
+
+    model = Experts()
+    base = streamed(model)
+    x = torch.randn(3, WIDTH)
+    for chosen, experts in [(2, 1), (2, 2), (5, 3)]:
+        with base.stream():
+            loss = model(x, chosen).sum()
+        loss.backward()  # x has no gradient, so that backward needs no weight
+        # The third pass fetches nothing that it does not call: the second one's expert comes in its own visit.
+        assert base.report().bytes_to_device == experts * LAYER_BYTES
+
+
+def test_nothing_is_left_of_a_step_and_of_a_model() -> None:
+    model = adapted()
+    base = streamed(model)
+    train(model, square_loss, base, steps=2)
+    gc.collect()
+    assert not [each for each in gc.get_objects() if isinstance(each, BackwardVisit)]
+    storage = StorageWeakRef(base._storages.storages[1].present[0].untyped_storage())
+    assert not storage.expired()
+    del model, base
+    gc.collect()
+    assert storage.expired()
 
 
 def test_a_weight_that_its_module_returns_stays() -> None:
