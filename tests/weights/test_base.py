@@ -5,6 +5,7 @@ import gc
 import io
 import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from hf_memopt import ActivationOffloader, StreamedWeights, SyncCopier
 from hf_memopt.units import GIB
-from hf_memopt.weights.residency.backward_visits import BackwardVisit
 from hf_memopt.weights.base import streamed_weights_of
+from hf_memopt.weights.residency.backward_visits import BackwardVisit
 
 
 @pytest.mark.parametrize("schedule", ["early", "late", "random"])
@@ -435,6 +436,40 @@ class TwoWays(nn.Module):
 
     def forward(self, x: Tensor, itself: bool) -> Tensor:
         return nn.functional.linear(x, self.layer.weight) if itself else self.layer(x)
+
+
+class ReadsAnother(nn.Module):
+    """A module that reads the weight of another one, and calls layers behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.other = nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False)
+        self.rest = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(6)]).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rest(nn.functional.linear(self.first(x), self.other.weight).tanh())
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_passes_may_begin_before_the_backward_of_others(order: tuple[int, int]) -> None:
+    def gradients(model: ReadsAnother, context: Callable[[], Any]) -> list[Tensor]:
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1))
+        losses = []
+        for scale in (1, 2):
+            with context():
+                losses.append(model(scale * x).square().mean())
+        with context(), torch.no_grad():
+            model(x)
+        return [torch.autograd.grad(losses[number], model.first.weight)[0] for number in order]
+
+    plain, model = ReadsAnother(), ReadsAnother()
+    base = streamed(model, copier=AdversarialCopier("late"))
+    for _ in range(3):
+        assert same(gradients(model, base.stream), gradients(plain, nullcontext))
+    with base.stream():
+        assert base.report().device_bytes == 0
 
 
 def test_each_way_through_a_model_is_learned_by_itself() -> None:
