@@ -45,7 +45,7 @@ class HuggingFaceModel(ModelOptions):
             object.__setattr__(self, "levers", _LEVERS_OF_SHARDS)
         elif self.streams and self.base != RESIDENT:
             base = _BASE if self.base is None else Lever("base", (self.base,))
-            object.__setattr__(self, "levers", (*_LEVERS, base))
+            object.__setattr__(self, "levers", (*self.levers, base))
 
     @property
     def name(self) -> str:

@@ -173,7 +173,9 @@ class StreamedWeights:
         self._units: dict[nn.Module, Unit | TableAtHome] = {}
         self._add_units(at_home)
         self._known: set[str] = set()
+        # Storages whose reads nothing announced, and the number of backward passes before the one that they wait for.
         self._held: list[int] = []
+        self._held_since: int | None = None
         self._depth = 0
         self._has_failed = False
         _ignore_in_ddp(model, [each.name for each in chosen.streamed])
@@ -211,6 +213,7 @@ class StreamedWeights:
             else:
                 with self._learning(kind):
                     yield
+                self._held_since = self._open_visits.num_ended if trains else None
             self._home.check()
         except BaseException:
             self._has_failed = True
@@ -251,9 +254,10 @@ class StreamedWeights:
 
     def _begin(self, kind: str, trains: bool) -> None:
         self._has_failed |= self._open_visits.close_all()
-        for number in self._held:
-            self._storages.leave((number,))
-        self._held.clear()
+        if self._held_since != self._open_visits.num_ended:
+            for number in self._held:
+                self._storages.leave((number,))
+            self._held.clear()
         for parameter, inner in self._quantised.items():
             for (storage, place), tensor in zip(inner, stored_tensors("", parameter), strict=True):
                 if storage.tensors[place] is not tensor:

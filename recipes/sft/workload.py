@@ -30,6 +30,8 @@ OPTIMIZERS = {
 }
 # The planner's names of the recipe's ways to store a frozen base.
 STORED = {"none": "none", "nf4": "nf4", "int8": "int8-torchao"}
+# The planner's names of the homes of a frozen base. The other home is for a host without room.
+HOMES = {"off": "resident", "auto": "host", "host": "host", "file": "file"}
 # Without selective checkpointing, for which TRL has no flag.
 _CHOICES = tuple(name for name, (checkpointing, _) in ACTIVATIONS.items() if checkpointing != "selective")
 
@@ -69,6 +71,8 @@ def simulated(options: Options, **changes: Any) -> "SupervisedFineTuning":
         "lora_rank": sft.lora_rank,
         "lora_targets": sft.lora_targets if sft.lora_rank else None,
         "quantize": STORED[sft.quantize],
+        "base": HOMES[memopt.base],
+        "base_budget": None if memopt.base_budget_gib is None else f"{memopt.base_budget_gib}GiB",
         "max_grad_norm": training.max_grad_norm or None,
         "offload_threshold_mb": memopt.offload_threshold_mb,
     }

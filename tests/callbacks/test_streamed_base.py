@@ -20,6 +20,7 @@ datasets = LateModule("datasets")
 peft = LateModule("peft")
 streamed_base = LateModule("hf_memopt.callbacks.streamed_base")
 trainer_toys = LateModule("trainer_toys")
+transformers = LateModule("transformers")
 trl = LateModule("trl")
 trl_trainers = LateModule("trl_trainers")
 
@@ -263,12 +264,20 @@ STEPS: dict[str, Any] = {
 }
 
 
+def decoder_with_tied_table() -> Any:
+    """Return a model whose output layer is large, is its embedding too, and is read by TRL outside of its module."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
+    config = transformers.LlamaConfig(vocab_size=600, tie_word_embeddings=True, **special, **sizes)
+    return transformers.LlamaForCausalLM(config)
+
+
 def trained_by(trainer_class: Any, arguments: Any, rows: Any, **options: Any) -> Any:
     tokenizer = trl_trainers.tokenizer()
     tokenizer.padding_side = "left"
-    torch.manual_seed(0)
     return trainer_class(
-        trl_trainers.decoder(),
+        decoder_with_tied_table(),
         args=arguments,
         train_dataset=rows,
         processing_class=tokenizer,

@@ -119,6 +119,24 @@ def test_what_a_plan_chooses_reaches_the_flags(tmp_path: Path, monkeypatch: pyte
     assert (training.gradient_checkpointing, options.memopt.offload) == (True, "inputs")
 
 
+@pytest.mark.parametrize(
+    ("flags", "home", "budget"),
+    [
+        ((), "resident", None),
+        (("--base=auto",), "host", None),
+        (("--base=file", "--base_budget_gib=2"), "file", "2.0GiB"),
+    ],
+)
+def test_a_plan_has_the_home_of_the_base_and_choices_that_trl_has(
+    flags: tuple[str, ...], home: str, budget: str | None, tmp_path: Path
+) -> None:
+    model = sft_plan.simulated(sft_options.parse("", [LORA, *flags, f"--model={tiny(tmp_path)}", "--max_length=64"]))
+    assert (model.base, model.base_budget) == (home, budget)
+    choices = {lever.name: lever.values for lever in model.levers}
+    assert choices.pop("activations") == sft_plan._CHOICES
+    assert choices == ({} if home == "resident" else {"base": (home,)})
+
+
 def test_a_card_with_room_for_the_whole_batch_needs_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "hf_memopt")
     losses, _ = train(tmp_path, LORA, "--plan=80GiB", "--max_length=64")

@@ -1,9 +1,11 @@
 """Tests of frozen weights that visit the device in forward and backward."""
 
 import copy
+import gc
 import io
 import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,12 @@ import torch
 from adversarial_copier import AdversarialCopier, InjectedError
 from frozen_bases import LAYER_BYTES, ROWS, WIDTH, AdaptedLinear, adapted, ids, same, square_loss, streamed, train
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from hf_memopt import ActivationOffloader, StreamedWeights, SyncCopier
 from hf_memopt.units import GIB
 from hf_memopt.weights.base import streamed_weights_of
+from hf_memopt.weights.residency.backward_visits import BackwardVisit
 
 
 @pytest.mark.parametrize("schedule", ["early", "late", "random"])
@@ -190,6 +194,39 @@ def test_weights_may_be_read_without_their_module(where: str) -> None:
     assert base.report().resident == kept
     with base.stream():
         assert base.report().device_bytes == sum(kept.values())
+
+
+def test_only_experts_that_are_called_are_brought() -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList(AdaptedLinear() for _ in range(8))
+
+        def forward(self, x: Tensor, chosen: int) -> Tensor:
+            return self.experts[chosen](x)
+
+    model = Experts()
+    base = streamed(model)
+    x = torch.randn(3, WIDTH)
+    for chosen, experts in [(2, 1), (2, 2), (5, 3)]:
+        with base.stream():
+            loss = model(x, chosen).sum()
+        loss.backward()  # x has no gradient, so that backward needs no weight
+        # The third pass fetches nothing that it does not call: the second one's expert comes in its own visit.
+        assert base.report().bytes_to_device == experts * LAYER_BYTES
+
+
+def test_nothing_is_left_of_a_step_and_of_a_model() -> None:
+    model = adapted()
+    base = streamed(model)
+    train(model, square_loss, base, steps=2)
+    gc.collect()
+    assert not [each for each in gc.get_objects() if isinstance(each, BackwardVisit)]
+    storage = StorageWeakRef(base._storages.storages[1].present[0].untyped_storage())
+    assert not storage.expired()
+    del model, base
+    gc.collect()
+    assert storage.expired()
 
 
 def test_a_weight_that_its_module_returns_stays() -> None:
@@ -399,6 +436,40 @@ class TwoWays(nn.Module):
 
     def forward(self, x: Tensor, itself: bool) -> Tensor:
         return nn.functional.linear(x, self.layer.weight) if itself else self.layer(x)
+
+
+class ReadsAnother(nn.Module):
+    """A module that reads the weight of another one, and calls layers behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.other = nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False)
+        self.rest = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(6)]).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rest(nn.functional.linear(self.first(x), self.other.weight).tanh())
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_passes_may_begin_before_the_backward_of_others(order: tuple[int, int]) -> None:
+    def gradients(model: ReadsAnother, context: Callable[[], Any]) -> list[Tensor]:
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1))
+        losses = []
+        for scale in (1, 2):
+            with context():
+                losses.append(model(scale * x).square().mean())
+        with context(), torch.no_grad():
+            model(x)
+        return [torch.autograd.grad(losses[number], model.first.weight)[0] for number in order]
+
+    plain, model = ReadsAnother(), ReadsAnother()
+    base = streamed(model, copier=AdversarialCopier("late"))
+    for _ in range(3):
+        assert same(gradients(model, base.stream), gradients(plain, nullcontext))
+    with base.stream():
+        assert base.report().device_bytes == 0
 
 
 def test_each_way_through_a_model_is_learned_by_itself() -> None:

@@ -17,6 +17,7 @@ from hf_memopt.integrations.transformers.simulated_trainer import MODEL, Simulat
 from hf_memopt.integrations.transformers.trainer_batches import TrainerWindow, largest_window
 from hf_memopt.jobs.workload import num_steps
 from hf_memopt.ranges import COUNT
+from hf_memopt.weights.base import streamed_weights_of
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +38,8 @@ def estimate_trainer(trainer: Trainer, *, gpu: str | Card | None = None, num_bat
 
     Raises:
         ValueError: the trainer trains in a way that is not simulated (several processes, FSDP, DeepSpeed, weights that
-            are quantised or on a device, generation, Liger's kernels, TRL's own offloading, reference values computed
-            beforehand), naming it; an offloader plans and there is no `gpu`; it has no training data; see also
+            are quantised, on a device or streamed, generation, Liger's kernels, TRL's own offloading, reference values
+            computed beforehand), naming it; an offloader plans and there is no `gpu`; it has no training data; see also
             `estimate_peak_memory`.
         IsolatedError: a training step failed.
 
@@ -110,6 +111,7 @@ def _refuse(trainer: Trainer) -> None:
         "use_liger_kernel=True": args.use_liger_kernel,
         "activation_offloading=True": getattr(args, "activation_offloading", False),
         "precompute_ref_log_probs=True": getattr(args, "precompute_ref_log_probs", False),
+        "a base that streams": streamed_weights_of(trainer.model) is not None,
         f"generation ({type(trainer).__name__})": hasattr(trainer, "generation_config"),
     }
     for name, is_on in unknown.items():

@@ -12,9 +12,14 @@ from hf_memopt.uncompiled import uncompiled
 
 
 class OpenVisits:
-    """The visits that are open, each closed at the latest when the backward pass that opened it ends."""
+    """The visits that are open, each closed at the latest when the backward pass that opened it ends.
+
+    Attributes:
+        num_ended: backward passes that have opened visits and are over.
+    """
 
     def __init__(self) -> None:
+        self.num_ended = 0
         self._by_pass: dict[int, set[BackwardVisit]] = {}
         # Of passes whose own nodes are run by later ones.
         self._kept: set[BackwardVisit] = set()
@@ -48,6 +53,7 @@ class OpenVisits:
         return have_failed
 
     def _end(self, number: int) -> None:
+        self.num_ended += 1
         for visit in list(self._by_pass.pop(number, ())):
             visit.close()
 

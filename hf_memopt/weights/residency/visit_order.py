@@ -21,6 +21,7 @@ class VisitOrder:
         self._expected: list[Visit] = []
         self._recorded: list[Visit] = []
         self._place = 0
+        self._is_lost = False
 
     def begin(self, kind: str, has_failed: bool) -> list[Visit]:
         """Begin a pass, such as "training"; returns the visits that are expected, none where it is the first.
@@ -29,7 +30,7 @@ class VisitOrder:
         """
         if self._recorded and not has_failed:
             self._learned[self._kind] = self._recorded
-        self._kind, self._recorded, self._place = kind, [], 0
+        self._kind, self._recorded, self._place, self._is_lost = kind, [], 0, False
         self._expected = self._learned.get(kind, [])
         return self._expected
 
@@ -40,10 +41,11 @@ class VisitOrder:
         expected, here = self._expected, self._place
         for place in chain(range(here, len(expected)), range(here)):
             if expected[place] is visit:
-                self._place = place + 1
+                self._place, self._is_lost = place + 1, False
                 return
+        self._is_lost = True
 
     def coming(self, most: int) -> Iterator[Visit]:
-        """Yield the visits that are expected next."""
-        expected = self._expected
+        """Yield the visits that are expected next: none after one that was not expected at all."""
+        expected = [] if self._is_lost else self._expected
         return (expected[place] for place in range(self._place, min(self._place + most, len(expected))))

@@ -197,6 +197,14 @@ def test_trainers_that_generate_are_refused(tmp_path: Path) -> None:
         estimates.estimate_trainer(trl_trainers.grpo(tmp_path))
 
 
+def test_a_base_that_streams_is_refused(tmp_path: Path) -> None:
+    trainer = plain(tmp_path)
+    trainer.model.model.layers[0].requires_grad_(False)
+    callbacks.attach(trainer, base="host", offloader=None)
+    with pytest.raises(ValueError, match="a base that streams is not simulated; estimate a trainer without it"):
+        estimates.estimate_trainer(trainer)
+
+
 def test_weights_of_other_types_are_refused(tmp_path: Path) -> None:
     class Packed(torch.nn.Parameter):
         pass
