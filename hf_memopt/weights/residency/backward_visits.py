@@ -44,7 +44,7 @@ class OpenVisits:
         self._kept[visit] = self.num_ended + 1
 
     def close_all(self) -> bool:
-        """Close those of failed passes, and those kept for a graph that has been run; returns whether any has failed."""
+        """Close those of failed passes, and those kept for a graph that was run; returns whether a pass has failed."""
         have_failed = bool(self._by_pass)
         for number in list(self._by_pass):
             self._end(number)
