@@ -174,6 +174,7 @@ JOBS = (
     Job("saved-bytes", 3, None, "benchmarks.teacher.saved_bytes --size toy"),
     Job("total-memory", 5, None, "benchmarks.teacher.total_memory --size toy --batch-sizes 4"),
     Job("techniques", 5, None, "benchmarks.planning.techniques --toy"),
+    Job("streamed-weights", 5, None, "benchmarks.planning.streamed_weights --toy --cards rtx4090"),
     Job(
         "memory-over-a-step",
         3,

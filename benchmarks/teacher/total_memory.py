@@ -4,11 +4,13 @@
 
 The step is lerobot's own on tensors without memory, as `hf-memopt plan` runs it: the teacher's target by ten Euler
 steps, the student's forward and backward, clipping, AdamW. SmolVLA has the shape of smolvla_base: three cameras of
-256x256, resized to 512x512. The prefix is computed twice, by teacher and student, or once for both.
+256x256, resized to 512x512. The prefix is computed twice, by teacher and student, or once for both. The student's
+frozen VLM stays on the device, or streams from the host (`vlm_home`).
 """
 
 import argparse
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +33,13 @@ HOMES = ("resident", "swap", "stream")
 HEADER = ["teacher", "batch", "peak GiB", "teacher's", "student's", "states", "activations", "host GiB"]
 KINDS = (
     ("teacher", "prefetch buffers"),
-    ("parameters", "frozen parameters", "buffers"),
+    ("parameters", "frozen parameters", "streamed weights", "buffers"),
     ("gradients", "optimizer state"),
     ("activations",),
 )
 
 
-def make_student(size: Size, folder: Path, share_prefix: str) -> SmolVLAReflow:
+def make_student(size: Size, folder: Path, share_prefix: str, vlm_home: str) -> SmolVLAReflow:
     """Return the workload of a student and its teacher, from configurations without weights."""
     cameras = {
         f"observation.images.camera{index + 1}": PolicyFeature(
@@ -56,16 +58,18 @@ def make_student(size: Size, folder: Path, share_prefix: str) -> SmolVLAReflow:
     teacher.mkdir()
     SmolVLAConfig(**shape).save_pretrained(teacher)
     save_file({"nothing": torch.zeros(1)}, teacher / "model.safetensors")  # never read
-    reflow = {"use_reflow": True, "teacher_model_path": str(teacher), "share_prefix": share_prefix}
-    return SmolVLAReflow(SmolVLAReflowConfig(**{**shape, **reflow}), folder)
+    reflow = {"use_reflow": True, "teacher_model_path": str(teacher)}
+    shared = {"share_prefix": share_prefix, "vlm_home": vlm_home}
+    return SmolVLAReflow(SmolVLAReflowConfig(**{**shape, **reflow, **shared}), folder)
 
 
 def measure(size: Size, batch_sizes: list[int], precision: str, gpu: str) -> list[dict[str, Any]]:
-    cells = [(share, home, batch) for share in ("off", "on") for home in HOMES for batch in batch_sizes]
+    homes = [*((home, "device") for home in HOMES), ("swap", "host")]
+    cells = [(share, *home, batch) for share in ("off", "on") for home in homes for batch in batch_sizes]
     found = []
-    for share_prefix, home, batch_size in tqdm(cells, unit="step"):
+    for share_prefix, home, vlm_home, batch_size in tqdm(cells, unit="step"):
         with tempfile.TemporaryDirectory() as folder:
-            workload = make_student(size, Path(folder), share_prefix)
+            workload = make_student(size, Path(folder), share_prefix, vlm_home)
             workload.effective_batch = batch_size
             step = workload.simulated({"teacher_offload": home, PRECISION: precision}, batch_size)
             estimate = estimate_peak_memory(step.setup, step.step, num_steps=step.num_steps, gpu=gpu)
@@ -73,10 +77,12 @@ def measure(size: Size, batch_sizes: list[int], precision: str, gpu: str) -> lis
             {
                 "share_prefix": share_prefix,
                 "teacher_offload": home,
+                "vlm_home": vlm_home,
                 "batch_size": batch_size,
                 "peak_bytes": estimate.peak_bytes,
                 "host_bytes": estimate.host_bytes,
                 "breakdown": estimate.breakdown,
+                "streamed": None if estimate.streamed is None else asdict(estimate.streamed),
             }
         )
     return found
@@ -86,6 +92,7 @@ def print_report(results: dict[str, Any]) -> None:
     rows = []
     for cell in results["cells"]:
         name = f"{cell['teacher_offload']}{', one prefix' if cell['share_prefix'] == 'on' else ''}"
+        name += ", VLM streams" if cell["vlm_home"] != "device" else ""
         kinds = [sum(cell["breakdown"].get(name, 0) for name in names) for names in KINDS]
         sizes = [f"{num_bytes / 2**30:.2f}" for num_bytes in (cell["peak_bytes"], *kinds, cell["host_bytes"])]
         rows.append([name, str(cell["batch_size"]), *sizes])

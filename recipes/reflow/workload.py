@@ -36,7 +36,7 @@ from hf_memopt.transfer import clock_for
 
 __all__ = ["workload"]
 
-# Steps until a streamed teacher is as it will be: its first visit is watched, the second follows a plan.
+# Steps until streamed weights are as they will be: their first visit is watched, the second follows a plan.
 STEPS_OF_STREAM = 3
 # Euler steps after which each of the teacher's repeats the one before it.
 _NUM_EULER_STEPS = 2
@@ -127,7 +127,8 @@ class SmolVLAReflow(RecipeWorkload):
         return super().micro_batches if self._micro_batch is None else [self._micro_batch]
 
     def num_steps(self, options: Options, num_micro_batches: int) -> int:
-        return STEPS_OF_STREAM if options.policy.teacher_offload == "stream" else 2
+        streams = options.policy.teacher_offload == "stream" or options.policy.vlm_home != "device"
+        return STEPS_OF_STREAM if streams else 2
 
     def with_settings(self, settings: Settings, micro_batch: int) -> Options:
         policy = copy.deepcopy(self.options.policy)
