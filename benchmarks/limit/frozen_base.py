@@ -36,7 +36,7 @@ from hf_memopt.units import GIB
 
 ENVIRONMENT = {"OMP_WAIT_POLICY": "passive", "MALLOC_MMAP_THRESHOLD_": str(2**16)}
 # A run is ended after so many times the time of the run without a limit, at least so many seconds.
-TOO_SLOW, TOO_SLOW_S = 8, 60.0
+TOO_SLOW, TOO_SLOW_S = 5, 60.0
 HEADER = ["kind", "end", "peak MiB", "CPU s / step", "s / step", "GiB read / step", "first step s", "adapters"]
 
 Row = dict[str, Any]
@@ -177,9 +177,8 @@ def summary(kind: str, runs: list[Row], reference: Row) -> Row:
 def print_report(results: dict[str, Any]) -> None:
     base, size = results["base_bytes"] / GIB, results["sizes"]
     runs = f"{results['num_runs']} runs" if results["num_runs"] > 1 else "1 run"
-    print(
-        f"a base of {base:.2f} GiB in {size['limit_gib']:g} GiB: medians of {runs}, {size['num_tokens']} tokens a step"
-    )
+    title = f"LoRA of a base of {base:.2f} GiB in {size['limit_gib']:g} GiB, {size['num_tokens']} tokens a step"
+    print(f"{title}: medians of {runs}")
     print_table(HEADER, [_cells(row) for row in results["rows"]])
 
 

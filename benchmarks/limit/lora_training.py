@@ -41,11 +41,9 @@ NO_LIMIT = "in memory, no limit"
 KINDS = {
     NO_LIMIT: Kind(is_copied=True),
     "in memory": Kind(is_copied=True),
-    "in memory, checkpointing": Kind(is_copied=True, is_checkpointed=True),
     "mapped": Kind(),
     "mapped, checkpointing": Kind(is_checkpointed=True),
     "ours": Kind(is_streamed=True),
-    "ours, budget": Kind(is_streamed=True, has_budget=True),
     "ours, checkpointing": Kind(is_checkpointed=True, is_streamed=True),
     "ours, checkpointing, budget": Kind(is_checkpointed=True, is_streamed=True, has_budget=True),
 }
