@@ -7,10 +7,11 @@ drops the base's files from its cache, so that pages of them which a run maps co
 from the imports on, before the model is loaded. "mapped" is transformers' own way to load: the system reads pages of
 the files when they are touched, and drops them when the limit comes near.
 
-"peak" is anonymous memory, sampled every few milliseconds. The first step includes loading, in which streamed weights
-are compared with their files; the costs per step are those of the later steps. CPU time is that of all threads, in user
-space and in the system. Threads that wait for each other sleep (`OMP_WAIT_POLICY`). "GiB read" is the system's count of
-bytes that disks have sent to the process. The digest is that of the trained adapters.
+"peak" is anonymous memory, sampled every few milliseconds. The first step includes loading; the costs per step are
+those of the later steps. CPU time is that of all threads, in user space and in the system. "GiB read" is the system's
+count of bytes that disks have sent to the process. "equal" are losses and trained adapters, bit for bit. For all kinds,
+threads that wait for each other sleep (`OMP_WAIT_POLICY`), and glibc gives larger blocks back as soon as they are freed
+(`MALLOC_MMAP_THRESHOLD_`).
 """
 
 import argparse
@@ -25,10 +26,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.common import MIB, environment, print_table, results_path, write_results
-from benchmarks.limit.lora_training import KINDS, NO_LIMIT
+from benchmarks.limit.lora_kinds import KINDS, NO_LIMIT
 from hf_memopt.recipes.memory_limit import limits
 from hf_memopt.recipes.memory_limit.limited_process import LimitedRun, run_limited
 from hf_memopt.transfer.scratch_file import file_system
@@ -56,6 +56,8 @@ class Size:
 
     def make_base(self, folder: Path) -> Path:
         """Write a base with random weights to files."""
+        from transformers import LlamaConfig, LlamaForCausalLM  # seconds, which printing results does not need
+
         torch.manual_seed(0)
         torch.set_default_dtype(torch.bfloat16)
         config = LlamaConfig(
