@@ -178,9 +178,10 @@ def summary(kind: str, runs: list[Row], reference: Row) -> Row:
 
 def print_report(results: dict[str, Any]) -> None:
     base, size = results["base_bytes"] / GIB, results["sizes"]
-    runs = f"{results['num_runs']} runs" if results["num_runs"] > 1 else "1 run"
+    num_runs = min(len(row["runs"]) for row in results["rows"])
+    runs = f"medians of {num_runs} runs" if num_runs > 1 else "one run"
     title = f"LoRA of a base of {base:.2f} GiB in {size['limit_gib']:g} GiB, {size['num_tokens']} tokens a step"
-    print(f"{title}: medians of {runs}")
+    print(f"{title}: {runs}")
     print_table(HEADER, [_cells(row) for row in results["rows"]])
 
 
@@ -210,7 +211,6 @@ def run(options: argparse.Namespace, output: Path) -> dict[str, Any]:
             "size": options.size,
             "sizes": asdict(SIZES[options.size]),
             "base_bytes": sum(path.stat().st_size for path in base.glob("*.safetensors")),
-            "num_runs": options.runs,
             "num_steps": options.steps,
             "environment": ENVIRONMENT,
             "kinds": {name: asdict(KINDS[name]) for name in options.kinds},
