@@ -76,7 +76,7 @@ class Size:
 
 SIZES = {
     "real": Size(
-        width=2048, inner_width=8192, num_layers=28, vocabulary=32_000, num_tokens=256, limit_gib=2, budget_gib=0.5
+        width=2048, inner_width=8192, num_layers=28, vocabulary=32_000, num_tokens=256, limit_gib=2, budget_gib=1
     ),
     "toy": Size(
         width=1024, inner_width=4096, num_layers=14, vocabulary=4_000, num_tokens=32, limit_gib=0.75, budget_gib=0.1
@@ -180,8 +180,8 @@ def print_report(results: dict[str, Any]) -> None:
     base, size = results["base_bytes"] / GIB, results["sizes"]
     num_runs = min(len(row["runs"]) for row in results["rows"])
     runs = f"medians of {num_runs} runs" if num_runs > 1 else "one run"
-    title = f"LoRA of a base of {base:.2f} GiB in {size['limit_gib']:g} GiB, {size['num_tokens']} tokens a step"
-    print(f"{title}: {runs}")
+    limit, budget = f"{size['limit_gib']:g} GiB", f"budget {size['budget_gib']:g} GiB"
+    print(f"LoRA of a base of {base:.2f} GiB in {limit}, {size['num_tokens']} tokens a step, {budget}: {runs}")
     print_table(HEADER, [_cells(row) for row in results["rows"]])
 
 

@@ -68,9 +68,10 @@ def test_a_row_says_how_a_kind_ended(load: Load, capsys: pytest.CaptureFixture[s
         bench.summary("in memory", [run("killed")], reference),
         bench.summary("ours", [run("finished"), run("finished", "b")], reference),
     ]
-    bench.print_report({"base_bytes": 3 * GIB, "sizes": {"limit_gib": 2, "num_tokens": 256}, "rows": rows})
+    sizes = {"limit_gib": 2, "num_tokens": 256, "budget_gib": 1}
+    bench.print_report({"base_bytes": 3 * GIB, "sizes": sizes, "rows": rows})
     title, _, _, free, killed, ours = capsys.readouterr().out.splitlines()
-    assert title == "LoRA of a base of 3.00 GiB in 2 GiB, 256 tokens a step: one run"
+    assert title == "LoRA of a base of 3.00 GiB in 2 GiB, 256 tokens a step, budget 1 GiB: one run"
     assert free.split()[-7:] == ["finished", "3", "1.5", "1.5", "0.50", "9.0", "equal"]
     assert killed.split()[-9:] == ["in", "step", "2", "3", "-", "-", "-", "-", "-"]
     assert ours.split()[-1] == "DIFFER"
