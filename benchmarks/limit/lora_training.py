@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,40 +15,10 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from benchmarks.limit.lora_kinds import KINDS, Kind
 from hf_memopt import StreamedWeights
 from hf_memopt.disk.digests import weights_sha256
 from hf_memopt.recipes.memory_limit.reported_steps import report_steps
-
-
-@dataclass(frozen=True)
-class Kind:
-    """A way to train adapters of a frozen base.
-
-    Attributes:
-        is_copied: whether the weights are copied out of the files' mapping into memory.
-        is_checkpointed: whether activations are computed again in backward.
-        is_streamed: whether `StreamedWeights` reads them from the files.
-        has_budget: whether it keeps as many of them as its budget has room for.
-    """
-
-    is_copied: bool = False
-    is_checkpointed: bool = False
-    is_streamed: bool = False
-    has_budget: bool = False
-
-
-NO_LIMIT = "in memory, no limit"
-KINDS = {
-    NO_LIMIT: Kind(is_copied=True),
-    "in memory": Kind(is_copied=True),
-    "in memory, checkpointing": Kind(is_copied=True, is_checkpointed=True),
-    "mapped": Kind(),
-    "mapped, checkpointing": Kind(is_checkpointed=True),
-    "ours": Kind(is_streamed=True),
-    "ours, budget": Kind(is_streamed=True, has_budget=True),
-    "ours, checkpointing": Kind(is_checkpointed=True, is_streamed=True),
-    "ours, checkpointing, budget": Kind(is_checkpointed=True, is_streamed=True, has_budget=True),
-}
 
 
 class Training:

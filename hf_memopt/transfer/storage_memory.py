@@ -72,11 +72,11 @@ class WholePages:
         size = -(-(offset + num_bytes) // PAGE) * PAGE
         unit = _HUGE_PAGE if size >= _HUGE_PAGE else PAGE
         self._mapping = mmap.mmap(-1, size + unit - PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        whole = torch.frombuffer(self._mapping, dtype=torch.uint8)
-        self._first = -whole.data_ptr() % unit
-        self.pages = whole[self._first : self._first + size]
-        self.block = self.pages[offset : offset + num_bytes]
-        self._address, self._num_bytes = whole.data_ptr(), whole.nbytes
+        self._address = torch.frombuffer(self._mapping, dtype=torch.uint8).data_ptr()
+        first = -self._address % unit
+        self.pages = torch.frombuffer(self._mapping, dtype=torch.uint8, offset=first, count=size)
+        # With a storage of its own, which has no more bytes when it is saved or copied.
+        self.block = torch.frombuffer(self._mapping, dtype=torch.uint8, offset=first + offset, count=num_bytes)
         with contextlib.suppress(OSError):  # a kernel without huge pages
             self._mapping.madvise(mmap.MADV_HUGEPAGE)
         self._is_there = True
@@ -104,6 +104,6 @@ class WholePages:
 
     def _protect(self, protection: int) -> None:
         libc = ctypes.CDLL(None, use_errno=True)
-        if libc.mprotect(ctypes.c_void_p(self._address), ctypes.c_size_t(self._num_bytes), protection):
+        if libc.mprotect(ctypes.c_void_p(self._address), ctypes.c_size_t(len(self._mapping)), protection):
             reason = os.strerror(ctypes.get_errno())
             raise MemoryError(f"cannot allocate {format_bytes(self.pages.nbytes)} of host memory: {reason}")

@@ -93,6 +93,7 @@ class FileHome:
         ahead = self._block.pieces[piece.start].position - piece.start
         is_aligned = all((each.start + ahead - each.tensor.data_ptr()) % _VECTOR_BYTES == 0 for each in piece.offsets)
         if isinstance(self._reads, DirectReads) and is_aligned and WholePages.are_available():
+            self.host_bytes = 0  # no read passes through other memory
             return self._reads.memory(piece.start, piece.num_bytes)
         return ResizedMemory(piece.num_bytes, device)
 

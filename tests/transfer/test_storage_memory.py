@@ -59,6 +59,7 @@ def test_blocks_lie_within_their_own_pages(offset: int) -> None:
     assert memory.pages.data_ptr() % PAGE == 0
     assert memory.block.data_ptr() == memory.pages.data_ptr() + offset
     assert memory.pages.nbytes % PAGE == 0
+    assert memory.block.untyped_storage().nbytes() == memory.block.nbytes
     memory.pages.fill_(1)
     assert memory.block.sum() == memory.block.nbytes
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hf_memopt import ActivationOffloader, StreamedWeights, SyncCopier
+from hf_memopt.transfer.storage_memory import WholePages
 from hf_memopt.units import GIB
 from hf_memopt.weights.base import streamed_weights_of
 from hf_memopt.weights.residency.backward_visits import BackwardVisit
@@ -43,6 +44,7 @@ def test_weights_come_from_files(budget_gib: float | None, tmp_path: Path) -> No
     assert same(train(model, square_loss, base), want)
     report = base.report()
     assert report.bytes_read > 0
+    assert report.host_bytes == 0 or not WholePages.are_available()
     assert not list(tmp_path.iterdir())  # the file has no name
 
 

@@ -141,5 +141,30 @@ def test_results_are_those_of_the_resident_run(way: Callable[[nn.Module], list[T
         with base.stream():
             got = way(model)
         assert same(got, want)
-    with base.stream():  # a backward that records a graph leaves weights until then
+    # A backward that records a graph leaves weights, until a later one has ended.
+    with base.stream():
+        loss = square_loss(model)
+    loss.backward()
+    with base.stream():
+        assert base.report().device_bytes == 0
+
+
+def test_a_graph_of_gradients_may_wait_for_another_forward() -> None:
+    def penalised(model: nn.Module) -> list[Tensor]:
+        x = X.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(nn.Sequential(*model.layers)(x).tanh().sum(), x, create_graph=True)
+        return [gradient.square().sum()]
+
+    plain, model = adapted(), adapted()
+    base = streamed(model)
+    for _ in range(2):
+        want = penalised(plain)[0] + square_loss(plain)
+        with base.stream():
+            (penalty,) = penalised(model)
+        with base.stream():
+            loss = penalty + square_loss(model)
+        want.backward()
+        loss.backward()
+        assert same(take(model), take(plain))
+    with base.stream():
         assert base.report().device_bytes == 0

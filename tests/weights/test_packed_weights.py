@@ -70,5 +70,5 @@ class Quantised(Tensor):
 def test_weights_that_cannot_be_rebound_are_refused(weight: Tensor) -> None:
     module = nn.Module()
     module.register_buffer("odd", weight)
-    with pytest.raises(ValueError, match="teacher weight 'odd'"):
+    with pytest.raises(ValueError, match="frozen weight 'odd'"):
         OffloadedTeacher(module, device="cpu")

@@ -92,5 +92,5 @@ class Sharded(torch.Tensor):
 def test_weights_that_are_not_understood_are_refused(mode: str, weight: nn.Parameter) -> None:
     module = nn.Module()
     module.odd = weight
-    with pytest.raises(ValueError, match=r"teacher weight 'odd'.*quantised with torchao"):
+    with pytest.raises(ValueError, match=r"frozen weight 'odd'.*quantised with torchao"):
         OffloadedTeacher(module, device="cpu", mode=mode)

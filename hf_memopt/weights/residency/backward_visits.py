@@ -21,8 +21,8 @@ class OpenVisits:
     def __init__(self) -> None:
         self.num_ended = 0
         self._by_pass: dict[int, set[BackwardVisit]] = {}
-        # Of passes whose own nodes are run by later ones.
-        self._kept: set[BackwardVisit] = set()
+        # Of passes that have recorded a graph, which a later one runs, with `num_ended` after the first of these.
+        self._kept: dict[BackwardVisit, int] = {}
 
     def expect_end(self) -> None:
         """Have the end of the present backward pass close what is left open."""
@@ -37,25 +37,26 @@ class OpenVisits:
     def remove(self, visit: "BackwardVisit") -> None:
         for visits in self._by_pass.values():
             visits.discard(visit)
-        self._kept.discard(visit)
+        self._kept.pop(visit, None)
 
     def keep(self, visit: "BackwardVisit") -> None:
         self.remove(visit)
-        self._kept.add(visit)
+        self._kept[visit] = self.num_ended + 1
 
     def close_all(self) -> bool:
-        """Close those of passes that have recorded a graph, and of failed ones; returns whether there were such."""
+        """Close those of failed passes, and those kept for a graph that was run; returns whether a pass has failed."""
         have_failed = bool(self._by_pass)
         for number in list(self._by_pass):
             self._end(number)
-        for visit in list(self._kept):
-            visit.end()
+        for visit, num_ended in list(self._kept.items()):
+            if self.num_ended > num_ended:
+                visit.end()
         return have_failed
 
     def _end(self, number: int) -> None:
-        self.num_ended += 1
         for visit in list(self._by_pass.pop(number, ())):
             visit.close()
+        self.num_ended += 1
 
 
 class BackwardVisit:
@@ -68,8 +69,8 @@ class BackwardVisit:
 
     @uncompiled
     def open(self, *gradients: Any) -> None:
+        self._others.expect_end()
         if not self._is_open:
-            self._others.expect_end()
             self._enter()
             self._is_open = True
             self._others.add(self)
