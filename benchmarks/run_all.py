@@ -60,6 +60,7 @@ LIMITED = (
     "benchmarks.activations.offload",
     "benchmarks.activations.longest",
     "benchmarks.teacher.offload",
+    "benchmarks.streamed_weights",
     "benchmarks.planning.estimate",
     "benchmarks.planning.cache_clearing",
 )
@@ -110,6 +111,12 @@ JOBS = (
         " stream stream+shared diffusers-leaf diffusers-block accelerate",
         "benchmarks.teacher.offload --size toy --dtypes float32 --batch-sizes 2 --warmup 1 --steps 2"
         " --seconds-per-cell 1",
+    ),
+    Job(
+        "streamed-weights",
+        7,
+        "benchmarks.streamed_weights --tokens 4096",
+        "benchmarks.streamed_weights --size toy --tokens 64 --steps 2 --seconds-per-cell 1",
     ),
     Job("estimates-small-models", 6, "benchmarks.planning.estimate --sizes small --recipes"),
     Job(

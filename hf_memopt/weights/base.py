@@ -59,6 +59,7 @@ class WeightsReport:
         bytes_read: from files, without rows of embeddings.
         stall_ms: time for which compute waited for copies, and the host for reads of files.
         resident: by reason, the bytes of frozen weights that stay on the device.
+        names: by reason, the names of those that would stream otherwise.
         smallest_budget_bytes: device memory that the visits of a step need; None before the first step.
     """
 
@@ -72,6 +73,7 @@ class WeightsReport:
     bytes_read: int
     stall_ms: float
     resident: dict[str, int] = field(default_factory=dict)
+    names: dict[str, tuple[str, ...]] = field(default_factory=dict)
     smallest_budget_bytes: int | None = None
 
     def __str__(self) -> str:
@@ -83,7 +85,11 @@ class WeightsReport:
             f"  brought: {format_bytes(self.bytes_to_device)}, of these from files {format_bytes(self.bytes_read)}; "
             f"waited {self.stall_ms:.1f} ms",
         ]
-        lines += [f"  stays: {format_bytes(num_bytes)}, {reason}" for reason, num_bytes in self.resident.items()]
+        for reason, num_bytes in self.resident.items():
+            first, *others = self.names.get(reason, ("",))
+            named = f": {first}" if first else ""
+            more = f" and {len(others)} more" if others else ""
+            lines.append(f"  stays: {format_bytes(num_bytes)}, {reason}{named}{more}")
         return "\n".join(lines)
 
 
@@ -164,6 +170,8 @@ class StreamedWeights:
         self._open_visits = OpenVisits()
         self._guards = ParameterGuards(model, chosen.streamed, at_home)
         self._small_bytes = chosen.small_bytes
+        # Of the largest part of a quantised weight.
+        self._numbers = {each.name: weights.slices_of[id(each.parameter)][0] for each in chosen.streamed}
         self._budget_bytes = _budget(budget_gib, chosen.small_bytes)
         self._quantised = {
             each.parameter: [_place_of(tensor, storages) for tensor in stored_tensors(each.name, each.parameter)]
@@ -235,6 +243,7 @@ class StreamedWeights:
             bytes_read=0 if self._files is None else self._files.bytes_read,
             stall_ms=self._copier.stall_ms() + 1e3 * waited_s,
             resident=({"small": self._small_bytes} if self._small_bytes else {}) | self._storages.resident_bytes(),
+            names=self._names_of_resident(),
             smallest_budget_bytes=self._storages.visit_bytes,
         )
 
@@ -309,6 +318,13 @@ class StreamedWeights:
         if unit is not None:
             unit.remove()
         self._units[module] = Unit(module, wanted, self._storages, self._open_visits)
+
+    def _names_of_resident(self) -> dict[str, tuple[str, ...]]:
+        found: dict[str, list[str]] = {}
+        for name, number in self._numbers.items():
+            if number in self._storages.reasons:
+                found.setdefault(self._storages.reasons[number], []).append(name)
+        return {reason: tuple(names) for reason, names in found.items()}
 
     def _add_units(self, at_home: dict[int, Tensor]) -> None:
         in_place = self._readable_in_place()

@@ -72,6 +72,19 @@ def test_activation_offload(load: Load, output: Path, monkeypatch: pytest.Monkey
     assert all(speed > 0 for speed in results_of(output)["link_gb_per_s"].values())
 
 
+def test_streamed_weights(load: Load, output: Path) -> None:
+    size = ["--size", "toy", "--tokens", "64", "--steps", "2", "--modes", "resident", "host", "file"]
+    assert load("streamed_weights").main([*size, NO_LIMIT, "--output", str(output)]) == 0
+    resident, *streamed = cells_of(output)
+    assert [row["mode"] for row in streamed] == ["host", "file"]
+    for row in streamed:
+        assert row["gradients_equal"]
+        assert row["step_ms"]["num_steps"] == 2
+        assert 0 < row["weights_peak_bytes"] < row["brought_bytes"]
+        assert row["peak_bytes"] < resident["peak_bytes"]
+        assert row["stall_ms"] >= 0
+
+
 def test_longest_sequence(load: Load, output: Path) -> None:
     sizes = ["--size", "toy", "--workloads", "layers", "--cards", "2", "--to-tokens", "96", "--steps", "2"]
     modes = ["--modes", "none", "checkpointing", "ours inputs", "ours auto"]

@@ -77,6 +77,9 @@ def test_a_budget_keeps_weights_on_the_device() -> None:
     train(model, square_loss, base, steps=4)
     report = base.report()
     assert report.resident == {"within the budget": 2 * LAYER_BYTES}
+    names = report.names["within the budget"]
+    assert set(names) < {f"layers.{number}.base.weight" for number in range(5)}
+    assert f"within the budget: {names[0]} and 1 more" in str(report)
     assert report.device_bytes == 2 * LAYER_BYTES
     assert report.peak_device_bytes <= 2 * head + 2 * LAYER_BYTES
     assert report.smallest_budget_bytes == 2 * head

@@ -2,6 +2,7 @@
 
 import itertools
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -9,9 +10,10 @@ from adversarial_copier import AdversarialCopier
 from architectures import ARCHITECTURES, Workload
 from frozen_bases import same, trainable
 from own_architectures import OWN_ARCHITECTURES
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_memopt import StreamedWeights
+from hf_memopt.weights.base import BaseHome
 
 ALL = ARCHITECTURES | OWN_ARCHITECTURES
 CASES = [
@@ -66,3 +68,42 @@ def test_gradients_are_those_of_the_resident_run(
     with base.stream():
         stays = sum(num_bytes for reason, num_bytes in base.report().resident.items() if reason != "small")
         assert base.report().device_bytes == stays
+
+
+# Families of models that people adapt, with all that a base may meet at once.
+OF_TOKENS = ["llama", "qwen3", "gemma2", "mixtral", "qwen3_moe", "t5", "bart"]
+ADAPTED = [*OF_TOKENS, "clip", "vit", "whisper"]
+DENOISERS = [name for name in ALL if ALL[name].family == "diffusion"]
+MEETINGS = [
+    (name, checkpointing, precision, home)
+    for name in [*ADAPTED, *DENOISERS]
+    for checkpointing in ("none", "non-reentrant", "reentrant")
+    for precision in ("float32", "autocast", "bfloat16")
+    for home in ("host", "file")
+    if (name in ADAPTED or checkpointing != "reentrant") and (name in OF_TOKENS or precision != "bfloat16")
+]
+
+
+@pytest.mark.sweep(share=0.25)
+@pytest.mark.parametrize(("name", "checkpointing", "precision", "home"), MEETINGS)
+def test_homes_precisions_and_kinds_of_checkpointing(
+    name: str, checkpointing: str, precision: str, home: BaseHome
+) -> None:
+    def build() -> Workload:
+        workload = ALL[name].build()
+        freeze(workload, every_third_trains=False)
+        if precision == "bfloat16":
+            workload.module.bfloat16()
+        if checkpointing == "reentrant":
+            module: Any = workload.module
+            module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+            for embedding in (each for each in module.modules() if isinstance(each, nn.Embedding | nn.Conv2d)):
+                embedding.register_forward_hook(lambda module, args, output: output.requires_grad_(True))
+        elif checkpointing != "none":
+            workload.checkpoint()
+        return workload
+
+    want = gradients(build(), precision == "autocast", None)
+    workload = build()
+    base = StreamedWeights(workload.module, home=home, device="cpu")
+    assert same(gradients(workload, precision == "autocast", base), want)
