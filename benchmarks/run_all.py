@@ -113,7 +113,7 @@ JOBS = (
         " --seconds-per-cell 1",
     ),
     Job(
-        "streamed-weights",
+        "lora-streamed",
         7,
         "benchmarks.streamed_weights --tokens 4096",
         "benchmarks.streamed_weights --size toy --tokens 64 --steps 2 --seconds-per-cell 1",
