@@ -173,9 +173,11 @@ class ResidentSet:
         """Make a cast, unless it is there; its weight visits for as long as that takes."""
         if not cast.users:
             self._take(visit)
-            cast.make()
-            self._count(cast.num_bytes)
-            self._give_up(visit)
+            try:
+                cast.make()
+                self._count(cast.num_bytes)
+            finally:
+                self._give_up(visit)
         cast.users += 1
 
     def _fetch(self, number: int) -> None:
