@@ -111,6 +111,8 @@ def _estimate(spec: JobSpec) -> int:
         raise ValueError("check=True asks whether it fits on a card, so it needs --gpu")
     if spec.offload == "auto" and not spec.gpu:
         raise ValueError("offload='auto' weighs copies against compute, so it needs --gpu")
+    if spec.base_budget is not None and spec.base not in ("host", "file"):
+        raise ValueError(f"base_budget={spec.base_budget!r} is for frozen weights that stream; give base=host or file")
     link_bytes_per_s = None if spec.link is None else parse_size(spec.link, "link")
     card = find_card(spec.gpu, link_bytes_per_s) if spec.gpu else None
     below = find_memory_below(spec.host, spec.disk, reads_only=spec.base == "file")

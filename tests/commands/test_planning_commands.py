@@ -150,6 +150,10 @@ def test_a_recipe_is_estimated_with_its_own_configuration(tmp_path: Path, capsys
         (["/nowhere"], "model='/nowhere'"),
         (["MODEL", "--gpu", "24"], "gpu='24' is neither a size with its unit such as 8GiB, nor"),
         (["MODEL", "--check"], "--check asks whether it fits on a card, so it needs --gpu"),
+        (
+            ["MODEL", "--lora-rank", "8", "--base-budget", "3GiB"],
+            "--base-budget='3GiB' is for frozen weights that stream; give --base=host or file",
+        ),
         (["MODEL", "--offload", "auto"], "--offload='auto' weighs copies against compute, so it needs --gpu"),
         (["MODEL", "--recipe", "train_causal_lm"], "name one of them"),
         (["--recipe", "train_causal_lm"], "needs --config=FILE"),
