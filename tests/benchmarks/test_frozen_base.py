@@ -19,7 +19,7 @@ def groups() -> None:
     group.remove()
 
 
-@pytest.mark.e2e
+@pytest.mark.slow  # near its limit a process may be slow for minutes before it is killed
 @pytest.mark.usefixtures("groups")
 def test_plain_is_killed_and_ours_ends_with_its_adapters(tmp_path: Path, output: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.limit.frozen_base", "--size=toy", "--runs=1", "--steps=3"]

@@ -14,12 +14,16 @@ from hf_memopt.uncompiled import uncompiled
 class OpenVisits:
     """The visits that are open, each closed at the latest when the backward pass that opened it ends.
 
+    Args:
+        when_ended: called when no backward pass is left.
+
     Attributes:
         num_ended: backward passes that have opened visits and are over.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, when_ended: Callable[[], None]) -> None:
         self.num_ended = 0
+        self._when_ended = when_ended
         self._by_pass: dict[int, set[BackwardVisit]] = {}
         # Of passes that have recorded a graph, which a later one runs, with `num_ended` after the first of these.
         self._kept: dict[BackwardVisit, int] = {}
@@ -57,6 +61,8 @@ class OpenVisits:
         for visit in list(self._by_pass.pop(number, ())):
             visit.close()
         self.num_ended += 1
+        if not self._by_pass:
+            self._when_ended()
 
 
 class BackwardVisit:

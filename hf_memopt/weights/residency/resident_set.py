@@ -52,9 +52,13 @@ class ResidentSet:
         self._ahead_bytes = max(map(self._bytes_of, expected), default=0)
         if expected:
             self.visit_bytes = 2 * self._ahead_bytes
+        self.drop_ahead()
+        return expected
+
+    def drop_ahead(self) -> None:
+        """Drop the storages that were fetched for visits that have not come."""
         self._window = set()
         self._drop_unused()
-        return expected
 
     def keep(self, number: int, reason: str) -> None:
         """Have a storage keep its memory from its next visit on."""
