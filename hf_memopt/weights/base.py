@@ -181,9 +181,8 @@ class StreamedWeights:
         self._units: dict[nn.Module, Unit | TableAtHome] = {}
         self._add_units(at_home)
         self._known: set[str] = set()
-        # Storages whose reads nothing announced, and whether a graph may have them: such ones wait for a backward pass
-        # after this number of others.
-        self._held: dict[int, bool] = {}
+        # Storages whose reads nothing announced, and the number of backward passes before the one that they wait for.
+        self._held: list[int] = []
         self._held_since: int | None = None
         self._depth = 0
         self._has_failed = False
@@ -265,7 +264,9 @@ class StreamedWeights:
     def _begin(self, kind: str, trains: bool) -> None:
         self._has_failed |= self._open_visits.close_all()
         if self._held_since != self._open_visits.num_ended:
-            self._release(list(self._held))
+            for number in self._held:
+                self._storages.leave((number,))
+            self._held.clear()
         for parameter, inner in self._quantised.items():
             for (storage, place), tensor in zip(inner, stored_tensors("", parameter), strict=True):
                 if storage.tensors[place] is not tensor:
@@ -280,7 +281,11 @@ class StreamedWeights:
 
     @contextmanager
     def _learning(self, kind: str) -> Iterator[None]:
-        """Watch which weights are read by others than their own modules, and bring those too."""
+        """Watch which weights are read by others than their own modules, and bring those too.
+
+        They stay until a backward pass has visited weights, whether gradients were recorded or not: the forward of a
+        custom function has them off, and its backward reads the weights again.
+        """
         tracer = Tracer(self._model, self._slices_of, self._before_read)
         with tracer.running():
             yield
@@ -294,25 +299,17 @@ class StreamedWeights:
                 more[modules[read.module]].update(dict.fromkeys(read.slices))
         for module, slices in more.items():
             self._extend(module, slices)
-        self._release([number for number, is_in_graph in self._held.items() if not is_in_graph])
 
     def _before_read(self, slices: tuple[int, ...]) -> None:
         for number in slices:
-            if number in self._held:
-                self._held[number] |= torch.is_grad_enabled()
-            elif not self._storages.is_used(number):
+            if not self._storages.is_used(number):
                 self._storages.enter((number,))
-                self._held[number] = torch.is_grad_enabled()
-
-    def _release(self, numbers: Iterable[int]) -> None:
-        for number in numbers:
-            del self._held[number]
-            self._storages.leave((number,))
+                self._held.append(number)
 
     def _keep(self, slices: Iterable[int]) -> None:
         """Have weights stay that are read outside of all modules, where nothing announces the reads."""
         for number in set(slices).intersection(self._held):
-            del self._held[number]  # so that nobody leaves it
+            self._held.remove(number)  # so that nobody leaves it
             self._storages.keep(number, "read outside of the model's modules")
 
     def _extend(self, module: nn.Module, slices: Iterable[int]) -> None:

