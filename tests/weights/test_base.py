@@ -302,15 +302,24 @@ class ProductWith(torch.autograd.Function):
         return gradient @ ctx.weight.t(), None
 
 
-def test_a_custom_function_of_the_loss_may_read_a_weight() -> None:
-    def loss(model: nn.Module) -> Tensor:
-        x = torch.tanh(nn.Sequential(*model.layers)(torch.ones(2, WIDTH)))
-        return ProductWith.apply(x, model.head.weight.t()).square().mean()
+class WithProduct(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = adapted()
 
-    want = train(adapted(), loss)
-    model = adapted()
+    def forward(self, x: Tensor) -> Tensor:
+        return ProductWith.apply(torch.tanh(nn.Sequential(*self.inner.layers)(x)), self.inner.head.weight.t())
+
+
+def test_a_custom_function_may_read_the_weight_of_another_module() -> None:
+    def loss(model: nn.Module) -> Tensor:
+        return model(torch.ones(2, WIDTH)).square().mean()
+
+    want = train(WithProduct(), loss)
+    model = WithProduct()
     base = streamed(model, copier=AdversarialCopier("late"))
     assert same(train(model, loss, base), want)
+    assert base.report().resident == {}
 
 
 def test_a_layer_with_several_readers_of_its_input_keeps_the_rounding() -> None:
