@@ -27,6 +27,7 @@ from hf_memopt.weights import OffloadedTeacher, StreamedWeights, VisitsByCall
 from hf_memopt.weights.base import BaseHome
 from hf_memopt.weights.homes import Home
 from hf_memopt.weights.strategies.mode_choice import TeacherMode
+from hf_memopt.weights.weight_files import loaded_from
 
 logger = logging.getLogger(__name__)
 
@@ -174,7 +175,7 @@ class FrozenModels(TrainerCallback):
                     mode=mode,
                     share_with=trainer.model,
                     home=home,
-                    files=_files_of(module) if home == "file" else None,
+                    files=loaded_from(module) if home == "file" else None,
                 )
             )
             for name, module in modules.items()
@@ -258,12 +259,6 @@ def _frozen_modules(trainer: Any) -> dict[str, nn.Module]:
             "adapters TRL uses the policy without them as its reference, which costs no memory); leave frozen out"
         )
     return found
-
-
-def _files_of(module: nn.Module) -> list[Path] | None:
-    """Return the folder that a model was loaded from if it holds safetensors files, else None."""
-    name = getattr(getattr(module, "config", None), "_name_or_path", "")
-    return [Path(name)] if name and any(Path(name).glob("*.safetensors")) else None
 
 
 def _refuse_what_moves_them(trainer: Any, modules: dict[str, nn.Module]) -> None:

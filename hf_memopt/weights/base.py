@@ -33,7 +33,7 @@ from hf_memopt.weights.residency.storages import StreamedStorage
 from hf_memopt.weights.residency.units import TableAtHome, Unit
 from hf_memopt.weights.shared_memory import refuse_different, several_ranks, share
 from hf_memopt.weights.streaming.access_trace import Tracer
-from hf_memopt.weights.weight_files import in_files
+from hf_memopt.weights.weight_files import in_files, loaded_from
 
 logger = logging.getLogger(__name__)
 
@@ -105,8 +105,8 @@ class StreamedWeights:
     to the device. The weights are on `device` from then on, as far as anybody can see, and others follow them there.
 
     Args:
-        model: whose parameters without `requires_grad` stream, whatever their modules. The smallest ones, one per cent
-            of their bytes at most, stay on the device. Rows of embeddings are looked up at home.
+        model: its parameters without `requires_grad` stream, whatever their modules. The smallest, one per cent of the
+            bytes at most, stay on the device. Rows of embeddings are looked up at home.
         home: of the weights between visits. `"host"`, one copy in host memory, page-locked on CUDA; `"file"`, the
             safetensors files that hold them, and a file without a name for those that no file holds byte for byte,
             written once; `"auto"`, the host where it has room for them and is not the device's own memory, else files.
@@ -156,7 +156,7 @@ class StreamedWeights:
         weights = PackedWeights(model, exclude=chosen.others, inner_of=stored_tensors)
         self._home_name = _home_of(home, self.device, weights.num_bytes)
         self._files: BlockInFiles | None = None
-        self._home = self._make_home(weights, _files_of(model) if files is None else files, disk)
+        self._home = self._make_home(weights, loaded_from(model) if files is None else files, disk)
         weights.drop_sources()
         self._streamed_bytes = weights.num_bytes
         storages = [StreamedStorage(piece, self._home, self.device, self._copier) for piece in weights.slices]
@@ -181,6 +181,7 @@ class StreamedWeights:
         self._units: dict[nn.Module, Unit | TableAtHome] = {}
         self._add_units(at_home)
         self._known: set[str] = set()
+        self._has_chosen = False
         # Storages whose reads nothing announced, and the number of backward passes before the one that they wait for.
         self._held: list[int] = []
         self._held_since: int | None = None
@@ -275,8 +276,8 @@ class StreamedWeights:
         self._home.check()
         expected = self._storages.begin(kind, self._has_failed)
         self._has_failed = False
-        if trains and expected and self._budget_bytes is not None and "hot" not in self._known:
-            self._known.add("hot")
+        if trains and expected and self._budget_bytes is not None and not self._has_chosen:
+            self._has_chosen = True
             self._storages.keep_most_visited(expected, self._budget_bytes)
 
     @contextmanager
@@ -309,7 +310,7 @@ class StreamedWeights:
     def _keep(self, slices: Iterable[int]) -> None:
         """Have weights stay that are read outside of all modules, where nothing announces the reads."""
         for number in set(slices).intersection(self._held):
-            self._held.remove(number)  # so that nobody leaves it
+            self._held.remove(number)  # its visit is never left
             self._storages.keep(number, "read outside of the model's modules")
 
     def _extend(self, module: nn.Module, slices: Iterable[int]) -> None:
@@ -408,12 +409,6 @@ def _home_of(home: BaseHome, device: torch.device, num_bytes: int) -> str:
         return home
     backend = backend_of(device)
     return "file" if backend.is_unlimited or 1.1 * num_bytes > backend.free_host_bytes() else "host"
-
-
-def _files_of(model: nn.Module) -> list[Path] | None:
-    """Return the folder that a model was loaded from if it holds safetensors files, else None."""
-    name = getattr(getattr(model, "config", None), "_name_or_path", "")
-    return [Path(name)] if name and any(Path(name).glob("*.safetensors")) else None
 
 
 def _budget(budget_gib: float | None, small_bytes: int) -> int | None:

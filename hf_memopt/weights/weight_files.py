@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_memopt.transfer.direct_io import PAGE, private_pages
 from hf_memopt.transfer.file_reader import PART_BYTES, BlockInFiles, Piece, ReadFile
@@ -61,6 +61,16 @@ def in_files(weights: PackedWeights, paths: Iterable[str | os.PathLike[str]] | N
     names = ", ".join(file.name for file in block.files)
     logger.info("weights: %s in %s", format_bytes(sum(piece.num_bytes for piece in pieces)), names)
     return block
+
+
+def loaded_from(model: nn.Module) -> list[Path] | None:
+    """Return the folder that transformers has loaded a model from, if it holds safetensors files."""
+    return folder_with_weights(getattr(getattr(model, "config", None), "_name_or_path", None))
+
+
+def folder_with_weights(name: str | os.PathLike[str] | None) -> list[Path] | None:
+    """Return a folder, for `in_files`, if it holds safetensors files; None for anything else, such as a hub id."""
+    return [Path(name)] if name and any(Path(name).glob("*.safetensors")) else None
 
 
 class _HeldTensors:

@@ -7,16 +7,7 @@ from typing import Any
 import pytest
 from benchmark_runs import Load, environ_of_processes
 
-from hf_memopt.recipes.memory_limit.limits import ControlGroup
 from hf_memopt.units import GIB, MIB
-
-
-@pytest.fixture
-def groups() -> None:
-    group = ControlGroup.make()
-    if group is None:
-        pytest.skip("this process may not make control groups with a memory limit")
-    group.remove()
 
 
 @pytest.mark.slow  # near its limit a process may be slow for minutes before it is killed

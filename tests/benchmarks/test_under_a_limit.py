@@ -8,16 +8,6 @@ import pytest
 import torch
 from benchmark_runs import Load, environ_of_processes
 
-from hf_memopt.recipes.memory_limit.limits import ControlGroup
-
-
-@pytest.fixture
-def groups() -> None:
-    group = ControlGroup.make()
-    if group is None:
-        pytest.skip("this process may not make control groups with a memory limit")
-    group.remove()
-
 
 @pytest.mark.e2e
 @pytest.mark.usefixtures("groups")

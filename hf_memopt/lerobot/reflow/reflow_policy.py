@@ -19,6 +19,7 @@ from hf_memopt.lerobot.step_memory import PhaseMemory
 from hf_memopt.reflow import chunk_loss, interpolate, reflow_loss, sample_time
 from hf_memopt.units import GIB
 from hf_memopt.weights import StreamedWeights, TeacherReport
+from hf_memopt.weights.weight_files import folder_with_weights
 
 
 class ReflowPolicy(nn.Module):
@@ -90,8 +91,7 @@ class ReflowPolicy(nn.Module):
         if self.base is None:
             if self.config.use_reflow:
                 self.teacher.load(self)  # which compares its weights with the student's
-            start = self.config.pretrained_path
-            files = [Path(start)] if start and any(Path(start).glob("*.safetensors")) else None
+            files = folder_with_weights(self.config.pretrained_path)
             device = next(self.parameters()).device
             disk = self.config.activation_disk
             self.base = StreamedWeights(self, home=self.config.vlm_home, device=device, files=files, disk=disk)

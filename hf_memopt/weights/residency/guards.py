@@ -1,4 +1,4 @@
-"""Guards of streamed parameters: nobody saves, copies, loads or merges the placeholders between visits."""
+"""Guards of streamed parameters, against saving, copying, loading and merging placeholders between visits."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -75,7 +75,7 @@ class ParameterGuards:
                 vars(module).pop(method, None)
 
 
-# What copy and pickle look up first, on the object itself.
+# The methods that copy and pickle look up first, on the object itself.
 _COPIES = ("__deepcopy__", "__reduce_ex__")
 
 

@@ -194,7 +194,7 @@ class ResidentSet:
         storage.fetch()
 
     def _drop_unused(self, visit: Visit = ()) -> None:
-        """Drop the storages that nobody uses, but those of a visit that begins and those of the next ones."""
+        """Drop the storages without users, except those of a visit that begins and those of the next ones."""
         for number in self._unused - self._window - set(visit):
             self._unused.discard(number)
             self._count(-self.storages[number].num_bytes)

@@ -11,10 +11,7 @@ from hf_memopt.autograd_state import bytes_of
 from hf_memopt.transfer import Copier, Transfer
 from hf_memopt.weights.homes import WeightsHome
 from hf_memopt.weights.packed_weights import WeightSlice, bind, views
-
-# All bits set: NaN in every floating-point dtype.
-_NAN_BYTE = 0xFF
-_LARGEST_ITEM = 16
+from hf_memopt.weights.streaming.absent_reads import LARGEST_ITEM, NAN_BYTE, placeholder
 
 
 class StreamedStorage:
@@ -41,7 +38,8 @@ class StreamedStorage:
         self._offsets = piece.offsets
         self.present = views([each._replace(start=each.start - piece.start) for each in piece.offsets], self._block)
         self._memory.take()
-        self._placeholders = [_placeholder(tensor, device) for tensor in self.tensors]
+        memory = torch.full((LARGEST_ITEM,), NAN_BYTE, dtype=torch.uint8, device=device)
+        self._placeholders = [placeholder(tensor, memory) for tensor in self.tensors]
         # The copy under way, None before and after.
         self._transfer: Transfer | None = None
         self._is_filled = False
@@ -73,7 +71,7 @@ class StreamedStorage:
         self.bind()
         try:
             if transfer is not None:
-                transfer.wait()  # nobody else may have the memory before
+                transfer.wait()  # the memory must not go to others before
         finally:
             self._copier.release(self._block)
             self._memory.take()
@@ -129,15 +127,6 @@ class CastWeight:
     def drop(self) -> None:
         self._copier.release(self._block)
         self._storage.resize_(0)
-
-
-def _placeholder(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor like a weight that takes no memory: all its elements are one, in floating point NaN.
-
-    A read that nothing announced gives no figure that looks right, and a write raises.
-    """
-    memory = torch.full((_LARGEST_ITEM,), _NAN_BYTE, dtype=torch.uint8, device=device)
-    return memory.view(tensor.dtype).as_strided(tensor.size(), (0,) * tensor.dim())
 
 
 def _same_memory(first: Tensor, second: Tensor) -> bool:

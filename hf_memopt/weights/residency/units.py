@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.hooks import RemovableHandle
 
 from hf_memopt.autograd_state import next_node
 from hf_memopt.uncompiled import graph_break, uncompiled
@@ -33,7 +32,21 @@ from hf_memopt.weights.residency.visit_order import Visit
 _ONE_OPERATOR = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
-class Unit:
+class _Hooked:
+    """Hooks around each call of a module, until they are removed."""
+
+    def __init__(self, module: nn.Module, enter: Callable[..., Any], leave: Callable[..., None]) -> None:
+        self._handles = [
+            module.register_forward_pre_hook(enter, with_kwargs=True),
+            module.register_forward_hook(leave, always_call=True),
+        ]
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+class Unit(_Hooked):
     """A module whose calls are visits of the storages `visit`."""
 
     def __init__(self, module: nn.Module, visit: Visit, storages: ResidentSet, open_visits: OpenVisits) -> None:
@@ -44,11 +57,7 @@ class Unit:
             all(tensor is module.weight for number in visit for tensor in storages.storages[number].tensors)
         )
         self._calls: list[_Call] = []
-        self._handles = register(module, self._enter, self._leave)
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+        super().__init__(module, self._enter, self._leave)
 
     @graph_break
     @uncompiled
@@ -97,8 +106,8 @@ class _Call:
     def replace_weight(self, module: nn.Module, tensor: Tensor) -> None:
         """Have a module see another tensor as its weight until the call ends.
 
-        Autograd saves that tensor. Of a parameter bound to other memory it would save the parameter, and find in it
-        whatever it is bound to in backward.
+        Autograd saves that tensor. Of a parameter bound to other memory it would save the parameter, and read in
+        backward the memory to which that is bound then.
         """
         vars(module)["weight"] = tensor  # found before the parameter
         self._restore = partial(vars(module).pop, "weight")
@@ -134,7 +143,7 @@ class _Call:
                 node.register_prehook(self.backward.open)
 
 
-class TableAtHome:
+class TableAtHome(_Hooked):
     """An embedding whose rows are looked up where its table lives.
 
     Args:
@@ -147,11 +156,7 @@ class TableAtHome:
     def __init__(self, module: nn.Module, storage: StreamedStorage, in_place: Tensor | None, at_home: Tensor) -> None:
         self._storage, self._in_place, self._at_home = storage, in_place, at_home
         self._ends: list[Callable[[], None]] = []
-        self._handles = register(module, self._enter, self._leave)
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+        super().__init__(module, self._enter, self._leave)
 
     @graph_break
     @uncompiled
@@ -183,13 +188,6 @@ class _GatheredRows(TorchDispatchMode):
         if func is torch.ops.aten.embedding.default and args[0] is self._table:
             return func(self._at_home, args[1].cpu(), *args[2:], **(kwargs or {})).to(args[1].device)
         return func(*args, **(kwargs or {}))
-
-
-def register(module: nn.Module, enter: Callable[..., Any], leave: Callable[..., None]) -> list[RemovableHandle]:
-    return [
-        module.register_forward_pre_hook(enter, with_kwargs=True),
-        module.register_forward_hook(leave, always_call=True),
-    ]
 
 
 def _do_nothing() -> None: ...

@@ -13,8 +13,8 @@ from hf_memopt.weights.packed_weights import WeightSlice
 from hf_memopt.weights.streaming.access_trace import slices_read, takes_few_rows
 
 # All bits set: NaN in every floating-point dtype.
-_NAN_BYTE = 0xFF
-_LARGEST_ITEM = 16
+NAN_BYTE = 0xFF
+LARGEST_ITEM = 16
 
 
 class AbsentReads(TorchDispatchMode):
@@ -58,8 +58,10 @@ def placeholders(slices: Sequence[WeightSlice], copier: Copier) -> list[list[Ten
 
     Floating-point elements are NaN, so that a read that nothing announced gives no figure that looks right.
     """
-    memory = copier.empty_device(_LARGEST_ITEM).fill_(_NAN_BYTE)
-    return [
-        [memory.view(tensor.dtype).as_strided(tensor.size(), (0,) * tensor.dim()) for tensor, *_ in piece.offsets]
-        for piece in slices
-    ]
+    memory = copier.empty_device(LARGEST_ITEM).fill_(NAN_BYTE)
+    return [[placeholder(tensor, memory) for tensor, *_ in piece.offsets] for piece in slices]
+
+
+def placeholder(tensor: Tensor, memory: Tensor) -> Tensor:
+    """Return a tensor like a weight whose elements are all the first one in memory; a write raises."""
+    return memory.view(tensor.dtype).as_strided(tensor.size(), (0,) * tensor.dim())
