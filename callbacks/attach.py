@@ -105,6 +105,10 @@ class Attachment:
     def __init__(self) -> None:
         self._parts: list[Part] = []
 
+    @property
+    def offloaders(self) -> list[ActivationOffloader]:
+        return [part.offloader for part in self._parts if isinstance(part, OffloadedLoss)]
+
     def add(self, part: Part) -> None:
         self._parts.append(part)
 

@@ -34,27 +34,33 @@ def main(words: Sequence[str]) -> None:
     arguments = MemoptArguments.from_text(os.environ.get(VARIABLE, ""))
     if list(words[:2]) in ([], ["-m"]):
         raise ValueError("name a SCRIPT and its arguments, or -m MODULE and its arguments")
-    _show_messages()
+    show_messages()
     with attached(arguments), explain_oom() if arguments.memory_log else nullcontext():
-        if words[0] == "-m":
-            sys.argv = list(words[1:])
-            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-        else:
-            sys.argv = list(words)
-            sys.path[0] = str(Path(words[0]).absolute().parent)
-            runpy.run_path(words[0], run_name="__main__")
+        run_script(words)
+
+
+def run_script(words: Sequence[str]) -> None:
+    """Run a script, or `-m` and a module, with the arguments behind it, as Python itself would."""
+    if words[0] == "-m":
+        sys.argv = list(words[1:])
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = list(words)
+        sys.path[0] = str(Path(words[0]).absolute().parent)
+        runpy.run_path(words[0], run_name="__main__")
 
 
 @contextmanager
-def attached(arguments: MemoptArguments) -> Iterator[None]:
+def attached(arguments: MemoptArguments) -> Iterator[weakref.WeakSet[ActivationOffloader]]:
     """Attach to every Trainer and every Accelerator that is used inside.
 
     A Trainer gets the parts that `arguments.attach` adds; its base streams before it moves the model. The models that
     an Accelerator of its own prepares, and that have something to train, are wrapped in an offloader each, which sees
-    their forward pass alone; its figures are logged.
+    their forward pass alone; its figures are logged. Yields all offloaders, as they are made.
     """
     trainers: weakref.WeakSet[Trainer] = weakref.WeakSet()
-    offloaders: list[ActivationOffloader] = []
+    offloaders: weakref.WeakSet[ActivationOffloader] = weakref.WeakSet()
+    of_accelerators: list[ActivationOffloader] = []
     make_trainer, prepare = Trainer.__init__, Accelerator.prepare
     signature = inspect.signature(make_trainer)
 
@@ -64,23 +70,24 @@ def attached(arguments: MemoptArguments) -> Iterator[None]:
         arguments.stream_base(given.get("model"), given.get("args"))
         make_trainer(trainer, *args, **kwargs)
         trainers.add(trainer)
-        arguments.attach(trainer)
+        offloaders.update(arguments.attach(trainer).offloaders)
 
     @functools.wraps(prepare)
     def prepare_and_wrap(accelerator: Accelerator, *args: Any, **kwargs: Any) -> Any:
         prepared = prepare(accelerator, *args, **kwargs)
         if not any(trainer.accelerator is accelerator for trainer in trainers):
             for model in prepared if isinstance(prepared, tuple) else (prepared,):
-                offloaders.extend(_wrap(model, arguments, accelerator))
+                of_accelerators.extend(_wrap(model, arguments, accelerator))
+            offloaders.update(of_accelerators)
             if arguments.base != "off":
                 logger.warning("base=%s reaches the models of Trainers alone, not of this Accelerator", arguments.base)
         return prepared
 
     with patch.object(Trainer, "__init__", make_and_attach), patch.object(Accelerator, "prepare", prepare_and_wrap):
         try:
-            yield
+            yield offloaders
         finally:  # many scripts end with sys.exit
-            for offloader in offloaders:
+            for offloader in of_accelerators:
                 log_what_was_done(offloader.stats)
 
 
@@ -93,7 +100,7 @@ def _wrap(model: Any, arguments: MemoptArguments, accelerator: Accelerator) -> I
         yield offloader
 
 
-def _show_messages() -> None:
+def show_messages() -> None:
     """Show this library's messages, and leave the script's own logging alone."""
     ours = logging.getLogger("hf_memopt")
     ours.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING)

@@ -15,6 +15,7 @@ _COMMANDS = {
     "planning_commands": ("estimate", "plan"),
     "launch_command": ("launch",),
     "compare_command": ("compare",),
+    "verify_command": ("verify",),
 }
 
 _GREETING = """\

@@ -4,6 +4,7 @@ import argparse
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 _DESCRIPTION = """\
@@ -38,14 +39,14 @@ FLAGS are those of accelerate launch and the following, the fields of MemoptArgu
 HF_MEMOPT="offload=auto,budget_gib=6" in the environment means the same; flags override it.
 
 example: hf-memopt launch --budget_gib 6 --mixed_precision bf16 -- train.py --learning_rate 1e-4"""
-_NO_SCRIPT = "launch needs -- and a script behind its flags: hf-memopt launch [FLAGS] -- SCRIPT [ARGUMENTS]"
+_USAGE = "hf-memopt launch [FLAGS] -- SCRIPT [ARGUMENTS]"
 
 
 def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser(
         "launch",
         help="start a training script with accelerate launch, attached to every Trainer and Accelerator that it makes",
-        usage="hf-memopt launch [FLAGS] -- SCRIPT [ARGUMENTS]",
+        usage=_USAGE,
         description=_DESCRIPTION,
         epilog=_FLAGS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -57,15 +58,11 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
 
 
 def _launch(parsed: argparse.Namespace) -> int:
-    cut = parsed.words.index("--") if "--" in parsed.words else len(parsed.words)
-    flags, script = parsed.words[:cut], parsed.words[cut + 1 :]
+    flags, script = cut_at_script(parsed.words)
     if {"-h", "--help"} & set(flags):
         parsed.parser.print_help()
         return 0
-    if not script:
-        raise ValueError(_NO_SCRIPT)
-    if script[0] != "-m" and not Path(script[0]).is_file():
-        raise ValueError(f"SCRIPT={script[0]!r} is not a file; check the path, or run a module with -m MODULE")
+    check_script(script, _USAGE)
     from hf_memopt.callbacks.arguments import VARIABLE, MemoptArguments, words_of
 
     given = os.environ.get(VARIABLE, "")
@@ -74,3 +71,17 @@ def _launch(parsed: argparse.Namespace) -> int:
     launcher = [sys.executable, "-m", "accelerate.commands.launch", *accelerates]
     command = [*launcher, "-m", "hf_memopt.callbacks.every_trainer", *script]
     return subprocess.run(command, env=os.environ | {VARIABLE: arguments.to_text()}).returncode
+
+
+def cut_at_script(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the words before and after the first "--"."""
+    cut = words.index("--") if "--" in words else len(words)
+    return list(words[:cut]), list(words[cut + 1 :])
+
+
+def check_script(script: Sequence[str], usage: str) -> None:
+    """Raise ValueError unless the words begin with a file, or with `-m`."""
+    if not script:
+        raise ValueError(f"-- and a script must follow the flags: {usage}")
+    if script[0] != "-m" and not Path(script[0]).is_file():
+        raise ValueError(f"SCRIPT={script[0]!r} is not a file; check the path, or run a module with -m MODULE")

@@ -1,8 +1,8 @@
 """Doing the same computation twice: random numbers and buffers as they were, and micro-batches forward again."""
 
 import random
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -11,6 +11,20 @@ from torch import Tensor, nn
 Outputs = tuple[Tensor, ...]
 ForwardFn = Callable[[Any], Tensor | Outputs]
 LossFn = Callable[..., Tensor]
+
+
+@contextmanager
+def deterministic_kernels() -> Iterator[None]:
+    """Have torch use kernels that give the same bits each time; it warns where it has none for an operation.
+
+    Those of CUDA need `CUBLAS_WORKSPACE_CONFIG=:4096:8` in the environment before the first matrix product.
+    """
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 class RandomState:

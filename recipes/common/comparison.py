@@ -12,7 +12,6 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from hf_memopt.recipes.common.loop import Run
 from hf_memopt.recipes.common.results import environment
 from hf_memopt.report.runs import COMPARISON_FILE
 from hf_memopt.report.tables import differing_modes
+from hf_memopt.training.repeatable import deterministic_kernels
 
 # Begins a run from its seed: the run, and the losses of its updates, endlessly. A recipe's `comparable` loads the data
 # and returns such a function.
@@ -113,7 +113,7 @@ def _timed(begin: Begin, options: Any, num_steps: int) -> RunCost:
 
 
 def _to_compare(begin: Begin, options: Any) -> tuple[list[float], str]:
-    with _deterministic_kernels():
+    with deterministic_kernels():
         run, updates = begin(options)
         losses = [next(updates).item() for _ in range(NUM_CHECKED)]
     models = nn.ModuleList([each for each in (run.model if isinstance(run.model, tuple) else [run.model]) if each])
@@ -130,13 +130,3 @@ def _saved(begin: Begin, options: Any) -> float | None:
     next(updates)
     assert run.offloader is not None
     return mib(run.offloader.stats.measured_peak_gib)
-
-
-@contextmanager
-def _deterministic_kernels() -> Iterator[None]:
-    """Have torch use kernels that give the same bits each time; it warns where it has none for an operation."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)

@@ -1,12 +1,9 @@
 """The cost of a run: measured update by update, as a table and in JSON."""
 
 import logging
-import os
-import re
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -15,15 +12,13 @@ from accelerate import Accelerator
 from torch import nn
 
 from hf_memopt.activations import ActivationOffloader
+from hf_memopt.memory.process_peak import peak_bytes, reset_peak
 from hf_memopt.recipes.common.options import OffloadOptions
 from hf_memopt.recipes.common.results import num_parameters
 from hf_memopt.report.tables import mode_table
 from hf_memopt.units import MIB
 
 logger = logging.getLogger(__name__)
-
-# Linux' files of this process: writing 5 to the first has the second's VmHWM begin again.
-_RESET, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 
 SAVED_CAPTION = """\
 saved MiB: saved activations on the device at the peak, by the offloader's own count (storages above the threshold)."""
@@ -72,10 +67,7 @@ class StepTimer:
         self._times_ms: list[float] = []
         self._saved_gib: list[float] = []
         self._before = None if self._offloader is None else self._offloader.stats
-        if self._device.type != "cpu":
-            torch.accelerator.reset_peak_memory_stats(self._device)
-        elif os.access(_RESET, os.W_OK):
-            _RESET.write_text("5")  # the kernel's own peak of resident memory begins again
+        reset_peak(self._device)
 
     def begin(self) -> None:
         self._start = time.perf_counter()
@@ -91,11 +83,12 @@ class StepTimer:
         if not self._times_ms:
             return RunCost(self._mode)
         found = RunCost(self._mode, step_ms=median(self._times_ms))
-        if self._device.type != "cpu":
-            found.peak_mib = torch.accelerator.max_memory_allocated(self._device) / MIB
-        elif os.access(_RESET, os.W_OK):
-            (kib,) = re.findall(r"VmHWM:\s+(\d+) kB", _STATUS.read_text())
-            found.process_mib = int(kib) / 1024
+        peak = peak_bytes(self._device)
+        peak_mib = None if peak is None else peak / MIB
+        if self._device.type == "cpu":
+            found.process_mib = peak_mib
+        else:
+            found.peak_mib = peak_mib
         if self._offloader is not None and self._before is not None:
             now, num_updates = self._offloader.stats, len(self._times_ms)
             found.moved_mib = (now.bytes_moved - self._before.bytes_moved) / num_updates / MIB

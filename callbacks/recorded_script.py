@@ -1,0 +1,153 @@
+"""Runs a script as `every_trainer` does and records its training steps, for `hf-memopt verify`."""
+
+import functools
+import json
+import os
+import random
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from hf_memopt.callbacks.every_trainer import attached, run_script, show_messages
+from hf_memopt.callbacks.switches import SwitchedArguments, SwitchError, Switches, set_torch_flags
+from hf_memopt.exactness.recorder import Recorder, RecordingEnds
+from hf_memopt.exactness.recording import Recording
+from hf_memopt.training.repeatable import deterministic_kernels
+
+# Holds an `Order` as JSON.
+VARIABLE = "HF_MEMOPT_RECORD"
+# A run of a few steps leaves nothing behind.
+_FORCED = {
+    "eval_strategy": "no",
+    "save_strategy": "no",
+    "report_to": "none",
+    "load_best_model_at_end": False,
+    "push_to_hub": False,
+}
+_PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Order:
+    """What to record.
+
+    Attributes:
+        folder: each rank writes `rank-N.json` into it.
+        perturbed: name of the dtype to whose last place each weight is changed; None leaves them.
+        seed: of all generators before the script begins.
+        switches: their texts.
+        is_switched: whether they are on; in a plain run their names and values are only checked.
+    """
+
+    folder: str
+    num_steps: int
+    perturbed: str | None
+    seed: int
+    switches: list[str]
+    is_switched: bool
+
+    @classmethod
+    def from_environment(cls) -> Self:
+        return cls(**json.loads(os.environ[VARIABLE]))
+
+    def to_text(self) -> str:
+        return json.dumps(asdict(self))
+
+    @property
+    def file(self) -> Path:
+        return recording_file(Path(self.folder), int(os.environ.get("RANK", "0")))
+
+
+def recording_file(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}.json"
+
+
+def mistake_file(folder: Path) -> Path:
+    """Return the file that holds the message if a switch was wrong."""
+    return folder / "mistake.txt"
+
+
+def main(words: Sequence[str]) -> None:
+    order = Order.from_environment()
+    show_messages()
+    _set_seeds(order.seed)
+    try:
+        recording = _recorded(order, words)
+    except SwitchError as error:
+        mistake_file(Path(order.folder)).write_text(str(error), encoding="utf-8")
+        raise
+    recording.write(order.file)
+
+
+def _recorded(order: Order, words: Sequence[str]) -> Recording:
+    switches = Switches.from_texts(order.switches)
+    memopt = switches.make_memopt() if order.is_switched else None
+    if order.is_switched:
+        set_torch_flags(switches.torch_flags)
+    recorder = Recorder(order.num_steps, perturbed=None if order.perturbed is None else getattr(torch, order.perturbed))
+    with ExitStack() as stack:
+        enter = stack.enter_context
+        forced = {**_FORCED, "output_dir": enter(tempfile.TemporaryDirectory(prefix="hf-memopt-verify-"))}
+        arguments = SwitchedArguments(switches.arguments, forced, is_switched=order.is_switched)
+        arguments.install()
+        enter(deterministic_kernels())
+        offloaders = set() if memopt is None else enter(attached(memopt))
+        enter(_models_named(recorder))
+        try:
+            with recorder:
+                run_script(words)
+        except RecordingEnds:
+            pass
+        except SystemExit as end:  # of a script that has ended well
+            if end.code not in (None, 0):
+                raise
+        if switches.arguments and not arguments.were_used:
+            name, value = next(iter(switches.arguments.items()))
+            raise SwitchError(
+                f"switch={name}={value} reaches nothing: the script makes no TrainingArguments or TRL config; use "
+                "script:WORD, env:NAME=VALUE or torch:MODULE.FLAG=VALUE"
+            )
+        if memopt is not None and memopt.offload != "off" and not any(each.stats.bytes_moved for each in offloaders):
+            raise SwitchError(
+                f"switch=offload={memopt.offload} moved no bytes: storages below offload_threshold_mb="
+                f"{memopt.offload_threshold_mb:g} MiB stay; add --switch offload_threshold_mb=0"
+            )
+    return recorder.recording
+
+
+@contextmanager
+def _models_named(recorder: Recorder) -> Iterator[None]:
+    """Name parameters after the models that a script prepares, whose parts it may call before."""
+    prepare = Accelerator.prepare
+
+    @functools.wraps(prepare)
+    def prepare_and_name(accelerator: Accelerator, *args: Any, **kwargs: Any) -> Any:
+        for model in args:
+            if isinstance(model, nn.Module):
+                recorder.add_model(model)
+        if accelerator.mixed_precision in _PRECISIONS:
+            recorder.note_precision(_PRECISIONS[accelerator.mixed_precision])
+        return prepare(accelerator, *args, **kwargs)
+
+    with patch.object(Accelerator, "prepare", prepare_and_name):
+        yield
+
+
+def _set_seeds(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

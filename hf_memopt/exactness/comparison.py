@@ -1,0 +1,190 @@
+"""Compares two recordings bit by bit, and judges the size of differences by that of one rounding of the weights."""
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from hf_memopt.exactness.fingerprint import Fingerprint
+from hf_memopt.exactness.recording import Phase, Place, Recording
+
+Verdict = Literal["equal", "rounding", "different"]
+
+# Differences of at most so many times the change by one rounding of all weights have the size of rounding.
+ROUNDINGS_ALLOWED = 10.0
+# Differences of these have no size of rounding.
+_OF_THE_BEGINNING: tuple[Phase, ...] = ("start", "input")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A tensor that differs.
+
+    Attributes:
+        relative: norm of the difference as a share of the plain tensor's norm, estimated; infinite for tensors of other
+            shapes, of which one run lacks one, or with elements that are not finite.
+        roundings: the same in units of the precision in which the plain tensor is stored.
+        of_yardstick: the same as a multiple of the change that one rounding of all weights makes to this tensor; None
+            without such a yardstick.
+    """
+
+    place: Place
+    plain: Fingerprint | None
+    switched: Fingerprint | None
+    relative: float
+    roundings: float
+    of_yardstick: float | None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All differences between two recordings, in the order in which the plain run computed the tensors.
+
+    Attributes:
+        num_compared: tensors, by phase.
+        not_compared: what could not be compared, and why.
+        has_other_layout: whether the switched run cuts or arranges its data in another way, such as packed instead of
+            padded, so that inputs are not compared.
+    """
+
+    differences: list[Difference]
+    num_compared: dict[Phase, int]
+    num_gradients: int
+    not_compared: list[str]
+    has_other_layout: bool
+
+    @property
+    def verdict(self) -> Verdict:
+        if not self.differences:
+            return "equal"
+        if any(each.place.phase in _OF_THE_BEGINNING for each in self.differences):
+            return "different"
+        sizes = [each.of_yardstick for each in self.differences]
+        is_rounding = all(size is not None and size <= ROUNDINGS_ALLOWED for size in sizes)
+        return "rounding" if is_rounding else "different"
+
+    @property
+    def first(self) -> Difference | None:
+        return self.differences[0] if self.differences else None
+
+    @property
+    def worst(self) -> Difference | None:
+        """The largest difference, in units of the yardstick where there is one."""
+        return max(self.differences, key=lambda each: (each.of_yardstick or 0.0, each.relative), default=None)
+
+
+def compare(plain: Recording, switched: Recording, yardstick: Recording | None = None) -> Comparison:
+    """Compare the tensors of two recordings by their bits.
+
+    Runs that cut a step into different numbers of micro-batches are compared by the last gradients of each step, and
+    by what follows from them.
+    """
+    aligned = _cuts_alike(plain, switched)
+    first, second = (_last_of_steps(each) if not aligned else each.tensors for each in (plain, switched))
+    measure = {} if yardstick is None else (yardstick.tensors if aligned else _last_of_steps(yardstick))
+    lacking = _lacking(first, second)
+    not_compared = [f"{phase}: {reason}" for phase, reason in lacking.items()]
+    if not aligned:
+        not_compared.append("inputs and losses: the runs cut their steps into different numbers of micro-batches")
+    differences, num_compared = [], Counter[Phase]()
+    for place in _places(first, second):
+        ours, theirs = first.get(place), second.get(place)
+        if (ours is None or theirs is None) and (place.phase in lacking or place.phase in ("input", "optimizer")):
+            continue
+        num_compared[place.phase] += 1
+        if ours is None or theirs is None or not _same(ours, theirs):
+            differences.append(_difference(place, ours, theirs, measure.get(place), plain.precision))
+    reshaped = [each for each in differences if each.place.phase == "input" and _has_other_shape(each)]
+    if reshaped:
+        not_compared.append(f"inputs: {_shapes(reshaped[0])}")
+        differences = [each for each in differences if each.place.phase != "input"]
+        del num_compared["input"]
+    return Comparison(
+        differences,
+        dict(num_compared),
+        num_gradients=len({place.name for place in first if place.phase == "gradient" and place in second}),
+        not_compared=not_compared,
+        has_other_layout=not aligned or bool(reshaped),
+    )
+
+
+def _same(first: Fingerprint, second: Fingerprint) -> bool:
+    return (first.dtype, first.shape, first.sha256) == (second.dtype, second.shape, second.sha256)
+
+
+def _has_other_shape(found: Difference) -> bool:
+    return found.plain is not None and found.switched is not None and found.plain.shape != found.switched.shape
+
+
+def _shapes(found: Difference) -> str:
+    assert found.plain is not None
+    assert found.switched is not None
+    return f"{found.place} has the shape {found.switched.shape} instead of {found.plain.shape}"
+
+
+def _difference(
+    place: Place,
+    plain: Fingerprint | None,
+    switched: Fingerprint | None,
+    perturbed: Fingerprint | None,
+    precision: str | None,
+) -> Difference:
+    if plain is None or switched is None:
+        return Difference(place, plain, switched, math.inf, math.inf, None)
+    relative = plain.relative(switched)
+    eps = _eps(plain.dtype)
+    of_yardstick = None
+    if perturbed is not None:
+        # One tensor can escape the change of the weights by chance, but no run is more exact than its arithmetic.
+        least = max(eps, _eps(precision or plain.dtype))
+        of_yardstick = relative / max(plain.relative(perturbed), least)
+    return Difference(place, plain, switched, relative, relative / eps, of_yardstick)
+
+
+def _eps(dtype: str) -> float:
+    found = getattr(torch, dtype)
+    if found.is_floating_point or found.is_complex:
+        return torch.finfo(found).eps
+    return torch.finfo(torch.float32).eps
+
+
+def _places(first: Mapping[Place, Fingerprint], second: Mapping[Place, Fingerprint]) -> Iterator[Place]:
+    yield from first
+    yield from (place for place in second if place not in first)
+
+
+def _lacking(first: Mapping[Place, Fingerprint], second: Mapping[Place, Fingerprint]) -> dict[Phase, str]:
+    """Return the phases of which the switched run shows no tensor that the plain run has too, and the reason."""
+    reasons: dict[Phase, str] = {
+        "gradient": "the switched run keeps no gradients in .grad",
+        "start": "the switched run holds its weights elsewhere",
+        "weight": "the switched run holds its weights elsewhere",
+        "optimizer": "the optimizers keep different states",
+        "input": "the runs call their models with other arguments",
+    }
+    return {
+        phase: reason
+        for phase, reason in reasons.items()
+        if any(place.phase == phase for place in first)
+        and not any(place.phase == phase and place in first for place in second)
+    }
+
+
+def _cuts_alike(first: Recording, second: Recording) -> bool:
+    cuts = [Counter(p.step for p in each.tensors if p.phase == "loss") for each in (first, second)]
+    return cuts[0] == cuts[1]
+
+
+def _last_of_steps(recording: Recording) -> dict[Place, Fingerprint]:
+    """Return the start, the last gradients of each step, and what follows from them."""
+    last: Counter[int] = Counter()
+    for place in recording.tensors:
+        last[place.step] = max(last[place.step], place.micro_batch)
+    return {
+        Place(place.step, 0, place.phase, place.name): found
+        for place, found in recording.tensors.items()
+        if place.phase not in ("input", "loss") and place.micro_batch in (0, last[place.step])
+    }

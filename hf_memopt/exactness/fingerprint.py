@@ -1,0 +1,124 @@
+"""Fingerprints of tensors, by which two runs are compared that never exist at the same time."""
+
+import hashlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+NUM_SUMS = 256
+# Elements that are on the host at a time.
+_CHUNK = 2**20
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """The digest of a tensor's bits, by which any difference shows, and a sketch, which tells its size.
+
+    The sketch is a count sketch (Charikar, Chen and Farach-Colton, 2002): each element is added, with a random sign
+    that is the same in all runs, to one of `NUM_SUMS` sums. The norm of the difference of two sketches estimates that
+    of the tensors' difference, for differences spread over many elements to within some 5 percent. For a tensor of at
+    most `NUM_SUMS` elements it is exact. A fingerprint takes about 5 KB, however large its tensor.
+
+    Attributes:
+        num_not_finite: elements that are infinite or no number; the norm and the sketch leave them out.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    sha256: str
+    norm: float
+    num_not_finite: int
+    sketch: tuple[float, ...]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Self:
+        """Take the fingerprint of a dense tensor. Costs one copy to the host, a MiB of elements at a time."""
+        digest = hashlib.sha256()
+        sums, squares, num_not_finite = torch.zeros(NUM_SUMS, dtype=torch.float64), 0.0, 0
+        for number, chunk in enumerate(torch.split(tensor.detach().reshape(-1), _CHUNK)):
+            on_host = chunk.resolve_conj().resolve_neg().cpu().contiguous()
+            digest.update(on_host.view(torch.uint8).numpy())
+            values = (torch.view_as_real(on_host).flatten() if on_host.is_complex() else on_host).double()
+            for part in torch.split(values, _CHUNK):
+                finite = part.isfinite()
+                if not finite.all():
+                    num_not_finite += int((~finite).sum())
+                    part = part.where(finite, 0.0)
+                squares += float(part.dot(part))
+                sums += _signed_sums(part, number)
+        return cls(
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            shape=tuple(tensor.shape),
+            sha256=digest.hexdigest(),
+            norm=math.sqrt(squares),
+            num_not_finite=num_not_finite,
+            sketch=tuple(sums.tolist()),
+        )
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def value(self) -> float | None:
+        """The value of a single element."""
+        return self.sketch[0] * float(_signs()[0]) if self.num_elements == 1 and not self.num_not_finite else None
+
+    def distance(self, other: "Fingerprint") -> float:
+        """Return the estimated norm of the difference; infinite for other sizes, or where either is not finite."""
+        if self.num_elements != other.num_elements or self.num_not_finite or other.num_not_finite:
+            return math.inf
+        return math.dist(self.sketch, other.sketch)
+
+    def minus(self, other: Self) -> Self:
+        """Return the fingerprint of a difference of two tensors as far as their sketches tell, without a digest."""
+        sketch = tuple(map(float.__sub__, self.sketch, other.sketch))
+        return replace(self, sha256="", norm=math.hypot(*sketch), sketch=sketch)
+
+    def relative(self, other: "Fingerprint") -> float:
+        """Return the norm of the difference as a share of this tensor's norm."""
+        distance = self.distance(other)
+        if not distance:
+            return 0.0
+        return distance / self.norm if self.norm else math.inf
+
+    def factor_to(self, other: "Fingerprint") -> float | None:
+        """Return the number by which this tensor is multiplied in the other one, if the other one is its multiple."""
+        if not math.isfinite(self.distance(other)) or not any(self.sketch) or not any(other.sketch):
+            return None
+        factor = math.sumprod(self.sketch, other.sketch) / math.sumprod(self.sketch, self.sketch)
+        rest = math.dist([factor * each for each in self.sketch], other.sketch)
+        return factor if rest <= 1e-3 * math.hypot(*other.sketch) else None
+
+
+def parts_of(tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that hold a tensor's bytes, with suffixes for its name where they are several.
+
+    Those of a wrapper such as a DTensor or a quantised tensor are inside of it.
+    """
+    flatten: Any = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        yield "", tensor
+        return
+    names, _ = flatten()
+    for name in names:
+        for suffix, part in parts_of(getattr(tensor, name)):
+            yield (f".{name}{suffix}" if len(names) > 1 else suffix), part
+
+
+def _signed_sums(values: Tensor, chunk: int) -> Tensor:
+    signs = _signs()
+    padded = torch.zeros(-(-len(values) // NUM_SUMS) * NUM_SUMS, dtype=torch.float64)
+    torch.mul(values, signs[: len(values)], out=padded[: len(values)])
+    return padded.view(-1, NUM_SUMS).sum(0) * signs[chunk % _CHUNK]
+
+
+@cache
+def _signs() -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, 2, (_CHUNK,), generator=generator).mul_(2).sub_(1).double()

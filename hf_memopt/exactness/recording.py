@@ -1,0 +1,97 @@
+"""A recording: fingerprints of everything that a few training steps computed, and the cost of these steps."""
+
+import json
+import os
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from hf_memopt.exactness.fingerprint import Fingerprint
+
+Phase = Literal["start", "input", "loss", "gradient", "result", "weight", "optimizer"]
+# In the order of a step.
+PHASES: tuple[Phase, ...] = ("start", "input", "loss", "gradient", "result", "weight", "optimizer")
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of a tensor in a run.
+
+    Attributes:
+        step: from 1 on; 0 before the first.
+        micro_batch: backward passes since the update before, this one included; 0 for tensors of an update.
+        name: of the parameter, buffer, argument or state.
+    """
+
+    step: int
+    micro_batch: int
+    phase: Phase
+    name: str
+
+    @property
+    def group(self) -> tuple[int, int, Phase]:
+        return self.step, self.micro_batch, self.phase
+
+    def __str__(self) -> str:
+        micro_batch = f"micro-batch {self.micro_batch} of step {self.step}" if self.micro_batch else f"step {self.step}"
+        match self.phase:
+            case "start":
+                return f"{self.name} before the first step"
+            case "input":
+                return f"input {self.name} of {micro_batch}"
+            case "loss":
+                return f"{self.name} of {micro_batch}"
+            case "gradient":
+                return f"gradient of {self.name} after backward of {micro_batch}"
+            case "result":
+                return f"result{self.name} of {micro_batch}"
+            case "weight":
+                return f"{self.name} after the update of {micro_batch}"
+            case "optimizer":
+                return f"optimizer state {self.name} after the update of {micro_batch}"
+
+
+@dataclass
+class Recording:
+    """What one process of a run computed.
+
+    Attributes:
+        tensors: by place, in the order in which they were recorded.
+        precision: dtype of autocast, None without it.
+        has_dropout: whether a model that was trained draws random masks.
+        not_deterministic: torch's warnings of operations without a deterministic kernel.
+        peak_bytes: of the device; on a CPU under Linux, resident memory of the process.
+        step_s: seconds of each step, without those of recording it.
+        recording_s: seconds of recording, in sum.
+    """
+
+    tensors: dict[Place, Fingerprint] = field(default_factory=dict)
+    precision: str | None = None
+    has_dropout: bool = False
+    not_deterministic: list[str] = field(default_factory=list)
+    peak_bytes: int | None = None
+    step_s: list[float] = field(default_factory=list)
+    recording_s: float = 0.0
+
+    @property
+    def num_steps(self) -> int:
+        return max((place.step for place in self.tensors), default=0)
+
+    def write(self, file: Path) -> None:
+        """Write the recording whole or not at all."""
+        tensors = [[*vars(place).values(), *vars(print_).values()] for place, print_ in self.tensors.items()]
+        draft = file.with_suffix(".draft")
+        draft.write_text(json.dumps({**vars(self), "tensors": tensors}))
+        os.replace(draft, file)
+
+    @classmethod
+    def read(cls, file: Path) -> Self:
+        found = json.loads(file.read_text())
+        rows = found.pop("tensors")
+        num = len(fields(Place))
+        tensors = {Place(*row[:num]): Fingerprint(*map(_hashable, row[num:])) for row in rows}
+        return cls(tensors=tensors, **found)
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value

@@ -1,0 +1,295 @@
+"""The answer of `verify`, as text and as JSON."""
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from hf_memopt.exactness.comparison import ROUNDINGS_ALLOWED, Comparison, Difference, Verdict
+from hf_memopt.exactness.recording import PHASES, Phase, Place, Recording
+from hf_memopt.text_table import Cell, Table
+from hf_memopt.units import MIB
+
+EQUAL = "equal, bit for bit"
+_MEANINGS = {"rounding": "equal but for rounding", "different": "different, not by rounding"}
+_PLURALS: dict[Phase, str] = {
+    "start": "weights at the start",
+    "input": "inputs",
+    "loss": "losses",
+    "gradient": "gradients",
+    "result": "results",
+    "weight": "weights after updates",
+    "optimizer": "optimizer states",
+}
+
+
+@dataclass(frozen=True)
+class RunFigures:
+    """The cost of a run.
+
+    Attributes:
+        name: "plain", "plain again", "switched" or "plain, rounded once".
+        peak_bytes: most memory that torch allocated on the device; on a CPU, resident memory of the process. None where
+            the system does not tell.
+        step_s: seconds of the last step, without those of recording it.
+        recording_s: seconds of recording, in sum.
+    """
+
+    name: str
+    peak_bytes: int | None
+    step_s: float | None
+    recording_s: float
+
+    @classmethod
+    def of(cls, name: str, recording: Recording) -> "RunFigures":
+        step_s = recording.step_s[-1] if recording.step_s else None
+        return cls(name, recording.peak_bytes, step_s, recording.recording_s)
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """The comparison of a plain and a switched run; `str` gives it as text.
+
+    Attributes:
+        verdict: "equal", "rounding" (differences are no larger than `ROUNDINGS_ALLOWED` times the change that one
+            rounding of all weights makes), "different", or "not repeatable" (the plain run differs from itself).
+        num_steps, num_gradients: compared steps, and tensors with a gradient.
+        first: the difference that the plain run computed first; of two plain runs where these differ.
+        worst: the largest difference.
+        losses_equal: whether the losses up to the first difference are equal, so that it is one of backward or of the
+            update.
+        differing, compared: tensors by phase: start, input, loss, gradient, result, weight, optimizer.
+        not_compared: what could not be compared, and why.
+        advice: what to look at; empty for equal runs.
+        runs: memory and time.
+    """
+
+    verdict: Verdict | str
+    num_steps: int
+    num_gradients: int
+    first: Difference | None
+    worst: Difference | None
+    losses_equal: bool
+    differing: dict[Phase, int]
+    compared: dict[Phase, int]
+    not_compared: list[str]
+    advice: str
+    runs: list[RunFigures]
+
+    @property
+    def equal(self) -> bool:
+        return self.verdict == "equal"
+
+    @property
+    def headline(self) -> str:
+        """The answer in a line."""
+        if self.first is None:
+            return f"{EQUAL}, over {_count(self.num_steps, 'step')} and {_count(self.num_gradients, 'gradient')}"
+        if self.verdict == "not repeatable":
+            return f"not repeatable: two plain runs differ, first in {self.first.place}"
+        so_far = ", after equal losses" if self.losses_equal else ""
+        return f"{_MEANINGS[self.verdict]}, first in {self.first.place}{so_far}"
+
+    def lines(self) -> Iterator[str]:
+        yield self.headline
+        if self.first is not None:
+            yield f"  {_size(self.first)}"
+        if self.worst is not None and self.worst is not self.first:
+            yield f"  largest: {self.worst.place}, {_size(self.worst)}"
+        if self.first is not None:
+            yield f"  differing: {'; '.join(self._shares())}"
+        yield from (f"  not compared: {each}" for each in self.not_compared)
+        if self.advice:
+            yield f"  look at: {self.advice}"
+        yield ""
+        rows: list[list[Cell]] = [
+            [run.name, None if run.peak_bytes is None else run.peak_bytes / MIB, run.step_s, run.recording_s]
+            for run in self.runs
+        ]
+        yield from Table(["run", "peak MiB", "s / step", "s of recording"], rows, digits=2).lines()
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything in JSON's types; infinite numbers as text."""
+        return {
+            **{name: getattr(self, name) for name in ("verdict", "equal", "headline", "num_steps", "num_gradients")},
+            "first": _difference(self.first),
+            "worst": _difference(self.worst),
+            **{name: getattr(self, name) for name in ("losses_equal", "differing", "compared", "not_compared")},
+            "advice": self.advice,
+            "runs": [vars(run) for run in self.runs],
+        }
+
+    def _shares(self) -> Iterator[str]:
+        for phase in PHASES:
+            if phase in self.compared:
+                yield f"{self.differing.get(phase, 0)} of {self.compared[phase]} {_PLURALS[phase]}"
+
+
+def report_of(
+    plain: Recording, switched: Recording, comparison: Comparison, runs: list[RunFigures], *, is_control: bool
+) -> VerifyReport:
+    """Return the report of a comparison; with `is_control`, that of two plain runs which should have been equal."""
+    differing = Counter(each.place.phase for each in comparison.differences)
+    advice = _advice_on_control(plain, comparison) if is_control else _advice(plain, switched, comparison)
+    return VerifyReport(
+        verdict="not repeatable" if is_control else comparison.verdict,
+        num_steps=min(plain.num_steps, switched.num_steps),
+        num_gradients=comparison.num_gradients,
+        first=comparison.first,
+        worst=comparison.worst,
+        losses_equal=comparison.first is None or comparison.first.place.phase not in ("start", "input", "loss"),
+        differing=dict(differing),
+        compared=comparison.num_compared,
+        not_compared=comparison.not_compared,
+        advice=advice,
+        runs=runs,
+    )
+
+
+def _advice_on_control(plain: Recording, comparison: Comparison) -> str:
+    if comparison.first is None:
+        return ""
+    if plain.not_deterministic:
+        return (
+            f"torch has no deterministic kernel here for {', '.join(plain.not_deterministic)}: replace these "
+            "operations, or run on another device"
+        )
+    match comparison.first.place.phase:
+        case "start":
+            return "weights are initialised before a seed is set; call transformers.set_seed(0) first"
+        case "input":
+            return (
+                "data differ from run to run: set a seed for shuffling and for augmentation, also in the workers of "
+                "data loaders"
+            )
+        case "loss":
+            return (
+                "the forward pass draws random numbers that no seed reaches, or its kernels are not deterministic: "
+                "set the seed of each generator (torch, numpy, random), and name attn_implementation='sdpa' or 'eager'"
+            )
+        case _:
+            return "kernels of backward or of the update are not deterministic: use torch's own attention and optimizer"
+
+
+def _advice(plain: Recording, switched: Recording, comparison: Comparison) -> str:
+    first = comparison.first
+    if first is None:
+        return ""
+    if comparison.verdict == "rounding":
+        return (
+            "nothing, if rounding is allowed: another kernel or another order of sums. One rounding of all weights "
+            f"makes changes of this size too (up to {ROUNDINGS_ALLOWED:g} times it is called rounding)"
+        )
+    layout = "inputs have other shapes, so the runs lay data out in other ways or have other data; " * (
+        comparison.has_other_layout
+    )
+    return layout + (_recognised(plain, switched, first) or _usual_faults(plain, first.place.phase))
+
+
+def _usual_faults(plain: Recording, phase: Phase) -> str:
+    match phase:
+        case "start":
+            return (
+                "the models begin with different weights: the switch draws random numbers before they are initialised"
+            )
+        case "input":
+            return "the runs see different data: their order, the collator, or a generator that the switch advances"
+        case "loss":
+            return (
+                "the forward pass differs: random masks drawn from another state, other kernels, or lower precision"
+                + ("; train with dropout 0 to tell these apart" if plain.has_dropout else "")
+            )
+        case "gradient":
+            return (
+                "the forward pass is equal and backward is not: tensors that came back wrong or late (a stale copy, a "
+                "copy that was not awaited), or recomputation that is not the forward pass again"
+            ) + ("; train with dropout 0: if that is equal, masks were drawn again" if plain.has_dropout else "")
+        case "result":
+            return "the returned values"
+        case _:
+            return (
+                "gradients are equal and the update is not: the optimizer's precision or kernels, clipping, or the "
+                "learning rate"
+            )
+
+
+def _recognised(plain: Recording, switched: Recording, found: Difference) -> str:
+    """Return the fault if the switched tensor shows which one it is."""
+    ours, theirs, place = found.plain, found.switched, found.place
+    if theirs is None or ours is None:
+        return f"only one run has this tensor: {'the switched' if ours is None else 'the plain'} one"
+    if theirs.num_not_finite and not ours.num_not_finite:
+        return f"{theirs.num_not_finite} of its elements are infinite or no numbers in the switched run alone"
+    before = _before(switched, place)
+    if place.phase == "weight" and before is not None and before.sha256 == theirs.sha256:
+        return "the update was skipped: the weight is the one before it"
+    if place.phase == "gradient":
+        if before is not None and before.sha256 == theirs.sha256:
+            return "backward added nothing: the gradient is that of the pass before"
+        factor = _factor(plain, switched, place)
+        if factor is not None:
+            share = "the gradient" if place.micro_batch <= 1 else "this micro-batch's share of the gradient"
+            return f"{share} is {factor:.4g} times the plain one: how losses are divided and micro-batches weighed"
+    if not found.relative and theirs.dtype != ours.dtype:
+        return f"the values are equal, but stored as {theirs.dtype} instead of {ours.dtype}"
+    return ""
+
+
+def _factor(plain: Recording, switched: Recording, place: Place) -> float | None:
+    """Return the factor between the shares that a backward pass has added, if they are multiples of each other."""
+    shares = []
+    for recording in (plain, switched):
+        now, before = recording.tensors.get(place), _before(recording, place)
+        if now is None or now.num_not_finite:
+            return None
+        shares.append(now if before is None else now.minus(before))
+    factor = shares[0].factor_to(shares[1])
+    return factor if factor is not None and abs(factor - 1) > 1e-3 else None
+
+
+def _before(recording: Recording, place: Place) -> Any:
+    """Return a gradient before the same step's backward pass, or a weight before the update."""
+    if place.phase == "gradient":
+        return recording.tensors.get(Place(place.step, place.micro_batch - 1, "gradient", place.name))
+    if place.phase == "weight":
+        earlier = Place(place.step - 1, 0, "weight" if place.step > 1 else "start", place.name)
+        return recording.tensors.get(earlier)
+    return None
+
+
+def _size(found: Difference) -> str:
+    ours, theirs = found.plain, found.switched
+    if ours is None or theirs is None:
+        return "which one run lacks"
+    if ours.shape != theirs.shape:
+        return f"of shape {theirs.shape} instead of {ours.shape}"
+    if math.isinf(found.relative):
+        return "whose elements are not finite" if theirs.num_not_finite else "which is zero in the plain run"
+    if not found.relative:
+        return "by signs of zeros alone" if ours.dtype == theirs.dtype else f"as {theirs.dtype} instead of {ours.dtype}"
+    values = "" if ours.value is None or theirs.value is None else f"{theirs.value:.9g} instead of {ours.value:.9g}: "
+    of_yardstick = (
+        ""
+        if found.of_yardstick is None
+        else (f", {found.of_yardstick:.3g} times the change by one rounding of all weights")
+    )
+    return f"{values}relative {found.relative:.2g}, {found.roundings:.3g} roundings of {ours.dtype}{of_yardstick}"
+
+
+def _difference(found: Difference | None) -> dict[str, Any] | None:
+    if found is None:
+        return None
+    numbers = {name: getattr(found, name) for name in ("relative", "roundings", "of_yardstick")}
+    return {
+        **vars(found.place),
+        **{name: str(value) if value is not None and math.isinf(value) else value for name, value in numbers.items()},
+        "text": f"{found.place}, {_size(found)}",
+    }
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
