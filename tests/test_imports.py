@@ -22,6 +22,7 @@ LAYERS = (
     ("weights",),
     ("report",),
     ("training", "checkpoint"),
+    ("exactness",),
     ("estimate",),
     ("jobs",),
     ("lerobot", "callbacks"),
@@ -51,6 +52,7 @@ LIBRARIES = {
     "report": {"torch", "psutil", "jinja2", "matplotlib"},
     "training": {"torch", "accelerate", "torchao"},
     "checkpoint": {"torch", "accelerate", "safetensors", "numpy"},
+    "exactness": {"torch"},
     "estimate": {"torch", "accelerate", "deepspeed", "transformers", "peft", "tqdm"},
     "jobs": {
         "torch",
@@ -90,7 +92,7 @@ LIBRARIES = {
     },
     "integrations.lightning": {"torch", "lightning"},
     "integrations.sentence_transformers": {"torch", "sentence_transformers"},
-    "callbacks": {"torch", "transformers", "accelerate"},
+    "callbacks": {"torch", "transformers", "accelerate", "numpy"},
 }
 
 # The package's public face and its command with subcommands name all parts, and import each part at its use.

@@ -16,7 +16,7 @@ _AT_LEAST = Range(at_least=4, whole=True, why=": the first half only warms up")
 def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser(
         "compare",
-        help="measure a recipe's update in several modes of offloading, and check that all give the same weights",
+        help="measure a recipe's update in several modes of offloading, and check that all compute the same bits",
         usage="hf-memopt compare RECIPE [--modes off,all,auto] [--steps N] [the recipe's own flags]",
         description="Start a recipe anew in each mode, in a process of its own, from the same weights and with the "
         "same batches. Measure time and peak memory of an update and the bytes moved, and check that losses and "

@@ -11,8 +11,12 @@ from hf_memopt.exactness.recording import PHASES, Phase, Place, Recording
 from hf_memopt.text_table import Cell, Table
 from hf_memopt.units import MIB
 
-EQUAL = "equal, bit for bit"
-_MEANINGS = {"rounding": "equal but for rounding", "different": "different, not by rounding"}
+_WORDS = {
+    "equal": "equal, bit for bit",
+    "rounding": "equal but for rounding",
+    "different": "different, not by rounding",
+    "not repeatable": "not repeatable",
+}
 _PLURALS: dict[Phase, str] = {
     "start": "weights at the start",
     "input": "inputs",
@@ -82,16 +86,27 @@ class VerifyReport:
         return self.verdict == "equal"
 
     @property
-    def headline(self) -> str:
-        """The answer in a line."""
-        if self.first is None:
-            return f"{EQUAL}, over {_count(self.num_steps, 'step')} and {_count(self.num_gradients, 'gradient')}"
-        if self.verdict == "not repeatable":
-            return f"not repeatable: two plain runs differ, first in {self.first.place}"
-        so_far = ", after equal losses" if self.losses_equal else ""
-        return f"{_MEANINGS[self.verdict]}, first in {self.first.place}{so_far}"
+    def words(self) -> str:
+        """The verdict in words."""
+        return _WORDS[self.verdict]
 
-    def lines(self) -> Iterator[str]:
+    @property
+    def headline(self) -> str:
+        """The verdict in words, and what it holds for or where it begins."""
+        if self.first is None:
+            steps, gradients = _count(self.num_steps, "step"), _count(self.num_gradients, "gradient")
+            return f"{self.words}, over {steps} and {gradients}"
+        if self.verdict == "not repeatable":
+            return f"{self.words}: two plain runs differ, first in {self.first.place}"
+        so_far = ", after equal losses" if self.losses_equal else ""
+        return f"{self.words}, first in {self.first.place}{so_far}"
+
+    @property
+    def answer(self) -> str:
+        """The headline, the size of differences, and what to look at."""
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
         yield self.headline
         if self.first is not None:
             yield f"  {_size(self.first)}"
@@ -102,15 +117,13 @@ class VerifyReport:
         yield from (f"  not compared: {each}" for each in self.not_compared)
         if self.advice:
             yield f"  look at: {self.advice}"
-        yield ""
+
+    def __str__(self) -> str:
         rows: list[list[Cell]] = [
             [run.name, None if run.peak_bytes is None else run.peak_bytes / MIB, run.step_s, run.recording_s]
             for run in self.runs
         ]
-        yield from Table(["run", "peak MiB", "s / step", "s of recording"], rows, digits=2).lines()
-
-    def __str__(self) -> str:
-        return "\n".join(self.lines())
+        return f"{self.answer}\n\n{Table(['run', 'peak MiB', 's / step', 's of recording'], rows, digits=2)}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything in JSON's types; infinite numbers as text."""

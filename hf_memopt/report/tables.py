@@ -7,7 +7,6 @@ from hf_memopt.report.runs import Run, memory_column
 from hf_memopt.text_table import Cell, Table
 from hf_memopt.units import MIB
 
-EQUAL = "bitwise equal"
 _MODE_COLUMNS = {
     "peak MiB": "peak_mib",
     "process MiB": "process_mib",
@@ -33,18 +32,15 @@ def mode_table(modes: Sequence[Mapping[str, Any]]) -> Table:
     shown = {title: key for title, key in _MODE_COLUMNS.items() if any(mode.get(key) is not None for mode in modes)}
     compared = len(modes) > 1
     rows: list[list[Cell]] = [
-        [mode["mode"], *(mode.get(key) for key in shown.values()), *([_verdict(mode, modes[0])] if compared else [])]
+        [mode["mode"], *(mode.get(key) for key in shown.values()), *([_compared(mode)] if compared else [])]
         for mode in modes
     ]
-    return Table(["mode", *shown, *(["losses and weights"] if compared else [])], rows)
+    return Table(["mode", *shown, *(["compared"] if compared else [])], rows)
 
 
 def differing_modes(modes: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the modes that ran and whose losses or weights are not bitwise those of the first, if that ran."""
-    ran = [mode for mode in modes if not mode.get("failure")]
-    if not ran or ran[0] is not modes[0]:
-        return []
-    return [mode["mode"] for mode in ran[1:] if _verdict(mode, modes[0]) != EQUAL]
+    """Return the modes that ran and of which some bits are not those of the first, if that ran."""
+    return [mode["mode"] for mode in modes if mode.get("equal") is False]
 
 
 def holder_table(run: Run) -> Table:
@@ -75,24 +71,15 @@ def _totals(by_phase: Mapping[str, Mapping[str, int]]) -> list[float]:
     return [sum(kinds.values()) / MIB for kinds in by_phase.values()]
 
 
-def _verdict(mode: Mapping[str, Any], reference: Mapping[str, Any]) -> str:
-    ours, theirs = mode.get("losses") or [], reference.get("losses") or []
-    if mode.get("failure"):
-        return str(mode["failure"])
-    if mode is reference:
-        return "reference"
-    if not ours or len(ours) != len(theirs):
-        return "not compared"
-    same = sum(a == b for a, b in zip(ours, theirs, strict=True))
-    if same < len(theirs):
-        return f"{same} of {len(theirs)} losses equal"
-    return EQUAL if mode.get("weights_sha256") == reference.get("weights_sha256") else "other weights"
+def _compared(mode: Mapping[str, Any]) -> str:
+    return str(mode.get("failure") or mode.get("compared") or "not compared")
 
 
 def _mode_headline(run: Run) -> Iterator[str]:
     key, title = memory_column(run.modes)
-    if len(run.modes) > 1 and all(_verdict(mode, run.modes[0]) == EQUAL for mode in run.modes[1:]):
-        yield f"Losses and weights are bitwise equal in modes {', '.join(mode['mode'] for mode in run.modes)}."
+    if len(run.modes) > 1 and all(mode.get("equal") for mode in run.modes[1:]):
+        modes = ", ".join(mode["mode"] for mode in run.modes)
+        yield f"Losses, gradients and weights are equal, bit for bit, in modes {modes}."
     yield from (f"Mode {mode['mode']}: {mode['failure']}." for mode in run.modes if mode.get("failure"))
     measured: Sequence[Mapping[str, Any]] = [mode for mode in run.modes if mode.get(key)]
     if len(measured) > 1 and measured[0] is run.modes[0]:

@@ -2,7 +2,7 @@
 
 Each mode has a process of its own, so that none finds memory that another one left, and one that runs out of memory
 leaves the others alone. In that process it begins from the recipe's seed twice: updates are timed and their peak is
-counted first; then a few more give the losses and weights that have to be bitwise those of mode "off".
+counted first; then a few more are recorded, of which all bits have to be those of mode "off", as for `verify`.
 """
 
 import importlib
@@ -19,10 +19,14 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import tqdm
-from torch import Tensor, nn
+from torch import Tensor
 
 from hf_memopt.command_line import check_output_folder
-from hf_memopt.disk.digests import weights_sha256
+from hf_memopt.exactness.comparison import compare as verify_recordings
+from hf_memopt.exactness.recorder import Recorder
+from hf_memopt.exactness.recording import Recording
+from hf_memopt.exactness.report import VerifyReport, report_of
+from hf_memopt.exactness.runs import Kind, compare_runs
 from hf_memopt.jobs.workload import PASSES_OF_AUTO
 from hf_memopt.recipes.common.cost import RunCost, mib, table
 from hf_memopt.recipes.common.loop import Run
@@ -42,8 +46,8 @@ NUM_CHECKED = PASSES_OF_AUTO
 def compare(name: str, arguments: Sequence[str], modes: Sequence[str], num_steps: int) -> bool:
     """Compare modes, "off" first, and write `comparison.json` into the recipe's output folder.
 
-    The first half of `num_steps` updates warms up. Returns whether losses and weights of all modes are bitwise those of
-    "off", as far as they ran.
+    The first half of `num_steps` updates warms up. Returns whether inputs, losses, gradients, weights and optimizer
+    states of all modes are those of "off", bit for bit, as far as the modes ran.
     """
     if (num_processes := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
         raise ValueError(
@@ -55,10 +59,19 @@ def compare(name: str, arguments: Sequence[str], modes: Sequence[str], num_steps
     check_output_folder("output_dir", folder)
     costs: list[RunCost] = []
     where: dict[str, Any] = {}
+    reference: Recording | None = None
     for mode in modes:
-        cost, where_it_ran = _in_a_new_process(name, in_mode(options, mode), num_steps)
+        cost, where_it_ran, recording = _in_a_new_process(name, in_mode(options, mode), num_steps)
         costs.append(cost)
         where |= where_it_ran
+        if cost is costs[0]:
+            reference = recording
+            cost.compared = "reference"
+        elif reference is not None and recording is not None:
+            report = _compared(name, in_mode(options, modes[0]), reference, recording)
+            cost.compared, cost.equal = report.words, report.equal
+            if not report.equal:
+                print(f"mode {mode}: {report.answer}")
     found = {"recipe": name, **where, "num_steps": num_steps, "modes": [asdict(cost) for cost in costs]}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / COMPARISON_FILE).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
@@ -75,27 +88,60 @@ def in_mode(options: Any, mode: str) -> Any:
     return options._replace(offload=replace(options.offload, offload=mode))
 
 
-def _in_a_new_process(name: str, options: Any, num_steps: int) -> tuple[RunCost, dict[str, Any]]:
+def _in_a_new_process(name: str, options: Any, num_steps: int) -> tuple[RunCost, dict[str, Any], Recording | None]:
+    try:
+        return _pooled(measure, name, options, num_steps)
+    except BrokenProcessPool:
+        return RunCost(options.offload.offload, failure="killed, perhaps because host memory ran out"), {}, None
+
+
+def _pooled[T](function: Callable[..., T], *given: Any) -> T:
     # A forked process would have this one's memory, and could not use an accelerator that this one has used.
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        try:
-            return pool.submit(measure, name, options, num_steps).result()
-        except BrokenProcessPool:
-            return RunCost(options.offload.offload, failure="killed, perhaps because host memory ran out"), {}
+        return pool.submit(function, *given).result()
 
 
-def measure(name: str, options: Any, num_steps: int) -> tuple[RunCost, dict[str, Any]]:
-    # Required by deterministic kernels, from the first matrix product on.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+def _compared(name: str, options: Any, reference: Recording, recording: Recording) -> VerifyReport:
+    """Compare a mode's recording with the reference, of which more runs are made only if the two differ."""
+    comparison = verify_recordings(reference, recording)
+    if not comparison.differences:
+        return report_of(reference, recording, comparison, [], is_control=False)
+
+    def record_again(kind: Kind, dtype: str | None) -> Recording:
+        match kind:
+            case "plain":
+                return reference
+            case "switched":
+                return recording
+            case _:
+                return _pooled(recorded, name, options, dtype)
+
+    return compare_runs(record_again)
+
+
+def measure(name: str, options: Any, num_steps: int) -> tuple[RunCost, dict[str, Any], Recording | None]:
+    recording = None
     try:
-        begin: Begin = importlib.import_module(f"hf_memopt.recipes.{name}").comparable(options)
+        begin = _begin(name, options)
         cost = _timed(begin, options, num_steps)
-        cost.losses, cost.weights_sha256 = _to_compare(begin, options)
+        recording = _recorded(begin, options)
         if cost.mode == "off":
             cost.saved_mib = _saved(begin, options)
     except torch.OutOfMemoryError:
         cost = RunCost(options.offload.offload, failure="out of memory")
-    return cost, environment(Accelerator())
+    return cost, environment(Accelerator()), recording
+
+
+def recorded(name: str, options: Any, perturbed: str | None) -> Recording:
+    """Record updates of a recipe; with the name of a dtype, from weights that are changed by one rounding in it."""
+    return _recorded(_begin(name, options), options, perturbed)
+
+
+def _begin(name: str, options: Any) -> Begin:
+    # Required by deterministic kernels, from the first matrix product on.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    begin: Begin = importlib.import_module(f"hf_memopt.recipes.{name}").comparable(options)
+    return begin
 
 
 def _timed(begin: Begin, options: Any, num_steps: int) -> RunCost:
@@ -112,13 +158,15 @@ def _timed(begin: Begin, options: Any, num_steps: int) -> RunCost:
     return timer.cost()
 
 
-def _to_compare(begin: Begin, options: Any) -> tuple[list[float], str]:
-    with deterministic_kernels():
+def _recorded(begin: Begin, options: Any, perturbed: str | None = None) -> Recording:
+    recorder = Recorder(perturbed=None if perturbed is None else getattr(torch, perturbed))
+    with deterministic_kernels(), recorder:
         run, updates = begin(options)
-        losses = [next(updates).item() for _ in range(NUM_CHECKED)]
-    models = nn.ModuleList([each for each in (run.model if isinstance(run.model, tuple) else [run.model]) if each])
+        for _ in range(NUM_CHECKED):
+            next(updates)
+            recorder.end_step()
     run.accelerator.free_memory()
-    return losses, weights_sha256(models)
+    return recorder.recording
 
 
 def _saved(begin: Begin, options: Any) -> float | None:

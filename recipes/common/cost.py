@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
@@ -49,8 +49,8 @@ class RunCost:
     predicted_saved_mib: float | None = None  # by the planner of mode "auto"
     predicted_step_ms: float | None = None  # likewise, for one forward and backward pass
     measured_step_ms: float | None = None  # the offloader's own measurement of its prediction
-    losses: list[float] = field(default_factory=list)  # of the updates by which modes are compared
-    weights_sha256: str | None = None  # after these
+    compared: str | None = None  # with the first mode, in words
+    equal: bool | None = None  # likewise, bit for bit
     failure: str | None = None  # why there are no figures
 
 

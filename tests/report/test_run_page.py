@@ -67,10 +67,10 @@ def test_the_page_shows_the_table(tmp_path: Path) -> None:
     run = read_run(causal_lm_run(tmp_path))
     page = Page(write_report(run, tmp_path / "out").read_text())
     assert page.rows == [
-        ["mode", "saved MiB", "predicted MiB", "moved MiB/step", "step ms", "losses and weights"],
+        ["mode", "saved MiB", "predicted MiB", "moved MiB/step", "step ms", "compared"],
         ["off", "100.0", "-", "-", "50.0", "reference"],
-        ["<all>", "25.0", "-", "80.5", "75.0", "bitwise equal"],
-        ["auto", "50.0", "50.0", "-", "60.0", "1 of 2 losses equal"],
+        ["<all>", "25.0", "-", "80.5", "75.0", "equal, bit for bit"],
+        ["auto", "50.0", "50.0", "-", "60.0", "different, not by rounding"],
     ]
     assert "The device is a CPU" in page.text
     assert (tmp_path / "results.png").read_bytes() in page.images  # the run's own figure

@@ -1,5 +1,5 @@
-import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 from run_folders import causal_lm_run, demo_run, logged_run, write_json
@@ -16,11 +16,11 @@ def test_designs_that_hold_nothing_have_no_share(tmp_path: Path) -> None:
 def test_modes_are_compared_with_the_first(tmp_path: Path) -> None:
     run = read_run(causal_lm_run(tmp_path))
     table = tables.mode_table(run.modes)
-    assert table.heads == ["mode", "saved MiB", "predicted MiB", "moved MiB/step", "step ms", "losses and weights"]
+    assert table.heads == ["mode", "saved MiB", "predicted MiB", "moved MiB/step", "step ms", "compared"]
     assert table.rows == [
         ["off", 100.0, None, None, 50.0, "reference"],
-        ["<all>", 25.0, None, 80.5, 75.0, "bitwise equal"],
-        ["auto", 50.0, 50.0, None, 60.0, "1 of 2 losses equal"],
+        ["<all>", 25.0, None, 80.5, 75.0, "equal, bit for bit"],
+        ["auto", 50.0, 50.0, None, 60.0, "different, not by rounding"],
     ]
     assert tables.headlines(run) == [
         "Saved activations on the device at the peak: 100.0 MiB in mode off, 25.0 MiB in mode <all> (75% less)."
@@ -51,34 +51,31 @@ def test_a_run_of_one_mode_is_told_how_to_compare(tmp_path: Path) -> None:
     assert tables.mode_table(run.modes).heads == ["mode", "step ms"]
 
 
-def test_modes_are_compared_by_losses_and_weights() -> None:
-    off = {"mode": "off", "step_ms": 1.0, "losses": [3.0, 2.0], "weights_sha256": "a"}
-    others = {
-        "other losses": {"losses": [3.0, math.nextafter(2.0, 3.0)]},
-        "other weights": {"weights_sha256": "b"},
-        "fewer losses": {"losses": [3.0]},
-        "same": {},
-        "failed": {"step_ms": None, "losses": [], "failure": "out of memory"},
-    }
-    modes = [off, *({**off, "mode": mode, **changes} for mode, changes in others.items())]
+def test_modes_that_differ_are_those_that_were_compared() -> None:
+    modes: list[dict[str, Any]] = [
+        {"mode": "off", "step_ms": 1.0, "compared": "reference"},
+        {"mode": "all", "step_ms": 1.0, "compared": "equal, bit for bit", "equal": True},
+        {"mode": "auto", "step_ms": 1.0, "compared": "equal but for rounding", "equal": False},
+        {"mode": "inputs", "step_ms": None, "failure": "out of memory"},
+        {"mode": "other", "step_ms": 1.0},
+    ]
     shown = [row[-1] for row in tables.mode_table(modes).rows]
-    assert shown[0] == "reference"
-    assert shown[1:] == ["1 of 2 losses equal", "other weights", "not compared", "bitwise equal", "out of memory"]
-    assert tables.differing_modes(modes) == ["other losses", "other weights", "fewer losses"]
-    assert tables.differing_modes([modes[-1], *modes[:-1]]) == []
+    assert shown == ["reference", "equal, bit for bit", "equal but for rounding", "out of memory", "not compared"]
+    assert tables.differing_modes(modes) == ["auto"]
 
 
 def test_equal_modes_are_said_first(tmp_path: Path) -> None:
-    modes = [{"mode": mode, "step_ms": 1.0, "losses": [3.0], "weights_sha256": "a"} for mode in ("off", "all")]
+    modes = [{"mode": "off", "step_ms": 1.0}, {"mode": "all", "step_ms": 1.0, "equal": True}]
     write_json(tmp_path / "comparison.json", {"modes": modes})
-    assert tables.headlines(read_run(tmp_path)) == ["Losses and weights are bitwise equal in modes off, all."]
-    modes[1]["weights_sha256"] = "b"
+    (line,) = tables.headlines(read_run(tmp_path))
+    assert line == "Losses, gradients and weights are equal, bit for bit, in modes off, all."
+    modes[1]["equal"] = False
     write_json(tmp_path / "comparison.json", {"modes": modes})
     assert tables.headlines(read_run(tmp_path)) == []
 
 
 def test_a_mode_that_failed_is_said_first(tmp_path: Path) -> None:
-    off = {"mode": "off", "step_ms": None, "losses": [], "failure": "out of memory"}
+    off = {"mode": "off", "step_ms": None, "failure": "out of memory"}
     write_json(tmp_path / "comparison.json", {"device": "cuda", "modes": [off, {"mode": "all", "step_ms": 3.0}]})
     run = read_run(tmp_path)
     assert tables.headlines(run) == ["Mode off: out of memory."]

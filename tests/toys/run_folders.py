@@ -45,16 +45,24 @@ def demo_run(folder: Path) -> Path:
 def causal_lm_run(folder: Path) -> Path:
     """Write the fields of `Cost`, as `train_causal_lm` does."""
     costs: list[dict[str, Any]] = [
-        {"mode": "off", "step_ms": 50.0, "peak_mib": None, "saved_mib": 100.0, "losses": [2.0, 1.0]},
+        {"mode": "off", "step_ms": 50.0, "peak_mib": None, "saved_mib": 100.0, "compared": "reference"},
         {
             "mode": "<all>",
             "step_ms": 75.0,
             "peak_mib": None,
             "saved_mib": 25.0,
             "moved_mib": 80.5,
-            "losses": [2.0, 1.0],
+            "compared": "equal, bit for bit",
+            "equal": True,
         },
-        {"mode": "auto", "step_ms": 60.0, "saved_mib": 50.0, "predicted_saved_mib": 50.0, "losses": [2.0, 1.5]},
+        {
+            "mode": "auto",
+            "step_ms": 60.0,
+            "saved_mib": 50.0,
+            "predicted_saved_mib": 50.0,
+            "compared": "different, not by rounding",
+            "equal": False,
+        },
     ]
     results = {
         "mode": "auto",

@@ -10,6 +10,10 @@ import torch
 from late_imports import LateModule
 from recipe_flags import CAUSAL_LM, FLUXFLOW, LGT, NEURAL_OPERATOR
 
+from hf_memopt.exactness.comparison import compare
+from hf_memopt.exactness.fingerprint import Fingerprint
+from hf_memopt.exactness.recording import Place, Recording
+
 pytestmark = pytest.mark.usefixtures("on_the_cpu", "no_shared_cache")
 
 comparison = LateModule("hf_memopt.recipes.common.comparison")
@@ -36,10 +40,13 @@ def options_of(name: str, folder: Path, *more: str) -> Any:
 def test_modes_share_weights_and_batches(name: str, tmp_path: Path) -> None:
     options = options_of(name, tmp_path / "run")
     assert options.output_dir == str(tmp_path / "run")
-    off, where = comparison.measure(name, comparison.in_mode(options, "off"), 4)
-    offloaded, _ = comparison.measure(name, comparison.in_mode(options, "all"), 4)
-    assert len(set(off.losses)) == len(off.losses) == comparison.NUM_CHECKED  # the losses change
-    assert (offloaded.losses, offloaded.weights_sha256) == (off.losses, off.weights_sha256)
+    off, where, plain = comparison.measure(name, comparison.in_mode(options, "off"), 4)
+    offloaded, _, switched = comparison.measure(name, comparison.in_mode(options, "all"), 4)
+    losses = [found.sha256 for place, found in plain.tensors.items() if place.phase == "loss"]
+    assert len(set(losses)) == len(losses) >= comparison.NUM_CHECKED  # the losses change
+    compared = compare(plain, switched)
+    assert compared.verdict == "equal"
+    assert compared.num_compared.keys() == {"start", "input", "loss", "gradient", "weight", "optimizer"}
     assert 0 < offloaded.saved_mib < off.saved_mib
     assert offloaded.moved_mib > 0
     assert offloaded.host_mib > 0
@@ -48,9 +55,8 @@ def test_modes_share_weights_and_batches(name: str, tmp_path: Path) -> None:
     files = {path.name for path in (tmp_path / "run").iterdir()} if (tmp_path / "run").exists() else set()
     assert files <= {"darcy"}, "a comparison leaves nothing of a training"
     seed = replace(options.training, seed=1)
-    other, _ = comparison.measure(name, comparison.in_mode(options._replace(training=seed), "off"), 4)
-    assert other.losses != off.losses
-    assert other.weights_sha256 != off.weights_sha256
+    other = comparison.recorded(name, comparison.in_mode(options._replace(training=seed), "off"), None)
+    assert {each.place.phase for each in compare(plain, other).differences} >= {"loss", "gradient", "weight"}
 
 
 def test_what_is_compared_needs_no_folder_of_its_own(tmp_path: Path) -> None:
@@ -68,8 +74,8 @@ def test_running_out_of_memory_is_a_result(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr("hf_memopt.recipes.train_causal_lm.update", run_out)
     options = options_of("train_causal_lm", tmp_path / "run")
-    cost, where = comparison.measure("train_causal_lm", comparison.in_mode(options, "all"), 4)
-    assert (cost.mode, cost.failure, cost.step_ms) == ("all", "out of memory", None)
+    cost, where, recording = comparison.measure("train_causal_lm", comparison.in_mode(options, "all"), 4)
+    assert (cost.mode, cost.failure, cost.step_ms, recording) == ("all", "out of memory", None, None)
     assert where["device"] == "cpu"
 
 
@@ -83,26 +89,34 @@ class EndsItsProcess:
 @pytest.mark.e2e
 def test_a_process_that_is_killed_is_a_result() -> None:
     options = SimpleNamespace(offload=SimpleNamespace(offload="all"), end=EndsItsProcess())
-    cost, where = comparison._in_a_new_process("train_lgt", options, 4)
-    assert (cost.mode, where) == ("all", {})
+    cost, where, recording = comparison._in_a_new_process("train_lgt", options, 4)
+    assert (cost.mode, where, recording) == ("all", {}, None)
     assert cost.failure.startswith("killed")
 
 
 def test_modes_that_differ_are_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    weights = {"off": "a", "all": "a", "auto": "b"}
+    weights = {"off": 1.0, "all": 1.0, "auto": 2.0}
+
+    def recorded(weight: float) -> Recording:
+        return Recording({Place(1, 0, "weight", "w"): Fingerprint.of(torch.tensor([weight]))})
 
     def measured(name: str, options: Any, num_steps: int) -> Any:
         mode = options.offload.offload
-        cost = comparison.RunCost(mode, step_ms=1.0, losses=[1.0], weights_sha256=weights[mode])
-        return cost, {"device": "cpu"}
+        return comparison.RunCost(mode, step_ms=1.0), {"device": "cpu"}, recorded(weights[mode])
+
+    def again(function: Any, name: str, options: Any, perturbed: str | None) -> Recording:
+        return recorded(1.0 if perturbed is None else 1.0 + torch.finfo(torch.float32).eps)
 
     monkeypatch.setattr("hf_memopt.recipes.common.comparison._in_a_new_process", measured)
+    monkeypatch.setattr("hf_memopt.recipes.common.comparison._pooled", again)
     flags = [*CAUSAL_LM, f"--output_dir={tmp_path / 'run'}"]
     assert comparison.compare("train_causal_lm", flags, ["off", "all"], 4)
     assert not comparison.compare("train_causal_lm", flags, ["off", "all", "auto"], 4)
-    assert "other weights" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "mode auto: different, not by rounding, first in w after the update of step 1" in printed
+    assert [line.split()[0] for line in printed.splitlines() if line.endswith("equal, bit for bit")] == ["all", "all"]
     found = json.loads((tmp_path / "run" / "comparison.json").read_text())
     assert (found["recipe"], found["device"], found["num_steps"]) == ("train_causal_lm", "cpu", 4)
     assert [cost.mode for cost in comparison.read_costs(tmp_path / "run")] == ["off", "all", "auto"]
