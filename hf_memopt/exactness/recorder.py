@@ -190,10 +190,7 @@ class Recorder:
                 continue
             self._started.add(id(model))
             self._on_tensors([*model.parameters(), *model.buffers()])
-            self.recording.has_dropout |= any(
-                isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 and module.training
-                for module in model.modules()
-            )
+            self.recording.has_dropout |= any(map(_draws_masks, model.modules()))
             for name, tensor in self._named(model, _weights_of(model)):
                 self._add("start", name, tensor, micro_batch=0, step=0)
             if self._perturbed is not None:
@@ -294,6 +291,16 @@ class Recorder:
 
         with patch.object(warnings, "showwarning", note):
             yield
+
+
+def _draws_masks(module: nn.Module) -> bool:
+    """Return whether a module drops elements: by its class, or by a share such as Llama's `attention_dropout`."""
+    if not module.training:
+        return False
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return module.p > 0
+    shares = (value for name, value in vars(module).items() if "dropout" in name)
+    return any(isinstance(share, float) and share > 0 for share in shares)
 
 
 def _ids(module: nn.Module) -> set[int]:

@@ -154,7 +154,8 @@ def report_of(
         num_gradients=comparison.num_gradients,
         first=comparison.first,
         worst=comparison.worst,
-        losses_equal=comparison.first is None or comparison.first.place.phase not in ("start", "input", "loss"),
+        losses_equal="loss" in comparison.num_compared
+        and (comparison.first is None or comparison.first.place.phase not in ("start", "input", "loss")),
         differing=dict(differing),
         compared=comparison.num_compared,
         not_compared=comparison.not_compared,
@@ -197,10 +198,12 @@ def _advice(plain: Recording, switched: Recording, comparison: Comparison) -> st
             "nothing, if rounding is allowed: another kernel or another order of sums. One rounding of all weights "
             f"makes changes of this size too (up to {ROUNDINGS_ALLOWED:g} times it is called rounding)"
         )
-    layout = "inputs have other shapes, so the runs lay data out in other ways or have other data; " * (
-        comparison.has_other_layout
-    )
-    return layout + (_recognised(plain, switched, first) or _usual_faults(plain, first.place.phase))
+    if found := _recognised(plain, switched, first):
+        return found
+    if comparison.has_other_layout:
+        masks = ", or random masks, which another layout draws anew: train with dropout 0" * plain.has_dropout
+        return f"the runs arrange their inputs in other ways: other data, or losses that are weighed in another way{masks}"
+    return _usual_faults(plain, first.place.phase)
 
 
 def _usual_faults(plain: Recording, phase: Phase) -> str:
