@@ -45,11 +45,13 @@ class Fingerprint:
             digest.update(on_host.view(torch.uint8).numpy())
             values = (torch.view_as_real(on_host).flatten() if on_host.is_complex() else on_host).double()
             for part in torch.split(values, _CHUNK):
-                finite = part.isfinite()
-                if not finite.all():
+                square = float(part.dot(part))
+                if not math.isfinite(square):
+                    finite = part.isfinite()
                     num_not_finite += int((~finite).sum())
                     part = part.where(finite, 0.0)
-                squares += float(part.dot(part))
+                    square = float(part.dot(part))
+                squares += square
                 sums += _signed_sums(part, number)
         return cls(
             dtype=str(tensor.dtype).removeprefix("torch."),

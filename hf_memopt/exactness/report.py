@@ -202,7 +202,9 @@ def _advice(plain: Recording, switched: Recording, comparison: Comparison) -> st
         return found
     if comparison.has_other_layout:
         masks = ", or random masks, which another layout draws anew: train with dropout 0" * plain.has_dropout
-        return f"the runs arrange their inputs in other ways: other data, or losses that are weighed in another way{masks}"
+        return (
+            f"the runs arrange their inputs in other ways: other data, or losses that are weighed in another way{masks}"
+        )
     return _usual_faults(plain, first.place.phase)
 
 
