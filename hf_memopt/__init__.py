@@ -11,6 +11,7 @@ Read the packages in this order:
 - `activations`: keep, offload or recompute saved tensors.
 - `weights`: frozen models whose weights visit the device.
 - `training`, `checkpoint`: one exact optimizer step on Accelerate, and the state of a run on disk.
+- `exactness`: two runs of the same training, compared bit by bit.
 - `estimate`, `jobs`: the peak memory of a step, and settings that fit, before a run starts.
 - `report`, `commands`: pages about runs and machines, and the command `hf-memopt`.
 - `lerobot`, `callbacks`, `integrations`, `recipes`: policies for lerobot, Trainer and other trainers, recipes.
@@ -38,6 +39,7 @@ if TYPE_CHECKING:  # spelled "x as x": exported names, for type checkers
     from hf_memopt.callbacks import attach as attach
     from hf_memopt.checkpoint import Checkpoints as Checkpoints
     from hf_memopt.estimate import estimate_peak_memory as estimate_peak_memory
+    from hf_memopt.exactness import verify as verify
     from hf_memopt.jobs import plan as plan
     from hf_memopt.memory import MemoryTracker as MemoryTracker
     from hf_memopt.memory import detect_leaks as detect_leaks
@@ -58,6 +60,7 @@ _NAMES = {
     "MemoryLoggingCallback StopOnNonFiniteCallback attach",
     "checkpoint": "Checkpoints",
     "estimate": "estimate_peak_memory",
+    "exactness": "verify",
     "jobs": "plan",
     "memory": "MemoryTracker detect_leaks explain_oom",
     "training": "GradientCache MicroBatcher train_step",

@@ -19,12 +19,13 @@ _COMMANDS = {
 }
 
 _GREETING = """\
-hf-memopt: train in the memory you have. Seven things that it does:
+hf-memopt: train in the memory you have. Eight things that it does:
 
   hf-memopt estimate MODEL --gpu rtx4090    does my job fit? The peak of a training step, without a GPU
   hf-memopt plan MODEL --gpu 8GiB           which settings are the fastest that fit, and the command to run them
   hf-memopt launch -- train.py              your script, unchanged, attached to every Trainer that it makes
-  hf-memopt compare RECIPE                  memory and time with and without offloading; checks that weights agree
+  hf-memopt verify --switch X -- train.py   does a memory switch, anybody's, change a bit of training?
+  hf-memopt compare RECIPE                  memory and time of a recipe with and without offloading, compared bit by bit
   hf-memopt doctor                          what this machine can do, and which features are on
   hf-memopt report RUN_DIR                  a page of a run: memory, losses, time
   hf-memopt prepare-student                 a SmolVLA policy that needs one step: then precompute, evaluate, export

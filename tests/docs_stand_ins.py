@@ -229,4 +229,5 @@ PAGES: dict[str, dict[str, Callable[[Toys], Any]]] = {
         "contrastive_loss": lambda toys: contrastive,
         "micro_batches": lambda toys: list(torch.randn(2, 4, 8)),
     },
+    "verify": {**_LAYERS, "batch": lambda toys: torch.randn(4, 8)},
 }

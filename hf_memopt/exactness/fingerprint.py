@@ -44,11 +44,13 @@ class Fingerprint:
             on_host = piece.resolve_conj().resolve_neg().cpu().contiguous()
             digest.update(on_host.view(torch.uint8).numpy())
             values = (torch.view_as_real(on_host).flatten() if on_host.is_complex() else on_host).double()
-            finite = values.isfinite()
-            if not finite.all():
+            square = float(values.dot(values))
+            if not math.isfinite(square):
+                finite = values.isfinite()
                 num_not_finite += int((~finite).sum())
                 values = values.where(finite, 0.0)
-            squares += float(values.dot(values))
+                square = float(values.dot(values))
+            squares += square
             sums += _signed_sums(values, position)
             position += len(values)
         return cls(
@@ -128,13 +130,13 @@ def _pieces(tensor: Tensor) -> Iterator[Tensor]:
 def _signed_sums(values: Tensor, position: int) -> Tensor:
     """Return the sums to which elements from `position` on add; chunks have the same signs, or all of them turned."""
     signs, sums = _signs(), torch.zeros(NUM_SUMS, dtype=torch.float64)
-    chunk, begin = divmod(position, _CHUNK)
-    for part in (values[: _CHUNK - begin], values[_CHUNK - begin :]):
-        skipped = begin % NUM_SUMS
+    while len(values):
+        chunk, begin = divmod(position, _CHUNK)
+        part, skipped = values[: _CHUNK - begin], begin % NUM_SUMS
         padded = torch.zeros(-(-(skipped + len(part)) // NUM_SUMS), NUM_SUMS, dtype=torch.float64)
         torch.mul(part, signs[begin : begin + len(part)], out=padded.view(-1)[skipped : skipped + len(part)])
         sums += padded.sum(0) * signs[chunk % _CHUNK]
-        chunk, begin = chunk + 1, 0
+        position, values = position + len(part), values[len(part) :]
     return sums
 
 
