@@ -68,7 +68,7 @@ def verify(plain: Callable[[], Any], switched: Callable[[], Any], steps: int = 2
             for _ in range(steps):
                 recorder.add_results(step())
                 recorder.end_step()
-        if not any(place.phase in ("gradient", "result") for place in recorder.recording.tensors):
+        if not any(place.phase in ("loss", "result") for place in recorder.recording.tensors):
             name = "switched" if kind == "switched" else "plain"
             raise ValueError(f"{name}() ran nothing backward and returned no tensors; have it make a training step")
         return recorder.recording

@@ -230,10 +230,20 @@ class Recorder:
             self._num_calls = 0
             for number, root in enumerate(roots, start=1):
                 self._add("loss", "loss" if len(roots) == 1 else f"loss {number}", root, self._micro_batch)
+            all_leaves = _leaves(roots)
+            self._add_models_of(all_leaves)
             named = set(self._input_leaves).union(*map(_ids, self._models))
-            leaves = [leaf for leaf in _leaves(roots) if id(leaf) not in named]
+            leaves = [leaf for leaf in all_leaves if id(leaf) not in named]
             self._on_leaves([*leaves, *(leaf for _, leaf in self._input_leaves.values())])
             return {leaf: _version(leaf.grad) for leaf in [*leaves, *self._known.leaves]}
+
+    def _add_models_of(self, leaves: Iterable[Tensor]) -> None:
+        """Add models of earlier runs whose weights this run reads without calling them."""
+        read = set(map(id, leaves))
+        for model in self._known.models:
+            if not read.isdisjoint(_ids(model)):
+                self.add_model(model)
+        self._start()
 
     def _after_backward(self, versions: Mapping[Tensor, Any]) -> None:
         """Record gradients; `versions` has those of leaves outside of models before this pass.
