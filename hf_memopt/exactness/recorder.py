@@ -4,6 +4,7 @@ import functools
 import itertools
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
@@ -34,8 +35,18 @@ class KnownModels:
 
     def __init__(self) -> None:
         self.models: list[nn.Module] = []
+        self._numbers: dict[int, int] = {}  # of models, by id
         self.names: MutableMapping[Tensor, str] = WeakTensorKeyDictionary()
         self.leaves: MutableMapping[Tensor, str] = WeakTensorKeyDictionary()  # outside of models
+
+    def add(self, model: nn.Module, number: int) -> None:
+        """Give a model its number, or leave it the one of an earlier run."""
+        if id(model) not in self._numbers:
+            self.models.append(model)
+            self._numbers[id(model)] = number
+
+    def number(self, model: nn.Module) -> int:
+        return self._numbers[id(model)]
 
     def whole(self, module: nn.Module) -> nn.Module:
         """Return the model of which a module is a part, or which it wraps, or else the module."""
@@ -80,7 +91,8 @@ class Recorder:
         self._optimizers: list[Optimizer] = []
         self._started: set[int] = set()  # models whose weights at the start are recorded
         self._updated: list[Optimizer] = []  # in this step
-        self._step, self._micro_batch, self._num_calls = 1, 0, 0
+        self._step, self._micro_batch = 1, 0
+        self._num_calls = Counter[int]()  # in this micro-batch, by model
         self._depth_of_calls, self._is_without_graph, self._is_over = 0, False, False
         self._input_leaves: dict[int, tuple[str, Tensor]] = {}  # since the last backward pass, by id
         self._device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
@@ -148,8 +160,7 @@ class Recorder:
         whole = self._known.whole(module)
         if not any(whole is model for model in self._models):
             self._models.append(whole)
-        if not any(whole is model for model in self._known.models):
-            self._known.models.append(whole)
+        self._known.add(whole, len(self._models))
 
     def note_precision(self, dtype: torch.dtype) -> None:
         self.recording.precision = str(dtype).removeprefix("torch.")
@@ -173,7 +184,8 @@ class Recorder:
                 self._add("weight", name, tensor, micro_batch=0)
             for name, tensor in self._named_states():
                 self._add("optimizer", name, tensor, micro_batch=0)
-            self._updated, self._micro_batch, self._num_calls = [], 0, 0
+            self._updated, self._micro_batch = [], 0
+            self._num_calls.clear()
             self._step += 1
         self._began = time.perf_counter()
 
@@ -185,14 +197,20 @@ class Recorder:
         with self._recording():
             self.add_model(module)
             self._start()
-            self._num_calls += 1
-            call = "" if self._num_calls == 1 else f" (call {self._num_calls})"
+            call = self._next_call(self._known.number(self._known.whole(module)))
             for name, tensor in [*_named_tensors(args, ""), *_named_tensors(kwargs, "")]:
                 self._add("input", name + call, tensor, self._micro_batch + 1)
                 if tensor.is_leaf and tensor.requires_grad:
                     self._input_leaves[id(tensor)] = f"input {name}{call}", tensor
         if not self.recording.step_s and self._micro_batch == 0:
             self._began = time.perf_counter()  # loading and the like are no part of the first step
+
+    def _next_call(self, model: int) -> str:
+        """Return the end of the names of a model's inputs."""
+        self._num_calls[model] += 1
+        calls = self._num_calls[model]
+        parts = [f"model {model}"] * (model > 1) + [f"call {calls}"] * (calls > 1)
+        return f" ({', '.join(parts)})" if parts else ""
 
     @contextmanager
     def _without_graph(self, module: nn.Module) -> Iterator[None]:
@@ -227,7 +245,7 @@ class Recorder:
             self.end_step()
         with self._recording():
             self._micro_batch += 1
-            self._num_calls = 0
+            self._num_calls.clear()
             for number, root in enumerate(roots, start=1):
                 self._add("loss", "loss" if len(roots) == 1 else f"loss {number}", root, self._micro_batch)
             all_leaves = _leaves(roots)
@@ -292,7 +310,7 @@ class Recorder:
 
     def _named(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """Yield trained parameters, then buffers."""
-        number = next(i for i, each in enumerate(self._models, start=1) if each is model)
+        number = self._known.number(model)
         prefix = f"model {number}: " if number > 1 else ""
         for name, tensor in _weights_of(model):
             yield self._known.names.setdefault(tensor, prefix + name), tensor
