@@ -196,7 +196,7 @@ def _advice(plain: Recording, switched: Recording, comparison: Comparison) -> st
     first = comparison.first
     if first is None:
         return ""
-    if comparison.verdict == "rounding":
+    if comparison.verdict == "rounding" and (not _has_other_dtype(first) or first.relative):
         return (
             "nothing, if rounding is allowed: another kernel or another order of sums. One rounding of all weights "
             f"makes changes of this size too (up to {ROUNDINGS_ALLOWED:g} times it is called rounding)"
@@ -261,9 +261,13 @@ def _recognised(plain: Recording, switched: Recording, found: Difference) -> str
         if factor is not None:
             share = "the gradient" if place.micro_batch <= 1 else "this micro-batch's share of the gradient"
             return f"{share} is {factor:.4g} times the plain one: how losses are divided and micro-batches weighed"
-    if not found.relative and theirs.dtype != ours.dtype:
+    if not found.relative and _has_other_dtype(found):
         return f"the values are equal, but stored as {theirs.dtype} instead of {ours.dtype}"
     return ""
+
+
+def _has_other_dtype(found: Difference) -> bool:
+    return found.plain is not None and found.switched is not None and found.plain.dtype != found.switched.dtype
 
 
 def _factor(plain: Recording, switched: Recording, place: Place) -> float | None:
