@@ -1,4 +1,4 @@
-"""`hf-memopt verify`: its runs, its refusals and its answers. Scripts in one process: callbacks/test_recorded_script.py."""
+"""`hf-memopt verify`: its runs, refusals and answers. Scripts in this process: callbacks/test_recorded_script.py."""
 
 import json
 import os
@@ -227,7 +227,7 @@ def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., su
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
     def run(*words: str) -> subprocess.CompletedProcess[str]:
-        flags = ("--cpu", "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no")
+        flags = ("--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no")
         return subprocess.run(
             [sys.executable, "-m", "hf_memopt.cli", "verify", *flags, *words],
             capture_output=True,
@@ -244,7 +244,16 @@ def test_trls_sft_with_lora_and_checkpointing(command: Any, tmp_path: Path) -> N
     adapted = script.replace("        train_dataset=", "        peft_config=LoraConfig(r=4),\n        train_dataset=")
     (tmp_path / "lora.py").write_text("from peft import LoraConfig\n" + adapted)
     done = command(
-        *("--num_processes=1", "--switch", "gradient_checkpointing=true", "--json", "--", "lora.py", str(tmp_path))
+        *(
+            "--cpu",
+            "--num_processes=1",
+            "--switch",
+            "gradient_checkpointing=true",
+            "--json",
+            "--",
+            "lora.py",
+            str(tmp_path),
+        )
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
@@ -281,7 +290,8 @@ sys.exit(0)
 def test_a_loop_of_two_ranks_in_a_module_that_exits(command: Any, tmp_path: Path) -> None:
     (tmp_path / "two_ranks.py").write_text(LOOP)
     switches = ("--switch", "env:BROKEN=1", "--switch", "script:checkpointing")
-    done = command("--num_processes=2", *switches, "--", "-m", "two_ranks")
+    # accelerate launch starts a single process with --cpu; the script asks for the CPU itself.
+    done = command("--multi_gpu", "--num_processes=2", *switches, "--", "-m", "two_ranks")
     assert done.returncode == 1, done.stderr
     assert "first in input rank 1: input_ids of micro-batch 1 of step 1" in done.stdout.splitlines()[0]
     assert re.search(r"0 of \d\d+ weights at the start; 4 of 8 inputs", done.stdout), done.stdout
@@ -302,9 +312,9 @@ DRAWN_AGAIN = ("--switch", 'gradient_checkpointing_kwargs={"use_reentrant": fals
 
 
 @pytest.mark.e2e
-def test_masks_that_are_drawn_again(command: Any, tmp_path: Path) -> None:
+def test_masks_that_are_drawn_again_in_training(command: Any, tmp_path: Path) -> None:
     (tmp_path / "trainer.py").write_text(TRAINER)
-    words = ("--num_processes=1", "--switch", "gradient_checkpointing=true", *DRAWN_AGAIN, "--", "trainer.py")
+    words = ("--cpu", "--num_processes=1", "--switch", "gradient_checkpointing=true", *DRAWN_AGAIN, "--", "trainer.py")
     done = command(*words)
     assert done.returncode == 1, done.stderr
     first, *_, last = done.stdout.splitlines()
@@ -318,7 +328,7 @@ def test_masks_that_are_drawn_again(command: Any, tmp_path: Path) -> None:
 @pytest.mark.e2e
 def test_a_script_that_fails_with_the_switch_alone(command: Any, tmp_path: Path) -> None:
     (tmp_path / "trainer.py").write_text(TRAINER)
-    words = ("--num_processes=1", "--switch", "gradient_checkpointing=true", "--", "trainer.py", "fails")
+    words = ("--cpu", "--num_processes=1", "--switch", "gradient_checkpointing=true", "--", "trainer.py", "fails")
     done = command(*words)
     assert done.returncode == 2
     assert done.stdout == ""
