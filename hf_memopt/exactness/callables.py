@@ -4,7 +4,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
+from hf_memopt.exactness.fingerprint import parts_of
 from hf_memopt.exactness.recorder import KnownModels, Recorder
 from hf_memopt.exactness.recording import Recording
 from hf_memopt.exactness.report import VerifyReport
@@ -81,7 +81,7 @@ class _State:
 
     def __init__(self) -> None:
         self._owners: list[tuple[dict[str, Any], dict[str, Any]]] = []  # parameters and buffers of modules
-        self._tensors: dict[int, tuple[Tensor, Tensor, Tensor | None]] = {}
+        self._tensors: dict[int, tuple[_Kept, Tensor | None]] = {}
         self._optimizers: dict[int, tuple[Optimizer, _OptimizerState]] = {}
         self._random = RandomState(torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu"))
         # Loaded by a program that draws from it.
@@ -95,8 +95,9 @@ class _State:
 
     def add_leaves(self, leaves: Iterable[Tensor]) -> None:
         for leaf in leaves:
-            if id(leaf) not in self._tensors and leaf.device.type != "meta":
-                self._tensors[id(leaf)] = leaf, _host_copy(leaf), _host_copy(leaf.grad if leaf.is_leaf else None)
+            if id(leaf) not in self._tensors:
+                gradient = leaf.grad if leaf.is_leaf else None
+                self._tensors[id(leaf)] = _Kept(leaf), None if gradient is None else gradient.to("cpu", copy=True)
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         if id(optimizer) not in self._optimizers:
@@ -115,12 +116,12 @@ class _State:
             held.clear()
             held.update(before)
         with torch.no_grad():
-            for tensor, values, gradient in self._tensors.values():
-                tensor.copy_(values)
+            for kept, gradient in self._tensors.values():
+                tensor = kept.restored()
                 if tensor.is_leaf:
                     tensor.grad = None if gradient is None else gradient.to(tensor.device, copy=True)
-        for optimizer, state in self._optimizers.values():
-            state.restore(optimizer)
+            for optimizer, state in self._optimizers.values():
+                state.restore(optimizer)
         self._random.restore()
         if self._numpy is not None:
             self._numpy.random.set_state(self._numpy_state)
@@ -145,21 +146,23 @@ def _without_parameters(group: dict[str, Any]) -> dict[str, Any]:
     return {name: tree_map(_kept, value) for name, value in group.items() if name != "params"}
 
 
-@dataclass
 class _Kept:
-    """A tensor's values on the host, and its device."""
+    """A tensor and its values on the host, those of the parts of a wrapper: not every wrapper can be copied."""
 
-    values: Tensor
-    device: torch.device
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+        parts = [part for _, part in parts_of(tensor) if part.device.type != "meta"]
+        self._parts = [(part, part.detach().to("cpu", copy=True)) for part in parts]
+
+    def restored(self) -> Tensor:
+        for part, values in self._parts:
+            part.copy_(values)
+        return self._tensor
 
 
 def _kept(value: Any) -> Any:
-    return _Kept(_host_copy(value), value.device) if isinstance(value, Tensor) else deepcopy(value)
+    return _Kept(value) if isinstance(value, Tensor) else deepcopy(value)
 
 
 def _restored(value: Any) -> Any:
-    return value.values.to(value.device, copy=True) if isinstance(value, _Kept) else deepcopy(value)
-
-
-def _host_copy(tensor: Any) -> Any:
-    return None if tensor is None else tensor.detach().to("cpu", copy=True)
+    return value.restored() if isinstance(value, _Kept) else deepcopy(value)

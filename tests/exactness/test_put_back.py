@@ -5,18 +5,22 @@ import random
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from exact_steps import WIDTH, Training, batches, tiny_net
+from frozen_bases import adapted, ids, streamed
+from late_imports import LateModule
 from torch import Tensor, nn
 from torch.optim import optimizer as torch_optimizer
 
 from hf_memopt.exactness import verify
 from hf_memopt.exactness.recorder import Recorder
+
+torchao_optim = LateModule("torchao.optim")
 
 
 def seams() -> list[Any]:
@@ -144,6 +148,62 @@ def test_states_of_an_optimizer_keep_their_dtype() -> None:
     assert verify(step, step).equal
     assert all(torch.equal(optimizer.state[parameter]["total"], total) for parameter, total in before.items())
     assert all(each["total"].dtype == torch.float32 for each in optimizer.state.values())
+
+
+def test_weights_whose_data_a_step_replaces() -> None:
+    model = nn.Linear(WIDTH, WIDTH)
+    before = model.weight.detach().clone()
+
+    def step() -> None:
+        model(batches()[0]).square().mean().backward()
+        model.weight.data = model.weight.detach() - model.weight.grad
+        model.zero_grad()
+
+    report = verify(step, step)
+    assert report.equal, report
+    assert torch.equal(model.weight, before)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "block", "reentrant"])
+def test_streamed_weights(checkpointing: str) -> None:
+    plain, switched = adapted(checkpointing), adapted(checkpointing)
+    base = streamed(switched)
+    optimizers = {model: torch.optim.AdamW(model.parameters(), lr=0.1) for model in (plain, switched)}
+
+    def step(model: nn.Module, context: AbstractContextManager[Any]) -> None:
+        with context:
+            loss = model(ids()).square().mean()
+        loss.backward()
+        optimizers[model].step()
+        optimizers[model].zero_grad()
+
+    for _ in range(2):
+        report = verify(lambda: step(plain, nullcontext()), lambda: step(switched, base.stream()))
+        assert report.equal, report
+        assert report.num_gradients >= 10
+
+
+def test_states_of_torchaos_optimizers_are_put_back() -> None:
+    model = nn.Linear(64, 64)
+    optimizer = torchao_optim.AdamW8bit(model.parameters(), lr=0.1)
+    x = torch.ones(2, 64)
+
+    def step() -> None:
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with torch.compiler.set_stance("force_eager"):
+        step()
+        state = optimizer.state[model.weight]
+        kinds = {name: type(each) for name, each in state.items()}
+        moment = state["exp_avg"].dequantize().clone()
+        report = verify(step, step)
+    assert report.equal, report
+    assert "optimizer" in report.compared
+    state = optimizer.state[model.weight]
+    assert {name: type(each) for name, each in state.items()} == kinds
+    assert torch.equal(state["exp_avg"].dequantize(), moment)
 
 
 def test_nothing_stays_in_memory() -> None:
