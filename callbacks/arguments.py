@@ -144,6 +144,11 @@ def words_of(text: str) -> list[str]:
     """Return "offload=auto,skip=visual lm_head" as words of a command line."""
     words: list[str] = []
     for name, equals, value in (setting.strip().partition("=") for setting in text.split(",") if setting.strip()):
-        values = value.split() if name in _LISTS else [value]
-        words += [f"--{name}", *values] if len(values) > 1 else [f"--{name}{equals}{value}"]
+        words += words_of_setting(name, value) if equals else [f"--{name}"]
     return words
+
+
+def words_of_setting(name: str, value: str) -> list[str]:
+    """Return a field and its value, or its values, as words of a command line."""
+    values = value.split() if name in _LISTS else [value]
+    return [f"--{name}", *values] if len(values) > 1 else [f"--{name}={value}"]

@@ -98,7 +98,9 @@ def _recorded(order: Order, words: Sequence[str]) -> Recording:
     with ExitStack() as stack:
         enter = stack.enter_context
         forced = {**_FORCED, "output_dir": enter(tempfile.TemporaryDirectory(prefix="hf-memopt-verify-"))}
-        arguments = SwitchedArguments(switches.arguments, forced, is_switched=order.is_switched)
+        arguments = SwitchedArguments(
+            switches.arguments, forced, is_switched=order.is_switched, must_change=switches.are_fields_alone
+        )
         arguments.install()
         enter(deterministic_kernels())
         offloaders = set() if memopt is None else enter(attached(memopt))

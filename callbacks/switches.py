@@ -3,14 +3,15 @@
 import ast
 import difflib
 import functools
-import importlib
+import pkgutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Self
+from types import NoneType
+from typing import Any, Self, get_args, get_origin, get_type_hints
 
 from transformers import HfArgumentParser, TrainingArguments
 
-from hf_memopt.callbacks.arguments import MemoptArguments
+from hf_memopt.callbacks.arguments import VARIABLE, MemoptArguments, words_of_setting
 from hf_memopt.command_line import argparse_raising
 
 _OURS = tuple(each.name for each in fields(MemoptArguments))
@@ -47,7 +48,7 @@ class Switches:
         """
         found = cls()
         for text in texts:
-            if text.startswith("script:"):
+            if text.startswith("script:") and text != "script:":
                 found.script.append(text.removeprefix("script:"))
                 continue
             name, equals, value = text.partition("=")
@@ -59,11 +60,20 @@ class Switches:
                     f"switch={text!r} is none; use FIELD=VALUE of the script's training arguments or of hf_memopt, "
                     "env:NAME=VALUE, torch:MODULE.FLAG=VALUE, or script:WORD"
                 )
+            if rest in places[kind]:
+                raise ValueError(f"switch={text!r}: {rest} has the value {places[kind][rest]!r} already; name it once")
             places[kind][rest] = value
+        if VARIABLE in found.environment:
+            raise ValueError(f"switch=env:{VARIABLE}: a run that is recorded does not read it; use FIELD=VALUE")
         found.make_memopt()
-        for name in found.torch_flags:
-            _torch_flag(name)
+        for name, value in found.torch_flags.items():
+            _torch_flag(name, value)
         return found
+
+    @property
+    def are_fields_alone(self) -> bool:
+        """Whether nothing but fields of the script's arguments is switched."""
+        return not (self.environment or self.torch_flags or self.ours or self.script)
 
     def make_memopt(self) -> MemoptArguments | None:
         """Return the arguments of this library if a switch names one; on a CPU, copies are performed."""
@@ -73,8 +83,12 @@ class Switches:
         given.setdefault("memory_log", "false")
         if given["offload"] != "off" and "disk" not in given:
             given.setdefault("cpu_copies", "true")
-        words = [f"--{name}={value}" for name, value in given.items()]
-        return MemoptArguments.from_words(words)[0]
+        words = [word for name, value in given.items() for word in words_of_setting(name, value)]
+        try:
+            return MemoptArguments.from_words(words)[0]
+        except ValueError as error:
+            texts = " ".join(f"{name}={value}" for name, value in self.ours.items())
+            raise ValueError(f"switch={texts}: {_reason(error)}") from error
 
 
 class SwitchedArguments:
@@ -87,10 +101,14 @@ class SwitchedArguments:
         switches: must be fields of the class, or making an instance raises ValueError.
         is_switched: whether they are set; otherwise their names and values are only checked.
         forced: fields that are set in any case, where the class has them.
+        must_change: whether a plain run raises ValueError if the script gives its fields these values already.
     """
 
-    def __init__(self, switches: dict[str, str], forced: dict[str, Any], *, is_switched: bool) -> None:
+    def __init__(
+        self, switches: dict[str, str], forced: dict[str, Any], *, is_switched: bool, must_change: bool
+    ) -> None:
         self._switches, self._forced, self._is_switched = switches, forced, is_switched
+        self._must_change = must_change and bool(switches)
         self._classes: set[type] = set()
         self.were_used = False
 
@@ -115,6 +133,8 @@ class SwitchedArguments:
             parsed = self._parsed(cls)
             make(made, **given | (parsed if self._is_switched else {}))
             self.were_used = True
+            if self._must_change and not self._is_switched:
+                self._check_that_it_changes(made, parsed)
 
         cls.__init__ = make_switched
 
@@ -125,36 +145,59 @@ class SwitchedArguments:
                 near = difflib.get_close_matches(name, [*known, *_OURS], n=3)
                 similar = f"; similar are {', '.join(near)}" if near else ""
                 raise SwitchError(f"switch={name}={self._switches[name]}: {cls.__name__} has no such field{similar}")
-        words = [f"--{name}={value}" for name, value in self._switches.items()]
+        parser = HfArgumentParser(cls, allow_abbrev=False)
+        return {name: self._value(cls, parser, name, text) for name, text in self._switches.items()}
+
+    def _value(self, cls: type[TrainingArguments], parser: HfArgumentParser, name: str, text: str) -> Any:
+        if text.lower() in ("none", "null") and _takes_none(cls, name):
+            return None
         try:
             with argparse_raising():
-                found, _ = HfArgumentParser(cls, allow_abbrev=False).parse_known_args(words)
+                found, _ = parser.parse_known_args([f"--{name}={text}"])
         except ValueError as error:
-            raise SwitchError(f"switch={' '.join(words)}: {error}") from error
-        return {name: getattr(found, name) for name in self._switches}
+            raise SwitchError(f"switch={name}={text}: {_reason(error)}; use a value of {cls.__name__}") from error
+        return getattr(found, name)
+
+    def _check_that_it_changes(self, made: TrainingArguments, parsed: dict[str, Any]) -> None:
+        if all(getattr(made, name) == value for name, value in parsed.items()):
+            texts = " ".join(f"{name}={text}" for name, text in self._switches.items())
+            raise SwitchError(
+                f"switch={texts}: the script's {type(made).__name__} has that already, so that there is nothing to "
+                "compare; name another value, or change the script"
+            )
+
+
+def _takes_none(cls: type, name: str) -> bool:
+    """Return whether the text "none" means None for a field, and no word."""
+    kinds = get_args(get_type_hints(cls)[name])
+    return NoneType in kinds and (str not in kinds or any(dict in (kind, get_origin(kind)) for kind in kinds))
+
+
+def _reason(error: ValueError) -> str:
+    return str(error).removesuffix("; --help lists all options")
 
 
 def set_torch_flags(flags: dict[str, str]) -> None:
     """Set attributes of modules below `torch`, such as "_functorch.config.activation_memory_budget"."""
     for name, text in flags.items():
-        owner, attribute = _torch_flag(name)
-        setattr(owner, attribute, _literal(text))
+        setattr(*_torch_flag(name, text))
 
 
-def _torch_flag(name: str) -> tuple[Any, str]:
-    """Return the object that has a flag, and the flag's name in it."""
+def _torch_flag(name: str, text: str) -> tuple[Any, str, Any]:
+    """Return the object that has a flag, the flag's name in it, and its value from a text."""
     path, _, attribute = f"torch.{name}".rpartition(".")
     try:
-        owner: Any = importlib.import_module(path)
-    except ModuleNotFoundError:
-        owner = functools.reduce(lambda found, part: getattr(found, part, None), path.split(".")[1:], _torch())
-    if not hasattr(owner, attribute):
-        raise ValueError(f"switch=torch:{name}: there is no flag torch.{name}; check its name in this version of torch")
-    return owner, attribute
-
-
-def _torch() -> Any:
-    return importlib.import_module("torch")
+        owner = pkgutil.resolve_name(path)
+        now = getattr(owner, attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"switch=torch:{name}={text}: there is no flag torch.{name}; check its name in this version of torch"
+        ) from error
+    value = _literal(text)
+    kind = "true or false" if isinstance(now, bool) else "a number" if isinstance(now, int | float) else None
+    if kind and (not isinstance(value, int | float) or isinstance(value, bool) != isinstance(now, bool)):
+        raise ValueError(f"switch=torch:{name}={text}: torch.{name} is {now!r} without it; use {kind}")
+    return owner, attribute, value
 
 
 def _literal(text: str) -> Any:

@@ -27,6 +27,9 @@ RESHAPING = {"TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackwa
 # Number of this thread's next autograd node. Tensors saved under the same number are saved by the same node, in a row.
 next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
+# As it is at import: who watches backward passes by another one need not see those of this module.
+_backward = torch.autograd.backward
+
 _CALL = nn.Module._call_impl.__code__
 _RRELU = rrelu.__code__
 
@@ -48,7 +51,7 @@ def forget_failed_backward() -> None:
     """
     if not in_backward():
         with torch.inference_mode(False), torch.enable_grad():
-            torch.autograd.backward(torch.zeros((), requires_grad=True) * 1)
+            _backward(torch.zeros((), requires_grad=True) * 1)
 
 
 def calling_module() -> nn.Module | None:

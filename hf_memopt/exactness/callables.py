@@ -4,11 +4,13 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from hf_memopt.exactness.recorder import KnownModels, Recorder
 from hf_memopt.exactness.recording import Recording
@@ -57,7 +59,8 @@ def verify(plain: Callable[[], Any], switched: Callable[[], Any], steps: int = 2
         recorder = Recorder(
             perturbed=None if dtype is None else getattr(torch, dtype),
             known=known,
-            on_tensors=state.add_tensors,
+            on_model=state.add_model,
+            on_leaves=state.add_leaves,
             on_optimizer=state.add_optimizer,
         )
         step = switched if kind == "switched" else plain
@@ -65,7 +68,7 @@ def verify(plain: Callable[[], Any], switched: Callable[[], Any], steps: int = 2
             for _ in range(steps):
                 recorder.add_results(step())
                 recorder.end_step()
-        if not any(place.phase in ("gradient", "result") for place in recorder.recording.tensors):
+        if not any(place.phase in ("loss", "result") for place in recorder.recording.tensors):
             name = "switched" if kind == "switched" else "plain"
             raise ValueError(f"{name}() ran nothing backward and returned no tensors; have it make a training step")
         return recorder.recording
@@ -74,23 +77,30 @@ def verify(plain: Callable[[], Any], switched: Callable[[], Any], steps: int = 2
 
 
 class _State:
-    """Tensors, optimizers and generators as a first run found them."""
+    """Models, other leaves, optimizers and generators as a first run found them."""
 
     def __init__(self) -> None:
+        self._owners: list[tuple[dict[str, Any], dict[str, Any]]] = []  # parameters and buffers of modules
         self._tensors: dict[int, tuple[Tensor, Tensor, Tensor | None]] = {}
-        self._optimizers: dict[int, tuple[Optimizer, dict[str, Any]]] = {}
+        self._optimizers: dict[int, tuple[Optimizer, _OptimizerState]] = {}
         self._random = RandomState(torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu"))
         # Loaded by a program that draws from it.
         self._numpy = sys.modules.get("numpy")
         self._numpy_state = None if self._numpy is None else self._numpy.random.get_state()
 
-    def add_tensors(self, tensors: Iterable[Tensor]) -> None:
-        for tensor in tensors:
-            if id(tensor) not in self._tensors:
-                self._tensors[id(tensor)] = tensor, _host_copy(tensor), _host_copy(tensor.grad)
+    def add_model(self, model: nn.Module) -> None:
+        for module in model.modules():
+            self._owners += [(held, dict(held)) for held in (module._parameters, module._buffers)]
+        self.add_leaves([*model.parameters(), *model.buffers()])
+
+    def add_leaves(self, leaves: Iterable[Tensor]) -> None:
+        for leaf in leaves:
+            if id(leaf) not in self._tensors and leaf.device.type != "meta":
+                self._tensors[id(leaf)] = leaf, _host_copy(leaf), _host_copy(leaf.grad if leaf.is_leaf else None)
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
-        self._optimizers.setdefault(id(optimizer), (optimizer, deepcopy(optimizer.state_dict())))
+        if id(optimizer) not in self._optimizers:
+            self._optimizers[id(optimizer)] = optimizer, _OptimizerState(optimizer)
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -101,15 +111,54 @@ class _State:
             self._restore()
 
     def _restore(self) -> None:
+        for held, before in self._owners:
+            held.clear()
+            held.update(before)
         with torch.no_grad():
             for tensor, values, gradient in self._tensors.values():
                 tensor.copy_(values)
-                tensor.grad = None if gradient is None else gradient.to(tensor.device, copy=True)
+                if tensor.is_leaf:
+                    tensor.grad = None if gradient is None else gradient.to(tensor.device, copy=True)
         for optimizer, state in self._optimizers.values():
-            optimizer.load_state_dict(deepcopy(state))
+            state.restore(optimizer)
         self._random.restore()
         if self._numpy is not None:
             self._numpy.random.set_state(self._numpy_state)
+
+
+class _OptimizerState:
+    """The state of an optimizer as it was: its own `load_state_dict` would cast tensors to the weights' dtype."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._state = {parameter: tree_map(_kept, state) for parameter, state in optimizer.state.items()}
+        self._groups = [_without_parameters(group) for group in optimizer.param_groups]
+
+    def restore(self, optimizer: Optimizer) -> None:
+        optimizer.state.clear()
+        for parameter, state in self._state.items():
+            optimizer.state[parameter] = tree_map(_restored, state)
+        for group, before in zip(optimizer.param_groups, self._groups, strict=True):
+            group.update(tree_map(_restored, before))
+
+
+def _without_parameters(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: tree_map(_kept, value) for name, value in group.items() if name != "params"}
+
+
+@dataclass
+class _Kept:
+    """A tensor's values on the host, and its device."""
+
+    values: Tensor
+    device: torch.device
+
+
+def _kept(value: Any) -> Any:
+    return _Kept(_host_copy(value), value.device) if isinstance(value, Tensor) else deepcopy(value)
+
+
+def _restored(value: Any) -> Any:
+    return value.values.to(value.device, copy=True) if isinstance(value, _Kept) else deepcopy(value)
 
 
 def _host_copy(tensor: Any) -> Any:

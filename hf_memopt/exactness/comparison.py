@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -15,8 +15,9 @@ Verdict = Literal["equal", "rounding", "different"]
 
 # Differences of at most so many times the change by one rounding of all weights have the size of rounding.
 ROUNDINGS_ALLOWED = 10.0
-# Differences of these have no size of rounding.
-_OF_THE_BEGINNING: tuple[Phase, ...] = ("start", "input")
+# Leaves of which a switch may need more: a reentrant checkpoint needs an input that has a gradient.
+_OUTSIDE_OF_MODELS = ("input ", "leaf ")
+_OF_THE_END: tuple[Phase, ...] = ("weight", "optimizer")
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,9 @@ class Difference:
             shapes, of which one run lacks one, or with elements that are not finite.
         roundings: the same in units of the precision in which the plain tensor is stored.
         of_yardstick: the same as a multiple of the change that one rounding of all weights makes to this tensor; None
-            without such a yardstick.
+            without such a yardstick, and for weights that had no update.
+        follows_from_equal: whether it is of the first update that differs, after equal gradients. Rounding of weights
+            before the forward pass is no measure of that: it can be larger than the whole update.
     """
 
     place: Place
@@ -37,6 +40,13 @@ class Difference:
     relative: float
     roundings: float
     of_yardstick: float | None
+    follows_from_equal: bool = False
+
+    @property
+    def is_rounding(self) -> bool:
+        if self.place.phase == "start" or self.of_yardstick is None:
+            return False
+        return (self.roundings if self.follows_from_equal else self.of_yardstick) <= ROUNDINGS_ALLOWED
 
 
 @dataclass(frozen=True)
@@ -60,11 +70,7 @@ class Comparison:
     def verdict(self) -> Verdict:
         if not self.differences:
             return "equal"
-        if any(each.place.phase in _OF_THE_BEGINNING for each in self.differences):
-            return "different"
-        sizes = [each.of_yardstick for each in self.differences]
-        is_rounding = all(size is not None and size <= ROUNDINGS_ALLOWED for size in sizes)
-        return "rounding" if is_rounding else "different"
+        return "rounding" if all(each.is_rounding for each in self.differences) else "different"
 
     @property
     def first(self) -> Difference | None:
@@ -86,17 +92,27 @@ def compare(plain: Recording, switched: Recording, yardstick: Recording | None =
     first, second = (_last_of_steps(each) if not aligned else each.tensors for each in (plain, switched))
     measure = {} if yardstick is None else (yardstick.tensors if aligned else _last_of_steps(yardstick))
     lacking = _lacking(first, second)
+    if not any(_is_updated(plain, place) and place in second for place in first):
+        lacking.pop("gradient", None)  # no weight shows that there were gradients
     not_compared = [f"{phase}: {reason}" for phase, reason in lacking.items()]
     if not aligned:
         not_compared.append("inputs and losses: the runs cut their steps into different numbers of micro-batches")
-    differences, num_compared = [], Counter[Phase]()
+    differences: list[Difference] = []
+    num_compared = Counter[Phase]()
     for place in _places(first, second):
         ours, theirs = first.get(place), second.get(place)
         if (ours is None or theirs is None) and (place.phase in lacking or place.phase in ("input", "optimizer")):
             continue
+        if ours is None and place.phase == "gradient" and place.name.startswith(_OUTSIDE_OF_MODELS):
+            continue
         num_compared[place.phase] += 1
         if ours is None or theirs is None or not _same(ours, theirs):
-            differences.append(_difference(place, ours, theirs, measure.get(place), plain.precision))
+            found = _difference(place, ours, theirs, measure.get(place), plain.precision)
+            if place.phase in _OF_THE_END and all(_is_of_end(each, place.step) for each in differences):
+                before = switched.before(place)
+                is_skipped = before is not None and theirs is not None and before.sha256 == theirs.sha256
+                found = replace(found, follows_from_equal=True, of_yardstick=None if is_skipped else found.of_yardstick)
+            differences.append(found)
     reshaped = [each for each in differences if each.place.phase == "input" and _has_other_shape(each)]
     if reshaped:
         not_compared.append(f"inputs: {_shapes(reshaped[0])}")
@@ -113,6 +129,15 @@ def compare(plain: Recording, switched: Recording, yardstick: Recording | None =
 
 def _same(first: Fingerprint, second: Fingerprint) -> bool:
     return (first.dtype, first.shape, first.sha256) == (second.dtype, second.shape, second.sha256)
+
+
+def _is_updated(plain: Recording, place: Place) -> bool:
+    before = plain.before(place)
+    return place.phase == "weight" and before is not None and before.sha256 != plain.tensors[place].sha256
+
+
+def _is_of_end(found: Difference, step: int) -> bool:
+    return found.place.step == step and found.place.phase in _OF_THE_END
 
 
 def _has_other_shape(found: Difference) -> bool:
@@ -140,7 +165,8 @@ def _difference(
     if perturbed is not None:
         # One tensor can escape the change of the weights by chance, but no run is more exact than its arithmetic.
         least = max(eps, _eps(precision or plain.dtype))
-        of_yardstick = relative / max(plain.relative(perturbed), least)
+        change = plain.relative(perturbed)
+        of_yardstick = relative / max(change, least) if math.isfinite(change) else None
     return Difference(place, plain, switched, relative, relative / eps, of_yardstick)
 
 
@@ -182,7 +208,8 @@ def _last_of_steps(recording: Recording) -> dict[Place, Fingerprint]:
     """Return the start, the last gradients of each step, and what follows from them."""
     last: Counter[int] = Counter()
     for place in recording.tensors:
-        last[place.step] = max(last[place.step], place.micro_batch)
+        if place.phase == "loss":  # a forward pass that nothing runs backward has inputs alone
+            last[place.step] = max(last[place.step], place.micro_batch)
     return {
         Place(place.step, 0, place.phase, place.name): found
         for place, found in recording.tensors.items()

@@ -21,8 +21,8 @@ class Fingerprint:
 
     The sketch is a count sketch (Charikar, Chen and Farach-Colton, 2002): each element is added, with a random sign
     that is the same in all runs, to one of `NUM_SUMS` sums. The norm of the difference of two sketches estimates that
-    of the tensors' difference, for differences spread over many elements to within some 5 percent. For a tensor of at
-    most `NUM_SUMS` elements it is exact. A fingerprint takes about 5 KB, however large its tensor.
+    of the tensors' difference, with a standard error of some 5 percent; for a tensor of at most `NUM_SUMS` elements it
+    is exact. A fingerprint takes about 5 KB, however large its tensor.
 
     Attributes:
         num_not_finite: elements that are infinite or no number; the norm and the sketch leave them out.
@@ -37,22 +37,22 @@ class Fingerprint:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Self:
-        """Take the fingerprint of a dense tensor. Costs one copy to the host, a MiB of elements at a time."""
+        """Take the fingerprint of a dense tensor. Costs one copy to the host, some MiB at a time."""
         digest = hashlib.sha256()
-        sums, squares, num_not_finite = torch.zeros(NUM_SUMS, dtype=torch.float64), 0.0, 0
-        for number, chunk in enumerate(torch.split(tensor.detach().reshape(-1), _CHUNK)):
-            on_host = chunk.resolve_conj().resolve_neg().cpu().contiguous()
+        sums, squares, num_not_finite, position = torch.zeros(NUM_SUMS, dtype=torch.float64), 0.0, 0, 0
+        for piece in _pieces(tensor.detach()):
+            on_host = piece.resolve_conj().resolve_neg().cpu().contiguous()
             digest.update(on_host.view(torch.uint8).numpy())
             values = (torch.view_as_real(on_host).flatten() if on_host.is_complex() else on_host).double()
-            for part in torch.split(values, _CHUNK):
-                square = float(part.dot(part))
-                if not math.isfinite(square):
-                    finite = part.isfinite()
-                    num_not_finite += int((~finite).sum())
-                    part = part.where(finite, 0.0)
-                    square = float(part.dot(part))
-                squares += square
-                sums += _signed_sums(part, number)
+            square = float(values.dot(values))
+            if not math.isfinite(square):
+                finite = values.isfinite()
+                num_not_finite += int((~finite).sum())
+                values = values.where(finite, 0.0)
+                square = float(values.dot(values))
+            squares += square
+            sums += _signed_sums(values, position)
+            position += len(values)
         return cls(
             dtype=str(tensor.dtype).removeprefix("torch."),
             shape=tuple(tensor.shape),
@@ -69,7 +69,7 @@ class Fingerprint:
     @property
     def value(self) -> float | None:
         """The value of a single element."""
-        return self.sketch[0] * float(_signs()[0]) if self.num_elements == 1 and not self.num_not_finite else None
+        return self.sketch[0] if self.num_elements == 1 and not self.num_not_finite else None
 
     def distance(self, other: "Fingerprint") -> float:
         """Return the estimated norm of the difference; infinite for other sizes, or where either is not finite."""
@@ -103,6 +103,10 @@ def parts_of(tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 
     Those of a wrapper such as a DTensor or a quantised tensor are inside of it.
     """
+    if tensor.layout == torch.sparse_coo:
+        found = tensor.coalesce()
+        yield from ((".indices", found.indices()), (".values", found.values()))
+        return
     flatten: Any = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
         yield "", tensor
@@ -113,11 +117,27 @@ def parts_of(tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
             yield (f".{name}{suffix}" if len(names) > 1 else suffix), part
 
 
-def _signed_sums(values: Tensor, chunk: int) -> Tensor:
-    signs = _signs()
-    padded = torch.zeros(-(-len(values) // NUM_SUMS) * NUM_SUMS, dtype=torch.float64)
-    torch.mul(values, signs[: len(values)], out=padded[: len(values)])
-    return padded.view(-1, NUM_SUMS).sum(0) * signs[chunk % _CHUNK]
+def _pieces(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield a tensor's elements in their order, at most `_CHUNK` at a time, without a copy of the whole."""
+    if tensor.numel() <= _CHUNK or tensor.is_contiguous():
+        yield from torch.split(tensor.reshape(-1), _CHUNK)
+        return
+    rows = max(1, _CHUNK // tensor[0].numel())
+    for part in torch.split(tensor, rows):
+        yield from _pieces(part if len(part) > 1 or part.numel() <= _CHUNK else part[0])
+
+
+def _signed_sums(values: Tensor, position: int) -> Tensor:
+    """Return the sums to which elements from `position` on add; chunks have the same signs, or all of them turned."""
+    signs, sums = _signs(), torch.zeros(NUM_SUMS, dtype=torch.float64)
+    while len(values):
+        chunk, begin = divmod(position, _CHUNK)
+        part, skipped = values[: _CHUNK - begin], begin % NUM_SUMS
+        padded = torch.zeros(-(-(skipped + len(part)) // NUM_SUMS), NUM_SUMS, dtype=torch.float64)
+        torch.mul(part, signs[begin : begin + len(part)], out=padded.view(-1)[skipped : skipped + len(part)])
+        sums += padded.sum(0) * signs[chunk % _CHUNK]
+        position, values = position + len(part), values[len(part) :]
+    return sums
 
 
 @cache

@@ -1,9 +1,11 @@
 """Records what the training steps of any program compute, by torch's own seams; the program knows nothing of it."""
 
 import functools
+import itertools
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, Self
@@ -13,12 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from hf_memopt.autograd_state import in_backward
 from hf_memopt.exactness.fingerprint import Fingerprint, parts_of
 from hf_memopt.exactness.recording import Phase, Place, Recording
 from hf_memopt.memory.process_peak import peak_bytes, reset_peak
 
-_WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+_WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _NOT_DETERMINISTIC = "does not have a deterministic implementation"
 
 
@@ -31,7 +35,18 @@ class KnownModels:
 
     def __init__(self) -> None:
         self.models: list[nn.Module] = []
-        self.names: dict[int, str] = {}  # by id
+        self._numbers: dict[int, int] = {}  # of models, by id
+        self.names: MutableMapping[Tensor, str] = WeakTensorKeyDictionary()
+        self.leaves: MutableMapping[Tensor, str] = WeakTensorKeyDictionary()  # outside of models
+
+    def add(self, model: nn.Module, number: int) -> None:
+        """Give a model its number, or leave it the one of an earlier run."""
+        if id(model) not in self._numbers:
+            self.models.append(model)
+            self._numbers[id(model)] = number
+
+    def number(self, model: nn.Module) -> int:
+        return self._numbers[id(model)]
 
     def whole(self, module: nn.Module) -> nn.Module:
         """Return the model of which a module is a part, or which it wraps, or else the module."""
@@ -54,8 +69,8 @@ class Recorder:
             leave them.
         known: models of earlier runs, and the names of their tensors; this run's are added. Without it, names begin
             anew.
-        on_tensors, on_optimizer: called with what a run may change, before it does: weights, buffers and other leaves,
-            and optimizers.
+        on_model, on_leaves, on_optimizer: called with what a run may change, before it does: models with their weights
+            and buffers, other leaves, and optimizers.
     """
 
     def __init__(
@@ -64,19 +79,21 @@ class Recorder:
         *,
         perturbed: torch.dtype | None = None,
         known: KnownModels | None = None,
-        on_tensors: Callable[[Iterable[Tensor]], None] = lambda tensors: None,
+        on_model: Callable[[nn.Module], None] = lambda model: None,
+        on_leaves: Callable[[Iterable[Tensor]], None] = lambda leaves: None,
         on_optimizer: Callable[[Optimizer], None] = lambda optimizer: None,
     ) -> None:
         self.recording = Recording()
         self._num_steps, self._perturbed = num_steps, perturbed
         self._known = known or KnownModels()
-        self._on_tensors, self._on_optimizer = on_tensors, on_optimizer
+        self._on_model, self._on_leaves, self._on_optimizer = on_model, on_leaves, on_optimizer
         self._models: list[nn.Module] = []
         self._optimizers: list[Optimizer] = []
         self._started: set[int] = set()  # models whose weights at the start are recorded
         self._updated: list[Optimizer] = []  # in this step
-        self._step, self._micro_batch, self._num_calls = 1, 0, 0
-        self._depth_of_calls, self._depth_of_backward = 0, 0
+        self._step, self._micro_batch = 1, 0
+        self._num_calls = Counter[int]()  # in this micro-batch, by model
+        self._depth_of_calls, self._is_without_graph, self._is_over = 0, False, False
         self._input_leaves: dict[int, tuple[str, Tensor]] = {}  # since the last backward pass, by id
         self._device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
         self._active = ExitStack()
@@ -86,12 +103,17 @@ class Recorder:
 
         @functools.wraps(call)
         def call_recorded(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            # Within backward, checkpointed layers run forward again.
-            if torch.compiler.is_compiling() or recorder._depth_of_backward or not torch.is_grad_enabled():
+            # Compiled functions keep this one. Within backward, checkpointed layers run forward again.
+            if torch.compiler.is_compiling() or recorder._is_over or in_backward():
                 return call(module, *args, **kwargs)
+            if torch._C._functorch.maybe_current_level() is not None:  # torch.func's tensors hold those of many calls
+                return call(module, *args, **kwargs)
+            if not torch.is_grad_enabled():
+                with recorder._without_graph(module):
+                    return call(module, *args, **kwargs)
             if recorder._depth_of_calls == 0:
                 recorder._before_forward(module, args, kwargs)
-            elif torch.is_autocast_enabled(recorder._device.type):
+            if torch.is_autocast_enabled(recorder._device.type):
                 recorder.note_precision(torch.get_autocast_dtype(recorder._device.type))
             recorder._depth_of_calls += 1
             try:
@@ -101,15 +123,12 @@ class Recorder:
 
         @functools.wraps(backward)
         def backward_recorded(tensors: Any, *args: Any, **kwargs: Any) -> None:
-            if recorder._depth_of_backward or recorder._depth_of_calls:  # of a checkpoint, or of a module's own
+            if in_backward() or recorder._depth_of_calls:  # of a checkpoint, or of a module's own
                 backward(tensors, *args, **kwargs)
                 return
-            leaves = recorder._before_backward([tensors] if isinstance(tensors, Tensor) else list(tensors))
-            recorder._depth_of_backward += 1
-            try:
-                backward(tensors, *args, **kwargs)
-            finally:
-                recorder._depth_of_backward -= 1
+            roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+            leaves = recorder._before_backward(roots)
+            backward(roots, *args, **kwargs)
             recorder._after_backward(leaves)
 
         enter = self._active.enter_context
@@ -129,19 +148,19 @@ class Recorder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._active.close()
-        if self._updated and not isinstance(error, Exception):
-            self.end_step()
+        self._is_over = True
         self.recording.peak_bytes = peak_bytes(self._device)
+        if self._updated and not isinstance(error, Exception):
+            self._record_end()
 
     def add_model(self, module: nn.Module) -> None:
         """Name parameters after this module, before its first forward pass."""
-        if not any(_trained(module)):
+        if not _is_trained(module):
             return
         whole = self._known.whole(module)
         if not any(whole is model for model in self._models):
             self._models.append(whole)
-        if not any(whole is model for model in self._known.models):
-            self._known.models.append(whole)
+        self._known.add(whole, len(self._models))
 
     def note_precision(self, dtype: torch.dtype) -> None:
         self.recording.precision = str(dtype).removeprefix("torch.")
@@ -153,30 +172,32 @@ class Recorder:
                 self._add("result", name, tensor, micro_batch=0)
 
     def end_step(self) -> None:
-        """Record weights and the states of the optimizers that have made an update."""
-        with self._recording() as began:
-            self.recording.step_s.append(began - self._began)
-            if self._updated:
-                for name, tensor in self._named_weights():
-                    self._add("weight", name, tensor, micro_batch=0)
-                for name, tensor in self._named_states():
-                    self._add("optimizer", name, tensor, micro_batch=0)
-            self._updated, self._micro_batch, self._num_calls = [], 0, 0
-            self._step += 1
-        self._began = time.perf_counter()
+        """Record weights, buffers, and the states of the optimizers that have made an update."""
+        self._record_end()
         if self._num_steps is not None and self._step > self._num_steps:
             raise RecordingEnds
 
+    def _record_end(self) -> None:
+        with self._recording() as began:
+            self.recording.step_s.append(began - self._began)
+            for name, tensor in self._named_weights():
+                self._add("weight", name, tensor, micro_batch=0)
+            for name, tensor in self._named_states():
+                self._add("optimizer", name, tensor, micro_batch=0)
+            self._updated, self._micro_batch = [], 0
+            self._num_calls.clear()
+            self._step += 1
+        self._began = time.perf_counter()
+
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not any(_trained(module)):
+        if not _is_trained(module):
             return
         if self._updated:
             self.end_step()
         with self._recording():
             self.add_model(module)
             self._start()
-            self._num_calls += 1
-            call = "" if self._num_calls == 1 else f" (call {self._num_calls})"
+            call = self._next_call(self._known.number(self._known.whole(module)))
             for name, tensor in [*_named_tensors(args, ""), *_named_tensors(kwargs, "")]:
                 self._add("input", name + call, tensor, self._micro_batch + 1)
                 if tensor.is_leaf and tensor.requires_grad:
@@ -184,38 +205,86 @@ class Recorder:
         if not self.recording.step_s and self._micro_batch == 0:
             self._began = time.perf_counter()  # loading and the like are no part of the first step
 
+    def _next_call(self, model: int) -> str:
+        """Return the end of the names of a model's inputs."""
+        self._num_calls[model] += 1
+        calls = self._num_calls[model]
+        parts = [f"model {model}"] * (model > 1) + [f"call {calls}"] * (calls > 1)
+        return f" ({', '.join(parts)})" if parts else ""
+
+    @contextmanager
+    def _without_graph(self, module: nn.Module) -> Iterator[None]:
+        """Get to know a model whose forward pass records no graph; a reentrant checkpoint around it makes one later."""
+        if self._depth_of_calls or self._is_without_graph:
+            yield
+            return
+        if _is_trained(module):
+            with self._recording():
+                self.add_model(module)
+                self._start()
+        self._is_without_graph = True
+        try:
+            yield
+        finally:
+            self._is_without_graph = False
+
     def _start(self) -> None:
         for model in self._models:
             if id(model) in self._started:
                 continue
             self._started.add(id(model))
-            self._on_tensors([*model.parameters(), *model.buffers()])
+            self._on_model(model)
             self.recording.has_dropout |= any(map(_draws_masks, model.modules()))
-            for name, tensor in self._named(model, _weights_of(model)):
+            for name, tensor in self._named(model):
                 self._add("start", name, tensor, micro_batch=0, step=0)
             if self._perturbed is not None:
                 _perturb(model, self._perturbed)
 
-    def _before_backward(self, roots: list[Tensor]) -> list[Tensor]:
+    def _before_backward(self, roots: list[Tensor]) -> Mapping[Tensor, Any]:
         if self._updated:  # by a program that calls no modules
             self.end_step()
         with self._recording():
             self._micro_batch += 1
-            self._num_calls = 0
+            self._num_calls.clear()
             for number, root in enumerate(roots, start=1):
                 self._add("loss", "loss" if len(roots) == 1 else f"loss {number}", root, self._micro_batch)
+            all_leaves = _leaves(roots)
+            self._add_models_of(all_leaves)
             named = set(self._input_leaves).union(*map(_ids, self._models))
-            unnamed = [leaf for leaf in _leaves(roots) if id(leaf) not in named]
-            self._on_tensors([*unnamed, *(leaf for _, leaf in self._input_leaves.values())])
-            return unnamed
+            leaves = [leaf for leaf in all_leaves if id(leaf) not in named]
+            self._on_leaves([*leaves, *(leaf for _, leaf in self._input_leaves.values())])
+            return {leaf: _version(leaf.grad) for leaf in [*leaves, *self._known.leaves]}
 
-    def _after_backward(self, leaves: Iterable[Tensor]) -> None:
+    def _add_models_of(self, leaves: Iterable[Tensor]) -> None:
+        """Add models of earlier runs whose weights this run reads without calling them."""
+        read = set(map(id, leaves))
+        for model in self._known.models:
+            if not read.isdisjoint(_ids(model)):
+                self.add_model(model)
+        self._start()
+
+    def _after_backward(self, versions: Mapping[Tensor, Any]) -> None:
+        """Record gradients; `versions` has those of leaves outside of models before this pass.
+
+        A leaf that a reentrant checkpoint reads is in no graph that backward begins with, but its gradient changes.
+        """
         with self._recording():
-            unnamed = [(f"leaf {number}", leaf) for number, leaf in enumerate(leaves, start=1)]
+            changed = [leaf for leaf, version in versions.items() if version != _version(leaf.grad)]
+            self._name_leaves(changed)
+            unnamed = [(self._known.leaves[leaf], leaf) for leaf in changed]
             for name, leaf in [*self._named_parameters(), *self._input_leaves.values(), *unnamed]:
                 if leaf.grad is not None:
                     self._add("gradient", name, leaf.grad, self._micro_batch)
             self._input_leaves.clear()
+
+    def _name_leaves(self, leaves: Iterable[Tensor]) -> None:
+        """Number leaves; those of earlier passes keep their names."""
+        names = self._known.leaves
+        taken = {names[leaf] for leaf in leaves if leaf in names}
+        free = (name for name in map("leaf {}".format, itertools.count(1)) if name not in taken)
+        for leaf in leaves:
+            if leaf not in names:
+                names[leaf] = next(free)
 
     def _before_update(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not any(optimizer is each for each in self._optimizers):
@@ -230,20 +299,21 @@ class Recorder:
         """Yield trained parameters, those of the last layers first, as backward reaches them."""
         seen: set[int] = set()
         for model in self._models:
-            for name, parameter in self._named(model, reversed(list(_trained(model)))):
-                if id(parameter) not in seen:
+            for name, parameter in reversed(list(self._named(model))):
+                if parameter.requires_grad and id(parameter) not in seen:
                     seen.add(id(parameter))
                     yield name, parameter
 
     def _named_weights(self) -> Iterator[tuple[str, Tensor]]:
         for model in self._models:
-            yield from self._named(model, _weights_of(model))
+            yield from self._named(model)
 
-    def _named(self, model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        number = next(i for i, each in enumerate(self._models, start=1) if each is model)
+    def _named(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """Yield trained parameters, then buffers."""
+        number = self._known.number(model)
         prefix = f"model {number}: " if number > 1 else ""
-        for name, tensor in tensors:
-            yield self._known.names.setdefault(id(tensor), prefix + name), tensor
+        for name, tensor in _weights_of(model):
+            yield self._known.names.setdefault(tensor, prefix + name), tensor
 
     def _named_states(self) -> Iterator[tuple[str, Tensor]]:
         names = {id(parameter): name for name, parameter in self._named_parameters()}
@@ -289,7 +359,8 @@ class Recorder:
                     self.recording.not_deterministic.append(operation)
             show(message, *args, **kwargs)
 
-        with patch.object(warnings, "showwarning", note):
+        with warnings.catch_warnings(), patch.object(warnings, "showwarning", note):
+            warnings.filterwarnings("always", f".*{_NOT_DETERMINISTIC}")
             yield
 
 
@@ -307,18 +378,22 @@ def _ids(module: nn.Module) -> set[int]:
     return {id(parameter) for parameter in module.parameters()}
 
 
-def _trained(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    return ((_bare(name), each) for name, each in module.named_parameters() if each.requires_grad)
+def _is_trained(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())
 
 
-def _weights_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from _trained(model)
-    yield from ((_bare(name), buffer) for name, buffer in model.named_buffers())
+def _weights_of(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return trained parameters, then buffers, by their names without wrappers of modules where these stay unique."""
+    found: list[tuple[str, Tensor]] = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
+    found += list(model.named_buffers())
+    bare = {_bare(name): each for name, each in found}
+    return list(bare.items()) if len(bare) == len(found) else found
 
 
 def _bare(name: str) -> str:
-    """Return a parameter's name as it is without wrappers of modules."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    """Return a parameter's name as it is without wrappers of modules; that of data parallelism is the outermost."""
+    parts = [part for part in name.split(".") if part not in _WRAPPERS]
+    return ".".join(parts[1:] if parts[0] == "module" and len(parts) > 1 else parts)
 
 
 def _named_tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
@@ -342,19 +417,23 @@ def _leaves(roots: Iterable[Tensor]) -> list[Tensor]:
         if node in seen:
             continue
         seen.add(node)
-        if (leaf := getattr(node, "variable", None)) is not None:
+        if isinstance(leaf := getattr(node, "variable", None), Tensor):
             found.append(leaf)
         stack.extend(following for following, _ in node.next_functions if following is not None)
     return found
 
 
+def _version(gradient: Tensor | None) -> tuple[int, int] | None:
+    """Return a value that changes when a gradient does."""
+    return None if gradient is None else (id(gradient), gradient._version)
+
+
 def _perturb(model: nn.Module, dtype: torch.dtype) -> None:
-    """Change each weight by one unit in its last place of `dtype`, up or down at random."""
+    """Change each weight by one unit in its last place of `dtype`, or of its own if that is coarser, at random."""
     generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            for _, part in parts_of(parameter):
-                if part.is_floating_point() and part.dtype.itemsize > 1:
-                    signs = torch.randint(0, 2, part.shape, generator=generator).mul_(2).sub_(1)
-                    eps = torch.finfo(dtype if dtype.itemsize < part.dtype.itemsize else part.dtype).eps
-                    part.mul_((1 + eps * signs).to(part))
+    for parameter in model.parameters():
+        for _, part in parts_of(parameter):
+            if (part.is_floating_point() or part.is_complex()) and part.dtype.itemsize > 1:
+                eps = max(torch.finfo(dtype).eps, torch.finfo(part.dtype).eps)
+                signs = torch.randint(0, 2, part.shape, generator=generator, dtype=torch.int8).mul_(2).sub_(1)
+                part.mul_(1 + eps * signs.to(part.device, part.dtype))

@@ -2,7 +2,7 @@
 
 import json
 import os
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -19,7 +19,7 @@ class Place:
 
     Attributes:
         step: from 1 on; 0 before the first.
-        micro_batch: backward passes since the update before, this one included; 0 for tensors of an update.
+        micro_batch: backward passes of the step so far, this one included; 0 for tensors of a step's end.
         name: of the parameter, buffer, argument or state.
     """
 
@@ -29,8 +29,10 @@ class Place:
     name: str
 
     @property
-    def group(self) -> tuple[int, int, Phase]:
-        return self.step, self.micro_batch, self.phase
+    def order(self) -> tuple[int, bool, int, int]:
+        """A key by which places are in the order of a run."""
+        phase = PHASES.index(self.phase)
+        return self.step, phase >= PHASES.index("result"), self.micro_batch, phase
 
     def __str__(self) -> str:
         micro_batch = f"micro-batch {self.micro_batch} of step {self.step}" if self.micro_batch else f"step {self.step}"
@@ -44,11 +46,11 @@ class Place:
             case "gradient":
                 return f"gradient of {self.name} after backward of {micro_batch}"
             case "result":
-                return f"result{self.name} of {micro_batch}"
+                return f"{f'result {self.name}'.strip()} of {micro_batch}"
             case "weight":
-                return f"{self.name} after the update of {micro_batch}"
+                return f"{self.name} after {micro_batch}"
             case "optimizer":
-                return f"optimizer state {self.name} after the update of {micro_batch}"
+                return f"optimizer state {self.name} after {micro_batch}"
 
 
 @dataclass
@@ -76,6 +78,17 @@ class Recording:
     @property
     def num_steps(self) -> int:
         return max((place.step for place in self.tensors), default=0)
+
+    def before(self, place: Place) -> Fingerprint | None:
+        """Return a gradient before the same step's backward pass, or a weight before the update."""
+        match place.phase:
+            case "gradient":
+                earlier = replace(place, micro_batch=place.micro_batch - 1)
+            case "weight":
+                earlier = Place(place.step - 1, 0, "weight" if place.step > 1 else "start", place.name)
+            case _:
+                return None
+        return self.tensors.get(earlier)
 
     def write(self, file: Path) -> None:
         """Write the recording whole or not at all."""

@@ -178,7 +178,7 @@ def _advice_on_control(plain: Recording, comparison: Comparison) -> str:
         case "input":
             return (
                 "data differ from run to run: set a seed for shuffling and for augmentation, also in the workers of "
-                "data loaders"
+                "data loaders, and begin each run at the first batch"
             )
         case "loss":
             return (
@@ -186,14 +186,17 @@ def _advice_on_control(plain: Recording, comparison: Comparison) -> str:
                 "set the seed of each generator (torch, numpy, random), and name attn_implementation='sdpa' or 'eager'"
             )
         case _:
-            return "kernels of backward or of the update are not deterministic: use torch's own attention and optimizer"
+            return (
+                "kernels of backward or of the update are not deterministic: use torch's own attention and optimizer; "
+                "or a schedule of learning rates or a gradient scaler goes on from run to run: make it anew in each"
+            )
 
 
 def _advice(plain: Recording, switched: Recording, comparison: Comparison) -> str:
     first = comparison.first
     if first is None:
         return ""
-    if comparison.verdict == "rounding":
+    if comparison.verdict == "rounding" and (not _has_other_dtype(first) or first.relative):
         return (
             "nothing, if rounding is allowed: another kernel or another order of sums. One rounding of all weights "
             f"makes changes of this size too (up to {ROUNDINGS_ALLOWED:g} times it is called rounding)"
@@ -203,13 +206,14 @@ def _advice(plain: Recording, switched: Recording, comparison: Comparison) -> st
     if comparison.has_other_layout:
         masks = ", or random masks, which another layout draws anew: train with dropout 0" * plain.has_dropout
         return (
-            f"the runs arrange their inputs in other ways: other data, or losses that are weighed in another way{masks}"
+            "the runs arrange their inputs in other ways: other data, or losses that are weighed in another way" + masks
         )
-    return _usual_faults(plain, first.place.phase)
+    return _usual_faults(plain, first.place)
 
 
-def _usual_faults(plain: Recording, phase: Phase) -> str:
-    match phase:
+def _usual_faults(plain: Recording, place: Place) -> str:
+    is_trained = any(each.phase == "gradient" and each.name == place.name for each in plain.tensors)
+    match place.phase:
         case "start":
             return (
                 "the models begin with different weights: the switch draws random numbers before they are initialised"
@@ -228,6 +232,11 @@ def _usual_faults(plain: Recording, phase: Phase) -> str:
             ) + ("; train with dropout 0: if that is equal, masks were drawn again" if plain.has_dropout else "")
         case "result":
             return "the returned values"
+        case "weight" if not is_trained:
+            return (
+                "gradients are equal and this buffer is not: statistics that the switch updates once more, by running "
+                "the forward pass again, or not at all"
+            )
         case _:
             return (
                 "gradients are equal and the update is not: the optimizer's precision or kernels, clipping, or the "
@@ -242,7 +251,7 @@ def _recognised(plain: Recording, switched: Recording, found: Difference) -> str
         return f"only one run has this tensor: {'the switched' if ours is None else 'the plain'} one"
     if theirs.num_not_finite and not ours.num_not_finite:
         return f"{theirs.num_not_finite} of its elements are infinite or no numbers in the switched run alone"
-    before = _before(switched, place)
+    before = switched.before(place)
     if place.phase == "weight" and before is not None and before.sha256 == theirs.sha256:
         return "the update was skipped: the weight is the one before it"
     if place.phase == "gradient":
@@ -252,31 +261,25 @@ def _recognised(plain: Recording, switched: Recording, found: Difference) -> str
         if factor is not None:
             share = "the gradient" if place.micro_batch <= 1 else "this micro-batch's share of the gradient"
             return f"{share} is {factor:.4g} times the plain one: how losses are divided and micro-batches weighed"
-    if not found.relative and theirs.dtype != ours.dtype:
+    if not found.relative and _has_other_dtype(found):
         return f"the values are equal, but stored as {theirs.dtype} instead of {ours.dtype}"
     return ""
+
+
+def _has_other_dtype(found: Difference) -> bool:
+    return found.plain is not None and found.switched is not None and found.plain.dtype != found.switched.dtype
 
 
 def _factor(plain: Recording, switched: Recording, place: Place) -> float | None:
     """Return the factor between the shares that a backward pass has added, if they are multiples of each other."""
     shares = []
     for recording in (plain, switched):
-        now, before = recording.tensors.get(place), _before(recording, place)
+        now, before = recording.tensors.get(place), recording.before(place)
         if now is None or now.num_not_finite:
             return None
         shares.append(now if before is None else now.minus(before))
     factor = shares[0].factor_to(shares[1])
     return factor if factor is not None and abs(factor - 1) > 1e-3 else None
-
-
-def _before(recording: Recording, place: Place) -> Any:
-    """Return a gradient before the same step's backward pass, or a weight before the update."""
-    if place.phase == "gradient":
-        return recording.tensors.get(Place(place.step, place.micro_batch - 1, "gradient", place.name))
-    if place.phase == "weight":
-        earlier = Place(place.step - 1, 0, "weight" if place.step > 1 else "start", place.name)
-        return recording.tensors.get(earlier)
-    return None
 
 
 def _size(found: Difference) -> str:
@@ -288,11 +291,12 @@ def _size(found: Difference) -> str:
     if math.isinf(found.relative):
         return "whose elements are not finite" if theirs.num_not_finite else "which is zero in the plain run"
     if not found.relative:
-        return "by signs of zeros alone" if ours.dtype == theirs.dtype else f"as {theirs.dtype} instead of {ours.dtype}"
+        bits = f"by bits below 1e-16 of its norm, or signs of zeros, as {theirs.dtype}"
+        return bits if ours.dtype == theirs.dtype else f"as {theirs.dtype} instead of {ours.dtype}"
     values = "" if ours.value is None or theirs.value is None else f"{theirs.value:.9g} instead of {ours.value:.9g}: "
     of_yardstick = (
         ""
-        if found.of_yardstick is None
+        if found.of_yardstick is None or found.follows_from_equal
         else (f", {found.of_yardstick:.3g} times the change by one rounding of all weights")
     )
     return f"{values}relative {found.relative:.2g}, {found.roundings:.3g} roundings of {ours.dtype}{of_yardstick}"
@@ -304,7 +308,7 @@ def _difference(found: Difference | None) -> dict[str, Any] | None:
     numbers = {name: getattr(found, name) for name in ("relative", "roundings", "of_yardstick")}
     return {
         **vars(found.place),
-        **{name: str(value) if value is not None and math.isinf(value) else value for name, value in numbers.items()},
+        **{name: value if value is None or math.isfinite(value) else str(value) for name, value in numbers.items()},
         "text": f"{found.place}, {_size(found)}",
     }
 

@@ -32,18 +32,22 @@ def compare_runs(record: Callable[[Kind, str | None], Recording]) -> VerifyRepor
     switched = recorded("switched")
     comparison = compare(plain, switched)
     if comparison.differences:
-        rounded = recorded("plain, rounded once", plain.precision or "float32")
+        rounded = recorded("plain, rounded once", plain.precision or "float64")  # or the weights' own, if coarser
         comparison = compare(plain, switched, rounded)
     return report_of(plain, switched, comparison, runs, is_control=False)
 
 
 def merged(ranks: list[Recording]) -> Recording:
-    """Return one recording of all processes of a run; memory and time are the largest, names tell the rank."""
-    tensors = {
-        replace(place, name=f"rank {rank}: {place.name}") if rank else place: found
+    """Return one recording of all processes of a run; memory and time are the largest, names tell the rank.
+
+    Tensors are in the order of steps, so that the first that differs is the first of all ranks.
+    """
+    by_rank = [
+        (replace(place, name=f"rank {rank}: {place.name}") if rank else place, found)
         for rank, recording in enumerate(ranks)
         for place, found in recording.tensors.items()
-    }
+    ]
+    tensors = dict(sorted(by_rank, key=lambda each: each[0].order))
     peaks = [each.peak_bytes for each in ranks if each.peak_bytes is not None]
     return replace(
         ranks[0],

@@ -1,4 +1,5 @@
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ from offload_trainers import STEPS, decoder, examples
 from torch import nn
 
 transformers = LateModule("transformers")
+trl = LateModule("trl")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -29,3 +31,24 @@ def make(tmp_path: Path) -> Callable[..., Any]:
         return transformers.Trainer(args=arguments, train_dataset=examples(), eval_dataset=examples()[:4], **of_trainer)
 
     return make
+
+
+@contextmanager
+def _arguments_put_back() -> Iterator[None]:
+    base = transformers.TrainingArguments
+    before = {cls: cls.__init__ for cls in (base, trl.SFTConfig)}
+    try:
+        yield
+    finally:
+        base.__new__ = lambda cls, *args, **kwargs: object.__new__(cls)
+        for cls, make in before.items():
+            cls.__init__ = make
+
+
+@pytest.fixture
+def arguments_put_back() -> Callable[[], AbstractContextManager[None]]:
+    """A context after which TrainingArguments are made as before.
+
+    Only a `__new__` that changes nothing stays: Python cannot forget one.
+    """
+    return _arguments_put_back

@@ -67,9 +67,9 @@ def test_flags_overrule_the_variable(started: Any, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("words", "variable", "complaint"),
     [
-        ("", "", "launch needs -- and a script"),
-        ("train.py", "", "launch needs -- and a script"),
-        ("--budget_gib 6 --", "", "launch needs -- and a script"),
+        ("", "", "-- and a script must follow the flags"),
+        ("train.py", "", "-- and a script must follow the flags"),
+        ("--budget_gib 6 --", "", "-- and a script must follow the flags"),
         ("-- missing.py", "", "SCRIPT='missing.py' is not a file"),
         ("--budget_gib six -- train.py", "", "budget_gib.*invalid float value: 'six'"),
         ("--budget_gib -1 -- train.py", "", "budget_gib=-1.0 must be at least 0"),

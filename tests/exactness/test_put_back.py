@@ -1,0 +1,179 @@
+"""`verify` leaves models, optimizers, generators and torch as it found them, after errors too."""
+
+import gc
+import random
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from exact_steps import WIDTH, Training, batches, tiny_net
+from torch import Tensor, nn
+from torch.optim import optimizer as torch_optimizer
+
+from hf_memopt.exactness import verify
+from hf_memopt.exactness.recorder import Recorder
+
+
+def seams() -> list[Any]:
+    """Return all that a recorder changes in torch."""
+    hooks = (torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks)
+    kernels = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    showing = warnings.showwarning, list(warnings.filters)
+    return [nn.Module.__call__, torch.autograd.backward, *map(dict, hooks), *kernels, *showing]
+
+
+def state(training: Training) -> list[Any]:
+    """Return copies of everything that a step changes."""
+    model, optimizer = training.model, training.optimizer
+    tensors = [*model.parameters(), *model.buffers()]
+    groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    return [
+        *(tensor.detach().clone() for tensor in tensors),
+        *(None if tensor.grad is None else tensor.grad.clone() for tensor in tensors),
+        *(value.clone() for parameter in model.parameters() for value in optimizer.state.get(parameter, {}).values()),
+        torch.get_rng_state(),
+        repr(groups),
+        repr(random.getstate()),
+        repr(np.random.get_state()),
+    ]
+
+
+def same(first: Any, second: Any) -> bool:
+    return torch.equal(first, second) if isinstance(first, Tensor) else bool(first == second)
+
+
+@contextmanager
+def unchanged(training: Training) -> Iterator[None]:
+    before, of_torch = state(training), seams()
+    yield
+    after = state(training)
+    assert len(after) == len(before)
+    assert all(map(same, before, after))
+    assert seams() == of_torch
+
+
+def draws(training: Training, fails_in: int | None = None) -> Callable[[], None]:
+    """Return a step that draws from every generator, and fails in its n-th call."""
+    calls = 0
+
+    def step() -> None:
+        nonlocal calls
+        calls += 1
+        torch.rand(3), random.random(), np.random.rand()
+        training()
+        if calls == fails_in:
+            raise RuntimeError("failed")
+
+    return step
+
+
+@pytest.fixture(params=["fresh", "warm"])
+def training(request: pytest.FixtureRequest) -> Training:
+    """A model with statistics, and an optimizer that has made no update, or one."""
+    training = Training(nn.Sequential(nn.Linear(WIDTH, 32), nn.BatchNorm1d(32), nn.Dropout(0.1), nn.Linear(32, WIDTH)))
+    if request.param == "warm":
+        training()
+        training()
+        training.model(batches()[0]).sum().backward()
+    return training
+
+
+def test_everything_is_put_back(training: Training) -> None:
+    other = Training(training.model, learning_rate=0.1)
+    with unchanged(training), unchanged(other):
+        assert verify(draws(training), draws(other)).verdict == "different"
+
+
+@pytest.mark.parametrize("fails_in", [1, 2, 4])
+def test_everything_is_put_back_after_an_error_in_plain(training: Training, fails_in: int) -> None:
+    with unchanged(training), pytest.raises(RuntimeError, match="failed"):
+        verify(draws(training, fails_in), draws(training))
+
+
+def test_everything_is_put_back_after_an_error_in_switched(training: Training) -> None:
+    with unchanged(training), pytest.raises(RuntimeError, match="failed"):
+        verify(draws(training), draws(training, fails_in=2))
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_an_error_inside_of_a_pass_leaves_no_depth_behind(where: str) -> None:
+    model, x = nn.Linear(WIDTH, WIDTH), batches()[0]
+
+    def fail(*given: Any) -> None:
+        raise RuntimeError("failed")
+
+    with Recorder() as recorder:
+        handle = model.register_forward_hook(fail) if where == "forward" else model.weight.register_hook(fail)
+        with pytest.raises(RuntimeError, match="failed"):
+            model(x).sum().backward()
+        handle.remove()
+        model(x).sum().backward()
+    phases = [place.phase for place in recorder.recording.tensors]
+    assert phases.count("input") == 2
+    assert phases.count("gradient") == 2
+
+
+def test_states_of_an_optimizer_keep_their_dtype() -> None:
+    class Precise(torch.optim.Optimizer):
+        """Holds states in float32 for weights in bfloat16."""
+
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, {"lr": 0.1})
+
+        def step(self, closure: Any = None) -> None:
+            for parameter in self.param_groups[0]["params"]:
+                total = self.state[parameter].setdefault("total", torch.zeros_like(parameter, dtype=torch.float32))
+                total.add_(parameter.grad)
+                parameter.data.sub_(total.to(parameter.dtype), alpha=0.1)
+
+    model = nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16)
+    optimizer = Precise(model.parameters())
+
+    def step() -> None:
+        model(batches()[0].bfloat16()).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    before = {name: each["total"].clone() for name, each in optimizer.state.items()}
+    assert verify(step, step).equal
+    assert all(torch.equal(optimizer.state[parameter]["total"], total) for parameter, total in before.items())
+    assert all(each["total"].dtype == torch.float32 for each in optimizer.state.values())
+
+
+def test_nothing_stays_in_memory() -> None:
+    training = Training(tiny_net())
+    report = verify(training, training)
+    seen = [weakref.ref(each) for each in (training, training.model, *training.model.parameters())]
+    del training
+    gc.collect()
+    assert [each() for each in seen] == [None] * len(seen)
+    assert report.equal
+
+
+def test_warnings_are_shown_as_before() -> None:
+    model = tiny_net()
+
+    def step() -> None:
+        warnings.warn("of the program", stacklevel=1)
+        model(batches()[0]).sum().backward()
+        model.zero_grad()
+
+    with pytest.warns(UserWarning, match="of the program"):
+        assert verify(step, step).equal
+
+
+def test_deterministic_kernels_that_a_program_has_switched_on_stay_so() -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        with nullcontext():
+            assert verify(Training(), Training()).equal
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
