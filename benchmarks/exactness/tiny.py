@@ -4,12 +4,29 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
 
 WORDS = ["<pad>", "<eos>", *(f"w{number}" for number in range(254))]
 SHAPE = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 NUM_SAMPLES, SHORTEST, LONGEST = 16, 8, 48
+WIDTH = 64
+
+
+class Block(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.dropout(nn.functional.gelu(self.up(self.norm(x)))))
+
+
+def blocks(dropout: float = 0.0) -> nn.Sequential:
+    set_seed(0)
+    return nn.Sequential(*(Block(dropout) for _ in range(3)))
 
 
 def llama(dropout: float = 0.0, attention: str = "sdpa") -> LlamaForCausalLM:
