@@ -205,7 +205,7 @@ class Recorder:
             for number, root in enumerate(roots, start=1):
                 self._add("loss", "loss" if len(roots) == 1 else f"loss {number}", root, self._micro_batch)
             named = set(self._input_leaves).union(*map(_ids, self._models))
-            unnamed = [leaf for leaf in _leaves(roots) if id(leaf) not in named]
+            unnamed = [leaf for leaf in _leaves(roots) if id(leaf) not in named and _has_memory(leaf)]
             self._on_tensors([*unnamed, *(leaf for _, leaf in self._input_leaves.values())])
             return unnamed
 
@@ -346,6 +346,11 @@ def _leaves(roots: Iterable[Tensor]) -> list[Tensor]:
             found.append(leaf)
         stack.extend(following for following, _ in node.next_functions if following is not None)
     return found
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Tell whether a tensor can be read: FSDP2 frees the whole parameters of which it keeps shards."""
+    return all(part.untyped_storage().nbytes() for _, part in parts_of(tensor) if part.numel())
 
 
 def _perturb(model: nn.Module, dtype: torch.dtype) -> None:
