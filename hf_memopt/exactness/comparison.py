@@ -38,6 +38,12 @@ class Difference:
     roundings: float
     of_yardstick: float | None
 
+    @property
+    def is_rounding(self) -> bool:
+        if self.place.phase in _OF_THE_BEGINNING or self.of_yardstick is None:
+            return False
+        return self.of_yardstick <= ROUNDINGS_ALLOWED
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -60,15 +66,13 @@ class Comparison:
     def verdict(self) -> Verdict:
         if not self.differences:
             return "equal"
-        if any(each.place.phase in _OF_THE_BEGINNING for each in self.differences):
-            return "different"
-        sizes = [each.of_yardstick for each in self.differences]
-        is_rounding = all(size is not None and size <= ROUNDINGS_ALLOWED for size in sizes)
-        return "rounding" if is_rounding else "different"
+        return "rounding" if all(each.is_rounding for each in self.differences) else "different"
 
     @property
     def first(self) -> Difference | None:
-        return self.differences[0] if self.differences else None
+        """The first difference that has not the size of rounding, or else the first one."""
+        beyond = (each for each in self.differences if not each.is_rounding)
+        return next(beyond, self.differences[0] if self.differences else None)
 
     @property
     def worst(self) -> Difference | None:
