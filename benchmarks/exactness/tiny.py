@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 
 WORDS = ["<pad>", "<eos>", *(f"w{number}" for number in range(254))]
 SHAPE = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-NUM_SAMPLES, SHORTEST, LONGEST = 16, 8, 48
+NUM_SAMPLES, SHORTEST, LONGEST = 32, 8, 48
 WIDTH = 64
 
 

@@ -12,7 +12,7 @@ if __name__ == "__main__":
     parser.add_argument("--dropout", type=float, default=0.0)
     options = parser.parse_args()
     arguments = DPOConfig(
-        max_steps=4,
+        max_steps=8,
         per_device_train_batch_size=4,
         learning_rate=1e-3,
         max_length=None,

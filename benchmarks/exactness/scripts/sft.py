@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer and a tiny Llama: `sft.py [--lora] [--dropout P]`; gradient checkpointing is off."""
+"""TRL's SFTTrainer and a tiny Llama: `sft.py [--lora] [--dropout P] [--batch 4]`; gradient checkpointing is off."""
 
 import argparse
 
@@ -12,10 +12,11 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--dropout", type=float, default=0.0)
+    parser.add_argument("--batch", type=int, default=4)
     options = parser.parse_args()
     arguments = SFTConfig(
-        max_steps=4,
-        per_device_train_batch_size=4,
+        max_steps=8,
+        per_device_train_batch_size=options.batch,
         learning_rate=1e-3,
         max_length=None,
         bf16=False,

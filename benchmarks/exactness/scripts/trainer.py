@@ -12,7 +12,7 @@ if __name__ == "__main__":
     parser.add_argument("--attention", default="sdpa")
     options = parser.parse_args()
     arguments = TrainingArguments(
-        max_steps=4, per_device_train_batch_size=4, learning_rate=1e-3, use_cpu=True, disable_tqdm=True
+        max_steps=8, per_device_train_batch_size=4, learning_rate=1e-3, use_cpu=True, disable_tqdm=True
     )
     dataset = [{"input_ids": sample} for sample in samples()]
     model = llama(options.dropout, options.attention)
