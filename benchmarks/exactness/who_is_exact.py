@@ -5,7 +5,7 @@
     python -m benchmarks.exactness.who_is_exact --print benchmarks/results/who-is-exact-cpu-amd-epyc.json
 
 Each row is a run of `hf-memopt verify`, or of `hf_memopt.verify` on two functions, in a process of its own. A row that
-fails says so, and the others go on.
+fails says so, and the others go on. With `--rows` the other rows stay in the file as they were measured before.
 """
 
 import argparse
@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
 from pathlib import Path
@@ -27,7 +28,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from benchmarks.common import environment, results_path, write_results
+from benchmarks.common import environment, measured_commit, results_path, write_results
 from benchmarks.exactness.rows import PAIRS, ROWS, SCRIPTS, Row
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,6 +56,8 @@ def measure_row(row: Row) -> dict[str, Any]:
         **{name: getattr(row, name) for name in ("project", "switch", "note", "issue")},
         "version": version_of(row.project),
         "command": shown_command(row),
+        "commit": measured_commit(),
+        "date": date.today().isoformat(),
     }
     if row.command:
         report, log = run(row)
@@ -171,6 +174,13 @@ def chosen(names: Sequence[str] | None) -> list[Row]:
     return found
 
 
+def in_order(measured: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the last measurement of each row, in the order of `ROWS`; those of rows that are no more are left out."""
+    found = {(row["project"], row["switch"]): row for row in measured}
+    keys = ((row.project, row.switch) for row in ROWS)
+    return [found[key] for key in keys if key in found]
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="+", metavar="TEXT", help="only rows with one of these in 'project: switch'")
@@ -182,15 +192,13 @@ def main(arguments: list[str] | None = None) -> None:
         print_report(json.loads(options.print.read_text()))
         return
     cpu = torch.device("cpu")
-    rows = chosen(options.rows)
-    results = {
-        **environment(cpu),
-        "benchmark": "exactness.who_is_exact",
-        "rows": measure(rows, options.workers),
-    }
+    output = options.output or results_path("who-is-exact", cpu)
+    before = json.loads(output.read_text())["rows"] if options.rows and output.exists() else []
+    rows = in_order([*before, *measure(chosen(options.rows), options.workers)])
+    results = {**environment(cpu), "benchmark": "exactness.who_is_exact", "rows": rows}
     results["versions"] |= {name: version_of(name) for name in PROJECTS}
     print_report(results)
-    print("wrote", write_results(results, options.output or results_path("who-is-exact", cpu)))
+    print("wrote", write_results(results, output))
 
 
 if __name__ == "__main__":
