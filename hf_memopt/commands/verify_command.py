@@ -144,7 +144,7 @@ class ScriptRuns:
             **(self.switches.environment if is_switched else {}),
             VARIABLE: order.to_text(),
         }
-        launcher = [sys.executable, "-m", "accelerate.commands.launch", *self.accelerates]
+        launcher = [sys.executable, "-m", "accelerate.commands.launch", "--quiet", *self.accelerates]
         words = [*self.script, *(self.switches.script if is_switched else [])]
         command = [*launcher, "-m", "hf_memopt.callbacks.recorded_script", *words]
         sys.stderr.write(f"{kind}: ")

@@ -26,7 +26,7 @@ def verify(plain: Callable[[], Any], switched: Callable[[], Any], steps: int = 2
     be compared; then `switched`; where it differs, `plain` once more, with weights changed by one rounding, which gives
     the size that differences by rounding have here. Before each run, weights, buffers, gradients, the states of
     optimizers, and the generators of torch, numpy and Python are put back as they were at the first; after the last,
-    too. Kernels are deterministic where torch has such.
+    too. Kernels are deterministic where torch has such, and each run compiles anew.
 
     Compared are inputs, losses, gradients after each backward pass, weights and optimizer states after each update, and
     tensors that the functions return, by the SHA-256 of their bytes. Backward passes are those by `backward`; results
@@ -64,6 +64,7 @@ def verify(plain: Callable[[], Any], switched: Callable[[], Any], steps: int = 2
             on_optimizer=state.add_optimizer,
         )
         step = switched if kind == "switched" else plain
+        _forget_compiled()
         with state.restored(), deterministic_kernels(), recorder:
             for _ in range(steps):
                 recorder.add_results(step())
@@ -166,3 +167,9 @@ def _kept(value: Any) -> Any:
 
 def _restored(value: Any) -> Any:
     return value.restored() if isinstance(value, _Kept) else deepcopy(value)
+
+
+def _forget_compiled() -> None:
+    """Have compiled functions compile again: two that run the same code would share what the first one compiled."""
+    if "torch._dynamo" in sys.modules:  # of a program that compiles
+        torch._dynamo.reset()

@@ -18,6 +18,8 @@ ROUNDINGS_ALLOWED = 10.0
 # Leaves of which a switch may need more: a reentrant checkpoint needs an input that has a gradient.
 _OUTSIDE_OF_MODELS = ("input ", "leaf ")
 _OF_THE_END: tuple[Phase, ...] = ("weight", "optimizer")
+# One run may hold some of them elsewhere: ZeRO-3 shows its weights first in the forward pass, and buffers at once.
+_HELD_ELSEWHERE: tuple[Phase, ...] = ("start", "input", "optimizer")
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,9 @@ class Comparison:
 
     @property
     def first(self) -> Difference | None:
-        return self.differences[0] if self.differences else None
+        """The first difference that has not the size of rounding, or else the first one."""
+        beyond = (each for each in self.differences if not each.is_rounding)
+        return next(beyond, self.differences[0] if self.differences else None)
 
     @property
     def worst(self) -> Difference | None:
@@ -101,7 +105,7 @@ def compare(plain: Recording, switched: Recording, yardstick: Recording | None =
     num_compared = Counter[Phase]()
     for place in _places(first, second):
         ours, theirs = first.get(place), second.get(place)
-        if (ours is None or theirs is None) and (place.phase in lacking or place.phase in ("input", "optimizer")):
+        if (ours is None or theirs is None) and (place.phase in lacking or place.phase in _HELD_ELSEWHERE):
             continue
         if ours is None and place.phase == "gradient" and place.name.startswith(_OUTSIDE_OF_MODELS):
             continue

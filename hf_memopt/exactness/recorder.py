@@ -251,7 +251,7 @@ class Recorder:
             all_leaves = _leaves(roots)
             self._add_models_of(all_leaves)
             named = set(self._input_leaves).union(*map(_ids, self._models))
-            leaves = [leaf for leaf in all_leaves if id(leaf) not in named]
+            leaves = [leaf for leaf in all_leaves if id(leaf) not in named and _has_memory(leaf)]
             self._on_leaves([*leaves, *(leaf for _, leaf in self._input_leaves.values())])
             return {leaf: _version(leaf.grad) for leaf in [*leaves, *self._known.leaves]}
 
@@ -426,6 +426,11 @@ def _leaves(roots: Iterable[Tensor]) -> list[Tensor]:
 def _version(gradient: Tensor | None) -> tuple[int, int] | None:
     """Return a value that changes when a gradient does."""
     return None if gradient is None else (id(gradient), gradient._version)
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Tell whether a tensor can be read: FSDP2 frees the whole parameters of which it keeps shards."""
+    return all(part.untyped_storage().nbytes() for _, part in parts_of(tensor) if part.numel())
 
 
 def _perturb(model: nn.Module, dtype: torch.dtype) -> None:

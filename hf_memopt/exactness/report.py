@@ -59,7 +59,8 @@ class VerifyReport:
         verdict: "equal", "rounding" (differences are no larger than `ROUNDINGS_ALLOWED` times the change that one
             rounding of all weights makes), "different", or "not repeatable" (the plain run differs from itself).
         num_steps, num_gradients: compared steps, and tensors with a gradient.
-        first: the difference that the plain run computed first; of two plain runs where these differ.
+        first: the difference that the plain run computed first, those by rounding left out unless all are; of two
+            plain runs where these differ.
         worst: the largest difference.
         losses_equal: whether the losses up to the first difference are equal, so that it is one of backward or of the
             update.
@@ -155,13 +156,20 @@ def report_of(
         first=comparison.first,
         worst=comparison.worst,
         losses_equal="loss" in comparison.num_compared
-        and (comparison.first is None or comparison.first.place.phase not in ("start", "input", "loss")),
+        and not any(each.place.phase in ("start", "input", "loss") for each in _up_to_first(comparison)),
         differing=dict(differing),
         compared=comparison.num_compared,
         not_compared=comparison.not_compared,
         advice=advice,
         runs=runs,
     )
+
+
+def _up_to_first(comparison: Comparison) -> Iterator[Difference]:
+    for each in comparison.differences:
+        yield each
+        if each is comparison.first:
+            return
 
 
 def _advice_on_control(plain: Recording, comparison: Comparison) -> str:

@@ -1,0 +1,205 @@
+"""Which switches that save memory leave training bit for bit as it is: ours, and those of other projects, on a CPU.
+
+    python -m benchmarks.exactness.who_is_exact
+    python -m benchmarks.exactness.who_is_exact --rows torch trl
+    python -m benchmarks.exactness.who_is_exact --print benchmarks/results/who-is-exact-cpu-amd-epyc.json
+
+Each row is a run of `hf-memopt verify`, or of `hf_memopt.verify` on two functions, in a process of its own. A row that
+fails says so, and the others go on. With `--rows` the other rows stay in the file as they were measured before.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import date
+from importlib.metadata import PackageNotFoundError, version
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from benchmarks.common import environment, measured_commit, results_path, write_results
+from benchmarks.exactness.rows import PAIRS, ROWS, SCRIPTS, Row
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 900
+LAST_LINES = 5  # of a failed row's log
+PROJECTS = ("torch", "transformers", "trl", "accelerate", "peft", "deepspeed", "torchao", "sentence-transformers")
+
+
+def measure(rows: Sequence[Row], workers: int) -> list[dict[str, Any]]:
+    with ThreadPoolExecutor(workers) as threads, tqdm(total=len(rows), unit="row") as bar:
+
+        def counted(row: Row) -> dict[str, Any]:
+            found = measure_row(row)
+            bar.write(f"{row.project}, {row.switch}: {verdict(found)}", file=sys.stderr)
+            bar.update()
+            return found
+
+        return list(threads.map(counted, rows))
+
+
+def measure_row(row: Row) -> dict[str, Any]:
+    """Return the row's own facts, and its report or its error."""
+    began = time.perf_counter()
+    found: dict[str, Any] = {
+        **{name: getattr(row, name) for name in ("project", "switch", "note", "issue")},
+        "version": version_of(row.project),
+        "command": shown_command(row),
+        "commit": measured_commit(),
+        "date": date.today().isoformat(),
+    }
+    if row.command:
+        report, log = run(row)
+        found |= {"report": report} if report else {"error": log}
+        found["seconds"] = round(time.perf_counter() - began, 1)
+    return found
+
+
+def run(row: Row) -> tuple[dict[str, Any] | None, str]:
+    """Run a row and return its report, if there is one, and the end of its log."""
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "answer.json"
+        python = [sys.executable, "-m"]
+        if row.is_pair:
+            command = [*python, *row.command, "--json", str(answer)]
+        else:
+            command = [*python, "hf_memopt.cli", "verify", "--json", *row.command]
+        try:
+            done = subprocess.run(
+                command, cwd=ROOT, env=environment_of(row), capture_output=True, text=True, timeout=LIMIT_S
+            )
+        except subprocess.TimeoutExpired:
+            return None, f"more than {LIMIT_S} s"
+        text = (answer.read_text() if answer.exists() else "") if row.is_pair else done.stdout
+    log = "\n".join(done.stderr.strip().splitlines()[-LAST_LINES:])
+    return (json.loads(text), log) if text.strip() else (None, log)
+
+
+def environment_of(row: Row) -> dict[str, str]:
+    if not row.needs_rank:
+        return dict(os.environ)
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        port = found.getsockname()[1]
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    return os.environ | rank
+
+
+def version_of(project: str) -> str | None:
+    try:
+        return version(project)
+    except PackageNotFoundError:
+        return None
+
+
+def shown_command(row: Row) -> str:
+    words = shlex.join(row.command)
+    return words.replace(f"-- -m {SCRIPTS}.", "-- ").replace(f"{PAIRS} ", "pairs ")
+
+
+def verdict(row: dict[str, Any]) -> str:
+    if "report" in row:
+        return row["report"]["verdict"]
+    return "failed" if "error" in row else "not run"
+
+
+def details(row: dict[str, Any]) -> Iterator[str]:
+    """Yield how much differs, then what is not compared, and the row's note."""
+    report = row.get("report")
+    if report:
+        yield from amounts(report)
+        phases = sorted({each.split(":")[0] for each in report["not_compared"]})
+        if phases:
+            yield f"not compared: {', '.join(phases)}"
+    elif "error" in row:
+        yield row["error"].splitlines()[-1] if row["error"] else "no answer"
+    if row["note"]:
+        yield row["note"]
+    if row["issue"]:
+        yield row["issue"]
+
+
+def amounts(report: dict[str, Any]) -> Iterator[str]:
+    first, worst = report["first"], report["worst"]
+    match report["verdict"]:
+        case "equal":
+            yield f"{report['num_gradients']} gradients, {report['num_steps']} steps"
+        case "rounding":
+            yield f"{size(worst)} at most"
+        case _:
+            place = first["text"].split(", ")[0].replace(" after backward of micro-batch 1 of", ",")
+            yield f"{place}: {size(first)}"
+            factor = report["advice"].partition(" times the plain one")
+            if factor[1]:
+                yield factor[0] + factor[1]
+
+
+def size(found: dict[str, Any]) -> str:
+    """Return the size of a difference; numbers that are not finite are text."""
+    relative, of_yardstick = found["relative"], found["of_yardstick"]
+    share = relative if isinstance(relative, str) else f"{relative:.1g}"
+    return f"relative {share}" + (
+        "" if of_yardstick is None else f", {of_yardstick:.1g} times one rounding of the weights"
+    )
+
+
+def print_report(results: dict[str, Any]) -> None:
+    rows = results["rows"]
+    counts = {name: sum(verdict(row) == name for row in rows) for name in dict.fromkeys(map(verdict, rows))}
+    print(f"{len(rows)} switches: " + ", ".join(f"{count} {name}" for name, count in counts.items()))
+    for (project, number), of_project in groupby(rows, key=lambda row: (row["project"], row["version"])):
+        print(f"\n### {project} {number}\n\n| switch | verdict | how much | command |\n|---|---|---|---|")
+        for row in of_project:
+            command = f"`{row['command']}`" if row["command"] else "-"
+            cells = [row["switch"], verdict(row), "; ".join(details(row)), command]
+            print("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+
+
+def chosen(names: Sequence[str] | None) -> list[Row]:
+    """Return the rows whose project, or whose text of project and switch, is named."""
+    found = [row for row in ROWS if names is None or any(name in f"{row.project}: {row.switch}" for name in names)]
+    if not found:
+        raise ValueError(f"--rows {' '.join(names or ())}: no row has such a text; there are {len(ROWS)} rows")
+    return found
+
+
+def in_order(measured: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the last measurement of each row, in the order of `ROWS`; those of rows that are no more are left out."""
+    found = {(row["project"], row["switch"]): row for row in measured}
+    keys = ((row.project, row.switch) for row in ROWS)
+    return [found[key] for key in keys if key in found]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", nargs="+", metavar="TEXT", help="only rows with one of these in 'project: switch'")
+    parser.add_argument("--workers", type=int, default=1, help="rows at once (default: %(default)s)")
+    parser.add_argument("--print", type=Path, metavar="FILE", help="print the table of this JSON file and run nothing")
+    parser.add_argument("--output", type=Path, help="JSON file (default: in benchmarks/results)")
+    options = parser.parse_args(arguments)
+    if options.print:
+        print_report(json.loads(options.print.read_text()))
+        return
+    cpu = torch.device("cpu")
+    output = options.output or results_path("who-is-exact", cpu)
+    before = json.loads(output.read_text())["rows"] if options.rows and output.exists() else []
+    rows = in_order([*before, *measure(chosen(options.rows), options.workers)])
+    results = {**environment(cpu), "benchmark": "exactness.who_is_exact", "rows": rows}
+    results["versions"] |= {name: version_of(name) for name in PROJECTS}
+    print_report(results)
+    print("wrote", write_results(results, output))
+
+
+if __name__ == "__main__":
+    main()
