@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from hf_memopt.exactness.fingerprint import Fingerprint
-from hf_memopt.exactness.recording import Phase, Place, Recording
+from hf_memopt.exactness.recording import Phase, Recording, TensorPlace
 
 Verdict = Literal["equal", "rounding", "different"]
 
@@ -36,7 +36,7 @@ class Difference:
             before the forward pass is no measure of that: it can be larger than the whole update.
     """
 
-    place: Place
+    place: TensorPlace
     plain: Fingerprint | None
     switched: Fingerprint | None
     relative: float
@@ -52,7 +52,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RunComparison:
     """All differences between two recordings, in the order in which the plain run computed the tensors.
 
     Attributes:
@@ -86,7 +86,7 @@ class Comparison:
         return max(self.differences, key=lambda each: (each.of_yardstick or 0.0, each.relative), default=None)
 
 
-def compare(plain: Recording, switched: Recording, yardstick: Recording | None = None) -> Comparison:
+def compare(plain: Recording, switched: Recording, yardstick: Recording | None = None) -> RunComparison:
     """Compare the tensors of two recordings by their bits.
 
     Runs that cut a step into different numbers of micro-batches are compared by the last gradients of each step, and
@@ -122,7 +122,7 @@ def compare(plain: Recording, switched: Recording, yardstick: Recording | None =
         not_compared.append(f"inputs: {_shapes(reshaped[0])}")
         differences = [each for each in differences if each.place.phase != "input"]
         del num_compared["input"]
-    return Comparison(
+    return RunComparison(
         differences,
         dict(num_compared),
         num_gradients=len({place.name for place in first if place.phase == "gradient" and place in second}),
@@ -135,7 +135,7 @@ def _same(first: Fingerprint, second: Fingerprint) -> bool:
     return (first.dtype, first.shape, first.sha256) == (second.dtype, second.shape, second.sha256)
 
 
-def _is_updated(plain: Recording, place: Place) -> bool:
+def _is_updated(plain: Recording, place: TensorPlace) -> bool:
     before = plain.before(place)
     return place.phase == "weight" and before is not None and before.sha256 != plain.tensors[place].sha256
 
@@ -155,7 +155,7 @@ def _shapes(found: Difference) -> str:
 
 
 def _difference(
-    place: Place,
+    place: TensorPlace,
     plain: Fingerprint | None,
     switched: Fingerprint | None,
     perturbed: Fingerprint | None,
@@ -181,12 +181,14 @@ def _eps(dtype: str) -> float:
     return torch.finfo(torch.float32).eps
 
 
-def _places(first: Mapping[Place, Fingerprint], second: Mapping[Place, Fingerprint]) -> Iterator[Place]:
+def _places(
+    first: Mapping[TensorPlace, Fingerprint], second: Mapping[TensorPlace, Fingerprint]
+) -> Iterator[TensorPlace]:
     yield from first
     yield from (place for place in second if place not in first)
 
 
-def _lacking(first: Mapping[Place, Fingerprint], second: Mapping[Place, Fingerprint]) -> dict[Phase, str]:
+def _lacking(first: Mapping[TensorPlace, Fingerprint], second: Mapping[TensorPlace, Fingerprint]) -> dict[Phase, str]:
     """Return the phases of which the switched run shows no tensor that the plain run has too, and the reason."""
     reasons: dict[Phase, str] = {
         "gradient": "the switched run keeps no gradients in .grad",
@@ -208,14 +210,14 @@ def _cuts_alike(first: Recording, second: Recording) -> bool:
     return cuts[0] == cuts[1]
 
 
-def _last_of_steps(recording: Recording) -> dict[Place, Fingerprint]:
+def _last_of_steps(recording: Recording) -> dict[TensorPlace, Fingerprint]:
     """Return the start, the last gradients of each step, and what follows from them."""
     last: Counter[int] = Counter()
     for place in recording.tensors:
         if place.phase == "loss":  # a forward pass that nothing runs backward has inputs alone
             last[place.step] = max(last[place.step], place.micro_batch)
     return {
-        Place(place.step, 0, place.phase, place.name): found
+        TensorPlace(place.step, 0, place.phase, place.name): found
         for place, found in recording.tensors.items()
         if place.phase not in ("input", "loss") and place.micro_batch in (0, last[place.step])
     }

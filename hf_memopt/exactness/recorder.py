@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from hf_memopt.autograd_state import in_backward
 from hf_memopt.exactness.fingerprint import Fingerprint, parts_of
-from hf_memopt.exactness.recording import Phase, Place, Recording
+from hf_memopt.exactness.recording import Phase, Recording, TensorPlace
 from hf_memopt.memory.process_peak import peak_bytes, reset_peak
 
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
@@ -329,7 +329,7 @@ class Recorder:
     def _add(self, phase: Phase, name: str, tensor: Tensor, micro_batch: int, step: int | None = None) -> None:
         for suffix, part in parts_of(tensor):
             if part.numel() and part.device.type != "meta":  # others are placeholders of weights held elsewhere
-                place = Place(self._step if step is None else step, micro_batch, phase, name + suffix)
+                place = TensorPlace(self._step if step is None else step, micro_batch, phase, name + suffix)
                 self.recording.tensors[place] = Fingerprint.of(part)
 
     @contextmanager

@@ -14,7 +14,7 @@ PHASES: tuple[Phase, ...] = ("start", "input", "loss", "gradient", "result", "we
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorPlace:
     """The place of a tensor in a run.
 
     Attributes:
@@ -67,7 +67,7 @@ class Recording:
         recording_s: seconds of recording, in sum.
     """
 
-    tensors: dict[Place, Fingerprint] = field(default_factory=dict)
+    tensors: dict[TensorPlace, Fingerprint] = field(default_factory=dict)
     precision: str | None = None
     has_dropout: bool = False
     not_deterministic: list[str] = field(default_factory=list)
@@ -79,13 +79,13 @@ class Recording:
     def num_steps(self) -> int:
         return max((place.step for place in self.tensors), default=0)
 
-    def before(self, place: Place) -> Fingerprint | None:
+    def before(self, place: TensorPlace) -> Fingerprint | None:
         """Return a gradient before the same step's backward pass, or a weight before the update."""
         match place.phase:
             case "gradient":
                 earlier = replace(place, micro_batch=place.micro_batch - 1)
             case "weight":
-                earlier = Place(place.step - 1, 0, "weight" if place.step > 1 else "start", place.name)
+                earlier = TensorPlace(place.step - 1, 0, "weight" if place.step > 1 else "start", place.name)
             case _:
                 return None
         return self.tensors.get(earlier)
@@ -101,8 +101,8 @@ class Recording:
     def read(cls, file: Path) -> Self:
         found = json.loads(file.read_text())
         rows = found.pop("tensors")
-        num = len(fields(Place))
-        tensors = {Place(*row[:num]): Fingerprint(*map(_hashable, row[num:])) for row in rows}
+        num = len(fields(TensorPlace))
+        tensors = {TensorPlace(*row[:num]): Fingerprint(*map(_hashable, row[num:])) for row in rows}
         return cls(tensors=tensors, **found)
 
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from hf_memopt.exactness.comparison import ROUNDINGS_ALLOWED, Comparison, Difference, Verdict
-from hf_memopt.exactness.recording import PHASES, Phase, Place, Recording
+from hf_memopt.exactness.comparison import ROUNDINGS_ALLOWED, Difference, RunComparison, Verdict
+from hf_memopt.exactness.recording import PHASES, Phase, Recording, TensorPlace
 from hf_memopt.text_table import Cell, Table
 from hf_memopt.units import MIB
 
@@ -144,7 +144,7 @@ class VerifyReport:
 
 
 def report_of(
-    plain: Recording, switched: Recording, comparison: Comparison, runs: list[RunFigures], *, is_control: bool
+    plain: Recording, switched: Recording, comparison: RunComparison, runs: list[RunFigures], *, is_control: bool
 ) -> VerifyReport:
     """Return the report of a comparison; with `is_control`, that of two plain runs which should have been equal."""
     differing = Counter(each.place.phase for each in comparison.differences)
@@ -165,14 +165,14 @@ def report_of(
     )
 
 
-def _up_to_first(comparison: Comparison) -> Iterator[Difference]:
+def _up_to_first(comparison: RunComparison) -> Iterator[Difference]:
     for each in comparison.differences:
         yield each
         if each is comparison.first:
             return
 
 
-def _advice_on_control(plain: Recording, comparison: Comparison) -> str:
+def _advice_on_control(plain: Recording, comparison: RunComparison) -> str:
     if comparison.first is None:
         return ""
     if plain.not_deterministic:
@@ -200,7 +200,7 @@ def _advice_on_control(plain: Recording, comparison: Comparison) -> str:
             )
 
 
-def _advice(plain: Recording, switched: Recording, comparison: Comparison) -> str:
+def _advice(plain: Recording, switched: Recording, comparison: RunComparison) -> str:
     first = comparison.first
     if first is None:
         return ""
@@ -219,7 +219,7 @@ def _advice(plain: Recording, switched: Recording, comparison: Comparison) -> st
     return _usual_faults(plain, first.place)
 
 
-def _usual_faults(plain: Recording, place: Place) -> str:
+def _usual_faults(plain: Recording, place: TensorPlace) -> str:
     is_trained = any(each.phase == "gradient" and each.name == place.name for each in plain.tensors)
     match place.phase:
         case "start":
@@ -278,7 +278,7 @@ def _has_other_dtype(found: Difference) -> bool:
     return found.plain is not None and found.switched is not None and found.plain.dtype != found.switched.dtype
 
 
-def _factor(plain: Recording, switched: Recording, place: Place) -> float | None:
+def _factor(plain: Recording, switched: Recording, place: TensorPlace) -> float | None:
     """Return the factor between the shares that a backward pass has added, if they are multiples of each other."""
     shares = []
     for recording in (plain, switched):

@@ -16,7 +16,7 @@ from refused import refused
 
 from hf_memopt.cli import main
 from hf_memopt.exactness.fingerprint import Fingerprint
-from hf_memopt.exactness.recording import Phase, Place, Recording
+from hf_memopt.exactness.recording import Phase, Recording, TensorPlace
 
 Capture = pytest.CaptureFixture[str]
 recorded_script = LateModule("hf_memopt.callbacks.recorded_script")
@@ -35,7 +35,7 @@ def recording(**changed: float) -> Recording:
     """Return a recording of a step; a phase may have another value."""
     tensors = {}
     for (step, phase, name), value in STEP.items():
-        place = Place(step, int(phase in ("loss", "gradient")), phase, name)
+        place = TensorPlace(step, int(phase in ("loss", "gradient")), phase, name)
         tensors[place] = Fingerprint.of(torch.tensor(changed.get(phase, value)))
     return Recording(tensors, peak_bytes=2**20, step_s=[0.5])
 
@@ -100,7 +100,7 @@ def test_what_a_run_gets(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = [word for switch in switches for word in ("--switch", switch)]
     words = [*flags, "--num_processes", "2", "--seed=3", "--cpu", "--steps", "4", "--mixed_precision=bf16"]
     assert main(["verify", *words, "--", "-m", "pack.train", "--switch", "its own", "--", "--help"]) == 0
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--cpu"]
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--quiet", "--num_processes", "2", "--cpu"]
     script = ["-m", "pack.train", "--switch", "its own", "--", "--help"]
     plain = [*launcher, "--mixed_precision=bf16", "-m", MODULE, *script]
     assert runs.commands == [plain, plain, [*plain, "--packed", "x"]]

@@ -10,14 +10,14 @@ import torch
 
 from hf_memopt.exactness.comparison import compare
 from hf_memopt.exactness.fingerprint import Fingerprint
-from hf_memopt.exactness.recording import Phase, Place, Recording
+from hf_memopt.exactness.recording import Phase, Recording, TensorPlace
 from hf_memopt.exactness.runs import compare_runs, merged
 
 Values = Mapping[tuple[int, int, Phase, str], Any]
 
 
 def recording(values: Values, **others: Any) -> Recording:
-    tensors = {Place(*place): Fingerprint.of(torch.as_tensor(value)) for place, value in values.items()}
+    tensors = {TensorPlace(*place): Fingerprint.of(torch.as_tensor(value)) for place, value in values.items()}
     return Recording(tensors, **others)
 
 

@@ -9,7 +9,7 @@ from exact_steps import Training, batches, tiny_net
 
 from hf_memopt.exactness.fingerprint import Fingerprint
 from hf_memopt.exactness.recorder import Recorder
-from hf_memopt.exactness.recording import PHASES, Phase, Place, Recording
+from hf_memopt.exactness.recording import PHASES, Phase, Recording, TensorPlace
 
 
 def recorded() -> Recording:
@@ -51,19 +51,19 @@ def test_an_empty_recording_has_no_steps() -> None:
 @pytest.mark.parametrize(
     ("place", "text"),
     [
-        (Place(0, 0, "start", "0.weight"), "0.weight before the first step"),
-        (Place(1, 2, "input", "[0]"), "input [0] of micro-batch 2 of step 1"),
-        (Place(1, 1, "loss", "loss 2"), "loss 2 of micro-batch 1 of step 1"),
-        (Place(3, 2, "gradient", "0.bias"), "gradient of 0.bias after backward of micro-batch 2 of step 3"),
-        (Place(1, 0, "gradient", "0.bias"), "gradient of 0.bias after backward of step 1"),
-        (Place(2, 0, "result", ""), "result of step 2"),
-        (Place(2, 0, "result", "loss"), "result loss of step 2"),
-        (Place(2, 0, "result", "[1]"), "result [1] of step 2"),
-        (Place(2, 0, "weight", "0.weight"), "0.weight after step 2"),
-        (Place(2, 0, "optimizer", "exp_avg of 0.weight"), "optimizer state exp_avg of 0.weight after step 2"),
+        (TensorPlace(0, 0, "start", "0.weight"), "0.weight before the first step"),
+        (TensorPlace(1, 2, "input", "[0]"), "input [0] of micro-batch 2 of step 1"),
+        (TensorPlace(1, 1, "loss", "loss 2"), "loss 2 of micro-batch 1 of step 1"),
+        (TensorPlace(3, 2, "gradient", "0.bias"), "gradient of 0.bias after backward of micro-batch 2 of step 3"),
+        (TensorPlace(1, 0, "gradient", "0.bias"), "gradient of 0.bias after backward of step 1"),
+        (TensorPlace(2, 0, "result", ""), "result of step 2"),
+        (TensorPlace(2, 0, "result", "loss"), "result loss of step 2"),
+        (TensorPlace(2, 0, "result", "[1]"), "result [1] of step 2"),
+        (TensorPlace(2, 0, "weight", "0.weight"), "0.weight after step 2"),
+        (TensorPlace(2, 0, "optimizer", "exp_avg of 0.weight"), "optimizer state exp_avg of 0.weight after step 2"),
     ],
 )
-def test_a_place_in_words(place: Place, text: str) -> None:
+def test_a_place_in_words(place: TensorPlace, text: str) -> None:
     assert str(place) == text
 
 
@@ -78,14 +78,14 @@ def test_the_tensor_before_another() -> None:
         return Fingerprint.of(torch.tensor(value))
 
     places: list[tuple[int, int, Phase]] = [(0, 0, "start"), (1, 1, "gradient"), (1, 2, "gradient"), (1, 0, "weight")]
-    tensors = {Place(*place, "w"): print_of(number) for number, place in enumerate(places)}
-    tensors[Place(2, 0, "weight", "w")] = print_of(9)
+    tensors = {TensorPlace(*place, "w"): print_of(number) for number, place in enumerate(places)}
+    tensors[TensorPlace(2, 0, "weight", "w")] = print_of(9)
     found = Recording(tensors)
     first, *_, last = tensors
     for later, earlier in ((places[2], places[1]), (places[3], places[0])):
-        assert found.before(Place(*later, "w")) is tensors[Place(*earlier, "w")]
-    assert found.before(last) is tensors[Place(1, 0, "weight", "w")]
-    assert found.before(Place(1, 1, "gradient", "w")) is None
+        assert found.before(TensorPlace(*later, "w")) is tensors[TensorPlace(*earlier, "w")]
+    assert found.before(last) is tensors[TensorPlace(1, 0, "weight", "w")]
+    assert found.before(TensorPlace(1, 1, "gradient", "w")) is None
     assert found.before(first) is None
 
 

@@ -12,7 +12,7 @@ from recipe_flags import CAUSAL_LM, FLUXFLOW, LGT, NEURAL_OPERATOR
 
 from hf_memopt.exactness.comparison import compare
 from hf_memopt.exactness.fingerprint import Fingerprint
-from hf_memopt.exactness.recording import Place, Recording
+from hf_memopt.exactness.recording import Recording, TensorPlace
 
 pytestmark = pytest.mark.usefixtures("on_the_cpu", "no_shared_cache")
 
@@ -100,7 +100,7 @@ def test_modes_that_differ_are_found(
     weights = {"off": 1.0, "all": 1.0, "auto": 2.0}
 
     def recorded(weight: float) -> Recording:
-        return Recording({Place(1, 0, "weight", "w"): Fingerprint.of(torch.tensor([weight]))})
+        return Recording({TensorPlace(1, 0, "weight", "w"): Fingerprint.of(torch.tensor([weight]))})
 
     def measured(name: str, options: Any, num_steps: int) -> Any:
         mode = options.offload.offload
@@ -115,7 +115,7 @@ def test_modes_that_differ_are_found(
     assert comparison.compare("train_causal_lm", flags, ["off", "all"], 4)
     assert not comparison.compare("train_causal_lm", flags, ["off", "all", "auto"], 4)
     printed = capsys.readouterr().out
-    assert "mode auto: different, not by rounding, first in w after the update of step 1" in printed
+    assert "mode auto: different, not by rounding, first in w after step 1" in printed
     assert [line.split()[0] for line in printed.splitlines() if line.endswith("equal, bit for bit")] == ["all", "all"]
     found = json.loads((tmp_path / "run" / "comparison.json").read_text())
     assert (found["recipe"], found["device"], found["num_steps"]) == ("train_causal_lm", "cpu", 4)
