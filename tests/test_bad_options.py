@@ -308,6 +308,7 @@ CALLS: dict[str, Callable[..., object]] = {
     "plan": lambda **bad: hf_memopt.plan(None, gpu="8GiB", **bad),
     "split_batch": lambda **bad: next(training.split_batch(torch.ones(2), **bad)),
     "train_step": training_step,
+    "verify": lambda **bad: hf_memopt.verify(None, None, **bad),
 }
 # Results that this library makes of checked values.
 RESULTS = {

@@ -16,6 +16,7 @@ from hf_memopt.exactness.recorder import KnownModels, Recorder
 from hf_memopt.exactness.recording import Recording
 from hf_memopt.exactness.report import VerifyReport
 from hf_memopt.exactness.runs import Kind, compare_runs
+from hf_memopt.ranges import COUNT
 from hf_memopt.training.repeatable import RandomState, deterministic_kernels
 
 
@@ -25,8 +26,10 @@ def verify(plain: Callable[[], Any], switched: Callable[[], Any], steps: int = 2
     Each function is called `steps` times in a row: `plain` twice over, since a step that does not repeat itself cannot
     be compared; then `switched`; where it differs, `plain` once more, with weights changed by one rounding, which gives
     the size that differences by rounding have here. Before each run, weights, buffers, gradients, the states of
-    optimizers, and the generators of torch, numpy and Python are put back as they were at the first; after the last,
-    too. Kernels are deterministic where torch has such, and each run compiles anew.
+    optimizers, and the generators of torch, numpy and Python are put back as they were at the first forward pass or
+    update that used them; after the last, too. All else that goes on from step to step, such as a schedule of learning
+    rates, an iterator of batches, or an average of weights in a model that is not trained, has to begin anew in each
+    run. Kernels are deterministic where torch has such, and each run compiles anew.
 
     Compared are inputs, losses, gradients after each backward pass, weights and optimizer states after each update, and
     tensors that the functions return, by the SHA-256 of their bytes. Backward passes are those by `backward`; results
@@ -35,7 +38,7 @@ def verify(plain: Callable[[], Any], switched: Callable[[], Any], steps: int = 2
     Args:
         plain: takes nothing, and makes a whole step, with the same data at each first, second, ... call of a run.
         switched: makes the same step with the switch on; with the same model, or with one of its own.
-        steps: at least 1.
+        steps: calls, at least 1. A call with several updates counts as several steps in the report.
 
     Returns:
         The report, whose `equal` is True if all bits are; as text it names the first tensor that differs, by how much,
@@ -51,8 +54,7 @@ def verify(plain: Callable[[], Any], switched: Callable[[], Any], steps: int = 2
         >>> report = verify(lambda: step(model), lambda: step(checkpointed_model))
         >>> assert report.equal, report
     """
-    if steps < 1:
-        raise ValueError(f"steps={steps} compares nothing; use at least 1")
+    COUNT.check("steps", steps)
     state, known = _State(), KnownModels()
 
     def record(kind: Kind, dtype: str | None) -> Recording:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 NUM_SUMS = 256
+_HOST = torch.device("cpu")  # whatever a program's default device is
 # Elements that are on the host at a time.
 _CHUNK = 2**20
 
@@ -39,7 +40,7 @@ class Fingerprint:
     def of(cls, tensor: Tensor) -> Self:
         """Take the fingerprint of a dense tensor. Costs one copy to the host, some MiB at a time."""
         digest = hashlib.sha256()
-        sums, squares, num_not_finite, position = torch.zeros(NUM_SUMS, dtype=torch.float64), 0.0, 0, 0
+        sums, squares, num_not_finite, position = torch.zeros(NUM_SUMS, dtype=torch.float64, device=_HOST), 0.0, 0, 0
         for piece in _pieces(tensor.detach()):
             on_host = piece.resolve_conj().resolve_neg().cpu().contiguous()
             digest.update(on_host.view(torch.uint8).numpy())
@@ -129,11 +130,11 @@ def _pieces(tensor: Tensor) -> Iterator[Tensor]:
 
 def _signed_sums(values: Tensor, position: int) -> Tensor:
     """Return the sums to which elements from `position` on add; chunks have the same signs, or all of them turned."""
-    signs, sums = _signs(), torch.zeros(NUM_SUMS, dtype=torch.float64)
+    signs, sums = _signs(), torch.zeros(NUM_SUMS, dtype=torch.float64, device=_HOST)
     while len(values):
         chunk, begin = divmod(position, _CHUNK)
         part, skipped = values[: _CHUNK - begin], begin % NUM_SUMS
-        padded = torch.zeros(-(-(skipped + len(part)) // NUM_SUMS), NUM_SUMS, dtype=torch.float64)
+        padded = torch.zeros(-(-(skipped + len(part)) // NUM_SUMS), NUM_SUMS, dtype=torch.float64, device=_HOST)
         torch.mul(part, signs[begin : begin + len(part)], out=padded.view(-1)[skipped : skipped + len(part)])
         sums += padded.sum(0) * signs[chunk % _CHUNK]
         position, values = position + len(part), values[len(part) :]
@@ -142,5 +143,5 @@ def _signed_sums(values: Tensor, position: int) -> Tensor:
 
 @cache
 def _signs() -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(0, 2, (_CHUNK,), generator=generator).mul_(2).sub_(1).double()
+    generator = torch.Generator(_HOST).manual_seed(0)
+    return torch.randint(0, 2, (_CHUNK,), generator=generator, device=_HOST).mul_(2).sub_(1).double()

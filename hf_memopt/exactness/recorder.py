@@ -435,10 +435,10 @@ def _has_memory(tensor: Tensor) -> bool:
 
 def _perturb(model: nn.Module, dtype: torch.dtype) -> None:
     """Change each weight by one unit in its last place of `dtype`, or of its own if that is coarser, at random."""
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator("cpu").manual_seed(1)
     for parameter in model.parameters():
         for _, part in parts_of(parameter):
             if (part.is_floating_point() or part.is_complex()) and part.dtype.itemsize > 1:
                 eps = max(torch.finfo(dtype).eps, torch.finfo(part.dtype).eps)
-                signs = torch.randint(0, 2, part.shape, generator=generator, dtype=torch.int8).mul_(2).sub_(1)
-                part.mul_(1 + eps * signs.to(part.device, part.dtype))
+                signs = torch.randint(0, 2, part.shape, generator=generator, dtype=torch.int8, device="cpu")
+                part.mul_(1 + eps * (2 * signs - 1).to(part.device, part.dtype))

@@ -125,5 +125,5 @@ def test_a_step_without_backward_and_results_is_refused() -> None:
 
 @pytest.mark.parametrize("steps", [0, -1])
 def test_no_steps_are_refused(steps: int) -> None:
-    with pytest.raises(ValueError, match=f"steps={steps} compares nothing; use at least 1"):
+    with pytest.raises(ValueError, match=f"steps={steps} must be at least 1"):
         verify(Training(), Training(), steps=steps)

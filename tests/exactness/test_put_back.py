@@ -17,7 +17,7 @@ from late_imports import LateModule
 from torch import Tensor, nn
 from torch.optim import optimizer as torch_optimizer
 
-from hf_memopt.exactness import verify
+from hf_memopt.exactness import fingerprint, verify
 from hf_memopt.exactness.recorder import Recorder
 
 torchao_optim = LateModule("torchao.optim")
@@ -204,6 +204,39 @@ def test_states_of_torchaos_optimizers_are_put_back() -> None:
     state = optimizer.state[model.weight]
     assert {name: type(each) for name, each in state.items()} == kinds
     assert torch.equal(state["exp_avg"].dequantize(), moment)
+
+
+@pytest.mark.parametrize("context", [torch.inference_mode, torch.no_grad])
+def test_a_model_that_first_runs_without_a_graph(context: Callable[[], AbstractContextManager[Any]]) -> None:
+    training = Training(tiny_net(dropout=0.0))
+    training.model(batches()[0]).sum().backward()
+
+    def step(factor: float) -> None:
+        with context():
+            training.model(batches()[0])
+        loss = training.model(batches()[1]).square().mean() * factor
+        loss.backward()
+        training.optimizer.step()
+
+    with unchanged(training):
+        assert verify(lambda: step(1), lambda: step(2)).verdict == "different"
+    training.model(batches()[1]).sum().backward()
+    assert not training.model[0].weight.is_inference()
+
+
+def test_a_default_device_of_the_program_changes_nothing() -> None:
+    training = Training(tiny_net(dropout=0.0))
+    data = batches()
+
+    def step(factor: float) -> None:
+        with torch.device("meta"):
+            loss = training.model(data[0]).square().mean() * factor
+            loss.backward()
+            training.optimizer.zero_grad()
+
+    fingerprint._signs.cache_clear()
+    assert verify(lambda: step(1), lambda: step(1)).equal
+    assert verify(lambda: step(1), lambda: step(2)).verdict == "different"
 
 
 def test_nothing_stays_in_memory() -> None:
