@@ -87,6 +87,9 @@ def test_not_a_number_never_has_the_size_of_rounding() -> None:
     for plain, switched, yardstick in ((STEP, broken, STEP), (broken, STEP, broken)):
         runs = [each if isinstance(each, Recording) else recording(each) for each in (plain, switched, yardstick)]
         assert compare(*runs).verdict == "different"
+    # A rounded run that overflows is no measure.
+    other = recording({**STEP, gradient: [5.0, 1.0]})
+    assert compare(recording(STEP), other, broken).verdict == "different"
     # Two different kinds of them in both runs.
     other = recording({**STEP, gradient: [math.inf, 1.0]})
     assert compare(broken, other, broken).verdict == "different"

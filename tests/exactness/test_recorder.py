@@ -9,6 +9,7 @@ from torch import nn
 
 from hf_memopt.exactness.recorder import Recorder, RecordingEnds
 from hf_memopt.exactness.recording import Phase
+from hf_memopt.memory.process_peak import peak_bytes
 
 
 def names(recorder: Recorder, phase: Phase, step: int = 1) -> list[str]:
@@ -32,7 +33,7 @@ def test_recording_ends_with_the_first_forward_pass_after_the_last_update() -> N
     assert found.num_steps == 2
     assert len(found.step_s) == 2
     assert len([place for place in found.tensors if place.phase == "loss"]) == 6
-    assert found.peak_bytes is None or found.peak_bytes > 0
+    assert (found.peak_bytes is None) is (peak_bytes(torch.device("cpu")) is None)
 
 
 def test_a_program_that_ends_with_its_last_update_is_recorded_whole() -> None:
@@ -40,7 +41,7 @@ def test_a_program_that_ends_with_its_last_update_is_recorded_whole() -> None:
     with Recorder(2) as recorder:
         train(model, torch.optim.SGD(model.parameters(), lr=0.1), 2)
     assert names(recorder, "weight", 2) == names(recorder, "weight", 1) == names(recorder, "start", 0)
-    assert recorder.recording.peak_bytes is None or recorder.recording.peak_bytes > 0
+    assert (recorder.recording.peak_bytes is None) is (peak_bytes(torch.device("cpu")) is None)
 
 
 def exit_after_training() -> None:
@@ -171,7 +172,7 @@ def test_a_rounding_changes_each_weight_by_one_unit_of_the_coarser_dtype(dtype: 
     change = (model.weight.detach() - before).abs() / before.abs()
     eps = max(torch.finfo(torch.float32).eps, torch.finfo(dtype).eps)
     assert (change > 0).float().mean() > 0.99
-    assert change.nan_to_num(0).max() < 2.1 * eps
+    assert 0.4 * eps < change.nan_to_num(0).max() < 2.1 * eps
     signs = (model.weight.detach() / before).abs() > 1
     assert 0.4 < signs.float().mean() < 0.6
 
