@@ -39,7 +39,7 @@ _PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Order:
-    """What to record.
+    """An order to record a run.
 
     Attributes:
         folder: each rank writes `rank-N.json` into it.

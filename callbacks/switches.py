@@ -94,7 +94,7 @@ class Switches:
 class SwitchedArguments:
     """Sets fields of every TrainingArguments, or config derived from it, that this process makes from now on.
 
-    Each class is given the fields when its first instance is made, whoever has defined it: `__new__` comes before
+    Each class is given the fields when its first instance is made, in any module: `__new__` comes before
     `__init__`. There is no way back, since Python cannot forget a `__new__`.
 
     Args:

@@ -42,7 +42,7 @@ def verify(plain: Callable[[], Any], switched: Callable[[], Any], steps: int = 2
 
     Returns:
         The report, whose `equal` is True if all bits are; as text it names the first tensor that differs, by how much,
-        and what to look at.
+        and likely causes.
 
     Raises:
         ValueError: `steps` is below 1, or `plain` ran nothing backward and returned no tensors.
@@ -172,6 +172,6 @@ def _restored(value: Any) -> Any:
 
 
 def _forget_compiled() -> None:
-    """Have compiled functions compile again: two that run the same code would share what the first one compiled."""
+    """Have compiled functions compile again: two that run the same code would share the code of the first one."""
     if "torch._dynamo" in sys.modules:  # of a program that compiles
         torch._dynamo.reset()

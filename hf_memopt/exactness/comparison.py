@@ -57,7 +57,7 @@ class RunComparison:
 
     Attributes:
         num_compared: tensors, by phase.
-        not_compared: what could not be compared, and why.
+        not_compared: tensors that could not be compared, with reasons.
         has_other_layout: whether the switched run cuts or arranges its data in another way, such as packed instead of
             padded, so that inputs are not compared.
     """
@@ -90,7 +90,7 @@ def compare(plain: Recording, switched: Recording, yardstick: Recording | None =
     """Compare the tensors of two recordings by their bits.
 
     Runs that cut a step into different numbers of micro-batches are compared by the last gradients of each step, and
-    by what follows from them.
+    by the tensors of the update.
     """
     aligned = _cuts_alike(plain, switched)
     first, second = (_last_of_steps(each) if not aligned else each.tensors for each in (plain, switched))
@@ -211,7 +211,7 @@ def _cuts_alike(first: Recording, second: Recording) -> bool:
 
 
 def _last_of_steps(recording: Recording) -> dict[TensorPlace, Fingerprint]:
-    """Return the start, the last gradients of each step, and what follows from them."""
+    """Return the start, the last gradients of each step, and the tensors of its update."""
     last: Counter[int] = Counter()
     for place in recording.tensors:
         if place.phase == "loss":  # a forward pass that nothing runs backward has inputs alone

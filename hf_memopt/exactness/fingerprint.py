@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 NUM_SUMS = 256
-_HOST = torch.device("cpu")  # whatever a program's default device is
+_HOST = torch.device("cpu")  # named, since a program may have another default device
 # Elements that are on the host at a time.
 _CHUNK = 2**20
 

@@ -1,4 +1,4 @@
-"""Records what the training steps of any program compute, by torch's own seams; the program knows nothing of it."""
+"""Records the tensors that training steps of any program compute, by torch's own seams and without its help."""
 
 import functools
 import itertools
@@ -69,7 +69,7 @@ class Recorder:
             leave them.
         known: models of earlier runs, and the names of their tensors; this run's are added. Without it, names begin
             anew.
-        on_model, on_leaves, on_optimizer: called with what a run may change, before it does: models with their weights
+        on_model, on_leaves, on_optimizer: called before a run may change them: models with their weights
             and buffers, other leaves, and optimizers.
     """
 
@@ -166,7 +166,7 @@ class Recorder:
         self.recording.precision = str(dtype).removeprefix("torch.")
 
     def add_results(self, results: Any) -> None:
-        """Record the tensors in what a step has returned."""
+        """Record the tensors among the results of a step."""
         with self._recording():
             for name, tensor in _named_tensors(results, ""):
                 self._add("result", name, tensor, micro_batch=0)

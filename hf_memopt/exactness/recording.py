@@ -55,7 +55,7 @@ class TensorPlace:
 
 @dataclass
 class Recording:
-    """What one process of a run computed.
+    """The tensors that one process of a run computed, and their cost.
 
     Attributes:
         tensors: by place, in the order in which they were recorded.

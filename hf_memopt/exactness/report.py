@@ -65,8 +65,8 @@ class VerifyReport:
         losses_equal: whether the losses up to the first difference are equal, so that it is one of backward or of the
             update.
         differing, compared: tensors by phase: start, input, loss, gradient, result, weight, optimizer.
-        not_compared: what could not be compared, and why.
-        advice: what to look at; empty for equal runs.
+        not_compared: tensors that could not be compared, with reasons.
+        advice: likely causes to look at; empty for equal runs.
         runs: memory and time.
     """
 
@@ -93,7 +93,7 @@ class VerifyReport:
 
     @property
     def headline(self) -> str:
-        """The verdict in words, and what it holds for or where it begins."""
+        """The verdict in words, with the number of steps and gradients, or with the place where a difference begins."""
         if self.first is None:
             steps, gradients = _count(self.num_steps, "step"), _count(self.num_gradients, "gradient")
             return f"{self.words}, over {steps} and {gradients}"
@@ -104,7 +104,7 @@ class VerifyReport:
 
     @property
     def answer(self) -> str:
-        """The headline, the size of differences, and what to look at."""
+        """The headline, the size of differences, and likely causes."""
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
