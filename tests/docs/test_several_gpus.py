@@ -27,18 +27,18 @@ COMMANDS = [
 CONFIGS = sorted((ROOT / "recipes" / "configs" / "accelerate").glob("*.yaml"))
 
 
-@pytest.mark.parametrize("command", [each for each in COMMANDS if "--cpu" in each])
+@pytest.mark.parametrize("command", [each for each in COMMANDS if "torchrun" in each])
 def test_commands_for_the_cpu_run(command: str, tmp_path: Path) -> None:
-    _, _, *arguments = shlex.split(command)
+    variable, _, *arguments = shlex.split(command)
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     result = subprocess.run(
-        [sys.executable, "-m", "accelerate.commands.launch", *arguments],
+        [sys.executable, "-m", "torch.distributed.run", *arguments],
         cwd=tmp_path,
         capture_output=True,
         text=True,
         timeout=HANG_S,
         check=False,
-        env={**os.environ, "PYTHONPATH": paths},
+        env={**os.environ, "PYTHONPATH": paths, **dict([variable.split("=")])},
     )
     assert result.returncode == 0, result.stderr[-6000:]
     if "train_sft" in command:
