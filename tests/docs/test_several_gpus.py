@@ -30,6 +30,7 @@ CONFIGS = sorted((ROOT / "recipes" / "configs" / "accelerate").glob("*.yaml"))
 @pytest.mark.parametrize("command", [each for each in COMMANDS if "torchrun" in each])
 def test_commands_for_the_cpu_run(command: str, tmp_path: Path) -> None:
     variable, _, *arguments = shlex.split(command)
+    name, value = variable.split("=")
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     result = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", *arguments],
@@ -38,7 +39,7 @@ def test_commands_for_the_cpu_run(command: str, tmp_path: Path) -> None:
         text=True,
         timeout=HANG_S,
         check=False,
-        env={**os.environ, "PYTHONPATH": paths, **dict([variable.split("=")])},
+        env={**os.environ, "PYTHONPATH": paths, name: value},
     )
     assert result.returncode == 0, result.stderr[-6000:]
     if "train_sft" in command:
