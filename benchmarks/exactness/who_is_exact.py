@@ -138,11 +138,17 @@ def amounts(report: dict[str, Any]) -> Iterator[str]:
         case "rounding":
             yield f"{size(worst)} at most"
         case _:
-            place = first["text"].split(", ")[0].replace(" after backward of micro-batch 1 of", ",")
-            yield f"{place}: {size(first)}"
+            yield f"{place(first)}: {size(first)}"
             factor = report["advice"].partition(" times the plain one")
             if factor[1]:
                 yield factor[0] + factor[1]
+
+
+def place(found: dict[str, Any]) -> str:
+    shown = found["text"].partition(", ")[0]
+    for long in (" after backward of micro-batch 1 of", " of micro-batch 1 of"):
+        shown = shown.replace(long, ",")
+    return shown
 
 
 def size(found: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ from benchmark_runs import Load
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-PAGES = ("benchmarks.md", "choosing.md", "memory_limit.md", "streamed_weights.md", "trainer.md")
+PAGES = ("benchmarks.md", "choosing.md", "memory_limit.md", "streamed_weights.md", "trainer.md", "who_is_exact.md")
 DOCUMENTATION = "".join((ROOT / "docs" / page).read_text() for page in PAGES)
 # Those that are named there, since a run of benchmarks leaves more files in this checkout.
 RESULTS = re.findall(r"`([\w-]+\.json)`", DOCUMENTATION)
