@@ -154,9 +154,9 @@ def place(found: dict[str, Any]) -> str:
 def size(found: dict[str, Any]) -> str:
     """Return the size of a difference; numbers that are not finite are text."""
     relative, of_yardstick = found["relative"], found["of_yardstick"]
-    share = relative if isinstance(relative, str) else f"{relative:.1g}"
+    share = relative if isinstance(relative, str) else f"{relative:.2g}"
     return f"relative {share}" + (
-        "" if of_yardstick is None else f", {of_yardstick:.1g} times one rounding of the weights"
+        "" if of_yardstick is None else f", {of_yardstick:.2g} times one rounding of the weights"
     )
 
 
