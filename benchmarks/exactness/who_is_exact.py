@@ -136,7 +136,7 @@ def amounts(report: dict[str, Any]) -> Iterator[str]:
         case "equal":
             yield f"{report['num_gradients']} gradients, {report['num_steps']} steps"
         case "rounding":
-            yield f"{size(worst)} at most"
+            yield f"at most {worst['of_yardstick']:.2g} times one rounding of the weights"
         case _:
             yield f"{place(first)}: {size(first)}"
             factor = report["advice"].partition(" times the plain one")
