@@ -89,7 +89,8 @@ class Recorder:
         self._on_model, self._on_leaves, self._on_optimizer = on_model, on_leaves, on_optimizer
         self._models: list[nn.Module] = []
         self._optimizers: list[Optimizer] = []
-        self._started: set[int] = set()  # models whose weights at the start are recorded
+        self._begun: dict[nn.Module, list[list[tuple[str, Fingerprint]]]] = {}  # weights before a model's first pass
+        self._started: set[int] = set()  # models of which these are recorded
         self._updated: list[Optimizer] = []  # in this step
         self._step, self._micro_batch = 1, 0
         self._num_calls = Counter[int]()  # in this micro-batch, by model
@@ -214,14 +215,17 @@ class Recorder:
 
     @contextmanager
     def _without_graph(self, module: nn.Module) -> Iterator[None]:
-        """Get to know a model whose forward pass records no graph; a reentrant checkpoint around it makes one later."""
+        """Note a model whose forward pass records no graph, in case that a reentrant checkpoint makes one of it later.
+
+        It has no name before it has gradients: a reference model, which has none, must not be the first one in one run
+        and the second in the other.
+        """
         if self._depth_of_calls or self._is_without_graph:
             yield
             return
         if _is_trained(module):
             with self._recording():
-                self.add_model(module)
-                self._start()
+                self._begin(self._known.whole(module))
         self._is_without_graph = True
         try:
             yield
@@ -233,12 +237,20 @@ class Recorder:
             if id(model) in self._started:
                 continue
             self._started.add(id(model))
-            self._on_model(model)
-            self.recording.has_dropout |= any(map(_draws_masks, model.modules()))
-            for name, tensor in self._named(model):
-                self._add("start", name, tensor, micro_batch=0, step=0)
-            if self._perturbed is not None:
-                _perturb(model, self._perturbed)
+            self._begin(model)
+            for (name, _), parts in zip(self._named(model), self._begun[model], strict=True):
+                for suffix, found in parts:
+                    self.recording.tensors[TensorPlace(0, 0, "start", name + suffix)] = found
+
+    def _begin(self, model: nn.Module) -> None:
+        """Take the fingerprints of a model's weights before its first pass, and perturb them if this run does."""
+        if model in self._begun:
+            return
+        self._on_model(model)
+        self.recording.has_dropout |= any(map(_draws_masks, model.modules()))
+        self._begun[model] = [list(_fingerprints(tensor)) for _, tensor in _weights_of(model)]
+        if self._perturbed is not None:
+            _perturb(model, self._perturbed)
 
     def _before_backward(self, roots: list[Tensor]) -> Mapping[Tensor, Any]:
         if self._updated:  # by a program that calls no modules
@@ -269,6 +281,10 @@ class Recorder:
         A leaf that a reentrant checkpoint reads is in no graph that backward begins with, but its gradient changes.
         """
         with self._recording():
+            for model in self._begun:
+                if id(model) not in self._started and any(each.grad is not None for each in model.parameters()):
+                    self.add_model(model)
+            self._start()
             changed = [leaf for leaf, version in versions.items() if version != _version(leaf.grad)]
             self._name_leaves(changed)
             unnamed = [(self._known.leaves[leaf], leaf) for leaf in changed]
@@ -326,11 +342,9 @@ class Recorder:
                 for key, state in _named_tensors(optimizer.state.get(parameter, {}), ""):
                     yield f"{key} of {name}", state
 
-    def _add(self, phase: Phase, name: str, tensor: Tensor, micro_batch: int, step: int | None = None) -> None:
-        for suffix, part in parts_of(tensor):
-            if part.numel() and part.device.type != "meta":  # others are placeholders of weights held elsewhere
-                place = TensorPlace(self._step if step is None else step, micro_batch, phase, name + suffix)
-                self.recording.tensors[place] = Fingerprint.of(part)
+    def _add(self, phase: Phase, name: str, tensor: Tensor, micro_batch: int) -> None:
+        for suffix, found in _fingerprints(tensor):
+            self.recording.tensors[TensorPlace(self._step, micro_batch, phase, name + suffix)] = found
 
     @contextmanager
     def _recording(self) -> Iterator[float]:
@@ -426,6 +440,12 @@ def _leaves(roots: Iterable[Tensor]) -> list[Tensor]:
 def _version(gradient: Tensor | None) -> tuple[int, int] | None:
     """Return a value that changes when a gradient does."""
     return None if gradient is None else (id(gradient), gradient._version)
+
+
+def _fingerprints(tensor: Tensor) -> Iterator[tuple[str, Fingerprint]]:
+    for suffix, part in parts_of(tensor):
+        if part.numel() and part.device.type != "meta":  # others are placeholders of weights held elsewhere
+            yield suffix, Fingerprint.of(part)
 
 
 def _has_memory(tensor: Tensor) -> bool:

@@ -479,3 +479,25 @@ def test_contexts_are_no_part_of_a_step() -> None:
         model.zero_grad()
 
     assert equal(lambda: step(torch.no_grad()), lambda: step(torch.inference_mode())).compared["input"] == 2
+
+
+def test_a_reference_that_is_called_first_takes_no_names_from_the_model_that_trains() -> None:
+    def step_of(reference_first: bool) -> Callable[[], None]:
+        torch.manual_seed(0)
+        model, reference = nn.Linear(4, 4), nn.Linear(4, 4)
+        optimizer = torch.optim.AdamW(model.parameters())
+
+        def referred() -> Tensor:
+            with torch.no_grad():
+                return reference(torch.ones(2, 4))
+
+        def step() -> None:
+            before = referred() if reference_first else None
+            outputs = model(torch.ones(2, 4))
+            (outputs - (referred() if before is None else before)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    assert verify(step_of(reference_first=False), step_of(reference_first=True)).equal
