@@ -165,7 +165,7 @@ def print_report(results: dict[str, Any]) -> None:
     counts = {name: sum(verdict(row) == name for row in rows) for name in dict.fromkeys(map(verdict, rows))}
     print(f"{len(rows)} switches: " + ", ".join(f"{count} {name}" for name, count in counts.items()))
     for (project, number), of_project in groupby(rows, key=lambda row: (row["project"], row["version"])):
-        print(f"\n### {project} {number}\n\n| switch | verdict | how much | command |\n|---|---|---|---|")
+        print(f"\n## {project} {number}\n\n| switch | verdict | how much | command |\n|---|---|---|---|")
         for row in of_project:
             command = f"`{row['command']}`" if row["command"] else "-"
             cells = [row["switch"], verdict(row), "; ".join(details(row)), command]
