@@ -49,7 +49,7 @@ OTHER_MASKS = 'gradient_checkpointing_kwargs={"preserve_rng_state":false}'
 BUDGET = "torch:_functorch.config.activation_memory_budget=0.5"
 OTHER_ARITHMETIC = "other arithmetic: a control that must not be equal"
 LABELS = "the padded run divides its loss by first tokens too, which nothing predicts"
-COUNTS = "transformers#46204, mended after this version"
+COUNTS = "transformers#46204, merged since"
 WITHOUT_COPIES = "its hooks ran, but it copies nothing on a CPU"
 ROUNDED_STATES = "rounds its states, as documented"
 

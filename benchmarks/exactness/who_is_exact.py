@@ -134,9 +134,9 @@ def amounts(report: dict[str, Any]) -> Iterator[str]:
     first, worst = report["first"], report["worst"]
     match report["verdict"]:
         case "equal":
-            yield f"{report['num_gradients']} gradients, {report['num_steps']} steps"
+            return
         case "rounding":
-            yield f"at most {worst['of_yardstick']:.2g} times one rounding of the weights"
+            yield f"at most {worst['of_yardstick']:.2g} x"
         case _:
             yield f"{place(first)}: {size(first)}"
             factor = report["advice"].partition(" times the plain one")
@@ -155,9 +155,7 @@ def size(found: dict[str, Any]) -> str:
     """Return the size of a difference; numbers that are not finite are text."""
     relative, of_yardstick = found["relative"], found["of_yardstick"]
     share = relative if isinstance(relative, str) else f"{relative:.2g}"
-    return f"relative {share}" + (
-        "" if of_yardstick is None else f", {of_yardstick:.2g} times one rounding of the weights"
-    )
+    return f"relative {share}" + ("" if of_yardstick is None else f", {of_yardstick:.2g} x")
 
 
 def print_report(results: dict[str, Any]) -> None:
@@ -165,9 +163,9 @@ def print_report(results: dict[str, Any]) -> None:
     counts = {name: sum(verdict(row) == name for row in rows) for name in dict.fromkeys(map(verdict, rows))}
     print(f"{len(rows)} switches: " + ", ".join(f"{count} {name}" for name, count in counts.items()))
     for (project, number), of_project in groupby(rows, key=lambda row: (row["project"], row["version"])):
-        print(f"\n## {project} {number}\n\n| switch | verdict | how much | command |\n|---|---|---|---|")
+        print(f"\n## {project} {number}\n\n| switch | verdict | how much | run |\n|---|---|---|---|")
         for row in of_project:
-            command = f"`{row['command']}`" if row["command"] else "-"
+            command = f"`{row['command'].replace('--switch ', '')}`" if row["command"] else "-"
             cells = [row["switch"], verdict(row), "; ".join(details(row)), command]
             print("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
 

@@ -72,7 +72,7 @@ def test_a_row_that_fails_says_why_and_the_others_go_on(
     who.main(["--rows", "hf_memopt", "CPUOffloadOptimizer", "--output", str(tmp_path / "rows.json")])
     printed = capsys.readouterr().out
     assert "| offload=all, to a disk | failed | OSError: no room |" in printed
-    assert "| offload=all | equal | 3 gradients, 2 steps |" in printed
+    assert "| offload=all | equal |  |" in printed
     assert "| CPUOffloadOptimizer | not run | asserts CUDA or XPU | - |" in printed
 
 
