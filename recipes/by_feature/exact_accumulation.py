@@ -50,6 +50,8 @@ def main() -> None:
         batch = {key: x.to(accelerator.device) for key, x in make_batch(generator, 32).items()}
         result = batcher.train_step(model, loss_fn, batch, optimizer, max_grad_norm=1.0)
     accelerator.print(f"step {accelerator.step}  loss {result.loss:.4f}  in {result.num_micro_batches} micro-batches")
+    model, optimizer = accelerator.free_memory(model, optimizer)
+    accelerator.end_training()
 
 
 if __name__ == "__main__":
