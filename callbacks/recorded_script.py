@@ -94,7 +94,7 @@ def _recorded(order: Order, words: Sequence[str]) -> Recording:
     memopt = switches.make_memopt() if order.is_switched else None
     if order.is_switched:
         set_torch_flags(switches.torch_flags)
-    recorder = Recorder(order.num_steps, perturbed=None if order.perturbed is None else getattr(torch, order.perturbed))
+    recorder = Recorder(order.num_steps, perturbed=order.perturbed)
     with ExitStack() as stack:
         enter = stack.enter_context
         forced = {**_FORCED, "output_dir": enter(tempfile.TemporaryDirectory(prefix="hf-memopt-verify-"))}

@@ -72,7 +72,7 @@ class Switches:
 
     @property
     def are_fields_alone(self) -> bool:
-        """Whether nothing but fields of the script's arguments is switched."""
+        """True if fields of the script's arguments alone are switched."""
         return not (self.environment or self.torch_flags or self.ours or self.script)
 
     def make_memopt(self) -> MemoptArguments | None:

@@ -118,6 +118,17 @@ def one_rank() -> Iterator[None]:
 
 
 @pytest.fixture
+def groups() -> None:
+    """Skip the test where no control group can be made."""
+    from hf_memopt.recipes.memory_limit.limits import ControlGroup
+
+    group = ControlGroup.make()
+    if group is None:
+        pytest.skip("this process may not make control groups with a memory limit")
+    group.remove()
+
+
+@pytest.fixture
 def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace fsync: no file of a test has to survive a reboot."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)

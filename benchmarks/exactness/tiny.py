@@ -11,6 +11,16 @@ WORDS = ["<pad>", "<eos>", *(f"w{number}" for number in range(254))]
 SHAPE = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 NUM_SAMPLES, SHORTEST, LONGEST = 32, 8, 48
 WIDTH = 64
+# TRL's configs switch bfloat16 and checkpointing on by themselves.
+TRL_SETTINGS: dict[str, Any] = {
+    "max_steps": 8,
+    "learning_rate": 1e-3,
+    "max_length": None,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "use_cpu": True,
+    "disable_tqdm": True,
+}
 
 
 class Block(nn.Module):

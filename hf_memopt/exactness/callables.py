@@ -59,7 +59,7 @@ def verify(plain: Callable[[], Any], switched: Callable[[], Any], steps: int = 2
 
     def record(kind: Kind, dtype: str | None) -> Recording:
         recorder = Recorder(
-            perturbed=None if dtype is None else getattr(torch, dtype),
+            perturbed=dtype,
             known=known,
             on_model=state.add_model,
             on_leaves=state.add_leaves,

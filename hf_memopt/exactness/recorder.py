@@ -65,7 +65,7 @@ class Recorder:
 
     Args:
         num_steps: raise `RecordingEnds` when so many steps have ended. None, record all.
-        perturbed: dtype to one rounding of which all weights are changed before the first step, at random. None,
+        perturbed: name of a dtype, by one rounding of which all weights are changed before the first step. None,
             leave them.
         known: models of earlier runs, and the names of their tensors; this run's are added. Without it, names begin
             anew.
@@ -77,7 +77,7 @@ class Recorder:
         self,
         num_steps: int | None = None,
         *,
-        perturbed: torch.dtype | None = None,
+        perturbed: str | None = None,
         known: KnownModels | None = None,
         on_model: Callable[[nn.Module], None] = lambda model: None,
         on_leaves: Callable[[Iterable[Tensor]], None] = lambda leaves: None,
@@ -156,12 +156,16 @@ class Recorder:
 
     def add_model(self, module: nn.Module) -> None:
         """Name parameters after this module, before its first forward pass."""
-        if not _is_trained(module):
-            return
+        if _is_trained(module):
+            self._added(module)
+
+    def _added(self, module: nn.Module) -> nn.Module:
+        """Return the model that a module is, or belongs to, and count it among this run's."""
         whole = self._known.whole(module)
         if not any(whole is model for model in self._models):
             self._models.append(whole)
         self._known.add(whole, len(self._models))
+        return whole
 
     def note_precision(self, dtype: torch.dtype) -> None:
         self.recording.precision = str(dtype).removeprefix("torch.")
@@ -196,9 +200,9 @@ class Recorder:
         if self._updated:
             self.end_step()
         with self._recording():
-            self.add_model(module)
+            model = self._added(module)
             self._start()
-            call = self._next_call(self._known.number(self._known.whole(module)))
+            call = self._next_call(self._known.number(model))
             for name, tensor in [*_named_tensors(args, ""), *_named_tensors(kwargs, "")]:
                 self._add("input", name + call, tensor, self._micro_batch + 1)
                 if tensor.is_leaf and tensor.requires_grad:
@@ -250,7 +254,7 @@ class Recorder:
         self.recording.has_dropout |= any(map(_draws_masks, model.modules()))
         self._begun[model] = [list(_fingerprints(tensor)) for _, tensor in _weights_of(model)]
         if self._perturbed is not None:
-            _perturb(model, self._perturbed)
+            _perturb(model, getattr(torch, self._perturbed))
 
     def _before_backward(self, roots: list[Tensor]) -> Mapping[Tensor, Any]:
         if self._updated:  # by a program that calls no modules

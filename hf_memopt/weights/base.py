@@ -105,7 +105,7 @@ class StreamedWeights:
     to the device. The weights are on `device` from then on, as far as anybody can see, and others follow them there.
 
     Args:
-        model: its parameters without `requires_grad` stream, whatever their modules. The smallest, one per cent of the
+        model: its parameters without `requires_grad` stream, in modules of any class. The smallest, one per cent of the
             bytes at most, stay on the device. Rows of embeddings are looked up at home.
         home: of the weights between visits. `"host"`, one copy in host memory, page-locked on CUDA; `"file"`, the
             safetensors files that hold them, and a file without a name for those that no file holds byte for byte,

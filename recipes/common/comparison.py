@@ -159,7 +159,7 @@ def _timed(begin: Begin, options: Any, num_steps: int) -> RunCost:
 
 
 def _recorded(begin: Begin, options: Any, perturbed: str | None = None) -> Recording:
-    recorder = Recorder(perturbed=None if perturbed is None else getattr(torch, perturbed))
+    recorder = Recorder(perturbed=perturbed)
     with deterministic_kernels(), recorder:
         run, updates = begin(options)
         for _ in range(NUM_CHECKED):

@@ -167,7 +167,7 @@ def test_an_optimizer_that_runs_its_own_passes() -> None:
 def test_a_rounding_changes_each_weight_by_one_unit_of_the_coarser_dtype(dtype: torch.dtype) -> None:
     model = nn.Linear(64, 64, dtype=dtype)
     before = model.weight.detach().clone()
-    with Recorder(perturbed=torch.float32):
+    with Recorder(perturbed="float32"):
         model(torch.ones(1, 64, dtype=dtype)).abs().sum().backward()
     change = (model.weight.detach() - before).abs() / before.abs()
     eps = max(torch.finfo(torch.float32).eps, torch.finfo(dtype).eps)
@@ -181,7 +181,7 @@ def test_the_start_is_recorded_before_it_is_rounded() -> None:
     model = tiny_net()
     with Recorder() as plain:
         model(batches()[0]).sum().backward()
-    with Recorder(perturbed=torch.float32) as rounded:
+    with Recorder(perturbed="float32") as rounded:
         model(batches()[0]).sum().backward()
     starts = [
         [found for place, found in each.recording.tensors.items() if place.phase == "start"]

@@ -5,22 +5,13 @@ import argparse
 from datasets import Dataset
 from trl import DPOConfig, DPOTrainer
 
-from benchmarks.exactness.tiny import llama, texts, tokenizer
+from benchmarks.exactness.tiny import TRL_SETTINGS, llama, texts, tokenizer
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dropout", type=float, default=0.0)
     options = parser.parse_args()
-    arguments = DPOConfig(
-        max_steps=8,
-        per_device_train_batch_size=4,
-        learning_rate=1e-3,
-        max_length=None,
-        bf16=False,
-        gradient_checkpointing=False,
-        use_cpu=True,
-        disable_tqdm=True,
-    )
+    arguments = DPOConfig(per_device_train_batch_size=4, **TRL_SETTINGS)
     rows = [text.split() for text in texts()]
     thirds = [len(row) // 3 for row in rows]
     columns = {

@@ -6,7 +6,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from trl import SFTConfig, SFTTrainer
 
-from benchmarks.exactness.tiny import llama, texts, tokenizer
+from benchmarks.exactness.tiny import TRL_SETTINGS, llama, texts, tokenizer
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
@@ -14,16 +14,7 @@ if __name__ == "__main__":
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--batch", type=int, default=4)
     options = parser.parse_args()
-    arguments = SFTConfig(
-        max_steps=8,
-        per_device_train_batch_size=options.batch,
-        learning_rate=1e-3,
-        max_length=None,
-        bf16=False,
-        gradient_checkpointing=False,
-        use_cpu=True,
-        disable_tqdm=True,
-    )
+    arguments = SFTConfig(per_device_train_batch_size=options.batch, **TRL_SETTINGS)
     adapters = LoraConfig(r=4, target_modules="all-linear", lora_dropout=options.dropout) if options.lora else None
     SFTTrainer(
         llama(options.dropout),

@@ -20,14 +20,6 @@ sys.exit(report_steps(lambda: float(len(bytearray(num_bytes))), 3, pipe, lambda:
 """
 
 
-@pytest.fixture
-def groups() -> None:
-    group = ControlGroup.make()
-    if group is None:
-        pytest.skip("this process may not make control groups with a memory limit")
-    group.remove()
-
-
 @pytest.fixture(params=["group", "data"])
 def limit_kind(request: pytest.FixtureRequest) -> str:
     kind: str = request.param
