@@ -51,6 +51,9 @@ class MemoptArguments(OffloadArguments):
     frozen_home: Literal["host", "file"] = flag(
         "host", "where they wait: in host memory, or in their safetensors files"
     )
+    selective_checkpointing: bool = flag(
+        False, "checkpoint the model's blocks, but keep the results of their expensive operations"
+    )
     memory_log: bool = flag(True, "log peak memory with the loss, and explain out-of-memory errors")
     leak_check: bool = flag(False, "warn once if every step leaves memory behind")
     memory_report: bool = flag(False, "when training ends, write report/report.html into the output folder")
@@ -92,6 +95,7 @@ class MemoptArguments(OffloadArguments):
             base=self._stream_trainer(trainer),
             frozen=None if self.frozen == "off" else self.frozen,
             frozen_home=self.frozen_home,
+            selective_checkpointing=self.selective_checkpointing,
             memory=self.memory_log,
             leak_check=self.leak_check,
             memory_report=self.memory_report,

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_memopt.activations import ActivationOffloader
+from hf_memopt.activations.checkpointing.selective import apply_selective_checkpointing
 from hf_memopt.callbacks.leak_detection import LeakDetectionCallback
 from hf_memopt.callbacks.loss_context import enclose
 from hf_memopt.callbacks.memory_logging import MemoryLoggingCallback, MemoryPageCallback
@@ -39,6 +40,7 @@ def attach(
     base: BaseHome | StreamedWeights | None = None,
     frozen: TeacherMode | None = None,
     frozen_home: Home = "host",
+    selective_checkpointing: bool = False,
     memory: bool = True,
     leak_check: bool = False,
     memory_report: bool = False,
@@ -59,6 +61,8 @@ def attach(
         frozen_home: where they live between calls: `"host"`, in host memory; `"file"`, in the safetensors files of the
             folder from which they were loaded, or in files without a name that are written once (see
             `OffloadedTeacher`).
+        selective_checkpointing: checkpoint the model's blocks, but for their expensive operations
+            (`apply_selective_checkpointing`), instead of the trainer's gradient checkpointing.
         memory: log peak memory with the loss (`MemoryLoggingCallback`, unless the trainer has one), add it to the
             trainer's model cards, and explain a lack of memory in the output folder and in the error (`explain_oom`).
         leak_check: warn, once, when memory stays behind at every step (`LeakDetectionCallback`).
@@ -70,7 +74,8 @@ def attach(
     Raises:
         ValueError: activations are offloaded already, naming the option to switch off; the trainer has an attached
             offloader; its model has no frozen weights, or others than `base` says stream; it has no frozen model that
-            could live elsewhere; or `memory_report` lacks matplotlib.
+            could live elsewhere; `selective_checkpointing` beside gradient checkpointing; or `memory_report` lacks
+            matplotlib.
 
     Example:
         >>> handle = hf_memopt.attach(trainer, offloader=ActivationOffloader(budget_gib=4.0))
@@ -80,6 +85,8 @@ def attach(
     with ExitStack() as on_error:
         attached = Attachment()
         on_error.callback(attached.remove)
+        if selective_checkpointing:
+            attached.add(apply_selective_checkpointing(trainer.model))
         if base is not None or streams_alone(trainer):
             attached.add(StreamedBase(trainer, base))
         if chosen is not None:

@@ -23,6 +23,8 @@ from torch import nn
 from transformers import Trainer
 
 from hf_memopt.activations import ActivationOffloader
+from hf_memopt.activations.checkpointing.selective import apply_selective_checkpointing
+from hf_memopt.activations.wrapped_module import hook_direct_calls
 from hf_memopt.callbacks.arguments import VARIABLE, MemoptArguments
 from hf_memopt.callbacks.offloading import is_wrapped, log_what_was_done
 from hf_memopt.memory import explain_oom
@@ -94,9 +96,14 @@ def attached(arguments: MemoptArguments) -> Iterator[weakref.WeakSet[ActivationO
 def _wrap(model: Any, arguments: MemoptArguments, accelerator: Accelerator) -> Iterator[ActivationOffloader]:
     if not isinstance(model, nn.Module) or is_wrapped(model):
         return
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        return
+    if arguments.selective_checkpointing:
+        apply_selective_checkpointing(model)
     offloader = arguments.make_offloader(accelerator.device)
-    if offloader is not None and any(parameter.requires_grad for parameter in model.parameters()):
+    if offloader is not None:
         offloader.wrap(model)
+        hook_direct_calls(model)
         yield offloader
 
 

@@ -10,6 +10,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from hf_memopt.activations import ActivationOffloader, OffloadStats, WrappedModule
 from hf_memopt.activations.checkpointing.selective import CheckpointedForward
+from hf_memopt.activations.wrapped_module import wrapped_module
 from hf_memopt.units import GIB, format_bytes, format_ms
 
 logger = logging.getLogger(__name__)
@@ -92,7 +93,7 @@ def refuse_what_conflicts(offloader: ActivationOffloader, args: TrainingArgument
 
 
 def is_wrapped(model: nn.Module) -> bool:
-    return any(isinstance(getattr(hook, "__self__", None), WrappedModule) for hook in model._forward_pre_hooks.values())
+    return wrapped_module(model) is not None
 
 
 def log_stats(stats: OffloadStats, state: TrainerState) -> None:

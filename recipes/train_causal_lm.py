@@ -66,11 +66,14 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         options, accelerator, (history, cost) = halved_until_it_fits(
             *begin, lambda accelerator, options: train(prepare(accelerator, options, tokenizer, blocks))
         )
-        results = report.results(options, accelerator, history, cost)
-        loop.conclude(results, options.offload, predicted, accelerator)
+        output, results = Path(options.training.output_dir), {}
         if accelerator.is_main_process:
-            tokenizer.save_pretrained(options.training.output_dir)
-            report.write(results, Path(options.training.output_dir))
+            tokenizer.save_pretrained(output)
+        with loop.reporting(output):
+            results = report.results(options, accelerator, history, cost)
+            loop.conclude(results, options.offload, predicted, accelerator)
+            if accelerator.is_main_process:
+                report.write(results, output)
     accelerator.end_training()
     return results
 

@@ -44,6 +44,7 @@ from hf_memopt.recipes.fluxflow.training_aids import (
     WeightAverage,
     average_gradients,
     make_average,
+    save_vae,
     use_expandable_segments,
 )
 from hf_memopt.recipes.fluxflow.workload import FluxFlow
@@ -60,12 +61,15 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         options, accelerator, predicted = apply_auto_plan(options, accelerator, make_workload, make_accelerator)
         begin = options, accelerator, make_workload("no"), make_accelerator
         options, accelerator, (run, cost) = halved_until_it_fits(*begin, lambda *given: train(prepare(*given)))
-        results = report.results(options, accelerator, run.gan.models, run.progress.history, cost)
-        loop.conclude(results, options.offload, predicted, accelerator)
+        results: dict[str, Any] = {}
         if accelerator.is_main_process:
-            report.save_vae(accelerator.unwrap_model(run.gan.models.vae), run.average, output)
-            images = data.panel_images(run.source, options.data, options.training.seed)
-            report.write(results, report.panels(run.gan, images), output)
+            save_vae(accelerator.unwrap_model(run.gan.models.vae), run.average, output)
+        with loop.reporting(output):
+            results = report.results(options, accelerator, run.gan.models, run.progress.history, cost)
+            loop.conclude(results, options.offload, predicted, accelerator)
+            if accelerator.is_main_process:
+                images = data.panel_images(run.source, options.data, options.training.seed)
+                report.write(results, report.panels(run.gan, images), output)
     accelerator.end_training()
     return results
 
@@ -127,7 +131,7 @@ def prepare(accelerator: Accelerator, options: Options) -> Run:
         loop.make_schedule(each.optimizer, training, training.max_steps, 1)
         for each in gan.optimizers
     ]
-    source = data.load(options.data, stride(models.vae), training.seed)
+    source = data.load(options.data, stride(models.vae), training.seed, models.vae.config.in_channels)
     loader = data.make_loader(
         source, options.data, training.batch_size, training.seed, accelerator.process_index, accelerator.num_processes
     )

@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import batched, cycle, islice
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ from hf_memopt.recipes.common.out_of_memory import explained, halved_until_it_fi
 from hf_memopt.recipes.lgt import data as data
 from hf_memopt.recipes.lgt import report as report
 from hf_memopt.recipes.lgt.evaluation import evaluate
-from hf_memopt.recipes.lgt.model import compile_module, compile_seconds
+from hf_memopt.recipes.lgt.model import compile_module, compile_seconds, save_model
 from hf_memopt.recipes.lgt.options import Options, parse
 from hf_memopt.recipes.lgt.step import Run, build_model, build_optimizer, update_weights
 from hf_memopt.recipes.lgt.workload import LatentTransferWorkload
@@ -69,10 +70,14 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         options, accelerator, (run, cost) = halved_until_it_fits(
             *begin, lambda accelerator, options: train(prepare(accelerator, options, train_data), shown)
         )
-        results = report.results(run, shape[1] * shape[2], cost)
-        loop.conclude(results, options.offload, predicted, accelerator)
+        output, results = Path(saving.save_dir), {}
         if accelerator.is_main_process:
-            report.write(results, run, held_out)
+            save_model(run.best_model(), options, output)
+        with loop.reporting(output):
+            results = report.results(run, shape[1] * shape[2], cost)
+            loop.conclude(results, options.offload, predicted, accelerator)
+            if accelerator.is_main_process:
+                report.write(results, run, held_out, output)
         accelerator.wait_for_everyone()  # while a process is left alone, gloo can hang
     accelerator.end_training()
     return results

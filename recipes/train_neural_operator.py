@@ -68,12 +68,15 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
                 *begin, lambda accelerator, options: train(prepare(accelerator, options, samples))
             )
             model, history = accelerator.unwrap_model(run.model), run.progress.history
-        results = report.results(options, accelerator, model, history, cost)
-        loop.conclude(results, options.offload, predicted, accelerator)
         accelerator.wait_for_everyone()
+        results: dict[str, Any] = {}
         if accelerator.is_main_process:
             save_model(model, output)
-            report.write(results, model, samples, output)
+        with loop.reporting(output):
+            results = report.results(options, accelerator, model, history, cost)
+            loop.conclude(results, options.offload, predicted, accelerator)
+            if accelerator.is_main_process:
+                report.write(results, model, samples, output)
     accelerator.end_training()
     return results
 

@@ -19,16 +19,16 @@ from typing import Any
 
 from accelerate import PartialState
 from datasets import Dataset, load_dataset
-from transformers import AutoTokenizer, set_seed
-from trl import SFTTrainer
+from transformers import AutoTokenizer, Trainer, set_seed
 
 from hf_memopt.command_line import one_line_errors
 from hf_memopt.recipes.common.auto_plan import log_prediction
 from hf_memopt.recipes.common.flags import explained
-from hf_memopt.recipes.common.loop import writing_to
+from hf_memopt.recipes.common.loop import reporting, writing_to
 from hf_memopt.recipes.sft.base_model import load_model, with_adapters
-from hf_memopt.recipes.sft.conversations import make_conversations, write_tiny_model
+from hf_memopt.recipes.sft.conversations import as_prompts, make_conversations, write_tiny_model
 from hf_memopt.recipes.sft.options import Options, check_folder, parse
+from hf_memopt.recipes.sft.trainer import optimizer_of, trainer_kind
 from hf_memopt.recipes.sft.workload import apply_plan
 
 logger = logging.getLogger("hf_memopt.recipes.train_sft")
@@ -41,26 +41,28 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     process = PartialState()
     with writing_to(training.output_dir, process):
         name_model(options, process)
+        with explained(f"model={sft.model!r} cannot be loaded; pass a hub id or folder of a causal LM"):
+            tokenizer = AutoTokenizer.from_pretrained(sft.model, trust_remote_code=False)
         with process.main_process_first():  # the others find the dataset in the cache
-            rows = read_rows(options)
+            rows = read_rows(options, has_template=tokenizer.chat_template is not None)
         # With --plan, micro-batch and memory flags are chosen by simulation; everything after sees the chosen ones.
         predicted = apply_plan(options)
         set_seed(training.seed)
         model = with_adapters(load_model(sft), sft)
         memopt.stream_base(model, training)  # hf_memopt: before the trainer moves all weights to the device
-        trainer = SFTTrainer(
-            model,
-            training,
-            train_dataset=rows,
-            processing_class=AutoTokenizer.from_pretrained(sft.model, trust_remote_code=False),
+        trainer = trainer_kind(sft)(
+            model, training, train_dataset=rows, processing_class=tokenizer, **optimizer_of(sft, training)
         )
         memopt.attach(trainer)  # hf_memopt: offloading, memory in the log, a report where memory runs out
         announce(trainer, options)
         trainer.train(resume_from_checkpoint=resumed)
-        log_prediction(predicted, trainer.accelerator)
-        trainer.create_model_card(Path(training.output_dir).name, dataset_name=sft.dataset)
+        if trainer.is_fsdp_enabled:  # else the model would be left in shards alone
+            trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
         trainer.save_model()
         trainer.save_state()
+        with reporting(training.output_dir):
+            log_prediction(predicted, trainer.accelerator)
+            trainer.create_model_card(Path(training.output_dir).name, dataset_name=sft.dataset)
     return trainer.state.log_history
 
 
@@ -73,13 +75,15 @@ def name_model(options: Options, process: PartialState) -> None:
         options.sft.model = str(folder)
 
 
-def read_rows(options: Options) -> Dataset:
+def read_rows(options: Options, has_template: bool) -> Dataset:
     """Return the conversations, and put the loss on the assistant's words where they are marked."""
     name, split = options.sft.dataset, options.sft.split
     if name is None:
-        return make_conversations(512, options.training.seed)
-    with explained(f"dataset={name!r} cannot be loaded"):
-        rows = load_dataset(name, split=split)
+        rows = make_conversations(512, options.training.seed)
+        rows = rows if has_template else as_prompts(rows)
+    else:
+        with explained(f"dataset={name!r} cannot be loaded"):
+            rows = load_dataset(name, split=split)
     columns = set(rows.column_names)
     if not (columns >= {"messages"} or columns >= {"prompt", "completion"}):
         raise ValueError(
@@ -91,7 +95,7 @@ def read_rows(options: Options) -> Dataset:
     return rows
 
 
-def announce(trainer: SFTTrainer, options: Options) -> None:
+def announce(trainer: Trainer, options: Options) -> None:
     counts = [(each.numel(), each.requires_grad) for each in trainer.model.parameters()]
     trained, total = sum(count for count, learns in counts if learns), sum(count for count, _ in counts)
     logger.info(

@@ -16,9 +16,9 @@ from hf_memopt.estimate.simulation.ranks.first_rank import BACKEND
 rank_steps = LateModule("rank_steps")
 
 
-def check_first_rank(folder: Path, num_ranks: int, ways: str) -> dict[str, set[str]]:
+def check_first_rank(folder: Path, num_ranks: int, ways: str, **environ: str) -> dict[str, set[str]]:
     """Compare bytes after an update and each phase's peak, in `rank_steps.<ways>`; return storages' purposes by way."""
-    real, *others = on_ranks("distributed.engine_rank:outcomes", ways, num_ranks=num_ranks)
+    real, *others = on_ranks("distributed.engine_rank:outcomes", ways, num_ranks=num_ranks, **environ)
     seen, kinds = {}, {}
     for name, way in getattr(rank_steps, ways).items():
         seen[name], kinds[name] = simulated_rank(way, num_ranks, folder)

@@ -53,7 +53,7 @@ LIBRARIES = {
     "training": {"torch", "accelerate", "torchao"},
     "checkpoint": {"torch", "accelerate", "safetensors", "numpy"},
     "exactness": {"torch"},
-    "estimate": {"torch", "accelerate", "deepspeed", "transformers", "peft", "tqdm"},
+    "estimate": {"torch", "accelerate", "deepspeed", "cpuinfo", "transformers", "peft", "tqdm"},
     "jobs": {
         "torch",
         "accelerate",
@@ -62,6 +62,7 @@ LIBRARIES = {
         "diffusers",
         "huggingface_hub",
         "peft",
+        "torchao",
         "trl",
         "tqdm",
         "yaml",
@@ -69,6 +70,7 @@ LIBRARIES = {
     "integrations": set(),
     "lerobot": {
         "torch",
+        "accelerate",
         "datasets",
         "pyarrow",
         "transformers",
@@ -91,7 +93,7 @@ LIBRARIES = {
         "yaml",
     },
     "integrations.lightning": {"torch", "lightning"},
-    "integrations.sentence_transformers": {"torch", "sentence_transformers"},
+    "integrations.sentence_transformers": {"torch", "sentence_transformers", "transformers", "datasets", "peft"},
     "callbacks": {"torch", "transformers", "accelerate", "numpy"},
 }
 

@@ -16,7 +16,6 @@ import hf_memopt
 SINGLE = {
     "hf_memopt.reflow",
     "hf_memopt.integrations.lightning",
-    "hf_memopt.integrations.sentence_transformers",
 }
 # A dotted name in a text, unless a command runs it: `python -m hf_memopt.cli`, `--flag=hf_memopt.lerobot`.
 NAMED = re.compile(r"(?<![\w./=-])(?<!-m )hf_memopt(?:\.\w+)+")

@@ -24,7 +24,7 @@ from tqdm import tqdm
 from benchmarks.common import environment, print_table, results_path, write_results
 from hf_memopt.estimate import MemoryEstimate
 from hf_memopt.estimate.estimate import simulate_step
-from hf_memopt.estimate.estimate_report import fits, needed_bytes
+from hf_memopt.estimate.estimate_report import Verdict, needed_bytes, verdict
 from hf_memopt.estimate.gpus import find_card
 from hf_memopt.estimate.memory_below import Disk, MemoryBelow
 from hf_memopt.estimate.simulation.child_process import run_all_isolated
@@ -140,7 +140,7 @@ def _figures(estimate: MemoryEstimate, gpu: str) -> dict[str, Any]:
     return {
         "peak_bytes": estimate.peak_bytes,
         "needed_bytes": needed_bytes(estimate, card),
-        "fits": fits(estimate, card),
+        "fits": verdict(estimate, card) is Verdict.FITS,
         "host_bytes": estimate.host_bytes,
         "step_ms": estimate.step_ms,
         "step_range_ms": estimate.step_range_ms,

@@ -104,7 +104,7 @@ def _build(measured: Measurement, config: Any, device: torch.device) -> nn.Modul
         config, dtype=getattr(torch, measured.dtype), attn_implementation=measured.attention
     )
     if measured.base == "nf4":
-        quantise(model, "nf4", getattr(torch, measured.dtype))
+        quantise(model, "nf4", getattr(torch, measured.dtype), is_prepared=True)
     model.to(device)
     model.config.use_cache = False
     if measured.lora_rank is not None:

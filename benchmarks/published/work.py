@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -72,8 +73,8 @@ def _run_s(operations: Array, speeds: KernelSpeeds, kernel_s: float, host_s: flo
 
 
 class _RecordingClock(VirtualClock):
-    def __init__(self, card: Card, like: str = "cuda") -> None:
-        super().__init__(card, like)
+    def __init__(self, card: Card, like: str, host_bytes_per_s: float) -> None:
+        super().__init__(card, like, host_bytes_per_s)
         self.operations: list[tuple[float, ...]] = []
 
     def begin_step(self) -> None:
@@ -98,8 +99,8 @@ def _record(measured: Measurement) -> RecordedWork:
     step = simulated(measured)
     clocks = []
 
-    def clock(card: Card, like: str) -> _RecordingClock:
-        clocks.append(_RecordingClock(card, like))
+    def clock(*given: Any) -> _RecordingClock:
+        clocks.append(_RecordingClock(*given))
         return clocks[-1]
 
     with patch.object(estimate, "VirtualClock", clock):

@@ -29,7 +29,7 @@ from hf_memopt.ranges import COUNT_OR_ZERO, NOT_NEGATIVE
 from hf_memopt.transfer import Copier, SyncCopier
 from hf_memopt.transfer.backends import backend_of
 from hf_memopt.transfer.host_memory import map_large_blocks
-from hf_memopt.transfer.memories_below import memories_below
+from hf_memopt.transfer.memories_below import default_host_budget, memories_below
 from hf_memopt.transfer.scratch_file import check_disk
 from hf_memopt.transfer.tier_file import TierFile
 from hf_memopt.uncompiled import graph_break, uncompiled
@@ -40,7 +40,6 @@ logger = logging.getLogger(__name__)
 PlannersByDevice = dict[torch.device, PassPlanner]
 
 MODES = ("auto", "all", "inputs")
-_HOST_SHARE = 0.9
 _NOTHING_TO_MOVE = (
     "nothing is moved: saved activations are in host memory already. disk=FOLDER moves them to a disk. To try "
     "offloading on a CPU, give the copier that copies there too: ActivationOffloader(copier=hf_memopt.SyncCopier())"
@@ -339,7 +338,7 @@ class ActivationOffloader:
     def _host_bytes(self, device: torch.device) -> int:
         if self._host_budget_bytes is not None:
             return self._host_budget_bytes
-        return round(_HOST_SHARE * backend_of(device).free_host_bytes())
+        return default_host_budget(backend_of(device).free_host_bytes())
 
     def _file_below(self, device: torch.device) -> TierFile | None:
         """Return the file on the disk, of which an offloader has one for all devices; a simulation has its own."""

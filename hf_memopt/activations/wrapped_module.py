@@ -1,6 +1,8 @@
 """A module whose every forward is offloaded."""
 
+import functools
 from contextlib import AbstractContextManager
+from types import MethodType
 from typing import Any, Protocol
 
 from torch import nn
@@ -23,6 +25,11 @@ class WrappedModule:
             model.register_forward_hook(self._exit, always_call=True),
         ]
 
+    @property
+    def is_running(self) -> bool:
+        """Return whether a forward of the module is at work."""
+        return bool(self._entered)
+
     def remove(self) -> None:
         """Take the hooks off the module."""
         for handle in self._handles:
@@ -41,3 +48,27 @@ class WrappedModule:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_entered": []}
+
+
+def hook_direct_calls(model: nn.Module) -> None:
+    """Have calls of a wrapped module's `forward` itself, as lerobot's loop makes them, run its hooks too."""
+    forward: Any = model.forward
+    if getattr(forward, "__self__", None) is not model:
+        return
+    function = forward.__func__
+
+    # A method, which copies of the module have bound to themselves.
+    @functools.wraps(function)
+    def hooked(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        wrapped = wrapped_module(self)
+        if wrapped is None or wrapped.is_running:
+            return function(self, *args, **kwargs)
+        return self(*args, **kwargs)
+
+    model.forward = MethodType(hooked, model)
+
+
+def wrapped_module(model: nn.Module) -> WrappedModule | None:
+    """Return the handle of a module that an offloader wraps; None, none does."""
+    owners = (getattr(hook, "__self__", None) for hook in model._forward_pre_hooks.values())
+    return next((owner for owner in owners if isinstance(owner, WrappedModule)), None)

@@ -14,13 +14,17 @@ from hf_memopt.commands.spec_flags import add_flags, add_spec, flags_in_errors, 
 from hf_memopt.jobs.spec import CHOICES, DEFAULTS, FIELDS, JobSpec
 
 if TYPE_CHECKING:
+    from hf_memopt.estimate.gpus import Card
     from hf_memopt.jobs import SettingsPlan, Workload
 
 _Groups = Sequence[tuple[str, Sequence[str]]]
 
 _TRAINING = (
-    *("training_args", "task", "dtype", "quantize", "precision", "attention", "loss", "optimizer", "engine", "seq_len"),
-    *("images_per_sample", "image_size", "freeze_vision_tower", "padding", "lora_rank", "lora_targets", "use_dora"),
+    *("training_args", "trainer", "task", "dtype", "quantize", "kbit_preparation", "precision", "attention", "loss"),
+    *("optimizer", "optimizer_on", "weights_on", "engine", "seq_len"),
+    *("images_per_sample", "image_size", "text_tokens", "num_frames", "encoders", "freeze_vision_tower"),
+    *("passages", "gradient_cache", "padding"),
+    *("lora_rank", "lora_targets", "use_dora"),
     *("base", "base_budget", "optimizer_in_backward", "max_grad_norm", "num_gpus"),
 )
 # A plan tries all homes of frozen weights.
@@ -34,7 +38,7 @@ _OF_ESTIMATE = (
     ("output", ("check", "json", "timeline", "snapshot")),
 )
 _OF_PLAN = (
-    ("", ("recipe", "config", "gpu", "host", "disk", "link", "effective_batch")),
+    ("", ("recipe", "config", "set", "gpu", "host", "disk", "link", "effective_batch", "vary")),
     ("with a model", _TRAINING),
     ("output", ("output", "explain", "json")),
     ("", ("workers",)),
@@ -98,11 +102,11 @@ def _run_estimate(parsed: argparse.Namespace) -> int:
 
 
 def _estimate(spec: JobSpec) -> int:
+    card = _card_of(spec)
     for name in ("json", "timeline", "snapshot"):
         check_output_file(name, getattr(spec, name))
     from hf_memopt.estimate import estimate_report
     from hf_memopt.estimate.estimate import simulate_step
-    from hf_memopt.estimate.gpus import find_card, parse_size
     from hf_memopt.estimate.memory_below import find_memory_below
     from hf_memopt.estimate.simulation.child_process import run_isolated
     from hf_memopt.jobs.workloads import given_step, workload_of
@@ -113,8 +117,6 @@ def _estimate(spec: JobSpec) -> int:
         raise ValueError("offload='auto' weighs copies against compute, so it needs --gpu")
     if spec.base_budget is not None and spec.base not in ("host", "file"):
         raise ValueError(f"base_budget={spec.base_budget!r} is for frozen weights that stream; give base=host or file")
-    link_bytes_per_s = None if spec.link is None else parse_size(spec.link, "link")
-    card = find_card(spec.gpu, link_bytes_per_s) if spec.gpu else None
     below = find_memory_below(spec.host, spec.disk, reads_only=spec.base == "file")
     job = workload_of(spec)
     step, passes = given_step(spec, job)
@@ -132,32 +134,40 @@ def _estimate(spec: JobSpec) -> int:
 
         written = memory_snapshot.write_snapshot(estimate, spec.snapshot)
         print(f"\nsnapshot, for https://pytorch.org/memory_viz: {written}")
-    if card is None or estimate_report.fits(estimate, card):
+    if card is None or estimate_report.verdict(estimate, card) is estimate_report.Verdict.FITS:
         return 0
     if not spec.is_of_recipe:
         print(f"\nSettings that fit, if there are any: {_plan_command(spec, job)}")
     return 1 if spec.check else 0
 
 
-def _not_counted(num_gpus: int) -> str:
-    from hf_memopt.jobs.accelerate_config import NOT_COUNTED
+def _card_of(spec: JobSpec) -> "Card | None":
+    """Return the card; this comes before the imports that take seconds."""
+    from hf_memopt.estimate.gpus import find_card, parse_size
 
-    return f"\n\nOf one GPU. {NOT_COUNTED}" if num_gpus > 1 else ""
+    link_bytes_per_s = None if spec.link is None else parse_size(spec.link, "link")
+    return find_card(spec.gpu, link_bytes_per_s) if spec.gpu else None
+
+
+def _not_counted(num_gpus: int) -> str:
+    return "\n\nOf one GPU. Time for communication is not in it." if num_gpus > 1 else ""
 
 
 def _plan_command(spec: JobSpec, job: "Workload") -> str:
     said, batch = spec.said(), FIELDS["effective_batch"].words(job.effective_batch)
     words = ["hf-memopt", "plan"]
-    if spec.training_args is not None:
+    if spec.is_of_trainer:
         from hf_memopt.integrations.transformers.file_workload import OF_FILES
 
-        words += [*FIELDS["gpu"].words(spec.gpu), *FIELDS["training_args"].words(spec.training_args)]
+        words += FIELDS["gpu"].words(spec.gpu)
+        words += FIELDS["training_args"].words(spec.training_args) if spec.training_args else []
         words += batch if {"batch_size", "accumulation", "effective_batch"} & said.keys() else []
         again = sorted(OF_FILES & said.keys())
     else:
         words += [*FIELDS["model"].words(spec.model), *FIELDS["gpu"].words(spec.gpu), *batch]
         again = [name for name in said if name in _REPEATED and (name in CHOICES or said[name] != DEFAULTS.get(name))]
     again += [name for name in ("host", "disk", "link") if name in said]
+    words += [word for text in spec.set for word in FIELDS["set"].words(text)]
     return shlex.join([*words, *(word for name in again for word in FIELDS[name].words(said[name]))])
 
 
@@ -186,9 +196,12 @@ def _run_plan(parsed: argparse.Namespace) -> int:
 
 def _plan(spec: JobSpec) -> int:
     check_output_file("json", spec.json)
-    check_output_folder("output", spec.output)
+    check_output_folder("output", spec.output or _folder(spec))
     if spec.gpu is None:
         raise ValueError("a plan is for a card: name one, or a size such as 8GiB, with --gpu")
+    _card_of(spec)
+    if spec.set and spec.is_of_recipe:
+        raise ValueError(f"set={spec.set[0]!r}: a plan tries all values of a recipe's levers; leave it out")
     from hf_memopt.jobs import plan
     from hf_memopt.jobs.settings_table import as_json, explain
     from hf_memopt.jobs.workloads import workload_of
@@ -200,16 +213,30 @@ def _plan(spec: JobSpec) -> int:
         print("\n" + "\n".join(explain(found)))
     if spec.json:
         spec.json.write_text(json.dumps(as_json(found), indent=2) + "\n", encoding="utf-8")
-    if spec.output:
-        _write(job, found, spec.output)
+    _write(job, found, spec.output or _folder(spec))
     return 0
+
+
+def _folder(spec: JobSpec) -> Path:
+    source = spec.model or spec.training_args or spec.config or spec.recipe or "plan"
+    return Path("plans") / Path(source).expanduser().absolute().with_suffix("").name
 
 
 def _write(job: "Workload", found: "SettingsPlan", folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     written = job.write(found.best.settings, found.best.micro_batch, folder)
-    for path in written:
-        print(f"wrote {path}")
-    print(f"run it with\n  {job.command(written)}")
+    command = job.command(written)
+    print(f"\nRun it with the files in {folder}:\n  {command}")
     if found.best.estimate.disk_bytes:
-        print("and name a folder on the disk, as disk among the options of offloading")
+        print(_missing_folder(folder, command))
+
+
+def _missing_folder(folder: Path, command: str) -> str:
+    """Return the request to name a folder on the disk, which a plan knows by its size and speed alone."""
+    from hf_memopt.jobs.accelerate_config import NVME_FOLDER
+
+    of_deepspeed = folder / "deepspeed.json"
+    if of_deepspeed.name in (folder / "accelerate.yaml").read_text(encoding="utf-8"):
+        return f"First change {NVME_FOLDER} in {of_deepspeed} to a folder on the disk."
+    place = " before the --" if " -- " in command else ""
+    return f"Add --disk FOLDER{place}: a folder on the disk, for the bytes that the host has no room for."

@@ -176,13 +176,18 @@ def _add_observations(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dataset-repo-id", help="measure on this dataset (default: the training run's)")
     parser.add_argument("--dataset-root", type=Path, help="its local folder")
     parser.add_argument(
-        "--episodes", type=numbers(COUNT_OR_ZERO), help="episodes to measure on, e.g. 40,41,42 (default: held out)"
+        "--episodes",
+        type=numbers(COUNT_OR_ZERO),
+        help="its episodes to measure on, e.g. 40,41 (default: those that training held out; of another dataset, all)",
     )
 
 
 def _observations(parsed: argparse.Namespace) -> "Observations | None":
-    from hf_memopt.lerobot.student.model_card import Observations
+    from hf_memopt.lerobot.policy_files import resolve_checkpoint
+    from hf_memopt.lerobot.student.model_card import Observations, training_observations
 
+    if parsed.dataset_root and not parsed.dataset_repo_id:
+        raise ValueError(f"dataset_root={str(parsed.dataset_root)!r} needs --dataset-repo-id, the name of that dataset")
     if not parsed.dataset_repo_id:
-        return None
+        return training_observations(resolve_checkpoint(parsed.policy), parsed.episodes) if parsed.episodes else None
     return Observations(parsed.dataset_repo_id, parsed.dataset_root, parsed.episodes, held_out=False)

@@ -1,11 +1,12 @@
 """Peak memory of a training step, without the accelerator that it is for."""
 
 import logging
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from hf_memopt.estimate.accounting import caching_allocator, categories
@@ -22,19 +23,19 @@ from hf_memopt.estimate.memory_below import MemoryBelow
 from hf_memopt.estimate.simulated_step import RepeatedLayers, SimulatedStep
 from hf_memopt.estimate.simulation.child_process import run_isolated
 from hf_memopt.estimate.simulation.device import DEVICE_TYPE, simulation
+from hf_memopt.estimate.simulation.host_update import updates_on_host
 from hf_memopt.estimate.simulation.ranks.first_rank import first_of
 from hf_memopt.estimate.simulation.virtual_base import VirtualBase
 from hf_memopt.estimate.simulation.virtual_disk import VirtualDisk
 from hf_memopt.estimate.simulation.virtual_time import VirtualClock
 from hf_memopt.ranges import COUNT
+from hf_memopt.transfer.memories_below import default_host_budget, host_bytes_beside_staging
 
 Like = Literal["cuda", "cpu"]
 
 logger = logging.getLogger(__name__)
 
 _NUM_TOP = 10
-# Of the host's memory. With less in use no storage meets a limit, the share for bytes on their way to a disk included.
-_ROOMY_SHARE = 0.5
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class _Run:
     disk_bytes: int = 0
     disk_bytes_written: int = 0
     streamed: StreamedEstimate | None = None
+    num_gpus: int = 1
 
 
 def estimate_peak_memory(
@@ -113,13 +115,19 @@ def simulate_step(
     below = MemoryBelow() if below is None else below
     if simulated.repeated is not None:
         try:
-            estimate = _estimate(_repeated(simulated.repeated, gpu), gpu)
+            estimate = _estimate(_repeated(simulated.repeated, gpu), gpu, simulated.assumptions)
             # A few layers do not show a limit that all of them together meet.
-            if below.host_bytes is None or estimate.host_bytes <= _ROOMY_SHARE * below.host_bytes:
-                return estimate
+            if below.host_bytes is None or estimate.host_bytes <= _roomy(below.host_bytes):
+                return replace(estimate, notes=simulated.notes)
         except NotRepeatedError as error:
             logger.debug("all layers are simulated: %s", error)
-    return _estimate(_run(simulated, gpu, below=below), gpu)
+    estimate = _estimate(_run(simulated, gpu, below=below), gpu, simulated.assumptions)
+    return replace(estimate, notes=simulated.notes)
+
+
+def _roomy(host_bytes: int) -> int:
+    """Return how much of a host may be in use without any storage having met its limit."""
+    return host_bytes_beside_staging(default_host_budget(host_bytes))
 
 
 def _repeated(repeated: RepeatedLayers, gpu: str | Card | None) -> _Run:
@@ -157,8 +165,8 @@ def _run(
         raise ValueError(f'like={like!r} is unknown; use "cuda", or "cpu" to compare with real runs on a CPU')
     counted, block_bytes = (DEVICE_TYPE, caching_allocator.BLOCK_BYTES) if like == "cuda" else ("cpu", 1)
     phases = StepPhases()
-    clock = VirtualClock(DEFAULT_CARD if gpu is None else find_card(gpu), like)
     below = MemoryBelow() if below is None else below
+    clock = VirtualClock(DEFAULT_CARD if gpu is None else find_card(gpu), like, below.host_bytes_per_s)
     disk = VirtualDisk(clock, below.disk)
     kernels = KernelMemory(clock.card.compute_capability)
 
@@ -183,8 +191,10 @@ def _run(
     base = VirtualBase(clock, disk, labels.add_streamed)
     opened = simulation(like, clock, phases, labels.add_teacher_block, disk, free_host_bytes, base)
     with opened as (device, data_dependent):
-        ranks = first_of(simulated.num_gpus, device, labels) if simulated.num_gpus > 1 else nullcontext()
-        with log, log.following_resizes(), labels.following(), ranks:
+        in_group = simulated.has_group or simulated.num_gpus > 1
+        ranks = first_of(simulated.num_gpus, device, labels, disk) if in_group else nullcontext()
+        on_host = updates_on_host(device, labels) if like == "cuda" else nullcontext()
+        with log, log.following_resizes(), labels.following(), ranks, on_host:
             state = simulated.setup(device)
             labels.add_state(state)
             for _ in range(simulated.num_steps):
@@ -194,7 +204,10 @@ def _run(
                 disk.begin_step()
                 base.begin_step()
                 simulated.step(state)
+                clock.end_step(phases.name)
             unreached = labels.unreached()
+            if simulated.is_trainers_own:
+                unreached = ()
         # Closed before the simulation ends, which frees the casts that autocast has cached.
         history = log.closed()
     return _Run(
@@ -206,6 +219,7 @@ def _run(
         disk_bytes=disk.peak_bytes,
         disk_bytes_written=disk.step_bytes_written,
         streamed=_streamed(history, base) if base.is_used else None,
+        num_gpus=simulated.num_gpus,
     )
 
 
@@ -214,12 +228,12 @@ def _streamed(history: AllocationHistory, base: VirtualBase) -> StreamedEstimate
     return StreamedEstimate(peak_bytes, base.step_bytes_brought, base.step_bytes_read)
 
 
-def _estimate(run: _Run, gpu: str | Card | None) -> MemoryEstimate:
+def _estimate(run: _Run, gpu: str | Card | None, assumptions: tuple[str, ...] = ()) -> MemoryEstimate:
     history = run.history
     trace = history.trace()
     peak_bytes, peak_at = trace.peak()
     live = categories.alive_at(history, trace.positions[peak_at])
-    assumptions = tuple(f"{what} ({count} times)" for what, count in run.guesses.items())
+    assumptions += tuple(f"{what} ({count} times)" for what, count in run.guesses.items())
     step_ms = sum(run.phases_ms.values())
     expected = None if gpu is None else time_range(find_card(gpu))
     return MemoryEstimate(
@@ -229,7 +243,7 @@ def _estimate(run: _Run, gpu: str | Card | None) -> MemoryEstimate:
         step=sum(begin <= trace.positions[peak_at] for begin in history.step_begins),
         phases=trace.peaks_by_phase(),
         breakdown=categories.breakdown(live, peak_bytes),
-        top=tuple(_large(kind, record) for kind, record in live[:_NUM_TOP]),
+        top=_largest(live),
         host_bytes=history.host_peak_bytes(),
         disk_bytes=run.disk_bytes,
         disk_bytes_written=run.disk_bytes_written,
@@ -244,9 +258,25 @@ def _estimate(run: _Run, gpu: str | Card | None) -> MemoryEstimate:
         storage_kinds=categories.of_storages(history),
         storage_makers=tuple((record.owner, record.operation) for record in history.records),
         streamed=run.streamed,
+        num_gpus=run.num_gpus,
     )
 
 
-def _large(kind: str, record: StorageRecord) -> LargeTensor:
-    dtype = str(record.dtype).removeprefix("torch.")
-    return LargeTensor(kind, record.owner, record.operation, record.shape, dtype, record.num_bytes)
+# A number between dots, or at an end, as layers have it.
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+
+
+def _largest(live: list[tuple[str, StorageRecord]]) -> tuple[LargeTensor, ...]:
+    groups: dict[tuple[Any, ...], list[StorageRecord]] = {}
+    for kind, record in live:
+        alike = kind, _NUMBER.sub("*", record.owner), record.operation, record.shape, record.dtype, record.num_bytes
+        groups.setdefault(alike, []).append(record)
+    by_size = sorted(groups.items(), key=lambda group: -sum(record.num_bytes for record in group[1]))
+    return tuple(_large(kind, records) for (kind, *_), records in by_size[:_NUM_TOP])
+
+
+def _large(kind: str, alike: list[StorageRecord]) -> LargeTensor:
+    owners = {record.owner for record in alike}
+    owner = owners.pop() if len(owners) == 1 else _NUMBER.sub("*", alike[0].owner)
+    first, dtype = alike[0], str(alike[0].dtype).removeprefix("torch.")
+    return LargeTensor(kind, owner, first.operation, first.shape, dtype, first.num_bytes, len(alike))

@@ -2,11 +2,13 @@
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
+from enum import StrEnum
 from typing import Any
 
-from hf_memopt.estimate.accounting.allocation_log import BACKWARD, FORWARD, OPTIMIZER
+from hf_memopt.estimate.accounting.allocation_log import BACKWARD, FORWARD, OPTIMIZER, OUTSIDE
 from hf_memopt.estimate.accounting.caching_allocator import MemoryTrace
-from hf_memopt.estimate.gpus import Card, allowances, find_card
+from hf_memopt.estimate.accounting.categories import ACTIVATION, TEMPORARY
+from hf_memopt.estimate.gpus import Card, allowances, find_card, nccl_bytes
 from hf_memopt.estimate.kernel_speeds import family_of
 from hf_memopt.text_table import Cell, Table, align
 from hf_memopt.units import GIB, MIB, format_gib, format_ms
@@ -17,7 +19,17 @@ _DAY_MS = 86_400_000
 
 @dataclass(frozen=True, slots=True)
 class LargeTensor:
-    """A storage that is alive at the peak."""
+    """Storages of one kind, shape and dtype that are alive at the peak, such as one of each layer.
+
+    Attributes:
+        kind: their use.
+        owner: the module that made them, with `*` for a layer's number where there are several; "" where none is known.
+        operation: that made them, such as "aten.mm.default"; "" where none is known.
+        shape: of each.
+        dtype: its name.
+        num_bytes: of each.
+        count: how many there are.
+    """
 
     kind: str
     owner: str
@@ -25,6 +37,7 @@ class LargeTensor:
     shape: tuple[int, ...]
     dtype: str
     num_bytes: int
+    count: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +72,11 @@ class MemoryEstimate:
     Attributes:
         peak_bytes: `torch.cuda.max_memory_allocated()`, in the allocator's blocks, cuBLAS's workspaces included.
         reserved_bytes: `torch.cuda.max_memory_reserved()` on a device that is never full, by a model of the allocator.
-        phase: of the peak: forward, backward, optimizer, or outside of these.
+        phase: of the peak: forward, backward, optimizer, generation, or "between passes".
         step: of the peak, counted from 1.
         phases: the peak of each phase, bytes.
         breakdown: bytes at the peak, by use.
-        top: the largest storages alive at the peak.
+        top: the largest storages alive at the peak, equal ones together.
         host_bytes: the most that tensors hold in host memory, offloaded ones included.
         disk_bytes: the most that the file on the disk holds, with the passes that a plan is made from.
         disk_bytes_written: to that file in a step, or an update.
@@ -78,6 +91,8 @@ class MemoryEstimate:
         storage_kinds: the use of each storage of `trace`, by its number.
         storage_makers: the module and the operation that made each, "" where none is known.
         streamed: of frozen weights that stream; None where none do.
+        num_gpus: processes that train together; all figures are for one of them.
+        notes: remarks on the options of the step.
     """
 
     peak_bytes: int
@@ -101,6 +116,8 @@ class MemoryEstimate:
     storage_kinds: tuple[str, ...] = field(repr=False)
     storage_makers: tuple[tuple[str, str], ...] = field(repr=False)
     streamed: StreamedEstimate | None = None
+    num_gpus: int = 1
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return self.text()
@@ -141,54 +158,81 @@ class MemoryEstimate:
         )
 
 
+class Verdict(StrEnum):
+    FITS = "fits"
+    ONLY_JUST = "fits only just"
+    NO = "does not fit"
+
+
 def text(estimate: MemoryEstimate, card: Card | None = None) -> str:
     blocks = [
-        [*headlines(estimate), *_needed(estimate, card)],
+        headlines(estimate, card),
+        [f"Note: {note}" for note in estimate.notes],
         ["At the peak, GiB", *_rows(estimate.breakdown)],
         ["Most in each phase, GiB", *_rows(estimate.phases)],
         ["Largest tensors at the peak, MiB", *(f"  {line}" for line in top_table(estimate).lines())],
         list(_closing(estimate, card)),
     ]
-    return "\n\n".join("\n".join(lines) for lines in blocks)
+    return "\n\n".join("\n".join(lines) for lines in blocks if lines)
 
 
-def headlines(estimate: MemoryEstimate) -> list[str]:
-    in_optimizer = estimate.phase == OPTIMIZER
-    where = "the optimizer's update" if in_optimizer else estimate.phase
-    lines = [
-        f"The peak is in {where}, in step {estimate.step}: {format_gib(estimate.peak_bytes)} allocated. With room to "
-        f"spare the allocator reserves {format_gib(estimate.reserved_bytes)} (by a model of it)."
-    ]
-    if in_optimizer:
+def headlines(estimate: MemoryEstimate, card: Card | None = None) -> list[str]:
+    needs = f"The step needs {format_gib(needed_bytes(estimate, card))}."
+    if card is not None:
+        judged = verdict(estimate, card)
+        needs = f"It {judged} on {card.name} ({format_gib(card.memory_bytes)}). {needs}"
+        if judged is Verdict.ONLY_JUST:
+            needs += f" NCCL takes {_nccl_text(estimate)} more, which decides."
+    where = {OPTIMIZER: "in the optimizer's update", OUTSIDE: OUTSIDE}.get(estimate.phase, f"in {estimate.phase}")
+    lines = [needs, f"The peak, {format_gib(estimate.peak_bytes)} allocated, is {where}."]
+    if estimate.phase == OPTIMIZER:
         lines.append(
             "The optimizer sets it, so that activation checkpointing and offloading cannot lower it; a fused "
-            "optimizer, one with less state, or fewer trainable parameters can."
+            "optimizer, one with less state, one on the host, or fewer trainable parameters can."
         )
     return lines
 
 
 def needed_bytes(estimate: MemoryEstimate, card: Card | None = None) -> int:
+    """Return the device memory with which the step gets through, without that of NCCL."""
     return estimate.trace.smallest_capacity + sum(allowances(card).values())
 
 
-def fits(estimate: MemoryEstimate, card: Card) -> bool:
-    return needed_bytes(estimate, card) <= card.memory_bytes
+def verdict(estimate: MemoryEstimate, card: Card) -> Verdict:
+    """Return whether it fits; "only just" if the memory that NCCL may take decides."""
+    room = card.memory_bytes - needed_bytes(estimate, card)
+    if room < 0:
+        return Verdict.NO
+    return Verdict.FITS if room >= nccl_bytes(estimate.num_gpus)[1] else Verdict.ONLY_JUST
 
 
 def top_table(estimate: MemoryEstimate) -> Table:
-    heads = ["MiB", "for", "owner", "made by", "shape", "dtype"]
+    heads = ["MiB", "", "for", "owner", "made by", "shape", "dtype"]
     rows: list[list[Cell]] = [
         [
             tensor.num_bytes / MIB,
+            f"x {tensor.count}" if tensor.count > 1 else "",
             tensor.kind,
             tensor.owner or None,
-            tensor.operation.removeprefix("aten.").removesuffix(".default") or None,
+            _maker(tensor),
             "x".join(map(str, tensor.shape)) or "1",
             tensor.dtype,
         ]
         for tensor in estimate.top
     ]
     return Table(heads, rows)
+
+
+# In other words than torch's where these say little: dtypes change, and memory is only reserved.
+_MAKERS = {"to_copy": "cast", "empty": "", "empty_like": "", "empty_strided": "", "new_empty": "", "clone": "copy"}
+
+
+def _maker(tensor: LargeTensor) -> str | None:
+    """Return the operation that made an activation or a temporary in a word; of other memory its use says all."""
+    if tensor.kind not in (ACTIVATION, TEMPORARY):
+        return None
+    name = tensor.operation.removeprefix("aten.").partition(".")[0].strip("_")
+    return _MAKERS.get(name, name) or None
 
 
 def as_facts(estimate: MemoryEstimate) -> dict[str, str]:
@@ -214,21 +258,25 @@ def as_json(estimate: MemoryEstimate, card: Card | None = None) -> dict[str, Any
     found["streamed"] = asdict(estimate.streamed) if estimate.streamed else None
     found["allowances_bytes"] = allowances(card)
     found["needed_bytes"] = needed_bytes(estimate, card)
+    found["nccl_bytes"] = nccl_bytes(estimate.num_gpus)
     found["disk_tb_per_day"] = estimate.disk_tb_per_day
     if card is not None:
-        found["card"] = {"name": card.name, "memory_bytes": card.memory_bytes, "fits": fits(estimate, card)}
+        found["card"] = {"name": card.name, "memory_bytes": card.memory_bytes, "verdict": verdict(estimate, card)}
     return found
 
 
-def _needed(estimate: MemoryEstimate, card: Card | None) -> Iterator[str]:
+def _nccl_text(estimate: MemoryEstimate) -> str:
+    least, most = (num_bytes / GIB for num_bytes in nccl_bytes(estimate.num_gpus))
+    return f"{least:.1f} to {most:.1f} GiB"
+
+
+def _needs_text(estimate: MemoryEstimate, card: Card | None) -> str:
     kept = ", ".join(f"{name} {num_bytes / MIB:.0f} MiB" for name, num_bytes in allowances(card).items())
-    yield (
-        f"It needs a card with {format_gib(needed_bytes(estimate, card))}: "
-        f"{format_gib(estimate.trace.smallest_capacity)} at least for the allocator, and, assumed, {kept}."
+    nccl = f" NCCL takes {_nccl_text(estimate)} beside that." if estimate.num_gpus > 1 else ""
+    return (
+        f"Needed: {format_gib(estimate.trace.smallest_capacity)} for the allocator and, assumed, {kept}.{nccl} With "
+        f"room to spare the allocator reserves {format_gib(estimate.reserved_bytes)}, by a model of it."
     )
-    if card is not None:
-        verdict = "It fits" if fits(estimate, card) else "It does not fit"
-        yield f"{verdict} on {card.name} ({format_gib(card.memory_bytes)})."
 
 
 def time_text(estimate: MemoryEstimate, card: Card) -> str:
@@ -254,6 +302,7 @@ def _time_and_range(step_ms: float, range_ms: tuple[float, float]) -> str:
 
 
 def _closing(estimate: MemoryEstimate, card: Card | None) -> Iterator[str]:
+    yield _needs_text(estimate, card)
     yield f"Host memory of tensors, offloaded ones included: {format_gib(estimate.host_bytes)}"
     if estimate.disk_bytes:
         yield f"Disk: {disk_text(estimate)}"

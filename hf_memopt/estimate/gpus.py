@@ -1,5 +1,6 @@
 """Graphics cards by name, and the memory that a card keeps for itself."""
 
+import difflib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -101,6 +102,16 @@ def cublas_workspace_bytes(compute_capability: tuple[int, int]) -> int:
     return _LARGE_WORKSPACE_BYTES if compute_capability[0] in _LARGE_WORKSPACE_MAJORS else _WORKSPACE_BYTES
 
 
+# One communicator takes 544 MB between two A100 and 688 MB among more (NVIDIA/nccl#964), and 1.6 GB elsewhere (#864);
+# engines may have more than one.
+_NCCL_BYTES = (544 * 10**6, 2 * GIB)
+
+
+def nccl_bytes(num_gpus: int) -> tuple[int, int]:
+    """Return the least and the most device memory that NCCL may take for itself; none for one GPU."""
+    return _NCCL_BYTES if num_gpus > 1 else (0, 0)
+
+
 def allowances(card: Card | None = None) -> dict[str, int]:
     """Return the memory that no simulation counts, by name, in bytes.
 
@@ -126,9 +137,17 @@ def find_card(gpu: str | Card, link_bytes_per_s: float | None = None) -> Card:
 
 def card_named(name: str) -> Card | None:
     words = [word for word in re.findall(r"[a-z0-9]+", name.lower()) if not _UNNAMED.fullmatch(word)]
-    sizes = [int(word[:-2]) for word in words if re.fullmatch(r"\d+gb", word)]
-    wanted = "".join(word for word in words if not re.fullmatch(r"\d+gb", word))
-    fitting = [card for card in CARDS.values() if wanted in _names(card) and all(_is_size(card, gb) for gb in sizes)]
+    sizes = [word for word in words if re.fullmatch(r"\d+gb", word)]
+    found = _named([word for word in words if word not in sizes], sizes)
+    if found is None and len(words) > 1 and words[-1].isdigit():  # "A100 80"
+        return _named(words[:-1], words[-1:])
+    return found
+
+
+def _named(words: list[str], sizes: list[str]) -> Card | None:
+    wanted, gigabytes = "".join(words), [int(size.removesuffix("gb")) for size in sizes]
+    named = [card for card in CARDS.values() if wanted in _names(card)]
+    fitting = [card for card in named if all(_is_size(card, size) for size in gigabytes)]
     return min(fitting, key=lambda card: card.memory_bytes, default=None)
 
 
@@ -158,11 +177,18 @@ def _card_from(text: str) -> Card:
             raise ValueError
         return replace(speed, name=text.strip(), memory_bytes=parse_size(size), context_bytes=_CONTEXT_BYTES)
     except ValueError:
-        known = ", ".join(CARDS)
         raise ValueError(
             f"gpu={text!r} is neither a size with its unit such as 8GiB, nor a size and a card's speed such as "
-            f"48GiB@l40s, nor a known card; known are {known}"
+            f"48GiB@l40s, nor a known card; {_advice(text)}"
         ) from None
+
+
+def _advice(text: str) -> str:
+    several = re.fullmatch(r"\s*(\d+)\s*[x*]\s*(.+)", text)
+    if several and card_named(several[2]):
+        return f"for several GPUs give num_gpus={several[1]} and gpu={several[2]!r}"
+    nearest = difflib.get_close_matches(text.lower().replace(" ", ""), CARDS, n=1, cutoff=0.6)
+    return f"{f'the nearest is {nearest[0]}; ' if nearest else ''}known are {', '.join(CARDS)}"
 
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}

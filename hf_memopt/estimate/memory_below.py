@@ -4,8 +4,9 @@ from dataclasses import dataclass
 
 from hf_memopt.estimate.gpus import parse_size
 
-# Assumed where no speed is given.
+# Assumed where no speed is given: of a disk, and of the memory of a desktop computer, as CPU optimizers reach it.
 DEFAULT_BYTES_PER_S = 2e9
+HOST_BYTES_PER_S = 40e9
 
 
 @dataclass(frozen=True)
@@ -27,33 +28,37 @@ class MemoryBelow:
 
     Attributes:
         host_bytes: host memory that may be used; None, any.
+        host_bytes_per_s: bandwidth of the host's memory for updates there.
         disk: takes the storages that the host has no room for; None where there is none.
     """
 
     host_bytes: int | None = None
     disk: Disk | None = None
+    host_bytes_per_s: float = HOST_BYTES_PER_S
 
-    def holds(self, host_bytes: int) -> bool:
-        """Return whether the host has so many bytes."""
-        return self.host_bytes is None or host_bytes <= self.host_bytes
+    def holds(self, host_bytes: int, disk_bytes: int = 0) -> bool:
+        """Return whether host and disk have so many bytes; without a disk's size it has any."""
+        limit = self.disk.num_bytes if self.disk else None
+        return (self.host_bytes is None or host_bytes <= self.host_bytes) and (limit is None or disk_bytes <= limit)
 
 
 def find_memory_below(host: str | None = None, disk: str | None = None, reads_only: bool = False) -> MemoryBelow:
-    """Return the memories of texts such as "32GiB", and "500GiB@5GBps" or "500GiB" for a disk of the default speed.
+    """Return the memories of texts such as "32GiB" and "500GiB", with or without their speeds, as in "500GiB@5GBps".
 
     Only a disk whose files are read needs no limit of the host's memory.
     """
-    host_bytes = None if host is None else parse_size(host, "host")
+    host_bytes, host_bytes_per_s = (None, HOST_BYTES_PER_S) if host is None else _sized("host", host, HOST_BYTES_PER_S)
     if disk is not None and host_bytes is None and not reads_only:
         raise ValueError(f"disk={disk!r} is for what the host has no room for; say how much it has, such as host=32GiB")
-    return MemoryBelow(host_bytes, None if disk is None else _disk_from(disk))
+    files = None if disk is None else Disk(*_sized("disk", disk, DEFAULT_BYTES_PER_S))
+    return MemoryBelow(host_bytes, files, host_bytes_per_s)
 
 
-def _disk_from(text: str) -> Disk:
+def _sized(name: str, text: str, default_bytes_per_s: float) -> tuple[int, float]:
     size, at, speed = text.partition("@")
     try:
-        return Disk(parse_size(size), parse_size(speed) if at else DEFAULT_BYTES_PER_S)
+        return parse_size(size), parse_size(speed) if at else default_bytes_per_s
     except ValueError:
         raise ValueError(
-            f"disk={text!r} is neither a size such as 500GiB nor a size and a speed such as 500GiB@5GBps"
+            f"{name}={text!r} is neither a size such as 500GiB nor a size and a speed such as 500GiB@5GBps"
         ) from None

@@ -13,7 +13,7 @@ from hf_memopt.report.html_page import render_page
 from hf_memopt.units import MIB
 
 _MAX_POINTS = 1500
-_SHADES = {"forward": 0.0, "backward": 0.10, "optimizer": 0.22, "outside": 0.05}
+_SHADES = {"forward": 0.0, "backward": 0.10, "optimizer": 0.22, "between passes": 0.05}
 
 
 class Span(NamedTuple):

@@ -18,6 +18,10 @@ class SimulatedStep:
         num_micro_batches: in `step`.
         repeated: the model's equal layers, if it has any; None: all are simulated.
         num_gpus: processes that run it together, each with a device of its own.
+        has_group: whether they belong to a process group, as several always do.
+        assumptions: on which it rests, beside those of its simulation.
+        notes: remarks on its options, for the answer.
+        is_trainers_own: a run makes this very step, so that weights without a gradient have none there either.
     """
 
     setup: Callable[[Any], Any]
@@ -26,6 +30,10 @@ class SimulatedStep:
     num_micro_batches: int = 1
     repeated: "RepeatedLayers | None" = None
     num_gpus: int = 1
+    has_group: bool = False
+    assumptions: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    is_trainers_own: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,10 @@
 """Settings of Accelerate: how processes share a run, the same in a simulation and in the file for launches."""
 
+import json
+import math
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -12,20 +15,128 @@ from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin, Gr
 
 # The default first. FSDP2 gathers each block's weights for forward and for backward, or once for both ("no-reshard").
 DDP, FSDP2, FSDP2_NO_RESHARD, ZERO2, ZERO3 = "ddp", "fsdp2", "fsdp2-no-reshard", "zero2", "zero3"
+DEVICE, HOST, NVME = "device", "host", "nvme"
 _ZERO_STAGES = {ZERO2: 2, ZERO3: 3}
+# DeepSpeed's words.
+_PLACES = {DEVICE: "none", HOST: "cpu", NVME: "nvme"}
+# For DeepSpeed's files, until a folder of the machine's is named.
+NVME_FOLDER = "/local_nvme"
 _OF_BITSANDBYTES = ("adamw-8bit-bnb", "paged-adamw-8bit", "paged-adamw-32bit")
 _OF_TORCH = ("adamw", "adamw-foreach", "sgd")
-NOT_COUNTED = "Memory that NCCL takes for itself and time for communication are not in it."
+# Numbers in `buffer_size` of DeepSpeed's `offload_param`, by default.
+_WEIGHT_BUFFER = 100_000_000
+_ADAMW = ("adamw", "adamw-foreach")
+_SHARDED_BITS = ("nf4", "nf4-double")
+# The dtype of weights that the engines leave as they are, by the step's precision; fp16 is simulated as bf16.
+_PACKED = {"bf16": "bfloat16", "fp16": ""}
 
 
-def check_ranks(num_gpus: int, engine: str, effective_batch: int, optimizer: str, quantize: str) -> None:
-    if engine != DDP and num_gpus == 1:
-        raise ValueError(f"engine={engine!r} shards over several GPUs; give num_gpus of at least 2")
+@dataclass(frozen=True)
+class Sharing:
+    """The way in which processes share a run, and the places of the parts that no kernel reads.
+
+    Attributes:
+        engine: one of `DDP`, `FSDP2`, `FSDP2_NO_RESHARD`, `ZERO2` and `ZERO3`.
+        num_gpus: processes, each with a GPU of its own.
+        optimizer_on: of the optimizer's state, and of the float32 copies that it updates: the device, the host, or an
+            NVMe disk. On the host one GPU without another engine has torchao's `CPUOffloadOptimizer`; FSDP2 has
+            `CPUOffloadPolicy`, with the weights; DeepSpeed updates with an Adam of its own there.
+        weights_on: of the trained weights between their uses.
+        largest_weight: its numbers, where weights are on a disk: DeepSpeed reads each into one of its buffers.
+
+    Raises:
+        ValueError: the engine cannot keep them there.
+    """
+
+    engine: str = DDP
+    num_gpus: int = 1
+    optimizer_on: str = DEVICE
+    weights_on: str = DEVICE
+    largest_weight: int = 0
+
+    def __post_init__(self) -> None:
+        if self.optimizer_on == NVME and self.engine != ZERO3:
+            raise ValueError(f"optimizer_on='nvme' with engine={self.engine!r}: ZeRO-3 alone can; use engine='zero3'")
+        if self.optimizer_on == HOST and self.engine == DDP and self.num_gpus > 1:
+            raise ValueError(
+                f"optimizer_on='host' with num_gpus={self.num_gpus}: torchao's CPUOffloadOptimizer is for one GPU; "
+                f"give engine={FSDP2!r}, {ZERO2!r} or {ZERO3!r}"
+            )
+        if self.weights_on != DEVICE and self.engine != ZERO3 and not self.offloads_by_fsdp:
+            raise ValueError(
+                f"weights_on={self.weights_on!r} with engine={self.engine!r}: trained weights leave the device with "
+                f"engine={ZERO3!r}, or with {FSDP2!r} and optimizer_on='host'"
+            )
+        if self.weights_on == NVME and self.offloads_by_fsdp:
+            raise ValueError(f"weights_on='nvme' with engine={self.engine!r}: FSDP2 keeps them on the host; use 'host'")
+        if self.weights_on != DEVICE and self.optimizer_on == DEVICE:
+            raise ValueError(
+                f"weights_on={self.weights_on!r} with optimizer_on='device': DeepSpeed moves weights together with the "
+                "optimizer; give optimizer_on, too"
+            )
+
+    @property
+    def is_zero(self) -> bool:
+        """Return whether the engine is DeepSpeed's, which casts, scales and clips by itself."""
+        return is_zero(self.engine)
+
+    @property
+    def offloads_by_fsdp(self) -> bool:
+        return self.engine in (FSDP2, FSDP2_NO_RESHARD) and self.optimizer_on == HOST
+
+    @property
+    def offloads_by_torchao(self) -> bool:
+        return self.engine == DDP and self.optimizer_on == HOST
+
+    @property
+    def weight_buffer(self) -> int:
+        """Return the numbers in each of DeepSpeed's buffers for weights on a disk: a rank's share of the largest."""
+        return max(_WEIGHT_BUFFER, math.ceil(self.largest_weight / self.num_gpus))
+
+    @property
+    def syncs_each_batch(self) -> bool:
+        """Return whether gradients are reduced in each pass: FSDP2 else keeps them whole on the device in between."""
+        return self.offloads_by_fsdp
+
+    @property
+    def has_group(self) -> bool:
+        """Return whether the processes, or the one, belong to a process group."""
+        return self.num_gpus > 1 or self.engine != DDP
+
+    def __str__(self) -> str:
+        parts = []
+        if self.num_gpus > 1:
+            parts.append(f"on each of {self.num_gpus} GPUs with {self.engine}")
+        elif self.engine != DDP:
+            parts.append(f"with {self.engine}")
+        if self.optimizer_on != DEVICE:
+            weights = " and weights" if self.offloads_by_fsdp or self.weights_on == self.optimizer_on else ""
+            by = " by torchao's CPUOffloadOptimizer" if self.offloads_by_torchao else ""
+            parts.append(f"optimizer{weights} on the {_NAMES[self.optimizer_on]}{by}")
+        if self.weights_on not in (DEVICE, self.optimizer_on):
+            parts.append(f"weights on the {_NAMES[self.weights_on]}")
+        return ", ".join(parts)
+
+
+_NAMES = {HOST: "host", NVME: "NVMe disk"}
+
+
+def check_options(
+    sharing: Sharing,
+    *,
+    effective_batch: int,
+    optimizer: str,
+    quantize: str = "none",
+    precision: str = "no",
+    max_grad_norm: float | None = None,
+) -> None:
+    """Refuse options that do not go together with an engine, or are not simulated with it."""
+    engine, num_gpus = sharing.engine, sharing.num_gpus
     if effective_batch % num_gpus:
         raise ValueError(
             f"effective_batch={effective_batch} cannot be divided by num_gpus={num_gpus}; use a multiple of it"
         )
-    if is_zero(engine) and optimizer not in _OF_TORCH:
+    if sharing.is_zero and optimizer not in _OF_TORCH:
         raise ValueError(
             f"optimizer={optimizer!r} with engine={engine!r} is not simulated; use one of {', '.join(_OF_TORCH)}"
         )
@@ -36,15 +147,51 @@ def check_ranks(num_gpus: int, engine: str, effective_batch: int, optimizer: str
             f"optimizer={optimizer!r} with engine={engine!r}: torch's Adafactor cannot update sharded weights; use "
             "another optimizer"
         )
-    if engine != DDP and quantize != "none":
+    if engine != DDP and quantize not in ("none", *_SHARDED_BITS):
         raise ValueError(
-            f"quantize={quantize!r} with engine={engine!r} is not simulated: Accelerate leaves such weights whole on "
-            f"each GPU; use engine={DDP!r}"
+            f"quantize={quantize!r} with engine={engine!r} is not simulated: of weights in few bits the engines divide "
+            f"bitsandbytes' 4 bits alone; use {' or '.join(_SHARDED_BITS)}, or engine={DDP!r}"
+        )
+    if sharing.optimizer_on != DEVICE and optimizer not in _ADAMW:
+        raise ValueError(
+            f"optimizer={optimizer!r} with optimizer_on={sharing.optimizer_on!r}: the engines that keep its state "
+            "there have AdamW alone; use 'adamw'"
+        )
+    if sharing.offloads_by_torchao:
+        _check_torchao(precision, max_grad_norm)
+
+
+def _check_torchao(precision: str, max_grad_norm: float | None) -> None:
+    """Refuse steps that change gradients before the update: `CPUOffloadOptimizer` takes them in backward."""
+    if max_grad_norm is not None:
+        raise ValueError(
+            f"max_grad_norm={max_grad_norm} with optimizer_on='host': torchao's CPUOffloadOptimizer has the gradients "
+            f"on the host before they are clipped, and ignores it; give max_grad_norm=none, or engine={FSDP2!r} or "
+            f"{ZERO2!r}"
+        )
+    if precision == "fp16":
+        raise ValueError(
+            "precision='fp16' with optimizer_on='host': torchao's CPUOffloadOptimizer takes gradients before the loss "
+            "scaler has divided them; use bf16"
         )
 
 
+def check_packed(engine: str, dtype: str, precision: str) -> None:
+    """Refuse steps in which an engine casts the weights that it shards: 4 bits, packed in `dtype`, do not survive."""
+    if not shards_weights(engine) or _PACKED.get(precision, dtype) == dtype:
+        return
+    raise ValueError(
+        f"precision={precision!r} with dtype={dtype!r} and engine={engine!r}: 4 bits are packed in numbers of dtype, "
+        "to be divided as other weights are, and the engine casts those to the precision, which destroys the bits; "
+        "use dtype='bfloat16' with precision='bf16'"
+    )
+
+
+def shards_weights(engine: str) -> bool:
+    return engine in (FSDP2, FSDP2_NO_RESHARD, ZERO3)
+
+
 def is_zero(engine: str) -> bool:
-    """Return whether an engine is DeepSpeed's, which casts, scales and clips by itself."""
     return engine in _ZERO_STAGES
 
 
@@ -79,79 +226,126 @@ def check_step(num_gpus: int, engine: str, effective_batch: int, micro_batch: in
 
 
 def accelerator_for(
-    precision: str, num_micro_batches: int, engine: str, micro_batch: int, max_grad_norm: float | None
+    sharing: Sharing, precision: str, num_micro_batches: int, micro_batch: int, max_grad_norm: float | None
 ) -> Accelerator:
     """Return the `Accelerator` that a script has when it is launched with the file of `write_accelerate_config`.
 
     DeepSpeed wants to be told the micro-batch, and clips by itself.
     """
     sharding = zero = None
-    if is_zero(engine):
-        zero = DeepSpeedPlugin(**_zero_options(engine, num_micro_batches, max_grad_norm))
+    if sharing.is_zero:
+        zero = DeepSpeedPlugin(**_zero_options(sharing, num_micro_batches, max_grad_norm))
         zero.deepspeed_config["train_micro_batch_size_per_gpu"] = micro_batch
-    elif engine != DDP:
+        _set_buffers(zero.deepspeed_config["zero_optimization"], sharing)
+    elif sharing.engine != DDP:
         sharding = FullyShardedDataParallelPlugin(
             fsdp_version=2,
-            reshard_after_forward=engine == FSDP2,
+            reshard_after_forward=sharing.engine == FSDP2,
             auto_wrap_policy="transformer_based_wrap",
             cpu_ram_efficient_loading=False,
+            cpu_offload=sharing.offloads_by_fsdp,
         )
-    windows = GradientAccumulationPlugin(num_steps=num_micro_batches, sync_with_dataloader=False)
+    windows = GradientAccumulationPlugin(
+        num_steps=num_micro_batches, sync_with_dataloader=False, sync_each_batch=sharing.syncs_each_batch
+    )
     return Accelerator(
         mixed_precision=precision, gradient_accumulation_plugin=windows, fsdp_plugin=sharding, deepspeed_plugin=zero
     )
 
 
-def _zero_options(engine: str, num_micro_batches: int, max_grad_norm: float | None) -> dict[str, Any]:
+def _zero_options(sharing: Sharing, num_micro_batches: int, max_grad_norm: float | None) -> dict[str, Any]:
     """Return fields of `DeepSpeedPlugin` and of the file for launches. Sizes of buckets are DeepSpeed's."""
-    is_sharded = engine == ZERO3
+    is_sharded = sharing.engine == ZERO3
+    places = {"optimizer": sharing.optimizer_on, "param": sharing.weights_on}
     return {
-        "zero_stage": _ZERO_STAGES[engine],
+        "zero_stage": _ZERO_STAGES[sharing.engine],
         "gradient_accumulation_steps": num_micro_batches,
         "gradient_clipping": max_grad_norm or 0.0,
-        "offload_optimizer_device": "none",
-        "offload_param_device": "none",
+        **{f"offload_{what}_device": _PLACES[place] for what, place in places.items()},
+        **{f"offload_{what}_nvme_path": NVME_FOLDER for what, place in places.items() if place == NVME},
         "zero3_init_flag": is_sharded,
         "zero3_save_16bit_model": is_sharded,
     }
 
 
+def _set_buffers(zero: dict[str, Any], sharing: Sharing) -> None:
+    """Have the weights of a disk fit into DeepSpeed's five buffers: each keeps one until it leaves the device."""
+    if sharing.weights_on == NVME:
+        zero["offload_param"]["buffer_size"] = sharing.weight_buffer
+        zero |= {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
+
+
 def write_accelerate_config(
     path: Path,
     mixed_precision: str,
-    num_gpus: int = 1,
-    engine: str = DDP,
+    sharing: Sharing | None = None,
     num_micro_batches: int = 1,
     max_grad_norm: float | None = None,
 ) -> Path:
     """Write the file for `accelerate launch --config_file`: one machine, and a process on each of its GPUs.
 
-    Only DeepSpeed is told there about accumulation and clipping.
+    Only DeepSpeed is told there about accumulation and clipping. Where it uses a disk, it reads a file of its own,
+    `deepspeed.json` beside the other: `accelerate launch` does not pass the disk's folder on.
     """
+    shared = sharing or Sharing()
+    processes = _processes(shared, num_micro_batches, max_grad_norm)
+    precision: str | None = mixed_precision
+    if NVME in (shared.optimizer_on, shared.weights_on):
+        described = path.with_name("deepspeed.json")
+        fields = _zero_file(shared, mixed_precision, num_micro_batches, max_grad_norm)
+        described.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+        # Accelerate refuses files that say in both places what DeepSpeed shall do.
+        processes["deepspeed_config"] = {"deepspeed_config_file": str(described), "zero3_init_flag": True}
+        precision = None
     ClusterConfig(
-        compute_environment="LOCAL_MACHINE",
-        mixed_precision=mixed_precision,
-        use_cpu=False,
-        debug=False,
-        **_processes(num_gpus, engine, num_micro_batches, max_grad_norm),
+        compute_environment="LOCAL_MACHINE", mixed_precision=precision, use_cpu=False, debug=False, **processes
     ).to_yaml_file(path)
     return path
 
 
-def _processes(num_gpus: int, engine: str, num_micro_batches: int, max_grad_norm: float | None) -> dict[str, Any]:
-    if num_gpus == 1:
+def _zero_file(
+    sharing: Sharing, mixed_precision: str, num_micro_batches: int, max_grad_norm: float | None
+) -> dict[str, Any]:
+    """Return DeepSpeed's own file. Scripts and Trainer fill in what is "auto"."""
+    options = _zero_options(sharing, num_micro_batches, max_grad_norm)
+    offloaded = {
+        f"offload_{what}": {
+            "device": options[f"offload_{what}_device"],
+            "nvme_path": options.get(f"offload_{what}_nvme_path"),
+        }
+        for what in ("optimizer", "param")
+    }
+    zero = {
+        "stage": options["zero_stage"],
+        **offloaded,
+        "stage3_gather_16bit_weights_on_model_save": options["zero3_save_16bit_model"],
+    }
+    _set_buffers(zero, sharing)
+    return {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": num_micro_batches,
+        "gradient_clipping": options["gradient_clipping"],
+        "zero_optimization": zero,
+        **{name: {"enabled": mixed_precision == name} for name in ("fp16", "bf16")},
+    }
+
+
+def _processes(sharing: Sharing, num_micro_batches: int, max_grad_norm: float | None) -> dict[str, Any]:
+    if not sharing.has_group:
         return {"distributed_type": "NO", "num_processes": 1}
-    if engine == DDP:
-        return {"distributed_type": "MULTI_GPU", "num_processes": num_gpus}
-    if is_zero(engine):
-        zero = _zero_options(engine, num_micro_batches, max_grad_norm)
-        return {"distributed_type": "DEEPSPEED", "num_processes": num_gpus, "deepspeed_config": zero}
+    count = {"num_processes": sharing.num_gpus}
+    if sharing.engine == DDP:
+        return {"distributed_type": "MULTI_GPU", **count}
+    if sharing.is_zero:
+        zero = _zero_options(sharing, num_micro_batches, max_grad_norm)
+        return {"distributed_type": "DEEPSPEED", **count, "deepspeed_config": zero}
     sharding = {
         "fsdp_version": 2,
-        "fsdp_reshard_after_forward": engine == FSDP2,
+        "fsdp_reshard_after_forward": sharing.engine == FSDP2,
         "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
         "fsdp_cpu_ram_efficient_loading": False,
-        "fsdp_offload_params": False,
+        "fsdp_offload_params": sharing.offloads_by_fsdp,
         "fsdp_state_dict_type": "SHARDED_STATE_DICT",
     }
-    return {"distributed_type": "FSDP", "num_processes": num_gpus, "fsdp_config": sharding}
+    return {"distributed_type": "FSDP", **count, "fsdp_config": sharding}

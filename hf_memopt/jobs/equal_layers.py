@@ -36,20 +36,22 @@ def equal_layers(model: nn.Module) -> Layers | None:
 def under_offloading(layers: Layers | None, offload: str) -> Layers | None:
     """Return equal layers, a few of which stand for all in a mode of `ActivationOffloader`; None if none do.
 
-    A plan ("auto") treats each layer as it likes, and the windows of "all" hold many. With "inputs" a layer's input,
-    made by the one before, leaves when the second after it begins.
+    A plan ("auto") treats each layer as it likes. With "all" no more is on its way than two of the largest storages:
+    most layers save as much, so that it concerns the next layer at most. With "inputs" a layer's input, made by the one
+    before, leaves when the second after it begins.
     """
-    if layers is None or offload == "off":
+    if layers is None or offload in ("off", "all"):
         return layers
     return replace(layers, reach=3) if offload == "inputs" and layers.period == 1 else None
 
 
 def with_num_layers(config: Any, layers: Layers, count: int) -> Any:
     shorter = copy.deepcopy(config)
-    for name, value in vars(config).items():
+    text = shorter.get_text_config()  # itself, unless a model for text alone is made of a part
+    for name, value in vars(text).items():
         if isinstance(value, list) and len(value) == layers.count:
-            setattr(shorter, name, value[:count])
-    shorter.num_hidden_layers = count
+            setattr(text, name, value[:count])
+    text.num_hidden_layers = count
     return shorter
 
 

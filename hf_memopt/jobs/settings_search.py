@@ -1,26 +1,38 @@
-"""The cheapest settings with which a workload fits a card, every candidate simulated."""
+"""The fastest settings with which a workload fits a card: all are simulated, a forecast says which to try next."""
 
 import itertools
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 from tqdm import tqdm
 
 from hf_memopt.estimate.accounting.categories import ACTIVATION, INPUT, TEMPORARY
 from hf_memopt.estimate.estimate import simulate_step
-from hf_memopt.estimate.estimate_report import fits, needed_bytes
+from hf_memopt.estimate.estimate_report import Verdict, needed_bytes, verdict
 from hf_memopt.estimate.gpus import Card, allowances, find_card, parse_size
 from hf_memopt.estimate.memory_below import MemoryBelow, find_memory_below
 from hf_memopt.estimate.simulation.child_process import run_all_isolated
-from hf_memopt.jobs.settings_table import Row, SettingsPlan, describe
+from hf_memopt.jobs.settings_forecast import Forecast
+from hf_memopt.jobs.settings_table import FAILED, Impossible, Row, SettingsPlan, describe
 from hf_memopt.jobs.workload import Lever, Settings, Workload
 from hf_memopt.ranges import COUNT
 from hf_memopt.units import format_gib
 
 # Kinds of memory that grow with the samples of a forward pass.
 _OF_SAMPLES = (ACTIVATION, TEMPORARY, INPUT)
+# Combinations of several levers that are tried at most.
+_MAX_EXPLORED = 12
+# Of the plain run's time: values that take longer may do so in each pass.
+_SLOW = 1.4
+# Times that differ by less are the same: of these the settings that give up least are chosen.
+_SAME_TIME = 1.02
+# Of the memory of a combination that is being simulated: one that differs by less would tell the same.
+_SAME_MEMORY = 0.1
+# Of a card's memory: a larger micro-batch that exceeds it by more, on a line through smaller ones, does not fit.
+_TOO_MUCH = 1.05
 
 
 class NothingFitsError(ValueError):
@@ -43,16 +55,17 @@ def plan(
 ) -> SettingsPlan:
     """Simulate a workload's settings on a card and rank them by predicted time.
 
-    For every combination of levers the largest micro-batch that fits is sought, and it and the next one are simulated:
-    the peak is convex in the micro-batch and cannot be extrapolated. Combinations that spend more than one which fits
-    with the largest micro-batch of all are left out: they could only be slower.
+    The plain run comes first, then each value of each lever alone. From their differences a forecast says which
+    combinations may fit and how long they take; the fastest of these are simulated, with the largest micro-batch that
+    fits each and the next one unless that is far too large, until no other is forecast to be faster. No figure in the
+    answer is a forecast.
 
     Args:
         workload: the training step.
         gpu: a card's name, as in `CARDS`, or the size of its memory, such as "8GiB".
-        host: host memory that may be used, such as "32GiB"; None, any.
-        disk: room for saved activations that the host has none for, and the disk's speed in each direction, such as
-            "500GiB@5GBps"; None, they stay on the card. Frozen weights may stream from files on it.
+        host: host memory that may be used, such as "32GiB", with or without its speed ("32GiB@40GBps"); None, any.
+        disk: room for what the host has none for, and the disk's speed in each direction, such as "500GiB@5GBps";
+            None, there is no disk.
         link: bandwidth between host and device, such as "12GBps"; None, the card's.
         num_workers: simulations at once; None, one per core.
         progress: show a progress bar.
@@ -61,7 +74,8 @@ def plan(
         ValueError: an argument is unreadable, or the card is smaller than the memory that it keeps for itself.
         NothingFitsError: with the smallest card that would do.
 
-    Cost: seconds for each simulation; a few for each combination of levers.
+    Cost: seconds for each simulation: one for each value of a lever, and two or three for each of at most 12
+    combinations.
     """
     COUNT.check("num_workers", num_workers)
     link_bytes_per_s = None if link is None else parse_size(link, "link")
@@ -70,14 +84,46 @@ def plan(
     levers = tuple(each if below.disk else each.without_disk() for each in workload.levers)
     search = _Search(workload, levers, card, below)
     num_workers = os.cpu_count() or 1 if num_workers is None else num_workers
-    rows = sorted(search.run(num_workers, progress), key=lambda row: (not row.fits, row.update_ms))
-    result = SettingsPlan(workload.name, levers, card, below.host_bytes, below.disk, tuple(rows))
+    result = SettingsPlan(
+        workload.name,
+        levers,
+        card,
+        below.host_bytes,
+        below.disk,
+        tuple(_ranked(search.run(num_workers, progress), levers)),
+        tuple(workload.micro_batches),
+        search.impossible,
+        workload.tokens_per_sample,
+    )
     if not result.best.fits:
         raise _nothing_fits(result)
     return result
 
 
+_ORDER = list(Verdict)
+
+
+def _ranked(rows: list[Row], levers: Sequence[Lever]) -> list[Row]:
+    """Return those that fit first, by time; the first of all is the one that gives up least of the fastest."""
+    rows = sorted(rows, key=lambda row: (_ORDER.index(row.verdict), row.update_ms))
+    first = rows[0]
+    as_fast = [row for row in rows if row.verdict is first.verdict and row.update_ms <= _SAME_TIME * first.update_ms]
+    best = min(as_fast, key=lambda row: sum(_ranks(row.settings, levers)))
+    return [best, *(row for row in rows if row is not best)]
+
+
+# Rows, and settings that a workload cannot have.
+_Attempted = tuple[list[Row], Impossible]
+_Attempt = Callable[[], _Attempted]
+
+
 class _Search:
+    """The simulations of one plan.
+
+    Attributes:
+        impossible: values that do not go together, and why.
+    """
+
     def __init__(self, workload: Workload, levers: Sequence[Lever], card: Card, below: MemoryBelow) -> None:
         self._workload, self._levers, self._card, self._below = workload, levers, card, below
         kept_bytes = sum(allowances(card).values())
@@ -88,46 +134,172 @@ class _Search:
             )
         self._micro_batches = workload.micro_batches
         self._rows: list[Row] = []
+        self._explored: list[Settings] = []
+        self.impossible: dict[frozenset[tuple[str, Any]], str] = {}
 
     def run(self, num_workers: int, progress: bool) -> list[Row]:
-        combinations = list(_combinations(self._levers))
+        plain = {lever.name: lever.values[0] for lever in self._levers}
         # All processes inherit the facts about its model.
-        self._workload.simulated(combinations[0], self._micro_batches[0])
-        with tqdm(total=len(combinations), desc="Planning", unit="combination", disable=not progress) as bar:
+        self._workload.simulated(plain, self._micro_batches[0])
+        with tqdm(desc="Planning", unit="simulation", disable=not progress) as bar:
 
-            def explorations(chosen: Sequence[Settings]) -> Iterator[Callable[[], list[Row]]]:
-                for settings in chosen:
-                    if self._is_needless(settings):
-                        bar.update()
-                    else:
-                        yield partial(self.explore, settings)
-
-            # The plain run comes before the others: if it fits with the largest micro-batch, they are skipped.
-            for part in (combinations[:1], combinations[1:]):
-                for rows in run_all_isolated(explorations(part), num_workers):
+            def simulate(attempts: Iterator[_Attempt]) -> None:
+                for rows, failed in run_all_isolated(attempts, num_workers):
                     self._rows += rows
-                    bar.set_postfix(simulated=len(self._rows), refresh=False)
-                    bar.update()
+                    self.impossible |= failed
+                    bar.update(len(rows))
+
+            self._explored.append(plain)
+            simulate(iter([lambda: (self.explore(plain), {})]))
+            if self._is_needless(plain):
+                return self._rows
+            simulate(self._alone(plain))
+            simulate(self._slow(plain))
+            num_explored = 0
+            while num_explored < len(self._explored):  # the newest rows may make another promising
+                num_explored = len(self._explored)
+                simulate(self._promising(plain))
+            simulate(self._best_further(plain))
         return self._rows
 
+    def _alone(self, plain: Settings) -> Iterator[_Attempt]:
+        """Yield simulations of each value alone, with the smallest micro-batch, and of the plain run with the largest.
+
+        The latter tells how much faster an update may be that has fewer passes.
+        """
+        smallest, largest = self._micro_batches[0], self._micro_batches[-1]
+        has_others = any(len(lever.values) > 1 for lever in self._levers)
+        if has_others and not any(row.micro_batch == largest for row in self._rows):
+            yield lambda: (self._simulate_all(plain, largest), {})
+        for lever in self._levers:
+            for value in lever.values[1:]:
+                alone = {**plain, lever.name: value}
+                # Asked here, so that all processes inherit the libraries that it needs.
+                if self._go_together(alone, plain):
+                    yield partial(self._attempt, partial(self._simulate_all, alone, smallest), alone, plain)
+
+    def _slow(self, plain: Settings) -> Iterator[_Attempt]:
+        """Yield simulations of the slow values with the largest micro-batch: fewer passes save the cost of each."""
+        smallest, largest = self._micro_batches[0], self._micro_batches[-1]
+        of_plain = next(row for row in self._rows if row.settings == plain and row.micro_batch == smallest)
+        for row in list(self._rows):
+            is_alone = row.settings != plain and row.micro_batch == smallest < largest
+            if is_alone and row.update_ms > _SLOW * of_plain.update_ms:
+                yield partial(self._attempt, partial(self._simulate_all, row.settings, largest), row.settings, plain)
+
+    def _promising(self, plain: Settings) -> Iterator[_Attempt]:
+        while len(self._explored) < _MAX_EXPLORED and (settings := self._next_settings(plain)) is not None:
+            if self._go_together(settings, plain):
+                self._explored.append(settings)
+                yield partial(self._attempt, partial(self.explore, settings), settings, plain)
+
+    def _best_further(self, plain: Settings) -> Iterator[_Attempt]:
+        """Yield larger micro-batches of the best value alone, if no forecast has led to them."""
+        best = _ranked(self._rows, self._levers)[0]
+        if best.fits and best.settings not in self._explored:
+            yield partial(self._attempt, partial(self.explore, best.settings), best.settings, plain)
+
+    def _go_together(self, settings: Settings, plain: Settings) -> bool:
+        """Return whether a workload can have settings; if not, the fewest of their values that it refuses are noted."""
+        changed = _changed(settings, plain)
+        reason = self._refusal(changed, plain)
+        if reason is None:
+            return True
+        for count in range(1, len(changed)):
+            for part in map(dict, itertools.combinations(changed.items(), count)):
+                if (of_part := self._refusal(part, plain)) is not None:
+                    self.impossible[frozenset(part.items())] = of_part
+                    return False
+        self.impossible[frozenset(changed.items())] = reason
+        return False
+
+    def _refusal(self, changed: Settings, plain: Settings) -> str | None:
+        try:
+            self._workload.simulated({**plain, **changed}, self._micro_batches[0])
+        except ValueError as error:
+            return str(error)
+        return None
+
+    def _attempt(self, make_rows: Callable[[], list[Row]], settings: Settings, plain: Settings) -> _Attempted:
+        """Return rows, or the reason why a workload has no such settings: levers know nothing of each other.
+
+        A library's error is a reason too, which the plan shows: it must not cost all other candidates.
+        """
+        try:
+            return make_rows(), {}
+        except Exception as error:
+            reason = str(error) if isinstance(error, ValueError) else f"{FAILED}{type(error).__name__}: {error}"
+            return [], {frozenset(_changed(settings, plain).items()): reason}
+
+    def _next_settings(self, plain: Settings) -> Settings | None:
+        """Return the fastest combination that is forecast to fit; None where none is clearly faster than the best.
+
+        Where nothing has fitted, and nothing is forecast to, it is the one that is forecast to need least. Beside those
+        that are being simulated it is one with clearly more or less memory.
+        """
+        forecast = Forecast(plain, self._rows, self._micro_batches, self._card.memory_bytes)
+        running = [forecast.of(settings).needed_bytes for settings in self._running()]
+        fitting = [row.update_ms for row in self._rows if row.fits]
+        best_ms = min(fitting, default=float("inf"))
+        candidates = [
+            (forecast.of(settings), settings)
+            for settings in _combinations(self._levers)
+            if settings not in self._explored and not self._is_excluded(settings) and not self._is_needless(settings)
+        ]
+        candidates = [each for each in candidates if all(_differs(each[0].needed_bytes, other) for other in running)]
+        room = [each for each in candidates if self._has_room(each[0].needed_bytes, each[0].host_bytes)]
+        faster = [each for each in room if _SAME_TIME * each[0].least_ms < best_ms]
+        if faster:
+            return min(faster, key=lambda each: each[0].least_ms)[1]
+        if fitting or not candidates:
+            return None
+        on_host = [each for each in candidates if self._has_room(0, each[0].host_bytes)]
+        return min(on_host or candidates, key=lambda each: each[0].needed_bytes)[1]
+
+    def _running(self) -> list[Settings]:
+        known = [row.settings for row in self._rows]
+        return [each for each in self._explored if each not in known and not self._is_excluded(each)]
+
+    def _has_room(self, needed: float, host_bytes: float) -> bool:
+        return needed <= self._card.memory_bytes and self._below.holds(int(host_bytes))
+
+    def _is_excluded(self, settings: Settings) -> bool:
+        return any(values <= settings.items() for values in self.impossible)
+
     def explore(self, settings: Settings) -> list[Row]:
+        """Simulate the largest micro-batch that fits, and the next one."""
+        known = {row.micro_batch: row for row in self._rows if row.settings == settings}
         rows: list[Row] = []
         # Positions: all up to `fitting` fit, all from `failing` on do not.
         fitting, failing = -1, len(self._micro_batches)
-        while failing - fitting > 1:
-            position = self._next(fitting, failing, rows)
-            rows.append(self._simulate(settings, self._micro_batches[position]))
-            fitting, failing = (position, failing) if rows[-1].fits else (fitting, position)
+        last: Row | None = None
+        while failing - fitting > 1 and not self._is_too_large(self._micro_batches[fitting + 1], [*known.values()]):
+            position = self._next(fitting, failing, last)
+            micro_batch = self._micro_batches[position]
+            last = known.get(micro_batch)
+            if last is None:
+                last = self._simulate(settings, micro_batch)
+                rows.append(last)
+                known[micro_batch] = last
+            fitting, failing = (position, failing) if last.fits else (fitting, position)
         return rows
 
-    def _next(self, fitting: int, failing: int, rows: Sequence[Row]) -> int:
+    def _is_too_large(self, micro_batch: int, rows: list[Row]) -> bool:
+        """Return whether memory, which grows by samples, would be far too large by the two largest ones that fit."""
+        fitting = sorted((row.micro_batch, row.needed_bytes) for row in rows if row.fits)
+        if len(fitting) < 2:
+            return False
+        (few, of_few), (more, of_more) = fitting[-2:]
+        expected = of_more + (of_more - of_few) / (more - few) * (micro_batch - more)
+        return expected > _TOO_MUCH * self._card.memory_bytes
+
+    def _next(self, fitting: int, failing: int, last: Row | None) -> int:
         """Choose the smallest, then the largest that should fit by the last one's need, or the middle if it was too
         large."""
-        if not rows:
+        if last is None:
             return 0
-        if not rows[-1].fits:
+        if not last.fits:
             return (fitting + failing) // 2
-        last = rows[-1]
         per_sample = sum(last.estimate.breakdown.get(kind, 0) for kind in _OF_SAMPLES) / last.micro_batch
         room = self._card.memory_bytes - last.needed_bytes
         guess = bisect_right(self._micro_batches, last.micro_batch + room / max(1.0, per_sample)) - 1
@@ -135,16 +307,16 @@ class _Search:
 
     def _is_needless(self, settings: Settings) -> bool:
         """Return whether a combination that spends no more in any respect fits with the largest micro-batch."""
-        ranks = self._ranks(settings)
+        ranks = _ranks(settings, self._levers)
         return any(
-            row.fits
+            row.verdict is Verdict.FITS
             and row.micro_batch == self._micro_batches[-1]
-            and all(spent <= other for spent, other in zip(self._ranks(row.settings), ranks, strict=True))
+            and all(spent <= other for spent, other in zip(_ranks(row.settings, self._levers), ranks, strict=True))
             for row in self._rows
         )
 
-    def _ranks(self, settings: Settings) -> list[int]:
-        return [lever.values.index(settings[lever.name]) for lever in self._levers]
+    def _simulate_all(self, settings: Settings, *micro_batches: int) -> list[Row]:
+        return [self._simulate(settings, micro_batch) for micro_batch in micro_batches]
 
     def _simulate(self, settings: Settings, micro_batch: int) -> Row:
         simulated = self._workload.simulated(settings, micro_batch)
@@ -152,27 +324,39 @@ class _Search:
         estimate = simulate_step(simulated, gpu=self._card, below=self._below)
         estimate = estimate.with_passes(accumulation / simulated.num_micro_batches)
         assert estimate.step_ms is not None
+        holds = self._below.holds(estimate.host_bytes, estimate.disk_bytes)
         return Row(
             settings=settings,
             micro_batch=micro_batch,
             accumulation=accumulation,
             update_ms=estimate.step_ms,
             needed_bytes=needed_bytes(estimate, self._card),
-            fits=self._below.holds(estimate.host_bytes) and fits(estimate, self._card),
+            verdict=verdict(estimate, self._card) if holds else Verdict.NO,
             estimate=estimate,
         )
 
 
+def _differs(needed: float, other: float) -> bool:
+    return abs(needed - other) > _SAME_MEMORY * other
+
+
+def _changed(settings: Settings, plain: Settings) -> Settings:
+    return {name: value for name, value in settings.items() if plain[name] != value}
+
+
+def _ranks(settings: Settings, levers: Sequence[Lever]) -> list[int]:
+    return [lever.values.index(settings[lever.name]) for lever in levers]
+
+
 def _combinations(levers: Sequence[Lever]) -> Iterator[Settings]:
-    """Yield those that spend least first."""
-    ranks = itertools.product(*(range(len(lever.values)) for lever in levers))
-    for chosen in sorted(ranks, key=lambda each: (sum(each), each)):
-        yield {lever.name: lever.values[rank] for lever, rank in zip(levers, chosen, strict=True)}
+    for values in itertools.product(*(lever.values for lever in levers)):
+        yield {lever.name: value for lever, value in zip(levers, values, strict=True)}
 
 
 def _nothing_fits(result: SettingsPlan) -> NothingFitsError:
-    on_host = [row for row in result.rows if MemoryBelow(result.host_bytes).holds(row.estimate.host_bytes)]
-    smallest = min(on_host or result.rows, key=lambda row: row.needed_bytes)
+    below = MemoryBelow(result.host_bytes, result.disk)
+    holding = [row for row in result.rows if below.holds(row.estimate.host_bytes, row.estimate.disk_bytes)]
+    smallest = min(holding or result.rows, key=lambda row: row.needed_bytes)
     estimate = smallest.estimate
     largest = next(iter(estimate.breakdown))
     return NothingFitsError(

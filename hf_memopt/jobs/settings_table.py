@@ -1,15 +1,17 @@
 """The simulated settings for a card, in words and as a table."""
 
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any
 
-from hf_memopt.estimate.estimate_report import MemoryEstimate, disk_text, time_text
+from hf_memopt.estimate.estimate_report import MemoryEstimate, Verdict, disk_text, time_text
 from hf_memopt.estimate.gpus import Card, allowances
 from hf_memopt.estimate.memory_below import Disk
+from hf_memopt.jobs.memory_profile import MemoryProfile, memory_profile
 from hf_memopt.jobs.workload import Lever, Settings
 from hf_memopt.text_table import align
-from hf_memopt.units import GIB, MIB, format_gib
+from hf_memopt.units import GIB, MIB, format_gib, format_ms
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,7 @@ class Row:
         accumulation: forward passes per update.
         update_ms: predicted time of one update, of `effective_batch` samples.
         needed_bytes: the least device memory with which the allocator gets through, allowances included.
-        fits: whether that and the host's memory suffice.
+        verdict: whether that and the memories of host and disk suffice.
         estimate: estimate of the step.
     """
 
@@ -31,8 +33,22 @@ class Row:
     accumulation: int
     update_ms: float
     needed_bytes: int
-    fits: bool
+    verdict: Verdict
     estimate: MemoryEstimate
+
+    @property
+    def fits(self) -> bool:
+        return self.verdict is not Verdict.NO
+
+    @cached_property
+    def profile(self) -> MemoryProfile:
+        return memory_profile(self.estimate)
+
+
+# The beginning of a reason that is no refusal.
+FAILED = "the simulation failed: "
+# Values of levers that do not go together, by name, and why.
+Impossible = Mapping[frozenset[tuple[str, Any]], str]
 
 
 @dataclass(frozen=True)
@@ -45,7 +61,10 @@ class SettingsPlan:
         card: that it must fit.
         host_bytes: part of the host's memory that may be used; None, any.
         disk: takes the storages that the host has no room for; None where there is none.
-        rows: all candidates that were simulated, those that fit first, then by time.
+        rows: all candidates that were simulated, the chosen one first, then those that fit, then by time.
+        micro_batches: that may be chosen, the smallest first.
+        impossible: values that do not go together.
+        tokens_per_sample: None where samples are not made of tokens.
     """
 
     workload: str
@@ -54,6 +73,9 @@ class SettingsPlan:
     host_bytes: int | None
     disk: Disk | None
     rows: tuple[Row, ...]
+    micro_batches: tuple[int, ...]
+    impossible: Impossible = field(default_factory=dict)
+    tokens_per_sample: int | None = None
 
     @property
     def best(self) -> Row:
@@ -61,38 +83,47 @@ class SettingsPlan:
         return self.rows[0]
 
     def __str__(self) -> str:
-        return f"{headline(self)}\n\n{table(self)}"
+        failed = "".join(
+            f"\n{_named(values)}: {_first_line(reason)}"
+            for values, reason in self.impossible.items()
+            if reason.startswith(FAILED)
+        )
+        return f"{headline(self)}\n\n{table(self)}{failed and f'\n{failed}'}"
 
 
 def table(plan: SettingsPlan) -> str:
+    has_disk = any(row.estimate.disk_bytes for row in plan.rows)
     heads = [
         "micro-batch",
         *(lever.name for lever in plan.levers),
         "peak GiB",
         "needs GiB",
         "host GiB",
-        *(["disk GiB"] if plan.disk else []),
+        *(["disk GiB"] if has_disk else []),
         "peak in",
-        "time",
+        "update",
         "fits",
     ]
-    rows = [_cells(row, plan) for row in plan.rows]
+    rows = [_cells(row, plan, has_disk) for row in plan.rows]
     rule = ["-" * len(head) for head in heads]
     # The empty cell gives the bar that closes a row.
     return "\n".join(f"| {line}" for line in align([[*row, ""] for row in (heads, rule, *rows)], separator=" | "))
 
 
-def _cells(row: Row, plan: SettingsPlan) -> list[str]:
+_WORDS = {Verdict.FITS: "yes", Verdict.ONLY_JUST: "only just", Verdict.NO: "no"}
+
+
+def _cells(row: Row, plan: SettingsPlan, has_disk: bool) -> list[str]:
     return [
         f"{row.micro_batch} x {row.accumulation}",
         *(str(row.settings[lever.name]) for lever in plan.levers),
         f"{row.estimate.peak_bytes / GIB:.2f}",
         f"{row.needed_bytes / GIB:.2f}",
         f"{row.estimate.host_bytes / GIB:.2f}",
-        *([f"{row.estimate.disk_bytes / GIB:.2f}"] if plan.disk else []),
+        *([f"{row.estimate.disk_bytes / GIB:.2f}"] if has_disk else []),
         row.estimate.phase,
-        f"{row.update_ms / plan.best.update_ms:.2f}",
-        "yes" if row.fits else "no",
+        format_ms(row.update_ms),
+        _WORDS[row.verdict],
     ]
 
 
@@ -104,6 +135,8 @@ def as_json(plan: SettingsPlan) -> dict[str, Any]:
         "disk": asdict(plan.disk) if plan.disk else None,
         "allowances": allowances(plan.card),
         "rows": [_row_as_json(row) for row in plan.rows],
+        "impossible": [{"settings": dict(values), "reason": reason} for values, reason in plan.impossible.items()],
+        "tokens_per_sample": plan.tokens_per_sample,
     }
 
 
@@ -113,7 +146,7 @@ def _row_as_json(row: Row) -> dict[str, Any]:
         "settings": dict(row.settings),
         "micro_batch": row.micro_batch,
         "accumulation": row.accumulation,
-        "fits": row.fits,
+        "verdict": row.verdict,
         "update_ms": row.update_ms,
         "update_range_ms": estimate.step_range_ms,
         "needed_bytes": row.needed_bytes,
@@ -131,28 +164,50 @@ def _row_as_json(row: Row) -> dict[str, Any]:
 
 def headline(plan: SettingsPlan) -> str:
     best = plan.best
-    return (
-        f"{plan.workload} on {plan.card.name} ({plan.card.memory_bytes / GIB:.1f} GiB): {describe(best)}; peak "
-        f"{format_gib(best.estimate.peak_bytes)} allocated in {best.estimate.phase}, "
-        f"needs {format_gib(best.needed_bytes)}; confidence {best.estimate.confidence}"
-    )
+    lines = [
+        f"{plan.workload} {best.verdict} on {plan.card.name} ({plan.card.memory_bytes / GIB:.1f} GiB) with "
+        f"{describe(best)}: {format_gib(best.needed_bytes)} needed, {format_gib(best.estimate.peak_bytes)} of it "
+        f"allocated at the peak in {best.estimate.phase}.",
+        f"An update of {_samples(plan)} takes {time_text(best.estimate, plan.card)}.{_rate(plan)}",
+        *(f"Note: {note}" for note in best.estimate.notes),
+    ]
+    return "\n".join(lines)
+
+
+def _samples(plan: SettingsPlan) -> str:
+    best = plan.best
+    count = best.micro_batch * best.accumulation * best.estimate.num_gpus
+    return f"{count} sample{'s' * (count > 1)}"
+
+
+def _rate(plan: SettingsPlan) -> str:
+    if plan.tokens_per_sample is None:
+        return ""
+    tokens = plan.best.micro_batch * plan.best.accumulation * plan.best.estimate.num_gpus * plan.tokens_per_sample
+    return f" That is {tokens / plan.best.update_ms * 1e3:,.0f} tokens per second."
 
 
 def explain(plan: SettingsPlan) -> list[str]:
     lines = [_explain_micro_batch(plan), *(line for lever in plan.levers for line in _explain(plan, lever))]
     kept = ", ".join(f"{name} {size / MIB:.0f} MiB" for name, size in allowances(plan.card).items())
-    time = f"An update takes {time_text(plan.best.estimate, plan.card)}."
     disk = [f"Disk: {disk_text(plan.best.estimate)}."] if plan.best.estimate.disk_bytes else []
-    return [*lines, time, *disk, f"Kept free, assumed: {kept}.", *_assumptions(plan)]
+    together = [
+        f"{_named(values)} is not possible: {_first_line(reason)}"
+        for values, reason in plan.impossible.items()
+        if len(values) > 1
+    ]
+    return [*lines, *together, *disk, f"Kept free, assumed: {kept}.", *_assumptions(plan)]
 
 
 def _explain_micro_batch(plan: SettingsPlan) -> str:
     best = plan.best
     larger = [row for row in plan.rows if row.settings == best.settings and row.micro_batch > best.micro_batch]
-    if not larger and best.accumulation > 1:
+    if not larger and best.accumulation == 1:
+        return f"micro-batch {best.micro_batch}: the whole batch fits at once."
+    if not larger and best.micro_batch == plan.micro_batches[-1]:
         return f"micro-batch {best.micro_batch}: as given."
     if not larger:
-        return f"micro-batch {best.micro_batch}: the whole batch fits at once."
+        return f"micro-batch {best.micro_batch}: a larger one exceeds the card's memory by far."
     following = min(larger, key=lambda row: row.micro_batch)
     if following.fits:
         ratio = following.update_ms / best.update_ms
@@ -170,6 +225,10 @@ def _explain(plan: SettingsPlan, lever: Lever) -> Iterator[str]:
     for value in lever.values:
         if value == chosen:
             continue
+        reason = plan.impossible.get(frozenset({(lever.name, value)}))
+        if reason is not None:
+            yield f"{lever.name} {value} is not possible here: {_first_line(reason)}"
+            continue
         rows = [row for row in plan.rows if row.settings[lever.name] == value]
         fitting = [row for row in rows if row.fits]
         if fitting:
@@ -181,6 +240,14 @@ def _explain(plan: SettingsPlan, lever: Lever) -> Iterator[str]:
         else:
             batch = "whole batch" if any(row.fits and row.accumulation == 1 for row in plan.rows) else "micro-batch"
             yield f"{lever.name} {chosen}, not {value}: not needed, since the {batch} fits without it."
+
+
+def _named(values: frozenset[tuple[str, Any]]) -> str:
+    return " with ".join(f"{name} {value}" for name, value in sorted(values))
+
+
+def _first_line(reason: str) -> str:
+    return reason.partition("\n")[0]
 
 
 def _assumptions(plan: SettingsPlan) -> list[str]:

@@ -26,10 +26,12 @@ CHOICES: dict[str, tuple[str, ...]] = {
         "sequence-classification",
         "token-classification",
         "ctc",
+        "contrastive",
         "denoising",
     ),
-    "dtype": ("float32", "bfloat16", "float16"),
-    "quantize": ("none", "nf4", "int8", "int8-torchao"),
+    "dtype": ("auto", "float32", "bfloat16", "float16"),
+    "quantize": ("auto", "none", "nf4", "nf4-double", "nf4-experts", "int8", "int8-torchao"),
+    "kbit_preparation": ("trl", "none", "peft"),
     "precision": ("no", "bf16", "fp16"),
     "attention": ("auto", "sdpa", "eager"),
     "loss": ("full", "chunked"),
@@ -44,19 +46,24 @@ CHOICES: dict[str, tuple[str, ...]] = {
         "paged-adamw-32bit",
         "adafactor",
     ),
+    "optimizer_on": ("device", "host", "nvme"),
+    "weights_on": ("device", "host", "nvme"),
+    "encoders": ("off", "vae", "device"),
     "engine": ("ddp", "fsdp2", "fsdp2-no-reshard", "zero2", "zero3"),
     "base": ("resident", "host", "file"),
-    "checkpointing": ("none", "selective", "full"),
+    "checkpointing": ("none", "selective", "full", "reentrant"),
     "offload": ("off", "auto", "inputs", "all"),
 }
 DEFAULTS: dict[str, Any] = {name: values[0] for name, values in CHOICES.items()} | {
     "batch_size": 1,
     "seq_len": 2048,
     "images_per_sample": 1,
+    "passages": 1,
     "max_grad_norm": 1.0,
     "num_gpus": 1,
 }
 NOT_CLIPPED = "none"
+TRAINERS = ("sft", "dpo", "kto", "orpo", "reward", "grpo")
 _CARD = "a card (a100-80gb, 4090, ...), a size (8GiB), or a size with a card's speed (48GiB@l40s)"
 
 Text = str | None
@@ -76,20 +83,36 @@ class JobSpec:
         ValueError: a value is none of its field's; names the field, the value and what it takes.
     """
 
-    model: Text = flag(None, "hub id, folder or config.json of a transformers model", metavar="MODEL")
+    model: Text = flag(
+        None,
+        "hub id, folder or config.json of a transformers model or a robot policy, or lerobot's train_config.json",
+        metavar="MODEL",
+    )
     training_args: File = flag(
         None,
         "YAML or JSON with fields of TrainingArguments, or of TRL's SFTConfig and ModelConfig: train as the file "
         "says; other flags override it",
         metavar="FILE",
     )
+    trainer: Text = flag(
+        None,
+        "train MODEL, or as --training-args says, with this trainer of TRL and the defaults of its settings",
+        choices=TRAINERS,
+    )
     recipe: Text = flag(
         None, "instead of MODEL: a recipe (default: the one that --config is named after)", metavar="NAME"
     )
     config: File = flag(None, "the recipe's configuration file", metavar="FILE")
-    set: list[str] = flag([], "one of the recipe's levers; may be repeated", metavar="NAME=VALUE")
+    set: list[str] = flag(
+        [],
+        "one of the recipe's levers, or for a robot policy a flag of lerobot-train, such as "
+        "policy.train_expert_only=false; may be repeated",
+        metavar="NAME=VALUE",
+    )
     gpu: Text = flag(None, f"the card to fit: {_CARD}")
-    host: Text = flag(None, "host memory that may be used, such as 32GiB (default: any)")
+    host: Text = flag(
+        None, "host memory that may be used, such as 32GiB, or 32GiB@40GBps with its speed in updates (default: any)"
+    )
     disk: Text = flag(
         None,
         "disk that takes what --host has no room for, with its speed in each direction, such as 500GiB@5GBps "
@@ -102,11 +125,19 @@ class JobSpec:
     task: Text = flag(
         None, "what the model learns; auto: by the class that the configuration names", choices=CHOICES["task"]
     )
-    dtype: Text = flag(None, "of the weights", choices=CHOICES["dtype"])
+    dtype: Text = flag(None, "of the weights; auto: as the configuration says", choices=CHOICES["dtype"])
     quantize: Text = flag(
         None,
-        "frozen weights in 4 or 8 bits by bitsandbytes, or in 8 by torchao; with --lora-rank",
+        "frozen weights in 4 or 8 bits by bitsandbytes, or in 8 by torchao; nf4-double: with nested quantisation; "
+        "nf4-experts: those of a mixture too, as unsloth and bitsandbytes' Experts4bit store them; with --lora-rank; "
+        "auto: as the checkpoint was published",
         choices=CHOICES["quantize"],
+    )
+    kbit_preparation: Text = flag(
+        None,
+        "weights that bitsandbytes does not quantise: trl and none: they stay in dtype; peft: in float32, as "
+        "prepare_model_for_kbit_training makes them. Adapters are in bfloat16 with trl, else in float32",
+        choices=CHOICES["kbit_preparation"],
     )
     precision: Text = flag(
         None,
@@ -121,8 +152,18 @@ class JobSpec:
         "or Adafactor",
         choices=CHOICES["optimizer"],
     )
+    optimizer_on: Text = flag(
+        None,
+        "where the optimizer's state lives: on the host by torchao on one GPU, or by the engine; on nvme by zero3",
+        choices=CHOICES["optimizer_on"],
+    )
+    weights_on: Text = flag(
+        None,
+        "where trained weights live between their uses: with zero3; fsdp2 moves them with the optimizer",
+        choices=CHOICES["weights_on"],
+    )
     engine: Text = flag(
-        None, "how several GPUs share the run; zero2 and zero3 need DeepSpeed", choices=CHOICES["engine"]
+        None, "how GPUs share the run, one GPU too; zero2 and zero3 need DeepSpeed", choices=CHOICES["engine"]
     )
     seq_len: Count = flag(None, "tokens per sample, image tokens included, or frames of sound")
     lora_rank: Count = flag(None, "train adapters of this rank and freeze the rest (default: none)")
@@ -138,7 +179,22 @@ class JobSpec:
         "configuration's, if it has one)",
         metavar="H[xW]",
     )
+    text_tokens: Count = flag(
+        None, "text tokens of a denoiser's longest encoder (default: as many as diffusers' script has)"
+    )
+    num_frames: Count = flag(None, "frames of the videos that a denoiser learns (default: the configuration's)")
+    encoders: Text = flag(
+        None,
+        "of a denoiser's pipeline, on the device and in each step: vae: the VAE; device: text encoders too; off: "
+        "latents and embeddings were computed before",
+        choices=CHOICES["encoders"],
+    )
     freeze_vision_tower: bool = flag(False, "do not train the vision tower, and give it no adapters")
+    passages: Count = flag(None, "texts for each query of a contrastive task: one that answers it, and negatives")
+    gradient_cache: bool = flag(
+        False,
+        "the loss of a contrastive task sees the whole update, of which --batch-size texts run at a time (CachedLoss)",
+    )
     base: Text = flag(
         None,
         "where frozen weights live between their visits to the device (StreamedWeights); plan tries all, file with "
@@ -157,7 +213,9 @@ class JobSpec:
         None, "clip gradients to this norm; none: do not clip"
     )
     num_gpus: Count = flag(None, "GPUs, with one process each; all figures are for one GPU")
-    checkpointing: Text = flag(None, "of activations", choices=CHOICES["checkpointing"])
+    checkpointing: Text = flag(
+        None, "of activations; reentrant: torch's older kind, of all layers", choices=CHOICES["checkpointing"]
+    )
     offload: Text = flag(None, "of activations", choices=CHOICES["offload"])
     check: bool = flag(False, "exit status 1 if it does not fit on --gpu")
     explain: bool = flag(False, "say why each lever is used or not")
@@ -168,7 +226,13 @@ class JobSpec:
         "also write a memory snapshot, which https://pytorch.org/memory_viz opens like that of a real run",
         metavar="FILE.pickle",
     )
-    output: File = flag(None, "folder for the chosen configuration and an accelerate config")
+    output: File = flag(None, "folder for the chosen configuration and an accelerate config (default: plans/NAME)")
+    vary: Text = flag(
+        None,
+        "levers beside activations and micro-batch: some of optimizer, loss, base, precision and quantize, such as "
+        "optimizer,loss (default: the base of adapters)",
+        metavar="LEVERS",
+    )
     workers: Count = flag(None, "simulations at once (default: one per core)")
 
     def __post_init__(self) -> None:
@@ -184,7 +248,12 @@ class JobSpec:
     @property
     def is_of_recipe(self) -> bool:
         """Return whether a recipe trains, rather than the trainer of a file or a model."""
-        return self.training_args is None and (self.recipe or self.config) is not None
+        return not self.is_of_trainer and (self.recipe or self.config) is not None
+
+    @property
+    def is_of_trainer(self) -> bool:
+        """Return whether a trainer of TRL or transformers trains, by the fields of its settings."""
+        return self.training_args is not None or self.trainer is not None
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,7 @@ class Workload(Protocol):
         levers: all but the micro-batch.
         effective_batch: samples per update.
         micro_batches: sizes of a forward pass, ascending; divisors of `effective_batch` with the same gradient.
+        tokens_per_sample: None where samples are not made of tokens.
     """
 
     @property
@@ -68,6 +69,9 @@ class Workload(Protocol):
 
     @property
     def micro_batches(self) -> Sequence[int]: ...
+
+    @property
+    def tokens_per_sample(self) -> int | None: ...
 
     def simulated(self, settings: Settings, micro_batch: int) -> SimulatedStep:
         """Return the step with these settings, with as many micro-batches as the update has, but no more than 2.

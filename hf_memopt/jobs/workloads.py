@@ -1,19 +1,22 @@
-"""The workload of a spec: of a model, of a file of arguments, or of a recipe; and the step that the spec describes."""
+"""The workload of a spec: of a model, a policy, a file of arguments, or a recipe; and the step that the spec has."""
 
 import importlib
 import pkgutil
 from collections.abc import Sequence
 from dataclasses import fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from hf_memopt.estimate.simulated_step import SimulatedStep
 from hf_memopt.jobs.huggingface import HuggingFaceModel
+from hf_memopt.jobs.robot_policies import PolicyFile, policy_file
 from hf_memopt.jobs.spec import FIELDS, NOT_CLIPPED, JobSpec
 from hf_memopt.jobs.workload import Lever, Workload
 
-# Trainers and recipes stand above this package and use it; they are found by name.
+# Trainers, policies and recipes stand above this package and use it; they are found by name.
 _FILES = "hf_memopt.integrations.transformers.file_workload"
+_POLICIES = "hf_memopt.lerobot.estimates.policy_workload"
 _RECIPES = "hf_memopt.recipes"
 OF_MODELS = tuple(each.name for each in fields(HuggingFaceModel) if each.name in FIELDS)
 
@@ -24,24 +27,31 @@ def workload_of(spec: JobSpec) -> Workload:
     Raises:
         ValueError: the spec names nothing to train, or two things, or has a value that is not simulated.
     """
-    if spec.training_args is not None:
+    if spec.is_of_trainer:
         made: Workload = importlib.import_module(_FILES).file_workload(spec)
         return made
-    return _of_recipe(spec) if spec.is_of_recipe else _of_model(spec)
+    if spec.is_of_recipe:
+        return _of_recipe(spec)
+    policy = policy_file(spec.model) if spec.model else None
+    return _of_model(spec) if policy is None else _of_policy(spec, policy)
 
 
 def given_step(spec: JobSpec, workload: Workload) -> tuple[SimulatedStep, int]:
     """Return the step as the spec has it, and the forward passes of an update."""
     made: Any = workload
     micro_batch = spec.batch_size or 1
-    if spec.training_args is not None:
+    step: SimulatedStep
+    if spec.is_of_trainer:
         micro_batch = made.micro_batch
-        step: SimulatedStep = made.as_given(spec.offload or "off")
+        step = made.as_given(spec.offload or "off")
+    elif isinstance(made, HuggingFaceModel):
+        step = made.step_with(spec.checkpointing or "none", spec.offload or "off", micro_batch)
     elif spec.is_of_recipe:
         settings = {each.name: each.values[0] for each in workload.levers} | _chosen(spec.set, workload.levers)
         step = workload.simulated(settings, micro_batch)
     else:
-        step = made.step_with(spec.checkpointing or "none", spec.offload or "off", micro_batch)
+        micro_batch = made.micro_batch
+        step = made.as_given(spec.offload or "off")
     passes = workload.effective_batch // (micro_batch * step.num_gpus)
     if spec.accumulation not in (None, passes):
         raise ValueError(
@@ -51,9 +61,20 @@ def given_step(spec: JobSpec, workload: Workload) -> tuple[SimulatedStep, int]:
     return step, passes
 
 
+def _of_policy(spec: JobSpec, policy: PolicyFile) -> Workload:
+    if find_spec("lerobot") is None:
+        raise ValueError(
+            f"model={spec.model!r} is a robot policy, which needs lerobot: pip install 'hf_memopt[lerobot]'"
+        )
+    made: Workload = importlib.import_module(_POLICIES).policy_workload(spec, policy)
+    return made
+
+
 def _of_model(spec: JobSpec) -> HuggingFaceModel:
-    if spec.model is None:
+    if not spec.model:
         raise ValueError("name a MODEL (hub id, folder or config.json), or a recipe with its config, or training_args")
+    if spec.set:
+        raise ValueError(f"set={spec.set[0]!r} is for recipes and robot policies; a model's settings have own flags")
     options = {name: value for name, value in spec.said().items() if name in OF_MODELS}
     if spec.max_grad_norm == NOT_CLIPPED:
         options["max_grad_norm"] = None

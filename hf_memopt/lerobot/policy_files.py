@@ -34,7 +34,14 @@ CONFIG_FILE = "config.json"
 # Where lerobot 0.6.2 writes a sharded run's weights with --checkpoint_format=dcp.
 _SHARDS = "pytorch_model_fsdp_0"
 
-_NORMALIZED_BY = {"MEAN_STD": ("mean", "std"), "MIN_MAX": ("min", "max")}
+# lerobot.processor.normalize_processor
+_NORMALIZED_BY = {
+    "IDENTITY": (),
+    "MEAN_STD": ("mean", "std"),
+    "MIN_MAX": ("min", "max"),
+    "QUANTILES": ("q01", "q99"),
+    "QUANTILE10": ("q10", "q90"),
+}
 
 
 def resolve_checkpoint(path_or_id: str | Path, revision: str | None = None) -> Path:
@@ -138,17 +145,26 @@ def check_same_architecture(student: PreTrainedConfig, teacher: PreTrainedConfig
 def check_same_statistics(
     teacher_folder: Path, config: PreTrainedConfig, dataset_stats: Mapping[str, Mapping[str, Any]]
 ) -> None:
-    """Raise a ValueError that names a feature with other statistics in the data than in the teacher's files.
+    """Raise a ValueError that names a feature with other statistics in the data than in the teacher's files, or none.
 
-    lerobot replaces a fine-tuned policy's statistics by the dataset's, and the teacher would teach something else.
+    lerobot replaces a fine-tuned policy's statistics by the dataset's, and the teacher would teach something else. A
+    feature without statistics it passes on as it is.
     """
     check_processors(teacher_folder)
     _, saved = _normalizer(teacher_folder, PREPROCESSOR_FILE, "normalizer_processor")
     for feature, statistic in normalizing_statistics(config):
         theirs = saved.get(f"{feature}.{statistic}")
         ours = dataset_stats.get(feature, {}).get(statistic)
-        if theirs is None or ours is None:
-            continue
+        if ours is None:
+            raise ValueError(
+                f"the dataset's meta/stats.json has no {statistic} of {feature!r}, by which the policy normalises; "
+                "compute its statistics again (quantiles: lerobot's augment_dataset_quantile_stats.py)"
+            )
+        if theirs is None:
+            raise ValueError(
+                f"{teacher_folder / PREPROCESSOR_FILE} has no {statistic} of {feature!r}: the teacher has learned from "
+                "values that were not normalised, as data without statistics leave them; train it again on these data"
+            )
         theirs, ours = theirs.flatten(), torch.as_tensor(ours, dtype=theirs.dtype).flatten()
         if theirs.shape != ours.shape or not torch.allclose(theirs, ours, rtol=1e-4, atol=1e-6):
             raise ValueError(
@@ -176,11 +192,22 @@ def check_normalizers(folder: Path, config: PreTrainedConfig) -> None:
 
 
 def normalizing_statistics(config: PreTrainedConfig) -> Iterator[tuple[str, str]]:
-    """Yield the statistics that a policy's normaliser uses, as pairs of a feature and e.g. `"mean"`."""
+    """Yield the statistics that a policy's normaliser uses, as pairs of a feature and e.g. `"mean"`.
+
+    Raises:
+        ValueError: a feature's mode is none of those whose statistics are known.
+    """
     features = {**(config.input_features or {}), **(config.output_features or {})}
     for feature, description in features.items():
-        mode = config.normalization_mapping.get(description.type.value)
-        for statistic in _NORMALIZED_BY.get(mode.value if mode is not None else "", ()):
+        kind = description.type.value
+        mode = config.normalization_mapping.get(kind)
+        name = "IDENTITY" if mode is None else mode.value
+        if name not in _NORMALIZED_BY:
+            raise ValueError(
+                f"normalization_mapping: the statistics of mode {name!r} ({kind}) are not known; use one of "
+                f"{', '.join(_NORMALIZED_BY)}"
+            )
+        for statistic in _NORMALIZED_BY[name]:
             yield feature, statistic
 
 

@@ -2,7 +2,8 @@
 
 import io
 import sys
-from contextlib import redirect_stderr
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 
 from draccus.utils import DecodingError
@@ -15,18 +16,25 @@ from hf_memopt.command_line import argparse_raising
 def read_training_flags() -> TrainPipelineConfig:
     """Read and validate `sys.argv`; ValueError where lerobot would print its complaint and end the process."""
     printed = io.StringIO()
+    with complaints_as_errors(), redirect_stderr(printed):
+        cfg = _parsed()
+        _validate(cfg)
+        _make_paths_absolute(cfg)
+    sys.stderr.write(printed.getvalue())
+    return cfg
+
+
+@contextmanager
+def complaints_as_errors() -> Iterator[None]:
+    """Raise ValueError in place of the complaints with which lerobot's parser ends the process."""
     try:
-        with argparse_raising(), redirect_stderr(printed):
-            cfg = _parsed()
-            _validate(cfg)
-            _make_paths_absolute(cfg)
+        with argparse_raising():
+            yield
     except SystemExit as ending:
         complaint = ending.__context__
         if not isinstance(complaint, DecodingError):
             raise
         raise ValueError(_innermost(complaint)) from complaint
-    sys.stderr.write(printed.getvalue())
-    return cfg
 
 
 @parser.wrap()

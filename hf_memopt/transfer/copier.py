@@ -229,7 +229,7 @@ class StreamCopier:
     def _copy(self, source: Tensor, destination: Tensor, stream: torch.Stream) -> DeviceCopy:
         # Looked up at every use: the caller may have entered another stream since the last copy.
         compute = torch.accelerator.current_stream(self.device)
-        if compute != self._compute:
+        if self._compute is None or compute != self._compute:  # `stream != None` is False, too
             self._follow(compute)
         # After the work that made its source, and the last work that used the memory of its destination.
         stream.wait_stream(compute)

@@ -10,6 +10,7 @@ where they lie in memory, modulo a page, and no more than the two pages at the e
 import ctypes
 import mmap
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -24,6 +25,8 @@ from hf_memopt.transfer.host_arena import HostAllocator
 from hf_memopt.units import format_bytes
 
 PAGE = 4096
+# Linux's MADV_WIPEONFORK, which Python has no name for.
+_WIPE_ON_FORK = 18
 
 # The most that one call moves, so that several threads share a large tensor. A multiple of a page.
 CHUNK_BYTES = 8 * 2**20
@@ -32,8 +35,8 @@ CHUNK_BYTES = 8 * 2**20
 def private_pages(num_bytes: int, offset: int = 0) -> Tensor:
     """Return uninitialised memory of our own, `(num_bytes,)` uint8, which begins `offset` bytes after a page does.
 
-    The system has it back as soon as the last tensor is gone, where an allocator would keep it. Forks do not get it: a
-    read that is under way would end in pages that the fork takes over.
+    The system has it back as soon as the last tensor is gone, where an allocator would keep it. Forks get empty pages
+    in its place: a read that is under way would end in pages that the fork takes over.
 
     Raises:
         MemoryError: there is not enough memory.
@@ -42,8 +45,8 @@ def private_pages(num_bytes: int, offset: int = 0) -> Tensor:
         pages = mmap.mmap(-1, num_bytes + offset, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise MemoryError(f"cannot allocate {format_bytes(num_bytes)} of host memory") from error
-    if hasattr(mmap, "MADV_DONTFORK"):
-        pages.madvise(mmap.MADV_DONTFORK)
+    if sys.platform == "linux":
+        pages.madvise(_WIPE_ON_FORK)
     return torch.frombuffer(pages, dtype=torch.uint8)[offset:]
 
 

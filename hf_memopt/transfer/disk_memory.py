@@ -6,6 +6,7 @@ Below any other device they stop in host memory on either way.
 
 import copy
 import logging
+import threading
 from collections import deque
 from dataclasses import dataclass
 from typing import Protocol
@@ -36,11 +37,12 @@ class _Disk:
 
     def __init__(self, file: TierFile) -> None:
         self.file = file
-        self._num_passes = 0
+        self.num_passes = 0
+        self.failures: list[tuple[Exception, int]] = []
 
     def begin_pass(self) -> None:
-        self._num_passes += 1
-        if self._num_passes == _FIRST_WEAR_LINE or self._num_passes % _WEAR_LINE_EVERY == 0:
+        self.num_passes += 1
+        if self.num_passes == _FIRST_WEAR_LINE or self.num_passes % _WEAR_LINE_EVERY == 0:
             logger.info("activation offloading: %s", self.file.wear())
 
     @property
@@ -119,6 +121,9 @@ class StagedDisk(_Disk):
 
     Each way is two copies. The second one starts once the first is seen to be over: at the next copy of any tensor, or
     at a wait. Tensors larger than the host memory for it, `staging_bytes`, do not go.
+
+    After an error torch frees the graph on a thread of its own, whose destructors wait for copies, while the next step
+    may have begun: `lock` is held during each look at a copy.
     """
 
     def __init__(self, file: TierFile, copier: Copier, staging_bytes: int, is_below_host: bool = False) -> None:
@@ -129,8 +134,7 @@ class StagedDisk(_Disk):
         # Oldest first. Each holds a block of the host memory.
         self._under_way: deque[_UnderWay] = deque()
         self._link: tuple[float, float] | None = None
-        # Of writes whose bytes are not needed any more.
-        self.failures: list[Exception] = []
+        self.lock = threading.RLock()
 
     def acquire(self, num_bytes: int, storage: torch.UntypedStorage) -> StagedBlock | None:
         # A tensor that could not stop on its way back must not go.
@@ -147,34 +151,36 @@ class StagedDisk(_Disk):
         return self.file.space.bytes_live - sum(write.extent.num_bytes for write in writes if write.is_abandoned)
 
     def release(self, block: StagedBlock) -> None:
-        if block.write is None or block.write.is_over:
-            self.file.space.release(block.extent)
-        else:
-            block.write.is_abandoned = True
+        with self.lock:
+            if block.write is None or block.write.is_over:
+                self.file.space.release(block.extent)
+            else:
+                block.write.is_abandoned = True
 
     def write(self, source: Tensor, block: StagedBlock) -> Transfer:
-        memory = self._take(source.nbytes)
-        block.write = _StagedWrite(self, memory, block.extent, self.copier.to_host(source, memory))
-        self._under_way.append(block.write)
-        return block.write
+        with self.lock:
+            memory = self._take(source.nbytes)
+            block.write = _StagedWrite(self, memory, block.extent, self.copier.to_host(source, memory))
+            self._under_way.append(block.write)
+            return block.write
 
     def read(self, block: StagedBlock, destination: Tensor) -> Transfer:
-        assert block.write is not None
-        block.write.finish()
-        block.write.raise_error()
-        memory = self._take(destination.nbytes)
-        read = _StagedRead(self, memory, self.file.read(block.extent, memory), destination)
-        self._under_way.append(read)
-        return _ReadTransfer(read)
+        with self.lock:
+            assert block.write is not None
+            block.write.finish()
+            block.write.raise_error()
+            memory = self._take(destination.nbytes)
+            read = _StagedRead(self, memory, self.file.read(block.extent, memory), destination)
+            self._under_way.append(read)
+            return _ReadTransfer(read)
 
     def empty_device(self, num_bytes: int, block: StagedBlock, first: int) -> Tensor:
         return self.copier.empty_device(num_bytes)
 
     def begin_pass(self) -> None:
         super().begin_pass()
-        self._advance()
-        if self.failures:
-            raise self.failures.pop()
+        with self.lock:
+            self._advance()
 
     def stall_ms(self) -> float:
         """Leave waits for the copier's copies to the memory above that has the same copier, if there is one."""
@@ -217,13 +223,15 @@ class _StagedWrite:
 
     def __init__(self, disk: StagedDisk, memory: Tensor, extent: Extent, copied: DeviceCopy) -> None:
         self._disk, self._memory, self.extent, self._copied = disk, memory, extent, copied
+        self._of_pass = disk.num_passes
         self._stored: FileCopy | None = None
         self._error: Exception | None = None
         self.is_over = self.is_abandoned = False
 
     def wait(self) -> None:
-        self._copied.wait()
-        self.raise_error()
+        with self._disk.lock:
+            self._copied.wait()
+            self.raise_error()
 
     def raise_error(self) -> None:
         if self._error is not None:
@@ -244,7 +252,7 @@ class _StagedWrite:
                 self._store()
             if self._stored is not None:
                 self._stored.wait()
-        except Exception as error:  # raised to the reader of the bytes; without one, in the next pass
+        except Exception as error:  # raised to the reader of the bytes; without one, at the end of a step
             self._error = error.with_traceback(None)
         self._end()
 
@@ -263,14 +271,14 @@ class _StagedWrite:
         if self.is_abandoned:
             self._disk.file.space.release(self.extent)
             if self._error is not None:
-                self._disk.failures.append(self._error)
+                self._disk.failures.append((self._error, self._of_pass))
 
 
 class _StagedRead:
     """The way of a tensor from the file: first fetched to `memory` of the host, then copied to its destination."""
 
     def __init__(self, disk: StagedDisk, memory: Tensor, fetched: FileCopy, destination: Tensor) -> None:
-        self._disk, self._memory, self._fetched = disk, memory, fetched
+        self.disk, self._memory, self._fetched = disk, memory, fetched
         self._destination: Tensor | None = destination
         self._copied: Transfer | None = None
         self._finished: StreamEvent | None = None
@@ -304,7 +312,7 @@ class _StagedRead:
             return
         try:
             self._fetched.wait()
-            self._copied = self._disk.copier.to_device(self._memory, destination)
+            self._copied = self.disk.copier.to_device(self._memory, destination)
             self._finished = self._copied.finished
         except Exception as error:  # raised to those who wait for the bytes
             self._error = error.with_traceback(None)
@@ -313,7 +321,7 @@ class _StagedRead:
     def _end(self) -> None:
         if not self.is_over:
             self.is_over = True
-            self._disk.staging.release(self._memory)
+            self.disk.staging.release(self._memory)
             del self._memory
 
 
@@ -325,9 +333,10 @@ class _ReadTransfer:
         self._copied: Transfer | None = None
 
     def wait(self) -> None:
-        if self._copied is None:
-            self._copied = self._read.take_copied()
-        self._copied.wait()
+        with self._read.disk.lock:
+            if self._copied is None:
+                self._copied = self._read.take_copied()
+            self._copied.wait()
 
 
 class _PageAligned:

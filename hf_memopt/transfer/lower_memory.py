@@ -22,9 +22,12 @@ class LowerMemory(Protocol):
         bytes_held: taken from the system, for now and for later.
         host_bytes_held: of the host's memory, also that which bytes pass through.
         num_allocations: how often bytes were taken from the system.
+        failures: errors of copies without a reader, and the numbers of their passes; `DeviceState.raise_failure` takes
+            them out.
     """
 
     name: TierName
+    failures: list[tuple[Exception, int]]
 
     @property
     def bytes_live(self) -> int: ...
@@ -54,7 +57,7 @@ class LowerMemory(Protocol):
         """Uninitialised device memory, `(num_bytes,)` uint8; the bytes of `block` can be read from byte `first` on."""
 
     def begin_pass(self) -> None:
-        """Note that a pass begins; the error of a copy without a reader is raised here."""
+        """Note that a pass begins."""
 
     def trim(self) -> None:
         """Give back memory that recent passes have not needed."""
@@ -87,6 +90,7 @@ class LowerHost:
 
     def __init__(self, copier: Copier, budget_bytes: int | None) -> None:
         self._copier, self._budget_bytes = copier, budget_bytes
+        self.failures: list[tuple[Exception, int]] = []
         self._arena = HostArena(copier, budget_bytes)
         self._tier: Tier | None = None
 

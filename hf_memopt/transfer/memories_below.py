@@ -10,6 +10,8 @@ from hf_memopt.transfer.lower_memory import LowerHost, LowerMemory
 from hf_memopt.transfer.tier_file import TierFile
 from hf_memopt.units import GIB
 
+# Of the free host memory, the share that saved activations take where no budget is given.
+_HOST_SHARE = 0.9
 # Of the host memory that may be used, the share through which bytes pass on their way to a disk, at most so many bytes.
 _STAGING_SHARE = 0.25
 _MAX_STAGING_BYTES = 4 * GIB
@@ -20,6 +22,16 @@ def computes_in_host_memory(device: torch.device) -> bool:
     if device.type == "cuda":
         return bool(torch.cuda.get_device_properties(device).is_integrated)
     return device.type in ("cpu", "mps", "meta")
+
+
+def default_host_budget(free_bytes: int) -> int:
+    """Return how much of the free host memory saved activations take, on their way to a disk too."""
+    return round(_HOST_SHARE * free_bytes)
+
+
+def host_bytes_beside_staging(budget_bytes: int) -> int:
+    """Return how much of a host's budget is used before a disk below it is."""
+    return budget_bytes - _staging_bytes(budget_bytes)
 
 
 def memories_below(
@@ -45,9 +57,12 @@ def memories_below(
     if file is None:
         return [LowerHost(copier, host_budget_bytes)], clock_for(device)
     disk = _staged(file, copier, host_budget_bytes, is_below_host=True)
-    return [LowerHost(copier, host_budget_bytes - disk.staging_bytes), disk], clock_for(device)
+    return [LowerHost(copier, host_bytes_beside_staging(host_budget_bytes)), disk], clock_for(device)
 
 
 def _staged(file: TierFile, copier: Copier, host_budget_bytes: int, is_below_host: bool = False) -> StagedDisk:
-    staging_bytes = min(round(_STAGING_SHARE * host_budget_bytes), _MAX_STAGING_BYTES)
-    return StagedDisk(file, copier, staging_bytes, is_below_host)
+    return StagedDisk(file, copier, _staging_bytes(host_budget_bytes), is_below_host)
+
+
+def _staging_bytes(host_budget_bytes: int) -> int:
+    return min(round(_STAGING_SHARE * host_budget_bytes), _MAX_STAGING_BYTES)

@@ -10,11 +10,12 @@ from accelerate.utils import GradientAccumulationPlugin
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from hf_memopt.jobs.transformers_models.random_weights import weights_from_config
 from hf_memopt.recipes.causal_lm import data as data
 from hf_memopt.recipes.causal_lm.model import make_model
 from hf_memopt.recipes.causal_lm.options import Options
 from hf_memopt.recipes.causal_lm.step import Batch, Run, make_optimizer, update
-from hf_memopt.recipes.common.auto_plan import Changes, RecipeWorkload, weights_from_config
+from hf_memopt.recipes.common.auto_plan import Changes, RecipeWorkload
 from hf_memopt.recipes.common.flags import read_options
 
 __all__ = ["workload"]

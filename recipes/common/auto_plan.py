@@ -3,15 +3,12 @@
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar
-from unittest.mock import patch
 
 import torch
-import transformers  # Its parts are slow to import, and are when they are named.
 from accelerate import Accelerator, PartialState
 from accelerate.utils import broadcast_object_list
 
@@ -47,6 +44,8 @@ class RecipeWorkload(ABC):
     BATCH: ClassVar[tuple[str, str]]
     # The section and the option that name the run's folder; `resume_from_checkpoint` is in the same section.
     FOLDER: ClassVar[tuple[str, str]] = ("training", "output_dir")
+
+    tokens_per_sample: int | None = None
 
     def __init__(self, name: str, options: Any, precision: str, effective_batch: int | None) -> None:
         if effective_batch is None:
@@ -168,16 +167,6 @@ def best_row(workload: Workload, card: str, state: Accelerator | PartialState) -
         found = [result.best]
     best: Row = broadcast_object_list(found)[0]
     return best
-
-
-def weights_from_config(kind: Any) -> AbstractContextManager[Any]:
-    """Have transformers' auto class make models from their configurations inside; no weights are loaded."""
-
-    def from_config(name: str, *, dtype: Any = None, torch_dtype: Any = None, **ignored: Any) -> Any:
-        config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
-        return kind.from_config(config, dtype=dtype or torch_dtype, trust_remote_code=False)
-
-    return patch.object(kind, "from_pretrained", from_config)
 
 
 def log_prediction(predicted: Row | None, accelerator: Accelerator) -> None:

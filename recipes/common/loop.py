@@ -153,6 +153,17 @@ def saving_after_errors(run: Run, checkpoints: Checkpoints) -> Iterator[None]:
         raise
 
 
+@contextmanager
+def reporting(folder: str | Path) -> Iterator[None]:
+    """Have an error inside be one warning: a report is about a model that is in `folder` already."""
+    try:
+        yield
+    except Exception as error:
+        words = " ".join(str(error).split())
+        logger.warning(f"The report is not complete ({type(error).__name__}: {words}); the model is in {folder}")
+        logger.debug("while reporting", exc_info=True)
+
+
 def is_due(number: int, interval: int) -> bool:
     return interval > 0 and number % interval == 0
 

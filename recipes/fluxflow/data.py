@@ -4,6 +4,7 @@ import math
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import datasets
@@ -28,18 +29,28 @@ class Source(NamedTuple):
     samples: Any
     column: str
     buckets: list[Size]  # to which images are brought
+    channels: int = 3  # or 1: gray
 
 
-def load(options: DataOptions, stride: int, seed: int) -> Source:
+def load(options: DataOptions, stride: int, seed: int, channels: int = 3) -> Source:
+    """Return the images that the options name.
+
+    Raises:
+        ValueError: there are none, no such column, or the first one's pixels have no known range.
+    """
     buckets = [bucket(options.resolution, ratio, stride) for ratio in options.aspect_ratios]
     if options.image_folder is None and options.dataset is None:
-        return Source(drawn_images(options.num_drawn, options.resolution, seed), "image", buckets)
+        return Source(drawn_images(options.num_drawn, options.resolution, seed), "image", buckets, channels)
     samples = _open(options)
     columns = samples.column_names  # None where a stream does not say
     if columns is not None and options.image_column not in columns:
         raise ValueError(f"image_column={options.image_column!r}: the dataset has the columns {', '.join(columns)}")
     samples = samples.select_columns(options.image_column)
-    return Source(samples.cast_column(options.image_column, datasets.Image(mode="RGB")), options.image_column, buckets)
+    # Read as they are: PIL's own conversion cuts off the values above 255 of other kinds.
+    samples = samples.cast_column(options.image_column, datasets.Image())
+    for sample in samples.take(1):
+        in_8_bits(sample[options.image_column])
+    return Source(samples, options.image_column, buckets, channels)
 
 
 def _open(options: DataOptions) -> Any:
@@ -49,7 +60,23 @@ def _open(options: DataOptions) -> Any:
     else:
         given, name, more["name"] = "dataset", options.dataset, options.dataset_config
     with explained(f"{given}={getattr(options, given)!r} cannot be loaded"):
+        if options.dataset is not None and _is_saved(Path(options.dataset)):
+            return _read_saved(options)
         return datasets.load_dataset(name, split=options.split, trust_remote_code=False, **more)
+
+
+def _is_saved(folder: Path) -> bool:
+    """Return whether `save_to_disk` has written a folder."""
+    return any((folder / name).is_file() for name in ("state.json", "dataset_dict.json"))
+
+
+def _read_saved(options: DataOptions) -> Any:
+    found = datasets.load_from_disk(str(options.dataset))
+    if isinstance(found, datasets.DatasetDict):
+        if options.split not in found:
+            raise ValueError(f"split={options.split!r}: it has {', '.join(found)}")
+        found = found[options.split]
+    return found.to_iterable_dataset() if options.streaming else found
 
 
 def describe(options: DataOptions) -> str:
@@ -87,21 +114,46 @@ def check_sizes(options: Options, stride: int) -> None:
 
 
 def rescaled(images: Tensor, scale: float, stride: int) -> Tensor:
-    """Return images `(batch, 3, height, width)` at another resolution, their sides still multiples of the stride."""
+    """Return images `(batch, channels, height, width)` at another resolution, sides still multiples of the stride."""
     size = [nearest_multiple(side * scale, stride) for side in images.shape[2:]]
     if size == list(images.shape[2:]):
         return images
     return torch.nn.functional.interpolate(images, size, mode="bilinear", antialias=True, align_corners=False)
 
 
-def fitted(image: Image.Image, size: Size) -> Tensor:
-    """Return an image scaled to cover `size`, the rest cropped on both sides alike: `(3, height, width)` in [-1, 1]."""
-    pixels = np.asarray(ImageOps.fit(ImageOps.exif_transpose(image).convert("RGB"), size, Image.Resampling.LANCZOS))
-    return torch.from_numpy(pixels.copy()).permute(2, 0, 1).float().div_(127.5).sub_(1)
+# Gray values of 16 bits, by the order of their bytes, and kinds without a largest value.
+_OF_16_BITS = ("I;16", "I;16L", "I;16B", "I;16N")
+_BOUNDLESS = {"I": "32-bit integers", "F": "floating-point numbers"}
+
+
+def in_8_bits(image: Image.Image) -> Image.Image:
+    """Return an image of the same brightness whose pixels have 8 bits in each channel.
+
+    Raises:
+        ValueError: nothing says which of its values is white.
+    """
+    if image.mode in _OF_16_BITS:
+        return Image.fromarray((np.asarray(image) / 257).round().astype(np.uint8))
+    if image.mode in _BOUNDLESS:
+        raise ValueError(
+            f"an image has pixels of mode {image.mode!r} ({_BOUNDLESS[image.mode]}), of which nothing says what is "
+            "white; save the images with 8 or 16 bits"
+        )
+    return image
+
+
+def fitted(image: Image.Image, size: Size, channels: int = 3) -> Tensor:
+    """Return an image scaled to cover `size`, the rest cropped on both sides alike, in [-1, 1].
+
+    `(channels, height, width)`; one channel is gray.
+    """
+    upright = in_8_bits(ImageOps.exif_transpose(image)).convert("RGB" if channels == 3 else "L")
+    pixels = np.array(ImageOps.fit(upright, size, Image.Resampling.LANCZOS)).reshape(size[1], size[0], channels)
+    return torch.from_numpy(pixels).permute(2, 0, 1).float().div_(127.5).sub_(1)
 
 
 class BucketBatches(IterableDataset[Tensor]):
-    """Batches of images of one bucket each, `(batch_size, 3, height, width)`; the rest is left out."""
+    """Batches of images of one bucket each, `(batch_size, channels, height, width)`; the rest is left out."""
 
     def __init__(self, source: Source, batch_size: int) -> None:
         self._source = source
@@ -112,7 +164,7 @@ class BucketBatches(IterableDataset[Tensor]):
         for sample in self._source.samples:
             image = sample[self._source.column]
             size = nearest_bucket(image, self._source.buckets)
-            waiting[size].append(fitted(image, size))
+            waiting[size].append(fitted(image, size, self._source.channels))
             if len(waiting[size]) == self._batch_size:
                 yield torch.stack(waiting.pop(size))
 
@@ -181,7 +233,8 @@ def panel_images(source: Source, options: DataOptions, seed: int, count: int = 6
 
 def first_images(source: Source, count: int) -> list[Tensor]:
     size = source.buckets[0]
-    return [fitted(sample[source.column], size) for sample, _ in zip(source.samples, range(count), strict=False)]
+    first = zip(source.samples, range(count), strict=False)
+    return [fitted(sample[source.column], size, source.channels) for sample, _ in first]
 
 
 def drawn_images(count: int, resolution: int, seed: int) -> datasets.Dataset:

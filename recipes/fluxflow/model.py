@@ -29,7 +29,10 @@ def build_models(model: ModelOptions, losses: LossOptions, levers: LeverOptions,
     """Return all in training mode, on the CPU. Torch's seed decides the VAE's and the discriminator's weights."""
     vae = make_vae(model).train()
     discriminator = PatchDiscriminator(
-        model.discriminator_channels, model.discriminator_layers, normalised=model.spectral_norm
+        model.discriminator_channels,
+        model.discriminator_layers,
+        normalised=model.spectral_norm,
+        image_channels=vae.config.in_channels,
     )
     if levers.checkpoint_vae:
         apply_selective_checkpointing(vae, "all", modules=CHECKPOINTED_BLOCKS)
@@ -42,7 +45,24 @@ def make_vae(options: ModelOptions) -> Any:
     if options.vae is None:
         return _new_vae(options)
     with explained(f"vae={options.vae!r} cannot be loaded; pass a hub id or folder of a diffusers AutoencoderKL"):
-        return AutoencoderKL.from_pretrained(options.vae)
+        loaded = _read_vae(options.vae)
+    channels = loaded.config.in_channels
+    if channels not in (1, 3) or loaded.config.out_channels != channels:
+        raise ValueError(
+            f"vae={options.vae!r} goes from {channels} to {loaded.config.out_channels} channels; images have 3, or 1 "
+            "if they are gray"
+        )
+    return loaded
+
+
+def _read_vae(name: str) -> Any:
+    """Read a VAE, or that of a whole pipeline, which has it in a folder of its own."""
+    try:
+        return AutoencoderKL.from_pretrained(name)
+    except OSError:
+        if Path(name).is_dir() and not (Path(name) / "vae").is_dir():
+            raise
+        return AutoencoderKL.from_pretrained(name, subfolder="vae")
 
 
 def _new_vae(options: ModelOptions) -> Any:
@@ -68,14 +88,14 @@ def stride(vae: Any) -> int:
 
 
 class PatchDiscriminator(nn.Module):
-    """Convolutions from an image to one logit per patch: `(batch, 3, height, width)` to `(batch, 1, h, w)`.
+    """Convolutions from an image to a logit per patch: `(batch, image_channels, height, width)` to `(batch, 1, h, w)`.
 
     With spectral normalisation, a forward pass in training mode moves a power iteration on, which is kept in buffers.
     """
 
-    def __init__(self, channels: int, num_halvings: int, *, normalised: bool) -> None:
+    def __init__(self, channels: int, num_halvings: int, *, normalised: bool, image_channels: int = 3) -> None:
         super().__init__()
-        widths = [3, *(channels * 2**level for level in range(num_halvings + 1))]
+        widths = [image_channels, *(channels * 2**level for level in range(num_halvings + 1))]
         strides = [1, *[2] * num_halvings]
         layers: list[nn.Module] = []
         for i, o, step in zip(widths, widths[1:], strides, strict=False):
@@ -90,7 +110,7 @@ class PatchDiscriminator(nn.Module):
 
 
 class PerceptualLoss(nn.Module):
-    """LPIPS on VGG16, frozen: two batches `(batch, 3, height, width)` in [-1, 1] to `(batch, 1, 1, 1)`.
+    """LPIPS on VGG16, frozen: two batches `(batch, 3 or 1, height, width)` in [-1, 1] to `(batch, 1, 1, 1)`.
 
     `weights` is "imagenet", from torch hub's cache, or "random": the same computation and memory, and no perception.
     The seed of random weights leaves torch's own random numbers alone.

@@ -15,7 +15,9 @@ MIN_LPIPS_SIZE = 16  # VGG halves it four times
 
 @dataclass
 class ModelOptions:
-    vae: str | None = flag(None, "hub id or folder of a diffusers AutoencoderKL to go on with; without it a new one")
+    vae: str | None = flag(
+        None, "hub id or folder of a diffusers AutoencoderKL, or of a pipeline, to go on with; else new"
+    )
     channels: list[Count] = flag([32, 64, 64], "of a new VAE, by level; each after the first halves")
     layers_per_block: Count = flag(1, "residual blocks of a new VAE's encoder at each level")
     latent_channels: Count = flag(4, "of a new VAE")
@@ -27,7 +29,7 @@ class ModelOptions:
 @dataclass
 class DataOptions:
     image_folder: str | None = flag(None, "folder of images; without it and --dataset landscapes are drawn")
-    dataset: str | None = flag(None, "name or folder of a dataset that `datasets` can load")
+    dataset: str | None = flag(None, "name or folder of a dataset that `datasets` can load, or has saved to disk")
     dataset_config: str | None = flag(None, "configuration of the dataset")
     split: str = flag("train", "split of the dataset")
     image_column: str = flag("image", "column of the dataset that holds the images")

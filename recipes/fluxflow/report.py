@@ -14,7 +14,6 @@ from hf_memopt.recipes.common.results import num_parameters
 from hf_memopt.recipes.fluxflow.model import Models
 from hf_memopt.recipes.fluxflow.options import Options
 from hf_memopt.recipes.fluxflow.step import Gan
-from hf_memopt.recipes.fluxflow.training_aids import WeightAverage
 
 logger = logging.getLogger(__name__)
 
@@ -85,14 +84,6 @@ def write(results: dict[str, Any], panels: Tensor, output: Path) -> None:
         draw(results["history"], output / "losses.png")
     costs = table([results["training_cost"]], results["device"])
     logger.info(f"Reconstructions in panels.png: {results['psnr_db']:.1f} dB\n{costs}")
-
-
-def save_vae(vae: Any, average: WeightAverage | None, folder: Path) -> None:
-    """Write folders for `AutoencoderKL.from_pretrained`: `vae`, as trained, and `vae_ema`, the average of weights."""
-    vae.save_pretrained(folder / "vae")
-    if average is not None:
-        with average.applied():
-            vae.save_pretrained(folder / "vae_ema")
 
 
 def draw(history: common.History, file: Path) -> None:

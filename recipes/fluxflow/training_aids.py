@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -79,3 +80,11 @@ def average_gradients(accelerator: Accelerator, parameters: list[nn.Parameter]) 
     everything = accelerator.reduce(torch.cat([gradient.flatten() for gradient in gradients]), "mean")
     for gradient, mean in zip(gradients, everything.split([each.numel() for each in gradients]), strict=True):
         gradient.copy_(mean.view_as(gradient))
+
+
+def save_vae(vae: Any, average: WeightAverage | None, folder: Path) -> None:
+    """Write folders for `AutoencoderKL.from_pretrained`: `vae`, as trained, and `vae_ema`, the average of weights."""
+    vae.save_pretrained(folder / "vae")
+    if average is not None:
+        with average.applied():
+            vae.save_pretrained(folder / "vae_ema")

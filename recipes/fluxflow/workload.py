@@ -49,7 +49,8 @@ class FluxFlow(BatchInParts):
         for model in filter(None, models):
             model.to(accelerator.device)
         side = max(options.resolutions)
-        images = torch.zeros(options.training.batch_size, 3, side, side, device=accelerator.device)
+        shape = options.training.batch_size, models.vae.config.in_channels, side, side
+        images = torch.zeros(shape, device=accelerator.device)
         average = make_average(models.vae, options, accelerator.device)
         return make_gan(models, options, accelerator), images, average
 

@@ -64,23 +64,50 @@ def _generated(options: Options) -> Latents:
 
 def _from_folder(root: Path, names: list[str] | None, num_styles: int) -> Latents:
     names = names or [f"style{number}" for number in range(num_styles)]
-    of_styles = [_read_style(root / name) for name in names]
+    read = [_read_style(root / name) for name in names]
+    _check_sizes([each for of_style in read for each in of_style])
+    of_styles = [torch.cat([latents for _, latents in of_style]) for of_style in read]
     styles = [torch.full((len(latents),), number) for number, latents in enumerate(of_styles)]
     return Latents(torch.cat(of_styles).float(), torch.cat(styles))
 
 
-def _read_style(folder: Path) -> Tensor:
+def _read_style(folder: Path) -> list[tuple[Path, Tensor]]:
     files = sorted(path for path in folder.glob("*") if path.suffix in (".pt", ".safetensors"))
     if not files:
         raise ValueError(f"data.data_root: no .pt or .safetensors files in {folder}; each style needs a folder of them")
-    return torch.cat([latents for file in files for latents in _read_file(file)])
+    return [(file, latents) for file in files for latents in _read_file(file)]
+
+
+def _check_sizes(found: list[tuple[Path, Tensor]]) -> None:
+    first_file, first = found[0]
+    for file, latents in found:
+        if latents.shape[1:] != first.shape[1:]:
+            raise ValueError(
+                f"data.data_root: {file} has latents of {tuple(latents.shape[1:])}, {first_file} of "
+                f"{tuple(first.shape[1:])}; encode images of one size"
+            )
 
 
 def _read_file(file: Path) -> Iterator[Tensor]:
-    """Yield the latents of a file, `(num, channels, height, width)`; a single one may lack its first dimension."""
+    """Yield the latents of a file, `(num, channels, height, width)`; a single one may lack its first dimension.
+
+    Raises:
+        ValueError: something in it is no tensor of floating-point numbers with three or four dimensions.
+    """
     held = load_file(file) if file.suffix == ".safetensors" else torch.load(file, weights_only=True)
-    for tensor in held.values() if isinstance(held, dict) else [held]:
-        yield tensor if tensor.ndim == 4 else tensor[None]
+    named = (
+        held.items() if isinstance(held, dict) else enumerate(held) if isinstance(held, list | tuple) else [("", held)]
+    )
+    for name, latents in named:
+        if not (isinstance(latents, Tensor) and latents.is_floating_point() and latents.ndim in (3, 4)):
+            kind = f"{latents.dtype}, {tuple(latents.shape)}" if isinstance(latents, Tensor) else type(latents).__name__
+            place = "" if name == "" else f"{name!r}, "
+            raise ValueError(
+                f"data.data_root: {file} holds {place}{kind}; each entry must be latents, floating-point numbers "
+                "(channels, height, width), with or without a dimension of samples before"
+            )
+        # Encoded with gradients on, they would bring their encoder's graph.
+        yield latents.detach() if latents.ndim == 4 else latents.detach()[None]
 
 
 def _from_dataset(data: DataOptions) -> Latents:

@@ -1,15 +1,18 @@
 """The network of `train_lgt.py`: a U-Net that gives velocities, integrated to the end of time with gradients."""
 
+import json
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
+from safetensors.torch import save
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from hf_memopt.ranges import COUNT
-from hf_memopt.recipes.lgt.options import ModelOptions
+from hf_memopt.recipes.lgt.options import ModelOptions, Options
 
 Velocity = Callable[[Tensor, Tensor], Tensor]
 
@@ -216,3 +219,11 @@ def compile_module(
 
 def compile_seconds() -> float:
     return torch._dynamo.utils.calculate_time_spent()["total_wall_time"]
+
+
+def save_model(model: nn.Module, options: Options, folder: Path) -> None:
+    """Write `model.safetensors`, and its options as `config.json`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {name: value.contiguous() for name, value in model.state_dict().items()}
+    (folder / "model.safetensors").write_bytes(save(weights))  # save_file's are for their owner alone to read
+    (folder / "config.json").write_text(json.dumps(options.as_dict(), indent=2) + "\n")

@@ -1,12 +1,9 @@
-"""The report of `train_lgt.py`: the closing checklist, results.json, the model, curves and panels."""
+"""The report of `train_lgt.py`: the closing checklist, results.json, curves and panels."""
 
-import json
 import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
-
-from safetensors.torch import save
 
 from hf_memopt.recipes.common.cost import RunCost, table
 from hf_memopt.recipes.common.results import History, can_draw, run_results, write_results
@@ -89,6 +86,8 @@ def _held_out_loss_falls(options: Options, history: History) -> Check:
 
 
 def _held_out_share(name: str, last: dict[str, float], figure: str, of: str, most: float) -> Check:
+    if last[of] == 0:
+        return _judged(name, None, f"{of} is 0; needs two different held-out latents of each style")
     share = last[figure] / last[of]
     measured = f"{last[figure]:.4g}, {share:.0%} of {of}'s {last[of]:.4g}; at most {most:.0%}"
     return _judged(name, share <= most, measured)
@@ -125,14 +124,9 @@ def checklist_text(checks: list[Check]) -> str:
     return "\n".join(align([[check.verdict, check.name, check.measured] for check in checks]))
 
 
-def write(results: dict[str, Any], run: Run, held_out: Latents) -> None:
+def write(results: dict[str, Any], run: Run, held_out: Latents, output: Path) -> None:
     options, model = run.options, run.best_model()
     assert run.bank is not None
-    output = Path(options.checkpoint.save_dir)
-    output.mkdir(parents=True, exist_ok=True)
-    weights = {name: value.contiguous() for name, value in model.state_dict().items()}
-    (output / "model.safetensors").write_bytes(save(weights))  # save_file's are for their owner alone to read
-    (output / "config.json").write_text(json.dumps(options.as_dict(), indent=2) + "\n")
     write_results(results, output)
     costs = table([results["training_cost"]], results["device"])
     logger.info(f"\n{checklist_text(results['checklist'])}\n\n{costs}")

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 from unittest.mock import patch
 
-import torch
 from accelerate import Accelerator
 from lerobot.configs import PreTrainedConfig
 from lerobot.configs.train import TrainPipelineConfig
@@ -17,20 +16,21 @@ from lerobot.policies.common.flow_matching import euler_integrate
 from lerobot.policies.smolvla import modeling_smolvla
 from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
 from lerobot.scripts.lerobot_train import update_policy
-from lerobot.utils.constants import ACTION, OBS_LANGUAGE_ATTENTION_MASK, OBS_LANGUAGE_TOKENS
 from lerobot.utils.logging_utils import AverageMeter, MetricsTracker
 from torch import Tensor
 from torch.optim import Optimizer
 from transformers import AutoModelForImageTextToText
 
 from hf_memopt.estimate.simulation.virtual_time import VirtualClock
+from hf_memopt.jobs.transformers_models.random_weights import weights_from_config
 from hf_memopt.jobs.workload import Settings
 from hf_memopt.lerobot.configuration_smolvla_reflow import SmolVLAReflowConfig
+from hf_memopt.lerobot.estimates.policy_update import batch_of
 from hf_memopt.lerobot.flow import flow_policy
 from hf_memopt.lerobot.flow.reflow_options import is_student
 from hf_memopt.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
 from hf_memopt.lerobot.policy_files import load_config, resolve_checkpoint
-from hf_memopt.recipes.common.auto_plan import PRECISION, RecipeWorkload, weights_from_config
+from hf_memopt.recipes.common.auto_plan import PRECISION, RecipeWorkload
 from hf_memopt.recipes.reflow.lerobot_loop import ACCUMULATION_FLAG, make_accelerator
 from hf_memopt.transfer import clock_for
 
@@ -148,7 +148,7 @@ class SmolVLAReflow(RecipeWorkload):
             teacher = policy.load_teacher_model()
         settings = config.get_optimizer_preset()
         policy, optimizer = accelerator.prepare(policy, settings.build(policy.get_optim_params()))
-        batch = _batch(config, options.batch_size, accelerator.device)
+        batch = batch_of(config, options.batch_size, accelerator.device)
         # A streamed teacher's copies go on from one Euler step to the next.
         repeats = config.teacher_offload != "stream"
         return Run(accelerator, policy, teacher, optimizer, batch, settings, num_micro_batches, repeats)
@@ -219,18 +219,6 @@ def _repeated_euler_steps(clock: VirtualClock) -> Iterator[None]:
         for module in (modeling_smolvla, flow_policy):
             stack.enter_context(patch.object(module, "euler_integrate", integrate))
         yield
-
-
-def _batch(config: SmolVLAReflowConfig, size: int, device: torch.device) -> dict[str, Tensor]:
-    """Return a batch as lerobot's loader and preprocessor make it."""
-    length = config.tokenizer_max_length
-    frames = {name: feature.shape for name, feature in config.input_features.items()}
-    batch = {name: torch.zeros(size, 1, *shape, device=device) for name, shape in frames.items()}
-    batch[ACTION] = torch.zeros(size, config.chunk_size, *config.action_feature.shape, device=device)
-    batch["action_is_pad"] = torch.zeros(size, config.chunk_size, dtype=torch.bool, device=device)
-    batch[OBS_LANGUAGE_TOKENS] = torch.zeros(size, length, dtype=torch.long, device=device)
-    batch[OBS_LANGUAGE_ATTENTION_MASK] = torch.ones(size, length, dtype=torch.bool, device=device)
-    return batch
 
 
 def _equal_to(student: SmolVLAPolicy) -> AbstractContextManager[Any]:

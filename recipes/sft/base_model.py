@@ -5,7 +5,14 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftMixedModel, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel, TorchAoConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    Mxfp4Config,
+    PreTrainedModel,
+    TorchAoConfig,
+)
 
 from hf_memopt.recipes.common.flags import explained
 from hf_memopt.recipes.sft.options import SftOptions
@@ -13,16 +20,25 @@ from hf_memopt.recipes.sft.options import SftOptions
 
 def load_model(options: SftOptions) -> PreTrainedModel:
     dtype = getattr(torch, options.dtype)
+    attention = None if options.attention == "auto" else options.attention
     quantization = _quantization(options.quantize, dtype)
     with explained(f"model={options.model!r} cannot be loaded; pass a hub id or folder of a causal LM"):
+        quantization = quantization or dequantization(str(options.model))
         model = AutoModelForCausalLM.from_pretrained(
             options.model,
             dtype=dtype,
             quantization_config=quantization,
+            attn_implementation=attention,
             trust_remote_code=False,
         )
     model.config.use_cache = False
     return model
+
+
+def dequantization(model: str) -> Any:
+    """Return the way to load a checkpoint in MXFP4, which transformers does not train; None for others."""
+    published = getattr(AutoConfig.from_pretrained(model, trust_remote_code=False), "quantization_config", None) or {}
+    return Mxfp4Config(dequantize=True) if published.get("quant_method") == "mxfp4" else None
 
 
 def with_adapters(model: PreTrainedModel, options: SftOptions) -> PreTrainedModel | PeftModel | PeftMixedModel:
@@ -34,15 +50,25 @@ def with_adapters(model: PreTrainedModel, options: SftOptions) -> PreTrainedMode
         r=options.lora_rank,
         lora_alpha=2 * options.lora_rank,
         target_modules=targets if targets == "all-linear" else targets.split(","),
+        use_dora=options.use_dora,
         task_type="CAUSAL_LM",
     )
     return get_peft_model(model, adapters)
 
 
 def _quantization(how: str, dtype: torch.dtype) -> Any:
-    if how == "nf4":
+    if how in ("nf4", "nf4-double"):
         _check_installed(how, "bitsandbytes")
-        return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
+        return BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_compute_dtype=dtype,
+            bnb_4bit_use_double_quant=how == "nf4-double",
+            bnb_4bit_quant_storage=dtype,  # the same bits, in a form that FSDP2 and ZeRO-3 divide
+        )
+    if how == "llm-int8":
+        _check_installed(how, "bitsandbytes")
+        return BitsAndBytesConfig(load_in_8bit=True)
     if how == "int8":
         _check_installed(how, "torchao")
         from torchao.quantization import Int8WeightOnlyConfig

@@ -34,6 +34,13 @@ def make_conversations(count: int, seed: int) -> Dataset:
     return Dataset.from_dict({"messages": rows})
 
 
+def as_prompts(conversations: Dataset) -> Dataset:
+    """Return each conversation's first turn as `prompt` and `completion`, for models without a chat template."""
+    turns = [row[:2] for row in conversations["messages"]]
+    rows = [{"prompt": question["content"], "completion": f" {answer['content']}"} for question, answer in turns]
+    return Dataset.from_list(rows)
+
+
 def write_tiny_model(folder: Path, seed: int) -> str:
     """Write a Qwen3 of about 70,000 parameters and its tokenizer, a word at a time; return the folder's name."""
     words = [*_WORDS, *map(str, range(NUM_NUMBERS))]

@@ -26,11 +26,23 @@ class SftOptions:
         None, "hub id or folder, with rows of `messages`, or of `prompt` and `completion` (default: arithmetic)"
     )
     split: str = flag("train", "of the dataset")
-    dtype: Literal["float32", "bfloat16"] = flag("float32", "of the weights, except adapters; autocast is --bf16")
+    dtype: Literal["float32", "bfloat16", "float16"] = flag(
+        "float32", "of the weights, except adapters; autocast is --bf16"
+    )
+    attention: Literal["auto", "sdpa", "eager"] = flag("auto", "auto: transformers' choice")
+    loss: Literal["chunked", "full"] = flag(
+        "chunked", "from the logits of a tile of tokens at a time, as TRL has it, or from those of all tokens"
+    )
+    optimizer_on: Literal["device", "host"] = flag(
+        "device", "host: torchao's CPUOffloadOptimizer keeps AdamW's state there; on one GPU, with --max_grad_norm 0"
+    )
     lora_rank: Count | None = flag(None, "train adapters of this rank (PEFT) and freeze the rest")
     lora_targets: str = flag("all-linear", "layers that have adapters, such as q_proj,v_proj")
-    quantize: Literal["none", "nf4", "int8"] = flag(
-        "none", "frozen weights in 4 bits by bitsandbytes, or 8 by torchao; needs --lora_rank"
+    use_dora: bool = flag(False, "adapters with a magnitude for each output (DoRA)")
+    quantize: Literal["none", "nf4", "nf4-double", "int8", "llm-int8"] = flag(
+        "none",
+        "frozen weights in 4 bits by bitsandbytes, with nested quantisation or without, or in 8 by torchao or by "
+        "bitsandbytes (llm-int8); needs --lora_rank",
     )
     plan: str | None = flag(None, "simulate to choose micro-batch and memory flags, for 'auto' or a card such as 8GiB")
 
@@ -47,6 +59,8 @@ class SftTraining(SFTConfig):
         if not torch.accelerator.is_available():
             self.use_cpu, self.bf16 = True, bool(self.bf16)
         super().__post_init__()
+        # Of several GPUs one process would use all, by nn.DataParallel, which TRL's trainer refuses.
+        self._n_gpu = min(self.n_gpu, 1)
 
 
 class Options(NamedTuple):
@@ -71,10 +85,27 @@ def parse(description: str, arguments: Sequence[str] | None = None) -> Options:
         raise ValueError(f"quantize={sft.quantize!r} freezes the base, so that adapters have to learn; add --lora_rank")
     if sft.lora_rank is None and memopt.base != "off":
         raise ValueError(f"base={memopt.base!r} streams frozen weights, and all of them learn; add --lora_rank")
+    _check_optimizer(options)
     check_card(sft.plan)
     if sft.plan is not None and memopt.budget_gib is not None:
         raise ValueError(f"plan={sft.plan!r} chooses what is offloaded; leave --budget_gib={memopt.budget_gib} out")
     return options
+
+
+def _check_optimizer(options: Options) -> None:
+    """Refuse steps in which gradients change after backward, when torchao's optimizer has copied them."""
+    sft, training, _ = options
+    if sft.optimizer_on == "device":
+        return
+    if training.max_grad_norm:
+        raise ValueError(
+            f"optimizer_on='host' with max_grad_norm={training.max_grad_norm}: gradients are on the host before they "
+            "are clipped; give --max_grad_norm 0"
+        )
+    if training.fp16:
+        raise ValueError("optimizer_on='host' with fp16=True: gradients are on the host still scaled; use --bf16")
+    if not (torch.cuda.is_available() or torch.xpu.is_available()):
+        raise ValueError("optimizer_on='host': torchao's CPUOffloadOptimizer needs a CUDA or XPU device; leave it out")
 
 
 def check_folder(options: Options) -> str | None:

@@ -10,30 +10,21 @@ import yaml
 from accelerate import PartialState
 
 from hf_memopt.integrations.transformers.argument_file import current_names, set_fields
-from hf_memopt.jobs import Lever, Row
+from hf_memopt.jobs import Row
 from hf_memopt.jobs.accelerate_config import write_accelerate_config
-from hf_memopt.jobs.huggingface import ACTIVATIONS, HuggingFaceModel
+from hf_memopt.jobs.huggingface import HuggingFaceModel
+from hf_memopt.jobs.model_levers import ACTIVATIONS
+from hf_memopt.jobs.sft_fields import OPTIMIZERS, STORED
 from hf_memopt.recipes.common.auto_plan import best_row
 from hf_memopt.recipes.sft.conversations import write_tiny_model
 from hf_memopt.recipes.sft.options import Options, parse
 
 __all__ = ["workload"]
 
-# The planner's names of Trainer's optimizers.
-OPTIMIZERS = {
-    "adamw_torch_fused": "adamw",
-    "adamw_torch": "adamw-foreach",
-    "adamw_torch_8bit": "adamw-8bit",
-    "adamw_torch_4bit": "adamw-4bit",
-    "adafactor": "adafactor",
-    "sgd": "sgd",
-}
-# The planner's names of the recipe's ways to store a frozen base.
-STORED = {"none": "none", "nf4": "nf4", "int8": "int8-torchao"}
 # The planner's names of the homes of a frozen base. The other home is for a host without room.
 HOMES = {"off": "resident", "auto": "host", "host": "host", "file": "file"}
-# Without selective checkpointing, for which TRL has no flag.
-_CHOICES = tuple(name for name, (checkpointing, _) in ACTIVATIONS.items() if checkpointing != "selective")
+
+_TINY_MODELS: list[TemporaryDirectory[str]] = []
 
 
 def workload(
@@ -49,9 +40,9 @@ def workload(
     changes = {name: value for name, value in changes.items() if value is not None}
     if options.sft.model is not None:
         return simulated(options, **changes)
-    with TemporaryDirectory() as folder:  # its configuration is read at once
-        options.sft.model = write_tiny_model(Path(folder), options.training.seed)
-        return simulated(options, **changes)
+    _TINY_MODELS.append(TemporaryDirectory())  # its configuration is read while the plan is made
+    options.sft.model = write_tiny_model(Path(_TINY_MODELS[-1].name), options.training.seed)
+    return simulated(options, **changes)
 
 
 def simulated(options: Options, **changes: Any) -> "SupervisedFineTuning":
@@ -64,8 +55,11 @@ def simulated(options: Options, **changes: Any) -> "SupervisedFineTuning":
         "seq_len": training.max_length,
         "effective_batch": training.per_device_train_batch_size * training.gradient_accumulation_steps,
         "task": "causal",
-        "loss": "chunked",
+        "loss": sft.loss,
+        "attention": sft.attention,
         "dtype": sft.dtype,
+        "optimizer_on": sft.optimizer_on,
+        "use_dora": sft.use_dora,
         "precision": "bf16" if training.bf16 else "fp16" if training.fp16 else "no",
         "optimizer": OPTIMIZERS[training.optim.value],
         "lora_rank": sft.lora_rank,
@@ -87,6 +81,7 @@ def apply_plan(options: Options) -> Row | None:
     best = best_row(model, options.sft.plan, PartialState())
     chosen = model.flags(best.settings, best.micro_batch)
     options.memopt.offload = chosen.pop("offload")
+    options.memopt.selective_checkpointing = chosen.pop("selective_checkpointing")
     set_fields(options.training, chosen)
     return best
 
@@ -96,7 +91,6 @@ class SupervisedFineTuning(HuggingFaceModel):
     """A transformers model with the choices that the recipe has flags for; `given` is its configuration file."""
 
     given: Mapping[str, Any] = field(default_factory=dict)
-    levers: tuple[Lever, ...] = field(default=(Lever("activations", _CHOICES),), init=False)
 
     def flags(self, settings: Mapping[str, Any], micro_batch: int) -> dict[str, Any]:
         checkpointing, offload = ACTIVATIONS[settings["activations"]]
@@ -104,6 +98,7 @@ class SupervisedFineTuning(HuggingFaceModel):
             "per_device_train_batch_size": micro_batch,
             "gradient_accumulation_steps": self.effective_batch // micro_batch,
             "gradient_checkpointing": checkpointing == "full",
+            "selective_checkpointing": checkpointing == "selective",
             "offload": offload,
         }
 

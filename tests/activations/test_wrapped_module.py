@@ -11,6 +11,7 @@ from gradients import equal, language_loss, take_gradients
 from torch import Tensor, nn
 
 from hf_memopt import ActivationOffloader, SyncCopier
+from hf_memopt.activations.wrapped_module import hook_direct_calls
 
 
 def test_wrap_survives_copies_pickles_and_exceptions(decoder: nn.Module, tokens: Tensor, make: Any) -> None:
@@ -40,3 +41,31 @@ def test_a_wrapped_module_pickles() -> None:
     clone = pickle.loads(pickle.dumps(model))
     x = torch.randn(2, 4)
     assert torch.equal(clone(x), model(x))
+
+
+def test_direct_calls_of_forward_are_offloaded_once_too(decoder: nn.Module, tokens: Tensor, make: Any) -> None:
+    language_loss(decoder, tokens).backward()
+    want = take_gradients(decoder)
+    handle = make().wrap(decoder)
+    language_loss(decoder, tokens).backward()
+    moved = handle.offloader.stats.bytes_moved
+    take_gradients(decoder)
+    hook_direct_calls(decoder)
+    for num_calls, call in enumerate((decoder, decoder.forward), start=2):
+        call(input_ids=tokens, labels=tokens).loss.backward()
+        assert equal(take_gradients(decoder), want)
+        assert handle.offloader.stats.bytes_moved == num_calls * moved
+
+
+def test_a_copys_direct_calls_use_its_own_weights() -> None:
+    model = nn.Linear(4, 4)
+    handle = ActivationOffloader(offload_threshold_mb=0, mode="all", copier=SyncCopier()).wrap(model)
+    hook_direct_calls(model)
+    clones = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    x = torch.randn(2, 4)
+    for clone in clones:
+        nn.init.ones_(clone.weight)
+        nn.init.zeros_(clone.bias)
+        assert torch.equal(clone.forward(x), x.sum(1, keepdim=True).expand(2, 4))
+    handle.remove()
+    assert torch.equal(model.forward(x), model(x))

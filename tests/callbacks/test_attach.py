@@ -8,7 +8,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import FullyShardedDataParallelPlugin
 from gradients import equal
 from late_imports import LateModule
-from offload_trainers import HOWS, decoder, everything, packed, run, switch_on
+from offload_trainers import HOWS, decoder, everything, packed, run, switch_on, weights
 from torch import Tensor, nn
 
 from hf_memopt import ActivationOffloader
@@ -62,6 +62,27 @@ def test_a_model_that_model_init_makes(make: Any) -> None:
         offloader = everything()
         assert equal(run(make, how, offloader, model_init=decoder)[0], want)
         assert offloader.stats.bytes_moved > 0
+
+
+@pytest.mark.parametrize("offloader", [None, "all"])
+def test_selective_checkpointing_changes_no_bit_and_is_undone(make: Any, offloader: str | None) -> None:
+    plain = make()
+    plain.train()
+    trainer = make()
+    handle = callbacks.attach(trainer, offloader=offloader, selective_checkpointing=True)
+    blocks = [module for module in trainer.model.modules() if "forward" in vars(module)]
+    assert len(blocks) >= 2
+    trainer.train()
+    assert equal(weights(trainer), weights(plain))
+    handle.remove()
+    assert not any("forward" in vars(module) for module in blocks)
+
+
+def test_it_is_refused_beside_gradient_checkpointing(make: Any) -> None:
+    trainer = make()
+    trainer.model.gradient_checkpointing_enable()
+    with pytest.raises(ValueError, match="gradient checkpointing"):
+        callbacks.attach(trainer, selective_checkpointing=True)
 
 
 def refuses(how: str, trainer: Any, offloader: ActivationOffloader, match: str) -> None:

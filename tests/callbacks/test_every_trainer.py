@@ -103,24 +103,27 @@ def test_afterwards_nothing_is_attached_any_more(make: Any) -> None:
     assert "train" not in vars(make())
 
 
-def trained_by_accelerate(*prepared_besides: nn.Module) -> list[Tensor]:
+def trained_by_accelerate(*prepared_besides: nn.Module, calls_forward: bool = False) -> list[Tensor]:
     torch.manual_seed(0)
     accelerator = accelerate.Accelerator(cpu=True)
     model = decoder()
     model, optimizer, *_ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), *prepared_besides)
     for row in examples()[:6]:
         batch = {name: value[None] for name, value in row.items()}
-        accelerator.backward(model(**batch).loss)
+        accelerator.backward((model.forward if calls_forward else model)(**batch).loss)
         optimizer.step()
         optimizer.zero_grad()
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def test_a_loop_on_accelerate_offloads_what_its_model_saves(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("calls_forward", [False, True], ids=["", "which calls forward itself"])
+def test_a_loop_on_accelerate_offloads_what_its_model_saves(
+    calls_forward: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     plain = trained_by_accelerate()
     frozen = nn.Linear(2, 2).requires_grad_(False)
     with every_trainer.attached(arguments(offload="all")):
-        assert equal(trained_by_accelerate(frozen), plain)
+        assert equal(trained_by_accelerate(frozen, calls_forward=calls_forward), plain)
     (line,) = offload_lines(caplog)  # the frozen model has no offloader
     assert "moved to the host" in line
     caplog.clear()

@@ -35,10 +35,12 @@ modeling_smolvla_reflow = LateModule("hf_memopt.lerobot.modeling_smolvla_reflow"
 lerobot_loop = LateModule("hf_memopt.recipes.reflow.lerobot_loop")
 train_utils = LateModule("lerobot.common.train_utils")
 processors = LateModule("hf_memopt.lerobot.processors")
+normalize_processor = LateModule("lerobot.processor.normalize_processor")
 configs = LateModule("lerobot.configs")
 parser = LateModule("lerobot.configs.parser")
 dataset_metadata = LateModule("lerobot.datasets.dataset_metadata")
 policies = LateModule("lerobot.policies")
+policy_files = LateModule("hf_memopt.lerobot.policy_files")
 factory = LateModule("lerobot.policies.factory")
 modeling_smolvla = LateModule("lerobot.policies.smolvla.modeling_smolvla")
 processor_smolvla = LateModule("lerobot.policies.smolvla.processor_smolvla")
@@ -243,6 +245,20 @@ def test_fine_tuning_replaces_the_normalisers_statistics(
     saved = load_file(tmp_path / "run" / "checkpoints" / "last" / "pretrained_model" / name)
     with relied_on_by(f"{CHECKPOINTS} (check_same_statistics)"):
         assert (saved["action.mean"] - load_file(toy_teacher / name)["action.mean"]).min() > 4
+
+
+def test_each_mode_normalises_by_its_statistics_and_no_others() -> None:
+    kind, mode_of = configs.FeatureType.ACTION, configs.NormalizationMode
+    with relied_on_by(f"{CHECKPOINTS} (_NORMALIZED_BY)"):
+        assert {mode.value for mode in mode_of} == policy_files._NORMALIZED_BY.keys()
+        for name, used in policy_files._NORMALIZED_BY.items():
+            feature = {"action": configs.PolicyFeature(kind, (2,))}
+            for left_out in (None, *used):
+                stats = {"action": {each: [1.0 + len(each), 3.0] for each in used if each != left_out} | {"count": [4]}}
+                step = normalize_processor.NormalizerProcessorStep(feature, {kind: mode_of(name)}, stats=stats)
+                with pytest.raises(ValueError, match="requires") if left_out else nullcontext():
+                    changed = step._apply_transform(torch.tensor([7.0, 8.0]), "action", kind)
+                    assert torch.equal(changed, torch.tensor([7.0, 8.0])) == (not used)
 
 
 def test_lerobots_resume_is_not_exact(toy_teacher: Path, toy_dataset: Path, tmp_path: Path) -> None:

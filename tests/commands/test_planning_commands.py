@@ -12,11 +12,17 @@ from late_imports import LateModule
 from hf_memopt.cli import main
 from hf_memopt.commands import planning_commands
 
+accelerate_config = LateModule("hf_memopt.jobs.accelerate_config")
 transformers = LateModule("transformers")
 
 
 Capture = pytest.CaptureFixture[str]
 SMALL = ["--seq-len", "32", "--batch-size", "2", "--precision", "bf16"]
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -27,21 +33,22 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def test_it_prints_the_phase_of_the_peak_first_and_whether_it_fits(model: str, tmp_path: Path, capsys: Capture) -> None:
+def test_it_prints_the_verdict_first_and_then_the_phase(model: str, tmp_path: Path, capsys: Capture) -> None:
     files = ["--json", str(tmp_path / "estimate.json"), "--timeline", str(tmp_path / "timeline.html")]
     files += ["--snapshot", str(tmp_path / "step.pickle")]
     assert main(["estimate", model, *SMALL, "--gpu", "rtx4070-laptop", *files]) == 0
     printed = capsys.readouterr().out
     assert re.match(
-        rf"{re.escape(model)} as Qwen3ForCausalLM\n\nThe peak is in .+, in step \d: \d\.\d\d GiB allo", printed
+        rf"{re.escape(model)} as Qwen3ForCausalLM in float32\n\nIt fits on rtx4070-laptop \(7.75 GiB\). The step needs "
+        r"\d\.\d\d GiB\.\nThe peak, \d\.\d\d GiB allocated, is in ",
+        printed,
     )
     assert "assumed, device context 512 MiB" in printed
-    assert "It fits on rtx4070-laptop (7.75 GiB)." in printed
     assert "Time of a step" in printed
     assert f"snapshot, for https://pytorch.org/memory_viz: {tmp_path / 'step.pickle'}" in printed
     assert (tmp_path / "step.pickle").stat().st_size > 1000
     found = json.loads((tmp_path / "estimate.json").read_text())
-    assert found["card"] == {"name": "rtx4070-laptop", "memory_bytes": 7936 * 2**20, "fits": True}
+    assert found["card"] == {"name": "rtx4070-laptop", "memory_bytes": 7936 * 2**20, "verdict": "fits"}
     assert found["peak_bytes"] == sum(found["breakdown"].values())
     html = (tmp_path / "timeline.html").read_text()
     assert "Estimated memory of" in html
@@ -54,7 +61,7 @@ def test_without_a_card_it_says_nothing_about_one(model: str, capsys: Capture) -
     assert main(["estimate", model, *SMALL, "--offload", "all", "--accumulation", "2"]) == 0
     printed = capsys.readouterr().out
     assert "fit" not in printed
-    assert "It needs a card with 0." in printed
+    assert "The step needs 0." in printed
     assert "Time of a step" not in printed
 
 
@@ -99,7 +106,13 @@ def test_frozen_weights_stream_from_a_file(model: str, capsys: Capture, monkeypa
     monkeypatch.undo()
     options = ["--gpu", "8GiB", "--effective-batch", "2", "--workers", "1"]
     assert main(["plan", model, "--seq-len", "32", *streamed, *options]) == 0
-    assert "activations kept, base file; peak" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert " fits on 8GiB (8.0 GiB) with micro-batch 2 x 1, activations kept, base file: " in printed
+    assert " tokens per second." in printed
+    written = Path("plans", Path(model).name)
+    command = f"accelerate launch --config_file {written}/accelerate.yaml -m hf_memopt.recipes.train_sft"
+    assert printed.endswith(f"\nRun it with the files in {written}:\n  {command} --config {written}/sft.yaml\n")
+    assert sorted(path.name for path in written.iterdir()) == ["accelerate.yaml", "settings.json", "sft.yaml"]
 
 
 @pytest.mark.e2e
@@ -119,9 +132,10 @@ def test_figures_of_several_gpus_are_those_of_one(model: str, tmp_path: Path, ca
     ranks = ["--num-gpus", "2", "--engine", "fsdp2", "--seq-len", "32", "--precision", "bf16"]
     assert main(["estimate", model, *ranks, "--batch-size", "2", "--gpu", "640MiB"]) == 0
     printed = capsys.readouterr().out
-    assert printed.startswith(f"{model} as Qwen3ForCausalLM, on each of 2 GPUs with fsdp2\n\nThe peak is in ")
+    assert printed.startswith(f"{model} as Qwen3ForCausalLM in float32, on each of 2 GPUs with fsdp2\n\n")
     assert "gathered weights" in printed
-    assert "Of one GPU. Memory that NCCL takes for itself and time for communication are not in it." in printed
+    assert "NCCL takes 0.5 to 2.0 GiB beside that." in printed
+    assert "Of one GPU. Time for communication is not in it." in printed
     assert printed.endswith("--effective-batch 4 --precision bf16 --engine fsdp2 --seq-len 32 --num-gpus 2\n")
     arguments = ["--gpu", "8GiB", "--effective-batch", "4", "--workers", "1", "--output", str(tmp_path)]
     assert main(["plan", model, *ranks, *arguments]) == 0
@@ -138,7 +152,7 @@ def test_a_recipe_is_estimated_with_its_own_configuration(tmp_path: Path, capsys
     (tmp_path / "lm.json").write_text(json.dumps({"model": {"vocab_size": 300}, "data": data}))
     recipe = ["estimate", "--recipe", "train_causal_lm", "--config", str(tmp_path / "lm.json"), "--batch-size", "4"]
     assert main(recipe) == 0
-    assert capsys.readouterr().out.startswith("qwen3 from scratch\n\nThe peak is in ")
+    assert capsys.readouterr().out.startswith("qwen3 from scratch\n\n")
     assert main([*recipe, "--set", "activations=nowhere"]) == 2
     assert "set='activations=nowhere' is not a value of a lever; there are activations=kept|" in capsys.readouterr().err
 
@@ -156,6 +170,7 @@ def test_a_recipe_is_estimated_with_its_own_configuration(tmp_path: Path, capsys
         ),
         (["MODEL", "--offload", "auto"], "--offload='auto' weighs copies against compute, so it needs --gpu"),
         (["MODEL", "--recipe", "train_causal_lm"], "name one of them"),
+        (["MODEL", "--set", "a=b"], "--set='a=b' is for recipes and robot policies; a model's settings have own flags"),
         (["--recipe", "train_causal_lm"], "needs --config=FILE"),
         (["--recipe", "train_causal_lm", "--num-gpus", "2"], "--num-gpus=2: recipes are simulated on one GPU"),
         (
@@ -169,3 +184,18 @@ def test_what_it_refuses(arguments: list[str], message: str, model: str, capsys:
     captured = capsys.readouterr()
     assert captured.out == ""
     assert message in captured.err
+
+
+def test_a_plan_tries_all_levers_of_a_recipe(capsys: Capture) -> None:
+    assert main(["plan", "--recipe", "lgt", "--config", "x", "--gpu", "8GiB", "--set", "activations=kept"]) == 2
+    assert "--set='activations=kept': a plan tries all values of a recipe's levers" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("optimizer_on", ["nvme", "host"])
+def test_the_file_of_an_earlier_plan_is_not_the_one_to_change(optimizer_on: str, tmp_path: Path) -> None:
+    for place in ("nvme", optimizer_on):
+        sharing = accelerate_config.Sharing("zero3", 1, place, "host")
+        accelerate_config.write_accelerate_config(tmp_path / "accelerate.yaml", "bf16", sharing)
+    assert (tmp_path / "deepspeed.json").is_file()
+    line = planning_commands._missing_folder(tmp_path, "accelerate launch")
+    assert line.startswith("First change /" if optimizer_on == "nvme" else "Add --disk FOLDER")

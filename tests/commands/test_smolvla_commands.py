@@ -107,15 +107,18 @@ def test_export_without_evaluation(toy_student: Path, tmp_path: Path, capsys: Ca
     assert "Not measured" in (output / "README.md").read_text()
 
 
+def train_with_one_of_four_episodes_held_out(student: Path, dataset: Path, folder: Path) -> None:
+    from lerobot_runs import PLUGIN, lerobot_train, run, train_flags
+
+    run(lerobot_train, PLUGIN, *train_flags(student, dataset, folder, steps=1), "--dataset.eval_split=0.25")
+
+
 @pytest.mark.e2e
 @pytest.mark.usefixtures("quick_evaluation")
 def test_export_measures_on_the_runs_held_out_episodes(
     toy_student: Path, toy_dataset: Path, tmp_path: Path, capsys: Capture
 ) -> None:
-    from lerobot_runs import PLUGIN, lerobot_train, run, train_flags
-
-    flags = train_flags(toy_student, toy_dataset, tmp_path / "run", steps=1)
-    run(lerobot_train, PLUGIN, *flags, "--dataset.eval_split=0.25")
+    train_with_one_of_four_episodes_held_out(toy_student, toy_dataset, tmp_path / "run")
     output = tmp_path / "exported"
     assert main(["export", "--policy", str(tmp_path / "run"), "--output", str(output)]) == 0
     card = (output / "README.md").read_text()
@@ -125,6 +128,28 @@ def test_export_measures_on_the_runs_held_out_episodes(
     teacher, student = (float(cell) for cell in rows[0][1:])
     assert teacher > 0
     assert student > 0
+
+
+@pytest.mark.e2e
+@pytest.mark.usefixtures("quick_evaluation")
+def test_episodes_of_the_training_data_can_be_named(
+    toy_student: Path, toy_dataset: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    train_with_one_of_four_episodes_held_out(toy_student, toy_dataset, tmp_path / "run")
+    policy = ["--policy", str(tmp_path / "run")]
+    for episodes, said in (("3", "1 episode of `local/reach_past_obstacle`, held out"), ("0,3", "2 episodes of")):
+        output = tmp_path / f"of_{episodes}"
+        assert main(["evaluate", *policy, "--output", str(output), "--episodes", episodes, "--num-steps", "1"]) == 0
+        assert f"{6 * len(episodes.split(','))} observations from {said}" in capsys.readouterr().out
+    gone = ["evaluate", *policy, "--output", str(tmp_path / "gone"), "--episodes", "0,99"]
+    assert "episodes=[99]: dataset 'local/reach_past_obstacle' has 4, numbered 0 to 3" in refused(capsys, *gone)
+
+
+def test_a_folder_of_data_needs_their_name(
+    toy_student: Path, toy_dataset: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    flags = ["--policy", str(toy_student), "--output", str(tmp_path / "out"), "--dataset-root", str(toy_dataset)]
+    assert "needs --dataset-repo-id, the name of that dataset" in refused(capsys, "evaluate", *flags)
 
 
 def test_export_refuses_an_existing_folder_before_it_measures(

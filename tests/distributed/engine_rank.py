@@ -14,7 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from hf_memopt.estimate.accounting.allocation_log import AllocationLog, StepPhases
 from hf_memopt.estimate.accounting.categories import StepLabels
+from hf_memopt.estimate.gpus import DEFAULT_CARD
 from hf_memopt.estimate.simulation.ranks.first_rank import meshes_with_values, unseen_shape_propagation
+from hf_memopt.estimate.simulation.virtual_time import VirtualClock, VirtualEvent
 
 CPU = torch.device("cpu")
 
@@ -59,10 +61,14 @@ class _NoOther(TorchDispatchMode):
         return function(*args, **kwargs or {})
 
 
-def as_on_cuda() -> Any:
-    from hf_memopt.estimate.simulation.ranks.zero_engine import zero_as_on_cuda
+@contextmanager
+def as_simulated(labels: StepLabels) -> Iterator[None]:
+    from hf_memopt.estimate.simulation.ranks.zero_engine import updates_labelled, zero_as_on_cuda
 
-    return zero_as_on_cuda(CPU)
+    # DeepSpeed gets virtual streams, which have to know a time.
+    clock = VirtualClock(DEFAULT_CARD, "cpu")
+    with zero_as_on_cuda(CPU), updates_labelled(labels), patch.object(VirtualEvent, "clock", clock, create=True):
+        yield
 
 
 def observed(way: Way) -> dict[str, Any]:
@@ -72,7 +78,7 @@ def observed(way: Way) -> dict[str, Any]:
     log = AllocationLog("cpu", 1, phases)
     labels = StepLabels(log, phases)
     with (
-        as_on_cuda() if way.zero else nullcontext(),
+        as_simulated(labels) if way.zero else nullcontext(),
         log,
         log.following_resizes(),
         labels.following(),

@@ -6,16 +6,12 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-from late_imports import LateModule
+from launched_files import launched
 from patience import HANG_S
 
 pytestmark = pytest.mark.e2e
-
-launch = LateModule("accelerate.commands.launch")
-launch_utils = LateModule("accelerate.utils.launch")
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "several_gpus.md").read_text()
@@ -51,20 +47,20 @@ def test_commands_for_the_cpu_run(command: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
 def test_accelerate_reads_the_files(config: Path) -> None:
-    arguments: Any = launch.launch_command_parser().parse_args(["--config_file", str(config), "script.py"])
-    arguments, _, _ = launch._validate_launch_command(arguments)
+    arguments, environment = launched(config)
     engines = arguments.multi_gpu, arguments.use_fsdp, arguments.use_deepspeed
-    wanted = {"one_gpu": (1, ()), "ddp": (2, (0,)), "fsdp2": (2, (1,)), "zero3": (2, (2,))}[config.stem]
-    assert (arguments.num_processes, tuple(i for i, used in enumerate(engines) if used)) == wanted
+    wanted = {"one_gpu": (1, ()), "ddp": (2, (0,)), "fsdp2": (2, (1,)), "zero3": (2, (2,))}
+    wanted |= {"one_gpu_fsdp2_offload": (1, (1,)), "zero2_offload": (1, (2,)), "zero3_offload": (1, (2,))}
+    wanted |= {"zero3_nvme": (1, (2,))}
+    assert (arguments.num_processes, tuple(i for i, used in enumerate(engines) if used)) == wanted[config.stem]
     if config.stem == "fsdp2":
-        environment = launch_utils.prepare_multi_gpu_env(arguments)
         assert (environment["FSDP_VERSION"], environment["FSDP_STATE_DICT_TYPE"]) == ("2", "SHARDED_STATE_DICT")
     if config.stem == "zero3":
         assert (arguments.zero_stage, arguments.mixed_precision) == (3, "bf16")
 
 
 def test_the_page_names_files_and_tests_that_are_there() -> None:
-    assert len(CONFIGS) == 4
+    assert len(CONFIGS) == 8
     for name in re.findall(r"recipes/configs/accelerate/\S+\.yaml", PAGE):
         assert (ROOT / name).is_file(), name
     tests = set(re.findall(r"`(test_\w+)`", PAGE))

@@ -178,6 +178,25 @@ CHOSEN_LAST: dict[str, Setup] = {
     "uno": uno(),
 }
 
+ROUTED = {"num_local_experts": 4, "num_experts_per_tok": 2, "vocab_size": VOCABULARY, "pad_token_id": 0}
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 16}
+SPARSE_T5 = {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "num_experts": 4}
+# These read the number of each expert's tokens, or look their experts up one by one.
+WITH_EXPERTS: dict[str, Setup] = {
+    "granitemoe": of_transformers("GraniteMoeForCausalLM", tokens, **LAYERS, **ROUTED),
+    "granitemoehybrid": of_transformers(
+        "GraniteMoeHybridForCausalLM", tokens, **LAYERS, **ROUTED, **MAMBA, layer_types=["mamba", "attention"]
+    ),
+    "jetmoe": of_transformers(
+        "JetMoeForCausalLM", tokens, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_key_value_heads=4,
+        kv_channels=8, **ROUTED,
+    ),
+    "switch_transformers": of_transformers(
+        "SwitchTransformersForConditionalGeneration", tokens, d_model=32, d_ff=48, num_layers=2, num_heads=4, d_kv=8,
+        vocab_size=VOCABULARY, decoder_start_token_id=0, **SPARSE_T5,
+    ),
+}  # fmt: skip
+
 
 def cases() -> list[Any]:
     return [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CASES]
@@ -200,4 +219,12 @@ def test_where_chance_decides_the_peak_is_no_lower_than_that_of_a_real_run(name:
 @pytest.mark.parametrize("name", CHOSEN_LAST)
 def test_the_peaks_of_models_that_were_chosen_last(name: str) -> None:
     for deviation in deviations(CHOSEN_LAST[name]):
+        assert abs(deviation) < 0.01
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "jetmoe" else pytest.mark.slow) for name in WITH_EXPERTS]
+)
+def test_the_peaks_with_balanced_experts(name: str) -> None:
+    for deviation in deviations(WITH_EXPERTS[name]):
         assert abs(deviation) < 0.01

@@ -4,16 +4,17 @@ import pytest
 from estimate_runs import mlp_setup, step
 
 from hf_memopt.estimate import MemoryEstimate, estimate_peak_memory, estimate_report
+from hf_memopt.estimate.estimate_report import Verdict
 from hf_memopt.estimate.gpus import find_card
 from hf_memopt.estimate.kernel_speeds import time_range
-from hf_memopt.units import MIB, format_gib, format_ms
+from hf_memopt.units import GIB, MIB, format_gib, format_ms
 
 
 def test_a_peak_in_the_optimizer_is_said_to_be_out_of_reach_of_checkpointing(estimated: MemoryEstimate) -> None:
     assert estimated.phase == "optimizer"
     text = estimate_report.text(estimated)
-    assert text.startswith("The peak is in the optimizer's update, in step 1: 0.02 GiB allocated")
-    assert "checkpointing and offloading cannot lower it" in text.splitlines()[1]
+    assert text.splitlines()[1] == "The peak, 0.02 GiB allocated, is in the optimizer's update."
+    assert "checkpointing and offloading cannot lower it" in text.splitlines()[2]
 
 
 def test_an_estimate_prints_itself(estimated: MemoryEstimate) -> None:
@@ -26,17 +27,32 @@ def test_what_is_needed_decides_whether_it_fits(estimated: MemoryEstimate) -> No
     assert needed == estimated.trace.smallest_capacity + 624 * MIB
     enough, tight = (replace(find_card("8GiB"), memory_bytes=num_bytes) for num_bytes in (needed, needed - 1))
     assert estimated.trace.fits(enough.memory_bytes - 624 * MIB)
-    assert estimate_report.fits(estimated, enough)
-    assert not estimate_report.fits(estimated, tight)
+    assert estimate_report.verdict(estimated, enough) is Verdict.FITS
+    assert estimate_report.verdict(estimated, tight) is Verdict.NO
     assert "It fits on 8GiB" in estimate_report.text(estimated, enough)
     assert "It does not fit on 8GiB" in estimate_report.text(estimated, tight)
+
+
+def test_the_memory_that_nccl_takes_for_itself_may_decide(estimated: MemoryEstimate) -> None:
+    several = replace(estimated, num_gpus=8)
+    needed = estimate_report.needed_bytes(several)
+    rooms = {0: Verdict.ONLY_JUST, 2 * GIB - 1: Verdict.ONLY_JUST, 2 * GIB: Verdict.FITS, -1: Verdict.NO}
+    for room, judged in rooms.items():
+        assert estimate_report.verdict(several, replace(find_card("8GiB"), memory_bytes=needed + room)) is judged
+    text = estimate_report.text(several, replace(find_card("8GiB"), memory_bytes=needed))
+    assert text.startswith("It fits only just on 8GiB (0.63 GiB). The step needs 0.63 GiB. NCCL takes 0.5 to 2.0 GiB")
+
+
+def test_notes_follow_the_verdict(estimated: MemoryEstimate) -> None:
+    assert "\n\nNote: mind the gap\n\n" in estimate_report.text(replace(estimated, notes=("mind the gap",)))
 
 
 def test_one_figure_is_called_needed(estimated: MemoryEstimate) -> None:
     card = find_card("t4")
     text = estimate_report.text(estimated, card)
-    assert text.count("need") == 1
-    assert f"It needs a card with {format_gib(estimate_report.needed_bytes(estimated, card))}: " in text
+    assert text.startswith(
+        f"It fits on t4 (14.56 GiB). The step needs {format_gib(estimate_report.needed_bytes(estimated, card))}.\n"
+    )
     assert estimate_report.as_json(estimated, card)["needed_bytes"] == estimate_report.needed_bytes(estimated, card)
 
 
@@ -45,7 +61,7 @@ def test_more_passes_take_time_alone() -> None:
     longer = estimated.with_passes(8)
     assert longer.step_ms == pytest.approx(
         8 * (estimated.phases_ms["forward"] + estimated.phases_ms["backward"])
-        + estimated.phases_ms["outside"]
+        + estimated.phases_ms["between passes"]
         + estimated.phases_ms["optimizer"]
     )
     assert (longer.peak_bytes, longer.phases) == (estimated.peak_bytes, estimated.phases)

@@ -14,7 +14,7 @@ def test_the_timeline_adds_up_and_holds_the_peak(estimated: MemoryEstimate) -> N
     assert totals == [held[position] for position in shown.positions]
     assert max(totals) == estimated.peak_bytes
     assert shown.positions[0] == shown.spans[0].start == estimated.trace.first_step
-    assert [span.phase for span in shown.spans][:4] == ["forward", "backward", "optimizer", "outside"]
+    assert [span.phase for span in shown.spans][:4] == ["forward", "backward", "optimizer", "between passes"]
     assert shown.spans[-1].end == len(held)
     assert max(shown.bytes_by_kind["parameters"]) == estimated.breakdown["parameters"]
 

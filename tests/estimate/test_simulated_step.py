@@ -54,6 +54,7 @@ WAYS: dict[str, dict[str, Any]] = {
 NOT_REPEATED = {("deepseek_v3", "fp16, eager, adafactor, two micro-batches")}
 OFFLOADED = {"checkpointing": "full", "offload": "inputs", "offload_threshold_mb": 1e-3}
 LORA = {"lora_rank": 4, "dtype": "bfloat16"}
+ALL = {"offload": "all", "offload_threshold_mb": 1e-3}
 QLORA = {"lora_rank": 4, "quantize": "nf4", "dtype": "bfloat16"}
 LARGE = ("gpt_oss", "deepseek_v3")
 # PEFT wraps the router and hides its `e_score_correction_bias`, so that no real run starts either.
@@ -121,26 +122,51 @@ def test_equal_layers_are_simulated_once(model: str, way: str, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("model", "options"),
     [
-        ("llama", {}),
-        *(pytest.param(model, {}, marks=pytest.mark.slow) for model in MODELS if model not in ("llama", "gpt_oss")),
-        *(pytest.param(model, LORA, marks=pytest.mark.slow) for model in ("llama", "gpt2", "qwen3")),
+        ("llama", OFFLOADED),
+        ("llama", ALL | LORA),
+        *(
+            pytest.param(model, OFFLOADED, marks=pytest.mark.slow)
+            for model in MODELS
+            if model not in ("llama", "gpt_oss")
+        ),
+        *(pytest.param(model, OFFLOADED | LORA, marks=pytest.mark.slow) for model in ("llama", "gpt2", "qwen3")),
+        ("qwen3", ALL),
     ],
 )
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")
-def test_a_few_layers_tell_what_offloading_the_inputs_of_all_does(
-    model: str, options: dict[str, Any], tmp_path: Path
-) -> None:
-    step = step_of(tmp_path, model, **OFFLOADED, **options)
+def test_a_few_layers_tell_what_offloading_in_all_does(model: str, options: dict[str, Any], tmp_path: Path) -> None:
+    step = step_of(tmp_path, model, **options)
     few, all_of_them = repeated(step), whole(step)
     check(few, all_of_them)
     assert few.host_bytes > 0
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [ALL, ALL | LORA], ids=["whole", "LoRA"])
+@pytest.mark.parametrize("model", [model for model in MODELS if model not in LARGE])
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")
+def test_offloading_all_is_simulated_whole_where_few_layers_do_not_tell(
+    model: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    step = step_of(tmp_path, model, **options)
+    found, all_of_them = as_estimated(step), whole(step)
+    # The attempt with few layers has made host storages that stay, and are numbered too.
+    assert found.trace.changes == all_of_them.trace.changes
+    assert (found.reserved_bytes, found.host_bytes) == (all_of_them.reserved_bytes, all_of_them.host_bytes)
+
+
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     "options",
-    [{}, pytest.param({"use_dora": True, "optimizer": "paged-adamw-8bit"}, marks=pytest.mark.slow)],
-    ids=["LoRA", "DoRA, paged optimizer"],
+    [
+        {"quantize": "nf4-double", "optimizer": "adamw-8bit"},
+        *(
+            pytest.param(options, marks=pytest.mark.slow)
+            for options in ({}, {"use_dora": True, "optimizer": "paged-adamw-8bit"}, {"optimizer": "adamw-4bit"})
+        ),
+    ],
+    ids=["double, torchao's optimizer", "LoRA", "DoRA, paged optimizer", "four bits"],
 )
 def test_qlora(options: dict[str, Any], tmp_path: Path) -> None:
     step = step_of(tmp_path, "llama", **{**QLORA, **options})
@@ -148,15 +174,7 @@ def test_qlora(options: dict[str, Any], tmp_path: Path) -> None:
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize(
-    ("model", "options"),
-    [("llama", {"optimizer": "adamw-8bit"}), ("qwen3", {"num_hidden_layers": 4})],
-    ids=["an optimizer with tables of its own", "too few layers"],
-)
-def test_others_are_simulated_whole(
-    model: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    layers = {"num_hidden_layers": options.pop("num_hidden_layers", 9)}
-    monkeypatch.setitem(MODELS, model, {**MODELS[model], **layers})
-    step = step_of(tmp_path, model, **options)
+def test_too_few_layers_are_simulated_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MODELS, "qwen3", {**MODELS["qwen3"], "num_hidden_layers": 4})
+    step = step_of(tmp_path, "qwen3")
     assert as_estimated(step).trace == whole(step).trace

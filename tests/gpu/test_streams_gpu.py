@@ -13,10 +13,12 @@ from random_plans import RandomPlanner
 from torch import Tensor, nn
 
 from hf_memopt import ActivationOffloader
+from hf_memopt.transfer import StreamCopier
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 WIDTH, BATCH, NUM_BLOCKS = 64, 256, 6
+SLEEP_CYCLES = 20_000_000  # some 10 ms
 NUM_PASSES = 5  # of which mode "auto" records two
 
 Gradients = list[Tensor]
@@ -122,6 +124,28 @@ def test_two_models_train_side_by_side(make: Callable[[], ActivationOffloader]) 
                 loss.backward()
         for model, want in zip(models, wants, strict=True):
             assert all(map(torch.equal, taken(model), want))
+
+
+def test_copies_of_one_stream_wait_for_slow_ones_of_another() -> None:
+    first, second, copier = torch.cuda.Stream(), torch.cuda.Stream(), StreamCopier("cuda")
+    ones, zeros = (torch.full((1024,), value, dtype=torch.uint8, device="cuda") for value in (1, 0))
+    found, host = torch.zeros_like(ones), copier.empty_host(1024)
+    host.zero_()
+
+    def copy(slowly: Callable[[], object], at_once: Callable[[], object]) -> None:
+        torch.cuda.synchronize()
+        with torch.cuda.stream(first):
+            torch.cuda._sleep(SLEEP_CYCLES)
+            slowly()
+        with torch.cuda.stream(second):
+            at_once()
+        torch.cuda.synchronize()
+
+    copy(lambda: copier.to_host(ones, host), lambda: copier.to_device(host, found))
+    assert torch.equal(found, ones)
+    found.zero_()
+    copy(lambda: copier.to_device(host, found), lambda: copier.to_host(zeros, host))
+    assert torch.equal(found, ones)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

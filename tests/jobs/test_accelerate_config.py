@@ -10,8 +10,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import yaml
 from engine_ranks import unread_labels
-from late_imports import LateModule
+from launched_files import launched
 from simulated import simulated
 
 from hf_memopt.estimate.simulation.child_process import run_isolated
@@ -20,24 +21,20 @@ from hf_memopt.jobs.accelerate_config import (
     DDP,
     FSDP2,
     FSDP2_NO_RESHARD,
+    HOST,
+    NVME,
+    NVME_FOLDER,
     ZERO2,
     ZERO3,
+    Sharing,
     accelerator_for,
-    check_ranks,
+    check_options,
     check_step,
     check_zero,
     write_accelerate_config,
 )
 
-launch = LateModule("accelerate.commands.launch")
-launch_utils = LateModule("accelerate.utils.launch")
-
-
-def launched(path: Path) -> tuple[Any, dict[str, str]]:
-    """Return the arguments of `accelerate launch` with a file, and its processes' environment."""
-    arguments = launch.launch_command_parser().parse_args(["--config_file", str(path), "script.py"])
-    arguments, _, _ = launch._validate_launch_command(arguments)
-    return arguments, launch_utils.prepare_multi_gpu_env(arguments)
+ROOT = Path(__file__).parents[2]
 
 
 def test_accelerate_reads_one_process_and_its_precision(tmp_path: Path) -> None:
@@ -50,7 +47,7 @@ def test_accelerate_reads_one_process_and_its_precision(tmp_path: Path) -> None:
 
 
 def test_accelerate_launches_ddp(tmp_path: Path) -> None:
-    arguments, environment = launched(write_accelerate_config(tmp_path / "accelerate.yaml", "no", 4, DDP))
+    arguments, environment = launched(write_accelerate_config(tmp_path / "accelerate.yaml", "no", Sharing(DDP, 4)))
     assert (arguments.num_processes, arguments.multi_gpu, arguments.use_fsdp) == (4, True, False)
     assert "ACCELERATE_USE_FSDP" not in environment
 
@@ -61,46 +58,60 @@ def sharding(plugin: Any) -> list[Any]:
     return [*(getattr(plugin, name) for name in names), *policies]
 
 
-@pytest.mark.parametrize("engine", [FSDP2, FSDP2_NO_RESHARD])
-def test_accelerate_shards_as_in_the_simulation(engine: str, tmp_path: Path) -> None:
+OF_FSDP2 = [Sharing(FSDP2, 4), Sharing(FSDP2_NO_RESHARD, 4), Sharing(FSDP2, 4, HOST), Sharing(FSDP2, 1, HOST)]
+
+
+@pytest.mark.parametrize("sharing", OF_FSDP2, ids=str)
+def test_accelerate_shards_as_in_the_simulation(sharing: Sharing, tmp_path: Path) -> None:
     from accelerate.utils import FullyShardedDataParallelPlugin
 
     def simulated_sharding(device: torch.device) -> tuple[Any, ...]:
-        with first_of(4, device, unread_labels()):
-            accelerator = accelerator_for("bf16", 2, engine, 1, 1.0)
-            return str(accelerator.distributed_type), accelerator.num_processes, sharding(accelerator.state.fsdp_plugin)
+        with first_of(sharing.num_gpus, device, unread_labels()):
+            accelerator = accelerator_for(sharing, "bf16", 2, 1, 1.0)
+            reduced = accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
+            plugin = sharding(accelerator.state.fsdp_plugin)
+            return str(accelerator.distributed_type), accelerator.num_processes, reduced, plugin
 
-    arguments, environment = launched(write_accelerate_config(tmp_path / "accelerate.yaml", "bf16", 4, engine))
-    assert (arguments.num_processes, arguments.use_fsdp, environment["ACCELERATE_USE_FSDP"]) == (4, True, "true")
+    arguments, environment = launched(write_accelerate_config(tmp_path / "accelerate.yaml", "bf16", sharing))
+    assert (arguments.num_processes, arguments.use_fsdp) == (sharing.num_gpus, True)
+    assert environment["ACCELERATE_USE_FSDP"] == "true"
     with patch.dict(os.environ, environment):
         read = sharding(FullyShardedDataParallelPlugin())
-    assert simulated(simulated_sharding) == ("DistributedType.FSDP", 4, read)
-    wrapped = "transformer_auto_wrap_policy", "OffloadPolicy"
-    assert read == [2, engine == FSDP2, False, False, *wrapped]
+    offloads = sharing.optimizer_on == HOST
+    assert simulated(simulated_sharding) == ("DistributedType.FSDP", sharing.num_gpus, offloads, read)
+    wrapped = "transformer_auto_wrap_policy", "CPUOffloadPolicy" if offloads else "OffloadPolicy"
+    assert read == [2, sharing.engine == FSDP2, False, False, *wrapped]
 
 
 with_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 
 
+OF_ZERO = [
+    (Sharing(ZERO2, 4), None),
+    (Sharing(ZERO3, 4), 0.5),
+    (Sharing(ZERO2, 1, HOST), 0.5),
+    (Sharing(ZERO3, 4, HOST, HOST), None),
+    (Sharing(ZERO3, 1, NVME, HOST), 1.0),
+    (Sharing(ZERO3, 2, NVME, NVME, largest_weight=500_000_001), 1.0),
+]
+
+
 @with_deepspeed
-@pytest.mark.parametrize(("engine", "max_grad_norm"), [(ZERO2, None), (ZERO3, 0.5)])
+@pytest.mark.parametrize(("sharing", "max_grad_norm"), OF_ZERO, ids=str)
 def test_accelerate_configures_deepspeed_as_in_the_simulation(
-    engine: str, max_grad_norm: float | None, tmp_path: Path
+    sharing: Sharing, max_grad_norm: float | None, tmp_path: Path
 ) -> None:
     def simulated_config(device: torch.device) -> tuple[Any, ...]:
-        with first_of(4, device, unread_labels()):
-            accelerator = accelerator_for("bf16", 2, engine, 3, max_grad_norm)
+        with first_of(sharing.num_gpus, device, unread_labels()):
+            accelerator = accelerator_for(sharing, "bf16", 2, 3, max_grad_norm)
             plugin = accelerator.state.deepspeed_plugin
             return str(accelerator.distributed_type), accelerator.num_processes, plugin.deepspeed_config
 
     def launched_config() -> tuple[int, Any]:
         from accelerate.utils import DeepSpeedPlugin
 
-        path = write_accelerate_config(tmp_path / "accelerate.yaml", "bf16", 4, engine, 2, max_grad_norm)
-        arguments = launch.launch_command_parser().parse_args(["--config_file", str(path), "script.py"])
-        arguments, _, _ = launch._validate_launch_command(arguments)
-        arguments.deepspeed_fields_from_accelerate_config = ""  # its command names them, for messages
-        _, environment = launch_utils.prepare_deepspeed_cmd_env(arguments)
+        path = write_accelerate_config(tmp_path / "accelerate.yaml", "bf16", sharing, 2, max_grad_norm)
+        arguments, environment = launched(path)
         with patch.dict(os.environ, environment, DS_ACCELERATOR="cpu"):
             plugin = DeepSpeedPlugin()
         plugin.set_mixed_precision(environment["ACCELERATE_MIXED_PRECISION"])
@@ -108,9 +119,62 @@ def test_accelerate_configures_deepspeed_as_in_the_simulation(
 
     num_processes, config = run_isolated(launched_config)
     assert simulated(simulated_config) == ("DistributedType.DEEPSPEED", num_processes, config)
-    assert config["zero_optimization"]["stage"] == {ZERO2: 2, ZERO3: 3}[engine]
+    assert num_processes == sharing.num_gpus
+    zero, words = config["zero_optimization"], {"device": "none", HOST: "cpu", NVME: "nvme"}
+    assert zero["stage"] == {ZERO2: 2, ZERO3: 3}[sharing.engine]
+    assert zero["offload_optimizer"]["device"] == words[sharing.optimizer_on]
+    assert zero["offload_param"]["device"] == words[sharing.weights_on]
+    if sharing.optimizer_on == NVME:
+        assert zero["offload_optimizer"]["nvme_path"] == NVME_FOLDER
+    if sharing.weights_on == NVME:
+        assert zero["offload_param"]["buffer_size"] == 250_000_001
     assert config["gradient_accumulation_steps"] == 2
     assert config.get("gradient_clipping") == max_grad_norm
+
+
+# Names in recipes/configs/accelerate, and the sharing of a plan that writes the same.
+SHIPPED = {
+    "zero3": Sharing(ZERO3, 2),
+    "zero2_offload": Sharing(ZERO2, 1, HOST),
+    "zero3_offload": Sharing(ZERO3, 1, HOST, HOST),
+    "zero3_nvme": Sharing(ZERO3, 1, NVME, HOST),
+}
+
+
+@with_deepspeed
+@pytest.mark.parametrize("name", SHIPPED)
+def test_files_of_the_recipes_offload_as_those_of_plans(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)  # where their commands are run
+
+    def offloading(path: Path) -> dict[str, Any]:
+        from accelerate.utils import DeepSpeedPlugin
+
+        _, environment = launched(path)
+        with patch.dict(os.environ, environment, DS_ACCELERATOR="cpu"):
+            plugin = DeepSpeedPlugin()
+        plugin.set_mixed_precision("bf16")
+        zero = plugin.deepspeed_config["zero_optimization"]
+        places = {
+            what: {field: value for field, value in zero[what].items() if value not in (None, "none")}
+            for what in ("offload_optimizer", "offload_param")
+        }
+        saves = zero.get("stage3_gather_16bit_weights_on_model_save")
+        return places | {"stage": zero["stage"], "saves": saves, "bf16": plugin.deepspeed_config["bf16"]}
+
+    written = write_accelerate_config(tmp_path / "accelerate.yaml", "bf16", SHIPPED[name])
+    shipped = ROOT / "recipes" / "configs" / "accelerate" / f"{name}.yaml"
+    assert run_isolated(lambda: offloading(shipped)) == run_isolated(lambda: offloading(written))
+
+
+@pytest.mark.parametrize(
+    ("name", "sharing"), [("fsdp2", Sharing(FSDP2, 2)), ("one_gpu_fsdp2_offload", Sharing(FSDP2, 1, HOST))]
+)
+def test_files_of_the_recipes_shard_as_those_of_plans(name: str, sharing: Sharing, tmp_path: Path) -> None:
+    written = yaml.safe_load(write_accelerate_config(tmp_path / "accelerate.yaml", "bf16", sharing).read_text())
+    shipped = yaml.safe_load((ROOT / "recipes" / "configs" / "accelerate" / f"{name}.yaml").read_text())
+    assert shipped.items() <= written.items()
 
 
 @with_deepspeed
@@ -137,24 +201,86 @@ def test_deepspeed_casts_by_itself() -> None:
         check_zero(ZERO3, "bfloat16", "no")
 
 
+UNKEPT: dict[str, tuple[tuple[Any, ...], str]] = {
+    "nvme": ((FSDP2, 2, NVME), "optimizer_on='nvme' with engine='fsdp2': ZeRO-3 alone can; use engine='zero3'"),
+    "nvme of zero2": ((ZERO2, 2, NVME), "optimizer_on='nvme' with engine='zero2': .* use engine='zero3'"),
+    "several gpus": ((DDP, 2, HOST), "optimizer_on='host' with num_gpus=2: torchao's .* is for one GPU; give engine="),
+    "weights": ((ZERO2, 2, HOST, HOST), "weights_on='host' with engine='zero2': trained weights leave the device with"),
+    "weights alone": ((FSDP2, 2, "device", HOST), "weights_on='host' with engine='fsdp2': .* and optimizer_on='host'"),
+    "weights on a disk": ((FSDP2, 2, HOST, NVME), "weights_on='nvme' with engine='fsdp2': FSDP2 keeps them on"),
+    "weights of zero3": ((ZERO3, 2, "device", HOST), "weights_on='host' with optimizer_on='device': .* optimizer_on"),
+}
+
+
+@pytest.mark.parametrize(("places", "message"), UNKEPT.values(), ids=UNKEPT)
+def test_places_that_an_engine_does_not_keep_are_refused(places: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        Sharing(*places)
+
+
+KEPT: dict[str, tuple[Sharing, bool, bool, str]] = {
+    "one": (Sharing(), False, False, ""),
+    "ddp": (Sharing(DDP, 2), True, False, "on each of 2 GPUs with ddp"),
+    "torchao": (Sharing(DDP, 1, HOST), False, False, "optimizer on the host by torchao's CPUOffloadOptimizer"),
+    "fsdp2": (Sharing(FSDP2, 1, HOST), True, True, "with fsdp2, optimizer and weights on the host"),
+    "fsdp2 of 2": (
+        Sharing(FSDP2, 2, HOST, HOST), True, True, "on each of 2 GPUs with fsdp2, optimizer and weights on the host"
+    ),
+    "zero2": (Sharing(ZERO2, 1, HOST), True, False, "with zero2, optimizer on the host"),
+    "zero3": (Sharing(ZERO3, 1, HOST, HOST), True, False, "with zero3, optimizer and weights on the host"),
+    "nvme": (
+        Sharing(ZERO3, 1, NVME, HOST), True, False, "with zero3, optimizer on the NVMe disk, weights on the host"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("sharing", "has_group", "syncs_each_batch", "text"), KEPT.values(), ids=KEPT)
+def test_a_sharing_says_who_keeps_things_where(
+    sharing: Sharing, has_group: bool, syncs_each_batch: bool, text: str
+) -> None:
+    assert (sharing.has_group, sharing.syncs_each_batch, str(sharing)) == (has_group, syncs_each_batch, text)
+    keepers = sharing.offloads_by_torchao, sharing.offloads_by_fsdp, sharing.is_zero
+    assert sum(keepers) == (sharing.optimizer_on != "device")
+
+
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("sharing", "options", "message"),
     [
-        ({"num_gpus": 1}, "engine='fsdp2' shards over several GPUs; give num_gpus of at least 2"),
-        ({"effective_batch": 6}, "effective_batch=6 cannot be divided by num_gpus=4; use a multiple of it"),
-        ({"optimizer": "adafactor"}, "optimizer='adafactor' with engine='fsdp2': .* use another optimizer"),
+        (Sharing(FSDP2, 4), {"effective_batch": 6}, "effective_batch=6 cannot be divided by num_gpus=4; use a"),
+        (Sharing(FSDP2, 4), {"optimizer": "adafactor"}, "optimizer='adafactor' with engine='fsdp2': .* another"),
         (
-            {"engine": "zero3", "optimizer": "adamw-8bit"},
+            Sharing(FSDP2, 4),
+            {"optimizer": "paged-adamw-8bit"},
+            "optimizer='paged-adamw-8bit' with engine='fsdp2' is not simulated; use another optimizer",
+        ),
+        (
+            Sharing(ZERO3, 4),
+            {"optimizer": "adamw-8bit"},
             "optimizer='adamw-8bit' with engine='zero3' is not simulated; use one of adamw, adamw-foreach, sgd",
         ),
-        ({"quantize": "nf4"}, "quantize='nf4' with engine='fsdp2' is not simulated: .* use engine='ddp'"),
+        (
+            Sharing(FSDP2, 4),
+            {"quantize": "int8"},
+            "quantize='int8' with engine='fsdp2' is not simulated: .* use nf4 or nf4-double, or ",
+        ),
+        (
+            Sharing(ZERO2, 1, HOST),
+            {"optimizer": "sgd"},
+            "optimizer='sgd' with optimizer_on='host': .* have AdamW alone; use 'adamw'",
+        ),
+        (
+            Sharing(DDP, 1, HOST),
+            {"max_grad_norm": 1.0},
+            "max_grad_norm=1.0 with optimizer_on='host': .* and ignores it; give max_grad_norm=none, or engine=",
+        ),
+        (Sharing(DDP, 1, HOST), {"precision": "fp16"}, "precision='fp16' with optimizer_on='host': .*; use bf16"),
     ],
 )
-def test_what_cannot_be_run_by_several_processes_is_refused(options: dict[str, Any], message: str) -> None:
-    good = {"num_gpus": 4, "engine": FSDP2, "effective_batch": 8, "optimizer": "adamw", "quantize": "none"}
-    check_ranks(**good)
-    with pytest.raises(ValueError, match=f"^{message}$"):
-        check_ranks(**good | options)
+def test_options_that_an_engine_cannot_run_are_refused(sharing: Sharing, options: dict[str, Any], message: str) -> None:
+    good = {"effective_batch": 8, "optimizer": "adamw"}
+    check_options(sharing, **good)
+    with pytest.raises(ValueError, match=f"^{message}"):
+        check_options(sharing, **good | options)
 
 
 def test_each_gpu_has_its_share_of_an_update() -> None:

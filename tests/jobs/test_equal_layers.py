@@ -68,6 +68,12 @@ def test_shorter_configurations_keep_everything_else() -> None:
     assert (config.num_hidden_layers, len(config.layer_types)) == (6, 6)
 
 
+def test_a_shorter_configuration_has_fewer_layers_of_text() -> None:
+    text = transformers.Llama4TextConfig(num_hidden_layers=6).to_dict()
+    shorter = found.with_num_layers(transformers.Llama4Config(text_config=text), Layers("model.layers", 6), 4)
+    assert (shorter.text_config.num_hidden_layers, len(shorter.text_config.layer_types)) == (4, 4)
+
+
 @pytest.mark.parametrize("layers", [None, Layers("model.layers", 6)])
 def test_a_step_is_told_by_few_layers_where_they_are_equal(layers: Layers | None) -> None:
     config = transformers.LlamaConfig(num_hidden_layers=6, hidden_size=32)

@@ -13,8 +13,10 @@ from hf_memopt.estimate import MemoryEstimate
 from hf_memopt.estimate.estimate import simulate_step
 from hf_memopt.estimate.simulation.child_process import run_isolated
 
-causal_lm_options = LateModule("hf_memopt.recipes.causal_lm.options")
+sft_options = LateModule("hf_memopt.recipes.sft.options")
+model_levers = LateModule("hf_memopt.jobs.model_levers")
 huggingface = LateModule("hf_memopt.jobs.huggingface")
+transformers = LateModule("transformers")
 
 
 def test_a_config_file_will_do(qwen3: str) -> None:
@@ -51,29 +53,32 @@ def test_the_recipe_reads_what_is_written(qwen3: str, tmp_path: Path) -> None:
     assert load_config_from_file(str(accelerate)).mixed_precision == "bf16"
     assert yaml.safe_load(accelerate.read_text())["num_processes"] == 1
     assert json.loads(chosen.read_text())["gradient_accumulation_steps"] == 4
-    options = causal_lm_options.parse("", ["--config_path", str(flags), f"--output_dir={tmp_path / 'run'}"])
-    assert (options.model.model, options.model.gradient_checkpointing) == (qwen3, True)
-    assert (options.training.per_device_batch_size, options.training.gradient_accumulation_steps) == (2, 4)
-    assert (options.offload.offload, options.data.block_size) == ("inputs", TOKENS)
+    sft, training, memopt = sft_options.parse("", ["--config", str(flags)])
+    assert (sft.model, sft.dtype, sft.loss, training.bf16) == (qwen3, "float32", "full", True)
+    assert (training.per_device_train_batch_size, training.gradient_accumulation_steps) == (2, 4)
+    assert (memopt.offload, training.gradient_checkpointing, training.max_length) == ("inputs", True, TOKENS)
+    assert workload.command([accelerate, chosen, flags]) == (
+        f"accelerate launch --config_file {accelerate} -m hf_memopt.recipes.train_sft --config {flags}"
+    )
 
 
 def test_gpus_share_a_model_and_its_batch(qwen3: str, plain: MemoryEstimate, tmp_path: Path) -> None:
     shared = {"seq_len": TOKENS, "effective_batch": 8, "num_gpus": 2}
     workload = huggingface.HuggingFaceModel(qwen3, **shared, engine="fsdp2")
-    assert workload.name == f"{qwen3} as Qwen3ForCausalLM, on each of 2 GPUs with fsdp2"
+    assert workload.name == f"{qwen3} as Qwen3ForCausalLM in float32, on each of 2 GPUs with fsdp2"
     assert workload.micro_batches == [1, 2, 4]
-    assert {huggingface.ACTIVATIONS[name][1] for name in workload.levers[0].values} == {"off"}
+    assert {model_levers.ACTIVATIONS[name][1] for name in workload.levers[0].values} == {"off"}
     sharded = run_isolated(lambda: simulate_step(workload.step_with("none", "off", BATCH), gpu=CARD))
     for kind in ("parameters", "optimizer state"):
         assert plain.breakdown[kind] / 2 <= sharded.breakdown[kind] < 0.6 * plain.breakdown[kind]
     assert sharded.breakdown["gathered weights"] > 0
     assert "communication buffers" in sharded.storage_kinds
     written = workload.write({"activations": "kept"}, BATCH, tmp_path)
-    assert [path.name for path in written] == ["accelerate.yaml", "settings.json"]
+    assert [path.name for path in written] == ["accelerate.yaml", "settings.json", "sft.yaml"]
     assert load_config_from_file(str(written[0])).num_processes == 2
     assert json.loads(written[1].read_text())["gradient_accumulation_steps"] == 2
     with_copies = huggingface.HuggingFaceModel(qwen3, **shared).write({"activations": "kept"}, BATCH, tmp_path)
-    assert yaml.safe_load(with_copies[2].read_text())["training"]["gradient_accumulation_steps"] == 2
+    assert yaml.safe_load(with_copies[2].read_text())["gradient_accumulation_steps"] == 2
 
 
 @pytest.mark.slow
@@ -140,9 +145,8 @@ def test_a_plan_tries_the_homes_of_frozen_weights_and_says_which_is_chosen(qwen3
     assert workload.simulated(settings, 8).num_steps == 3
     written = workload.write(settings, 8, tmp_path)
     assert json.loads(written[1].read_text())["base"] == "host"
-    assert workload.command(written) == (
-        f"hf-memopt launch --config_file {written[0]} --base host -- a script with {written[1]}"
-    )
+    sft, _, memopt = sft_options.parse("", ["--config", str(written[2])])
+    assert (sft.lora_rank, sft.lora_targets, memopt.base) == (4, "all-linear", "host")
     given = huggingface.HuggingFaceModel(qwen3, seq_len=TOKENS, lora_rank=4, base="file")
     assert given.levers[-1].values == ("file",)
     resident = huggingface.HuggingFaceModel(qwen3, seq_len=TOKENS, lora_rank=4, base="resident")
@@ -151,11 +155,30 @@ def test_a_plan_tries_the_homes_of_frozen_weights_and_says_which_is_chosen(qwen3
         assert without.command(without.write({"activations": "kept"}, 8, tmp_path)).startswith("accelerate launch ")
 
 
-def test_no_flags_are_written_for_what_the_recipe_cannot_do(qwen3: str, tmp_path: Path) -> None:
-    workload = huggingface.HuggingFaceModel(qwen3, seq_len=TOKENS, lora_rank=4)
-    names = [path.name for path in workload.write({"activations": "kept"}, 1, tmp_path)]
-    assert names == ["accelerate.yaml", "settings.json"]
-    assert all(checkpointing in ("none", "selective", "full") for checkpointing, _ in huggingface.ACTIVATIONS.values())
+def test_what_the_recipe_cannot_do_is_left_to_a_script_that_reads_training_arguments(
+    qwen3: str, tmp_path: Path
+) -> None:
+    in_backward = {"optimizer_in_backward": True, "max_grad_norm": None}
+    workload = huggingface.HuggingFaceModel(qwen3, seq_len=TOKENS, effective_batch=4, precision="bf16", **in_backward)
+    written = workload.write({"activations": "selectively checkpointed"}, 1, tmp_path)
+    assert [path.name for path in written] == ["accelerate.yaml", "settings.json"]
+    command = workload.command(written)
+    launched = f"hf-memopt launch --config_file {written[0]} --offload off --base off --selective_checkpointing"
+    assert command.startswith(f"{launched} -- train.py ")
+    flags = command.partition(" -- train.py ")[2].split()
+    (arguments,) = transformers.HfArgumentParser(transformers.TrainingArguments).parse_args_into_dataclasses(
+        [*flags, f"--output_dir={tmp_path}", "--use_cpu", "true"]
+    )
+    assert (arguments.gradient_accumulation_steps, arguments.optim, arguments.bf16) == (4, "adamw_torch_fused", True)
+
+
+def test_fsdp_reduces_gradients_in_each_pass_where_they_go_to_the_host(qwen3: str, tmp_path: Path) -> None:
+    sharded = {"engine": "fsdp2", "optimizer_on": "host", "effective_batch": 4}
+    workload = huggingface.HuggingFaceModel(qwen3, seq_len=TOKENS, **sharded)
+    accelerate, _, flags = workload.write({"activations": "kept"}, 1, tmp_path)
+    assert load_config_from_file(str(accelerate)).fsdp_config["fsdp_offload_params"] is True
+    _, training, _ = sft_options.parse("", ["--config", str(flags)])
+    assert training.accelerator_config.gradient_accumulation_kwargs == {"sync_each_batch": True}
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 
 from hf_memopt.estimate import MemoryEstimate
+from hf_memopt.estimate.estimate_report import Verdict
 from hf_memopt.estimate.gpus import Card
 from hf_memopt.estimate.memory_below import Disk
 from hf_memopt.jobs import Lever, Row, SettingsPlan
-from hf_memopt.jobs.settings_table import as_json, explain, headline, table
+from hf_memopt.jobs.settings_table import FAILED, as_json, explain, headline, table
 from hf_memopt.units import GIB
 
 CARD = Card("toy card", 8 * GIB, 10e12, 20e12, 500e9, 25e9)
+MICRO_BATCHES = (1, 2, 4, 8, 16)
 LEVERS = (Lever("checkpointing", ("none", "full")), Lever("offload", ("off", "auto", "all")))
 
 
@@ -44,11 +46,12 @@ def row(settings: Sequence[str], micro_batch: int, update_ms: float, needed_gib:
     )
     names = (lever.name for lever in LEVERS)
     chosen = dict(zip(names, settings, strict=True))
-    return Row(chosen, micro_batch, 16 // micro_batch, update_ms, round(needed_gib * GIB), needed_gib <= 8, estimate)
+    verdict = Verdict.FITS if needed_gib <= 8 else Verdict.NO
+    return Row(chosen, micro_batch, 16 // micro_batch, update_ms, round(needed_gib * GIB), verdict, estimate)
 
 
 def plan_of(*rows: Row, disk: Disk | None = None) -> SettingsPlan:
-    return SettingsPlan("toy", LEVERS, CARD, 32 * GIB, disk, rows)
+    return SettingsPlan("toy", LEVERS, CARD, 32 * GIB, disk, rows, MICRO_BATCHES)
 
 
 PLAN = plan_of(
@@ -63,22 +66,51 @@ PLAN = plan_of(
 
 def test_the_table_has_a_line_for_each_candidate_in_the_plans_order() -> None:
     assert table(PLAN).splitlines() == [
-        "| micro-batch | checkpointing | offload | peak GiB | needs GiB | host GiB | peak in  | time | fits |",
-        "| ----------- | ------------- | ------- | -------- | --------- | -------- | -------  | ---- | ---- |",
-        "| 4 x 4       | none          | auto    | 7.00     | 7.50      | 3.00     | backward | 1.00 | yes  |",
-        "| 16 x 1      | full          | auto    | 5.75     | 6.25      | 1.00     | backward | 1.25 | yes  |",
-        "| 8 x 2       | full          | off     | 7.50     | 8.00      | 0.00     | backward | 1.50 | yes  |",
-        "| 8 x 2       | none          | auto    | 11.50    | 12.00     | 6.00     | backward | 0.95 | no   |",
-        "| 1 x 16      | none          | off     | 8.50     | 9.00      | 0.00     | backward | 0.75 | no   |",
-        "| 2 x 8       | none          | off     | 9.50     | 10.00     | 0.00     | backward | 0.70 | no   |",
+        "| micro-batch | checkpointing | offload | peak GiB | needs GiB | host GiB | peak in  | update | fits |",
+        "| ----------- | ------------- | ------- | -------- | --------- | -------- | -------  | ------ | ---- |",
+        "| 4 x 4       | none          | auto    | 7.00     | 7.50      | 3.00     | backward | 200 ms | yes  |",
+        "| 16 x 1      | full          | auto    | 5.75     | 6.25      | 1.00     | backward | 250 ms | yes  |",
+        "| 8 x 2       | full          | off     | 7.50     | 8.00      | 0.00     | backward | 300 ms | yes  |",
+        "| 8 x 2       | none          | auto    | 11.50    | 12.00     | 6.00     | backward | 190 ms | no   |",
+        "| 1 x 16      | none          | off     | 8.50     | 9.00      | 0.00     | backward | 150 ms | no   |",
+        "| 2 x 8       | none          | off     | 9.50     | 10.00     | 0.00     | backward | 140 ms | no   |",
     ]
 
 
 def test_the_headline_names_the_choice_and_what_it_needs() -> None:
-    assert headline(PLAN) == (
-        "toy on toy card (8.0 GiB): micro-batch 4 x 4, checkpointing none, offload auto; peak 7.00 GiB allocated in "
-        "backward, needs 7.50 GiB; confidence high"
-    )
+    assert headline(PLAN).splitlines() == [
+        "toy fits on toy card (8.0 GiB) with micro-batch 4 x 4, checkpointing none, offload auto: 7.50 GiB needed, "
+        "7.00 GiB of it allocated at the peak in backward.",
+        "An update of 16 samples takes 200 ms (180 ms to 240 ms: the range of nine in ten published steps, on cards of "
+        "kinds that were fitted, as this one is).",
+    ]
+
+
+def test_samples_of_tokens_have_a_rate_and_remarks_follow() -> None:
+    noted = replace(PLAN.best, estimate=replace(PLAN.best.estimate, notes=("mind the gap",)))
+    lines = headline(replace(plan_of(noted), tokens_per_sample=1024)).splitlines()
+    assert lines[1].endswith(" That is 81,920 tokens per second.")  # 16 x 1024 in 200 ms
+    assert lines[2] == "Note: mind the gap"
+
+
+def test_memory_of_nccl_may_decide() -> None:
+    just = replace(PLAN.best, verdict=Verdict.ONLY_JUST)
+    assert just.fits
+    assert table(plan_of(just)).endswith("| only just |")
+    assert headline(plan_of(just)).startswith("toy fits only just on toy card")
+
+
+def test_a_failed_simulation_is_shown_below_the_table() -> None:
+    found = replace(plan_of(PLAN.best), impossible={frozenset({("offload", "all")}): f"{FAILED}KeyError: 3"})
+    assert str(found).endswith(" |\n\noffload all: the simulation failed: KeyError: 3")
+
+
+def test_values_that_are_not_possible_say_why() -> None:
+    alone, both = frozenset({("offload", "all")}), frozenset({("offload", "auto"), ("checkpointing", "full")})
+    found = replace(plan_of(PLAN.best), impossible={alone: "no disk\nand a trace", both: "too much"})
+    assert "offload all is not possible here: no disk" in explain(found)
+    assert "checkpointing full with offload auto is not possible: too much" in explain(found)
+    assert as_json(found)["impossible"][0] == {"settings": {"offload": "all"}, "reason": "no disk\nand a trace"}
 
 
 def test_a_plan_prints_itself_in_full() -> None:
@@ -91,8 +123,6 @@ def test_each_other_value_is_explained_by_its_best_candidate() -> None:
         "checkpointing none, not full: with full an update takes 1.25 times as long.",
         "offload auto, not off: with off an update takes 1.50 times as long.",
         "offload auto, not all: not needed, since the whole batch fits without it.",
-        "An update takes 200 ms (180 ms to 240 ms: the range of nine in ten published steps, on cards of kinds that "
-        "were fitted, as this one is).",
         "Kept free, assumed: device context 512 MiB, cuDNN and other workspaces 112 MiB.",
     ]
 
@@ -138,7 +168,7 @@ def test_json_has_all_that_the_table_shows_in_bytes_and_milliseconds() -> None:
         "settings": {"checkpointing": "none", "offload": "auto"},
         "micro_batch": 4,
         "accumulation": 4,
-        "fits": True,
+        "verdict": "fits",
         "update_ms": 200.0,
         "update_range_ms": [180.0, 240.0],
         "needed_bytes": 7.5 * GIB,
@@ -164,3 +194,14 @@ def test_a_disk_has_a_column_a_line_and_its_bytes() -> None:
     assert "Disk: 5.00 GiB; 4.00 GiB written in a step, 1855.43 TB per day at this rate." in explain(found)
     assert as_json(found)["disk"] == {"num_bytes": 500 * GIB, "bytes_per_s": 5e9}
     assert as_json(found)["rows"][0]["disk_tb_per_day"] == pytest.approx(4 * GIB * 5 * 86_400 / 1e12)
+
+
+@pytest.mark.parametrize(
+    ("micro_batch", "reason"),
+    [(16, "the whole batch fits at once"), (4, "a larger one exceeds the card's memory by far")],
+)
+def test_a_micro_batch_alone_among_its_settings_has_a_reason(micro_batch: int, reason: str) -> None:
+    found = plan_of(row(("none", "auto"), micro_batch, 200.0, 7.5))
+    assert explain(found)[0] == f"micro-batch {micro_batch}: {reason}."
+    given = replace(plan_of(row(("none", "auto"), 4, 200.0, 7.5)), micro_batches=(4,))
+    assert explain(given)[0] == "micro-batch 4: as given."

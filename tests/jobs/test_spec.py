@@ -11,7 +11,7 @@ import yaml
 from late_imports import LateModule
 
 from hf_memopt.jobs import JobSpec
-from hf_memopt.jobs.spec import CHOICES, DEFAULTS, FIELDS, read_spec
+from hf_memopt.jobs.spec import CHOICES, DEFAULTS, FIELDS, TRAINERS, read_spec
 
 accelerate_config = LateModule("hf_memopt.jobs.accelerate_config")
 optimizers = LateModule("hf_memopt.jobs.transformers_models.optimizers")
@@ -19,19 +19,22 @@ quantised_base = LateModule("hf_memopt.estimate.simulation.quantised.quantised_b
 tasks = LateModule("hf_memopt.jobs.transformers_models.tasks")
 transformers = LateModule("transformers")
 workloads = LateModule("hf_memopt.jobs.workloads")
+trl_trainers = LateModule("hf_memopt.integrations.transformers.trl_trainers")
 
 
 def test_each_choice_is_made_by_the_library_and_no_other() -> None:
     assert CHOICES["task"] == ("auto", *tasks.TASKS)
     assert CHOICES["optimizer"] == tuple(optimizers.OPTIMIZERS)
-    assert CHOICES["quantize"] == ("none", *quantised_base.LAYERS)
+    assert CHOICES["quantize"] == ("auto", "none", *quantised_base.LAYERS)
+    assert tuple(trl_trainers.TRL) == TRAINERS
     named = ("DDP", "FSDP2", "FSDP2_NO_RESHARD", "ZERO2", "ZERO3")
     assert CHOICES["engine"] == tuple(getattr(accelerate_config, name) for name in named)
 
 
 def test_a_model_takes_the_fields_of_models() -> None:
-    others = {"training_args", "recipe", "config", "set", "gpu", "host", "link", "batch_size", "accumulation"}
+    others = {"training_args", "trainer", "recipe", "config", "set", "gpu", "host", "link", "batch_size"}
     others |= {
+        "accumulation",
         "disk",
         "checkpointing",
         "offload",
@@ -105,7 +108,7 @@ def test_numbers_may_be_texts_as_yaml_reads_some() -> None:
         ("seq_len: true", "seq_len=True must be a number"),
         ("seq_len: none", "seq_len='none' must be a whole number"),
         ("max_grad_norm: 0", "max_grad_norm=0 must be above 0"),
-        ("dtype: float8", "dtype='float8' is unknown; choose from float32, bfloat16, float16"),
+        ("dtype: float8", "dtype='float8' is unknown; choose from auto, float32, bfloat16, float16"),
         ("padding: 1", "padding=1 must be true or false"),
         ("padding: 0", "padding=0 must be true or false"),
         ("set: a=b", "set='a=b' must be a list"),

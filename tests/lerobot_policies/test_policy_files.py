@@ -3,6 +3,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -123,21 +124,43 @@ def test_all_differences_of_architecture_are_named(config: Any) -> None:
     assert STATE not in str(caught.value)
 
 
-def test_statistics_that_normalise(config: Any) -> None:
-    named = [(STATE, "mean"), (STATE, "std"), (ACTION, "mean"), (ACTION, "std")]
-    assert list(policy_files.normalizing_statistics(config)) == named
-    mode = configs.NormalizationMode
-    other = dataclasses.replace(config, normalization_mapping={"STATE": mode.IDENTITY, "ACTION": mode.MIN_MAX})
-    assert list(policy_files.normalizing_statistics(other)) == [(ACTION, "min"), (ACTION, "max")]
-    assert (
-        list(policy_files.normalizing_statistics(dataclasses.replace(config, input_features={}, output_features={})))
-        == []
-    )
+@pytest.mark.parametrize(
+    ("mode", "used"),
+    [
+        ("IDENTITY", ()),
+        ("MEAN_STD", ("mean", "std")),
+        ("MIN_MAX", ("min", "max")),
+        ("QUANTILES", ("q01", "q99")),
+        ("QUANTILE10", ("q10", "q90")),
+    ],
+)
+def test_statistics_that_normalise(mode: str, used: tuple[str, ...], config: Any) -> None:
+    modes = configs.NormalizationMode
+    mapping = {"STATE": modes.MEAN_STD, "ACTION": modes(mode)}
+    changed = dataclasses.replace(config, normalization_mapping=mapping)
+    expected = [(STATE, "mean"), (STATE, "std"), *((ACTION, statistic) for statistic in used)]
+    assert list(policy_files.normalizing_statistics(changed)) == expected
+    none = dataclasses.replace(changed, input_features={}, output_features={})
+    assert list(policy_files.normalizing_statistics(none)) == []
+
+
+def test_a_mode_whose_statistics_are_not_known_is_refused(config: Any) -> None:
+    changed = dataclasses.replace(config, normalization_mapping={"ACTION": SimpleNamespace(value="LOGARITHM")})
+    with pytest.raises(ValueError, match=r"mode 'LOGARITHM' \(ACTION\) are not known; use one of IDENTITY, MEAN_STD"):
+        list(policy_files.normalizing_statistics(changed))
+
+
+NAMES = ("mean", "std", "min", "max", "q01", "q99", "q10", "q90")
 
 
 def statistics(**changes: Tensor) -> dict[str, Tensor]:
-    names = (f"{feature}.{statistic}" for feature in (STATE, ACTION) for statistic in ("mean", "std"))
+    names = (f"{feature}.{statistic}" for feature in (STATE, ACTION) for statistic in NAMES)
     return {name: torch.tensor([1.0, 2.0]) for name in names} | changes
+
+
+def of_data(**changes: list[float]) -> dict[str, dict[str, list[float]]]:
+    """Return statistics of state and action; `changes` are those of the action."""
+    return {STATE: {name: [1.0, 2.0] for name in NAMES}, ACTION: {name: [1.0, 2.0] for name in NAMES} | changes}
 
 
 @pytest.fixture
@@ -161,30 +184,58 @@ def write(tmp_path: Path, config: Any) -> Callable[..., Path]:
 
 def test_statistics_of_the_data_are_the_teachers_up_to_rounding(write: Callable[..., Path], config: Any) -> None:
     folder = write(statistics())
-    near, far = [1.0, 2.0 + 1e-5], [1.0, 2.01]
-    policy_files.check_same_statistics(folder, config, {STATE: {"mean": near, "std": near}, ACTION: {"mean": near}})
-    policy_files.check_same_statistics(
-        folder, config, {STATE: {"max": far}, IMAGE: {"mean": far}}
-    )  # statistics that normalise nothing
-    message = re.escape(
-        f"the teacher normalised {ACTION!r} with mean [1.0, 2.0], the dataset has [1.0, 2.01]. Reflow on"
-    )
-    with pytest.raises(ValueError, match=message):
-        policy_files.check_same_statistics(folder, config, {STATE: {"mean": near}, ACTION: {"mean": far}})
+    policy_files.check_same_statistics(folder, config, of_data(mean=[1.0, 2.0 + 1e-5]))
+    # Statistics that normalise nothing.
+    policy_files.check_same_statistics(folder, config, of_data(max=[1.0, 2.01]) | {IMAGE: {"mean": [5.0]}})
     with pytest.raises(ValueError, match=re.escape("the dataset has [1.0, 2.0, 3.0]")):
-        policy_files.check_same_statistics(folder, config, {STATE: {"std": [1.0, 2.0, 3.0]}})
+        policy_files.check_same_statistics(folder, config, of_data(std=[1.0, 2.0, 3.0]))
+
+
+def with_mode(config: Any, mode: str) -> Any:
+    modes = configs.NormalizationMode
+    return dataclasses.replace(config, normalization_mapping={"STATE": modes(mode), "ACTION": modes(mode)})
+
+
+OF_MODES = [("MEAN_STD", "std"), ("MIN_MAX", "min"), ("QUANTILES", "q99"), ("QUANTILE10", "q10")]
+
+
+@pytest.mark.parametrize(("mode", "statistic"), OF_MODES)
+def test_other_statistics_of_any_mode_are_refused(
+    mode: str, statistic: str, write: Callable[..., Path], config: Any
+) -> None:
+    folder, changed = write(statistics()), with_mode(config, mode)
+    message = re.escape(f"normalised {ACTION!r} with {statistic} [1.0, 2.0], the dataset has [1.0, 2.01]. Reflow on")
+    with pytest.raises(ValueError, match=message):
+        policy_files.check_same_statistics(folder, changed, of_data(**{statistic: [1.0, 2.01]}))
+
+
+def test_data_without_a_statistic_are_refused(write: Callable[..., Path], config: Any) -> None:
+    without_state = {ACTION: of_data()[ACTION]}
+    with pytest.raises(ValueError, match=f"meta/stats.json has no mean of '{STATE}', by which the policy normalises"):
+        policy_files.check_same_statistics(write(statistics()), config, without_state)
+
+
+def test_a_teacher_of_data_without_a_statistic_is_refused(write: Callable[..., Path], config: Any) -> None:
+    tensors = statistics()
+    del tensors[f"{STATE}.std"]
+    with pytest.raises(ValueError, match=f"has no std of '{STATE}': the teacher has learned from values that were not"):
+        policy_files.check_same_statistics(write(tensors), config, of_data())
 
 
 def test_a_normaliser_that_lacks_nothing_is_accepted(write: Callable[..., Path], config: Any) -> None:
     policy_files.check_normalizers(write(statistics()), config)
 
 
-def test_a_normaliser_that_lacks_a_statistic_is_refused(write: Callable[..., Path], config: Any) -> None:
-    tensors = statistics()
-    del tensors[f"{ACTION}.std"]
-    message = f"policy_postprocessor.json does not normalise '{ACTION}' by its std, which config.json asks for; copy"
+@pytest.mark.parametrize(("mode", "statistic"), OF_MODES)
+def test_a_normaliser_that_lacks_a_statistic_is_refused(
+    mode: str, statistic: str, write: Callable[..., Path], config: Any
+) -> None:
+    tensors, changed = statistics(), with_mode(config, mode)
+    del tensors[f"{ACTION}.{statistic}"]
+    message = f"policy_postprocessor.json does not normalise '{ACTION}' by its {statistic}, which config.json asks for"
+    folder = write(tensors, norm_map={"STATE": mode, "ACTION": mode})
     with pytest.raises(ValueError, match=message):
-        policy_files.check_normalizers(write(tensors), config)
+        policy_files.check_normalizers(folder, changed)
 
 
 @pytest.mark.parametrize(

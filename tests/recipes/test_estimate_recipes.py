@@ -120,7 +120,7 @@ def test_a_teacher_on_the_virtual_device_takes_its_bytes_there_and_on_the_host(t
     assert resident.breakdown[TEACHER] == own_bytes
     assert own_bytes <= stream.host_bytes - resident.host_bytes < 1.01 * own_bytes
     # The next copy of swapped weights begins as soon as a micro-batch ends.
-    assert stream.phases["outside"] < swap.phases["outside"]
+    assert stream.phases["between passes"] < swap.phases["between passes"]
     assert stream.peak_bytes < swap.peak_bytes <= resident.peak_bytes
 
 

@@ -1,3 +1,4 @@
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from late_imports import LateModule
 from plan_toys import causal_lm, fluxflow, lgt, lgt_config, neural_operator
+from printed_commands import run_printed
 
 from hf_memopt.cli import main
 from hf_memopt.estimate import estimate_peak_memory
@@ -150,5 +152,25 @@ def test_a_recipe_is_planned_from_the_command_line(tmp_path: Path, capsys: pytes
     options = neural_operator_options.parse("", ["--config_path", str(output / "neural_operator.yaml")])
     assert (options.training.batch_size, options.training.micro_batch_size) == (1, 0)
     assert options.offload.offload == "off"
-    assert f"wrote {output / 'accelerate.yaml'}" in printed
+    assert f"Run it with the files in {output}:" in printed
+    assert (output / "accelerate.yaml").exists()
     assert f"-m hf_memopt.recipes.train_neural_operator --config_path {output / 'neural_operator.yaml'}" in printed
+
+
+# Flags of a short run, and the file of the trained weights.
+SHORT = {
+    "causal_lm": (("--max_steps=2",), "model.safetensors"),
+    "fluxflow": (("--max_steps=2",), "*.safetensors"),
+    "lgt": (("--training.num_epochs=1",), "model.safetensors"),
+    "neural_operator": (("--epochs=1", "--num_train=16", "--num_test=8"), "model_state_dict.pt"),
+}
+
+
+@pytest.mark.parametrize("recipe", SHORT)
+def test_the_printed_command_trains(recipe: str, tmp_path: Path) -> None:
+    flags, weights = SHORT[recipe]
+    folder = "--checkpoint.save_dir" if recipe == "lgt" else "--output_dir"
+    workload = READERS[recipe][0](tmp_path, *flags, f"{folder}={tmp_path / 'run'}", effective_batch=4)
+    written = workload.write(last_settings(workload), 2, tmp_path / "plan")
+    run_printed(shlex.split(workload.command(written)))
+    assert list((tmp_path / "run").rglob(weights))

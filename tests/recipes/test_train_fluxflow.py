@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 import signal
 from collections import Counter
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from accelerate.commands.launch import launch_command, launch_command_parser
 from alone import hide_what_is_alive
 from late_imports import LateModule
+from PIL import Image
 from recipe_flags import FLUXFLOW as TINY
 from torch import Tensor, nn
 
@@ -306,6 +308,48 @@ def test_float16_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_trained_vae_is_gone_on_with(whole: Path, tmp_path: Path) -> None:
     run = prepared(tmp_path, f"--vae={whole / 'vae_ema'}")
     assert equal(run.gan.models.vae.state_dict(), weights(whole, "vae_ema"))
+
+
+def test_a_report_that_fails_leaves_the_model_and_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("hf_memopt.recipes.fluxflow.report.psnr", lambda panels: 1 / 0)
+    train(tmp_path, "--max_steps=1")
+    assert weights(tmp_path)
+    assert (
+        f"The report is not complete (ZeroDivisionError: division by zero); the model is in {tmp_path}" in caplog.text
+    )
+
+
+def test_the_vae_of_a_whole_pipeline_is_gone_on_with(whole: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole / "vae", tmp_path / "pipeline" / "vae")
+    (tmp_path / "pipeline" / "model_index.json").write_text('{"_class_name": "StableDiffusionPipeline"}')
+    run = prepared(tmp_path / "run", f"--vae={tmp_path / 'pipeline'}")
+    assert equal(run.gan.models.vae.state_dict(), weights(whole))
+
+
+def write_vae(folder: Path, **channels: int) -> None:
+    depth = {"block_out_channels": (8, 8), "norm_num_groups": 4}
+    blocks = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
+    diffusers.AutoencoderKL(**channels, **depth, **blocks).save_pretrained(folder)
+
+
+def test_gray_images_train_a_vae_of_one_channel(tmp_path: Path) -> None:
+    write_vae(tmp_path / "gray", in_channels=1, out_channels=1)
+    results = train(
+        tmp_path / "run", f"--vae={tmp_path / 'gray'}", "--max_steps=2", "--lpips_weight=0.1", "--resolution=16"
+    )
+    assert results["psnr_db"] > 0
+    trained = weights(tmp_path / "run")
+    assert trained["encoder.conv_in.weight"].shape[1] == trained["decoder.conv_out.weight"].shape[0] == 1
+    with Image.open(tmp_path / "run" / "panels.png") as panels:
+        assert panels.size[0] > panels.size[1] > 0
+
+
+def test_a_vae_of_other_channels_is_refused(tmp_path: Path) -> None:
+    write_vae(tmp_path / "depth", in_channels=4, out_channels=4)
+    with pytest.raises(ValueError, match=r"vae='.*depth' goes from 4 to 4 channels; images have 3, or 1 if they are"):
+        prepared(tmp_path / "run", f"--vae={tmp_path / 'depth'}")
 
 
 def test_the_demos_flags_are_known() -> None:

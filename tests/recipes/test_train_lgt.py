@@ -19,6 +19,7 @@ from hf_memopt.recipes import train_lgt
 from hf_memopt.recipes.landscapes.prepare import main as prepare_landscapes
 from hf_memopt.recipes.lgt import data as lgt_data
 from hf_memopt.recipes.lgt import evaluation as lgt_evaluation
+from hf_memopt.recipes.lgt import report as lgt_report
 from hf_memopt.recipes.lgt.model import compile_module
 from hf_memopt.recipes.lgt.report import Check, checklist_text
 from hf_memopt.recipes.lgt.step import Run, build_model
@@ -70,6 +71,27 @@ def test_the_closing_report_has_a_verdict_and_a_figure_in_each_line(plain: Path)
     assert {check.verdict for check in checks} <= {"passed", "failed", "not applicable"}
     assert all(any(letter.isdigit() for letter in check.measured) for check in checks[:-1])
     assert len(checklist_text(checks).splitlines()) == 8
+
+
+def test_few_latents_end_in_a_model_and_a_check_that_does_not_apply(tmp_path: Path) -> None:
+    for style in ("style0", "style1"):
+        (tmp_path / "latents" / style).mkdir(parents=True)
+        torch.save(torch.randn(8, 4, 16, 16), tmp_path / "latents" / style / "all.pt")
+    results = train(tmp_path / "run", f"--data.data_root={tmp_path / 'latents'}", "--training.batch_size=2")
+    (check,) = (check for check in results["checklist"] if check.name == "held-out content (SSM) is kept")
+    assert check.verdict == "not applicable"
+    assert check.measured == "ssm_others is 0; needs two different held-out latents of each style"
+    assert (tmp_path / "run" / "results.json").is_file()
+
+
+def test_a_report_that_fails_leaves_the_model_and_one_warning(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(lgt_report, "checklist", lambda *arguments, **more: 1 / 0)
+    assert train(tmp_path) == {}
+    assert equal(tmp_path, plain)
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert f"The report is not complete (ZeroDivisionError: division by zero); the model is in {tmp_path}" in warnings
 
 
 LEVERS = {

@@ -17,6 +17,7 @@ from torch import Tensor
 from hf_memopt import recipes
 
 train_sft = LateModule("hf_memopt.recipes.train_sft")
+trl = LateModule("trl")
 sft_options = LateModule("hf_memopt.recipes.sft.options")
 sft_plan = LateModule("hf_memopt.recipes.sft.workload")
 model_options = LateModule("hf_memopt.jobs.transformers_models.model_options")
@@ -85,13 +86,13 @@ def test_adapters_on_a_streamed_base_are_bitwise_those_of_a_resident_one(
 
 def test_the_loss_is_on_the_assistants_words_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     labels: list[Tensor] = []
-    compute_loss = train_sft.SFTTrainer.compute_loss
+    compute_loss = trl.SFTTrainer.compute_loss
 
     def keep(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         labels.append(inputs["labels"].clone())
         return compute_loss(self, model, inputs, *args, **kwargs)
 
-    monkeypatch.setattr(train_sft.SFTTrainer, "compute_loss", keep)
+    monkeypatch.setattr(trl.SFTTrainer, "compute_loss", keep)
     train(tmp_path / "answers")
     train(tmp_path / "all", "--assistant_only_loss=false")
     answers, everything = ((torch.cat([each.flatten() for each in part]) >= 0) for part in (labels[:3], labels[3:]))
@@ -127,13 +128,13 @@ def test_what_a_plan_chooses_reaches_the_flags(tmp_path: Path, monkeypatch: pyte
         (("--base=file", "--base_budget_gib=2"), "file", "2.0GiB"),
     ],
 )
-def test_a_plan_has_the_home_of_the_base_and_choices_that_trl_has(
+def test_a_plan_has_the_home_of_the_base_and_all_choices(
     flags: tuple[str, ...], home: str, budget: str | None, tmp_path: Path
 ) -> None:
     model = sft_plan.simulated(sft_options.parse("", [LORA, *flags, f"--model={tiny(tmp_path)}", "--max_length=64"]))
     assert (model.base, model.base_budget) == (home, budget)
     choices = {lever.name: lever.values for lever in model.levers}
-    assert choices.pop("activations") == sft_plan._CHOICES
+    assert choices.pop("activations") == tuple(sft_plan.ACTIVATIONS)
     assert choices == ({} if home == "resident" else {"base": (home,)})
 
 

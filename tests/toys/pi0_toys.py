@@ -1,8 +1,9 @@
-"""π0 at toy size: lerobot's own code with small numbers, for which its configuration has no fields."""
+"""π0 and π0.5 at toy size: lerobot's own code with small numbers, for which its configuration has no fields."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -10,6 +11,7 @@ import reflow_students
 import torch
 from lerobot.policies.pi0 import modeling_pi0, processor_pi0
 from lerobot.policies.pi0.configuration_pi0 import PI0Config
+from lerobot.policies.pi05 import modeling_pi05, processor_pi05
 from reflow_students import CHUNK, moved, robot
 from torch import Tensor
 from transformers import SiglipVisionConfig
@@ -32,14 +34,16 @@ _SIZES: dict[str, Any] = {
 
 
 @contextmanager
-def toy_sizes(tokenizer: Path) -> Iterator[None]:
+def toy_sizes(
+    tokenizer: Path, modeling: ModuleType = modeling_pi0, processing: ModuleType = processor_pi0
+) -> Iterator[None]:
     """Let lerobot build a toy π0 of its own classes, with a tokenizer on the disk."""
-    vlm, expert = modeling_pi0.PaliGemmaForConditionalGenerationWithPiGemma, modeling_pi0.PiGemmaForCausalLM
+    vlm, expert = modeling.PaliGemmaForConditionalGenerationWithPiGemma, modeling.PiGemmaForCausalLM
 
-    def gemma(variant: str) -> modeling_pi0.GemmaConfig:
+    def gemma(variant: str) -> Any:
         # lerobot's layers have eight heads, whatever the configuration says.
         width = _WIDTHS[variant]
-        return modeling_pi0.GemmaConfig(width, depth=3, mlp_dim=2 * width, num_heads=8, num_kv_heads=1, head_dim=8)
+        return modeling.GemmaConfig(width, depth=3, mlp_dim=2 * width, num_heads=8, num_kv_heads=1, head_dim=8)
 
     def toy_vlm(config: Any) -> Any:
         config.text_config.vocab_size = VOCABULARY
@@ -60,19 +64,23 @@ def toy_sizes(tokenizer: Path) -> Iterator[None]:
         config.vocab_size = VOCABULARY
         return expert(config)
 
-    step = processor_pi0.TokenizerProcessorStep
+    step = processing.TokenizerProcessorStep
 
     def tokenizer_step(tokenizer_name: str, **settings: Any) -> Any:
         assert tokenizer_name == "google/paligemma-3b-pt-224"
         return step(tokenizer_name=str(tokenizer), **settings)
 
     with (
-        patch.object(modeling_pi0, "get_gemma_config", gemma),
-        patch.object(modeling_pi0, "PaliGemmaForConditionalGenerationWithPiGemma", toy_vlm),
-        patch.object(modeling_pi0, "PiGemmaForCausalLM", toy_expert),
-        patch.object(processor_pi0, "TokenizerProcessorStep", tokenizer_step),
+        patch.object(modeling, "get_gemma_config", gemma),
+        patch.object(modeling, "PaliGemmaForConditionalGenerationWithPiGemma", toy_vlm),
+        patch.object(modeling, "PiGemmaForCausalLM", toy_expert),
+        patch.object(processing, "TokenizerProcessorStep", tokenizer_step),
     ):
         yield
+
+
+def pi05_toy_sizes(tokenizer: Path) -> AbstractContextManager[None]:
+    return toy_sizes(tokenizer, modeling_pi05, processor_pi05)
 
 
 def teacher_flags() -> list[str]:

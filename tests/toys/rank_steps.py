@@ -16,6 +16,7 @@ from accelerate.utils import (
     GradientAccumulationPlugin,
 )
 from torch import Tensor
+from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from hf_memopt.estimate.simulation.ranks.first_rank import BACKEND
@@ -26,10 +27,11 @@ SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embe
 
 class Way(NamedTuple):
     """How a model is trained: `reshard` is FSDP2's `reshard_after_forward`, and `zero` are options of DeepSpeed's
-    `zero_optimization`. Without both it is DDP, with these options.
+    `zero_optimization`. Without both it is DDP, with these options. `offload` is FSDP2's `CPUOffloadPolicy`.
     """
 
     reshard: bool | None = None
+    offload: bool = False
     zero: tuple[tuple[str, Any], ...] = ()
     ddp: tuple[tuple[str, Any], ...] = ()
     precision: str = "no"
@@ -49,6 +51,12 @@ WAYS = {
         reshard=True, precision="bf16", num_micro_batches=2, checkpointing=True
     ),
 }
+OFFLOADING_WAYS = {
+    "fsdp2, offloading": Way(reshard=True, offload=True),
+    "fsdp2, offloading in bfloat16, accumulating": Way(
+        reshard=True, offload=True, precision="bf16", num_micro_batches=2
+    ),
+}
 _TWO = (("stage", 2), ("reduce_bucket_size", 60_000))
 _THREE = (("stage", 3), ("reduce_bucket_size", 100_000), ("stage3_param_persistence_threshold", 200))
 _LITTLE_AHEAD = (("stage3_prefetch_bucket_size", 50_000), ("stage3_max_live_parameters", 200_000))
@@ -63,6 +71,14 @@ MORE_ZERO_WAYS = {
     "zero2 in float16, overlapping": Way(zero=(*_TWO, ("overlap_comm", True)), precision="fp16"),
     "zero3": Way(zero=_THREE),
     "zero3 in float16, with DeepSpeed's sizes": Way(zero=(("stage", 3),), precision="fp16"),
+}
+
+
+_ON_HOST = ("offload_optimizer", {"device": "cpu"})
+OFFLOADING_ZERO_WAYS = {
+    "zero2, optimizer on the host": Way(zero=(*_TWO, _ON_HOST)),
+    "zero3 in bfloat16, optimizer on the host": Way(zero=(*_THREE, _ON_HOST), precision="bf16", num_micro_batches=2),
+    "zero3, weights on the host": Way(zero=(*_THREE, _ON_HOST, ("offload_param", {"device": "cpu"})), precision="bf16"),
 }
 
 
@@ -81,7 +97,10 @@ def setup(way: Way, device: torch.device, backend: str, write_held: Callable[[di
     plugin = zero = None
     if way.reshard is not None:
         plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2, reshard_after_forward=way.reshard, auto_wrap_policy="transformer_based_wrap"
+            fsdp_version=2,
+            reshard_after_forward=way.reshard,
+            auto_wrap_policy="transformer_based_wrap",
+            cpu_offload=CPUOffloadPolicy(pin_memory=False) if way.offload else None,  # nothing is pinned for a CPU
         )
     if way.zero:
         config = {"zero_optimization": dict(way.zero), "gradient_accumulation_steps": way.num_micro_batches}
@@ -100,7 +119,9 @@ def setup(way: Way, device: torch.device, backend: str, write_held: Callable[[di
     ):
         accelerator = Accelerator(
             mixed_precision=way.precision,
-            gradient_accumulation_plugin=GradientAccumulationPlugin(way.num_micro_batches, sync_with_dataloader=False),
+            gradient_accumulation_plugin=GradientAccumulationPlugin(
+                way.num_micro_batches, sync_with_dataloader=False, sync_each_batch=way.offload
+            ),
             fsdp_plugin=plugin,
             deepspeed_plugin=zero,
             kwargs_handlers=[DistributedDataParallelKwargs(**dict(way.ddp))],

@@ -10,6 +10,7 @@ from late_imports import LateModule
 
 transformers = LateModule("transformers")
 trl = LateModule("trl")
+orpo_trainer = LateModule("trl.experimental.orpo")
 datasets = LateModule("datasets")
 peft = LateModule("peft")
 
@@ -56,10 +57,46 @@ def dpo(folder: Path, **options: Any) -> Any:
     return trl.DPOTrainer(model, ref_model=copy.deepcopy(model), args=arguments, **data)
 
 
-def grpo(folder: Path) -> Any:
-    arguments = trl.GRPOConfig(str(folder), **SETTINGS, num_generations=2, max_completion_length=4)
+def kto(folder: Path, **options: Any) -> Any:
+    rows = [{"prompt": "then one", "completion": " two" * 7, "label": bool(number % 2)} for number in range(16)]
+    model, arguments = decoder(), trl.KTOConfig(str(folder), **(SETTINGS | options))
+    data = {"train_dataset": datasets.Dataset.from_list(rows), "processing_class": tokenizer()}
+    return trl.KTOTrainer(model, ref_model=copy.deepcopy(model), args=arguments, **data)
+
+
+def orpo(folder: Path, **options: Any) -> Any:
+    rows = [{"prompt": "then one", "chosen": " two" * 7, "rejected": " three" * 7}] * 16
+    arguments = orpo_trainer.ORPOConfig(str(folder), **(SETTINGS | options))
+    data = {"train_dataset": datasets.Dataset.from_list(rows), "processing_class": tokenizer()}
+    return orpo_trainer.ORPOTrainer(decoder(), args=arguments, **data)
+
+
+def reward(folder: Path, **options: Any) -> Any:
+    rows = [{"prompt": "then one", "chosen": " two" * 7, "rejected": " three" * 7}] * 16
+    torch.manual_seed(0)
+    config = decoder().config
+    config.num_labels = 1
+    arguments = trl.RewardConfig(str(folder), **(SETTINGS | options))
+    data = {"train_dataset": datasets.Dataset.from_list(rows), "processing_class": tokenizer()}
+    return trl.RewardTrainer(transformers.LlamaForSequenceClassification(config), args=arguments, **data)
+
+
+def grpo(folder: Path, **options: Any) -> Any:
+    """Return a trainer whose completions never end before `max_completion_length`."""
+    endless = {"generation_kwargs": {"suppress_tokens": [1]}, "num_generations": 2, "max_completion_length": 4}
+    arguments = trl.GRPOConfig(str(folder), **(SETTINGS | endless | options))
     data = {"train_dataset": datasets.Dataset.from_list([{"prompt": "then one"}] * 8), "processing_class": tokenizer()}
-    return trl.GRPOTrainer(decoder(), reward_funcs=lambda completions, **columns: [0.0], args=arguments, **data)
+    return trl.GRPOTrainer(decoder(), reward_funcs=no_reward, args=arguments, **data)
+
+
+def rloo(folder: Path) -> Any:
+    arguments = trl.RLOOConfig(str(folder), **SETTINGS, beta=0.0, num_generations=2, max_completion_length=4)
+    data = {"train_dataset": datasets.Dataset.from_list([{"prompt": "then one"}] * 8), "processing_class": tokenizer()}
+    return trl.RLOOTrainer(decoder(), reward_funcs=no_reward, args=arguments, **data)
+
+
+def no_reward(completions: list[str], **columns: Any) -> list[float]:
+    return [0.0] * len(completions)
 
 
 def plain(folder: Path, lengths: Callable[[int], int] = lambda number: 64, **options: Any) -> Any:

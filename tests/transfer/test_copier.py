@@ -81,6 +81,9 @@ class FakeStream:
     def __init__(self, device: Any = None) -> None:
         self.device = device
 
+    def __ne__(self, other: object) -> bool:  # as torch's, which differs from None no more than it equals None
+        return other is not None and self is not other
+
     def wait_stream(self, other: "FakeStream") -> None:
         self.log.append(("wait_stream", self, other))
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hf_memopt.estimate.simulation.child_process import run_isolated
 from hf_memopt.transfer import direct_io
 from hf_memopt.transfer.direct_io import PAGE, chunks, private_pages, read_memory, write_memory
 
@@ -64,6 +65,10 @@ def back_and_forth(file: int, num_bytes: int, offset: int, position: int) -> Non
 @pytest.mark.parametrize("offset", OFFSETS)
 def test_bytes_come_back_and_their_neighbours_stay(file: int, num_bytes: int, offset: int) -> None:
     back_and_forth(file, num_bytes, offset, PAGE)
+
+
+def test_bytes_come_back_in_a_fork_too(file: int) -> None:
+    run_isolated(lambda: back_and_forth(file, 3 * PAGE + 17, 100, PAGE))
 
 
 def test_pages_beside_an_extent_are_not_written_to(file: int) -> None:

@@ -13,6 +13,7 @@ import torch
 from adversarial_copier import AdversarialCopier, InjectedError
 from torch import Tensor
 
+from hf_memopt.estimate.simulation.child_process import run_isolated
 from hf_memopt.transfer import file_reader
 from hf_memopt.transfer.direct_io import PAGE, private_pages
 from hf_memopt.transfer.file_reader import BlockInFiles, DirectReads, Piece, ReadFile, StagedReads
@@ -54,6 +55,15 @@ def pieces_of(file: ReadFile, rng: random.Random) -> list[Piece]:
 def test_any_bytes_are_read(path: Path, contents: Tensor, position: int, num_bytes: int) -> None:
     got = opened(path).read(position, num_bytes, private_pages(6 * PAGE))
     assert torch.equal(got, contents[position : position + num_bytes])
+
+
+def test_a_fork_reads_files_of_its_own(path: Path, contents: Tensor) -> None:
+    def read_all() -> bool:
+        destination = torch.zeros(NUM_BYTES, dtype=torch.uint8)
+        DirectReads(BlockInFiles([Piece(0, NUM_BYTES, opened(path), 0)])).read(0, destination).wait()
+        return torch.equal(destination, contents)
+
+    assert run_isolated(read_all)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -233,13 +233,13 @@ def test_a_fork_is_told_that_the_file_is_not_its_own(tmp_path: Path) -> None:
     file.read(extent, destination).wait()
 
 
-def test_memory_for_reads_is_not_in_forks() -> None:
+def test_memory_for_reads_is_empty_in_forks() -> None:
     memory = private_pages(PAGE)
     address = memory.data_ptr()
     smaps = Path("/proc/self/smaps").read_text().splitlines()
     found = next(number for number, line in enumerate(smaps) if is_inside(line, address))
     vm_flags = next(line for line in smaps[found:] if line.startswith("VmFlags"))
-    assert "dc" in vm_flags.split()  # the kernel's name for "do not copy on fork"
+    assert "wf" in vm_flags.split()  # the kernel's name for "wipe on fork"
 
 
 def is_inside(line: str, address: int) -> bool:

@@ -77,12 +77,14 @@ class DeviceState:
         self.bytes_moved = 0
         # Each live storage puts itself in, by key, and takes itself out when it dies.
         self.storages: dict[int, weakref.ref[Any]] = {}
-        self._num_passes = 0
+        self.num_passes = 0
         # A graph that is dropped takes its storages along, copies under way included.
         self._leaving: deque[weakref.ref[Outgoing]] = deque()
         self._leaving_bytes = 0
-        # Whether a failed copy has been raised in this step. Errors of copies without a reader then say nothing new.
-        self.is_told = False
+        # The newest pass in which a failed copy was raised, 0 for none. Of its copies, and those of passes before it,
+        # errors without a reader say nothing new; they may come late, since torch frees a failed graph on a thread of
+        # its own while the host goes on.
+        self.told_in = 0
         # The error of a copy whose reader was gone.
         self._failure: Exception | None = None
 
@@ -106,14 +108,21 @@ class DeviceState:
         for memory in self.lower:
             memory.trim()
 
-    def note_failure(self, error: Exception) -> None:
-        """Keep the error of a copy that a destructor has met, for `raise_failure`."""
-        if not self.is_told:
+    def tell(self) -> None:
+        """Note that the error of a copy is about to be raised."""
+        self.told_in = self.num_passes
+
+    def note_failure(self, error: Exception, of_pass: int) -> None:
+        """Keep the error of a copy without a reader, for `raise_failure`."""
+        if of_pass > self.told_in:
             logger.error("activation offloading: %s", str(error))  # log records outlive the step
             self._failure = error.with_traceback(None)  # whose frames keep the dying object
 
     def raise_failure(self) -> None:
-        """Raise the error that was kept, once."""
+        """Raise an error that was kept, once."""
+        for memory in self.lower:
+            while memory.failures:
+                self.note_failure(*memory.failures.pop())
         error, self._failure = self._failure, None
         if error is not None:
             raise error
@@ -159,12 +168,12 @@ class DeviceState:
         return bool(leaving)
 
     def begin_pass(self) -> None:
-        self._num_passes += 1
-        if self._num_passes % _TRIM_EVERY == 0:
+        self.num_passes += 1
+        if self.num_passes % _TRIM_EVERY == 0:
             self.trim()
         for memory in self.lower:
             memory.begin_pass()
+        self.raise_failure()
         self._leaving = deque(entry for entry in self._leaving if (storage := entry()) and storage.is_leaving)
         self.held.settle()
         self.held.peak_bytes = self.held.now_bytes
-        self.is_told = False

@@ -280,11 +280,11 @@ class OffloadedStorage(LiveStorage):
         "_is_private",
         "_may_be_noise",
         "_memory",
+        "_of_pass",
         "_outgoing",
         "_place",
         "_prefetcher",
         "_source",
-        "_was_told",
         "is_leaving",
     )
 
@@ -308,8 +308,7 @@ class OffloadedStorage(LiveStorage):
         # The first byte that leaves; as many leave as the place has room for.
         self._first = 0
         self._first_choice = first_choice
-        # Whether a failed copy has been raised.
-        self._was_told = False
+        self._of_pass = device.num_passes
         self.is_leaving = False
         # Only tensors without `requires_grad` can be the noise of RReLU.
         self._may_be_noise = not tensor.requires_grad
@@ -377,7 +376,7 @@ class OffloadedStorage(LiveStorage):
         try:
             self._incoming = place.memory.read(place.block, self._part(memory, place))
         except Exception:
-            self._was_told = self.device.is_told = True
+            self.device.tell()
             raise
         self._memory = memory
         self._counted_bytes = num_bytes
@@ -412,7 +411,7 @@ class OffloadedStorage(LiveStorage):
         try:
             self._incoming.wait()  # again for each use, which may be on another stream
         except Exception:
-            self._was_told = self.device.is_told = True
+            self.device.tell()
             raise
         return self._memory
 
@@ -435,7 +434,7 @@ class OffloadedStorage(LiveStorage):
         try:
             self._outgoing.wait()
         except Exception:
-            self._was_told = self.device.is_told = True
+            self.device.tell()
             raise
         self._source = None
 
@@ -443,7 +442,7 @@ class OffloadedStorage(LiveStorage):
     def __del__(self) -> None:
         if sys.is_finalizing():
             return
-        was_told, is_told = self._was_told, self.device.is_told
+        told_in = self.device.told_in
         try:
             # Until both copies are over they use the place.
             if self._outgoing is not None and self._source is not None:
@@ -451,9 +450,8 @@ class OffloadedStorage(LiveStorage):
             if self._incoming is not None:
                 self._incoming.wait()
         except Exception as error:
-            self.device.is_told = is_told
-            if not was_told:
-                self.device.note_failure(error)
+            self.device.told_in = told_in
+            self.device.note_failure(error, self._of_pass)
         finally:
             self._forget(self._counted_bytes)
             if self._place is not None:

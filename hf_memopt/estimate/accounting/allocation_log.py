@@ -18,14 +18,16 @@ from hf_memopt.autograd_state import in_backward
 from hf_memopt.estimate.accounting.allocation_history import AllocationHistory, Change, StorageRecord
 from hf_memopt.estimate.accounting.operation import Operation, device_kind, name_of, tensors_in
 
-SETUP, FORWARD, BACKWARD, OUTSIDE, OPTIMIZER = "setup", "forward", "backward", "outside", "optimizer"
+SETUP, FORWARD, BACKWARD, OUTSIDE, OPTIMIZER = "setup", "forward", "backward", "between passes", "optimizer"
+# Of text that is then trained on; the simulation runs a few of its tokens, which tell no times.
+GENERATION = "generation"
 
 
 class StepPhases:
     """Knows the running phase and module, as far as it is told; backward tells nothing, so every operation asks.
 
     Forward lasts from the beginning of a step, or from a module's call, until backward begins; code between backward
-    and the optimizer, or after it (clipping, averaging), is "outside".
+    and the optimizer, or after it (clipping, averaging), is "between passes".
     """
 
     def __init__(self) -> None:

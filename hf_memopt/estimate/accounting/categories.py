@@ -12,13 +12,10 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
-from hf_memopt.autograd_state import in_backward
 from hf_memopt.estimate.accounting.allocation_history import AllocationHistory, StorageRecord
 from hf_memopt.estimate.accounting.allocation_log import (
-    BACKWARD,
     FORWARD,
     OPTIMIZER,
-    OUTSIDE,
     SETUP,
     AllocationLog,
     StepPhases,
@@ -71,6 +68,8 @@ class StepLabels:
         self._phases = phases
         self._trainable: dict[int, tuple[str, nn.Parameter]] = {}
         self._reached: set[int] = set()
+        # The phases that running updates have interrupted.
+        self._interrupted: list[str] = []
 
     @contextmanager
     def following(self) -> Iterator[None]:
@@ -137,7 +136,7 @@ class StepLabels:
 
     def _enter_module(self, module: nn.Module, inputs: Any) -> None:
         if not self._phases.knows(module):
-            self.add_root(module)
+            self.add_root(module, self._phases.module)
         self._phases.enter(module)
 
     def _leave_module(self, module: nn.Module, inputs: Any, output: Any) -> None:
@@ -148,11 +147,21 @@ class StepLabels:
         # Of no module, such as the copy in float32 of a rank's share.
         self._log.label((each for each in tensors_in(trained) if self._is_unlabelled(each)), OPTIMIZER_STATE)
         self.reach(trained)
+        self._interrupted.append(self._phases.name)
         self._phases.name = OPTIMIZER
 
     def _end_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._log.label(tree_leaves(list(optimizer.state.values())), OPTIMIZER_STATE, "")
-        self._phases.name = BACKWARD if in_backward() else OUTSIDE
+        self._phases.name = self._interrupted.pop()
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Count everything inside to the update: engines have steps of their own around that of an optimizer."""
+        before, self._phases.name = self._phases.name, OPTIMIZER
+        try:
+            yield
+        finally:
+            self._phases.name = before
 
     def _label_weight(self, weight: Tensor, kind: str, name: str) -> None:
         record = self._log.record_of(weight)

@@ -18,8 +18,10 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from hf_memopt.estimate.accounting.allocation_history import AllocationHistory, Change, StorageRecord
-from hf_memopt.estimate.accounting.allocation_log import BACKWARD, FORWARD
+from hf_memopt.estimate.accounting.allocation_log import BACKWARD, FORWARD, GENERATION
 from hf_memopt.estimate.accounting.caching_allocator import BLOCK_BYTES
+
+_PASSES = (FORWARD, GENERATION, BACKWARD)
 
 
 class NotRepeatedError(Exception):
@@ -180,7 +182,7 @@ def _is_late(history: AllocationHistory, layers: Layers, before: _Run, run: _Run
     """Return whether something of a group goes only now, after its neighbour's run, with another group's."""
     if before.phase != run.phase or before.group is None or run.group is None:
         return False
-    in_pass = history.changes[run.begin].phase in (FORWARD, BACKWARD)
+    in_pass = history.changes[run.begin].phase in _PASSES
     return in_pass and 1 < abs(before.group - run.group) <= layers.reach
 
 
@@ -196,11 +198,13 @@ def _groups(history: AllocationHistory, layers: Layers) -> Iterator[tuple[int, i
         if change.phase != phase:
             current, phase, number = None, change.phase, number + 1
         running, owner = (layers.group_of(place) for place in (change.place, places[change.storage]))
-        born = None if phase in (FORWARD, BACKWARD) else born_in.get(change.storage)
-        candidates = (running, owner, born, current)
-        current = next((group for group in candidates if group is not None), None)
-        born_in.setdefault(change.storage, current)
-        yield number, current
+        born = None if phase in _PASSES else born_in.get(change.storage)
+        current = next((group for group in (running, owner, current) if group is not None), None)
+        # A death elsewhere says nothing of what follows it.
+        is_elsewhere = running is None and owner is None and born is not None
+        group = born if is_elsewhere else current
+        born_in.setdefault(change.storage, group)
+        yield number, group
 
 
 def _places(history: AllocationHistory) -> Iterator[str]:

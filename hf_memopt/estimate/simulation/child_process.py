@@ -1,11 +1,14 @@
-"""Work in a process of its own, which leaves nothing behind in this one."""
+"""Work in a process of its own, which leaves nothing behind in this one, and does not outlive it."""
 
 import gc
 import importlib
 import itertools
 import logging
 import multiprocessing
+import os
 import pickle
+import threading
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -18,6 +21,12 @@ import torch
 _FORKED_TOO_LATE = "autograd's threading in combination with fork"
 # torch about a tensor of 2^63 bytes or numbers, or more.
 TOO_LARGE = ("Storage size calculation overflowed", "numel: integer multiplication overflow")
+_WATCH_EVERY_S = 0.5
+
+
+def is_too_large(error: BaseException) -> bool:
+    """Return whether torch refuses a tensor that no memory could hold."""
+    return any(words in str(error) for words in TOO_LARGE)
 
 
 class IsolatedError(RuntimeError):
@@ -26,6 +35,8 @@ class IsolatedError(RuntimeError):
 
 def run_isolated[Result](function: Callable[[], Result]) -> Result:
     """Run `function()` in a forked process; it may be a closure, but its result must be picklable.
+
+    When this process dies, however it dies, that one ends within a second.
 
     Raises:
         ValueError: `function` raised it (its note holds the traceback), or a tensor was too large.
@@ -61,7 +72,7 @@ class _Isolated[Result]:
         importlib.import_module("torch._dynamo")
         context = multiprocessing.get_context("fork")
         self.receiver, sender = context.Pipe(duplex=False)
-        self._process = context.Process(target=_child, args=(function, sender), daemon=True)
+        self._process = context.Process(target=_child, args=(function, self.receiver, sender, os.getpid()), daemon=True)
         with warnings.catch_warnings():
             # As in torch's DataLoader workers, that is safe for a process that runs torch on one thread and leaves the
             # accelerator alone.
@@ -87,7 +98,7 @@ class _Isolated[Result]:
                 "backward has run on an accelerator, or, on a machine without one, after torch.compile or a "
                 "FakeTensorMode; estimate and plan before the first backward, or in a process of their own"
             )
-        if error is not None and any(words in str(error) for words in TOO_LARGE):
+        if error is not None and is_too_large(error):
             raise ValueError(
                 f"a tensor of this step is larger than any memory ({error}); use smaller sizes or a smaller batch"
             )
@@ -101,7 +112,9 @@ class _Isolated[Result]:
         self.receiver.close()
 
 
-def _child(function: Callable[[], object], sender: Connection) -> None:
+def _child(function: Callable[[], object], receiver: Connection, sender: Connection, parent: int) -> None:
+    receiver.close()  # or the pipe would have a reader for ever
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     torch.set_num_threads(1)
     gc.freeze()  # imported objects stay, and take a third of a second to look through each time
     gc.enable()  # cycles of tensors die in a simulation too, also where the command line has switched collection off
@@ -113,6 +126,13 @@ def _child(function: Callable[[], object], sender: Connection) -> None:
         error, trace = caught, traceback.format_exc()
     sender.send_bytes(_pickled(result, error, trace))
     sender.close()
+
+
+def _end_with(parent: int) -> None:
+    """End this process when its parent has died, also amid work, or blocked on a pipe that a sibling has inherited."""
+    while os.getppid() == parent:
+        time.sleep(_WATCH_EVERY_S)
+    os._exit(1)
 
 
 def _pickled(result: object, error: Exception | None, trace: str) -> bytes:

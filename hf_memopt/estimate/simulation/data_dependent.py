@@ -1,7 +1,8 @@
 """Answers to questions that only real numbers could answer, and a record of every guess.
 
 Where a program asks for a value (`.item()`, `if tensor:`, `nonzero`), it gets the answer that a plain training run
-would most likely give, which is noted; values that follow from constants of the program are known (`known_values`).
+would most likely give, which is noted; values that follow from constants of the program are known (`known_values`), and
+others have a likely guess (`likely_values`).
 """
 
 import math
@@ -21,8 +22,8 @@ from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hf_memopt.estimate.accounting.allocation_log import StepPhases
-from hf_memopt.estimate.simulation import known_values
-from hf_memopt.estimate.simulation.known_values import value_of
+from hf_memopt.estimate.simulation import known_values, likely_values
+from hf_memopt.estimate.simulation.known_values import guess_of, value_of
 
 _aten = torch.ops.aten
 # Single random numbers on the host, which decide, say, on dropping a layer, are really drawn.
@@ -34,6 +35,9 @@ _SHRUNK = (
     _aten.binary_cross_entropy.default,
     _aten.soft_margin_loss.default,
 )
+_SPLITS = (_aten.split_with_sizes, _aten.unsafe_split_with_sizes, _aten.split_with_sizes_copy)
+_NUMBER = "a whole number read from a tensor taken as 1"
+_EVEN_PARTS = "a split by numbers read from a tensor taken to be even, so that experts get equal shares of the tokens"
 # Checks pass: masks are full, the arguments of distributions are valid.
 _TAKEN_AS_TRUE = ("all", "_is_all_true")
 
@@ -68,49 +72,81 @@ class DataDependentOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if function in _DRAWN and _is_one_number_on_host(function, args, kwargs):
             with unset_fake_temporarily():
                 return function(*args, **kwargs)
+        if function.overloadpacket in _SPLITS and self._has_guessed_numbers:
+            args = self._adding_up(*args)
         try:
             result = function(*args, **kwargs)
             if function in _SHRUNK:
                 result = _shrunk(result, *args[:2])
         except DataDependentOutputException:
             answer = known_values.computed(function, args, kwargs)
-            return self._value(function, args) if answer is None else answer
+            if answer is None:
+                return self._value(function, args)
+            self._note(guess_of(*args))
+            return answer
         except DynamicOutputShapeException:
             return self._selection(function, args, kwargs)
-        except RuntimeError as error:  # NotImplementedError is one
-            if not _lacks_fake(error):
-                raise
-            raise UnsupportedOperationError(
-                f"{function}, in module {self._phases.module!r}: torch has no fake implementation of this operation "
-                f"for these arguments ({error}), so its memory cannot be simulated; register one with "
-                "torch.library.register_fake, or leave the operation out of the simulated step"
-            ) from error
+        except Exception as error:  # an operation's fake implementation may raise any type
+            if _lacks_fake(error):
+                raise UnsupportedOperationError(
+                    f"{self._place(function)}: torch has no fake implementation of this operation for these arguments "
+                    f"({error}), so its memory cannot be simulated; register one with torch.library.register_fake, or "
+                    "leave the operation out of the simulated step"
+                ) from error
+            if self._has_guessed_numbers:
+                raise UnsupportedOperationError(
+                    f"{self._place(function)}: its arguments do not fit ({_first_line(error)}), since whole numbers "
+                    "read from tensors are unknown in a simulation and taken as 1; compute sizes from shapes, or leave "
+                    "the operation out of the simulated step"
+                ) from error
+            raise
         if isinstance(result, Tensor) and result.dtype == torch.bool and result.numel() == 1:
             self._sources[result] = function.overloadpacket.__name__
         known_values.remember(function, args, kwargs, result)
+        likely_values.remember(function, args, kwargs, result)
         return result
+
+    @property
+    def _has_guessed_numbers(self) -> bool:
+        return _NUMBER in self.guesses
+
+    def _place(self, function: Any) -> str:
+        return f"{function}, in module {self._phases.module!r}"
+
+    def _note(self, guess: str | None) -> None:
+        if guess is not None:
+            self.guesses[guess] += 1
+
+    def _adding_up(self, tensor: Tensor, sizes: list[int], dim: int = 0) -> tuple[Tensor, list[int], int]:
+        """Return the arguments of a split, with even sizes where numbers that were read do not add up."""
+        if sizes and sum(sizes) != tensor.shape[dim]:
+            self._note(_EVEN_PARTS)
+            sizes = likely_values.even_shares(tensor.shape[dim], len(sizes))
+        return tensor, sizes, dim
 
     def _value(self, function: Any, args: Any) -> Any:
         if function in (_aten.equal.default, _aten.allclose.default):
-            self.guesses[f"{function.overloadpacket.__name__} of two tensors taken as True"] += 1
+            self._note(f"{function.overloadpacket.__name__} of two tensors taken as True")
             return True
         tensor = args[0]
         if tensor.dtype != torch.bool and tensor.is_floating_point():
             return 1.0
         if tensor.dtype != torch.bool:
-            self.guesses["a whole number read from a tensor taken as 1"] += 1
+            self._note(_NUMBER)
             return 1
         source = self._sources.get(tensor, "a truth value")  # type: ignore[no-untyped-call]
         holds = source in _TAKEN_AS_TRUE
-        self.guesses[f"{source} of a tensor taken as {holds}"] += 1
+        self._note(f"{source} of a tensor taken as {holds}")
         return holds
 
     def _selection(self, function: Any, args: Any, kwargs: Any) -> Any:
         tensor = args[0]
         known = known_values.computed(function, args, kwargs)
         if known is not None:
+            guess = guess_of(*args)
+            self._note(guess)
             result = tree_map(lambda value: tensor.new_empty(value.shape, dtype=value.dtype), known)
-            known_values.attach(result, known)
+            known_values.attach(result, known, guess)
             return result
         if function is _aten.index.Tensor:
             return self._index(*args)
@@ -124,7 +160,15 @@ class DataDependentOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return tensor.new_empty((count,)), inverse, tensor.new_empty((count,), dtype=torch.int64)
         if function in (_aten._ctc_loss.default, _aten._ctc_loss.Tensor):
             return self._ctc_loss(*args)
-        raise UnsupportedOperationError(f"{function}: the size of its result depends on values and cannot be guessed")
+        if function is _aten.repeat_interleave.Tensor:
+            self._note("repeat_interleave taken to repeat each element once")
+            return torch.empty_like(tensor)
+        if function is _aten.bincount.default and len(args) > 2 and args[2] > 0:
+            return likely_values.even_counts(tensor, args[2])
+        raise UnsupportedOperationError(
+            f"{self._place(function)}: the size of its result depends on values and cannot be guessed; compute it from "
+            "shapes, or leave the operation out of the simulated step"
+        )
 
     def _positions(self, mask: Tensor) -> Tensor:
         return mask.new_empty((self._count("nonzero", mask), mask.dim()), dtype=torch.int64)
@@ -132,9 +176,10 @@ class DataDependentOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _count(self, name: str, mask: Tensor) -> int:
         value = value_of(mask)
         if value is not None:
+            self._note(guess_of(mask))
             with unset_fake_temporarily():
                 return known_values.num_true(value)
-        self.guesses[f"{name} taken to select 100% of its input"] += 1
+        self._note(f"{name} taken to select 100% of its input")
         return max(1, mask.numel())
 
     def _index(self, tensor: Tensor, indices: list[Tensor | None]) -> Tensor:
@@ -152,11 +197,15 @@ class DataDependentOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Losses `(batch,)` and forward variables `(batch, time, 2 * target + 1)`, for targets of full length."""
         num_steps, batch, _ = log_probs.shape
         longest = targets.shape[-1] if targets.dim() == 2 else targets.numel() // batch
-        self.guesses["ctc_loss taken to have targets of full length"] += 1
+        self._note("ctc_loss taken to have targets of full length")
         return log_probs.new_empty(batch), log_probs.new_empty(batch, num_steps, 2 * longest + 1)
 
 
-def _lacks_fake(error: RuntimeError) -> bool:
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n", 1)[0]
+
+
+def _lacks_fake(error: Exception) -> bool:
     """Custom operators of torch.library have a fake implementation that says that there is none."""
     known = UnsupportedOperatorException, NotImplementedError
     return isinstance(error, known) or "no fake impl registered" in str(error)

@@ -57,6 +57,7 @@ class _Backend(backend_registration._DummyBackendModule):
 
     def __init__(self) -> None:
         self.phases = StepPhases()
+        self.clock = VirtualClock(DEFAULT_CARD)
         self._running = FIRST_STREAM
 
     def current_stream(self, device: Any = None) -> VirtualStream:
@@ -65,11 +66,14 @@ class _Backend(backend_registration._DummyBackendModule):
     @contextmanager
     def stream(self, stream: VirtualStream) -> Iterator[None]:
         before = self._running
-        self._running, self.phases.stream = stream, stream.number
+        self._switch(stream)
         try:
             yield
         finally:
-            self._running, self.phases.stream = before, before.number
+            self._switch(before)
+
+    def _switch(self, stream: VirtualStream) -> None:
+        self._running, self.phases.stream, self.clock.stream = stream, stream.number, stream.number
 
     def set_device(self, device: Any) -> None: ...
 
@@ -101,6 +105,17 @@ def _register() -> list[torch.library.Library]:
 
 
 @contextmanager
+def phase_named(name: str) -> Iterator[None]:
+    """Inside of a simulation, give the code in between a phase of its own."""
+    phases = _BACKEND.phases
+    before, phases.name = phases.name, name
+    try:
+        yield
+    finally:
+        phases.name = before
+
+
+@contextmanager
 def simulation(
     like: str,
     clock: VirtualClock | None = None,
@@ -122,10 +137,10 @@ def simulation(
     base = VirtualBase(clock, disk, lambda memory: None) if base is None else base
     phases = StepPhases() if phases is None else phases
     data_dependent = DataDependentOps(phases)
+    _BACKEND.phases, _BACKEND.clock, VirtualEvent.clock = phases, clock, clock
     device = torch.device("cpu")
     if like == "cuda":
         _register()
-        _BACKEND.phases = phases
         device = torch.device(DEVICE_TYPE, 0)
     with ExitStack() as stack:
         enter = stack.enter_context
@@ -142,11 +157,13 @@ def simulation(
         enter(_disable_compile(data_dependent))
         enter(_keep_parameters_when_moved())
         enter(_let_weights_change_device())
+        enter(patch.object(FakeTensor, "numpy", _array))
         enter(registered(device.type, _simulated_type(clock, on_teacher_block, disk, free_host_bytes, base)))
         # Optimizers and gradient clipping choose their foreach path by a tensor's class.
         for module in (torch_optimizer, foreach_utils):
             types = [*module._foreach_supported_types, FakeTensor]
             enter(patch.object(module, "_foreach_supported_types", types))
+        enter(patch.object(FakeTensor, "__format__", _formatted))
         enter(warnings.catch_warnings())
         # Deep copies of tensors look at the pointer, and copy a fake one as they should.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor", UserWarning)
@@ -179,6 +196,13 @@ def _simulated_type(
         free_host_bytes=free_host_bytes,
         open_file=disk.open_file,
         home_in_files=base.home_in_files,
+    )
+
+
+def _formatted(tensor: Tensor, specification: str) -> str:
+    """Return the text of a number, as of a plain tensor: some models look modules up by it."""
+    return (
+        format(tensor.detach().item(), specification) if tensor.dim() == 0 else object.__format__(tensor, specification)
     )
 
 
@@ -282,8 +306,9 @@ def _keep_parameters_when_moved() -> Any:
                     moved = function(parameter.detach())
                 if (moved.device, moved.dtype) != (parameter.device, parameter.dtype):
                     replace_memory(parameter, moved)
-            for name, buffer in module.named_buffers(recurse=False):
-                module._buffers[name] = function(buffer)
+            for name, buffer in module._buffers.items():  # `named_buffers` would keep all of them to its end
+                if buffer is not None:
+                    module._buffers[name] = function(buffer)
         return self
 
     return patch.object(nn.Module, "_apply", apply)
@@ -327,6 +352,12 @@ def _address(tensor: Tensor) -> int:
 
 def _address_of_storage(storage: torch.UntypedStorage) -> int:
     return storage._cdata << _APART_BITS if storage.device.type == "meta" else _storage_address(storage)
+
+
+def _array(tensor: Tensor, *, force: bool = False) -> Any:
+    """Return an array of ones, as a number that is asked for is 1; programs log them."""
+    with _disable_current_modes():
+        return torch.ones((), dtype=tensor.dtype).expand(tensor.shape).numpy()
 
 
 def _on_device(memory: Tensor, device: torch.device) -> Tensor:

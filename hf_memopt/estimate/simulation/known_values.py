@@ -1,8 +1,8 @@
 """Whole numbers and truth values that are known in a simulation, and values that follow from them.
 
 Fake tensors have no values, but a model that counts its image tokens, or cuts patches into windows, asks for some.
-Those that the program wrote down (`torch.tensor([[1, 2]])`) or made on the host (`torch.arange(9)`) are known; each
-operation on nothing but known values is also done with these, so that the answers are those of a real run.
+Those that the program wrote down (`torch.tensor([[1, 2]])`) or made on the host (`torch.ones(9)`) are known, and all
+ranges; each operation on nothing but known values is also done with these, so that the answers are those of a real run.
 """
 
 import math
@@ -18,11 +18,14 @@ from torch.utils._pytree import tree_map
 from hf_memopt.units import MIB
 
 _aten = torch.ops.aten
-_FACTORIES = {_aten.arange, _aten.full, _aten.ones, _aten.zeros, _aten.scalar_tensor}
-# An attribute of fake tensors.
+# But for ranges, those on a device stand for data: a batch of zeros is none of padding.
+_FACTORIES = {_aten.full, _aten.ones, _aten.zeros, _aten.scalar_tensor}
+# Attributes of fake tensors.
 _VALUE = "_hf_memopt_value"
-# No program asks for the values of masks of all pairs of tokens.
+_GUESS = "_hf_memopt_guess"
+# No program asks for the values of masks of all pairs of tokens, but some do for those of each token and each expert.
 _MAX_BYTES = 64 * MIB
+_MAX_GUESSED_BYTES = 512 * MIB
 
 
 def value_of(tensor: Any) -> Tensor | None:
@@ -31,13 +34,22 @@ def value_of(tensor: Any) -> Tensor | None:
     return None if value is None or _is_outdated(value) else value
 
 
+def guess_of(*args: Any) -> str | None:
+    """Return the guess that known values rest on (see `likely_values`); None, they rest on none."""
+    guesses = (getattr(each, _GUESS, None) for each in _tensors(args))
+    return next(filter(None, guesses), None)
+
+
 def computed(function: Any, args: Any, kwargs: Any) -> Any:
-    """Return the result of an operation on known values; None, one of them is unknown."""
+    """Return the result of an operation on known values; None, one of them is unknown, or the CPU cannot do it."""
     if not _follows(function, args, kwargs):
         return None
     with unset_fake_temporarily():
         known_args, known_kwargs = tree_map(_as_known, (args, kwargs))
-        return function(*known_args, **known_kwargs)
+        try:
+            return function(*known_args, **known_kwargs)
+        except NotImplementedError:  # histc of whole numbers, for example, has kernels for other devices alone
+            return None
 
 
 def remember(function: Any, args: Any, kwargs: Any, result: Any) -> None:
@@ -50,16 +62,19 @@ def remember(function: Any, args: Any, kwargs: Any, result: Any) -> None:
     elif _is_mutable(function) and not _follows(function, args, kwargs):
         for tensor in _written(function, args):
             _forget(tensor)
-    elif _fits(function, result):
-        attach(result, computed(function, args, kwargs))
+        return
+    guess = guess_of(*args, *kwargs.values())
+    if _fits(function, result, _MAX_BYTES if guess is None else _MAX_GUESSED_BYTES):
+        attach(result, computed(function, args, kwargs), guess)
 
 
-def attach(result: Any, value: Any) -> None:
+def attach(result: Any, value: Any, guess: str | None = None) -> None:
     if isinstance(value, Tensor) and isinstance(result, FakeTensor) and _is_whole(value):
         setattr(result, _VALUE, value)
+        setattr(result, _GUESS, guess)
     elif isinstance(value, tuple | list):
         for each, its_value in zip(result, value, strict=True):
-            attach(each, its_value)
+            attach(each, its_value, guess)
 
 
 def num_true(value: Tensor) -> int:
@@ -74,7 +89,7 @@ def _follows(function: Any, args: Any, kwargs: Any) -> bool:
     tensors = list(_tensors([*args, *kwargs.values()]))
     if not tensors:
         on_host = torch.device(kwargs.get("device") or "cpu").type == "cpu"
-        return on_host and function.overloadpacket in _FACTORIES
+        return function.overloadpacket is _aten.arange or (on_host and function.overloadpacket in _FACTORIES)
     return all(_is_real(each) or value_of(each) is not None for each in tensors) and _is_determined(function)
 
 
@@ -111,13 +126,13 @@ def _as_known(each: Any) -> Any:
     return value_of(each) if isinstance(each, FakeTensor) else each
 
 
-def _fits(function: Any, result: Any) -> bool:
+def _fits(function: Any, result: Any, max_bytes: int) -> bool:
     if isinstance(result, Tensor) and not _is_whole(result):
         return False  # as most are
     tensors = list(_tensors(result if isinstance(result, list | tuple) else [result]))
     if not any(map(_is_whole, tensors)):
         return False
-    return _is_view(function) or sum(each.numel() * each.element_size() for each in tensors) <= _MAX_BYTES
+    return _is_view(function) or sum(each.numel() * each.element_size() for each in tensors) <= max_bytes
 
 
 def _is_whole(tensor: Tensor) -> bool:

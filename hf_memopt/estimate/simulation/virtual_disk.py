@@ -37,7 +37,7 @@ class VirtualFile:
 
 
 class VirtualDisk:
-    """The disk of a simulated run: the one file that it writes, the bytes written step by step, and all reads.
+    """The disk of a simulated run: an offloader's file, files of engines, bytes written step by step, and all reads.
 
     Args:
         clock: is moved by waiting for the file.
@@ -45,29 +45,42 @@ class VirtualDisk:
             and files of weights are read at that speed.
 
     Attributes:
+        clock: of the run.
         reads: the queue of all reads.
     """
 
     def __init__(self, clock: VirtualClock, disk: Disk | None) -> None:
-        self._clock, self._disk = clock, disk
-        self.reads = VirtualQueue(clock, (disk or Disk()).bytes_per_s)
+        self.clock, self._disk = clock, disk
+        self.reads, self._writes = (VirtualQueue(clock, (disk or Disk()).bytes_per_s) for _ in range(2))
         self._file: VirtualFile | None = None
+        self._of_engines: dict[str, int] = {}
+        self._written_by_engines = 0
         self._written_before = 0
 
     def open_file(self, folder: str | os.PathLike[str] | None, budget_bytes: int | None) -> VirtualFile | None:
         if self._file is None and (self._disk is not None or folder is not None):
-            self._file = VirtualFile(self._clock, self._disk or Disk(budget_bytes), self.reads)
+            self._file = VirtualFile(self.clock, self._disk or Disk(budget_bytes), self.reads)
         return self._file
 
+    def write(self, path: str, num_bytes: int) -> VirtualTransfer:
+        """Write a whole file of an engine's."""
+        self._of_engines[path] = num_bytes
+        self._written_by_engines += num_bytes
+        return self._writes.copy(num_bytes)
+
     def begin_step(self) -> None:
-        self._written_before = self._file.bytes_written if self._file else 0
+        self._written_before = self._bytes_written
+
+    @property
+    def _bytes_written(self) -> int:
+        return self._written_by_engines + (self._file.bytes_written if self._file else 0)
 
     @property
     def step_bytes_written(self) -> int:
         """Return the bytes written since the newest step began."""
-        return self._file.bytes_written - self._written_before if self._file else 0
+        return self._bytes_written - self._written_before
 
     @property
     def peak_bytes(self) -> int:
-        """Return the greatest length of the file."""
-        return self._file.peak_bytes if self._file else 0
+        """Return the greatest length of the offloader's file, and the lengths of the engines'."""
+        return (self._file.peak_bytes if self._file else 0) + sum(self._of_engines.values())

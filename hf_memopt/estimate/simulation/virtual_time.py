@@ -1,17 +1,19 @@
-"""The time of a simulated step: the host starts kernels, which queue on the card; copies have two queues."""
+"""The time of a simulated step: the host starts kernels, which queue on the card's streams; copies have two queues."""
 
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from hf_memopt.autograd_state import in_backward
+from hf_memopt.estimate.accounting.allocation_log import GENERATION
 from hf_memopt.estimate.accounting.operation import Operation, device_kind
 from hf_memopt.estimate.gpus import Card
 from hf_memopt.estimate.kernel_speeds import BACKWARD_SHARE, HOST_S, KERNEL_S, VIEW_SHARE, speeds_of
+from hf_memopt.estimate.memory_below import HOST_BYTES_PER_S
 from hf_memopt.estimate.simulation.kernel_work import (
     ATTENTION,
     CONVOLUTION,
@@ -20,24 +22,35 @@ from hf_memopt.estimate.simulation.kernel_work import (
     starts_kernel,
     work_of,
 )
+from hf_memopt.units import MIB
+
+# Smaller work of the host hides behind the card's.
+_LEAST_HOST_BYTES = MIB
 
 
 class VirtualClock:
     """Seconds of the compute stream, moved by operations and by waiting for copies.
 
     The host starts one operation after the other, and the card computes them in turn; it waits where the host is
-    slower. A step begins with both at the same moment. A simulated CPU starts operations at no cost; beside a
-    card, those on the CPU take no time.
+    slower. Operations on other streams run beside it, until one waits for the other. A step begins with both at the
+    same moment. A simulated CPU starts operations at no cost; beside a card, operations on the CPU keep the host from
+    starting others as long as its memory takes to read and write their tensors.
+
+    Args:
+        host_bytes_per_s: bandwidth of the host's memory.
 
     Attributes:
         now_s: the moment at which the compute stream is.
         stalled_s: time that it has waited for copies, over all steps.
-        phases_ms: time of the newest step, by phase.
+        phases_ms: time of the newest step, by phase, without generation.
         stall_ms: time that the newest step has waited for copies.
     """
 
-    def __init__(self, card: Card, like: str = "cuda") -> None:
-        self.card = card
+    def __init__(self, card: Card, like: str = "cuda", host_bytes_per_s: float = HOST_BYTES_PER_S) -> None:
+        self.card, self._host_bytes_per_s = card, host_bytes_per_s
+        # The number of the stream that operations run on, and the moments at which the others are.
+        self.stream = 0
+        self._of_streams: dict[int, float] = {}
         self._unbooked = set() if like == "cpu" else {"cpu"}
         self._operation_s = 0.0 if like == "cpu" else HOST_S
         self._speeds = speeds_of(card)
@@ -60,6 +73,30 @@ class VirtualClock:
         self.stalled_s += max(0.0, moment_s - self.now_s)
         self.now_s = max(self.now_s, moment_s)
 
+    def time_of(self, stream: int) -> float:
+        return self._of_streams.get(stream, 0.0) if stream else self.now_s
+
+    def hold_stream(self, stream: int, moment_s: float) -> None:
+        """Let a stream wait until a moment."""
+        if stream:
+            self._of_streams[stream] = max(self.time_of(stream), moment_s)
+        else:
+            self.wait_until(moment_s)
+
+    @property
+    def host_s(self) -> float:
+        """Return the moment at which the host is, or until which it has work."""
+        return self._started_s
+
+    def hold_host(self, moment_s: float) -> None:
+        """Let the host wait until a moment."""
+        self._started_s = max(self._started_s, moment_s)
+
+    def end_step(self, phase: str) -> None:
+        """Book the time that the host works or waits at the end of a step."""
+        self.wait_until(self._started_s)
+        self._book(phase)
+
     def begin_step(self) -> None:
         self.phases_ms = {}
         self._started_s = self.now_s
@@ -79,14 +116,35 @@ class VirtualClock:
     def charge(self, operation: Operation, phase: str) -> None:
         devices = set(map(device_kind, operation.inputs))
         devices.update(map(device_kind, operation.outputs))
+        is_kernel = starts_kernel(operation.function)
         if not devices <= self._unbooked:
-            is_kernel = starts_kernel(operation.function)
             share = (1 if is_kernel else VIEW_SHARE) * (BACKWARD_SHARE if in_backward() else 1)
             self._started_s += share * self._operation_s
             if is_kernel:
-                self.now_s = max(self.now_s, self._started_s)
-                self.now_s += self._duration_s(operation, devices)
-        self.phases_ms[phase] = self.phases_ms.get(phase, 0.0) + 1e3 * (self.now_s - self._booked_s)
+                self._run(self._duration_s(operation, devices))
+        elif is_kernel and devices == {"cpu"}:
+            self._started_s += self._host_work_s(operation)
+        self._book(phase)
+
+    def _run(self, duration_s: float) -> None:
+        ended_s = max(self.time_of(self.stream), self._started_s) + duration_s
+        if self.stream:
+            self._of_streams[self.stream] = ended_s
+        else:
+            self.now_s = ended_s
+
+    def _host_work_s(self, operation: Operation) -> float:
+        """Return the time of work on the host's memory; the counters of optimizers and the like take none."""
+        num_bytes = sum(leaf.nbytes for leaf in (*operation.inputs, *operation.outputs))
+        return num_bytes / self._host_bytes_per_s if num_bytes >= _LEAST_HOST_BYTES else 0.0
+
+    def work_on_host(self, num_bytes: int) -> None:
+        """Let the host read and write so many bytes in an operation that torch does not see."""
+        self._started_s += num_bytes / self._host_bytes_per_s
+
+    def _book(self, phase: str) -> None:
+        if phase != GENERATION:
+            self.phases_ms[phase] = self.phases_ms.get(phase, 0.0) + 1e3 * (self.now_s - self._booked_s)
         self._booked_s = self.now_s
         self.stall_ms = 1e3 * (self.stalled_s - self._stalled_before_s)
 
@@ -149,7 +207,7 @@ class VirtualQueue:
         self._free_at_s = 0.0
 
     def copy(self, num_bytes: int) -> "VirtualTransfer":
-        self._free_at_s = max(self._clock.now_s, self._free_at_s) + num_bytes / self._bytes_per_s
+        self._free_at_s = max(self._clock.now_s, self._clock.host_s, self._free_at_s) + num_bytes / self._bytes_per_s
         return VirtualTransfer(self._clock, self._free_at_s)
 
 
@@ -174,21 +232,30 @@ class VirtualTransfer:
 
 
 class VirtualEvent:
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+    """A moment of a stream, for others and for the host to wait for."""
 
-    def record(self, *args: Any) -> "VirtualEvent":
+    # Of the running simulation: libraries make streams and events by their classes alone.
+    clock: ClassVar[VirtualClock]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._moment_s = 0.0
+
+    def record(self, stream: "VirtualStream | None" = None) -> "VirtualEvent":
+        self._moment_s = self.clock.time_of(self.clock.stream if stream is None else stream.number)
         return self
 
     def query(self) -> bool:
         return True
 
-    def wait(self, *args: Any) -> None: ...
+    def wait(self, stream: "VirtualStream | None" = None) -> None:
+        self.clock.hold_stream(self.clock.stream if stream is None else stream.number, self._moment_s)
 
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        self.clock.hold_host(self._moment_s)
 
 
 class VirtualStream:
-    """A queue of its own, with memory of its own for results; takes no time."""
+    """A queue of its own, with memory of its own for results."""
 
     # FSDP2 of torch 2.15 names streams to an operation that does nothing; 20 is torch's number for PrivateUse1.
     device_index, device_type = 0, 20
@@ -196,14 +263,17 @@ class VirtualStream:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.stream_id = self.number = next(_stream_numbers)
 
-    def wait_stream(self, other: "VirtualStream") -> None: ...
+    def wait_stream(self, other: "VirtualStream") -> None:
+        VirtualEvent().record(other).wait(self)
 
-    def wait_event(self, event: VirtualEvent) -> None: ...
+    def wait_event(self, event: VirtualEvent) -> None:
+        event.wait(self)
 
     def record_event(self, event: VirtualEvent | None = None) -> VirtualEvent:
-        return VirtualEvent()
+        return (event or VirtualEvent()).record(self)
 
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        self.record_event().synchronize()
 
 
 _stream_numbers = itertools.count()

@@ -4,14 +4,16 @@ Some fields have been renamed: versions of transformers that have both names rea
 no value, and then keep both equal.
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from transformers import HfArgumentParser, TrainingArguments
 
 from hf_memopt.command_line import argparse_raising
+from hf_memopt.integrations.transformers.trl_trainers import TRL, TrlTrainer, need_trl, trainer_for
+from hf_memopt.jobs.quiet import quiet
 from hf_memopt.jobs.spec import nearest, read_fields
 
 # TRL's ModelConfig; a plain Trainer is made with the same.
@@ -50,6 +52,11 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "model_init_kwargs": (None, {}),
     "optim_target_modules": (None,),
     "auto_find_batch_size": (False,),
+    "precompute_ref_log_probs": (None, False),
+    "use_transformers_continuous_batching": (None, False),
+    "use_transformers_paged": (None, False),
+    "cache_implementation": (None, "dynamic"),
+    "reward_model_name_or_path": (None,),
 }
 OPTIMIZERS = (
     "adamw_torch_fused",
@@ -85,6 +92,8 @@ _LEFT_OUT: dict[str, Any] = {
     "completion_only_loss": None,
     "dataset_num_proc": None,
     "dataset_kwargs": None,
+    "generate_during_eval": False,
+    "log_completions": False,
 }
 
 
@@ -93,14 +102,25 @@ class ArgumentFile:
     """The contents of a file of arguments.
 
     Attributes:
-        path: path of the file.
+        path: path of the file; None, the fields have no file, but the trainer's defaults.
         given: its fields, by the names that the installed transformers prefers.
-        is_sft: whether it is for TRL's SFTTrainer: it has fields that TrainingArguments lacks.
+        trainer: the trainer of TRL that it is for; None, transformers' Trainer.
     """
 
-    path: Path
-    given: Mapping[str, Any]
-    is_sft: bool
+    path: Path | None = None
+    given: Mapping[str, Any] = field(default_factory=dict)
+    trainer: TrlTrainer | None = None
+
+    @property
+    def trainer_name(self) -> str:
+        return "Trainer" if self.trainer is None else self.trainer.class_name
+
+    @property
+    def name(self) -> str:
+        """The name of the file, also of one that is still to be written."""
+        if self.path is not None:
+            return self.path.name
+        return "arguments.yaml" if self.trainer is None else f"{self.trainer.name}.yaml"
 
     def model_fields(self, changes: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields that describe the model and its adapters, defaults included."""
@@ -108,7 +128,7 @@ class ArgumentFile:
         return {name: given.get(name, default) for name, default in MODEL_FIELDS.items()}
 
     def training_arguments(self, changes: Mapping[str, Any], output_dir: str) -> Any:
-        """Return the TrainingArguments or the SFTConfig of the file, for a trainer on the CPU that writes nothing.
+        """Return the settings of the file's trainer, on the CPU, where it writes nothing.
 
         Args:
             changes: fields that have other values than in the file.
@@ -117,44 +137,50 @@ class ArgumentFile:
         Raises:
             ValueError: a value is none of its field's, or is not simulated.
         """
-        kind = _sft_config() if self.is_sft else TrainingArguments
+        kind = TrainingArguments if self.trainer is None else self.trainer.config
         names = _names(kind)
         given = dict(self.given) | current_names(changes)
         _refuse(given)
+        _refuse_engine_beside(given)
         values = {name: value for name, value in (given | _LEFT_OUT).items() if name in names}
         parser = HfArgumentParser(kind)
         parser.set_defaults(**(values | {"output_dir": output_dir}))
-        with argparse_raising():
+        with argparse_raising(), quiet():
             (arguments,) = parser.parse_args_into_dataclasses(args=[], look_for_args_file=False)
         if arguments.optim not in OPTIMIZERS:
             raise ValueError(f"optim={arguments.optim.value!r} is not simulated; choose from {', '.join(OPTIMIZERS)}")
         return arguments
 
 
-def read_argument_file(path: Path) -> ArgumentFile:
+def read_argument_file(path: Path, trainer: str | None = None) -> ArgumentFile:
     """Read a file of arguments.
 
     Args:
-        path: YAML or JSON, with fields of TrainingArguments; fields of TRL's SFTConfig, ModelConfig and ScriptArguments
-            make it one for SFTTrainer.
+        path: YAML or JSON, with fields of TrainingArguments, or of the settings of a trainer of TRL, its ModelConfig
+            and its script's arguments.
+        trainer: one of `TRAINERS`; None, the one that has all fields: transformers' Trainer, SFTTrainer, or the only
+            one of the others.
 
     Raises:
-        ValueError: it cannot be read; a field belongs to none of these, or to TRL, which is not installed.
+        ValueError: it cannot be read; a field belongs to none of these, or to TRL, which is not installed; or several
+            trainers have all fields.
     """
     source = f"training_args={str(path)!r}"
     given = read_fields(source, path, "TrainingArguments", "bf16: true")
-    known = _names(TrainingArguments)
-    others = [name for name in given if name not in known]
-    if others:
-        known |= _names_of_trl(others[0])
+    others = [name for name in given if name not in _names(TrainingArguments)]
+    if trainer is None and not others:
+        return ArgumentFile(path, current_names(given))
+    need_trl(f"{others[0]!r} is not a field of TrainingArguments" if others else f"trainer={trainer!r}")
+    found = trainer_for(given, source) if trainer is None else TRL[trainer]
+    known = _known_names(found)
     for name in others:
         if name not in known:
+            owner = "any trainer of TRL" if found is None else f"TRL's {found.class_name}"
             raise ValueError(
-                f"{source}: {name!r} is a field of neither TrainingArguments nor TRL's SFTConfig, ModelConfig and "
-                f"ScriptArguments; the nearest is {nearest(name, known)}. For another trainer call "
-                "estimate_trainer(trainer)"
+                f"{source}: {name!r} is no field of TrainingArguments or of {owner}; the nearest is "
+                f"{nearest(name, known)}"
             )
-    return ArgumentFile(path, current_names(given), is_sft=bool(others))
+    return ArgumentFile(path, current_names(given), found)
 
 
 def current_names(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -178,26 +204,25 @@ def _refuse(given: Mapping[str, Any]) -> None:
             )
 
 
+def _refuse_engine_beside(given: Mapping[str, Any]) -> None:
+    """Refuse vLLM in the same process; as a server, on another GPU, it takes no memory here."""
+    if given.get("use_vllm") and given.get("vllm_mode", "colocate") != "server":
+        raise ValueError(
+            "use_vllm=True with vllm_mode='colocate' is not simulated: vLLM takes a share of the same GPU for itself; "
+            "use vllm_mode: server on another GPU, or leave use_vllm out"
+        )
+
+
 def _names(kind: Any) -> set[str]:
-    return {field.name for field in fields(kind)}
+    return {each.name for each in fields(kind)}
 
 
-def _sft_config() -> Any:
-    from trl import SFTConfig
-
-    return SFTConfig
-
-
-def _names_of_trl(first: str) -> set[str]:
-    """Return the fields of TRL's script; `env` are variables."""
-    try:
-        from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig
-    except ModuleNotFoundError as error:
-        raise ValueError(f"{first!r} is not a field of TrainingArguments; for those of TRL: pip install trl") from error
-    kinds: Iterable[Any] = (SFTConfig, ModelConfig, ScriptArguments, DatasetMixtureConfig)
-    return {"env"}.union(*map(_names, kinds))
+def _known_names(trainer: TrlTrainer | None) -> set[str]:
+    if trainer is not None:
+        return trainer.names()
+    return set().union(*(each.names() for each in TRL.values()))
 
 
 def _current_name(name: str) -> str:
     newer = _NEWER.get(name, name)
-    return newer if newer in {field.name for field in fields(TrainingArguments)} else name
+    return newer if newer in _names(TrainingArguments) else name

@@ -1,7 +1,11 @@
 """A trainer as a file of arguments describes it, of a model without memory, on tokens that are all the same."""
 
-from collections.abc import Mapping
+import copy
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -9,23 +13,34 @@ from transformers import Trainer
 
 from hf_memopt.estimate.simulation.quantised.quantised_base import adapt_as_peft_does, quantise
 from hf_memopt.integrations.transformers.argument_file import ArgumentFile
+from hf_memopt.integrations.transformers.trl_trainers import END, WORD
+from hf_memopt.jobs.quiet import quiet
+from hf_memopt.jobs.transformers_models.published_weights import PublishedWeights, published_weights
 from hf_memopt.jobs.transformers_models.tasks import TASKS
 
-_PADDING, _END = "<pad>", "</s>"
+_PADDING = "<pad>"
+# transformers' marks of models that are stored in few bits.
+_STORED = {"nf4": "is_loaded_in_4bit", "nf4-double": "is_loaded_in_4bit", "int8": "is_loaded_in_8bit"}
 
 
 def make_trainer(
     file: ArgumentFile, config: Any, task: str, changes: Mapping[str, Any], seq_len: int, output_dir: str
 ) -> Trainer:
+    with quiet():
+        return _make(file, config, task, changes, seq_len, output_dir)
+
+
+def _make(
+    file: ArgumentFile, config: Any, task: str, changes: Mapping[str, Any], seq_len: int, output_dir: str
+) -> Trainer:
     arguments = file.training_arguments(changes, output_dir)
     about = file.model_fields(changes)
-    model = _base_model(config, task, about)
-    rows = [[0] * seq_len] * (arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps)
     adapters = _adapters(about) if about["use_peft"] else None
-    if file.is_sft:
-        trainer = _sft_trainer(model, arguments, rows, adapters, is_quantised=storage(about) is not None)
+    if file.trainer is None:
+        trainer = _plain_trainer(_base_model(config, task, about), arguments, seq_len, adapters)
     else:
-        trainer = _plain_trainer(model, arguments, rows, adapters)
+        data = file.trainer.rows(arguments, seq_len, num_samples(arguments))
+        trainer = _trl_trainer(file.trainer.kind, config, task, about, arguments, data, adapters)
     adapt_as_peft_does(trainer.model)
     return trainer
 
@@ -33,23 +48,31 @@ def make_trainer(
 def _base_model(config: Any, task: str, about: Mapping[str, Any]) -> Any:
     name = about["dtype"] or "float32"
     dtype = (config.dtype or torch.float32) if name == "auto" else getattr(torch, name)
+    # A trainer writes into its model's configuration.
+    config = copy.deepcopy(config)
     with torch.device("meta"):
         model: Any = TASKS[task].build(
             config, f"model={about['model_name_or_path']!r}", dtype=dtype, attn_implementation=attention(about)
         )
-        stored = storage(about)
+        stored = storage(about, config)
         if stored is not None:
-            kept = {name: weight.dtype for name, weight in model.named_parameters()}
-            quantise(model, stored, dtype)
-            # TRL does not prepare the model by PEFT, which would make the other weights float32.
-            for name, weight in model.named_parameters():
-                if weight.is_floating_point():
-                    weight.data = weight.data.to(kept[name])
+            published = _published(about, config)
+            quantise(model, stored, getattr(torch, published.compute_dtype or "", dtype), kept=published.kept)
     return model
 
 
-def storage(about: Mapping[str, Any]) -> str | None:
-    return "nf4" if about["load_in_4bit"] else "int8" if about["load_in_8bit"] else None
+def storage(about: Mapping[str, Any], config: Any) -> str | None:
+    """Return how linear layers are stored: as the checkpoint was published, or else as the fields ask for."""
+    published = _published(about, config).quantize
+    if published != "none":
+        return published
+    if about["load_in_4bit"]:
+        return "nf4-double" if about["use_bnb_nested_quant"] else "nf4"
+    return "int8" if about["load_in_8bit"] else None
+
+
+def _published(about: Mapping[str, Any], config: Any) -> PublishedWeights:
+    return published_weights(config, f"model={about['model_name_or_path']!r}")
 
 
 def attention(about: Mapping[str, Any]) -> str | None:
@@ -77,32 +100,88 @@ def _adapters(about: Mapping[str, Any]) -> Any:
     )
 
 
-def _sft_trainer(model: Any, arguments: Any, rows: list[list[int]], adapters: Any, is_quantised: bool) -> Trainer:
+def _trl_trainer(
+    kind: Any,
+    config: Any,
+    task: str,
+    about: Mapping[str, Any],
+    arguments: Any,
+    data: Mapping[str, list[Any]],
+    adapters: Any,
+) -> Trainer:
     from datasets import Dataset, disable_progress_bars
-    from trl import SFTTrainer
 
     disable_progress_bars()
-    data = {"train_dataset": Dataset.from_dict({"input_ids": rows}), "processing_class": _tokenizer()}
-    # TRL makes adapters bfloat16 by it; later it would make transformers ask bitsandbytes.
-    model.is_loaded_in_4bit = is_quantised
-    trainer: Trainer = SFTTrainer(model, arguments, peft_config=adapters, **data)
-    del model.is_loaded_in_4bit
+    model, stored = _base_model(config, task, about), storage(about, config)
+    options: dict[str, Any] = {"peft_config": adapters, "processing_class": _tokenizer()}
+    if hasattr(arguments, "num_generations"):
+        options |= {"reward_funcs": _no_reward}
+    if stored is not None:
+        # TRL asks these; later they would make transformers ask bitsandbytes.
+        setattr(model, _STORED[stored], True)
+    reference = _reference_of(kind, lambda: _base_model(config, task, about))
+    with _without_server(arguments) as is_served, reference:
+        trainer: Any = kind(model, args=arguments, train_dataset=Dataset.from_dict(data), **options)
+    if is_served:
+        trainer.use_vllm = True
+    if stored is not None:
+        delattr(model, _STORED[stored])
     return trainer
 
 
-def _plain_trainer(model: nn.Module, arguments: Any, rows: list[list[int]], adapters: Any) -> Trainer:
+def num_samples(arguments: Any) -> int:
+    """Return the samples of the most passes that are simulated, or of one generation."""
+    return int(arguments.per_device_train_batch_size * min(2, arguments.gradient_accumulation_steps))
+
+
+@contextmanager
+def _reference_of(kind: Any, build: Callable[[], Any]) -> Iterator[None]:
+    """Build the reference model, if a trainer asks for one, where it would load the model's weights and move them."""
+    made: list[Any] = []
+
+    def create(path: str, **options: Any) -> Any:
+        made.append(build().requires_grad_(False))
+        made[-1].to = lambda *args, **options: made[-1]
+        return made[-1]
+
+    with patch.object(importlib.import_module(kind.__module__), "create_model_from_path", create, create=True):
+        yield
+    for model in made:
+        del model.to
+
+
+@contextmanager
+def _without_server(arguments: Any) -> Iterator[bool]:
+    """Make a trainer that generates on a server without asking the server; yield whether it does."""
+    is_served = bool(getattr(arguments, "use_vllm", False))
+    if is_served:
+        arguments.use_vllm = False
+    try:
+        yield is_served
+    finally:
+        if is_served:
+            arguments.use_vllm = True
+
+
+def _no_reward(completions: list[str], **columns: Any) -> list[float]:
+    return [0.0] * len(completions)
+
+
+def _plain_trainer(model: nn.Module, arguments: Any, seq_len: int, adapters: Any) -> Trainer:
     if adapters is not None:
         from peft import get_peft_model
 
         model = get_peft_model(model, adapters)
-    tokens = [torch.tensor(row) for row in rows]
-    return Trainer(model, arguments, train_dataset=[{"input_ids": each, "labels": each} for each in tokens])
+    tokens = torch.zeros(seq_len, dtype=torch.long)
+    samples = [{"input_ids": tokens, "labels": tokens}] * num_samples(arguments)
+    return Trainer(model, arguments, train_dataset=samples)
 
 
 def _tokenizer() -> Any:
-    """Return a tokenizer for TRL's special words; the samples are tokens already."""
-    from tokenizers import Tokenizer, models
+    """Return a tokenizer with one word, and with the marks that TRL asks for."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = Tokenizer(models.WordLevel({_PADDING: 0, _END: 1}, unk_token=_PADDING))
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token=_PADDING, eos_token=_END)
+    words = Tokenizer(models.WordLevel({_PADDING: 0, END: 1, WORD: 2}, unk_token=_PADDING))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token=_PADDING, eos_token=END)

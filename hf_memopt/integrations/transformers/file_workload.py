@@ -4,6 +4,7 @@ import json
 import shutil
 import weakref
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from tempfile import mkdtemp
@@ -21,14 +22,18 @@ from hf_memopt.integrations.transformers.argument_file import (
     current_names,
     read_argument_file,
 )
-from hf_memopt.integrations.transformers.file_trainer import attention, make_trainer
+from hf_memopt.integrations.transformers.file_trainer import attention, make_trainer, storage
 from hf_memopt.integrations.transformers.trainer_batches import largest_window
 from hf_memopt.integrations.transformers.trainer_estimate import trainer_step
+from hf_memopt.integrations.transformers.trl_trainers import TRL, need_trl
 from hf_memopt.jobs.accelerate_config import write_accelerate_config
 from hf_memopt.jobs.equal_layers import equal_layers, told_by_few, under_offloading
-from hf_memopt.jobs.huggingface import ACTIVATIONS
-from hf_memopt.jobs.spec import JobSpec
-from hf_memopt.jobs.transformers_models.model_config import read_config
+from hf_memopt.jobs.model_levers import ACTIVATIONS
+from hf_memopt.jobs.spec import NOT_CLIPPED, JobSpec
+from hf_memopt.jobs.transformers_models.adapters import ALL_LINEAR
+from hf_memopt.jobs.transformers_models.model_config import read_config, unsaid_sizes
+from hf_memopt.jobs.transformers_models.optimizers import make_tables
+from hf_memopt.jobs.transformers_models.published_weights import published_weights
 from hf_memopt.jobs.transformers_models.tasks import TASKS, task_of
 from hf_memopt.jobs.workload import Lever, divisors
 
@@ -46,12 +51,19 @@ _FIELDS = {
     "lora_rank": "lora_r",
     "lora_targets": "lora_target_modules",
     "use_dora": "use_dora",
+    "max_grad_norm": "max_grad_norm",
 }
 _VALUES: dict[str, dict[Any, dict[str, Any]]] = {
     "precision": {name: {"bf16": name == "bf16", "fp16": name == "fp16"} for name in ("no", "bf16", "fp16")},
     "checkpointing": {name: {"gradient_checkpointing": name == "full"} for name in ("none", "full")},
-    "quantize": {
-        name: {"load_in_4bit": name == "nf4", "load_in_8bit": name == "int8"} for name in ("none", "nf4", "int8")
+    "quantize": {"auto": {}}
+    | {
+        name: {
+            "load_in_4bit": name.startswith("nf4"),
+            "load_in_8bit": name == "int8",
+            "use_bnb_nested_quant": name == "nf4-double",
+        }
+        for name in ("none", "nf4", "nf4-double", "int8")
     },
     "optimizer": {
         "adamw": {"optim": "adamw_torch_fused"},
@@ -63,22 +75,30 @@ _VALUES: dict[str, dict[Any, dict[str, Any]]] = {
     },
 }
 # These say nothing about the training, or the workload takes them itself.
-_OTHERS = {"training_args", "seq_len", "task", "effective_batch", "offload", "max_grad_norm", "gpu"}
+_OTHERS = {"training_args", "trainer", "seq_len", "task", "effective_batch", "offload", "gpu"}
 _OTHERS |= {"host", "disk", "link", "check", "explain", "json", "timeline", "snapshot", "output", "workers"}
 # A plan of the file takes these over; it chooses batches and checkpointing itself.
-OF_FILES = (_FIELDS.keys() | _VALUES.keys() | {"seq_len", "task"}) - {"batch_size", "accumulation", "checkpointing"}
+OF_FILES = _FIELDS.keys() | _VALUES.keys() | {"trainer", "seq_len", "task"}
+OF_FILES -= {"batch_size", "accumulation", "checkpointing"}
 
 
 def file_workload(spec: JobSpec) -> "FileWorkload":
-    assert spec.training_args is not None
     changes = _changes(spec)
     return FileWorkload(
-        read_argument_file(spec.training_args),
+        _file(spec),
         changes,
         seq_len=spec.seq_len,
         task=spec.task or "auto",
         effective_batch=spec.effective_batch,
     )
+
+
+def _file(spec: JobSpec) -> ArgumentFile:
+    """Return the file; without one, the defaults of the trainer that is named."""
+    if spec.training_args is not None:
+        return read_argument_file(spec.training_args, spec.trainer)
+    need_trl(f"trainer={spec.trainer!r}")
+    return ArgumentFile(trainer=TRL[str(spec.trainer)])
 
 
 def _changes(spec: JobSpec) -> dict[str, Any]:
@@ -91,15 +111,30 @@ def _changes(spec: JobSpec) -> dict[str, Any]:
         elif name in _VALUES and value in _VALUES[name]:
             changes |= _VALUES[name][value]
         else:
-            raise ValueError(f"{name}={value!s} has no field in training_args; leave one of the two out")
+            owner = f"trainer={spec.trainer}" if spec.training_args is None else "training_args"
+            raise ValueError(f"{name}={value!s} has no field in {owner}; leave one of the two out")
     if changes.get("attn_implementation") == "auto":
         changes["attn_implementation"] = None
+    if "max_grad_norm" in changes:
+        changes["max_grad_norm"] = 0.0 if changes["max_grad_norm"] == NOT_CLIPPED else changes["max_grad_norm"]
     if "lora_r" in changes:
         changes["use_peft"] = True
-    targets = changes.get("lora_target_modules", "all-linear")
-    if targets != "all-linear":
+        if spec.training_args is None:
+            changes.setdefault("lora_target_modules", ALL_LINEAR)
+    targets = changes.get("lora_target_modules", ALL_LINEAR)
+    if targets != ALL_LINEAR:
         changes["lora_target_modules"] = targets.split(",")
     return changes
+
+
+def _usual(file: ArgumentFile, seq_len: int | None) -> dict[str, Any]:
+    """Return the fields that a length sets, and those without which a trainer's adapters do not train its head."""
+    if file.trainer is None:
+        return {}
+    usual: dict[str, Any] = {} if seq_len is None or not file.trainer.truncates else {"max_length": seq_len}
+    if file.trainer.task == "sequence-classification" and "lora_task_type" not in file.given:
+        usual["lora_task_type"] = "SEQ_CLS"
+    return usual
 
 
 class FileWorkload:
@@ -109,7 +144,7 @@ class FileWorkload:
         file: the fields.
         changes: fields that have other values than in the file.
         seq_len: tokens of each sample; None, the file's `max_length`.
-        task: task of a plain Trainer's model; SFTTrainer's is causal.
+        task: task of a plain Trainer's model; those of TRL have their own.
         effective_batch: samples per update; None, as the fields give it.
 
     Raises:
@@ -128,40 +163,67 @@ class FileWorkload:
         task: str = "auto",
         effective_batch: int | None = None,
     ) -> None:
-        if seq_len is not None and file.is_sft:
-            changes = {**changes, "max_length": seq_len}
-        self.file, self._changes = file, changes
-        self._folder, self._offload = mkdtemp(prefix="hf_memopt-"), "off"
+        self.file, self._folder, self._offload = file, mkdtemp(prefix="hf_memopt-"), "off"
         weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
-        self._about = file.model_fields(changes)
+        self._changes = {**changes, **_usual(file, seq_len)}
+        self._about = file.model_fields(self._changes)
         self.model = self._about["model_name_or_path"]
         if self.model is None:
             raise ValueError("name a model: model_name_or_path in the file, or on the command line")
         self._config = read_config(self.model)
-        self._task = task_of(self._config, "causal" if file.is_sft else task, f"model={self.model!r}")
-        if self._task not in _TOKEN_TASKS:
-            raise ValueError(f"task={self._task!r}: its samples are not tokens; call estimate_trainer(trainer)")
-        self.arguments = file.training_arguments(changes, self._folder)
-        length = seq_len or getattr(self.arguments, "max_length", None)
+        self._published = published_weights(self._config, f"model={self.model!r}")
+        self._storage = storage(self._about, self._config)
+        if self._storage is not None and not self._about["use_peft"]:
+            raise ValueError(
+                f"model={self.model!r} is stored in {self._storage}, which does not train; give lora_rank, such as "
+                "lora_rank=16, for adapters on it"
+            )
+        self._task = self._task_of(task)
+        self.arguments = file.training_arguments(self._changes, self._folder)
+        self._seq_len = self._length(seq_len)
+        self.micro_batch: int = self.arguments.per_device_train_batch_size
+        self.effective_batch = effective_batch or self.micro_batch * self.arguments.gradient_accumulation_steps
+
+    def _task_of(self, task: str) -> str:
+        if self.file.trainer is None:
+            found = task_of(self._config, task, f"model={self.model!r}")
+            if found not in _TOKEN_TASKS:
+                raise ValueError(f"task={found!r}: its samples are not tokens; call estimate_trainer(trainer)")
+            return found
+        if self.file.trainer.task == "sequence-classification":
+            self._config.num_labels = 1  # the score, as RewardTrainer has it
+        return task_of(self._config, self.file.trainer.task, f"model={self.model!r}")
+
+    def _length(self, seq_len: int | None) -> int:
+        length: int | None = seq_len or getattr(self.arguments, "max_length", None)
         if length is None:
-            raise ValueError("max_length is none, so samples may have any length; name one with seq_len")
-        self._seq_len: int = length
+            is_cut = self.file.trainer is None or self.file.trainer.truncates
+            what = "max_length is none, so samples" if is_cut else "prompts"
+            more = "one" if is_cut else "that of prompt and completion together"
+            raise ValueError(f"{what} may have any length; name {more} with seq_len")
         longest = getattr(self._config, "max_position_embeddings", None)
         if longest is not None and length > longest:
             raise ValueError(f"seq_len={length} is longer than the model's max_position_embeddings={longest}")
-        self.micro_batch: int = self.arguments.per_device_train_batch_size
-        self.effective_batch = effective_batch or self.micro_batch * self.arguments.gradient_accumulation_steps
+        return length
 
     @property
     def name(self) -> str:
         """The trainer, the model, the length of samples, and the substitutions made."""
-        trainer = "SFTTrainer" if self.file.is_sft else "Trainer"
+        trainer, tokens = self.file.trainer, f"{self._seq_len} tokens in each sample"
+        samples = tokens if trainer is None else trainer.describe(self.arguments, self._seq_len)
+        source = "" if self.file.path is None else f" by {self.file.path.name}"
         taken = "".join(f"; {note}" for note in self._taken())
-        return f"{trainer} of {self.model} by {self.file.path.name}, {self._seq_len} tokens in each sample{taken}"
+        return f"{self.file.trainer_name} of {self.model}{source}, {samples}{taken}"
+
+    @property
+    def tokens_per_sample(self) -> int:
+        return self._seq_len
 
     @property
     def micro_batches(self) -> list[int]:
-        return divisors(self.effective_batch)
+        whole, trainer = self._generation_batch or self.effective_batch, self.file.trainer
+        least = 1 if trainer is None else trainer.least_batch(self.arguments)
+        return [each for each in divisors(self.effective_batch) if each >= least and whole % each == 0]
 
     def as_given(self, offload: str = "off") -> SimulatedStep:
         """Return the update with the file's own batch and checkpointing.
@@ -187,9 +249,13 @@ class FileWorkload:
         checkpointing, self._offload = ACTIVATIONS[settings["activations"]]
         precision = "bf16" if self.arguments.bf16 else "fp16" if self.arguments.fp16 else "no"
         # TrainingArguments have no fields for the model.
-        changes = {k: v for k, v in self._changes.items() if self.file.is_sft or k not in MODEL_FIELDS}
-        fields = dict(self.file.given) | current_names(changes | self._chosen(checkpointing, micro_batch))
-        written = folder / self.file.path.name
+        is_of_trl = self.file.trainer is not None
+        changes = {k: v for k, v in self._changes.items() if is_of_trl or k not in MODEL_FIELDS}
+        changes = current_names(changes | self._chosen(checkpointing, micro_batch))
+        # None is their default.
+        left_out = {name for name, value in changes.items() if value is None}
+        fields = {k: v for k, v in (dict(self.file.given) | changes).items() if k not in left_out}
+        written = folder / self.file.name
         is_json = written.suffix == ".json"
         text = json.dumps(fields, indent=2) + "\n" if is_json else yaml.safe_dump(fields, sort_keys=False)
         written.write_text(text, encoding="utf-8")
@@ -198,22 +264,42 @@ class FileWorkload:
     def command(self, written: list[Path]) -> str:
         """Return TRL's script with the file, or a script of one's own; under `hf-memopt launch` where it offloads."""
         config, fields = written
-        script = f"-m trl.scripts.sft --config {fields}" if self.file.is_sft else f"a script with {fields}"
+        script = f"a script with {fields}"
+        if self.file.trainer is not None:
+            lacking = self.file.trainer.lacking(self.file.given)
+            script = f"-m {self.file.trainer.module} --config {fields}{lacking}"
         if self._offload == "off":
             return f"accelerate launch --config_file {config} {script}"
         return f"hf-memopt launch --config_file {config} --offload {self._offload} -- {script}"
 
     def _chosen(self, checkpointing: str, micro_batch: int) -> dict[str, Any]:
-        return {
+        chosen = {
             _BATCH: micro_batch,
             _ACCUMULATION: self.effective_batch // micro_batch,
             "gradient_checkpointing": checkpointing == "full",
         }
+        if self._generation_batch is None:
+            return chosen
+        return chosen | {"generation_batch_size": self._generation_batch, "steps_per_generation": None}
+
+    @property
+    def _generation_batch(self) -> int | None:
+        """Return the completions of one generation; None if there are none, or as many as samples in an update."""
+        says = any(self.file.given.get(name) for name in ("generation_batch_size", "steps_per_generation"))
+        return self.arguments.generation_batch_size if says else None
 
     def _taken(self) -> list[str]:
-        asked, nested = self._about["attn_implementation"], self._about["use_bnb_nested_quant"]
+        asked = self._about["attn_implementation"]
         notes = [f"{asked} taken for sdpa"] if asked != attention(self._about) else []
-        return notes + (["use_bnb_nested_quant taken for false"] if nested and self._about["load_in_4bit"] else [])
+        if self.file.trainer is not None:
+            notes += self.file.trainer.notes(self.arguments, is_quantised=self._storage is not None)
+        if self._published.quantize != "none":
+            notes.append(f"{self._storage}, as the checkpoint says")
+        if self._published.note:
+            notes.append("weights in MXFP4 taken as dequantised")
+        if self.file.path is None:
+            notes.append(f"{self.micro_batch} per forward pass")
+        return notes
 
     def _step(self, chosen: Mapping[str, Any], offload: str) -> SimulatedStep:
         changes = dict(self._changes) | dict(chosen)
@@ -225,12 +311,14 @@ class FileWorkload:
             window = largest_window(trainer, trainer.args.gradient_accumulation_steps)
             return trainer_step(trainer, window, repeated)
 
-        # torchao's optimizers keep tables of their own.
-        has_tables = self.arguments.optim in ("adamw_torch_8bit", "adamw_torch_4bit")
-        layers = None if has_tables else under_offloading(self._equal_layers, offload)
-        return told_by_few(step_of, self._config, layers)
+        if self.arguments.optim in ("adamw_torch_8bit", "adamw_torch_4bit"):
+            make_tables()
+        layers = under_offloading(self._equal_layers, offload)
+        return replace(told_by_few(step_of, self._config, layers), assumptions=unsaid_sizes(self.model, self._config))
 
     @cached_property
     def _equal_layers(self) -> Layers | None:
+        if not self._published.treats_layers_alike:
+            return None
         with torch.device("meta"):
             return equal_layers(TASKS[self._task].build(self._config, f"model={self.model!r}"))

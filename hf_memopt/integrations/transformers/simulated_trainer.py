@@ -15,6 +15,7 @@ from transformers import Trainer, TrainerCallback
 from hf_memopt.activations import ActivationOffloader
 from hf_memopt.callbacks.attach import FrozenModels
 from hf_memopt.estimate.simulation.device import replace_memory
+from hf_memopt.integrations.transformers.simulated_generation import SimulatedGeneration, generates
 from hf_memopt.integrations.transformers.trainer_batches import TrainerWindow, num_bytes
 
 MODEL = "model"
@@ -36,6 +37,7 @@ class SimulatedTrainer:
         args.__dict__["_setup_devices"] = device
         args.eval_on_start = args.auto_find_batch_size = args.push_to_hub = False
         args.logging_nan_inf_filter = False  # would read every loss
+        self._generation = SimulatedGeneration(trainer)
         handler = trainer.callback_handler
         on_the_host = [each for each in handler.callbacks if isinstance(each, FrozenModels)]
         for frozen in on_the_host:
@@ -52,13 +54,15 @@ class SimulatedTrainer:
         _renew_optimizer(trainer)
         self.batches = send_to_device(window.batches, device) if window.moves else window.batches
         *others, largest = sorted(self.batches, key=num_bytes)
-        running = _Batches([*others[:1], largest])
+        # The first pass generates for all.
+        running = _Batches([*(largest if generates(trainer) else each for each in others[:1]), largest])
         args.gradient_accumulation_steps, args.max_steps = len(running), 1
         trainer.get_train_dataloader = lambda: running
         handler.callbacks = [each for each in handler.callbacks if offloader_of(each) is not None]
 
     def step(self) -> None:
         """Make one update; the optimizer goes on where it was."""
+        self._generation.begin_update()
         self._trainer.train()
 
 

@@ -61,7 +61,11 @@ def largest_window(trainer: Trainer, num_batches: int) -> TrainerWindow:
 
 
 def num_bytes(batch: Any) -> int:
-    return sum(tensor.nbytes for tensor in tensors_of(batch).values())
+    """Return the bytes of a batch's tensors; without any, the length of its longest sample, a text."""
+    tensors = tensors_of(batch)
+    if not tensors and isinstance(batch, list):
+        return max((len(str(sample)) for sample in batch), default=0)
+    return sum(tensor.nbytes for tensor in tensors.values())
 
 
 def tensors_of(batch: Any, name: str = "") -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ from hf_memopt.estimate.estimate import simulate_step
 from hf_memopt.estimate.gpus import Card, find_card
 from hf_memopt.estimate.simulated_step import RepeatedLayers, SimulatedStep
 from hf_memopt.estimate.simulation.child_process import run_isolated
+from hf_memopt.integrations.transformers.simulated_generation import generates
 from hf_memopt.integrations.transformers.simulated_trainer import MODEL, SimulatedTrainer, modules_of, offloader_of
 from hf_memopt.integrations.transformers.trainer_batches import TrainerWindow, largest_window
 from hf_memopt.jobs.workload import num_steps
@@ -38,9 +39,9 @@ def estimate_trainer(trainer: Trainer, *, gpu: str | Card | None = None, num_bat
 
     Raises:
         ValueError: the trainer trains in a way that is not simulated (several processes, FSDP, DeepSpeed, weights that
-            are quantised, on a device or streamed, generation, Liger's kernels, TRL's own offloading, reference values
-            computed beforehand), naming it; an offloader plans and there is no `gpu`; it has no training data; see also
-            `estimate_peak_memory`.
+            are quantised, on a device or streamed, generation but for GRPO's, Liger's kernels, TRL's own offloading,
+            reference values computed beforehand), naming it; an offloader plans and there is no `gpu`; it has no
+            training data; see also `estimate_peak_memory`.
         IsolatedError: a training step failed.
 
     Cost: some 50 ms for each layer, step and micro-batch, and drawing the batches.
@@ -112,7 +113,7 @@ def _refuse(trainer: Trainer) -> None:
         "activation_offloading=True": getattr(args, "activation_offloading", False),
         "precompute_ref_log_probs=True": getattr(args, "precompute_ref_log_probs", False),
         "a base that streams": streamed_weights_of(trainer.model) is not None,
-        f"generation ({type(trainer).__name__})": hasattr(trainer, "generation_config"),
+        f"generation ({type(trainer).__name__})": hasattr(trainer, "generation_config") and not generates(trainer),
     }
     for name, is_on in unknown.items():
         if is_on:

@@ -12,7 +12,7 @@ import torch
 from huggingface_hub import hf_hub_download
 from torch import nn
 
-_PIPELINE = "model_index.json"
+PIPELINE = "model_index.json"
 # Where pipelines keep the denoiser.
 _PARTS = ("unet", "transformer")
 _CLASS = "_class_name"
@@ -37,16 +37,29 @@ class DenoiserConfig:
         except KeyError:
             raise AttributeError(name) from None
 
-    def build(self, source: str, dtype: torch.dtype) -> nn.Module:
+    def build(self, source: str, dtype: torch.dtype, **changes: Any) -> nn.Module:
         try:
             with default_dtype(dtype):
-                model: nn.Module = _class(self.class_name).from_config(self.values)
+                model: nn.Module = _class(self.class_name).from_config(self.values | changes)
         except Exception as error:
             raise ValueError(
                 f"{source}: diffusers cannot build a model from this configuration ({type(error).__name__}: {error}); "
                 "compare it with the one that was published"
             ) from error
+        _keep_in_float32(model)
         return model
+
+
+def kept_in_float32(model: nn.Module, name: str) -> bool:
+    """Return whether diffusers loads the part of a model with this name in float32 and never quantises it."""
+    kept = getattr(model, "_keep_in_fp32_modules", None) or ()
+    return any(each in name.split(".") for each in kept)
+
+
+def _keep_in_float32(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if kept_in_float32(model, name):
+            parameter.data = parameter.data.float()
 
 
 @contextmanager
@@ -62,7 +75,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 def find_denoiser(model: str) -> DenoiserConfig | None:
     """Return the configuration in a file, a folder of it or of its pipeline, or a pipeline on the hub."""
     for path in _candidates(model):
-        values = _read(path)
+        values = read_object(path)
         if values is not None and _CLASS in values:
             return _checked(model, values)
     return None
@@ -73,22 +86,24 @@ def _candidates(model: str) -> list[Path]:
     if place.exists():
         names = ["config.json", *(f"{part}/config.json" for part in _PARTS)]
         return [place] if place.is_file() else [place / name for name in names]
-    index = _downloaded(model, _PIPELINE)
+    index = downloaded(model, PIPELINE)
     if index is None:
         return []
-    parts = [part for part in _PARTS if part in (_read(index) or {})]
-    found = [_downloaded(model, f"{part}/config.json") for part in parts]
+    parts = [part for part in _PARTS if part in (read_object(index) or {})]
+    found = [downloaded(model, f"{part}/config.json") for part in parts]
     return [path for path in found if path is not None]
 
 
-def _downloaded(model: str, name: str) -> Path | None:
+def downloaded(model: str, name: str) -> Path | None:
+    """Return a file of a repository on the hub; None, it has none or cannot be reached."""
     try:
         return Path(hf_hub_download(model, name))
     except (OSError, ValueError):
         return None
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def read_object(path: Path) -> dict[str, Any] | None:
+    """Return the object in a JSON file; None, there is none."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,117 +1,88 @@
 """The task of a denoiser: it predicts the noise in latents, or the velocity to them, as diffusers' scripts train it."""
 
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from hf_memopt.jobs.diffusers_models.denoiser_config import DenoiserConfig, default_dtype
-from hf_memopt.jobs.diffusers_models.denoiser_families import FAMILIES, DenoiserFamily, latent_channels
+from hf_memopt.jobs.diffusers_models import training_script
+from hf_memopt.jobs.diffusers_models.denoiser_config import DenoiserConfig, default_dtype, kept_in_float32
+from hf_memopt.jobs.diffusers_models.denoiser_families import family_of, family_of_model
+from hf_memopt.jobs.diffusers_models.denoiser_sizes import image_size, num_frames, num_text_tokens, sizes_of
+from hf_memopt.jobs.quiet import quiet
 from hf_memopt.jobs.transformers_models.model_batches import Sample
 
-# Pixels on a side of the patch that a latent stands for.
-_PIXELS = 8
-_TIMES = 1000
+_ENCODERS = {
+    "off": "alone, on given latents of",
+    "vae": "beside its VAE, on",
+    "device": "beside its VAE and text encoders, on",
+}
+_QUANTISED = ("none", "nf4", "nf4-double", "int8", "int8-torchao")
 
 
 class Denoising:
-    """`Task` for models of diffusers, whose latents and text embeddings are given."""
+    """`Task` for models of diffusers, whose latents and text embeddings are given, or made by encoders beside them."""
 
     positions = None
     peft_type = None
     has_mask = False
     has_equal_layers = False
-    image_options = ("image_size",)
+    image_options = ("image_size", "text_tokens", "num_frames", "encoders")
     # Of `ModelOptions`: values for a denoiser, where there are fewer than for transformers' models.
-    only: ClassVar = {"quantize": ("none",), "attention": ("auto", "sdpa"), "loss": ("full",), "engine": ("ddp",)}
+    only: ClassVar = {"quantize": _QUANTISED, "attention": ("auto", "sdpa"), "loss": ("full",), "engine": ("ddp",)}
+
+    def script_of(self, chosen: Mapping[str, Any]) -> str:
+        return "train.py"
+
+    def script_flags(self, chosen: Mapping[str, Any], config: Any) -> str:
+        return training_script.script_flags(chosen, config)
+
+    def write_files(self, chosen: Mapping[str, Any], config: Any, folder: Path) -> dict[str, str]:
+        return training_script.write_files(chosen, config, folder)
 
     def class_name(self, config: Any) -> str | None:
         return config.class_name if isinstance(config, DenoiserConfig) else None
 
     def lora_targets(self, config: Any) -> str:
-        return _family(config).lora_targets
+        return family_of(config).lora_targets(config)
 
     def build(self, config: Any, source: str, dtype: torch.dtype = torch.float32, **options: Any) -> nn.Module:
-        model: nn.Module = config.build(source, dtype)
+        model: nn.Module = config.build(source, dtype, **family_of(config).settings)
         return model
 
-    def checkpoint(self, model: Any) -> None:
+    def quantises(self, model: nn.Module) -> Callable[[str], bool]:
+        """Return whether diffusers quantises the linear layer of a name: all, but for those that stay in float32."""
+        return lambda name: not kept_in_float32(model, name)
+
+    def checkpoint(self, model: Any, use_reentrant: bool = False) -> None:
+        if use_reentrant:
+            raise ValueError("checkpointing='reentrant': diffusers' models have torch's newer kind alone; use 'full'")
         model.enable_gradient_checkpointing()
 
     def describe(self, config: Any, sample: Sample) -> str:
-        height, width = _latent_size(config, sample)
-        tokens = _family(config).num_text_tokens
-        text = f" and embeddings of {tokens} text tokens" if tokens else ""
-        return f"alone, on given latents of {height * _PIXELS}x{width * _PIXELS} images{text}"
+        family_of(config).check(config)
+        height, width = image_size(config, sample)
+        frames = num_frames(config, sample)
+        kind = f"videos of {frames} frames" if frames else "images"
+        tokens = num_text_tokens(config, sample)
+        embedded = "" if sample.encoders == "device" else "embeddings of "
+        text = f" and {embedded}{tokens} text tokens" if tokens else ""
+        return f"{_ENCODERS[sample.encoders]} {height}x{width} {kind}{text}"
 
     def batch(self, config: Any, num_samples: int, sample: Sample) -> dict[str, Tensor]:
-        """Return latents `(num_samples, channels, height, width)` and the family's conditions."""
-        size = _latent_size(config, sample)
+        """Return latents `(num_samples, channels, height, width)`, or with frames before height, and conditions."""
+        family = family_of(config)
+        sizes = sizes_of(config, num_samples, sample)
+        grid = sizes[2:] if family.frames else sizes[3:]
         with default_dtype(sample.dtype):
-            latents = torch.zeros(num_samples, latent_channels(config), *size)
-            return {"latents": latents} | _family(config).conditions(config, num_samples, size)
+            latents = torch.zeros(num_samples, family.channels(config), *grid)
+            return {"latents": latents} | family.conditions(config, sizes)
 
     def loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        family = _family_of(model)
+        family = family_of_model(model)
         conditions = dict(inputs)
         latents = conditions.pop("latents")
-        noise = torch.randn_like(latents)
-        if family.flow:
-            return _flow_matching(model, family, latents, noise, conditions)
-        from diffusers import DDPMScheduler
-
-        times = torch.randint(0, _TIMES, (latents.shape[0],), device=latents.device)
-        noisy = DDPMScheduler().add_noise(latents, noise, times)
-        prediction = family.predict(model, noisy, times, conditions)
-        return nn.functional.mse_loss(prediction.float(), noise.float())
-
-
-def _flow_matching(
-    model: nn.Module, family: DenoiserFamily, latents: Tensor, noise: Tensor, conditions: dict[str, Tensor]
-) -> Tensor:
-    times = torch.rand(latents.shape[0], device=latents.device) * _TIMES
-    sigmas = (times / _TIMES).to(latents.dtype)[:, None, None, None]
-    noisy = (1.0 - sigmas) * latents + sigmas * noise
-    prediction = family.predict(model, noisy, times, conditions)
-    weights = torch.ones_like(sigmas)
-    target = noise - latents
-    errors = (weights.float() * (prediction.float() - target.float()) ** 2).reshape(target.shape[0], -1)
-    return torch.mean(errors, 1).mean()
-
-
-def _family_of(model: Any) -> DenoiserFamily:
-    """Return the family of a model, which may lie in others' wrappers."""
-    return next(FAMILIES[type(each).__name__] for each in model.modules() if type(each).__name__ in FAMILIES)
-
-
-def _family(config: DenoiserConfig) -> DenoiserFamily:
-    if config.class_name not in FAMILIES:
-        raise ValueError(
-            f"task='denoising': what {config.class_name} takes beside latents is not known, as it is for "
-            f"{', '.join(FAMILIES)}; write setup and step yourself and call "
-            "hf_memopt.estimate_peak_memory"
-        )
-    return FAMILIES[config.class_name]
-
-
-def _latent_size(config: DenoiserConfig, sample: Sample) -> tuple[int, int]:
-    _family(config)
-    own = getattr(config, "sample_size", None)
-    if sample.image_size is not None:
-        return _checked_size(config, *sample.image_size)
-    if own is None:
-        raise ValueError(
-            f"image_size=None: the configuration of {config.class_name} does not say how large images are; give "
-            "image_size, their height and width, such as 1024 or 768x1024"
-        )
-    return (own[0], own[1]) if isinstance(own, list | tuple) else (own, own)
-
-
-def _checked_size(config: DenoiserConfig, height: int, width: int) -> tuple[int, int]:
-    # UNets halve their inputs a few times, transformers cut them into patches of 2 by 2.
-    unit = _PIXELS * (2 ** (len(config.down_block_types) - 1) if hasattr(config, "down_block_types") else 2)
-    if height % unit or width % unit:
-        raise ValueError(f"image_size={height}x{width}: sides must be multiples of {unit} for {config.class_name}")
-    if _family(config).is_square and height != width:
-        raise ValueError(f"image_size={height}x{width}: {config.class_name} takes square images alone")
-    return height // _PIXELS, width // _PIXELS
+        with quiet():  # torch says which norms of mixed types it does not fuse
+            return family.loss(lambda noisy, times: family.predict(model, noisy, times, conditions), latents)

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from hf_memopt.estimate.simulation.quantised.quantised_base import adapt_as_peft_does
+from hf_memopt.jobs.quiet import quiet
 
 ALL_LINEAR = "all-linear"
 
@@ -50,7 +51,8 @@ def with_adapters(model: nn.Module, rank: int, targets: LoraTargets, use_dora: b
         config = peft.LoraConfig(
             r=rank, target_modules=names, exclude_modules=excluded, use_dora=use_dora, task_type=targets.peft_type
         )
-        adapted: nn.Module = peft.get_peft_model(model, config)
+        with quiet():
+            adapted: nn.Module = peft.get_peft_model(model, config)
     except ValueError as error:
         raise ValueError(f"lora_targets={targets.names!r}: PEFT finds no such layers in the model: {error}") from error
     adapt_as_peft_does(adapted)

@@ -1,11 +1,14 @@
 """Batches as a transformers model of a task takes them: zeros, in the sizes that its configuration says."""
 
+import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 Batch = dict[str, Tensor]
+# These refuse to train without the types of tokens: 1 for those of images.
+WITH_TYPES = ("gemma3", "paligemma")
 
 
 class Sample(NamedTuple):
@@ -16,12 +19,20 @@ class Sample(NamedTuple):
         num_images: beside text.
         image_size: height and width; None, as the configuration says.
         dtype: dtype of latents and embeddings that were computed before.
+        text_tokens: those that a denoiser is conditioned on; None, as many as its script has.
+        num_frames: of a video; None, as the configuration says.
+        encoders: those beside a denoiser, as in `ModelOptions`.
+        passages: beside a query.
     """
 
     seq_len: int
     num_images: int = 1
     image_size: tuple[int, int] | None = None
     dtype: torch.dtype = torch.float32
+    text_tokens: int | None = None
+    num_frames: int | None = None
+    encoders: str = "off"
+    passages: int = 1
 
 
 def with_padding(batch: Batch) -> Batch:
@@ -33,15 +44,29 @@ def with_padding(batch: Batch) -> Batch:
 def token_batch(config: Any, num_samples: int, sample: Sample) -> Batch:
     """Tokens without padding, which are their own labels: `(num_samples, seq_len)`."""
     tokens = torch.zeros(num_samples, sample.seq_len, dtype=torch.long)
-    return {"input_ids": tokens, "labels": tokens}
+    types = {"token_type_ids": torch.zeros_like(tokens)} if config.model_type in WITH_TYPES else {}
+    return {"input_ids": tokens, "labels": tokens} | types
 
 
 def image_batch(config: Any, num_samples: int, sample: Sample) -> Batch:
-    """Images `(num_samples, channels, height, width)`, and a class for each."""
-    size = getattr(config, "image_size", 224)
+    """Images `(num_samples, channels, height, width)`, and a class for each; for SigLIP 2 patches of images."""
+    vision = getattr(config, "vision_config", config)
+    channels, labels = getattr(vision, "num_channels", 3), torch.zeros(num_samples, dtype=torch.long)
+    if config.model_type == "siglip2":
+        return _patches(num_samples, vision.num_patches, channels * vision.patch_size**2) | {"labels": labels}
+    size = getattr(vision, "image_size", 224)
     height, width = size if isinstance(size, list | tuple) else (size, size)
-    pixels = torch.zeros(num_samples, getattr(config, "num_channels", 3), height, width)
-    return {"pixel_values": pixels, "labels": torch.zeros(num_samples, dtype=torch.long)}
+    return {"pixel_values": torch.zeros(num_samples, channels, height, width), "labels": labels}
+
+
+def _patches(num_samples: int, num_patches: int, in_patch: int) -> Batch:
+    """Patches `(num_samples, num_patches, numbers in each)` of square images, without padding."""
+    side = math.isqrt(num_patches)
+    return {
+        "pixel_values": torch.zeros(num_samples, side * side, in_patch),
+        "pixel_attention_mask": torch.ones(num_samples, side * side, dtype=torch.long),
+        "spatial_shapes": torch.tensor([[side, side]] * num_samples),
+    }
 
 
 def sequence_batch(config: Any, num_samples: int, sample: Sample) -> Batch:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PretrainedConfig
+from transformers.modeling_utils import set_quantized_state
 
 from hf_memopt.activations.checkpointing.selective import apply_selective_checkpointing
 from hf_memopt.estimate.simulation.quantised.quantised_base import quantise
@@ -21,7 +22,7 @@ def build_model(options: ModelOptions, config: Any, checkpointing: str) -> nn.Mo
     attention = None if options.attention == "auto" else options.attention
     # Quantised or sharded weights reach the device in their final form.
     place = nullcontext() if (options.quantize, options.engine) == ("none", DDP) else torch.device("cpu")
-    with place:
+    with place, set_quantized_state() if options.quantize != "none" else nullcontext():
         model: Any = task.build(config, options.source, dtype=dtype, attn_implementation=attention)
     if isinstance(model.config, PretrainedConfig):
         model.config.use_cache = model.config.get_text_config().use_cache = False
@@ -30,17 +31,34 @@ def build_model(options: ModelOptions, config: Any, checkpointing: str) -> nn.Mo
     model.train()
     frozen = _freeze_vision_tower(model) if options.freeze_vision_tower else None
     if options.quantize != "none":
-        quantise(model, options.quantize, dtype)
+        multiplied = getattr(torch, options.published.compute_dtype or options.dtype)
+        quantise(
+            model,
+            options.quantize,
+            multiplied,
+            is_prepared=options.kbit_preparation == "peft",
+            quantises=task.quantises(model),
+            kept=options.published.kept,
+            storage=getattr(torch, options.packed_in),
+        )
     if options.loss == "chunked":
         import_fused_head()(model, outputs=("log_probs", "entropy", "is_top1"))  # as SFTTrainer asks for
     if options.lora_rank is not None:
         targets = LoraTargets(options.lora_targets or task.lora_targets(config), frozen, task.peft_type)
         model = with_adapters(model, options.lora_rank, targets, options.use_dora)
-    if checkpointing == "full":
-        task.checkpoint(model)
+        if options.adapters_dtype is not None:
+            _cast_trained(model, options.adapters_dtype)
+    if checkpointing in ("full", "reentrant"):
+        task.checkpoint(model, use_reentrant=checkpointing == "reentrant")
     if checkpointing == "selective":
         apply_selective_checkpointing(model)
     return model  # type: ignore[no-any-return]
+
+
+def _cast_trained(model: nn.Module, dtype: torch.dtype) -> None:
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
 
 
 def _freeze_vision_tower(model: Any) -> str:

@@ -1,7 +1,9 @@
 """Configurations of transformers models, looked at before anything is built from them."""
 
+import inspect
 import re
-from collections.abc import Iterator
+import traceback
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -9,14 +11,29 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PretrainedConfig
 
+from hf_memopt.estimate.simulation.child_process import is_too_large
+from hf_memopt.estimate.simulation.data_dependent import UnsupportedOperationError
+from hf_memopt.estimate.simulation.device import DEVICE_TYPE
+from hf_memopt.jobs.accelerate_config import Sharing
 from hf_memopt.jobs.diffusers_models.denoiser_config import find_denoiser
+from hf_memopt.jobs.transformers_models.config_file import NotFoundError, check_model_type, read_values
+from hf_memopt.jobs.transformers_models.published_weights import published_weights
 from hf_memopt.ranges import COUNT, COUNT_OR_ZERO
 
 # A layer takes some 50 ms to simulate, and no published model has a tenth as many.
 MAX_LAYERS = 1000
 
-_SIZE = re.compile(r"(num|n|d)_\w+|\w+_(size|dim|heads|layers|channels)")
-_NEVER_ZERO = re.compile(r"(\w+_)?(hidden_size|vocab_size|head_dim|n_embd|d_model|heads|n_head)")
+# A chunk_size of -1 is none.
+_SIZE = re.compile(r"(num|n|d)_\w+|(?!chunk_size$)\w+_(size|dim|heads|layers|channels)")
+_NEVER_ZERO = re.compile(
+    r"(\w+_)?(hidden_size|(?<!type_)(?<!additional_)vocab_size|head_dim|n_embd|d_model|heads|n_head)"
+)
+# Sizes that decide on bytes, as transformers' classes call them.
+_DECISIVE = re.compile(
+    r"((moe_)?intermediate_|hidden_)sizes?|vocab_size|d_model|n_embd|embed_dims?|(hidden_|head_)?dim|d_ff|d_kv|depths"
+    r"|((encoder|decoder)_)?ffn_dim|(num_)?((encoder|decoder|hidden)_)?layers|n_layers?"
+    r"|((encoder|decoder)_)?(num_)?((attention|key_value)_)?heads|n_heads?|(moe_)?num_(local_)?experts|n_routed_experts"
+)
 _LAYERS = re.compile(r"((num|n)_)?((hidden|encoder|decoder)_)?layers?")
 
 
@@ -25,21 +42,19 @@ def read_config(model: str) -> Any:
     if Path(model).exists() and (denoiser := find_denoiser(model)) is not None:
         return denoiser
     try:
+        values = read_values(model)
+    except NotFoundError:
+        if (denoiser := find_denoiser(model)) is not None:
+            return denoiser
+        raise
+    source = f"model={model!r}"
+    check_model_type(values, source)
+    try:
         config = AutoConfig.from_pretrained(model, trust_remote_code=False)
     except (OSError, ValueError, TypeError, StrictDataclassError) as error:
-        if not Path(model).exists() and (denoiser := find_denoiser(model)) is not None:
-            return denoiser
-        raise ValueError(
-            f"model={model!r}: no configuration of a transformers model was found or read; pass a folder with "
-            f"a config.json, such a file, or a hub id (when offline, one that was downloaded before): {error}"
-        ) from error
-    source = f"model={model!r}"
+        raise ValueError(f"{source}: transformers refuses its config.json: {' '.join(str(error).split())}") from error
     check_sizes(config, source)
-    if getattr(config, "quantization_config", None) is not None:
-        raise ValueError(
-            f"{source}: its configuration has a quantization_config, and quantised weights are not simulated; remove "
-            "that entry from a copy of its config.json to simulate the weights in dtype"
-        )
+    published_weights(config, source)
     return config
 
 
@@ -56,12 +71,86 @@ def check_sizes(config: PretrainedConfig, source: str) -> None:
                 )
 
 
+def unsaid_sizes(model: str, config: Any) -> tuple[str, ...]:
+    """Return assumptions on the sizes that a config.json, or a part of it, leaves to its class."""
+    return tuple(_unsaid(config, read_values(model), "the configuration")) if _is_of_transformers(config) else ()
+
+
+def _unsaid(config: PretrainedConfig, values: Mapping[str, Any], part: str) -> Iterator[str]:
+    called_else = {name: alias for alias, name in config.attribute_map.items()}
+    defaults = {name: each.default for name, each in inspect.signature(type(config)).parameters.items()}
+    names = [
+        name
+        for name in vars(config)
+        if _DECISIVE.fullmatch(name)
+        and defaults.get(name) not in (None, inspect.Parameter.empty)
+        and not {name, called_else.get(name)} & values.keys()
+    ]
+    if names:
+        taken = _enumerated([str(getattr(config, name)) for name in names])
+        default, were = ("default", "was") if len(names) == 1 else ("defaults", "were")
+        yield f"{part} does not say {_enumerated(names)}; {type(config).__name__}'s {default}, {taken}, {were} taken"
+    for name, value in vars(config).items():
+        if _is_of_transformers(value):
+            within = values.get(name)
+            yield from _unsaid(value, within if isinstance(within, dict) else {}, f"{part}'s {name}")
+
+
+def _is_of_transformers(config: Any) -> bool:
+    return isinstance(config, PretrainedConfig)
+
+
+def _enumerated(words: list[str]) -> str:
+    return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
+
+
 @contextmanager
 def building(source: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
         raise ValueError(
-            f"{source}: transformers cannot build a model from this configuration ({type(error).__name__}: {error}); "
-            "compare it with the one that was published"
+            f"{source}: transformers cannot build a model from this configuration ({type(error).__name__}: "
+            f"{' '.join(str(error).split())}); compare it with the one that was published"
         ) from error
+
+
+@contextmanager
+def training(source: str) -> Iterator[None]:
+    """Turn an error of the model's own code into one line; errors of the simulation are such lines already."""
+    try:
+        yield
+    except UnsupportedOperationError:
+        raise
+    except Exception as error:
+        place = _place_in_transformers(error)
+        if place is None or is_too_large(error):
+            raise
+        raise ValueError(
+            f"{source}: the model cannot be trained with this configuration and batch: {place} raises "
+            f"{type(error).__name__} ({' '.join(str(error).split())}); if plain training runs, write setup and step "
+            "yourself and call hf_memopt.estimate_peak_memory"
+        ) from error
+
+
+@contextmanager
+def preparing(source: str, sharing: Sharing) -> Iterator[None]:
+    """Turn an error of an engine into one line."""
+    try:
+        yield
+    except (UnsupportedOperationError, ValueError):
+        raise
+    except Exception as error:
+        if not sharing.has_group or is_too_large(error):
+            raise
+        said = " ".join(str(error).split()).replace(DEVICE_TYPE, "cuda")
+        raise ValueError(
+            f"{source}: engine={sharing.engine!r} with optimizer_on={sharing.optimizer_on!r} cannot prepare this model "
+            f"({type(error).__name__}: {said}); use another engine"
+        ) from error
+
+
+def _place_in_transformers(error: Exception) -> str | None:
+    """Return the innermost line of a model's code that an error passed through."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "modeling_" in Path(frame.filename).name]
+    return f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}," if frames else None

@@ -8,21 +8,34 @@ from typing import Any
 import torch
 
 from hf_memopt.estimate.gpus import parse_size
-from hf_memopt.jobs.accelerate_config import DDP, check_ranks, check_zero
+from hf_memopt.jobs.accelerate_config import DDP, Sharing, check_options, check_packed, check_zero, shards_weights
 from hf_memopt.jobs.diffusers_models.denoising import Denoising
+from hf_memopt.jobs.diffusers_models.pipeline_encoders import EncoderConfig, read_encoders
 from hf_memopt.jobs.spec import CHOICES, DEFAULTS
 from hf_memopt.jobs.transformers_models.adapters import import_fused_head, import_peft
 from hf_memopt.jobs.transformers_models.model_batches import Batch, Sample, with_padding
-from hf_memopt.jobs.transformers_models.model_config import read_config
-from hf_memopt.jobs.transformers_models.tasks import TASKS, Task, task_of
+from hf_memopt.jobs.transformers_models.model_config import read_config, unsaid_sizes
+from hf_memopt.jobs.transformers_models.published_weights import PublishedWeights, published_weights
+from hf_memopt.jobs.transformers_models.tasks import CONTRASTIVE, TASKS, Task, task_of
 from hf_memopt.jobs.workload import RESIDENT
 from hf_memopt.ranges import COUNT, NOT_NEGATIVE, POSITIVE
 from hf_memopt.units import GIB
 
-_CHOSEN = ("task", "dtype", "quantize", "precision", "attention", "loss", "optimizer", "engine")
+_CHOSEN = (
+    *("task", "dtype", "quantize", "kbit_preparation", "precision", "attention", "loss"),
+    *("optimizer", "optimizer_on", "weights_on", "engine", "encoders"),
+)
+_COUNTS = (
+    *("seq_len", "images_per_sample", "effective_batch", "lora_rank", "num_gpus"),
+    *("text_tokens", "num_frames", "passages"),
+)
 # Options without meaning unless there are adapters, and their defaults.
-_OF_ADAPTERS = (("quantize", "none"), ("lora_targets", None), ("use_dora", False))
-_OF_IMAGES = (("images_per_sample", 1), ("image_size", None), ("freeze_vision_tower", False))
+_OF_ADAPTERS = (("quantize", "none"), ("kbit_preparation", "trl"), ("lora_targets", None), ("use_dora", False))
+OF_BITSANDBYTES = ("nf4", "nf4-double", "nf4-experts", "int8")
+_DTYPES = tuple(name for name in CHOICES["dtype"] if name != "auto")
+_OF_IMAGES: tuple[tuple[str, Any], ...] = (("images_per_sample", 1), ("image_size", None))
+_OF_IMAGES += (("freeze_vision_tower", False), ("text_tokens", None), ("num_frames", None), ("encoders", "off"))
+_OF_CONTRASTIVE = (("passages", 1), ("gradient_cache", False))
 _OF_AUTOCAST = {"bf16": "bfloat16", "fp16": "float16"}
 _IMAGE_SIZE = re.compile(r"([1-9]\d{0,4})(?:x([1-9]\d{0,4}))?")
 
@@ -42,14 +55,24 @@ class ModelOptions:
         images_per_sample: beside text.
         image_size: such as "448" or "896x672" (height and width).
         freeze_vision_tower: it has no adapters, either.
+        text_tokens: those that a denoiser is conditioned on, but for CLIP's; None, as many as diffusers' script has.
+        num_frames: of videos; None, as the configuration says.
+        encoders: of a denoiser's pipeline, frozen on the device: "vae", "device" (text encoders, too) or "off".
+        passages: texts for each query of a contrastive task; each text has `seq_len` tokens.
+        gradient_cache: the loss of a contrastive task sees the whole update, and the model a micro-batch of texts.
         padding: some samples are shorter than `seq_len`.
-        dtype: of the weights.
-        quantize: "nf4" (QLoRA) multiplies in `dtype`. With "int8" (LLM.int8) everything else is in float32, as PEFT
-            prepares such models; with "int8-torchao" (`Int8WeightOnlyConfig`) it is as `dtype` says.
+        dtype: of the weights; "auto" becomes the configuration's, or float32 where it has none.
+        quantize: "auto" becomes that of a checkpoint published in few bits, or "none".
+            "nf4" (QLoRA) multiplies in `dtype`; the experts of a mixture are no linear layers, and are in 4 bits
+            with "nf4-experts" alone. "nf4-double" quantises the scales, too. "int8" is LLM.int8, "int8-torchao"
+            `Int8WeightOnlyConfig`.
+        kbit_preparation: of the weights that bitsandbytes does not quantise, and of the adapters; those of a denoiser
+            always as "peft", since diffusers' scripts call it.
         precision: of autocast.
         attention: "auto", "sdpa" or "eager".
         loss: "chunked" makes logits tile by tile and keeps none.
         optimizer: one of `OPTIMIZERS`.
+        optimizer_on, weights_on: see `Sharing`.
         optimizer_in_backward: each gradient is dropped after its update.
         lora_rank: None, train all weights.
         lora_targets: None, all linear layers but the output's, and of a denoiser those that diffusers' scripts adapt.
@@ -73,18 +96,26 @@ class ModelOptions:
     task: str = DEFAULTS["task"]
     images_per_sample: int = DEFAULTS["images_per_sample"]
     image_size: str | None = None
+    text_tokens: int | None = None
+    num_frames: int | None = None
+    encoders: str = DEFAULTS["encoders"]
     freeze_vision_tower: bool = False
+    passages: int = DEFAULTS["passages"]
+    gradient_cache: bool = False
     padding: bool = False
     dtype: str = DEFAULTS["dtype"]
     precision: str = DEFAULTS["precision"]
     attention: str = DEFAULTS["attention"]
     loss: str = DEFAULTS["loss"]
     optimizer: str = DEFAULTS["optimizer"]
+    optimizer_on: str = DEFAULTS["optimizer_on"]
+    weights_on: str = DEFAULTS["weights_on"]
     optimizer_in_backward: bool = False
     lora_rank: int | None = None
     lora_targets: str | None = None
     use_dora: bool = False
     quantize: str = DEFAULTS["quantize"]
+    kbit_preparation: str = DEFAULTS["kbit_preparation"]
     base: str | None = None
     base_budget: str | None = None
     max_grad_norm: float | None = DEFAULTS["max_grad_norm"]
@@ -95,11 +126,21 @@ class ModelOptions:
     def __post_init__(self) -> None:
         for name in _CHOSEN:
             check_choice(name, getattr(self, name))
-        for name in ("seq_len", "images_per_sample", "effective_batch", "lora_rank", "num_gpus"):
+        for name in _COUNTS:
             COUNT.check(name, getattr(self, name))
         POSITIVE.check("max_grad_norm", self.max_grad_norm)
         NOT_NEGATIVE.check("offload_threshold_mb", self.offload_threshold_mb)
-        check_ranks(self.num_gpus, self.engine, self.effective_batch, self.optimizer, self.quantize)
+        object.__setattr__(self, "dtype", self._resolved_dtype())
+        object.__setattr__(self, "quantize", self._resolved_quantize())
+        object.__setattr__(self, "kbit_preparation", self._resolved_preparation())
+        check_options(
+            self.sharing,
+            effective_batch=self.effective_batch,
+            optimizer=self.optimizer,
+            quantize=self.quantize,
+            precision=self.precision,
+            max_grad_norm=self.max_grad_norm,
+        )
         check_zero(self.engine, self.dtype, self.precision)
         self._check_adapters()
         self._check_base()
@@ -108,8 +149,32 @@ class ModelOptions:
         self._check_task()
         positions = self.kind_of_task.positions
         longest = getattr(self.config.get_text_config(), positions, None) if positions else None
-        if longest is not None and self.seq_len > longest:
+        if longest is not None and 0 < longest < self.seq_len:  # XLNet's -1 is no limit
             raise ValueError(f"seq_len={self.seq_len} is longer than the model's {positions}={longest}")
+
+    def _resolved_dtype(self) -> str:
+        if self.dtype != "auto":
+            return self.dtype
+        said = str(getattr(self.config, "dtype", None)).removeprefix("torch.")
+        return said if said in _DTYPES else self.published.dtype or "float32"
+
+    def _resolved_quantize(self) -> str:
+        published = self.published
+        if self.quantize == "auto":
+            return published.quantize
+        has_experts = self.quantize == "nf4-experts" and published.quantize in ("nf4", "nf4-double")
+        if published != PublishedWeights() and self.quantize != published.quantize and not has_experts:
+            form = "MXFP4" if published.quantize == "none" else published.quantize
+            raise ValueError(
+                f"quantize={self.quantize!r}: {self.source} was published in {form}, which transformers keeps as it "
+                "loads; leave it out, or name the checkpoint that it was made from"
+            )
+        return self.quantize
+
+    def _resolved_preparation(self) -> str:
+        if self.kind != "denoising":
+            return self.kbit_preparation
+        return "peft" if self.quantize in OF_BITSANDBYTES else DEFAULTS["kbit_preparation"]
 
     def _check_task(self) -> None:
         task = self.kind_of_task
@@ -121,36 +186,95 @@ class ModelOptions:
         for name, default in _OF_IMAGES:
             if name not in task.image_options and getattr(self, name) != default:
                 raise ValueError(f"{name}={getattr(self, name)!r} means nothing to task={self.kind!r}; leave it out")
+        for name, default in _OF_CONTRASTIVE:
+            if self.kind != CONTRASTIVE and getattr(self, name) != default:
+                raise ValueError(f"{name}={getattr(self, name)!r} means nothing to task={self.kind!r}; leave it out")
+        if self.gradient_cache:
+            self._check_gradient_cache()
         if self.padding and not task.has_mask:
             raise ValueError(f"padding=True: batches of task={self.kind!r} have no attention mask; leave it out")
         task.describe(self.config, self.sample)
+        _ = self.encoder_configs
+
+    def _check_gradient_cache(self) -> None:
+        if self.sharing.has_group:
+            raise ValueError(
+                f"gradient_cache=True with num_gpus={self.num_gpus} and engine={self.engine!r} is not simulated; use "
+                f"one GPU and engine={DDP!r}"
+            )
+        if self.optimizer_in_backward:
+            raise ValueError(
+                "optimizer_in_backward=True with gradient_cache=True: weights would change before the other parts of "
+                "the update have run; leave one of them out"
+            )
+        if self.home != RESIDENT:
+            raise ValueError(f"gradient_cache=True with base={self.base!r} is not simulated; use base={RESIDENT!r}")
 
     def _check_adapters(self) -> None:
         if self.lora_rank is not None:
             import_peft(self.lora_rank)
+            self._check_packed()
+            if self.kbit_preparation != "trl" and self.quantize not in OF_BITSANDBYTES:
+                raise ValueError(
+                    f"kbit_preparation={self.kbit_preparation!r} is for weights that bitsandbytes quantises; give "
+                    f"quantize={' or '.join(OF_BITSANDBYTES)}"
+                )
             return
+        if self.published.quantize != "none":
+            raise ValueError(
+                f"{self.source} was published in {self.quantize}, which does not train; give lora_rank, such as "
+                "lora_rank=16, for adapters on it"
+            )
         unused = [f"{name}={getattr(self, name)!r}" for name, default in _OF_ADAPTERS if getattr(self, name) != default]
         if unused:
-            raise ValueError(f"{' and '.join(unused)}: for adapters; give a lora_rank")
+            raise ValueError(f"{' and '.join(unused)}: for adapters; give lora_rank, such as lora_rank=16")
+
+    @property
+    def packed_in(self) -> str:
+        """Return the dtype that packs weights in 4 bits: engines that divide weights divide those of a float alone."""
+        published = self.published
+        if published.quantize == "none" and shards_weights(self.engine):
+            return self.dtype
+        return published.storage
+
+    def _check_packed(self) -> None:
+        if self.quantize == "none" or not shards_weights(self.engine):
+            return
+        if self.packed_in != self.dtype:
+            raise ValueError(
+                f"engine={self.engine!r}: {self.source} was published with 4 bits packed in {self.packed_in}, which "
+                f"the engine does not divide; name the checkpoint that it was made from, with quantize={self.quantize}"
+            )
+        check_packed(self.engine, self.dtype, self.precision)
 
     def _check_base(self) -> None:
         if self.base is not None:
             check_choice("base", self.base)
         if self.base_budget is not None:
             parse_size(self.base_budget, "base_budget")
-        if self.streams or self.base in (None, RESIDENT):
+        if self.streams or self.home == RESIDENT:
             return
-        if self.num_gpus > 1:
+        if self.sharing.has_group:
             raise ValueError(
-                f"base={self.base!r} with num_gpus={self.num_gpus} is not simulated: ranks share one copy of the "
-                "weights; use one GPU"
+                f"base={self.base!r} with num_gpus={self.num_gpus} and engine={self.engine!r} is not simulated: ranks "
+                f"share one copy of the weights; use one GPU and engine={DDP!r}"
             )
         raise ValueError(f"base={self.base!r}: weights that train do not stream; give a lora_rank")
 
     @property
+    def sharing(self) -> Sharing:
+        return Sharing(self.engine, self.num_gpus, self.optimizer_on, self.weights_on)
+
+    @property
     def streams(self) -> bool:
         """Return whether there are frozen weights that may stream."""
-        return self.num_gpus == 1 and (self.lora_rank is not None or self.freeze_vision_tower)
+        is_alone = not self.sharing.has_group and not self.gradient_cache
+        return is_alone and (self.lora_rank is not None or self.freeze_vision_tower)
+
+    @property
+    def home(self) -> str:
+        """Return where frozen weights live between their visits to the device."""
+        return self.base or RESIDENT
 
     @property
     def base_budget_gib(self) -> float | None:
@@ -173,6 +297,11 @@ class ModelOptions:
                 f"max_grad_norm={self.max_grad_norm}: with optimizer_in_backward gradients are gone before their norm "
                 "is known; use none"
             )
+        if self.optimizer_on != "device":
+            raise ValueError(
+                f"optimizer_on={self.optimizer_on!r} with optimizer_in_backward=True: the engines that keep its state "
+                "elsewhere update after backward; leave one of them out"
+            )
         if self.num_gpus > 1:
             raise ValueError(
                 f"num_gpus={self.num_gpus}: with optimizer_in_backward weights are updated before the ranks' gradients "
@@ -187,8 +316,23 @@ class ModelOptions:
     @property
     def sample(self) -> Sample:
         computed_in = _OF_AUTOCAST.get(self.precision, "float32") if self.dtype == "float32" else self.dtype
-        size = _parsed_size(self.image_size)
-        return Sample(self.seq_len, self.images_per_sample, size, getattr(torch, computed_in))
+        size = parse_image_size(self.image_size)
+        return Sample(
+            *(self.seq_len, self.images_per_sample, size, getattr(torch, computed_in)),
+            *(self.text_tokens, self.num_frames, self.encoders, self.passages),
+        )
+
+    @cached_property
+    def encoder_configs(self) -> tuple[EncoderConfig, ...]:
+        return read_encoders(self.model, self.encoders)
+
+    @property
+    def adapters_dtype(self) -> torch.dtype | None:
+        """Return the dtype of adapters, as TRL or diffusers' scripts have them; None, as PEFT makes them."""
+        of_bitsandbytes = self.quantize in OF_BITSANDBYTES
+        if self.kind == "denoising":
+            return torch.float32 if of_bitsandbytes or self.dtype == "float16" else getattr(torch, self.dtype)
+        return torch.bfloat16 if of_bitsandbytes and self.kbit_preparation == "trl" else None
 
     def batch(self, config: Any, num_samples: int) -> Batch:
         batch = self.kind_of_task.batch(config, num_samples, self.sample)
@@ -201,6 +345,14 @@ class ModelOptions:
     @cached_property
     def config(self) -> Any:
         return read_config(self.model)
+
+    @property
+    def published(self) -> PublishedWeights:
+        return published_weights(self.config, self.source)
+
+    @cached_property
+    def unsaid_sizes(self) -> tuple[str, ...]:
+        return unsaid_sizes(self.model, self.config)
 
     @cached_property
     def kind(self) -> str:
@@ -216,7 +368,7 @@ def check_choice(name: str, value: str) -> None:
         raise ValueError(f"{name}={value!r} is unknown; choose from {', '.join(CHOICES[name])}")
 
 
-def _parsed_size(text: str | None) -> tuple[int, int] | None:
+def parse_image_size(text: str | None) -> tuple[int, int] | None:
     """Height and width."""
     if text is None:
         return None

@@ -7,10 +7,14 @@ import torch
 from torch import Tensor, nn
 
 from hf_memopt.activations.offloader import ActivationOffloader
+from hf_memopt.estimate.simulation.quantised.quantised_base import adapters_kept_by_fsdp
 from hf_memopt.jobs.accelerate_config import accelerator_for, is_zero
+from hf_memopt.jobs.diffusers_models.pipeline_encoders import PipelineEncoders
+from hf_memopt.jobs.transformers_models.contrastive import cached_ranking_loss
 from hf_memopt.jobs.transformers_models.model_building import build_model
+from hf_memopt.jobs.transformers_models.model_config import preparing, training
 from hf_memopt.jobs.transformers_models.model_options import ModelOptions
-from hf_memopt.jobs.transformers_models.optimizers import OPTIMIZERS, update_in_backward
+from hf_memopt.jobs.transformers_models.optimizers import OPTIMIZERS, on_host, update_in_backward
 from hf_memopt.jobs.workload import RESIDENT
 from hf_memopt.weights.base import StreamedWeights
 
@@ -24,38 +28,46 @@ class ModelUpdate:
         offload: str,
         micro_batch: int,
         num_micro_batches: int,
-        base: str = RESIDENT,
     ) -> None:
         precision = "bf16" if options.precision == "fp16" and not is_zero(options.engine) else options.precision
-        self._accelerator = accelerator_for(
-            precision, num_micro_batches, options.engine, micro_batch, options.max_grad_norm
-        )
+        windows = 1 if options.gradient_cache else num_micro_batches
+        self._accelerator = accelerator_for(options.sharing, precision, windows, micro_batch, options.max_grad_norm)
         device = self._accelerator.device
-        with device if base == RESIDENT else torch.device("cpu"):
+        with device if options.home == RESIDENT else torch.device("cpu"):
             model = build_model(options, config, checkpointing)
         self._streamed = None
-        if base != RESIDENT:
-            home: Any = base
+        if options.home != RESIDENT:
+            home: Any = options.home
             self._streamed = StreamedWeights(model, home=home, budget_gib=options.base_budget_gib, device=device)
         with device:
             self._inputs: dict[str, Any] = options.batch(config, micro_batch)
+            self._encoders = None
+            if options.encoder_configs:
+                self._encoders = PipelineEncoders(options.encoder_configs, config, micro_batch, options.sample)
         if options.loss == "chunked":
             self._inputs = {**self._inputs, "fused_lm_head": True}
         # fp16 without the scaler, which would need numbers. DeepSpeed has its own.
         self._accelerator.state._mixed_precision = options.precision
-        self._model, self._optimizer = self._prepare(model, options)
+        with preparing(options.source, options.sharing):
+            self._model, self._optimizer = self._prepare(model, options)
         self._accelerator.state._mixed_precision = precision
-        self._task = options.kind_of_task
+        self._task, self._source = options.kind_of_task, options.source
+        self._cached: tuple[int, int] | None = None
+        if options.gradient_cache:
+            self._cached = options.effective_batch // micro_batch, num_micro_batches
+        # Accelerate reads `sync_each_batch` where there are several processes; Trainer does so in one, too.
+        self._unsynced = [] if options.sharing.syncs_each_batch else [self._model]
         self._max_grad_norm = options.max_grad_norm
-        self._num_micro_batches = num_micro_batches
+        self._num_micro_batches = windows
         self._offloader = None
         if offload != "off":
             self._offloader = ActivationOffloader(mode=offload, offload_threshold_mb=options.offload_threshold_mb)
 
     def run(self) -> None:
         for _ in range(self._num_micro_batches):
-            with self._accelerator.accumulate(self._model):
-                self._accelerator.backward(self._loss())
+            with self._accelerator.accumulate(*self._unsynced):
+                with training(self._source):
+                    self._accelerator.backward(self._loss())
                 if self._accelerator.sync_gradients and self._max_grad_norm is not None:
                     self._accelerator.clip_grad_norm_(self._model.parameters(), self._max_grad_norm)
                 if self._optimizer is not None:
@@ -64,14 +76,25 @@ class ModelUpdate:
 
     def _prepare(self, model: nn.Module, options: ModelOptions) -> tuple[Any, Any]:
         """Return model and optimizer; no optimizer where weights are updated in backward."""
-        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if options.optimizer_in_backward:
-            update_in_backward(parameters, options.optimizer)
+            update_in_backward(_trained(model), options.optimizer)
             return self._accelerator.prepare(model), None
-        return self._accelerator.prepare(model, OPTIMIZERS[options.optimizer](parameters))  # type: ignore[no-any-return]
+        make = on_host if options.sharing.offloads_by_torchao else OPTIMIZERS[options.optimizer]
+        # Nothing else refers to the weights: engines replace them, and free the memory of each in turn.
+        optimizer = make(_trained(model))
+        with adapters_kept_by_fsdp() if options.quantize != "none" else nullcontext():
+            return self._accelerator.prepare(model, optimizer)  # type: ignore[no-any-return]
 
     def _loss(self) -> Tensor:
+        if self._encoders is not None:
+            self._encoders.run()
         saving = self._offloader.offload_context(self._model) if self._offloader else nullcontext()
         streaming = self._streamed.stream() if self._streamed else nullcontext()
+        if self._cached is not None:
+            return cached_ranking_loss(self._model, self._inputs, *self._cached)
         with saving, streaming:
             return self._task.loss(self._model, self._inputs)
+
+
+def _trained(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -1,6 +1,7 @@
 """Optimizers by name."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +21,32 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
     "paged-adamw-32bit": lambda parameters: BlockWiseAdamW(parameters, bits=32, is_paged=True),
     "adafactor": lambda parameters: torch.optim.Adafactor(parameters),
 }
-# These keep tables, so that a second simulation is not like the first.
+# torchao's, which keep tables for a process.
 WITH_TABLES = ("adamw-8bit", "adamw-4bit")
+
+
+def make_tables() -> None:
+    """Make the tables of torchao's optimizers: one that finds none makes them in the step, unlike all others."""
+    from torchao.optim import subclass_4bit, subclass_8bit
+
+    for module in (subclass_4bit, subclass_8bit):
+        module.get_qmap_signed()
+        module.get_qmap_unsigned()
+
+
+def import_host_optimizer() -> Any:
+    """Import torchao's optimizer on the host, before a simulation, which adapts it, begins."""
+    try:
+        from torchao.optim import CPUOffloadOptimizer
+    except ModuleNotFoundError as error:
+        raise ValueError("optimizer_on='host' without another engine needs torchao: pip install torchao") from error
+    return CPUOffloadOptimizer
+
+
+def on_host(parameters: list[nn.Parameter]) -> Optimizer:
+    """Return torchao's optimizer for one GPU: AdamW on the host, whose gradients and weights travel in each step."""
+    made: Optimizer = import_host_optimizer()(parameters, torch.optim.AdamW, minimal_size=0)
+    return made
 
 
 def update_in_backward(parameters: list[nn.Parameter], name: str) -> None:

@@ -1,11 +1,16 @@
 """Tasks that a transformers model is trained for: the class of the model, and the batch that it takes."""
 
+import inspect
+import json
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import (
+    AutoModel,
     AutoModelForCausalLM,
     AutoModelForCTC,
     AutoModelForImageClassification,
@@ -18,7 +23,14 @@ from transformers import (
 )
 
 from hf_memopt.jobs.diffusers_models.denoising import Denoising
+from hf_memopt.jobs.sft_fields import OPTIMIZERS, SYNCED_EACH_BATCH
 from hf_memopt.jobs.transformers_models.adapters import ALL_LINEAR
+from hf_memopt.jobs.transformers_models.contrastive import (
+    column_batch,
+    describe_columns,
+    embeds_texts,
+    ranking_loss,
+)
 from hf_memopt.jobs.transformers_models.image_text.image_text_batch import describe_images, image_text_batch
 from hf_memopt.jobs.transformers_models.model_batches import (
     Sample,
@@ -30,6 +42,9 @@ from hf_memopt.jobs.transformers_models.model_batches import (
 )
 from hf_memopt.jobs.transformers_models.model_config import building
 
+CONTRASTIVE = "contrastive"
+# It stands above this package.
+_EMBEDDING_SCRIPT = "hf_memopt.integrations.sentence_transformers.train"
 OF_IMAGES = ("images_per_sample", "image_size", "freeze_vision_tower")
 
 
@@ -67,23 +82,106 @@ class Task:
     def lora_targets(self, config: Any) -> str:
         return ALL_LINEAR
 
-    def checkpoint(self, model: Any) -> None:
-        checkpoint_layers(model)
+    def checkpoint(self, model: Any, use_reentrant: bool = False) -> None:
+        checkpoint_layers(model, use_reentrant)
 
     def loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        loss: Tensor = model(**inputs).loss
+        loss: Tensor | None = getattr(model(**inputs), "loss", None)
+        if loss is None:
+            raise ValueError(
+                "the model makes no loss from labels alone; write setup and step yourself and call "
+                "hf_memopt.estimate_peak_memory"
+            )
         return loss
 
+    def quantises(self, model: nn.Module) -> None:
+        """Return nothing: transformers decides which linear layers it quantises."""
+
+    def script_of(self, chosen: Mapping[str, Any]) -> str:
+        """Return the script that trains with a plan's choice; `train.py` is one's own."""
+        return "train.py"
+
+    def script_flags(self, chosen: Mapping[str, Any], config: Any) -> str:
+        """Return flags of TrainingArguments, which transformers' example scripts take, for a plan's choice."""
+        optimizer = next(name for name, planned in OPTIMIZERS.items() if planned == chosen["optimizer"])
+        flags = {
+            "per_device_train_batch_size": chosen["micro_batch"],
+            "gradient_accumulation_steps": chosen["gradient_accumulation_steps"],
+            "gradient_checkpointing": chosen["checkpointing"] in ("full", "reentrant"),
+            "max_grad_norm": chosen["max_grad_norm"] or 0.0,
+            "optim": optimizer,
+            "bf16": chosen["precision"] == "bf16",
+            "fp16": chosen["precision"] == "fp16",
+        }
+        if chosen["checkpointing"] == "reentrant":
+            flags["gradient_checkpointing_kwargs"] = shlex.quote(json.dumps({"use_reentrant": True}))
+        if chosen["sync_each_batch"]:
+            flags["accelerator_config"] = shlex.quote(json.dumps(SYNCED_EACH_BATCH))
+        return " ".join(f"--{name} {value}" for name, value in flags.items())
+
+    def write_files(self, chosen: Mapping[str, Any], config: Any, folder: Path) -> dict[str, str]:
+        """Write nothing: flags of TrainingArguments name no files."""
+        return {}
+
     def class_name(self, config: Any) -> str | None:
-        if type(config) not in self.auto._model_mapping:
-            return None
-        found = self.auto._model_mapping[type(config)]
-        return str((found[0] if isinstance(found, tuple) else found).__name__)
+        return None if type(config) not in self.auto._model_mapping else str(self._class(config).__name__)
 
     def build(self, config: Any, source: str, **options: Any) -> nn.Module:
         with building(source):
-            model: nn.Module = self.auto.from_config(config, trust_remote_code=False, **options)
+            found = self._class(config)
+            # As `from_pretrained` does where the class is one for text alone.
+            is_for_text = found.config_class is config.sub_configs.get("text_config")
+            model: nn.Module = found._from_config(config.get_text_config() if is_for_text else config, **options)
         return model
+
+    def _class(self, config: Any) -> Any:
+        """Return transformers' class: of several that which the configuration names, or the first."""
+        found = self.auto._model_mapping[type(config)]
+        several = found if isinstance(found, tuple) else (found,)
+        return next((each for each in several if each.__name__ in (config.architectures or ())), several[0])
+
+
+class Contrastive(Task):
+    """The task of models that embed texts, without a head."""
+
+    def class_name(self, config: Any) -> str | None:
+        if not embeds_texts(config) or type(config) not in self.auto._model_mapping:
+            return None
+        takes_tokens = "input_ids" in inspect.signature(self._class(config).forward).parameters
+        return super().class_name(config) if takes_tokens else None
+
+    def describe(self, config: Any, sample: Sample) -> str:
+        return describe_columns(config, sample)
+
+    def build(self, config: Any, source: str, **options: Any) -> nn.Module:
+        """Return the model without the layer that BERT makes a class with, and that learns nothing here."""
+        model: Any = super().build(config, source, **options)
+        if getattr(model, "pooler", None) is not None:
+            model.pooler = nn.Identity()
+        return model  # type: ignore[no-any-return]
+
+    def loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        return ranking_loss(model, inputs)
+
+    def script_of(self, chosen: Mapping[str, Any]) -> str:
+        """Return the script for sentence-transformers, unless it lacks an option."""
+        is_plain = (chosen["quantize"], chosen["use_dora"], chosen["optimizer_in_backward"]) == ("none", False, False)
+        return (
+            f"-m {_EMBEDDING_SCRIPT}" if is_plain and chosen["optimizer_on"] == "device" else super().script_of(chosen)
+        )
+
+    def script_flags(self, chosen: Mapping[str, Any], config: Any) -> str:
+        if self.script_of(chosen) == super().script_of(chosen):
+            return super().script_flags(chosen, config)
+        about = {"model": shlex.quote(chosen["model"]), "passages": chosen["passages"], "max_length": chosen["seq_len"]}
+        about |= {name: chosen[name] for name in ("dtype", "attention")}
+        if chosen["gradient_cache"]:
+            about["micro_batch_size"] = chosen["micro_batch"]
+            whole = chosen["micro_batch"] * chosen["gradient_accumulation_steps"]
+            chosen = {**chosen, "micro_batch": whole, "gradient_accumulation_steps": 1}
+        if chosen["lora_rank"] is not None:
+            about |= {name: chosen[name] for name in ("lora_rank", "lora_targets")}
+        return " ".join([*(f"--{name} {value}" for name, value in about.items()), super().script_flags(chosen, config)])
 
 
 # The most specific first: encoder-decoders and encoders are in the causal list too, for their decoder mode.
@@ -99,19 +197,24 @@ TASKS: dict[str, Task | Denoising] = {
     "sequence-classification": Task(AutoModelForSequenceClassification, sequence_batch, peft_type="SEQ_CLS"),
     "token-classification": Task(AutoModelForTokenClassification, peft_type="TOKEN_CLS"),
     "ctc": Task(AutoModelForCTC, waveform_batch, positions=None, has_mask=False),
+    CONTRASTIVE: Contrastive(AutoModel, column_batch, only={"loss": ("full",)}),
     "denoising": Denoising(),
 }
 
 
 def task_of(config: Any, wanted: str, source: str) -> str:
     possible = {name: found for name, task in TASKS.items() if (found := task.class_name(config)) is not None}
-    if wanted != "auto" and wanted in possible:
+    if wanted in possible:
         return wanted
-    if not possible or wanted != "auto":
-        tried = "any task of " + ", ".join(TASKS) if wanted == "auto" else f"task={wanted!r}"
+    if not possible:
         raise ValueError(
-            f"{source}: transformers has no class of model_type={config.model_type!r} for {tried}; write setup and "
-            "step yourself and call hf_memopt.estimate_peak_memory"
+            f"{source}: transformers has no class of model_type={config.model_type!r} for any task of "
+            f"{', '.join(TASKS)}; write setup and step yourself and call hf_memopt.estimate_peak_memory"
+        )
+    if wanted != "auto":
+        raise ValueError(
+            f"{source}: transformers has no class of model_type={config.model_type!r} for task={wanted!r}; it has some "
+            f"for {', '.join(possible)}"
         )
     named = config.architectures or list(possible.values())
     for name, class_name in possible.items():
@@ -124,7 +227,9 @@ def task_of(config: Any, wanted: str, source: str) -> str:
     )
 
 
-def checkpoint_layers(model: Any) -> None:
-    """Use the method that the installed transformers prefers."""
+def checkpoint_layers(model: Any, use_reentrant: bool = False) -> None:
+    """Use the method that the installed transformers prefers; reentrant checkpoints want inputs with a gradient."""
     newer = getattr(model, "activation_checkpointing_enable", None)
-    (newer or model.gradient_checkpointing_enable)({"use_reentrant": False})
+    (newer or model.gradient_checkpointing_enable)({"use_reentrant": use_reentrant})
+    if use_reentrant:
+        model.enable_input_require_grads()

@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 from httpx import HTTPError
+from lerobot.configs import FeatureType, PreTrainedConfig
 from lerobot.datasets import LeRobotDataset, LeRobotDatasetMetadata
 from lerobot.datasets.factory import resolve_delta_timestamps
+from lerobot.datasets.utils import CompatibilityError
 from lerobot.policies.pretrained import PreTrainedPolicy
 from lerobot.utils.constants import ACTION
 from torch import Tensor
@@ -109,19 +111,40 @@ def held_out_batches(
     max_observations: int = 256,
     device: str = "cpu",
 ) -> list[dict[str, Tensor]]:
-    """Load observations, spread evenly over a LeRobotDataset's episodes, preprocessed as for checkpoint `policy`."""
+    """Load observations, spread evenly over a LeRobotDataset's episodes, preprocessed as for checkpoint `policy`.
+
+    Raises:
+        ValueError: the dataset cannot be read, lacks one of the episodes, or has actions or states of another size.
+    """
     folder = resolve_checkpoint(policy)
     config = load_config(folder)
     overrides = {"device_processor": {"device": device}}
     preprocess, _ = load_processors(config, folder, overrides)
     with reading_dataset(repo_id, root):
         metadata = LeRobotDatasetMetadata(repo_id, root=root)
+        _check_episodes(repo_id, metadata.total_episodes, episodes or ())
+        _check_sizes(repo_id, metadata.features, config)
         timestamps = resolve_delta_timestamps(config, metadata)
         chosen = None if episodes is None else list(episodes)
         dataset = LeRobotDataset(repo_id, root=root, episodes=chosen, delta_timestamps=timestamps)
     indices = torch.linspace(0, len(dataset) - 1, min(len(dataset), max_observations)).round().long().tolist()
     loader = torch.utils.data.DataLoader(torch.utils.data.Subset(dataset, indices), batch_size=batch_size)
     return [preprocess(batch) for batch in loader]
+
+
+def _check_episodes(repo_id: str, count: int, episodes: Sequence[int]) -> None:
+    if missing := sorted(episode for episode in episodes if episode >= count):
+        raise ValueError(f"episodes={missing}: dataset {repo_id!r} has {count}, numbered 0 to {count - 1}")
+
+
+def _check_sizes(repo_id: str, features: Mapping[str, Any], config: PreTrainedConfig) -> None:
+    for name, feature in {**config.input_features, **config.output_features}.items():
+        found = tuple(features[name]["shape"]) if name in features else tuple(feature.shape)
+        if feature.type is not FeatureType.VISUAL and found != tuple(feature.shape):
+            raise ValueError(
+                f"dataset {repo_id!r} has {name!r} of shape {found}, the policy's is {tuple(feature.shape)}; measure "
+                "on data of the same robot"
+            )
 
 
 @contextmanager
@@ -133,6 +156,12 @@ def reading_dataset(repo_id: str, root: Path | str | None) -> Iterator[None]:
         raise ValueError(
             f"dataset {repo_id!r} cannot be read from {place} ({error}); name one with --dataset-repo-id and "
             "--dataset-root (in training with --dataset.repo_id and --dataset.root)"
+        ) from error
+    except (CompatibilityError, NotImplementedError) as error:  # the latter for formats before 2.1
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        commands = [f"; convert it: {line}" for line in lines if line.startswith("python -m")]
+        raise ValueError(
+            f"dataset {repo_id!r} is in a format of another lerobot: {''.join([lines[0], *commands[:1]])}"
         ) from error
 
 

@@ -40,7 +40,8 @@ def precompute_for_policy(
     """Write the couplings of every frame of a dataset, for `--policy.couplings_path`; return shards not yet written.
 
     Processes that `accelerate launch` or `torchrun` started share the work; they do not talk to each other. Raises
-    ValueError for flags without a teacher, a folder of other couplings, or data that is augmented at random.
+    ValueError for flags without a teacher, a folder of other couplings, or data that is streamed, or augmented at
+    random.
 
     Args:
         training_flags: the run's flags of `lerobot-train`: `--policy.path=`, `--dataset.repo_id=` and others.
@@ -134,6 +135,11 @@ def _check(cfg: TrainPipelineConfig) -> PreTrainedConfig:
         )
     if not config.pretrained_path:
         raise ValueError("precompute needs --policy.path=<student>, which says how frames are preprocessed")
+    if cfg.dataset.streaming:
+        raise ValueError(
+            "dataset.streaming=true: couplings are of numbered frames, which streamed data do not give; download the "
+            "dataset (--dataset.streaming=false)"
+        )
     config.couplings_seed = 0 if config.couplings_seed is None else config.couplings_seed
     return config
 

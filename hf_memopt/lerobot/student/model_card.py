@@ -62,8 +62,11 @@ class Observations:
         return f"{which} of `{_plain(self.repo_id)}`{', held out from training' if self.held_out else ''}"
 
 
-def training_observations(folder: Path) -> Observations:
-    """Return the episodes that the training run held out (`--dataset.eval_split`), or all if it held out none."""
+def training_observations(folder: Path, episodes: Sequence[int] | None = None) -> Observations:
+    """Return episodes of a training run's dataset: those given, else those that the run held out, else all.
+
+    `--dataset.eval_split` holds some out.
+    """
     file = file_in(folder, TRAIN_CONFIG_NAME, "so the dataset is unknown; pass --dataset-repo-id")
     read_object(file)
     try:
@@ -74,6 +77,9 @@ def training_observations(folder: Path) -> Observations:
             f"the dataset that {file} names cannot be read: {error.__cause__ or error}; pass --dataset-repo-id"
         ) from error
     root = None if cfg.dataset.root is None else Path(cfg.dataset.root)
+    if episodes is not None:
+        unseen = held_out is not None and set(episodes) <= set(held_out.episodes)
+        return Observations(cfg.dataset.repo_id, root, list(episodes), held_out=unseen)
     if held_out is None:
         return Observations(cfg.dataset.repo_id, root, cfg.dataset.episodes, held_out=False)
     return Observations(cfg.dataset.repo_id, root, held_out.episodes, held_out=True)

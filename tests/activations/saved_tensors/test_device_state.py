@@ -53,10 +53,35 @@ def test_the_oldest_copies_give_up_their_memory_first() -> None:
 def test_a_kept_error_is_not_in_the_log_record(caplog: pytest.LogCaptureFixture) -> None:
     """A raised error holds the frames of its step, and records outlive it."""
     context = above_host()
-    context.note_failure(RuntimeError("a lost copy"))
+    context.note_failure(RuntimeError("a lost copy"), of_pass=1)
     with pytest.raises(RuntimeError, match="a lost copy"):
         context.raise_failure()
     assert caplog.records[0].args == ("a lost copy",)
+
+
+def test_late_errors_of_a_failed_pass_say_nothing_new() -> None:
+    context = above_host()
+    for _ in range(2):
+        context.begin_pass()
+    context.told_in = 1
+    context.note_failure(RuntimeError("of the failed pass"), of_pass=1)
+    context.raise_failure()
+    context.note_failure(RuntimeError("of the next"), of_pass=2)
+    with pytest.raises(RuntimeError, match="of the next"):
+        context.raise_failure()
+
+
+def test_errors_of_abandoned_copies_are_raised_once_at_a_context_or_the_end_of_a_step() -> None:
+    context = above_host()
+    context.begin_pass()
+    for words in ("one", "another"):
+        context.lower[0].failures.append((RuntimeError(words), 1))
+    with pytest.raises(RuntimeError, match="one"):
+        context.raise_failure()
+    context.raise_failure()
+    context.tell()
+    context.lower[0].failures.append((RuntimeError("of the same pass, after an error"), 1))
+    context.raise_failure()
 
 
 class Slices(SyncCopier):

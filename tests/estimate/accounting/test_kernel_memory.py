@@ -37,7 +37,7 @@ def workspaces(module: Callable[[], nn.Module], gpu: str = "t4", rows: int = 8) 
     found: dict[str, int] = {}
     for tensor in estimate.top:
         if tensor.kind == "library workspaces":
-            found[tensor.owner] = found.get(tensor.owner, 0) + tensor.num_bytes
+            found[tensor.owner] = found.get(tensor.owner, 0) + tensor.count * tensor.num_bytes
     assert sum(found.values()) == estimate.breakdown["library workspaces"]
     return found
 

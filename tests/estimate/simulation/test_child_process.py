@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 
+import psutil
 import pytest
 import torch
 from estimate_runs import State, mlp_setup, step
@@ -80,3 +81,37 @@ def test_results_come_back_from_several_processes_at_a_time() -> None:
 
 def test_what_was_there_before_is_not_collected_again() -> None:
     assert run_isolated(gc.get_freeze_count) > gc.get_freeze_count()
+
+
+# Both children outgrow a pipe's buffer; the second computes until then, and has inherited the first one's pipe.
+ENDLESS = """
+import sys, time
+from hf_memopt.estimate.simulation.child_process import run_all_isolated
+
+def sleeps():
+    print("running", flush=True)
+    time.sleep(1)
+    return bytes(10_000_000)
+
+def computes():
+    print("running", flush=True)
+    while True:
+        sum(range(1000))
+
+for result in run_all_isolated([sleeps, computes], num_workers=2):
+    time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL], ids=lambda sent: sent.name)
+def test_children_end_soon_after_their_parent_was_killed(sent: signal.Signals) -> None:
+    with subprocess.Popen([sys.executable, "-c", ENDLESS], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        assert [parent.stdout.readline() for _ in range(2)] == ["running\n"] * 2
+        children = psutil.Process(parent.pid).children()
+        assert len(children) == 2
+        parent.send_signal(sent)
+        _, alive = psutil.wait_procs(children, timeout=5)
+        for child in alive:
+            child.kill()
+    assert not alive

@@ -31,6 +31,7 @@ def test_what_depends_on_values_is_assumed_and_said() -> None:
 def test_numbers_that_are_read_for_logging_cost_no_confidence() -> None:
     def logging(state: State) -> None:
         assert state.loss(state.model, *state.inputs).item() == 1.0
+        assert state.inputs[0][0, :2].cpu().numpy().tolist() == [1.0, 1.0]
         step(state)
 
     assert estimate_peak_memory(mlp_setup, logging).confidence == "high"

@@ -27,7 +27,8 @@ QUESTIONS: dict[str, Callable[[Tensor], object]] = {
     "numbers of repeats": lambda ids: torch.repeat_interleave(ids[0]).shape,
     "what is written to a view": lambda ids: (ids[0].fill_(9), ids.tolist())[1],
     "copies": lambda ids: ids.cpu().to(torch.int32)[:, 1:].tolist(),
-    "made on the host": lambda ids: torch.arange(7, device="cpu")[2:].tolist(),
+    "made on the host": lambda ids: torch.ones(7, dtype=torch.long, device="cpu")[2:].tolist(),
+    "a range": lambda ids: torch.arange(7, device=ids.device)[2:].tolist(),
 }
 
 
@@ -47,6 +48,8 @@ def test_answers_are_those_of_a_real_run(name: str) -> None:
         lambda ids: (ids[0].random_(3), ids)[1],
         lambda ids: ids * torch.rand(2, 4, device=ids.device),
         lambda ids: torch.randint(3, (2, 4), device=ids.device),
+        lambda ids: torch.zeros(2, 4, dtype=torch.long, device=ids.device),  # which stand for data
+        lambda ids: torch.histc(ids.int(), 3),  # which the CPU lacks
         lambda ids: torch.tensor([0.5], device=ids.device),
         lambda ids: ids.new_zeros(0, dtype=torch.uint8).set_(ids.untyped_storage()),
         lambda ids: ids[:, :1, None].expand(2, 2**10, 2**13) + ids[:, :1, None],

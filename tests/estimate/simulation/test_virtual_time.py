@@ -16,7 +16,13 @@ from hf_memopt.estimate.accounting.operation import Operation
 from hf_memopt.estimate.estimate import Like
 from hf_memopt.estimate.gpus import Card
 from hf_memopt.estimate.kernel_speeds import HOST_S, KERNEL_S, VIEW_SHARE, speeds_of
-from hf_memopt.estimate.simulation.virtual_time import VirtualClock, VirtualCopier
+from hf_memopt.estimate.simulation.virtual_time import (
+    FIRST_STREAM,
+    VirtualClock,
+    VirtualCopier,
+    VirtualEvent,
+    VirtualStream,
+)
 from hf_memopt.units import MIB
 
 ROWS, WIDTH, DEPTH = 4096, 256, 6  # activations of 4 MiB
@@ -113,6 +119,111 @@ def test_operations_of_the_cpu_take_time_where_it_is_what_is_simulated(like: str
     clock.charge(Operation.of(torch.ops.aten.copy_.default, (block(MIB), block(MIB)), {}, block(MIB)), "forward")
     expected_s = KERNEL_S + 3 * MIB / CARD.memory_bytes_per_s / speeds_of(CARD).memory
     assert clock.now_s == pytest.approx(expected_s if like == "cpu" else 0.0)
+
+
+def work_of_host(num_bytes: int) -> Operation:
+    """Return an operation on the host that reads and writes so many bytes together."""
+    memory = block(num_bytes // 2)
+    return Operation.of(torch.ops.aten.neg.default, (memory,), {}, memory)
+
+
+def test_work_on_the_host_keeps_it_from_starting_kernels() -> None:
+    clock = VirtualClock(CARD, host_bytes_per_s=1e9)
+    clock.begin_step()
+    clock.charge(work_of_host(8 * MIB), "update")
+    assert (clock.now_s, clock.host_s) == (0.0, pytest.approx(8 * MIB / 1e9))
+    charge(clock, torch.ops.aten.relu.default, 1)
+    small = KERNEL_S + 2 * 4096 * 4 / CARD.memory_bytes_per_s / speeds_of(CARD).memory
+    assert clock.now_s == pytest.approx(8 * MIB / 1e9 + HOST_S + small)
+
+
+def test_small_work_on_the_host_hides_and_unseen_work_is_told() -> None:
+    clock = VirtualClock(CARD, host_bytes_per_s=1e9)
+    clock.charge(work_of_host(1024), "update")
+    assert clock.host_s == 0.0
+    clock.work_on_host(1000)
+    assert clock.host_s == pytest.approx(1e-6)
+
+
+def test_a_step_ends_when_the_host_has_done_its_work() -> None:
+    clock = VirtualClock(CARD, host_bytes_per_s=1e9)
+    clock.begin_step()
+    charge(clock, torch.ops.aten.relu.default, 1)
+    clock.work_on_host(10**9)
+    before_s = clock.now_s
+    clock.end_step("update")
+    assert clock.now_s == pytest.approx(HOST_S + 1.0)
+    assert clock.phases_ms["update"] == pytest.approx(1e3 * (clock.now_s - before_s))
+    assert clock.stall_ms == clock.phases_ms["update"]
+
+
+@pytest.fixture
+def running(clock: VirtualClock, monkeypatch: pytest.MonkeyPatch) -> VirtualClock:
+    """The clock of a running simulation, which streams and events are made for."""
+    monkeypatch.setattr(VirtualEvent, "clock", clock, raising=False)
+    return clock
+
+
+def test_operations_of_two_streams_run_beside_each_other_until_one_waits(running: VirtualClock) -> None:
+    other = VirtualStream()
+    running.begin_step()
+    charge(running, torch.ops.aten.relu.default, 2**16)
+    alone_s = running.now_s
+    running.stream = other.number
+    charge(running, torch.ops.aten.relu.default, 2**16)
+    running.stream = 0
+    assert running.now_s == alone_s
+    assert running.time_of(other.number) == pytest.approx(alone_s + HOST_S)
+    FIRST_STREAM.wait_stream(other)
+    assert running.now_s == running.time_of(other.number)
+    assert running.stalled_s == pytest.approx(HOST_S)
+
+
+def test_a_stream_waits_for_another_and_goes_on_from_there(running: VirtualClock) -> None:
+    other = VirtualStream()
+    assert FIRST_STREAM.number == 0 < other.number
+    charge(running, torch.ops.aten.relu.default, 2**16)
+    other.wait_stream(FIRST_STREAM)
+    before_s = running.now_s
+    assert running.time_of(other.number) == before_s
+    running.stream = other.number
+    charge(running, torch.ops.aten.relu.default, 1)
+    small = KERNEL_S + 2 * 4096 * 4 / CARD.memory_bytes_per_s / speeds_of(CARD).memory
+    assert running.time_of(other.number) == pytest.approx(before_s + small)
+    assert running.now_s == before_s
+
+
+def test_an_event_keeps_the_moment_of_its_stream(running: VirtualClock) -> None:
+    event = FIRST_STREAM.record_event()
+    charge(running, torch.ops.aten.relu.default, 2**16)
+    other = VirtualStream()
+    other.wait_event(event)
+    assert running.time_of(other.number) == 0.0
+    later = VirtualEvent().record()
+    later.synchronize()
+    assert running.host_s == running.now_s
+    event.synchronize()
+    assert running.host_s == running.now_s
+    assert event.query()
+
+
+def test_a_stream_that_is_synchronised_holds_the_host(running: VirtualClock) -> None:
+    other = VirtualStream()
+    running.hold_stream(other.number, 2.0)
+    other.synchronize()
+    assert (running.host_s, running.now_s) == (2.0, 0.0)
+    charge(running, torch.ops.aten.relu.default, 1)
+    assert running.now_s > 2.0
+
+
+def test_a_copy_begins_when_the_host_starts_it(clock: VirtualClock) -> None:
+    copier = VirtualCopier(clock, torch.device("cpu"))
+    clock.hold_host(1.0)
+    transfer = copier.to_host(block(MIB), block(MIB))
+    assert transfer.ended_s == pytest.approx(1.0 + MIB / 2e9)
+    assert not transfer.finished.query()
+    transfer.finished.synchronize()
+    assert clock.now_s == transfer.ended_s
 
 
 def estimate(num_steps: int = 2, card: Card = CARD, like: Like = "cuda", **offloading: Any) -> MemoryEstimate:

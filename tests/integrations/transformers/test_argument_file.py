@@ -23,7 +23,7 @@ def read(folder: Path, text: str, name: str = "args.yaml") -> Any:
 def test_a_file_for_trl_has_trls_defaults_and_a_plain_one_those_of_transformers(tmp_path: Path) -> None:
     plain = read(tmp_path, "learning_rate: 2e-4\nreport_to: wandb\neval_strategy: steps\n")
     sft = read(tmp_path, "max_length: 64\nmodel_name_or_path: a/model\ndataset_name: b\nenv: {A: '1'}\nfp16: true\n")
-    assert (plain.is_sft, sft.is_sft) == (False, True)
+    assert (plain.trainer_name, sft.trainer_name) == ("Trainer", "SFTTrainer")
     arguments = plain.training_arguments({}, str(tmp_path))
     assert (arguments.learning_rate, arguments.bf16, arguments.gradient_checkpointing) == (2e-4, False, False)
     assert (arguments.report_to, arguments.use_cpu) == ([], True)
@@ -52,8 +52,15 @@ def test_fields_of_the_model_have_the_defaults_of_trls_model_config(tmp_path: Pa
         ("optim: paged_adamw_8bit", "optim='paged_adamw_8bit' is not simulated; choose from adamw_torch_fused"),
         ("optim: adam", "adam is not a valid OptimizerNames"),
         ("gradient_accumulation_steps: many", "invalid int value: 'many'"),
-        ("per_device_batch: 3", "'per_device_batch' is a field of neither.*the nearest is per_device_"),
-        ("beta: 0.1", r"call estimate_trainer\(trainer\)"),
+        ("per_device_batch: 3", "'per_device_batch' is no field of.*any trainer of TRL; the nearest is per_device_"),
+        ("beta: 0.1", "beta may be for several trainers; say trainer=dpo, kto, orpo or grpo"),
+        ("discopop_tau: 0.1\nnum_generations: 2", "no trainer of TRL has all of discopop_tau, num_generations"),
+        ("discopop_tau: 0.1\nprecompute_ref_log_probs: true", "precompute_ref_log_probs=True is not simulated"),
+        ("num_generations: 2\nuse_vllm: true", "vllm_mode='colocate' is not simulated.*use vllm_mode: server"),
+        ("use_transformers_paged: true", "use_transformers_paged=True is not simulated"),
+        ("use_transformers_continuous_batching: true", "use_transformers_continuous_batching=True is not simulated"),
+        ("num_generations: 2\ncache_implementation: static", "cache_implementation='static' is not simulated"),
+        ("reward_model_name_or_path: a/model", "reward_model_name_or_path='a/model' is not simulated"),
         ("bf16: [", "cannot be read"),
         ("- bf16", "holds no fields"),
     ],
@@ -61,6 +68,33 @@ def test_fields_of_the_model_have_the_defaults_of_trls_model_config(tmp_path: Pa
 def test_what_cannot_be_simulated_is_named(text: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         read(tmp_path, text).training_arguments({}, str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("discopop_tau: 0.1\n", "DPOTrainer"),
+        ("undesirable_weight: 0.5\nmodel_name_or_path: a\n", "KTOTrainer"),
+        ("center_rewards_coefficient: 0.1\n", "RewardTrainer"),
+        ("num_generations: 2\nreward_funcs: [accuracy_reward]\n", "GRPOTrainer"),
+        ("padding_value: 0\n", "ORPOTrainer"),
+    ],
+)
+def test_fields_of_one_trainer_tell_which_it_is(text: str, name: str, tmp_path: Path) -> None:
+    assert read(tmp_path, text).trainer_name == name
+
+
+def test_a_named_trainer_has_the_nearest_of_its_own_names(tmp_path: Path) -> None:
+    (tmp_path / "args.yaml").write_text("num_generation: 4\n")
+    with pytest.raises(ValueError, match=r"'num_generation' is no field.*GRPOTrainer.*nearest is num_generations"):
+        argument_file.read_argument_file(tmp_path / "args.yaml", "grpo")
+    (tmp_path / "args.yaml").write_text("beta: 0.1\n")
+    assert argument_file.read_argument_file(tmp_path / "args.yaml", "kto").trainer_name == "KTOTrainer"
+
+
+def test_vllm_on_a_server_may_be(tmp_path: Path) -> None:
+    file = read(tmp_path, "num_generations: 2\nuse_vllm: true\nvllm_mode: server\n")
+    assert file.training_arguments({}, str(tmp_path)).use_vllm
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:

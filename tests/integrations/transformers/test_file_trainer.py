@@ -1,4 +1,5 @@
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -49,6 +50,10 @@ def test_a_plain_trainer_takes_adapters_too(tmp_path: Path) -> None:
 
 
 def test_how_frozen_weights_are_stored() -> None:
-    fields = {"load_in_4bit": False, "load_in_8bit": False}
-    assert file_trainer.storage(fields) is None
-    assert file_trainer.storage(fields | {"load_in_8bit": True}) == "int8"
+    fields = {"model_name_or_path": "model", "load_in_4bit": False, "load_in_8bit": False, "use_bnb_nested_quant": True}
+    config = SimpleNamespace()
+    assert file_trainer.storage(fields, config) is None
+    assert file_trainer.storage(fields | {"load_in_8bit": True}, config) == "int8"
+    assert file_trainer.storage(fields | {"load_in_4bit": True}, config) == "nf4-double"
+    config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    assert file_trainer.storage(fields, config) == "nf4"

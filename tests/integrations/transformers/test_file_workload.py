@@ -81,7 +81,7 @@ def test_it_says_what_it_is(tmp_path: Path) -> None:
     ],
 )
 def test_a_plan_starts_trls_script(activations: str, starts: str, tmp_path: Path) -> None:
-    made = workload(tmp_path, SFT)
+    made = workload(tmp_path, SFT | {"dataset_name": "a/dataset"})
     (tmp_path / "plan").mkdir()
     written = made.write({"activations": activations}, 8, tmp_path / "plan")
     fields = yaml.safe_load(written[1].read_text())

@@ -36,6 +36,15 @@ def test_a_dataloader_that_leaves_batches_on_the_host_is_noticed(tmp_path: Path)
     assert not batches.largest_window(trainer, 3).moves
 
 
+def test_the_update_with_the_longest_text_counts(tmp_path: Path) -> None:
+    trainer = trl_trainers.grpo(tmp_path)
+    batch = next(iter(trainer.get_train_dataloader()))
+    longer = [{"prompt": "then one two"}, *batch[1:]]
+    trainer.get_train_dataloader = lambda: [batch, longer, batch]
+    assert batches.num_bytes(longer) > batches.num_bytes(batch) > 0
+    assert batches.largest_window(trainer, 3).batches == [longer]
+
+
 def test_tensors_are_found_in_nested_containers() -> None:
     batch = {"a": [torch.zeros(2), {"b": torch.zeros(3, dtype=torch.long)}], "text": "one"}
     assert {name: tensor.shape[0] for name, tensor in batches.tensors_of(batch).items()} == {"a.0": 2, "a.1.b": 3}

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from denoiser_toys import CONFIGS, write_denoiser
+from denoiser_toys import CONFIGS, SMALL, write_denoiser
 from late_imports import LateModule
 
 from hf_memopt.jobs.diffusers_models.denoiser_families import FAMILIES
@@ -15,8 +15,8 @@ model_building = LateModule("hf_memopt.jobs.transformers_models.model_building")
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("lora_rank", [None, 2])
 def test_a_real_denoiser_learns_from_the_batch(name: str, lora_rank: int | None, tmp_path: Path) -> None:
-    size = "64" if name == "dit" else "64x32"
-    options = huggingface.HuggingFaceModel(write_denoiser(tmp_path, name), image_size=size, lora_rank=lora_rank)
+    settings = SMALL[name] | ({} if name == "dit" else {"image_size": "64x32"})
+    options = huggingface.HuggingFaceModel(write_denoiser(tmp_path, name), lora_rank=lora_rank, **settings)
     model = model_building.build_model(options, options.config, "full")
     loss = options.kind_of_task.loss(model, options.batch(options.config, 2))
     loss.backward()
@@ -25,7 +25,7 @@ def test_a_real_denoiser_learns_from_the_batch(name: str, lora_rank: int | None,
     # DiT's loss is of the noise alone, and the last layers of others give nothing to text.
     assert sum(parameter.grad is not None for parameter in learning.values()) > 0.8 * len(learning)
     if lora_rank is not None:
-        targets = FAMILIES[options.config.class_name].lora_targets.split(",")
+        targets = FAMILIES[options.config.class_name].lora_targets(options.config).split(",")
         adapted = {each.split(".lora_")[0] for each in learning}
         assert all(any(each.endswith(f".{target}") for target in targets) for each in adapted)
         assert all(any(each.endswith(f".{target}") for each in adapted) for target in targets)

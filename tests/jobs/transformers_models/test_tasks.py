@@ -1,8 +1,12 @@
 """Tasks that follow from a model's configuration, or are refused."""
 
+import json
+import shlex
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from late_imports import LateModule
 from transformers_toys import SIZES, TOKENS, FolderOf, estimate
 
@@ -51,7 +55,8 @@ def test_another_task_than_the_configurations_is_simulated_only_when_it_is_named
     with pytest.raises(ValueError, match=f"its configuration is of {architecture}, .*{remedy}"):
         _ = huggingface.HuggingFaceModel(folder, seq_len=TOKENS).kind
     task = remedy.split("'")[1]
-    assert huggingface.HuggingFaceModel(folder, seq_len=TOKENS, task=task).name == f"{folder} as {remedy.split()[-1]}"
+    model = huggingface.HuggingFaceModel(folder, seq_len=TOKENS, task=task)
+    assert model.name == f"{folder} as {remedy.split()[-1]} in float32"
 
 
 CASES = [
@@ -117,3 +122,44 @@ def test_inputs_that_a_configuration_does_not_tell_are_refused(model_type: str, 
 def test_architectures_without_a_task_are_refused(folder_of: FolderOf) -> None:
     with pytest.raises(ValueError, match="no class of model_type='sam' for any task of seq2seq, speech-seq2seq"):
         _ = huggingface.HuggingFaceModel(folder_of("sam"), task="auto", seq_len=8).kind
+
+
+def test_a_class_for_text_alone_gets_the_part_for_text() -> None:
+    config = transformers.Llama4Config(text_config=transformers.Llama4TextConfig(num_hidden_layers=1).to_dict())
+    with torch.device("meta"):
+        model = tasks.TASKS["causal"].build(config, "it")
+    assert type(model.config) is transformers.Llama4TextConfig
+    assert len(model.model.layers) == 1
+
+
+@pytest.mark.parametrize("name", ["DeiTForImageClassification", "DeiTForImageClassificationWithTeacher"])
+def test_of_several_classes_the_configurations_is_built(name: str) -> None:
+    config = transformers.DeiTConfig(num_hidden_layers=1, architectures=[name])
+    with torch.device("meta"):
+        model = tasks.TASKS["image-classification"].build(config, "it")
+    assert (type(model).__name__, tasks.TASKS["image-classification"].class_name(config)) == (name, name)
+
+
+def test_a_wrong_task_says_which_there_are(qwen3: str) -> None:
+    with pytest.raises(ValueError, match=r"for task='seq2seq'; it has some for causal, sequence-class.*, token-class"):
+        huggingface.HuggingFaceModel(qwen3, task="seq2seq")
+
+
+def test_a_model_without_a_loss_is_refused() -> None:
+    with pytest.raises(ValueError, match="the model makes no loss from labels alone; write setup and step yourself"):
+        tasks.TASKS["image-classification"].loss(lambda **inputs: object(), {})
+
+
+def test_flags_for_scripts_carry_reentrant_checkpoints_and_reductions_in_each_pass(
+    folder_of: FolderOf, tmp_path: Path
+) -> None:
+    shared = {"effective_batch": 8, "engine": "fsdp2", "optimizer_on": "host"}
+    planned = huggingface.HuggingFaceModel(folder_of("bert"), seq_len=TOKENS, **shared)
+    settings = planned.write({"activations": "checkpointed"}, 2, tmp_path)[1]
+    chosen = json.loads(settings.read_text()) | {"checkpointing": "reentrant"}
+    flags = shlex.split(planned.kind_of_task.script_flags(chosen, planned.config))
+    parser = transformers.HfArgumentParser(transformers.TrainingArguments)
+    (arguments,) = parser.parse_args_into_dataclasses(flags)
+    assert arguments.gradient_checkpointing_kwargs == {"use_reentrant": True}
+    assert arguments.accelerator_config.gradient_accumulation_kwargs == {"sync_each_batch": True}
+    assert arguments.gradient_accumulation_steps == 4

@@ -1,6 +1,7 @@
 """Tests of the comparison of student and teacher on cases with known answers, and of its side effects."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,40 @@ def test_held_out_batches_are_preprocessed_and_spread_over_the_episodes(batches:
     frames = [int(frame) for batch in batches for frame in batch["index"]]
     assert (frames[0], frames[-1]) == (12, 23)  # the last two of four episodes of 6 frames each
     assert batches[0]["observation.language.tokens"].ndim == 2
+
+
+def test_an_episode_that_there_is_not_is_named(toy_teacher: Path, toy_dataset: Path) -> None:
+    with pytest.raises(ValueError, match=r"episodes=\[4, 99\]: dataset '.*' has 4, numbered 0 to 3"):
+        measure.held_out_batches(toy_teacher, toy.REPO_ID, toy_dataset, [0, 4, 99])
+
+
+@pytest.mark.parametrize("feature", ["action", "observation.state"])
+def test_data_of_another_robot_are_refused(feature: str, toy_teacher: Path, toy_dataset: Path, tmp_path: Path) -> None:
+    shutil.copytree(toy_dataset, tmp_path / "data")
+    file = tmp_path / "data" / "meta" / "info.json"
+    info = json.loads(file.read_text())
+    info["features"][feature]["shape"] = [6]
+    file.write_text(json.dumps(info))
+    with pytest.raises(ValueError, match=rf"has '{feature}' of shape \(6,\), the policy's is \(2,\); measure on data"):
+        measure.held_out_batches(toy_teacher, toy.REPO_ID, tmp_path / "data")
+
+
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [
+        ("v2.1", r"is in 2\.1 format\.; convert it: python -m .*convert_dataset_v21_to_v30 --repo-id=me/old"),
+        ("v2.0", "Contact the maintainer"),
+    ],
+)
+def test_data_of_an_older_format_say_so_in_one_line(
+    version: str, said: str, toy_teacher: Path, toy_dataset: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(toy_dataset, tmp_path / "data")
+    file = tmp_path / "data" / "meta" / "info.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"codebase_version": version}))
+    with pytest.raises(ValueError, match=f"dataset 'me/old' is in a format of another lerobot: .*{said}") as caught:
+        measure.held_out_batches(toy_teacher, "me/old", tmp_path / "data")
+    assert "\n" not in str(caught.value)
 
 
 def test_a_teacher_agrees_with_itself(toy_teacher: Path, batches: list[dict[str, Any]]) -> None:

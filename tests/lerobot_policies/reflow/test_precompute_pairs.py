@@ -65,6 +65,13 @@ def load_student(folder: Path, **changes: Any) -> modeling_smolvla_reflow.SmolVL
     return modeling_smolvla_reflow.SmolVLAReflowPolicy.from_pretrained(folder, config=config).train()
 
 
+def test_streamed_data_are_refused(toy_student: Path, toy_dataset: Path, tmp_path: Path, capsys: Any) -> None:
+    streaming = (*SEEDED, "--dataset.streaming=true")
+    assert precompute(toy_student, toy_dataset, tmp_path / "couplings", flags=streaming) == 2
+    assert "dataset.streaming=true: couplings are of numbered frames" in capsys.readouterr().err
+    assert not (tmp_path / "couplings").exists()
+
+
 def orphan(student: Path, tmp_path: Path) -> Path:
     """Write a student whose teacher does not exist."""
     folder = Path(shutil.copytree(student, tmp_path / "orphan"))

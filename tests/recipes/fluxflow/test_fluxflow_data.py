@@ -2,6 +2,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from late_imports import LateModule
@@ -155,3 +156,67 @@ def test_ratios_that_lpips_cannot_take_are_refused() -> None:
 def test_drawn_images_have_every_ratio() -> None:
     images = fluxflow_data.drawn_images(20, 64, 0)["image"]
     assert {image.size for image in images} == {(55, 74), (64, 64), (74, 55)}
+
+
+def shades(number_type: Any, largest: float) -> Any:
+    """Return a gray ramp of 32 x 32 pixels from black to white."""
+    return (np.arange(32 * 32).reshape(32, 32) // 4 / 255 * largest).astype(number_type)
+
+
+@pytest.mark.parametrize("suffix", ["png", "tiff"])
+def test_images_of_16_bits_are_as_bright_as_those_of_8(suffix: str, tmp_path: Path) -> None:
+    found = {}
+    for bits, kind, largest in ((8, np.uint8, 255), (16, np.uint16, 65535)):
+        (tmp_path / f"{bits}").mkdir()
+        Image.fromarray(shades(kind, largest)).save(tmp_path / f"{bits}" / f"ramp.{suffix}")
+        options = DataOptions(image_folder=str(tmp_path / f"{bits}"), resolution=32)
+        (found[bits],) = fluxflow_data.first_images(fluxflow_data.load(options, STRIDE, 0), 1)
+    assert torch.equal(found[8], found[16])
+    assert (found[16].min(), found[16].max()) == (-1, 1)
+
+
+@pytest.mark.parametrize("order", ["I;16", "I;16B"])
+def test_either_order_of_bytes_is_read(order: str) -> None:
+    image = Image.frombytes(order, (2, 1), b"\x00\x00\xff\xff")
+    assert fluxflow_data.fitted(image, (2, 1)).flatten().tolist() == [-1, 1] * 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "largest", "said"),
+    [
+        (np.float32, 1.0, r"mode 'F' \(floating-point numbers\)"),
+        (np.int32, 2**31 - 1, r"mode 'I' \(32-bit integers\)"),
+    ],
+)
+@pytest.mark.parametrize("streaming", [False, True])
+def test_images_whose_white_is_not_known_are_refused_at_the_start(
+    kind: Any, largest: float, said: str, streaming: bool, tmp_path: Path
+) -> None:
+    Image.fromarray(shades(kind, largest)).save(tmp_path / "ramp.tiff")
+    with pytest.raises(ValueError, match=f"an image has pixels of {said}, of which nothing says what is white"):
+        fluxflow_data.load(DataOptions(image_folder=str(tmp_path), streaming=streaming), STRIDE, 0)
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr"])
+def test_kinds_of_8_bits_are_read_as_pil_converts_them(mode: str) -> None:
+    image = Image.fromarray(shades(np.uint8, 255)).convert("RGB").convert(mode)
+    for channels, wanted in ((3, "RGB"), (1, "L")):
+        found = fluxflow_data.fitted(image, (32, 32), channels)
+        expected = np.array(image.convert(wanted)).reshape(32, 32, channels)
+        assert torch.equal(((found + 1) * 127.5).round(), torch.from_numpy(expected).permute(2, 0, 1).float())
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_dataset_saved_to_disk_is_read(folder: Path, streaming: bool, tmp_path: Path) -> None:
+    images = fluxflow_data.datasets.load_dataset("imagefolder", data_dir=str(folder), split="train")
+    images.save_to_disk(tmp_path / "one")
+    fluxflow_data.datasets.DatasetDict({"train": images, "test": images.take(3)}).save_to_disk(tmp_path / "split")
+
+    def numbers_in(name: str, **more: Any) -> list[int]:
+        options = DataOptions(dataset=str(tmp_path / name), resolution=16, streaming=streaming, **more)
+        return numbers(torch.stack(fluxflow_data.first_images(fluxflow_data.load(options, STRIDE, 0), 30)))
+
+    assert numbers_in("one") == numbers_in("split") == list(range(21))
+    assert numbers_in("split", split="test") == [0, 1, 2]
+    with pytest.raises(ValueError, match=r"split='valid': it has train, test"):
+        numbers_in("split", split="valid")

@@ -11,6 +11,7 @@ from torch import Tensor
 from hf_memopt.recipes.lgt import data as lgt_data
 from hf_memopt.recipes.lgt.data import LatentBank, Latents
 from hf_memopt.recipes.lgt.losses import self_similarity_difference, sliced_wasserstein
+from hf_memopt.recipes.lgt.options import Options
 
 datasets = LateModule("datasets")
 
@@ -51,6 +52,41 @@ def test_generated_latents_are_the_same_for_a_seed_and_split_within_styles() -> 
     assert held_out.styles.bincount().tolist() == [2, 2]
     assert train.styles.bincount().tolist() == [18, 18]
     assert not (train.latents[:, None] == held_out.latents).all(dim=(2, 3, 4)).any()
+
+
+def write_styles(folder: Path, photo: object, monet: object) -> Options:
+    for name, held in (("photo", photo), ("monet", monet)):
+        (folder / name).mkdir()
+        torch.save(held, folder / name / "a.pt")
+    return tiny(data__data_root=str(folder), data__style_subdirs=["photo", "monet"])
+
+
+def test_latents_with_a_gradient_are_read_without(tmp_path: Path) -> None:
+    encoder = torch.ones(4, 4, 8, 8, requires_grad=True)
+    found = lgt_data.load(write_styles(tmp_path, encoder * 2, [encoder[0], encoder[1]]))
+    assert not any(latents.requires_grad for part in found for latents in part)
+    assert [len(part.styles) for part in found] == [4, 2]
+
+
+GOOD = torch.ones(4, 4, 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("photo", "said"),
+    [
+        ([GOOD, torch.ones(4, 4, 16, 16)], r"photo/a.pt has latents of \(4, 16, 16\), .*a.pt of \(4, 8, 8\); encode"),
+        (torch.ones(4, 4, 16, 16), r"monet/a.pt has latents of \(4, 8, 8\), .*photo/a.pt of \(4, 16, 16\); encode"),
+        ({"latent": GOOD, "label": 3}, r"photo/a.pt holds 'label', int; each entry must be latents"),
+        (
+            {"latent": GOOD, "label": torch.tensor([3])},
+            r"holds 'label', torch.int64, \(1,\); each entry must",
+        ),
+        ("photo", r"photo/a.pt holds str; each entry must be latents"),
+    ],
+)
+def test_files_of_something_else_are_named(photo: object, said: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"data.data_root: .*{said}"):
+        lgt_data.load(write_styles(tmp_path, photo, GOOD))
 
 
 def test_a_folder_of_latents(tmp_path: Path) -> None:

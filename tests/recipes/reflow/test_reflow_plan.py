@@ -8,6 +8,7 @@ import pytest
 import yaml
 from late_imports import LateModule
 from plan_toys import smolvla, write_student
+from printed_commands import run_in_shell
 
 from hf_memopt.cli import main
 from hf_memopt.estimate import estimate_peak_memory
@@ -83,6 +84,16 @@ def test_lerobot_reads_the_flags_of_a_reflow_plan(
     words = shlex.split(workload.command(written))
     assert words[:6] == ["xargs", "accelerate", "launch", "--config_file", str(written[1]), "-m"]
     assert words[6:] == [workload.MODULE, "--dataset.repo_id=DATASET", "--output_dir=FOLDER", "<", str(written[0])]
+
+
+def test_the_printed_command_trains(toy_student: Path, toy_dataset: Path, tmp_path: Path) -> None:
+    workload = reflow_smolvla_plan.workload(toy_student, effective_batch=4)
+    written = workload.write({"teacher_offload": "swap", "mixed_precision": "no"}, 2, tmp_path / "plan")
+    run = tmp_path / "run"
+    data = f"--dataset.repo_id=local/toy --dataset.root={toy_dataset} --steps=2 --policy.push_to_hub=false"
+    command = workload.command(written).replace("--dataset.repo_id=DATASET", data).replace("FOLDER", str(run))
+    run_in_shell(tmp_path, command)
+    assert (run / "checkpoints" / "last" / "pretrained_model" / "model.safetensors").is_file()
 
 
 @pytest.mark.parametrize(("home", "share_prefix"), [("resident", "on"), ("swap", "off")])

@@ -4,44 +4,98 @@ Source: `get_keys_to_not_convert` of transformers 5.5, `prepare_model_for_kbit_t
 bitsandbytes of PEFT 0.21.
 """
 
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from types import MethodType
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from accelerate import Accelerator, accelerator
 from torch import Tensor, nn
 
 from hf_memopt.estimate.simulation.quantised.llm_int8_linear import LlmInt8Linear
-from hf_memopt.estimate.simulation.quantised.nf4_linear import Nf4Linear
+from hf_memopt.estimate.simulation.quantised.nf4_experts import Nf4Experts, are_experts
+from hf_memopt.estimate.simulation.quantised.nf4_linear import Nf4DoubleLinear, Nf4Linear
 from hf_memopt.estimate.simulation.quantised.quantised_linear import QuantisedLinear
 from hf_memopt.estimate.simulation.quantised.weight_only_int8_linear import WeightOnlyInt8Linear
 
 LAYERS: dict[str, type[QuantisedLinear]] = {
     "nf4": Nf4Linear,
+    "nf4-double": Nf4DoubleLinear,
+    "nf4-experts": Nf4Linear,
     "int8": LlmInt8Linear,
     "int8-torchao": WeightOnlyInt8Linear,
 }
-# For these PEFT has layers of its own, and makes all other weights float32.
+# Of a number in 4 bits, with its shares of the scales.
+BYTES = {"nf4": 1 / 2 + 4 / 64, "nf4-double": 1 / 2 + 1 / 64 + 4 / (64 * 256)}
+# For these PEFT has layers of its own.
 _BITSANDBYTES = (Nf4Linear, LlmInt8Linear)
 
 
-def quantise(model: nn.Module, how: str, compute_dtype: torch.dtype) -> None:
-    """Freeze a transformers model without memory and store the weights of its linear layers as one of `LAYERS`.
+def quantise(
+    model: nn.Module,
+    how: str,
+    compute_dtype: torch.dtype,
+    *,
+    is_prepared: bool = False,
+    quantises: Callable[[str], bool] | None = None,
+    kept: Sequence[str] | None = None,
+    storage: torch.dtype = torch.uint8,
+) -> None:
+    """Freeze a model without memory and store the weights of its linear layers as one of `LAYERS`.
 
-    The output layer keeps its weights, as transformers has it. With bitsandbytes all other weights become float32.
+    The layers are those whose names `quantises` is true for. Without it those that `kept` matches keep their weights,
+    as transformers has it; None, the output layer. So do the experts of a mixture, except with "nf4-experts". 4 bits
+    are packed in `storage`. If the model `is_prepared`, all that are not quantised become float32, as PEFT's
+    `prepare_model_for_kbit_training` makes them.
     """
+    quantises = quantises or _as_transformers_does(model, kept)
+    for name, module in list(model.named_modules()):
+        if isinstance(module, nn.Linear) and quantises(name):
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, LAYERS[how](module, compute_dtype, storage))
+        if how == "nf4-experts" and are_experts(module):
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, Nf4Experts(module, compute_dtype))
+    packed = {id(layer.weight) for layer in model.modules() if isinstance(layer, QuantisedLinear)}
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+        if is_prepared and parameter.is_floating_point() and id(parameter) not in packed:
+            parameter.data = parameter.data.float()
+
+
+def _as_transformers_does(model: nn.Module, kept: Sequence[str] | None) -> Callable[[str], bool]:
     # They bring torchao, which takes a second.
     from transformers.quantizers.base import get_keys_to_not_convert
     from transformers.quantizers.quantizers_utils import should_convert_module
 
-    kept = get_keys_to_not_convert(model)
-    for name, module in list(model.named_modules()):
-        if isinstance(module, nn.Linear) and should_convert_module(name, kept):
-            parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, LAYERS[how](module, compute_dtype))
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-        if LAYERS[how] in _BITSANDBYTES and parameter.is_floating_point():
-            parameter.data = parameter.data.float()
+    names = get_keys_to_not_convert(model) if kept is None else list(kept)
+    return lambda name: bool(should_convert_module(name, names))
+
+
+def adapters_kept_by_fsdp() -> AbstractContextManager[Any]:
+    """Have FSDP2 shard trained weights in their own dtype, as Accelerate does beside 4 bits that are packed in floats.
+
+    It asks for the weights' class, `Params4bit`, which weights without memory cannot be of.
+    """
+    plain = accelerator.fsdp2_prepare_model
+
+    def prepare(by: Accelerator, model: nn.Module) -> nn.Module:
+        with patch.object(by.state, "_mixed_precision", "no"):
+            sharded: nn.Module = plain(by, model)
+        return sharded
+
+    return patch.object(accelerator, "fsdp2_prepare_model", prepare)
+
+
+def stored(model: nn.Module, kept: Sequence[str] | None = None) -> tuple[int, int]:
+    """Return how many weights are in linear layers that `quantise` stores in few bits, and how many in experts."""
+    quantises = _as_transformers_does(model, kept)
+    modules = list(model.named_modules())
+    linear = [module for name, module in modules if isinstance(module, nn.Linear) and quantises(name)]
+    experts = [module for _, module in modules if are_experts(module)]
+    return sum(each.weight.numel() for each in linear), sum(w.numel() for each in experts for w in each.parameters())
 
 
 def adapt_as_peft_does(model: nn.Module) -> None:

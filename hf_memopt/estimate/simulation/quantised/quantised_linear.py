@@ -5,10 +5,17 @@ from torch import Tensor, nn
 
 
 class QuantisedLinear(nn.Linear):
-    """A linear layer whose frozen weight is stored in few bits; a library may ignore `compute_dtype`."""
+    """A linear layer whose frozen weight is stored in few bits.
 
-    def __init__(self, linear: nn.Linear, compute_dtype: torch.dtype) -> None:
+    Args:
+        linear: the layer with its whole weight.
+        compute_dtype: in which it multiplies; a library may ignore it.
+        storage: in which layers in 4 bits pack them, without a change of the bits.
+    """
+
+    def __init__(self, linear: nn.Linear, compute_dtype: torch.dtype, storage: torch.dtype = torch.uint8) -> None:
         nn.Module.__init__(self)
+        self.storage = storage
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = linear.bias
         self.compute_dtype = compute_dtype

@@ -24,12 +24,17 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from hf_memopt.estimate.accounting.categories import COMMUNICATION, StepLabels
+from hf_memopt.estimate.simulation.virtual_disk import VirtualDisk
+from hf_memopt.estimate.simulation.virtual_time import VirtualEvent
 
 BACKEND = "fake"
 
 
 @contextmanager
-def first_of(num_ranks: int, device: torch.device, labels: StepLabels) -> Iterator[None]:
+def first_of(
+    num_ranks: int, device: torch.device, labels: StepLabels, disk: VirtualDisk | None = None
+) -> Iterator[None]:
+    """Make this process the first of so many; engines that write to `disk` need one."""
     if distributed_c10d.is_initialized():
         raise ValueError(
             f"num_gpus={num_ranks}: this process belongs to a process group already, so that none can be simulated; "
@@ -46,13 +51,15 @@ def first_of(num_ranks: int, device: torch.device, labels: StepLabels) -> Iterat
                 from hf_memopt.estimate.simulation.ranks.zero_engine import zero_as_on_cuda, zero_without_values
 
                 enter(zero_as_on_cuda(device))
-                enter(zero_without_values(labels))
+                enter(zero_without_values(labels, disk or VirtualDisk(VirtualEvent.clock, None)))
             return BACKEND, DistributedType.MULTI_GPU
 
         enter(patch.dict(os.environ, places))
         # A simulation of one process denies that there are others.
         enter(patch.object(dist, "is_initialized", distributed_c10d.is_initialized))
         enter(patch.object(PartialState, "_prepare_backend", prepare_backend))
+        # FSDP2 has it wait for weights that were gathered for nothing: those of frozen layers before all adapters.
+        enter(patch.object(torch.accelerator, "current_stream", torch.get_device_module(device).current_stream))
         enter(meshes_with_values())
         enter(unseen_shape_propagation())
         enter(_reducers_on_fake_tensors(labels))

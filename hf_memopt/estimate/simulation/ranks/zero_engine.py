@@ -5,15 +5,20 @@ answered where it asks for values.
 """
 
 import importlib
+import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import cpuinfo
 import torch
 from deepspeed.accelerator import real_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero import utils as zero_utils
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
@@ -21,8 +26,11 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
+from hf_memopt.estimate.accounting.allocation_log import OPTIMIZER
 from hf_memopt.estimate.accounting.categories import COMMUNICATION, FROZEN, GATHERED, GRADIENT, PARAMETER, StepLabels
-from hf_memopt.estimate.simulation.virtual_time import VirtualEvent, VirtualStream
+from hf_memopt.estimate.simulation.host_update import AioHandle, CpuAdam
+from hf_memopt.estimate.simulation.virtual_disk import VirtualDisk
+from hf_memopt.estimate.simulation.virtual_time import FIRST_STREAM, VirtualEvent, VirtualStream
 
 _OPTIMIZERS = (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3)
 # DeepSpeed asks for this optimizer, which compiles its kernels when it is imported.
@@ -67,10 +75,11 @@ class DeviceAsCuda(CPU_Accelerator):  # type: ignore[misc]
         return self._module.stream(stream)
 
     def current_stream(self, device_index: Any = None) -> Any:
-        return self._module.current_stream()
+        current = self._module.current_stream()
+        return current if isinstance(current, VirtualStream) else FIRST_STREAM  # torch's CPU has none of ours
 
     def default_stream(self, device_index: Any = None) -> Any:
-        return self._module.current_stream()
+        return self.current_stream()
 
 
 @contextmanager
@@ -86,16 +95,29 @@ def zero_as_on_cuda(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def zero_without_values(labels: StepLabels) -> Iterator[None]:
-    """Answer DeepSpeed's questions about values: gradients are finite, ranks agree. Label its buffers."""
-    with ExitStack() as stack:
+def zero_without_values(labels: StepLabels, disk: VirtualDisk) -> Iterator[None]:
+    """Answer DeepSpeed's questions about values: gradients are finite, ranks agree. Label its buffers.
+
+    Its compiled operations take time alone, and its files on `disk` do not exist.
+    """
+    with updates_labelled(labels), ExitStack() as stack:
         enter = stack.enter_context
         enter(patch.object(zero_utils, "assert_lst_len_same_as_other_ranks", lambda numbers: None))
+        files = SimpleNamespace(aio_handle=lambda *sizes, **options: AioHandle(disk))
+        enter(patch.object(CPUAdamBuilder, "load", lambda builder, verbose=True: CpuAdam(disk.clock)))
+        enter(patch.object(AsyncIOBuilder, "load", lambda builder, verbose=True: files))
+        enter(patch.object(AsyncIOBuilder, "is_compatible", lambda builder, verbose=True: True))
+        enter(patch.object(os, "makedirs", lambda *names, **options: None))
+        enter(patch.object(shutil, "rmtree", lambda *names, **options: None))
+        # Looking at the CPU runs programs.
+        enter(patch.object(cpuinfo, "get_cpu_info", dict))
         enter(patch.object(zero_utils, "get_lst_from_rank0", list))
         for optimizer in _OPTIMIZERS:
             enter(_wrapped(optimizer, "has_overflow", _finite))
+            enter(patch.object(optimizer, "_has_inf_or_nan", staticmethod(_looked_through(optimizer._has_inf_or_nan))))
             enter(_wrapped(optimizer, "reduce_ready_partitions_and_remove_grads", _gradient_labelled(labels)))
             enter(_wrapped(optimizer, "independent_gradient_partition_epilogue", _sums_labelled(labels)))
+            enter(_wrapped(optimizer, "step", _ended_on_host(disk)))
         enter(_wrapped(DeepSpeedEngine, "__init__", _partitions_labelled(labels)))
         enter(_wrapped(PartitionedParameterCoordinator, "fetch_sub_module", _gathered_labelled(labels)))
         yield
@@ -111,6 +133,38 @@ def _finite(method: Any, optimizer: Any, *args: Any, **kwargs: Any) -> bool:
     """Look for infinities as DeepSpeed does, in memory of its size, and find none."""
     with patch.object(Tensor, "item", lambda tensor: 0):
         return bool(method(optimizer, *args, **kwargs))
+
+
+def _ended_on_host(disk: VirtualDisk) -> Callable[..., None]:
+    """A step returns when the host has done its work."""
+
+    def step(method: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        method(optimizer, *args, **kwargs)
+        disk.clock.end_step(OPTIMIZER)
+
+    return step
+
+
+def _looked_through(has_inf_or_nan: Callable[..., Any]) -> Callable[..., bool]:
+    def finite(gradient: Tensor, *args: Any) -> bool:
+        has_inf_or_nan(gradient, *args)
+        return False
+
+    return finite
+
+
+@contextmanager
+def updates_labelled(labels: StepLabels) -> Iterator[None]:
+    """Count all of DeepSpeed's step to the update: it unscales, and copies updated weights."""
+
+    def step(method: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        with labels.updating():
+            method(optimizer, *args, **kwargs)
+
+    with ExitStack() as stack:
+        for optimizer in _OPTIMIZERS:
+            stack.enter_context(_wrapped(optimizer, "step", step))
+        yield
 
 
 def _gradient_labelled(labels: StepLabels) -> Callable[..., None]:

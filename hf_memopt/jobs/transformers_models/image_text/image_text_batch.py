@@ -5,10 +5,8 @@ from typing import Any
 import torch
 
 from hf_memopt.jobs.transformers_models.image_text.image_layouts import image_layout
-from hf_memopt.jobs.transformers_models.model_batches import Batch, Sample
+from hf_memopt.jobs.transformers_models.model_batches import WITH_TYPES, Batch, Sample
 
-# These refuse to train without the types of tokens.
-_WITH_TYPES = ("gemma3", "paligemma")
 # These make positions in time, height and width number by number, which are given instead.
 _WITH_POSITIONS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 _NOT_LEARNED = -100
@@ -44,7 +42,7 @@ def image_text_batch(config: Any, num_samples: int, sample: Sample) -> Batch:
         "attention_mask": torch.tensor([[1] * sample.seq_len] * num_samples),
         "labels": torch.tensor([labels] * num_samples),
     }
-    if config.model_type in _WITH_TYPES:
+    if config.model_type in WITH_TYPES:
         batch["token_type_ids"] = torch.tensor([list(map(int, is_image))] * num_samples)
     if config.model_type in _WITH_POSITIONS:
         batch["position_ids"] = torch.zeros(3, num_samples, sample.seq_len, dtype=torch.long)

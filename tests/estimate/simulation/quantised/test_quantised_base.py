@@ -19,6 +19,8 @@ peft = LateModule("peft")
 WIDTH, INNER, VOCABULARY, RANK, DEPTH = 128, 256, 512, 4, 2
 BATCH, SEQ_LEN = 2, 32
 TOKENS = BATCH * SEQ_LEN
+# Of CUDA's allocator.
+BLOCK = 512
 
 
 def config() -> object:
@@ -31,13 +33,23 @@ def config() -> object:
     return transformers.LlamaConfig(**sizes, num_key_value_heads=4, vocab_size=VOCABULARY, tie_word_embeddings=False)
 
 
-def test_all_but_the_linear_layers_becomes_float32_and_nothing_is_trained() -> None:
+@pytest.mark.parametrize(("is_prepared", "others"), [(True, torch.float32), (False, torch.float16)])
+def test_peft_makes_all_but_the_linear_layers_float32_and_nothing_is_trained(
+    is_prepared: bool, others: torch.dtype
+) -> None:
     model = transformers.AutoModelForCausalLM.from_config(config(), dtype=torch.float16)
-    quantise(model, "nf4", torch.float16)
+    quantise(model, "nf4", torch.float16, is_prepared=is_prepared)
     assert type(model.lm_head) is nn.Linear
     assert {type(layer) for layer in model.model.modules() if isinstance(layer, nn.Linear)} == {Nf4Linear}
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32, torch.uint8}
+    assert {parameter.dtype for parameter in model.parameters()} == {others, torch.uint8}
     assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_the_preparation_leaves_packed_weights() -> None:
+    model = transformers.AutoModelForCausalLM.from_config(config(), dtype=torch.bfloat16)
+    quantise(model, "nf4", torch.bfloat16, is_prepared=True, storage=torch.bfloat16)
+    packed = {layer.weight.dtype for layer in model.modules() if isinstance(layer, Nf4Linear)}
+    assert (packed, model.lm_head.weight.dtype) == ({torch.bfloat16}, torch.float32)
 
 
 def test_adapters_copy_what_a_quantised_layer_returns() -> None:
@@ -63,26 +75,31 @@ def estimated(folder: Path, **options: Any) -> MemoryEstimate:
     return estimate_peak_memory(step.setup, step.step)
 
 
-def test_a_model_is_estimated_with_its_weights_in_4_bits(folder: Path) -> None:
-    quantised = estimated(folder, quantize="nf4", dtype="float16", lora_targets="q_proj,v_proj").breakdown
+@pytest.mark.parametrize(("kbit_preparation", "num_bytes"), [("peft", 4), ("trl", 2)])
+def test_a_model_is_estimated_with_its_weights_in_4_bits(folder: Path, kbit_preparation: str, num_bytes: int) -> None:
+    options = {"quantize": "nf4", "kbit_preparation": kbit_preparation, "dtype": "float16"}
+    quantised = estimated(folder, **options, lora_targets="q_proj,v_proj").breakdown
     numbers = DEPTH * (4 * WIDTH * WIDTH + 3 * WIDTH * INNER)
-    others = 2 * VOCABULARY * WIDTH + (2 * DEPTH + 1) * WIDTH
-    assert quantised["frozen parameters"] == numbers / 2 + 4 * others
+    norms = (2 * DEPTH + 1) * max(BLOCK, WIDTH * num_bytes)
+    assert quantised["frozen parameters"] == numbers / 2 + 2 * VOCABULARY * WIDTH * num_bytes + norms
     # Each adapter has rank * (inputs + outputs) numbers.
-    assert quantised["parameters"] == DEPTH * 2 * RANK * 2 * WIDTH * 4
+    assert quantised["parameters"] == DEPTH * 2 * RANK * 2 * WIDTH * num_bytes
 
 
 @pytest.mark.parametrize("how", LAYERS)
 def test_dora_unpacks_the_weights(folder: Path, how: str) -> None:
     options = {"quantize": how, "dtype": "bfloat16", "lora_targets": "down_proj"}
     plain, dora = (estimated(folder, **options, use_dora=use_dora) for use_dora in (False, True))
-    assert dora.breakdown["parameters"] - plain.breakdown["parameters"] == DEPTH * WIDTH * 4
+    num_bytes = 4 if how == "int8-torchao" else 2  # TRL's trainers cast adapters on layers of bitsandbytes
+    magnitudes = DEPTH * max(BLOCK, WIDTH * num_bytes)
+    assert dora.breakdown["parameters"] - plain.breakdown["parameters"] == magnitudes
     assert dora.unreached == ()
 
 
 def test_bitsandbytes_8_bits_keep_inputs_in_spite_of_checkpointing(folder: Path) -> None:
     """Count the inputs per token of attention, of both halves of the MLP, and of the last layer of each."""
-    int8, nf4 = (estimated(folder, quantize=how, dtype="bfloat16", lora_targets="q_proj") for how in ("int8", "nf4"))
+    options = {"kbit_preparation": "peft", "dtype": "bfloat16", "lora_targets": "q_proj"}
+    int8, nf4 = (estimated(folder, quantize=how, **options) for how in ("int8", "nf4"))
     inputs = DEPTH * TOKENS * (3 * WIDTH + INNER) * 4
     frozen = int8.breakdown["frozen parameters"] - nf4.breakdown["frozen parameters"]
     scales = int8.breakdown["buffers"] - nf4.breakdown["buffers"]
@@ -95,7 +112,7 @@ def test_float16_weights_take_two_bytes(folder: Path) -> None:
 
 
 def test_quantised_weights_need_adapters_and_adapters_layers(folder: Path) -> None:
-    with pytest.raises(ValueError, match=r"quantize='nf4': for adapters; give a lora_rank"):
+    with pytest.raises(ValueError, match=r"quantize='nf4': for adapters; give lora_rank, such as lora_rank=16"):
         huggingface.HuggingFaceModel(str(folder), seq_len=32, quantize="nf4")
     with pytest.raises(ValueError, match="lora_targets='nowhere': PEFT finds no such layers"):
         estimated(folder, lora_targets="nowhere")

@@ -20,6 +20,11 @@ def test_three_real_ranks_hold_the_same_bytes_after_an_update_and_at_the_peak_of
     check_first_rank(tmp_path, 3, "WAYS")
 
 
+@pytest.mark.ranks
+def test_two_real_ranks_whose_weights_are_on_the_host_do_so_too(tmp_path: Path) -> None:
+    check_first_rank(tmp_path, 2, "OFFLOADING_WAYS")
+
+
 @pytest.mark.slow
 def test_two_real_ranks_do_so_too(tmp_path: Path) -> None:
     check_first_rank(tmp_path, 2, "WAYS")

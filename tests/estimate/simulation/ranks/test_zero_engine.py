@@ -4,6 +4,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from deepspeed_builds import ADAM, built, needs_builds
 from engine_ranks import check_first_rank
 
 from hf_memopt.estimate.accounting.categories import COMMUNICATION, GATHERED, GRADIENT, OPTIMIZER_STATE, PARAMETER
@@ -16,6 +17,12 @@ def test_two_real_ranks_hold_the_same_bytes_after_an_update_and_at_the_peak_of_e
     of_two, of_three = check_first_rank(tmp_path, 2, "ZERO_WAYS").values()
     assert {PARAMETER, GRADIENT, OPTIMIZER_STATE, COMMUNICATION} <= of_two & of_three
     assert GATHERED in of_three - of_two
+
+
+@pytest.mark.ranks
+@needs_builds
+def test_two_real_ranks_with_an_optimizer_on_the_host_do_so_too(tmp_path: Path) -> None:
+    check_first_rank(tmp_path, 2, "OFFLOADING_ZERO_WAYS", **built(ADAM))
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ SAMPLES, IMAGES = 2, 3
 @pytest.mark.parametrize("model_type", CONFIGS)
 def test_a_real_model_makes_a_vector_for_each_token(model_type: str) -> None:
     config = transformers.AutoConfig.for_model(model_type, **CONFIGS[model_type])
-    layout = image_layouts.image_layout(config, model_options._parsed_size(SIZES.get(model_type)))
+    layout = image_layouts.image_layout(config, model_options.parse_image_size(SIZES.get(model_type)))
     model = transformers.AutoModelForImageTextToText.from_config(config)
     features = model.get_image_features(**layout.tensors(SAMPLES, IMAGES)).pooler_output
     num_vectors = sum(each.numel() // each.shape[-1] for each in features)

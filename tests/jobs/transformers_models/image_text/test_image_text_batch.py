@@ -67,7 +67,8 @@ def test_the_peaks_of_a_real_run(model_type: str, variant: str, folder_of: Folde
 def test_images_are_named_and_come_before_text(folder_of: FolderOf) -> None:
     options = options_of(folder_of("qwen2_5_vl"), "qwen2_5_vl")
     assert options.name.endswith(
-        "as Qwen2_5_VLForConditionalGeneration with 2 images of 48x32 in 96 patches per sample, 24 of its tokens each"
+        "as Qwen2_5_VLForConditionalGeneration in float32 with 2 images of 48x32 in 96 patches per sample, 24 of its "
+        "tokens each"
     )
     batch = options.batch(options.config, BATCH)
     is_image = batch["input_ids"] == IMAGE_TOKEN

@@ -17,8 +17,6 @@ from torch import Tensor, nn
 from hf_memopt.ranges import COUNT
 from hf_memopt.training.repeatable import CachedForward
 
-__all__ = ["CachedLoss"]
-
 MicroBatch = tuple[dict[str, Any], int, int]  # the features of a column, and the rows
 
 

@@ -1,0 +1,98 @@
+"""Optimizers on the host beside a simulated card: torchao's, and the compiled parts of DeepSpeed's."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from hf_memopt.estimate.accounting.allocation_log import OPTIMIZER
+from hf_memopt.estimate.accounting.categories import StepLabels
+from hf_memopt.estimate.simulation.virtual_disk import VirtualDisk
+from hf_memopt.estimate.simulation.virtual_time import VirtualClock, VirtualEvent, VirtualTransfer
+
+
+@contextmanager
+def updates_on_host(device: torch.device, labels: StepLabels) -> Iterator[None]:
+    """Give pinned memory, which fake tensors have not, and the streams of `torch.cuda`, which torchao asks for."""
+    with ExitStack() as stack:
+        enter = stack.enter_context
+        enter(patch.object(Tensor, "pin_memory", lambda tensor, *args: tensor))
+        # FSDP2 lets it wait for gradients on their way to the host.
+        enter(patch.object(torch.accelerator, "current_stream", torch.get_device_module(device).current_stream))
+        offloading = sys.modules.get("torchao.optim.cpu_offload")
+        if offloading is not None:
+            enter(patch.object(offloading, "get_available_devices", lambda: ["cuda"]))
+            for name in ("Stream", "current_stream", "stream"):
+                enter(patch.object(torch.cuda, name, getattr(torch.get_device_module(device), name)))
+            enter(_labelled(offloading.CPUOffloadOptimizer, labels))
+        yield
+
+
+def _labelled(optimizer: Any, labels: StepLabels) -> Any:
+    """Count torchao's step to the update: it has no hooks of its own, and those of its parts see the host's copies.
+
+    The step returns when the host has done its work.
+    """
+    plain = optimizer.step
+
+    def step(self: Any, closure: Any = None) -> Any:
+        with labels.updating():
+            labels.reach(self.param_d2h_map)
+            result = plain(self, closure)
+        VirtualEvent.clock.end_step(OPTIMIZER)
+        return result
+
+    return patch.object(optimizer, "step", step)
+
+
+class CpuAdam:
+    """The functions of DeepSpeed's compiled Adam: they take time, and their results have no values.
+
+    Source: `adam_update` of deepspeed/ops/csrc/adam/cpu_adam_impl.cpp, in one pass over weights, gradients and moments.
+    """
+
+    def __init__(self, clock: VirtualClock) -> None:
+        self._clock = clock
+
+    def create_adam(self, *options: Any) -> None: ...
+
+    def destroy_adam(self, number: int) -> None: ...
+
+    def adam_update(self, number: int, step: int, *given: Any) -> None:
+        weight, gradient, *moments = (each for each in given if isinstance(each, Tensor))
+        written = [weight, *moments]
+        self._clock.work_on_host(gradient.nbytes + 2 * sum(each.nbytes for each in written))
+
+
+class AioHandle:
+    """The functions of DeepSpeed's asynchronous files (`deepspeed/ops/csrc/aio`): they take a disk's time."""
+
+    def __init__(self, disk: VirtualDisk) -> None:
+        self._disk = disk
+        self._pending: list[VirtualTransfer] = []
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        return True
+
+    def new_cpu_locked_tensor(self, num_elements: int, like: Tensor) -> Tensor:
+        return torch.empty(num_elements, dtype=like.dtype)
+
+    def async_pread(self, buffer: Tensor, path: str, offset: int) -> int:
+        self._pending.append(self._disk.reads.copy(buffer.nbytes))
+        return 0
+
+    def async_pwrite(self, buffer: Tensor, path: str, offset: int) -> int:
+        self._pending.append(self._disk.write(path, buffer.nbytes))
+        return 0
+
+    def wait(self) -> int:
+        """Let the host wait for all that was begun; return how many there were."""
+        ended = len(self._pending)
+        for transfer in self._pending:
+            self._disk.clock.hold_host(transfer.ended_s)
+        self._pending.clear()
+        return ended

@@ -1,0 +1,76 @@
+"""Trains an embedding model with in-batch negatives, as `hf-memopt plan --task contrastive` says.
+
+`hf-memopt launch -- -m hf_memopt.integrations.sentence_transformers.train --model BAAI/bge-m3 --dataset DATASET`, with
+the fields below and those of SentenceTransformerTrainingArguments. The dataset's columns are a query, the passage that
+answers it, and any number of passages that do not.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ALL_LINEAR = "all-linear"
+
+
+@dataclass
+class EmbeddingArguments:
+    model: str = field(metadata={"help": "hub id or folder"})
+    dataset: str | None = field(
+        default=None, metadata={"help": "hub id, or a file of JSON lines; without one, texts that are made up"}
+    )
+    passages: int = field(default=1, metadata={"help": "of made-up texts, for each query"})
+    max_length: int | None = field(default=None, metadata={"help": "tokens of a text; longer ones are cut"})
+    dtype: str = field(default="float32", metadata={"help": "of the weights"})
+    attention: str = field(default="auto", metadata={"help": "auto: transformers' choice"})
+    micro_batch_size: int | None = field(
+        default=None, metadata={"help": "texts of a column that run at a time, with CachedLoss (default: all)"}
+    )
+    lora_rank: int | None = field(default=None, metadata={"help": "train adapters of this rank"})
+    lora_targets: str = field(default=ALL_LINEAR, metadata={"help": "layers that get adapters, with commas between"})
+
+
+def main(about: EmbeddingArguments, arguments: Any) -> Any:
+    from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
+    from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
+
+    from hf_memopt.integrations.sentence_transformers.cached_loss import CachedLoss
+
+    asked = {} if about.attention == "auto" else {"attn_implementation": about.attention}
+    model = SentenceTransformer(about.model, model_kwargs={"dtype": about.dtype, **asked})
+    if about.max_length is not None:
+        model.max_seq_length = about.max_length
+    if about.lora_rank is not None:
+        _add_adapters(model, about.lora_rank, about.lora_targets)
+    loss: Any = MultipleNegativesRankingLoss(model)
+    if about.micro_batch_size is not None:
+        loss = CachedLoss(loss, about.micro_batch_size)
+    trainer = SentenceTransformerTrainer(model, arguments, _rows(about, arguments), loss=loss)
+    trainer.train(resume_from_checkpoint=arguments.resume_from_checkpoint)
+    trainer.save_model(arguments.output_dir)
+    return trainer
+
+
+def _add_adapters(model: Any, rank: int, targets: str) -> None:
+    from peft import LoraConfig
+
+    names = targets if targets == ALL_LINEAR else targets.split(",")
+    model.add_adapter(LoraConfig(task_type="FEATURE_EXTRACTION", r=rank, target_modules=names))
+
+
+def _rows(about: EmbeddingArguments, arguments: Any) -> Any:
+    from datasets import Dataset, load_dataset
+
+    if about.dataset is None:
+        columns = ("query", "answer", *(f"negative{number}" for number in range(about.passages - 1)))
+        length, number = about.max_length or 128, 4 * arguments.per_device_train_batch_size
+        return Dataset.from_dict({name: [f"{name} {row} " * length for row in range(number)] for name in columns})
+    if Path(about.dataset).is_file():
+        return load_dataset("json", data_files=about.dataset, split="train")
+    return load_dataset(about.dataset, split="train")
+
+
+if __name__ == "__main__":
+    from sentence_transformers import SentenceTransformerTrainingArguments
+    from transformers import HfArgumentParser
+
+    main(*HfArgumentParser((EmbeddingArguments, SentenceTransformerTrainingArguments)).parse_args_into_dataclasses())

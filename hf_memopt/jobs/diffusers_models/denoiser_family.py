@@ -1,0 +1,87 @@
+"""The class of a denoiser, told by its inputs, its layers for adapters, and its loss."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from hf_memopt.jobs.diffusers_models.denoiser_losses import Loss, flow_loss
+
+Inputs = dict[str, Tensor]
+
+
+class Sizes(NamedTuple):
+    """The sizes of a batch.
+
+    Attributes:
+        num_text: text tokens of a sample, all encoders together.
+        frames: of the latents, as `height` and `width` are; 1, they are of images.
+    """
+
+    num_samples: int
+    num_text: int
+    frames: int
+    height: int
+    width: int
+
+
+def same_channels(config: Any) -> int:
+    return int(config.in_channels)
+
+
+def check_channels(config: Any) -> None:
+    """Refuse a model that takes more channels than it makes: an image to change beside the noisy latents."""
+    if config.out_channels not in (None, config.in_channels):
+        raise ValueError(
+            f"task='denoising': this {config.class_name} takes {config.in_channels} channels and makes "
+            f"{config.out_channels}: models of images beside text are not simulated; name one of text alone"
+        )
+
+
+def check_nothing(config: Any) -> None:
+    """Take every configuration: the class's outputs have other channels than its inputs, or no name for them."""
+
+
+def attention_layers(config: Any) -> str:
+    return "to_q,to_k,to_v,to_out.0"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenoiserFamily:
+    """A class of denoisers.
+
+    Attributes:
+        conditions: from configuration and sizes: inputs beside latents and time.
+        predict: from model, noisy latents, time and conditions: a prediction of the latents' size.
+        loss: by the family's script.
+        lora_targets: layers that its script adapts, or for lack of a script those of attention.
+        clip_tokens: text tokens whose number is fixed.
+        text_tokens: other text tokens, unless a run says how many; 0, there are none.
+        check: refuses configurations of other inputs.
+        channels: of latents.
+        pixels: on a side of the square that a latent stands for.
+        patch: latents on a side of the square that the model takes as one.
+        frames: of a video that a latent stands for, but for the first, which has a latent of its own; 0, it learns
+            images.
+        is_square: it takes square images alone.
+        vae_in_float32: its script keeps the VAE in float32.
+        settings: of the class, which its script changes.
+        flags: those of its script that others lack.
+    """
+
+    conditions: Callable[[Any, Sizes], Inputs]
+    predict: Callable[[nn.Module, Tensor, Tensor, Inputs], Tensor]
+    loss: Loss = flow_loss
+    lora_targets: Callable[[Any], str] = attention_layers
+    clip_tokens: int = 0
+    text_tokens: int = 0
+    check: Callable[[Any], None] = check_channels
+    channels: Callable[[Any], int] = same_channels
+    pixels: Callable[[Any], int] = lambda config: 8
+    patch: int = 2
+    frames: int = 0
+    is_square: bool = False
+    vae_in_float32: Callable[[Any], bool] = lambda config: False
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    flags: frozenset[str] = frozenset()

@@ -1,0 +1,187 @@
+"""lerobot's configuration of a run: that of a `train_config.json` or a policy, with a spec's fields set."""
+
+import dataclasses
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import draccus
+from lerobot.configs import PreTrainedConfig, parser
+from lerobot.configs.train import TrainPipelineConfig
+from transformers import AutoConfig
+
+from hf_memopt.jobs.robot_policies import PolicyFile
+from hf_memopt.jobs.spec import JobSpec
+from hf_memopt.lerobot.estimates.features import set_features
+from hf_memopt.lerobot.training_flags import complaints_as_errors
+
+SIMULATED = ("act", "diffusion", "pi0", "pi05", "smolvla")
+# Stands for data of the user's, which a policy's configuration does not name.
+DATASET = "DATASET"
+
+# From a spec's fields to lerobot's flags.
+_FLAGS = {
+    "batch_size": "batch_size",
+    "effective_batch": "batch_size",
+    "lora_rank": "peft.r",
+    "lora_targets": "peft.target_modules",
+    "dtype": "policy.dtype",
+    "freeze_vision_tower": "policy.freeze_vision_encoder",
+    "checkpointing": "policy.gradient_checkpointing",
+}
+# Fields that are read elsewhere, or say nothing about the training.
+_OTHERS = {"model", "set", "accumulation", "num_gpus", "precision", "seq_len", "images_per_sample", "image_size"}
+_OTHERS |= {"offload", "gpu", "host", "disk", "link", "check", "explain", "json", "timeline", "snapshot", "output"}
+_OTHERS |= {"workers"}
+_AUTOCAST = {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}
+
+
+def training_config(spec: JobSpec, file: PolicyFile) -> TrainPipelineConfig:
+    """Return the run that `lerobot-train` would make, with its optimizer and scheduler.
+
+    A `train_config.json` is the run itself; a folder or a hub id, one that goes on from its policy, with the settings
+    of the run that made it, or lerobot's own.
+
+    Raises:
+        ValueError: the policy's type or something that the run does is not simulated; a configuration cannot be read;
+            or the policy has no field for one of the spec's.
+    """
+    if file.kind not in SIMULATED:
+        recipe = "; for a student of reflow use --recipe" if file.kind.endswith("_reflow") else ""
+        raise ValueError(
+            f"model={spec.model!r} is a policy of type {file.kind!r}; those that are simulated are "
+            f"{', '.join(SIMULATED)}{recipe}"
+        )
+    _check_fields(spec, file.kind)
+    with _quiet():
+        cfg = _read(spec, file)
+    set_features(cfg.policy, spec)
+    _check_run(cfg)
+    if cfg.use_policy_training_preset:
+        cfg.optimizer, cfg.scheduler = cfg.policy.get_optimizer_preset(), cfg.policy.get_scheduler_preset()
+    # A new run: that of the file has a folder already.
+    cfg.output_dir, cfg.resume = None, False
+    return cfg
+
+
+def autocast(policy: PreTrainedConfig, asked: str | None) -> str:
+    """Return Accelerate's mixed precision in lerobot's run; `asked` counts where the policy says nothing."""
+    if asked == "auto":
+        raise ValueError("precision='auto' tries both for a recipe; name no, bf16 or fp16")
+    if hasattr(policy, "dtype"):
+        given, field = _AUTOCAST[policy.dtype], f"dtype={policy.dtype!r}"
+    elif policy.use_amp:
+        given, field = "fp16", "use_amp=true"
+    else:
+        return asked or "no"
+    if asked not in (None, given):
+        raise ValueError(f"precision={asked!r}: lerobot's autocast follows the policy's {field}; change that one")
+    return given
+
+
+def _check_fields(spec: JobSpec, kind: str) -> None:
+    for name, value in spec.said().items():
+        if name not in _FLAGS and name not in _OTHERS:
+            raise ValueError(
+                f"{name}={value!s}: lerobot's training has no such setting; its own go by set=NAME=VALUE, such as "
+                "set=policy.train_expert_only=true, as they go to lerobot-train"
+            )
+    if (spec.num_gpus or 1) > 1:
+        raise ValueError(f"num_gpus={spec.num_gpus}: a policy's training is simulated on one GPU")
+    if (spec.accumulation or 1) > 1:
+        raise ValueError(f"accumulation={spec.accumulation}: lerobot updates after each batch; set batch_size alone")
+    if None not in (spec.batch_size, spec.effective_batch) and spec.batch_size != spec.effective_batch:
+        raise ValueError(
+            f"effective_batch={spec.effective_batch}: lerobot updates after each batch, of batch_size="
+            f"{spec.batch_size}; name one of them"
+        )
+    if spec.checkpointing == "selective":
+        raise ValueError(
+            "checkpointing='selective': lerobot's policies checkpoint all of their blocks or none; use full"
+        )
+    known = {each.name for each in dataclasses.fields(PreTrainedConfig.get_choice_class(kind))}
+    for name, value in spec.said().items():
+        of, _, field = _FLAGS.get(name, "").partition(".")
+        if of == "policy" and field not in known:
+            raise ValueError(f"{name}={value!s}: policies of type {kind!r} have no field {field}; leave it out")
+
+
+def _read(spec: JobSpec, file: PolicyFile) -> TrainPipelineConfig:
+    flags = [f"--{text}" for text in spec.set]
+    flags += [f"--{_FLAGS[name]}={_text(name, value)}" for name, value in spec.said().items() if name in _FLAGS]
+    try:
+        with complaints_as_errors():
+            cfg = _run_of(file.path, flags) if file.is_run else _new_run(file.path.parent, flags)
+    except (ValueError, draccus.utils.DecodingError) as error:
+        given = f" with {' '.join(flags)}" if flags else ""
+        raise ValueError(f"lerobot does not read {file.path}{given}: {error}") from error
+    model = Path(str(spec.model))
+    if not model.is_file() or not file.is_run:
+        cfg.policy.pretrained_path = model.parent if model.is_file() else model
+    return cfg
+
+
+def _run_of(file: Path, flags: list[str]) -> TrainPipelineConfig:
+    run: TrainPipelineConfig = TrainPipelineConfig.from_pretrained(file, cli_args=flags)
+    return run
+
+
+def _new_run(folder: Path, flags: list[str]) -> TrainPipelineConfig:
+    """Return a run with lerobot's defaults, of a policy on data that the user has to name."""
+    of_policy = parser.get_cli_overrides("policy", flags)
+    others = [flag for flag in flags if not flag.startswith("--policy.")]
+    run: TrainPipelineConfig = draccus.parse(TrainPipelineConfig, args=[f"--dataset.repo_id={DATASET}", *others])
+    run.policy = PreTrainedConfig.from_pretrained(folder, cli_overrides=of_policy)
+    run.policy.push_to_hub = run.policy.push_to_hub and run.policy.repo_id is not None
+    return run
+
+
+def _text(name: str, value: Any) -> str:
+    if name == "lora_targets" and value != "all-linear":
+        return json.dumps(str(value).split(","))
+    if name == "checkpointing":
+        return str(value == "full").lower()
+    return str(value).lower()
+
+
+def _check_run(cfg: TrainPipelineConfig) -> None:
+    policy: Any = cfg.policy
+    for field, refused, why in (
+        ("reward_model", cfg.reward_model is not None, "a reward model trains"),
+        ("sample_weighting", cfg.sample_weighting is not None, "weights of samples are computed in the run"),
+        ("policy.use_peft", policy.use_peft and cfg.peft is None, "its train_config.json says which adapters it has"),
+        (
+            "policy.compile_model",
+            getattr(policy, "compile_model", False),
+            "compiled code is not seen; with set=policy.compile_model=false it is",
+        ),
+    ):
+        if refused:
+            raise ValueError(f"{field} is set: such a run is not simulated, since {why}")
+    if hasattr(policy, "vlm_model_name"):
+        _check_vlm(policy.vlm_model_name)
+
+
+def _check_vlm(name: str) -> None:
+    try:
+        AutoConfig.from_pretrained(name, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"policy.vlm_model_name={name!r}: the VLM's config.json, from which lerobot takes its sizes, was not found "
+            "there; download it once with access to the hub, or name a folder that has it by "
+            "set=policy.vlm_model_name=FOLDER"
+        ) from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep from the user that this machine lacks the device that a configuration names."""
+    level = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(level)

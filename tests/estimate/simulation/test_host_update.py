@@ -1,0 +1,81 @@
+"""The compiled parts of optimizers on the host: times in closed form; torchao's, bytes on both sides."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from late_imports import LateModule
+from torch import nn
+
+from hf_memopt.estimate import estimate_peak_memory
+from hf_memopt.estimate.gpus import CARDS
+from hf_memopt.estimate.memory_below import Disk
+from hf_memopt.estimate.simulation.host_update import AioHandle, CpuAdam
+from hf_memopt.estimate.simulation.virtual_disk import VirtualDisk
+from hf_memopt.estimate.simulation.virtual_time import VirtualClock
+from hf_memopt.units import GIB, MIB
+
+torchao_optim = LateModule("torchao.optim")
+
+CARD = replace(CARDS["rtx4090"], link_bytes_per_s=1e10)
+HOST_BYTES_PER_S = 1e9
+
+
+@pytest.fixture
+def clock() -> VirtualClock:
+    return VirtualClock(CARD, host_bytes_per_s=HOST_BYTES_PER_S)
+
+
+def test_deepspeeds_adam_reads_gradients_and_reads_and_writes_weights_and_moments(clock: VirtualClock) -> None:
+    adam = CpuAdam(clock)
+    weight, gradient, first, second = (torch.empty(MIB) for _ in range(4))
+    adam.create_adam(0, 1e-3, 0.9, 0.999, 1e-8, 0.0, True, False)
+    adam.adam_update(0, 1, 1e-3, 0.9, 0.999, 1e-8, 0.0, True, weight, gradient.bfloat16(), first, second)
+    adam.destroy_adam(0)
+    assert clock.host_s == pytest.approx((2 * MIB + 2 * 3 * 4 * MIB) / HOST_BYTES_PER_S)
+    assert clock.now_s == 0.0
+
+
+def test_deepspeeds_files_take_the_disks_time_and_the_host_waits(clock: VirtualClock) -> None:
+    disk = VirtualDisk(clock, Disk(GIB, 1e9))
+    handle = AioHandle(disk)
+    buffer = handle.new_cpu_locked_tensor(10**6, torch.empty(0, dtype=torch.bfloat16))
+    assert (buffer.nbytes, buffer.dtype, handle.is_pinned(buffer)) == (2 * 10**6, torch.bfloat16, True)
+    disk.begin_step()
+    assert handle.async_pwrite(buffer, "moments", 0) == handle.async_pread(buffer, "weights", 0) == 0
+    assert handle.async_pwrite(buffer, "weights", 0) == 0
+    assert clock.host_s == 0.0
+    assert handle.wait() == 3
+    assert clock.host_s == pytest.approx(2 * 2e-3)  # writes queue, the read runs beside them
+    assert handle.wait() == 0
+    assert (disk.step_bytes_written, disk.peak_bytes) == (4 * 10**6, 4 * 10**6)
+
+
+@pytest.mark.e2e
+def test_torchaos_optimizer_has_its_state_on_the_host() -> None:
+    offloading = torchao_optim.CPUOffloadOptimizer  # imported before a process is forked
+    width, depth = 512, 4
+    weights = depth * width * width * 4
+
+    def setup(device: torch.device, offloads: bool = True) -> Any:
+        model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(depth))).to(device)
+        kind = torch.optim.AdamW
+        optimizer = offloading(model.parameters(), kind) if offloads else kind(model.parameters())
+        return model, optimizer, torch.zeros(4, width, device=device)
+
+    def step(state: Any) -> None:
+        model, optimizer, batch = state
+        model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    kept = estimate_peak_memory(lambda device: setup(device, offloads=False), step, gpu=CARD)
+    found = estimate_peak_memory(setup, step, gpu=CARD)
+    assert kept.breakdown["optimizer state"] == pytest.approx(2 * weights, rel=1e-3)
+    assert "optimizer state" not in found.breakdown
+    # Two moments, and copies of weights and gradients.
+    assert found.host_bytes == pytest.approx(4 * weights, rel=1e-3)
+    assert kept.peak_bytes - found.peak_bytes >= 1.9 * weights
+    assert found.phases_ms["optimizer"] > 2 * kept.phases_ms["optimizer"]  # the host's memory is slower
+    assert found.phases_ms["backward"] < 1.5 * kept.phases_ms["backward"]  # gradients leave on a stream of their own

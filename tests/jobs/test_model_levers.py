@@ -1,0 +1,97 @@
+"""The levers of a transformers model, and the options that each of their values changes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from late_imports import LateModule
+
+huggingface = LateModule("hf_memopt.jobs.huggingface")
+model_levers = LateModule("hf_memopt.jobs.model_levers")
+
+ALL = "optimizer,loss,base,precision,quantize"
+LORA = {"lora_rank": 4}
+
+
+def options(folder: Path, **given: Any) -> Any:
+    return huggingface.HuggingFaceModel(str(folder), seq_len=32, effective_batch=4, **given)
+
+
+def test_activations_and_the_base_of_adapters_are_varied_unless_others_are_named(qwen3: Path) -> None:
+    assert [lever.name for lever in options(qwen3).levers] == ["activations"]
+    assert [lever.name for lever in options(qwen3, **LORA).levers] == ["activations", "base"]
+    assert [lever.name for lever in options(qwen3, **LORA, vary="loss").levers] == ["activations", "loss"]
+    assert [lever.name for lever in options(qwen3, vary="base").levers] == ["activations"]
+
+
+def test_a_name_that_is_no_lever_is_refused(qwen3: Path) -> None:
+    with pytest.raises(ValueError, match=r"vary='loss,lr': 'lr' is not a lever; choose from optimizer, loss, base"):
+        options(qwen3, vary="loss,lr")
+
+
+@pytest.mark.parametrize("given", [{}, LORA, {"num_gpus": 2, "engine": "zero3"}, {"dtype": "bfloat16"}])
+def test_the_first_value_of_each_lever_changes_nothing(qwen3: Path, given: dict[str, Any]) -> None:
+    model = options(qwen3, **given, vary=ALL)
+    plain = {lever.name: lever.values[0] for lever in model.levers}
+    changed = model.with_settings(plain)
+    assert {name: getattr(changed, name) for name in ("optimizer", "loss", "dtype", "precision", "quantize")} == {
+        name: getattr(model, name) for name in ("optimizer", "loss", "dtype", "precision", "quantize")
+    }
+    assert (changed.engine, changed.optimizer_on, changed.base or "resident") == (
+        model.engine,
+        model.optimizer_on,
+        "resident",
+    )
+
+
+def test_each_value_is_possible_alone_or_says_why_not(qwen3: Path) -> None:
+    model = options(qwen3, **LORA, vary=ALL, max_grad_norm=None)
+    plain = {lever.name: lever.values[0] for lever in model.levers}
+    reasons = {}
+    for lever in model.levers:
+        for value in lever.values:
+            try:
+                model.simulated({**plain, lever.name: value}, 1)
+            except ValueError as error:
+                reasons[lever.name, value] = str(error)
+    assert reasons == {}
+
+
+def test_clipping_leaves_the_host_to_engines_that_clip(qwen3: Path) -> None:
+    model = options(qwen3, vary="optimizer")
+    with pytest.raises(ValueError, match=r"max_grad_norm=1.0 with optimizer_on='host': torchao's CPUOffloadOptimizer"):
+        model.with_settings({"activations": "kept", "optimizer": "adamw on host (torchao)"})
+    sharded = model.with_settings({"activations": "kept", "optimizer": "adamw and weights on host (fsdp2)"})
+    assert (sharded.engine, sharded.optimizer_on, sharded.num_gpus) == ("fsdp2", "host", 1)
+
+
+def test_zero_trains_16_bits_in_that_precision(qwen3: Path) -> None:
+    model = options(qwen3, vary="optimizer", dtype="bfloat16")
+    zero = model.with_settings({"activations": "kept", "optimizer": "adamw on host (zero2)"})
+    assert (zero.dtype, zero.precision) == ("bfloat16", "bf16")
+
+
+def test_disks_are_read_where_there_is_one(qwen3: Path) -> None:
+    of_disk = {
+        lever.name: lever.of_disk
+        for model in (options(qwen3, **LORA, vary="base"), options(qwen3, vary="optimizer"))
+        for lever in model.levers
+    }
+    assert of_disk["base"] == ("file",)
+    assert of_disk["optimizer"] == ("adamw on nvme, weights on host (zero3)",)
+
+
+def test_an_engine_moves_no_weights_that_stream(qwen3: Path) -> None:
+    by_base, alone = (
+        {lever.name: lever.values for lever in options(qwen3, **LORA, vary=vary).levers}["optimizer"]
+        for vary in ("base,optimizer", "optimizer")
+    )
+    assert by_base == ("adamw", "adamw-8bit", "paged-adamw-8bit", "adamw-4bit")
+    assert "adamw and weights on host (fsdp2)" in alone
+
+
+def test_what_was_found_out_about_a_model_is_kept(qwen3: Path) -> None:
+    model = options(qwen3, vary="loss")
+    changed = model.with_settings({"activations": "kept", "loss": "chunked"})
+    assert changed.loss == "chunked"
+    assert changed.config is model.config
