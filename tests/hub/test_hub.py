@@ -14,6 +14,7 @@ from hf_memopt.cli import main
 modeling_smolvla_reflow = LateModule("hf_memopt.lerobot.modeling_smolvla_reflow")
 policy_files = LateModule("hf_memopt.lerobot.policy_files")
 prepare = LateModule("hf_memopt.lerobot.student.prepare")
+io_utils = LateModule("lerobot.datasets.io_utils")
 modeling_smolvla = LateModule("lerobot.policies.smolvla.modeling_smolvla")
 lerobot_runs = LateModule("lerobot_runs")
 
@@ -60,18 +61,19 @@ def test_missing_repository(hub: FakeHub, tmp_path: Path, capsys: pytest.Capture
     assert not (tmp_path / "student").exists()
 
 
-def test_training_goes_on_with_the_files_that_were_checked(hub: FakeHub, toy_student: Path) -> None:
+def test_training_goes_on_with_the_files_that_were_checked(hub: FakeHub, toy_student: Path, toy_dataset: Path) -> None:
+    statistics = io_utils.load_stats(toy_dataset)
     files = {file.name: file.read_bytes() for file in toy_student.iterdir()}
     hub.repositories["robots/student"] = files
     config = policy_files.load_config(toy_student)
     config.pretrained_path = Path("robots/student")
-    modeling_smolvla_reflow.SmolVLAReflowPolicy(config, dataset_stats={})
+    modeling_smolvla_reflow.SmolVLAReflowPolicy(config, dataset_stats=statistics)
     assert config.pretrained_path == policy_files.resolve_checkpoint("robots/student")
     hostile = files["policy_preprocessor.json"].replace(b'"registry_name": "device_processor"', b'"class": "os.mkdir"')
     hub.repositories["robots/hostile"] = {**files, "policy_preprocessor.json": hostile}
     config.pretrained_path = Path("robots/hostile")
     with pytest.raises(ValueError, match=r"snapshots/.*/policy_preprocessor.json: a step is 'os.mkdir'"):
-        modeling_smolvla_reflow.SmolVLAReflowPolicy(config, dataset_stats={})
+        modeling_smolvla_reflow.SmolVLAReflowPolicy(config, dataset_stats=statistics)
 
 
 @pytest.mark.parametrize("private", [True, False])
