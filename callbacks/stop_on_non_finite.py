@@ -1,19 +1,16 @@
 """Stop before a gradient that is not finite destroys the parameters."""
 
-import math
-from collections.abc import Iterable
 from typing import Any
 
-import torch
-from torch import distributed as dist
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hf_memopt.memory.ranks import gather_from_ranks, num_ranks
+from hf_memopt.memory.ranks import gather_from_ranks
 from hf_memopt.training.finite_check import (
     GradientWatch,
     NonFiniteGradientError,
-    local_values,
+    finite_on_all_ranks,
+    largest_magnitude,
     scaler_takes_care,
 )
 
@@ -76,7 +73,8 @@ class StopOnNonFiniteCallback(TrainerCallback):
     ) -> None:
         watch = self._running_watch()
         watch.end_micro_batch()
-        if _is_finite_everywhere(model.parameters(), args.device) or scaler_takes_care(optimizer):
+        largest = largest_magnitude(model.parameters())
+        if finite_on_all_ranks([largest], args.device) or scaler_takes_care(optimizer):
             return
         findings = gather_from_ranks(watch.findings())
         self.remove()
@@ -96,14 +94,3 @@ class StopOnNonFiniteCallback(TrainerCallback):
     def _running_watch(self) -> GradientWatch:
         assert self._watch is not None, "Trainer calls on_train_begin before any step"
         return self._watch
-
-
-def _is_finite_everywhere(parameters: Iterable[nn.Parameter], device: torch.device) -> bool:
-    """Return whether all gradients are finite; all ranks have to call this together."""
-    gradients = [local_values(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    gradients = [gradient for gradient in gradients if gradient.numel()]
-    largest = torch.nn.utils.get_total_norm(gradients, math.inf)
-    non_finite = torch.logical_not(largest.isfinite()).to(device, torch.float32)
-    if num_ranks() > 1:
-        dist.all_reduce(non_finite, dist.ReduceOp.MAX)
-    return not non_finite.item()

@@ -39,8 +39,9 @@ _REMEDIES = {
 def one_line_errors(program: str, main: Callable[[list[str]], Any], arguments: Sequence[str] | None = None) -> int:
     """Run `main` and return its exit status; a user's mistake goes to standard error as one line and gives 2.
 
-    `--traceback`, which `main` does not see, lets the mistake escape; the line mentions it where another library found
-    the mistake. Everything that is not known to come from bad input escapes in any case.
+    So does training that diverged (FloatingPointError), which gives 1. `--traceback`, which `main` does not see, lets
+    both escape; the line mentions it where another library found the mistake. Everything that is not known to come from
+    bad input escapes in any case.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     passed_on = [argument for argument in given if argument != TRACEBACK_FLAG]
@@ -53,7 +54,7 @@ def one_line_errors(program: str, main: Callable[[list[str]], Any], arguments: S
         hint = "" if _is_ours(error) else f" ({TRACEBACK_FLAG} shows where)"
         # In one call, so that lines of several processes do not mix.
         sys.stderr.write(f"{_rank()}{program}: error: {line}{hint}\n")
-        return 2
+        return 1 if isinstance(error, FloatingPointError) else 2
     return status if isinstance(status, int) else 0
 
 
@@ -63,7 +64,7 @@ def _line(error: Exception) -> str | None:
     if isinstance(error, OSError) and error.filename is not None and error.errno in _REMEDIES:
         return f"{str(error.filename)!r}: {error.strerror}; {_REMEDIES[error.errno]}"
     names = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__}
-    if isinstance(error, ValueError | OSError) or names & _OF_LIBRARIES:
+    if isinstance(error, ValueError | OSError | FloatingPointError) or names & _OF_LIBRARIES:
         return " ".join(str(error).split()) or type(error).__name__
     return None
 

@@ -110,7 +110,9 @@ def prepare(accelerator: Accelerator, options: Options, tokenizer: Any, blocks: 
     held_out = DataLoader(blocks["test"], generator=torch.Generator(), **loader)
     model, optimizer, scheduler, batches, held_out = accelerator.prepare(model, optimizer, scheduler, batches, held_out)
     memory = MemoryLogger(accelerator, log_every=training.log_every, output_dir=training.output_dir)
-    return Run(accelerator, options, model, optimizer, scheduler, batches, memory=memory, held_out=held_out)
+    run = Run(accelerator, options, model, optimizer, scheduler, batches, memory=memory, held_out=held_out)
+    run.finite = run.finite_check(model, optimizer)
+    return run
 
 
 def evaluate(run: Run) -> dict[str, float]:
@@ -138,7 +140,7 @@ def train(run: Run) -> tuple[History, RunCost]:
     bar = tqdm(total=training.max_steps, initial=progress.num_updates, unit="update", desc="Training")
     checkpointing = "" if run.options.model.gradient_checkpointing else "--gradient_checkpointing"
     explaining = explained(run.model, training.output_dir, run.options.offload, checkpointing)
-    with bar, checkpoints.stopping_on_signal(), explaining:
+    with bar, checkpoints.stopping_on_signal(), loop.saving_after_errors(run, checkpoints), explaining:
         while progress.num_updates < training.max_steps:
             timer.begin()
             loss = update(run, batches)

@@ -39,7 +39,7 @@ from hf_memopt.recipes.fluxflow import report as report
 from hf_memopt.recipes.fluxflow.losses import Figures, weights_at
 from hf_memopt.recipes.fluxflow.model import build_models, stride
 from hf_memopt.recipes.fluxflow.options import Options, parse
-from hf_memopt.recipes.fluxflow.step import Gan, make_gan, step
+from hf_memopt.recipes.fluxflow.step import FiniteChecks, Gan, make_gan, step
 from hf_memopt.recipes.fluxflow.training_aids import (
     WeightAverage,
     average_gradients,
@@ -125,7 +125,7 @@ def prepare(accelerator: Accelerator, options: Options) -> Run:
     )
     memory = MemoryLogger(accelerator, log_every=training.log_every, output_dir=training.output_dir)
     hooks = {"synchronize": partial(average_gradients, accelerator), "phase": memory.phase}
-    gan = make_gan(models, options, accelerator, stop_on_non_finite=True, **hooks)
+    gan = make_gan(models, options, accelerator, **hooks)
     schedulers = [
         # Of torch's optimizers: accelerate does not step these schedules, and so not once per process.
         loop.make_schedule(each.optimizer, training, training.max_steps, 1)
@@ -141,7 +141,9 @@ def prepare(accelerator: Accelerator, options: Options) -> Run:
     set_seed(training.seed, device_specific=True)  # other latents on each process
     batches = data.EndlessBatches(loader)
     prepared = accelerator, options, models, gan.optimizers, schedulers, batches
-    return Run(*prepared, gan=gan, average=average, source=source, memory=memory)
+    run = Run(*prepared, gan=gan, average=average, source=source, memory=memory)
+    gan.finite = FiniteChecks(*map(run.finite_check, (models.vae, models.discriminator), gan.optimizers))
+    return run
 
 
 def train_batch(run: Run, images: Tensor) -> Figures:

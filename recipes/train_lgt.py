@@ -160,7 +160,7 @@ def train(run: Run, held_out: data.Latents) -> tuple[Run, RunCost]:
     checkpointing = "" if options.training.use_gradient_checkpointing else "--use_gradient_checkpointing"
     halving = "--gradient_cache --auto_micro_batch" if not options.training.gradient_cache else "--auto_micro_batch"
     explaining = explained(run.model, saving.save_dir, options.offload, checkpointing, halving)
-    with bar, checkpoints.stopping_on_signal(), explaining:
+    with bar, checkpoints.stopping_on_signal(), loop.saving_after_errors(run, checkpoints), explaining:
         while progress.epoch < options.training.num_epochs:
             counted(run, list(islice(batches, sizes[progress.num_windows])), timer)
             loop.advance(run, bar)

@@ -4,8 +4,8 @@
     accelerate launch --mixed_precision bf16 recipes/train_neural_operator.py --model tfno --resolution 512 \\
         --test_resolutions 512 --batch_size 16 --checkpoint_blocks --checkpoint_mlps --offload inputs
 
-Models, losses, data processor and optimizer are neuralop's. Data are generated, unless --data_folder has neuralop's
-files; nothing is downloaded. Trained at one resolution, the model is tested at several.
+Models, losses, data processor and optimizer are neuralop's. Data are generated, unless --data_folder has files, and
+nothing is downloaded. Trained at one resolution, the model is tested at several.
 
 Devices, processes and mixed precision are accelerate's; Fourier transforms stay in float32. On a CPU nothing is
 offloaded unless --disk names a folder to move it to, or --cpu_copies asks for the copies of a GPU. --config_path FILE
@@ -23,6 +23,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed, tqdm
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.utils.data import DataLoader
 
 from hf_memopt.checkpoint import endless_batches
@@ -36,6 +37,7 @@ from hf_memopt.recipes.common.flags import as_settings
 from hf_memopt.recipes.common.out_of_memory import explained, halved_until_it_fits
 from hf_memopt.recipes.neural_operator import data as data
 from hf_memopt.recipes.neural_operator import report as report
+from hf_memopt.recipes.neural_operator.loss_scaler import ComplexGradScaler
 from hf_memopt.recipes.neural_operator.model import make_model, save_model
 from hf_memopt.recipes.neural_operator.options import Options, TrainingOptions, parse
 from hf_memopt.recipes.neural_operator.step import Run, evaluate, make_optimizer, update
@@ -50,10 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     output = Path(options.training.output_dir)
     with loop.writing_to(output, accelerator):
         with accelerator.main_process_first():  # the others find the files
-            samples = data.load(options.data, accelerator.device)
+            samples = data.load(options.data, accelerator.device, options.model.modes)
         logger.info(
-            f"Data: Darcy flow, {data.describe(options.data)}; {options.data.num_train:,} samples at "
-            f"{options.data.resolution}, tested at {', '.join(map(str, samples.tests))}"
+            f"Data: {data.describe(options.data)}; {options.data.num_train:,} samples, {samples.shape}, tested at "
+            f"{', '.join(map(str, samples.tests))}"
         )
         make_workload = partial(NeuralOperator, options)
         options, accelerator, predicted = apply_auto_plan(options, accelerator, make_workload, make_accelerator)
@@ -84,6 +86,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
 def make_accelerator(options: Options) -> Accelerator:
     accelerator = loop.make_accelerator(options.training, options.training.output_dir)
     accelerator.register_save_state_pre_hook(drop_metadata)
+    if type(accelerator.scaler) is GradScaler:
+        accelerator.scaler = ComplexGradScaler(accelerator.device.type)
     return accelerator
 
 
@@ -97,7 +101,7 @@ def prepare(accelerator: Accelerator, options: Options, samples: data.Data) -> R
     """Return model, optimizer, schedule and batches, the same for every call."""
     training = options.training
     set_seed(training.seed)
-    model = make_model(options.model)
+    model = make_model(options.model, *samples.shape.for_model())
     optimizer = make_optimizer(model, training)
     batches, *tests = accelerator.prepare(*make_loaders(training.batch_size, samples))
     scheduler = loop.make_schedule(optimizer, training, training.epochs * len(batches), accelerator.num_processes)
@@ -105,7 +109,9 @@ def prepare(accelerator: Accelerator, options: Options, samples: data.Data) -> R
     processor, tests = samples.processor.to(accelerator.device), dict(zip(samples.tests, tests, strict=True))
     memory = MemoryLogger(accelerator, output_dir=training.output_dir)
     prepared = accelerator, options, model, optimizer, scheduler, batches
-    return Run(*prepared, memory=memory, processor=processor, tests=tests)
+    run = Run(*prepared, memory=memory, processor=processor, tests=tests)
+    run.finite = run.finite_check(model, optimizer)
+    return run
 
 
 def make_loaders(batch_size: int, samples: data.Data) -> list[DataLoader[Any]]:
@@ -129,7 +135,7 @@ def train(run: Run) -> tuple[Run, RunCost]:
     bar = tqdm(total=num_updates, initial=progress.num_updates, unit="update", desc="Training")
     checkpointing = "" if run.options.model.checkpointed_modules else "--checkpoint_blocks --checkpoint_mlps"
     explaining = explained(run.model, training.output_dir, run.options.offload, checkpointing)
-    with bar, checkpoints.stopping_on_signal(), explaining:
+    with bar, checkpoints.stopping_on_signal(), loop.saving_after_errors(run, checkpoints), explaining:
         while progress.num_updates < num_updates:
             timer.begin()
             run.epoch_loss += update(run, next(batches))
@@ -154,7 +160,7 @@ def end_epoch(run: Run, training: TrainingOptions) -> None:
 
 
 def comparable(options: Options) -> Begin:
-    samples = data.load(options.data, make_accelerator(options).device)
+    samples = data.load(options.data, make_accelerator(options).device, options.model.modes)
 
     def begin(options: Options) -> tuple[Run, Iterator[Tensor]]:
         run = prepare(make_accelerator(options), options, samples)

@@ -21,6 +21,7 @@ from accelerate import PartialState
 from datasets import Dataset, load_dataset
 from transformers import AutoTokenizer, Trainer, set_seed
 
+from hf_memopt.callbacks import StopOnNonFiniteCallback
 from hf_memopt.command_line import one_line_errors
 from hf_memopt.recipes.common.auto_plan import log_prediction
 from hf_memopt.recipes.common.flags import explained
@@ -54,6 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
             model, training, train_dataset=rows, processing_class=tokenizer, **optimizer_of(sft, training)
         )
         memopt.attach(trainer)  # hf_memopt: offloading, memory in the log, a report where memory runs out
+        if not trainer.is_deepspeed_enabled:  # whose engine updates before Trainer could stop it
+            trainer.add_callback(StopOnNonFiniteCallback())  # hf_memopt
         announce(trainer, options)
         trainer.train(resume_from_checkpoint=resumed)
         if trainer.is_fsdp_enabled:  # else the model would be left in shards alone

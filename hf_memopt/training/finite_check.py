@@ -1,26 +1,32 @@
 """The rank, micro-batch and parameters that a non-finite gradient came from."""
 
 import math
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
+from hf_memopt.memory.ranks import num_ranks
+
+LOSS = "loss"  # its name beside those of parameters
 _MAX_NAMES = 5
 
 Findings = list[tuple[int, list[str]]]  # micro-batch, counted from 1, and parameters in the order of backward
 
 
 class NonFiniteGradientError(FloatingPointError):
-    """A gradient was infinite or NaN; the parameters are those of the step before.
+    """A gradient, or a recipe's loss, was infinite or NaN; the parameters are those of the step before.
 
     Attributes:
         step: the optimizer step that was not taken, counted from 1.
         findings: for each rank, the micro-batches whose own gradients were not finite, with the parameters' names in
-            the order of backward. Empty where adding up micro-batches or ranks overflowed.
+            the order of backward, after "loss" where a recipe's loss was not. Empty where adding up micro-batches or
+            ranks overflowed.
     """
 
     def __init__(self, step: int, findings: list[Findings]) -> None:
@@ -108,6 +114,21 @@ def local_values(gradient: Tensor) -> Tensor:
     return local
 
 
+def largest_magnitude(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """Return the largest magnitude in this rank's entries of all gradients, `()`: 0 without any."""
+    gradients = [local_values(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    return torch.nn.utils.get_total_norm([gradient for gradient in gradients if gradient.numel()], math.inf)
+
+
+def finite_on_all_ranks(values: Sequence[Tensor], device: torch.device) -> bool:
+    """Return whether all values, `()` each, are finite on all ranks, which have to call this together."""
+    finite = torch.stack([value.isfinite().to(device) for value in values]).all()
+    non_finite = torch.logical_not(finite).to(torch.float32)
+    if num_ranks() > 1:
+        dist.all_reduce(non_finite, dist.ReduceOp.MAX)
+    return not non_finite.item()
+
+
 def scaler_takes_care(optimizer: Any) -> bool:
     """Return whether the loss scaler of Accelerate's optimizer skips steps that are not finite."""
     scaler = getattr(optimizer, "scaler", None)
@@ -115,7 +136,9 @@ def scaler_takes_care(optimizer: Any) -> bool:
 
 
 def _describe(step: int, findings: list[Findings]) -> str:
-    lines = [f"Non-finite gradient at step {step}. It was not applied: the parameters are those of step {step - 1}."]
+    is_loss = any(names[0] == LOSS for of_rank in findings for _, names in of_rank)
+    subject = "loss" if is_loss else "gradient"
+    lines = [f"Non-finite {subject} at step {step}. That update was not made."]
     for rank, of_rank in enumerate(findings):
         for micro_batch, names in of_rank:
             more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""

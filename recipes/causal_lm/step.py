@@ -38,9 +38,11 @@ def update(run: Run, batches: Iterator[Batch]) -> Tensor:
                 loss = run.model(**batch, labels=batch["input_ids"]).loss
             with run.memory.phase("backward"):
                 run.accelerator.backward(loss)
+            run.end_micro_batch(loss)
             with run.memory.phase("optimizer"):
                 # In the middle of a window, accelerate's optimizer and scheduler do nothing.
                 if run.accelerator.sync_gradients:
+                    run.before_update()
                     norm = run.options.training.max_grad_norm
                     run.accelerator.clip_grad_norm_(run.model.parameters(), norm)
                 run.optimizer.step()

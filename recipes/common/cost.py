@@ -116,9 +116,11 @@ def table(costs: Sequence[RunCost], device: str) -> str:
 
 
 def announce(model: nn.Module, options: OffloadOptions, accelerator: Accelerator) -> None:
+    is_unused = accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu"
+    precision = "fp16, which accelerate computes in float32 on a CPU" if is_unused else accelerator.mixed_precision
     logger.info(
         f"Model: {num_parameters(model):,} parameters on {accelerator.device}, {accelerator.num_processes} "
-        f"process(es), mixed precision {accelerator.mixed_precision}"
+        f"process(es), mixed precision {precision}"
     )
     if options.offload == "off":
         logger.info("Activation offloading: off (--offload off)")

@@ -12,6 +12,7 @@ import torch
 import transformers  # Its parts are slow to import, and are when they are named.
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration
+from torch import Tensor, nn
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from hf_memopt.checkpoint import Checkpoints
@@ -21,6 +22,7 @@ from hf_memopt.memory import MemoryTracker
 from hf_memopt.memory.logger import short_figure
 from hf_memopt.recipes.common.auto_plan import log_prediction
 from hf_memopt.recipes.common.cost import StepTimer, warn_if_nothing_offloaded
+from hf_memopt.recipes.common.finite import FiniteCheck
 from hf_memopt.recipes.common.options import OffloadOptions, RunOptions, checkpoints_folder
 from hf_memopt.recipes.common.results import History
 
@@ -86,12 +88,25 @@ class Run:
     batches: Any = None  # of an epoch; None where a step is only simulated
     progress: Any = field(default_factory=Progress)
     memory: Any = field(default_factory=partial(MemoryTracker, "cpu"))  # a MemoryLogger in training
+    finite: FiniteCheck | None = None  # None where a step is only simulated, as its values are read
 
     def __post_init__(self) -> None:
         self.offloader = self.options.offload.make_offloader(self.accelerator.device)
 
     def saving(self) -> AbstractContextManager[Any]:
         return nullcontext() if self.offloader is None else self.offloader.offload_context(self.model)
+
+    def finite_check(self, model: nn.Module, optimizer: Any) -> FiniteCheck:
+        return FiniteCheck(self.accelerator, model, optimizer, lambda: self.progress.num_updates + 1)
+
+    def end_micro_batch(self, loss: Tensor) -> None:
+        if self.finite is not None:
+            self.finite.end_micro_batch(loss)
+
+    def before_update(self) -> None:
+        """Raise NonFiniteGradientError for a loss or gradient of the update that is not finite."""
+        if self.finite is not None:
+            self.finite.before_update()
 
     def timer(self) -> StepTimer:
         return StepTimer(self.options.offload.offload, self.accelerator.device, self.offloader)
@@ -144,13 +159,21 @@ def saving_after_errors(run: Run, checkpoints: Checkpoints) -> Iterator[None]:
     """
     try:
         yield
-    except Exception:
+    except Exception as error:
+        has_traceback = not isinstance(error, FloatingPointError)  # which says all there is
         if run.accelerator.num_processes > 1:
-            logger.exception("Stopped by an error on this process; resume from the last checkpoint")
+            logger.error("Stopped by an error on this process; resume from the last checkpoint", exc_info=has_traceback)
+        elif isinstance(error, FloatingPointError) and not _has_finite_weights(run.accelerator):
+            logger.error("The weights overflowed in the update before; resume from the last checkpoint")
         elif run.progress.num_updates > 0:
             saved = checkpoints.save(run.progress.num_updates, run.position())
-            logger.exception(f"Stopped by an error after {run.progress.num_updates} steps; saved {saved}")
+            told = f"Stopped by an error after {run.progress.num_updates} steps; saved {saved}"
+            logger.error(told, exc_info=has_traceback)
         raise
+
+
+def _has_finite_weights(accelerator: Accelerator) -> bool:
+    return all(weight.isfinite().all() for model in accelerator._models for weight in model.parameters())
 
 
 @contextmanager

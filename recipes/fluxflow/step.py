@@ -4,7 +4,7 @@
     gan = Gan(models, make_optimizers(models, TrainingOptions()), LossOptions(), LeverOptions())
     step(gan, make_batch(4, 64, device), Weights(kl=1e-3, adversarial=0.5), with_r1=True)
 
-Nothing in here waits for the device or decides by a tensor's values, unless `stop_on_non_finite` asks for it.
+Nothing in here waits for the device or decides by a tensor's values, but for the checks of `finite`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 from hf_memopt.activations import ActivationOffloader
+from hf_memopt.recipes.common.finite import FiniteCheck
 from hf_memopt.recipes.fluxflow.losses import (
     Figures,
     Weights,
@@ -40,6 +41,11 @@ class Optimizers(NamedTuple):
     discriminator: Any
 
 
+class FiniteChecks(NamedTuple):
+    vae: FiniteCheck
+    discriminator: FiniteCheck
+
+
 @dataclass
 class Gan:
     models: Models  # on one device
@@ -48,7 +54,7 @@ class Gan:
     levers: LeverOptions
     micro_batch_size: int = 0  # images per forward pass; 0: the whole batch
     max_grad_norm: float = 1.0
-    stop_on_non_finite: bool = False  # raises before an update whose gradient is not; waits for the device
+    finite: FiniteChecks | None = None
     autocast: Context = nullcontext  # around each forward pass
     offloader: ActivationOffloader | None = None
     synchronize: Callable[[list[nn.Parameter]], None] = lambda parameters: None  # before each update
@@ -101,6 +107,9 @@ def update_discriminator(gan: Gan, parts: Sequence[Tensor], with_r1: bool) -> Fi
     discriminator, optimizer = gan.models.discriminator, gan.optimizers.discriminator
     parameters = list(discriminator.parameters())
     optimizer.zero_grad()  # also those left by an update of the VAE without --freeze_discriminator
+    check = None if gan.finite is None else gan.finite.discriminator
+    if check is not None:
+        check.begin_update()  # without their gradients too
     figures = []
     for part, share in _shares(parts):
         fake = reconstruct(gan, part)  # without a graph: this update is the discriminator's
@@ -115,8 +124,10 @@ def update_discriminator(gan: Gan, parts: Sequence[Tensor], with_r1: bool) -> Fi
                 found["r1"] = penalty.detach()
                 loss = loss + gan.losses.r1_gamma / 2 * penalty
         torch.autograd.backward(loss * share, inputs=parameters)  # images would get a gradient too
+        if check is not None:
+            check.end_micro_batch(loss)
         figures.append((found, share))
-    norm = apply_gradients(gan, parameters, optimizer)
+    norm = apply_gradients(gan, parameters, optimizer, check)
     return {**_mean(figures), "discriminator_grad_norm": norm}
 
 
@@ -132,10 +143,16 @@ def update_vae(gan: Gan, parts: Sequence[Tensor], weights: Weights) -> Figures:
     """Update by reconstruction and KL losses for the whole VAE, and the adversarial loss for its decoder."""
     vae, optimizer = gan.models.vae, gan.optimizers.vae
     backward = backward_decoding_once if gan.levers.decode == "once" else backward_decoding_twice
+    check = None if gan.finite is None else gan.finite.vae
     optimizer.zero_grad()
+    figures = []
     with frozen(gan.models.discriminator) if gan.levers.freeze_discriminator else nullcontext():
-        figures = [(backward(gan, part, weights, share), share) for part, share in _shares(parts)]
-    norm = apply_gradients(gan, list(vae.parameters()), optimizer)
+        for part, share in _shares(parts):
+            found = backward(gan, part, weights, share)
+            if check is not None:
+                check.end_micro_batch(torch.stack(list(found.values())).sum())
+            figures.append((found, share))
+    norm = apply_gradients(gan, list(vae.parameters()), optimizer, check)
     return {**_mean(figures), "grad_norm": norm}
 
 
@@ -201,10 +218,12 @@ def _adversarial(gan: Gan, output: Tensor) -> Tensor:
     return generator_hinge_loss(wide(scores))
 
 
-def apply_gradients(gan: Gan, parameters: list[nn.Parameter], optimizer: Any) -> Tensor:
-    """Average over processes, clip, update; return the norm before clipping."""
+def apply_gradients(gan: Gan, parameters: list[nn.Parameter], optimizer: Any, check: FiniteCheck | None) -> Tensor:
+    """Average over processes, check, clip, update; return the norm before clipping."""
     gan.synchronize(parameters)
-    norm = clip_grad_norm_(parameters, gan.max_grad_norm, error_if_nonfinite=gan.stop_on_non_finite)
+    if check is not None:
+        check.before_update()
+    norm = clip_grad_norm_(parameters, gan.max_grad_norm)
     optimizer.step()
     optimizer.zero_grad()
     return norm.detach()

@@ -1,52 +1,66 @@
-"""The data of `train_neural_operator.py`: generated, or neuralop's own files where the user has them."""
+"""The data of `train_neural_operator.py`: generated, or the user's own files."""
 
-import contextlib
-import io
+import logging
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from neuralop.data.datasets.pt_dataset import PTDataset
+from neuralop.data.datasets.tensor_dataset import TensorDataset
 from neuralop.data.transforms.data_processors import DefaultDataProcessor
+from neuralop.data.transforms.normalizers import UnitGaussianNormalizer
+from torch import Tensor
 from torch.utils.data import Dataset
 
 from hf_memopt.recipes.neural_operator.darcy import Darcy, cached_folder
+from hf_memopt.recipes.neural_operator.files import Fields, FieldShape, read
 from hf_memopt.recipes.neural_operator.options import DataOptions
+
+logger = logging.getLogger(__name__)
 
 
 class Data(NamedTuple):
-    """Samples are dictionaries of `x` and `y`, `(1, nodes, nodes)`; the processor normalises solutions."""
+    """Samples are dictionaries of `x` and `y`, `(channels, *sides)`; the processor normalises solutions."""
 
     train: Dataset[Any]
     tests: dict[int, Dataset[Any]]
     processor: DefaultDataProcessor
+    shape: FieldShape
 
 
-def load(options: DataOptions, device: torch.device) -> Data:
+def load(options: DataOptions, device: torch.device, modes: int = 2) -> Data:
+    """Return the fields that the flags name. ValueError as from `read`, or for test data of other channels."""
     folder = _generated(options, device) if options.data_folder is None else Path(options.data_folder)
-    _check_files(folder, options)
-    num_tests = len(options.test_resolutions)
-    with contextlib.redirect_stdout(io.StringIO()):  # it prints which file it reads
-        # Its subclass DarcyDataset knows the published resolutions only.
-        found = PTDataset(
-            folder,
-            "darcy",
-            n_train=options.num_train,
-            n_tests=[options.num_test] * num_tests,
-            batch_size=1,  # of loaders that are not made here
-            test_batch_sizes=[1] * num_tests,
-            train_resolution=options.resolution,
-            test_resolutions=options.test_resolutions,
-        )
-    _check_sizes(found, options)
-    return Data(found.train_db, found.test_dbs, found.data_processor)
+    names = {resolution: f"darcy_test_{resolution}" for resolution in options.test_resolutions}
+    train = read(folder, _train_name(options), options.num_train, options, modes)
+    tests = {resolution: read(folder, name, options.num_test, options, modes) for resolution, name in names.items()}
+    for name, test in zip(names.values(), tests.values(), strict=True):
+        if test.shape.for_model() != train.shape.for_model():
+            raise ValueError(f"{folder / name} has {test.shape}, and the training data {train.shape}; use alike fields")
+    for name, fields in zip((_train_name(options), *names.values()), (train, *tests.values()), strict=True):
+        _warn_of_bad_numbers(fields, folder / name)
+    datasets = {resolution: TensorDataset(*test) for resolution, test in tests.items()}
+    return Data(TensorDataset(*train), datasets, make_processor(train.y), train.shape)
+
+
+def shape_of(options: DataOptions, modes: int) -> FieldShape:
+    """Return the shape of the training data, for plans."""
+    if options.data_folder is None:
+        return FieldShape(1, 1, (options.resolution, options.resolution))
+    return read(Path(options.data_folder), _train_name(options), None, options, modes).shape
+
+
+def make_processor(y: Tensor) -> DefaultDataProcessor:
+    """Return neuralop's processor, which normalises each channel of the solutions, `(samples, channels, *sides)`."""
+    normalizer = UnitGaussianNormalizer(dim=[axis for axis in range(y.ndim) if axis != 1])
+    normalizer.fit(y)
+    return DefaultDataProcessor(in_normalizer=None, out_normalizer=normalizer)
 
 
 def describe(options: DataOptions) -> str:
     if options.data_folder is not None:
         return f"files in {options.data_folder}"
     solved = f", solved at {options.solve_resolution} and more" if options.solve_resolution else ""
-    return f"generated, seed {options.data_seed}{solved}"
+    return f"Darcy flow, generated, seed {options.data_seed}{solved}"
 
 
 def _generated(options: DataOptions, device: torch.device) -> Path:
@@ -56,21 +70,14 @@ def _generated(options: DataOptions, device: torch.device) -> Path:
     return cached_folder(Path(options.cache_folder), train, tests, device)
 
 
-def _check_files(folder: Path, options: DataOptions) -> None:
-    names = [f"darcy_train_{options.resolution}.pt", *(f"darcy_test_{n}.pt" for n in options.test_resolutions)]
-    missing = [name for name in names if not (folder / name).is_file()]
-    if missing:
-        raise ValueError(
-            f"data_folder={str(folder)!r} lacks {', '.join(missing)}; choose --resolution and --test_resolutions that "
-            "it holds, or leave --data_folder out to generate data"
-        )
+def _train_name(options: DataOptions) -> str:
+    return f"darcy_train_{options.resolution}"
 
 
-def _check_sizes(found: PTDataset, options: DataOptions) -> None:
-    sizes = [("num_train", options.num_train, found.train_db)]
-    sizes += [("num_test", options.num_test, dataset) for dataset in found.test_dbs.values()]
-    for name, wanted, dataset in sizes:
-        if len(dataset) < wanted:
-            raise ValueError(
-                f"{name}={wanted}: a file in data_folder={options.data_folder!r} has {len(dataset)} samples"
+def _warn_of_bad_numbers(fields: Fields, file: Path) -> None:
+    for key, values in fields._asdict().items():
+        bad = torch.logical_not(values.isfinite()).flatten(1).any(dim=1).nonzero().flatten()
+        if len(bad):
+            logger.warning(
+                f"{file}: {key} is not finite in {len(bad)} of {len(values)} samples, first in sample {bad[0]}"
             )

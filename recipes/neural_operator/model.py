@@ -15,26 +15,27 @@ from hf_memopt.activations import apply_selective_checkpointing
 from hf_memopt.recipes.neural_operator.options import ModelOptions
 
 
-def make_model(options: ModelOptions) -> nn.Module:
-    """Return a model from one input channel to one output channel, on a square. Torch's seed decides the weights."""
-    channels = {"in_channels": 1, "out_channels": 1, "hidden_channels": options.hidden_channels}
-    shape = {"n_modes": (options.modes, options.modes), "n_layers": options.num_layers}
+def make_model(options: ModelOptions, in_channels: int = 1, out_channels: int = 1, num_dims: int = 2) -> nn.Module:
+    """Return a model of fields on a grid of `num_dims` dimensions. Torch's seed decides the weights."""
+    channels = {"in_channels": in_channels, "out_channels": out_channels, "hidden_channels": options.hidden_channels}
+    shape = {"n_modes": (options.modes,) * num_dims, "n_layers": options.num_layers}
     if options.model == "fno":
         model: nn.Module = FNO(**channels, **shape)
     elif options.model == "tfno":
         model = TFNO(**channels, **shape, factorization="tucker", rank=options.rank)
     else:
-        model = _make_uno(options, channels)
+        model = _make_uno(options, channels, num_dims)
     keep_spectral_float32(model)
     if options.checkpointed_modules:
         apply_selective_checkpointing(model, "all", modules=options.checkpointed_modules)
     return model
 
 
-def _make_uno(options: ModelOptions, channels: dict[str, int]) -> nn.Module:
+def _make_uno(options: ModelOptions, channels: dict[str, int], num_dims: int) -> nn.Module:
     """Return one with half the resolution and twice the width between the second layer and the last but one."""
     width, modes, num_inner = options.hidden_channels, options.modes, options.num_layers - 2
-    half = modes // 2
+    outer, inner = [modes] * num_dims, [modes // 2] * num_dims
+    same, halved, doubled = [1] * num_dims, [0.5] * num_dims, [2] * num_dims
     with contextlib.redirect_stdout(io.StringIO()):  # it prints its arguments
         return UNO(
             **channels,
@@ -42,8 +43,8 @@ def _make_uno(options: ModelOptions, channels: dict[str, int]) -> nn.Module:
             lifting_channels=2 * width,
             projection_channels=2 * width,
             uno_out_channels=[width, *[2 * width] * num_inner, width],
-            uno_n_modes=[[modes, modes], *[[half, half]] * num_inner, [modes, modes]],
-            uno_scalings=[[1, 1], [0.5, 0.5], *[[1, 1]] * (num_inner - 2), [2, 2], [1, 1]],
+            uno_n_modes=[outer, *[inner] * num_inner, outer],
+            uno_scalings=[same, halved, *[same] * (num_inner - 2), doubled, same],
             channel_mlp_skip="linear",  # the default, a gate per channel, cannot change the width
         )
 

@@ -36,13 +36,18 @@ class ModelOptions:
 
 @dataclass
 class DataOptions:
-    resolution: Count = flag(16, "nodes along each side of the training data")
-    test_resolutions: list[Count] = flag([16, 32, 64], "nodes along each side of the test data")
+    resolution: Count = flag(16, "nodes along each side of the training data; of own files, the number in their name")
+    test_resolutions: list[Count] = flag([16, 32, 64], "nodes along each side of the test data; likewise")
     num_train: TwoOrMore = flag(1000, "training samples")
     num_test: Count = flag(100, "test samples of each resolution")
     solve_resolution: CountOrZero = flag(120, "solve on at least so many nodes along each side and keep every n-th")
     data_seed: Seed = flag(0, "of the generated coefficient fields")
-    data_folder: str | None = flag(None, "folder of darcy_{train,test}_<resolution>.pt, instead of generated data")
+    data_folder: str | None = flag(
+        None, "folder of darcy_{train,test}_<resolution>.pt, .h5, .npz or _<key>.npy, instead of generated data"
+    )
+    input_key: str = flag("x", "name of the inputs in own files: (samples, *grid) or (samples, channels, *grid)")
+    output_key: str = flag("y", "name of the outputs in own files, on the same grid")
+    num_dims: Literal[1, 2, 3] | None = flag(None, "dimensions of the grid in own files, if their shapes do not tell")
     cache_folder: str = flag("outputs/darcy", "where generated data are kept for the next run")
 
 
@@ -85,6 +90,8 @@ def parse(description: str, arguments: Sequence[str] | None = None, compared: Se
 def _check_model(model: ModelOptions, data: DataOptions) -> None:
     if model.model == "uno" and model.num_layers < 4:
         raise ValueError(f"num_layers={model.num_layers} must be at least 4 for model='uno'")
+    if data.data_folder is not None:
+        return  # the grids are in the files
     for resolution in (data.resolution, *data.test_resolutions):
         if resolution < model.modes:
             raise ValueError(

@@ -52,7 +52,10 @@ def errors_table(results: dict[str, Any]) -> str:
 
 
 def predictions(model: nn.Module, samples: Data) -> Iterator[tuple[int, dict[str, Tensor]]]:
-    """Yield `input`, `truth`, `prediction` and `error`, `(nodes, nodes)`, of each resolution's first test sample."""
+    """Yield `input`, `truth`, `prediction` and `error` of each resolution's first test sample.
+
+    They are of the first channel, `(nodes,)` or `(height, width)`; a volume is cut in its middle.
+    """
     model.eval()
     samples.processor.eval()
     for resolution, dataset in samples.tests.items():
@@ -61,15 +64,24 @@ def predictions(model: nn.Module, samples: Data) -> Iterator[tuple[int, dict[str
             prediction, batch = samples.processor.postprocess(model(batch["x"]), batch)
         fields = {"input": batch["x"], "truth": batch["y"], "prediction": prediction}
         fields["error"] = (prediction - batch["y"]).abs()
-        yield resolution, {name: value[0, 0].float().cpu() for name, value in fields.items()}
+        yield resolution, {name: _shown(value[0, 0]).float().cpu() for name, value in fields.items()}
+
+
+def _shown(field: Tensor) -> Tensor:
+    return field[len(field) // 2] if field.ndim == 3 else field
 
 
 def draw(rows: list[tuple[int, dict[str, Tensor]]], file: Path) -> None:
-    size, square = (11, 2.6 * len(rows)), {"box_aspect": 1}
-    with drawn(file, len(rows), 4, figsize=size, squeeze=False, subplot_kw=square) as axes:
+    with drawn(file, len(rows), 4, figsize=(11, 2.6 * len(rows)), squeeze=False) as axes:
         for line, (resolution, fields) in zip(axes, rows, strict=True):
-            scale = {"vmin": fields["truth"].min().item(), "vmax": fields["truth"].max().item()}
+            smallest, largest = fields["truth"].min().item(), fields["truth"].max().item()
             for axis, (name, values) in zip(line, fields.items(), strict=True):
-                image = axis.imshow(values.numpy(), **(scale if name in ("truth", "prediction") else {}))
-                axis.set(title=f"{name}, {resolution}", xticks=[], yticks=[])
+                like_truth = name in ("truth", "prediction")
+                axis.set(title=f"{name}, {resolution}", xticks=[])
+                if values.ndim == 1:
+                    axis.plot(values.numpy())
+                    axis.set(ylim=(smallest, largest) if like_truth and smallest < largest else None)
+                    continue
+                image = axis.imshow(values.numpy(), **({"vmin": smallest, "vmax": largest} if like_truth else {}))
+                axis.set(yticks=[])
                 axis.figure.colorbar(image, ax=axis, shrink=0.8)

@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,8 +17,26 @@ from hf_memopt.training import split_batch
 
 Batch = dict[str, Tensor]
 
-# Sums over the samples of a batch. H1Loss takes fields for periodic by default, which these are not.
-LOSSES = {"l2": LpLoss(d=2, p=2), "h1": H1Loss(d=2, periodic_in_x=False, periodic_in_y=False)}
+_PERIODIC = ("periodic_in_x", "periodic_in_y", "periodic_in_z")
+
+
+class RelativeError:
+    """A loss of neuralop's for fields, `(samples, channels, *sides)`: a sum over samples and a mean over channels."""
+
+    def __init__(self, loss: Any) -> None:
+        self._loss = loss
+
+    def __call__(self, output: Tensor, y: Tensor, **others: Any) -> Tensor:
+        found: Tensor = self._loss(output, y, **others) / y.shape[1]
+        return found
+
+
+@cache
+def relative_errors(num_dims: int) -> dict[str, RelativeError]:
+    """Return the relative errors of fields on a grid of `num_dims` dimensions, by name."""
+    # H1Loss takes fields for periodic by default, which these are not.
+    edges = dict.fromkeys(_PERIODIC[:num_dims], False)
+    return {"l2": RelativeError(LpLoss(d=num_dims, p=2)), "h1": RelativeError(H1Loss(d=num_dims, **edges))}
 
 
 @dataclass(kw_only=True)
@@ -50,6 +69,7 @@ def update(run: Run, batch: Batch) -> Tensor:
     """
     training = run.options.training
     batch = run.processor.preprocess(batch)
+    loss_of = relative_errors(batch["y"].ndim - 2)[training.train_loss]
     parts = list(split_batch(batch, training.micro_batch_size or training.batch_size))
     losses = []
     for number, part in enumerate(parts, start=1):
@@ -58,11 +78,13 @@ def update(run: Run, batch: Batch) -> Tensor:
             # The offloader's context is around the forward pass; backward brings back the moved tensors.
             with run.memory.phase("forward"), run.saving():
                 output, part = run.processor.postprocess(run.model(part["x"]), part)
-                loss = LOSSES[training.train_loss](output, part["y"]) / len(batch["y"])
+                loss = loss_of(output, part["y"]) / len(batch["y"])
             with run.memory.phase("backward"):
                 run.accelerator.backward(loss)
+        run.end_micro_batch(loss)
         losses.append(loss.detach())
     with run.memory.phase("optimizer"):
+        run.before_update()
         run.optimizer.step()
         run.scheduler.step()
         run.optimizer.zero_grad()
@@ -79,7 +101,7 @@ def evaluate(run: Run) -> dict[str, float]:
     for resolution, batches in run.tests.items():
         errors = torch.cat([run.accelerator.gather_for_metrics(_errors(run, batch)) for batch in batches])
         means = errors.mean(dim=0).tolist()
-        found |= {f"{name}_{resolution}": mean for name, mean in zip(LOSSES, means, strict=True)}
+        found |= {f"{name}_{resolution}": mean for name, mean in zip(relative_errors(2), means, strict=True)}
     run.model.train()
     run.processor.train()
     return found
@@ -88,5 +110,5 @@ def evaluate(run: Run) -> dict[str, float]:
 def _errors(run: Run, batch: Batch) -> Tensor:
     batch = run.processor.preprocess(batch)
     output, batch = run.processor.postprocess(run.model(batch["x"]), batch)
-    pairs = zip(output.split(1), batch["y"].split(1), strict=True)
-    return torch.stack([torch.stack([loss(ours, truth) for loss in LOSSES.values()]) for ours, truth in pairs])
+    pairs, used = zip(output.split(1), batch["y"].split(1), strict=True), relative_errors(output.ndim - 2).values()
+    return torch.stack([torch.stack([loss(ours, truth) for loss in used]) for ours, truth in pairs])

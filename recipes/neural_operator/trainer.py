@@ -11,12 +11,13 @@ from neuralop import Trainer
 from torch import nn
 
 from hf_memopt.recipes.common.cost import RunCost, StepTimer, announce
+from hf_memopt.recipes.common.finite import FiniteCheck
 from hf_memopt.recipes.common.loop import make_schedule
 from hf_memopt.recipes.common.results import History
 from hf_memopt.recipes.neural_operator.data import Data
 from hf_memopt.recipes.neural_operator.model import make_model
 from hf_memopt.recipes.neural_operator.options import Options
-from hf_memopt.recipes.neural_operator.step import LOSSES, make_optimizer
+from hf_memopt.recipes.neural_operator.step import make_optimizer, relative_errors
 
 
 def train_with_trainer(
@@ -29,7 +30,7 @@ def train_with_trainer(
     _check_launch(accelerator)
     training = options.training
     set_seed(training.seed)
-    model = make_model(options.model).to(accelerator.device)
+    model = make_model(options.model, *samples.shape.for_model()).to(accelerator.device)
     optimizer = make_optimizer(model, training)
     offloader = options.offload.make_offloader(accelerator.device)
     if offloader is not None:
@@ -38,6 +39,9 @@ def train_with_trainer(
     timer = StepTimer(options.offload.offload, accelerator.device, offloader)
     model.register_forward_pre_hook(lambda *event: timer.begin())
     optimizer.register_step_post_hook(lambda *event: timer.end())
+    used = relative_errors(len(samples.shape.sides))
+    loss = WatchedLoss(used[training.train_loss], accelerator, model, optimizer)
+    optimizer.register_step_pre_hook(lambda *event: loss.before_update())
     by_epoch = replace(training, warmup_steps=training.warmup_steps // len(loaders[0]))
     scheduler = make_schedule(optimizer, by_epoch, training.epochs, num_processes=1)
     trainer = Trainer(
@@ -51,12 +55,30 @@ def train_with_trainer(
     with warnings.catch_warnings():
         # It passes whole samples to models and losses, which warn of the parts that they do not use.
         warnings.filterwarnings("ignore", message=".*received unexpected keyword arguments")
-        trained = trainer.train(
-            loaders[0], tests, optimizer, scheduler, training_loss=LOSSES[training.train_loss], eval_losses=LOSSES
-        )
+        trained = trainer.train(loaders[0], tests, optimizer, scheduler, training_loss=loss, eval_losses=used)
         cost = timer.cost()
-        errors = trainer.evaluate_all(training.epochs, LOSSES, tests, eval_modes={})
+        errors = trainer.evaluate_all(training.epochs, used, tests, eval_modes={})
     return model, [_entry(training.epochs, trained["avg_loss"], errors)], cost
+
+
+class WatchedLoss:
+    """The training loss, whose values and gradients are looked at before each update."""
+
+    def __init__(self, loss: Any, accelerator: Accelerator, model: nn.Module, optimizer: Any) -> None:
+        self._loss = loss
+        self._value = torch.zeros(())
+        self._num_updates = 0
+        self._check = FiniteCheck(accelerator, model, optimizer, lambda: self._num_updates + 1)
+
+    def __call__(self, *tensors: Any, **options: Any) -> torch.Tensor:
+        loss: torch.Tensor = self._loss(*tensors, **options)
+        self._value = loss.detach()  # not its graph
+        return loss
+
+    def before_update(self) -> None:
+        self._check.end_micro_batch(self._value)
+        self._check.before_update()
+        self._num_updates += 1
 
 
 def _check_launch(accelerator: Accelerator) -> None:

@@ -24,6 +24,7 @@ from hf_memopt.lerobot.reflow.reflow_policy import ReflowPolicy
 from hf_memopt.memory.device_counters import Host
 from hf_memopt.memory.metrics_file import METRICS_FILE, append_metrics
 from hf_memopt.ranges import COUNT
+from hf_memopt.recipes.common.finite import FiniteCheck
 from hf_memopt.units import GIB
 
 LOOP_ACCUMULATES = find_spec("lerobot.configs.accelerator") is not None
@@ -84,14 +85,15 @@ def settle_accumulation(cfg: TrainPipelineConfig, asked: int) -> int:
 
 def train(cfg: TrainPipelineConfig, num_accumulation_steps: int, after_backward: AfterBackward) -> None:
     """Run lerobot's loop; `after_backward` is called with its accelerator at the end of each backward pass."""
+    begun = resumed_step(cfg)
     if not LOOP_ACCUMULATES:
         accelerator = make_accelerator(cfg.policy.dtype, cfg.policy.device, num_accumulation_steps)
-        lerobot_train.train(cfg, accelerator=_observed(accelerator, after_backward))
+        lerobot_train.train(cfg, accelerator=_observed(accelerator, after_backward, begun))
         return
     # It has been read, and lerobot wants nothing of its accelerator to be set from outside.
     os.environ.pop(ACCUMULATION_VARIABLE, None)
     make = lerobot_train.make_accelerator
-    with patch.object(lerobot_train, "make_accelerator", lambda cfg: _observed(make(cfg), after_backward)):
+    with patch.object(lerobot_train, "make_accelerator", lambda cfg: _observed(make(cfg), after_backward, begun)):
         lerobot_train.train(cfg)
 
 
@@ -105,11 +107,19 @@ def resumed_step(cfg: TrainPipelineConfig) -> int:
     return int(train_utils.load_training_step(folder))
 
 
-def _observed(accelerator: Accelerator, after_backward: AfterBackward) -> Accelerator:
+def _observed(accelerator: Accelerator, after_backward: AfterBackward, num_batches: int) -> Accelerator:
+    """Return it with a backward pass that also checks its batch, the first one after `num_batches`, and calls on."""
     backward = accelerator.backward
+    check: FiniteCheck | None = None
 
     def observed(loss: Tensor, **kwargs: Any) -> None:
+        nonlocal check, num_batches
+        if check is None:  # now that lerobot has prepared the policy
+            check = FiniteCheck(accelerator, accelerator._models[0], accelerator._optimizers[0], lambda: num_batches)
+        num_batches += 1
         backward(loss, **kwargs)
+        check.end_micro_batch(loss)
+        check.before_update()
         after_backward(accelerator)
 
     accelerator.backward = observed

@@ -18,6 +18,6 @@ def test_all_ranks_stop_before_the_update(results: list[dict[str, Any]], engine:
     assert first == second
     assert first["before"] == first["after"] != []
     assert first["message"].splitlines() == [
-        "Non-finite gradient at step 3. It was not applied: the parameters are those of step 2.",
+        "Non-finite gradient at step 3. That update was not made.",
         "  rank 1, micro-batch 2: first.bias, first.weight",
     ]

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hf_memopt.report import read_run
+from hf_memopt.training import NonFiniteGradientError
 
 pytestmark = pytest.mark.e2e
 
@@ -279,6 +280,15 @@ def test_the_home_that_was_chosen_is_the_teachers(
     assert json.loads((first / "config.json").read_text())["teacher_offload"] == "swap"
     resumed = runs.run(recipe.main, f"--config_path={first / 'train_config.json'}", "--resume=true", flag)
     assert "teacher: swap; swap was asked for" in resumed
+
+
+def test_training_that_diverges_stops_and_keeps_the_checkpoint_before(
+    toy_student: Path, toy_dataset: Path, tmp_path: Path
+) -> None:
+    flags = runs.train_flags(toy_student, toy_dataset, tmp_path / "run", steps=3, batch_size=2)
+    with pytest.raises(NonFiniteGradientError, match=r"loss at step 2\..*\n  rank 0, micro-batch 1: loss, "):
+        runs.run(recipe.main, *flags, "--policy.optimizer_lr=1e25", "--save_freq=1")
+    assert all(value.isfinite().all() for value in runs.weights(tmp_path / "run").values())
 
 
 def test_an_out_of_memory_error_names_the_flags_that_help(

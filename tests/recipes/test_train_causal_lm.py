@@ -25,6 +25,7 @@ from hf_memopt import detect_leaks
 from hf_memopt.checkpoint import endless_batches
 from hf_memopt.recipes.causal_lm.options import parse
 from hf_memopt.report import read_run
+from hf_memopt.training import NonFiniteGradientError
 
 causal_lm_data = LateModule("hf_memopt.recipes.causal_lm.data")
 datasets = LateModule("datasets")
@@ -115,6 +116,15 @@ def test_every_update_is_made_of_equally_many_batches(tmp_path: Path, monkeypatc
     assert at_updates == list(range(4, 44, 4))
     logged = [entry["loss"] for entry in results["history"] if "loss" in entry]
     assert logged == pytest.approx([torch.stack(batches[end - 4 : end]).mean().item() for end in (20, 40)])
+
+
+def test_training_that_diverges_stops_and_leaves_what_was_good(tmp_path: Path) -> None:
+    with pytest.raises(
+        NonFiniteGradientError, match=r"Non-finite gradient at step 3\. .*\n  rank 0, micro-batch 1: model\."
+    ):
+        train(tmp_path, *ACCUMULATED, "--learning_rate=1e25", "--offload=off")
+    assert not (tmp_path / "model.safetensors").exists()
+    assert all(value.isfinite().all() for value in weights(tmp_path / "checkpoints" / "step-000002").values())
 
 
 def test_a_resumed_run_ends_where_the_uninterrupted_one_does(plain: Path, tmp_path: Path) -> None:

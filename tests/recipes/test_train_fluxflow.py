@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from hf_memopt import detect_leaks
 from hf_memopt.recipes.fluxflow.options import parse
+from hf_memopt.training import NonFiniteGradientError
 
 pytestmark = [pytest.mark.usefixtures("on_the_cpu"), pytest.mark.e2e]
 
@@ -177,7 +178,11 @@ def test_an_error_stops_the_run_and_what_was_trained_is_saved(
     failing.calls = 0
     with monkeypatch.context() as patch:
         patch.setattr("hf_memopt.recipes.train_fluxflow.step", failing)
-        with pytest.raises(RuntimeError, match="out of memory" if failure == "in the step" else "non-finite"):
+        kind, message = torch.OutOfMemoryError, "out of memory"
+        if failure == "not finite":
+            kind = NonFiniteGradientError
+            message = r"Non-finite loss at step 4\. .*\n  rank 0, micro-batch 1: loss, "
+        with pytest.raises(kind, match=message):
             train(tmp_path, *flags)
     assert not (tmp_path / "results.json").exists()
     assert (tmp_path / "checkpoints" / "latest").read_text().startswith("step-000003\n")

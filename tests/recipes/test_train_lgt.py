@@ -24,6 +24,7 @@ from hf_memopt.recipes.lgt.model import compile_module
 from hf_memopt.recipes.lgt.report import Check, checklist_text
 from hf_memopt.recipes.lgt.step import Run, build_model
 from hf_memopt.recipes.train_lgt import main, make_accelerator, prepare, update
+from hf_memopt.training import NonFiniteGradientError
 
 pytestmark = [pytest.mark.usefixtures("on_the_cpu"), pytest.mark.e2e]
 
@@ -92,6 +93,14 @@ def test_a_report_that_fails_leaves_the_model_and_one_warning(
     assert equal(tmp_path, plain)
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert f"The report is not complete (ZeroDivisionError: division by zero); the model is in {tmp_path}" in warnings
+
+
+def test_training_that_diverges_stops_and_leaves_what_was_good(tmp_path: Path) -> None:
+    with pytest.raises(NonFiniteGradientError, match=r"Non-finite gradient at step 2\."):
+        train(tmp_path, "--training.learning_rate=1e25")
+    assert not (tmp_path / "model.safetensors").exists()
+    saved = load_file(tmp_path / "checkpoints" / "step-000001" / "model.safetensors")
+    assert all(value.isfinite().all() for value in saved.values())
 
 
 LEVERS = {

@@ -13,11 +13,14 @@ from accelerate.commands.launch import launch_command, launch_command_parser
 from late_imports import LateModule
 from recipe_flags import NEURAL_OPERATOR as TINY
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
 
 from hf_memopt import detect_leaks
 from hf_memopt.checkpoint import endless_batches
+from hf_memopt.command_line import one_line_errors
 from hf_memopt.recipes.neural_operator.darcy import Darcy, generate
 from hf_memopt.recipes.neural_operator.options import ModelOptions, parse
+from hf_memopt.training import NonFiniteGradientError
 
 pytestmark = [pytest.mark.usefixtures("on_the_cpu"), pytest.mark.e2e]
 
@@ -212,6 +215,32 @@ def test_neuralops_trainer_gives_the_same_weights_with_and_without_offloading(ca
     assert {"epoch", "loss", "l2_16", "h1_32"} <= plain["final"].keys()
 
 
+@pytest.mark.parametrize("loop", ["accelerate", "neuralop"])
+def test_training_that_diverges_stops_and_leaves_what_was_good(
+    loop: str, cache: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [*TINY, cache, f"--output_dir={tmp_path}", f"--loop={loop}", "--learning_rate=1e15", "--offload=off"]
+    assert one_line_errors("train", train_neural_operator.main, flags) == 1
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("train: error: ")]
+    assert "Non-finite loss at step 2. That update was not made. rank 0, micro-batch 1: loss, " in line
+    assert not (tmp_path / "model_state_dict.pt").exists()
+    if loop == "accelerate":
+        state = torch.load(tmp_path / "checkpoints" / "step-000001" / "pytorch_model.bin", weights_only=True)
+        assert all(value.isfinite().all() for value in state.values())
+
+
+def test_one_sample_that_is_not_a_number_stops_the_run(cache: str, tmp_path: Path) -> None:
+    generated = next(Path(cache.partition("=")[2]).glob("*/darcy_train_16.pt")).parent
+    shutil.copytree(generated, tmp_path / "own")
+    samples = torch.load(generated / "darcy_train_16.pt")
+    samples["x"] = samples["x"].float()
+    samples["x"][3, 0, 0] = float("nan")
+    torch.save(samples, tmp_path / "own" / "darcy_train_16.pt")
+    flags = (*TINY, f"--data_folder={tmp_path / 'own'}", "--test_resolutions", "16", "--offload=off")
+    with pytest.raises(NonFiniteGradientError, match=r"Non-finite loss at step [1-3]\. "):
+        train(tmp_path / "run", *flags)
+
+
 def test_the_users_own_files_are_used(plain: Path, cache: str, tmp_path: Path) -> None:
     generated = next(Path(cache.partition("=")[2]).glob("*/darcy_train_16.pt")).parent
     samples = torch.load(generated / "darcy_train_16.pt")
@@ -225,6 +254,53 @@ def test_the_users_own_files_are_used(plain: Path, cache: str, tmp_path: Path) -
         train(tmp_path / "other", *flags)
     with pytest.raises(ValueError, match=r"num_train=99: a file in data_folder='.*own' has 24 samples"):
         train(tmp_path / "other", *flags, "--test_resolutions", "16", "--num_train=99")
+
+
+SHAPES = {
+    "channels": ((3, 16, 16), (2, 16, 16), ()),
+    "volume": ((12, 12, 12), (12, 12, 12), ("--num_dims=3",)),
+    "rectangle": ((16, 24), (16, 24), ()),
+    "line": ((64,), (64,), ()),
+}
+
+
+@pytest.mark.parametrize("loop", ["accelerate", "neuralop"])
+@pytest.mark.parametrize("kind", ["fno", "uno"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_fields_of_any_shape_train_bitwise_as_without_offloading(
+    shape: str, kind: str, loop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, y, more = SHAPES[shape]
+    torch.manual_seed(0)
+    (tmp_path / "own").mkdir()
+    for split in ("train", "test"):
+        torch.save({"x": torch.randn(8, *x), "y": torch.randn(8, *y)}, tmp_path / "own" / f"darcy_{split}_16.pt")
+    sizes = ("--num_train=8", "--num_test=2", "--epochs=2", "--batch_size=4", "--hidden_channels=4", "--modes=4")
+    flags = (*TINY, f"--data_folder={tmp_path / 'own'}", *sizes, *more, "--test_resolutions", "16", f"--loop={loop}")
+    model = ("--model=uno", "--num_layers=4") if kind == "uno" else ()
+    monkeypatch.undo()  # the figures too
+    plain = train(tmp_path / "plain", *flags, *model, "--offload=off")
+    all_moved = ("--offload=all", "--cpu_copies", "--offload_threshold_mb=0")
+    moved = train(tmp_path / "moved", *flags, *model, *all_moved)
+    assert moved["training_cost"].moved_mib > 0
+    assert equal(weights(tmp_path / "moved"), weights(tmp_path / "plain"))
+    assert plain["final"]["h1_16"] < 3, "a mean over channels"
+    assert (tmp_path / "plain" / "panels.png").is_file()
+
+
+def test_float16_with_a_loss_scaler_trains_complex_weights(
+    plain: Path, cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Accelerate has no scaler on a CPU, where float16 is float32: put back, it changes no bit."""
+    made = Accelerator.__init__
+
+    def with_scaler(self: Accelerator, *arguments: Any, **settings: Any) -> None:
+        made(self, *arguments, **settings)
+        self.scaler = GradScaler("cpu", init_scale=2.0**8)
+
+    monkeypatch.setattr(Accelerator, "__init__", with_scaler)
+    train(tmp_path, *TINY, cache, "--offload=off")
+    assert equal(weights(tmp_path), weights(plain))
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from hf_memopt import recipes
+from hf_memopt.training import NonFiniteGradientError
 
 train_sft = LateModule("hf_memopt.recipes.train_sft")
 trl = LateModule("trl")
@@ -165,6 +166,13 @@ def test_a_plan_from_a_file_writes_one_that_runs(tmp_path: Path) -> None:
     training = options.training
     assert (training.per_device_train_batch_size, training.gradient_accumulation_steps) == (2, 2)
     assert found.simulated(settings, 2).num_micro_batches == 2
+
+
+def test_training_that_diverges_stops(tmp_path: Path) -> None:
+    with pytest.raises(NonFiniteGradientError, match=r"Non-finite gradient at step 2\."):
+        train(tmp_path, "--learning_rate=1e25", "--lr_scheduler_type=constant", "--max_grad_norm=0", "--save_steps=1")
+    assert not (tmp_path / "model.safetensors").exists()
+    assert all(value.isfinite().all() for value in load_file(tmp_path / "checkpoint-1" / "model.safetensors").values())
 
 
 def test_a_run_is_not_overwritten_and_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:

@@ -12,7 +12,15 @@ from late_imports import LateModule
 from tqdm import tqdm
 
 from hf_memopt.memory import MemoryLogger
-from hf_memopt.recipes.common.loop import Progress, advance, is_due, pins_memory, record, writing_to
+from hf_memopt.recipes.common.loop import (
+    Progress,
+    advance,
+    is_due,
+    pins_memory,
+    record,
+    saving_after_errors,
+    writing_to,
+)
 from hf_memopt.recipes.fluxflow.options import DataOptions
 
 fluxflow_data = LateModule("hf_memopt.recipes.fluxflow.data")
@@ -50,6 +58,23 @@ def test_log_and_progress_bar_say_what_memory_is_taken(caplog: pytest.LogCapture
     record(run, "update", 3, {"loss": 0.5})
     assert run.progress.history == [{"update": 3, "loss": 0.5}]
     assert re.fullmatch(r"update +3  loss 0\.5  host: \d+\.\dGB", caplog.messages[-1])
+
+
+@pytest.mark.parametrize(("weight", "saved"), [(1e30, [5]), (float("inf"), [])])
+def test_weights_that_overflowed_are_no_checkpoint(
+    weight: float, saved: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare_model(torch.nn.Linear(1, 1))
+    torch.nn.init.constant_(model.weight, weight)
+    written: list[int] = []
+    checkpoints = SimpleNamespace(save=lambda number, position: written.append(number))
+    run = SimpleNamespace(accelerator=accelerator, progress=Progress(num_updates=5), position=dict)
+    with pytest.raises(FloatingPointError), saving_after_errors(run, checkpoints):
+        raise FloatingPointError("the loss is NaN")
+    assert written == saved
+    assert ("The weights overflowed in the update before" in caplog.text) != bool(saved)
+    assert "Traceback" not in caplog.text
 
 
 @pytest.mark.parametrize(("kind", "pinned"), [("cuda", True), ("xpu", True), ("mps", False), (None, False)])

@@ -5,12 +5,15 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from late_imports import LateModule
 from torch import Tensor, nn
 
 from hf_memopt import ActivationOffloader, SyncCopier
 from hf_memopt.memory import SavedBytes
+from hf_memopt.training import NonFiniteGradientError
 
+finite = LateModule("hf_memopt.recipes.common.finite")
 fluxflow_losses = LateModule("hf_memopt.recipes.fluxflow.losses")
 fluxflow_model = LateModule("hf_memopt.recipes.fluxflow.model")
 options = LateModule("hf_memopt.recipes.fluxflow.options")
@@ -205,13 +208,25 @@ def test_one_decoding_keeps_less() -> None:
     assert saved(replace(PLAIN, decode="once")) < 0.65 * saved(PLAIN)
 
 
+@pytest.mark.usefixtures("on_the_cpu")
 def test_a_gradient_that_is_not_finite_is_not_applied() -> None:
-    gan = make_gan(options.LeverOptions(), stop_on_non_finite=True)
+    """Neither by an infinite loss of the VAE, nor by a discriminator whose hinge loss has no gradient at NaN."""
+    gan = make_gan(options.LeverOptions(freeze_discriminator=False))
+    checks = [
+        finite.FiniteCheck(Accelerator(cpu=True), *pair, lambda: 7)
+        for pair in zip(gan.models[:2], gan.optimizers, strict=True)
+    ]
+    gan.finite = fluxflow_step.FiniteChecks(*checks)
+    images = fluxflow_step.make_batch(2, 32, "cpu")
+    fluxflow_step.step(gan, images, weights(), with_r1=True)
     before = [p.detach().clone() for p in gan.models.vae.parameters()]
-    gan.losses = replace(LOSSES, mse_weight=float("inf"))
-    with pytest.raises(RuntimeError, match="non-finite"):
-        fluxflow_step.step(gan, fluxflow_step.make_batch(2, 32, "cpu"), weights(), with_r1=False)
+    mse_weight, gan.losses = gan.losses.mse_weight, replace(LOSSES, mse_weight=float("inf"))
+    with pytest.raises(NonFiniteGradientError, match=r"gradient at step 7\..*\n  rank 0, micro-batch 1: decoder\."):
+        fluxflow_step.step(gan, images, weights(), with_r1=False)
     assert all(map(torch.equal, before, gan.models.vae.parameters()))
+    gan.losses = replace(LOSSES, mse_weight=mse_weight)
+    with pytest.raises(NonFiniteGradientError, match="loss"):
+        fluxflow_step.update_discriminator(gan, [images * float("nan")], False)
 
 
 @pytest.mark.parametrize("levers", [PLAIN, options.LeverOptions(checkpoint_vae=True)])

@@ -1,0 +1,153 @@
+"""Tests of the user's own fields: formats, names of arrays, channels, dimensions, and their refusals."""
+
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from late_imports import LateModule
+from torch import Tensor
+
+from hf_memopt.recipes.neural_operator.options import DataOptions
+
+data = LateModule("hf_memopt.recipes.neural_operator.data")
+files = LateModule("hf_memopt.recipes.neural_operator.files")
+
+NUM = 6
+CPU = torch.device("cpu")
+
+
+def fields(*shape: int) -> Tensor:
+    return torch.randn(NUM, *shape, generator=torch.Generator().manual_seed(len(shape)))
+
+
+def write(folder: Path, x: Any, y: Any, names: tuple[str, str] = ("x", "y"), kind: str = "pt") -> Path:
+    arrays = dict(zip(names, (x, y), strict=True))
+    for split in ("train", "test"):
+        file = folder / f"darcy_{split}_16.{kind}"
+        if kind == "pt":
+            torch.save(arrays, file)
+        elif kind == "npz":
+            np.savez(file, **arrays)
+        elif kind == "npy":
+            for name, array in arrays.items():
+                np.save(folder / f"darcy_{split}_16_{name}.npy", array)
+        else:
+            with h5py.File(file, "w") as opened:
+                for name, array in arrays.items():
+                    opened[name] = array
+    return folder
+
+
+def load(folder: Path, modes: int = 4, **more: Any) -> Any:
+    options = DataOptions(data_folder=str(folder), test_resolutions=[16], num_train=4, num_test=2, **more)
+    return data.load(options, CPU, modes)
+
+
+@pytest.mark.parametrize("names", [("x", "y"), ("a", "u")])
+@pytest.mark.parametrize("kind", ["pt", "h5", "hdf5", "npz", "npy"])
+def test_every_format_gives_the_same_fields(kind: str, names: tuple[str, str], tmp_path: Path) -> None:
+    x, y = fields(3, 16, 12).double(), fields(16, 12)
+    found = load(write(tmp_path, x, y, names, kind), input_key=names[0], output_key=names[1])
+    assert len(found.train) == 4
+    assert len(found.tests[16]) == 2
+    sample = found.train[1]
+    assert torch.equal(sample["x"], x[1].float())
+    assert torch.equal(sample["y"], y[1][None])
+    assert found.shape == (3, 1, (16, 12))
+    assert str(found.shape) == "3 to 1 channels on 16 x 12"
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "more", "shape"),
+    [
+        ((16, 16), (16, 16), {}, (1, 1, (16, 16))),
+        ((16, 24), (16, 24), {}, (1, 1, (16, 24))),
+        ((1, 16, 16), (1, 16, 16), {}, (1, 1, (16, 16))),
+        ((3, 16, 16), (2, 16, 16), {}, (3, 2, (16, 16))),
+        ((3, 16, 16), (3, 16, 16), {}, (3, 3, (16, 16))),  # 3 is too short for 4 modes
+        ((16, 16, 16), (16, 16, 16), {"num_dims": 3}, (1, 1, (16, 16, 16))),
+        ((16, 16, 16), (16, 16, 16), {"num_dims": 2}, (16, 16, (16, 16))),
+        ((2, 8, 16, 16), (8, 16, 16), {}, (2, 1, (8, 16, 16))),
+        ((64,), (64,), {}, (1, 1, (64,))),
+        ((2, 64), (64,), {}, (2, 1, (64,))),
+        ((1, 64), (1, 64), {}, (1, 1, (64,))),
+    ],
+)
+def test_channels_and_dimensions_are_told_apart(
+    x: tuple[int, ...], y: tuple[int, ...], more: dict[str, int], shape: Any, tmp_path: Path
+) -> None:
+    found = load(write(tmp_path, fields(*x), fields(*y)), **more)
+    assert found.shape == shape
+    assert found.train[0]["x"].shape == (shape[0], *shape[2])
+    assert found.train[0]["y"].shape == (shape[1], *shape[2])
+
+
+def test_numbers_of_any_real_kind_become_float32(tmp_path: Path) -> None:
+    found = load(write(tmp_path, fields(16, 16) > 0, torch.randint(0, 9, (NUM, 16, 16))))
+    assert found.train[0]["x"].dtype == found.train[0]["y"].dtype == torch.float32
+    assert found.processor.out_normalizer.std.shape == (1, 1, 1, 1)
+
+
+REFUSED: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
+    "complex": (fields(16, 16).to(torch.cfloat), fields(16, 16), {}, r"darcy_train_16.pt: 'x' is complex; store real"),
+    "other grids": (fields(16, 16), fields(32, 32), {}, r"x 4x16x16 and y 4x32x32 are no fields on one grid"),
+    "either": (fields(16, 16, 16), fields(16, 16, 16), {}, r"may be fields of 2 or 3 dimensions; pass --num_dims"),
+    "not of these dimensions": (fields(16, 16), fields(16, 16), {"num_dims": 3}, r"no fields on one grid of 3 dim"),
+    "coarse": (
+        fields(8, 8),
+        fields(8, 8),
+        {"modes": 12},
+        r"modes=12: the grid of .*16.pt, 8 x 8, has no.*8 at",
+    ),
+    "one side coarse": (fields(16, 8), fields(16, 8), {"modes": 12}, r"modes=12: the grid of .*, 16 x 8, has no"),
+    "another key": (
+        fields(16, 16),
+        fields(16, 16),
+        {"input_key": "a"},
+        r"input_key='a': .*16.pt holds x, y; pass",
+    ),
+    "few": (fields(16, 16)[:3], fields(16, 16)[:3], {}, r"num_train=4: a file in data_folder='.*' has 3 samples"),
+    "fewer solutions": (
+        fields(16, 16),
+        fields(16, 16)[:3],
+        {},
+        r"num_train=4: a file in data_folder='.*' has 3 samples",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_other_fields_are_refused_in_one_line(name: str, tmp_path: Path) -> None:
+    x, y, more, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        load(write(tmp_path, x, y), **more)
+
+
+def test_tests_have_the_channels_of_the_training_data(tmp_path: Path) -> None:
+    write(tmp_path, fields(16, 16), fields(16, 16))
+    torch.save({"x": fields(3, 16, 16), "y": fields(16, 16)}, tmp_path / "darcy_test_16.pt")
+    with pytest.raises(ValueError, match="darcy_test_16 has 3 to 1 channels on 16 x 16, and the training data 16 x 16"):
+        load(tmp_path)
+
+
+def test_a_file_without_names_is_refused(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        torch.save([fields(16, 16)], tmp_path / f"darcy_{split}_16.pt")
+    with pytest.raises(ValueError, match=r"darcy_train_16.pt holds a list; store a dictionary of tensors"):
+        load(tmp_path)
+
+
+def test_numbers_that_are_not_finite_are_told_before_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    y = fields(16, 16)
+    y[2, 0, 0] = float("nan")
+    load(write(tmp_path, fields(16, 16), y))
+    assert "darcy_train_16: y is not finite in 1 of 4 samples, first in sample 2" in caplog.text
+
+
+def test_plans_know_the_shape(tmp_path: Path) -> None:
+    options = DataOptions(data_folder=str(write(tmp_path, fields(3, 16, 12), fields(16, 12))))
+    assert data.shape_of(options, 4) == (3, 1, (16, 12))
+    assert data.shape_of(DataOptions(resolution=20), 4) == (1, 1, (20, 20))
