@@ -153,6 +153,12 @@ def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     parser.add_argument(
         "--no-evaluation", dest="evaluate", action="store_false", help="do not measure; the card says so"
     )
+    parser.add_argument(
+        "--adapter-only",
+        action="store_true",
+        help="of a student trained with --peft.*: write its adapter alone, which needs the policy that it was trained "
+        "on (default: its weights with the adapter merged)",
+    )
     parser.add_argument("--push-to-hub", metavar="REPO_ID", help="upload the result to this hub repository")
     parser.add_argument("--private", action="store_true", help="make that repository private")
     parser.set_defaults(run=_export)
@@ -166,7 +172,8 @@ def _export(parsed: argparse.Namespace) -> int:
     check_new(parsed.output)  # before minutes are spent on measuring
     measured = measure(parsed.policy, _observations(parsed)) if parsed.evaluate else None
     card = write_card(parsed.policy, parsed.num_steps, measured)
-    print(f"exported to {export_student(parsed.policy, parsed.output, parsed.num_steps, card)}")
+    exported = export_student(parsed.policy, parsed.output, parsed.num_steps, card, adapter_only=parsed.adapter_only)
+    print(f"exported to {exported}")
     if parsed.push_to_hub:
         print(f"pushed to {push_to_hub(parsed.output, parsed.push_to_hub, parsed.private)}")
     return 0

@@ -1,6 +1,7 @@
 """Policy checkpoints on disk or on the hub, checked before anything depends on them."""
 
 import dataclasses
+import hashlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from lerobot.policies.pretrained import PreTrainedPolicy
 from safetensors.torch import load_file
 from torch import Tensor
 
+from hf_memopt.disk.digests import files_sha256
+from hf_memopt.lerobot.adapters import ADAPTER_CONFIG_FILE, adapter_files, base_name, is_adapter, merged
 from hf_memopt.lerobot.checkpoint_files import (
     COPY_AGAIN,
     check_header,
@@ -83,18 +86,19 @@ def load_config(folder: Path) -> PreTrainedConfig:
 def load_policy(folder: Path, **changes: Any) -> PreTrainedPolicy:
     """Load a policy strictly, on the CPU, without the hub and without touching the random generator.
 
-    `changes` are fields of its configuration.
+    `changes` are fields of its configuration. An adapter is merged into the weights of its base policy.
     """
     check_weights_file(folder)
+    weights_folder = folder_of_weights(folder)
     # lerobot moves a loaded policy to the device that its checkpoint names.
     fixed = {"device": "cpu", "compile_model": False, "rtc_config": None}
     config = dataclasses.replace(load_config(folder), **fixed, **changes)
     flow = flow_of(config)
     with torch.random.fork_rng(devices=[]), no_remote_code():
         try:
-            policy = flow.load(folder, config)
+            policy = flow.load(weights_folder, config)
         except RuntimeError as error:
-            raise ValueError(f"the weights in {folder} do not fit its {CONFIG_FILE}: {error}") from error
+            raise ValueError(f"the weights in {weights_folder} do not fit {folder / CONFIG_FILE}: {error}") from error
         except (OSError, HFValidationError) as error:
             raise ValueError(
                 f"the VLM of {folder} cannot be read: {flow.name_vlm(config)} ({error}); write its "
@@ -105,7 +109,7 @@ def load_policy(folder: Path, **changes: Any) -> PreTrainedPolicy:
                 f"no model can be built from {folder / CONFIG_FILE}, with {flow.name_vlm(config)}: "
                 f"{error}; correct that field"
             ) from error
-    return policy
+        return merged(policy, folder) if is_adapter(folder) else policy
 
 
 def load_teacher(folder: Path, student: PreTrainedConfig) -> PreTrainedPolicy:
@@ -117,8 +121,35 @@ def load_teacher(folder: Path, student: PreTrainedConfig) -> PreTrainedPolicy:
     return load_policy(folder, **changes)
 
 
+def folder_of_weights(folder: Path) -> Path:
+    """Return the folder with a policy's whole weights: its own, or for an adapter that of its base policy."""
+    if not is_adapter(folder):
+        return folder
+    name = base_name(folder)
+    try:
+        return folder_of_weights(resolve_checkpoint(name))
+    except ValueError as error:
+        raise ValueError(
+            f"the base policy of the adapter in {folder} cannot be found: {error} (or correct the name in "
+            f"{folder / ADAPTER_CONFIG_FILE})"
+        ) from error
+
+
+def weights_digest(folder: Path) -> str:
+    """Return a SHA-256 of a policy's weights: of its file, or of an adapter's files and its base policy's."""
+    base = folder_of_weights(folder)
+    digest = files_sha256([base / WEIGHTS_FILE], base)
+    if not is_adapter(folder):
+        return digest
+    return hashlib.sha256(f"{digest} {files_sha256(adapter_files(folder), folder)}".encode()).hexdigest()
+
+
 def check_weights_file(folder: Path) -> None:
-    """Raise ValueError if the weights file is missing, damaged or a link out of the folder; loads no tensor."""
+    """Raise ValueError if a file of weights is missing, damaged or a link out of its folder; loads no tensor."""
+    if is_adapter(folder):
+        adapter_files(folder)
+        check_weights_file(folder_of_weights(folder))
+        return
     if (folder / _SHARDS).is_dir() and not (folder / WEIGHTS_FILE).exists():
         raise ValueError(
             f"{folder} holds sharded weights ({_SHARDS}) and no {WEIGHTS_FILE}; run "

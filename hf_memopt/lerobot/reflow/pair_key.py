@@ -15,10 +15,10 @@ from hf_memopt.disk.digests import files_sha256
 from hf_memopt.lerobot.flow.known_flows import flow_of
 from hf_memopt.lerobot.flow.reflow_options import SELF
 from hf_memopt.lerobot.policy_files import (
-    WEIGHTS_FILE,
     load_config,
     normalizing_statistics,
     resolve_checkpoint,
+    weights_digest,
 )
 
 Statistics = Mapping[str, Mapping[str, Any]]
@@ -54,7 +54,7 @@ def comparable_fields(config: PreTrainedConfig, dataset_stats: Statistics, datas
         "dataset": None if dataset_root is None else dataset_sha256(dataset_root),
     }
     if teacher is not None:
-        fields["weights"] = files_sha256([teacher / WEIGHTS_FILE], teacher)
+        fields["weights"] = weights_digest(teacher)
         fields["num_steps"] = config.teacher_num_steps or getattr(load_config(teacher), flow_of(config).steps_field)
         fields["dtype"] = config.teacher_dtype or "as saved"
     return {name: value for name, value in fields.items() if value is not None}

@@ -16,6 +16,7 @@ from hf_memopt.lerobot.policy_files import (
     check_same_architecture,
     check_same_statistics,
     check_weights_file,
+    folder_of_weights,
     load_config,
     load_teacher,
     resolve_checkpoint,
@@ -106,7 +107,7 @@ class ReflowTeacher(VelocityTeacher):
     def _home(self) -> dict[str, Any]:
         if self._config.teacher_home == "host":
             return {}
-        folder = resolve_checkpoint(str(self._config.teacher_model_path))
+        folder = folder_of_weights(resolve_checkpoint(str(self._config.teacher_model_path)))
         return {"home": "file", "files": [folder], "disk": self._config.activation_disk}
 
     def _say_what_float32_costs(self, transformer: list[torch.nn.Parameter]) -> None:

@@ -14,7 +14,10 @@ from httpx import HTTPError
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HFValidationError
 from lerobot.configs import PreTrainedConfig
+from lerobot.policies.pretrained import PreTrainedPolicy
+from safetensors.torch import save_model
 
+from hf_memopt.lerobot.adapters import adapter_files, base_name, is_adapter
 from hf_memopt.lerobot.checkpoint_files import COPY_AGAIN, read_object
 from hf_memopt.lerobot.flow.known_flows import flow_of
 from hf_memopt.lerobot.flow.reflow_options import absolute_if_local, is_student
@@ -34,7 +37,7 @@ from hf_memopt.lerobot.processors import (
 from hf_memopt.ranges import COUNT
 
 # A derived checkpoint must not be pushed over the one it came from.
-_FRESH = {"pretrained_path": None, "repo_id": None, "push_to_hub": False}
+_FRESH = {"pretrained_path": None, "repo_id": None, "push_to_hub": False, "use_peft": False}
 
 
 def prepare_student(teacher: str, output: Path, **settings: Any) -> Path:
@@ -56,29 +59,43 @@ def prepare_student(teacher: str, output: Path, **settings: Any) -> Path:
     }
     student_config = PreTrainedConfig.get_choice_class(f"{flow_of(config).stock_type}_reflow")
     student = student_config(**{**_stock_fields(config), **fields})
-    check_acts(folder)
-    return _write(output, student, folder, [folder / WEIGHTS_FILE, *files])
+    acting = check_acts(folder)
+    with _draft(output, student, folder, files) as draft:
+        _put_weights(draft, folder, acting)
+    return output
 
 
-def export_student(policy: str, output: Path, num_steps: int, card: str) -> Path:
+def export_student(policy: str, output: Path, num_steps: int, card: str, *, adapter_only: bool = False) -> Path:
     """Write a plain checkpoint (of type `smolvla`, say) that stock lerobot loads and runs with `num_steps` Euler steps.
 
-    `card` is the text of `README.md`. Raises ValueError, with nothing written, for a policy that cannot be read or does
-    not act (see `check_acts`), or if `output` exists.
+    `card` is the text of `README.md`. An adapter is merged into the weights; with `adapter_only` it is written alone,
+    and needs its base policy to act. Raises ValueError, with nothing written, for a policy that cannot be read or does
+    not act (see `check_acts`), if `output` exists, or for `adapter_only` without an adapter.
     """
     COUNT.check("num_steps", num_steps)
     folder = resolve_checkpoint(policy)
     files = check_processors(folder)
     config = load_config(folder)
     fields = {**_stock_fields(config), **_FRESH, flow_of(config).steps_field: num_steps}
-    exported = _stock_config(config)(**fields)
-    check_acts(folder)
+    if adapter_only and not is_adapter(folder):
+        raise ValueError(f"adapter_only: {folder} holds whole weights and no adapter; leave --adapter-only out")
+    exported = _stock_config(config)(**{**fields, "use_peft": adapter_only})
+    acting = check_acts(folder)
     check_normalizers(folder, config)
-    return _write(output, exported, folder, [folder / WEIGHTS_FILE, *files], card)
+    with _draft(output, exported, folder, files) as draft:
+        (draft / "README.md").write_text(card)
+        if adapter_only:
+            _put_adapter(draft, folder)
+        else:
+            _put_weights(draft, folder, acting)
+    return output
 
 
-def check_acts(folder: Path) -> None:
-    """Let the policy act once on zeros, in one Euler step on the CPU; ValueError for weights or actions not finite."""
+def check_acts(folder: Path) -> PreTrainedPolicy:
+    """Let the policy act once on zeros, in one Euler step on the CPU, and return it.
+
+    Raises ValueError for weights or actions that are not finite.
+    """
     policy = load_policy(folder, **{flow_of(load_config(folder)).steps_field: 1})
     for name, tensor in policy.state_dict().items():
         if not tensor.isfinite().all():
@@ -93,6 +110,7 @@ def check_acts(folder: Path) -> None:
         ) from error
     if not actions.isfinite().all():
         raise ValueError(f"the policy in {folder} gives actions that are not finite; take an earlier checkpoint")
+    return policy
 
 
 def push_to_hub(folder: Path, repo_id: str, private: bool = False) -> str:
@@ -143,9 +161,9 @@ def _stock_fields(config: PreTrainedConfig) -> dict[str, Any]:
     }
 
 
-def _write(
-    output: Path, config: PreTrainedConfig, source: Path, files: Iterable[Path], card: str | None = None
-) -> Path:
+@contextmanager
+def _draft(output: Path, config: PreTrainedConfig, source: Path, files: Iterable[Path]) -> Iterator[Path]:
+    """Yield a draft of `output` with a policy's configuration and copies of its processors' files."""
     with new_folder(output) as draft:
         for file in files:
             target = draft / file.relative_to(source)
@@ -153,9 +171,21 @@ def _write(
             shutil.copyfile(file, target)
         _name_tokenizer_absolutely(draft / PREPROCESSOR_FILE)
         config.save_pretrained(draft)
-        if card is not None:
-            (draft / "README.md").write_text(card)
-    return output
+        yield draft
+
+
+def _put_weights(draft: Path, source: Path, policy: PreTrainedPolicy) -> None:
+    if is_adapter(source):
+        save_model(policy, str(draft / WEIGHTS_FILE))  # as lerobot saves them
+    else:
+        shutil.copyfile(source / WEIGHTS_FILE, draft / WEIGHTS_FILE)
+
+
+def _put_adapter(draft: Path, source: Path) -> None:
+    settings, weights = adapter_files(source)
+    shutil.copyfile(weights, draft / weights.name)
+    content = {**read_object(settings), "base_model_name_or_path": absolute_if_local(base_name(source))}
+    (draft / settings.name).write_text(json.dumps(content, indent=2))
 
 
 def _name_tokenizer_absolutely(file: Path) -> None:
