@@ -33,10 +33,12 @@ import warnings
 from collections.abc import Sequence
 from operator import attrgetter
 
-from lerobot.configs import parser
+from lerobot.configs import DatasetConfig, parser
 from lerobot.configs.train import TrainPipelineConfig
+from lerobot.datasets import LeRobotDatasetMetadata
 
 from hf_memopt.command_line import one_line_errors
+from hf_memopt.lerobot.evaluate.measure import reading_dataset
 from hf_memopt.lerobot.flow.known_flows import STOCK_TYPES
 from hf_memopt.lerobot.flow.reflow_options import is_student
 from hf_memopt.lerobot.policy_files import load_config, resolve_checkpoint
@@ -117,6 +119,13 @@ def check_numbers(cfg: TrainPipelineConfig) -> None:
         allowed.check(name, attrgetter(name)(cfg))
 
 
+def check_dataset(dataset: DatasetConfig) -> None:
+    """Read its metadata, so that data of another format are one line here and no traceback of the loop's."""
+    names = {name: getattr(dataset, name) for name in ("root", "revision", "repo_type")}
+    with reading_dataset(dataset.repo_id, dataset.root):
+        LeRobotDatasetMetadata(dataset.repo_id, **names)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     if arguments is not None:
         sys.argv[1:] = arguments
@@ -134,6 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
     cfg.policy.check_start()
     check_numbers(cfg)
+    check_dataset(cfg.dataset)
     num_accumulation_steps = settle_accumulation(cfg, num_accumulation_steps)
     check_windows(cfg, num_accumulation_steps)
     if card is not None and cfg.policy.pretrained_path is None:

@@ -75,6 +75,8 @@ LIBRARIES = {
         "pyarrow",
         "transformers",
         "lerobot",
+        "peft",
+        "yaml",
         "gymnasium",
         "safetensors",
         "huggingface_hub",

@@ -1,4 +1,4 @@
-"""One process at a time writes a folder or a file; a second one is refused at once."""
+"""One process at a time writes a folder or a file; a second one is refused at once, or waits."""
 
 import errno
 import functools
@@ -53,6 +53,11 @@ class WriterLock:
 
 def lock_of(folder: Path) -> WriterLock:
     return WriterLock(folder.resolve() / ".lock", str(folder), "choose another folder")
+
+
+def waiting_lock(file: Path) -> FileLock:
+    """Return a lock as a context manager, for which other processes wait."""
+    return FileLock(file, fallback_to_soft=False)
 
 
 @functools.cache

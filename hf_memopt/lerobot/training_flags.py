@@ -11,10 +11,15 @@ from lerobot.configs import parser
 from lerobot.configs.train import TrainPipelineConfig
 
 from hf_memopt.command_line import argparse_raising
+from hf_memopt.lerobot.several_datasets import with_one_dataset
 
 
 def read_training_flags() -> TrainPipelineConfig:
-    """Read and validate `sys.argv`; ValueError where lerobot would print its complaint and end the process."""
+    """Read and validate `sys.argv`; ValueError where lerobot would print its complaint and end the process.
+
+    Several datasets are merged into one, which `sys.argv` names from then on.
+    """
+    sys.argv[1:] = with_one_dataset(sys.argv[1:])
     printed = io.StringIO()
     with complaints_as_errors(), redirect_stderr(printed):
         cfg = _parsed()
