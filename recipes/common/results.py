@@ -42,7 +42,9 @@ def environment(accelerator: Accelerator, libraries: Sequence[str] = ()) -> dict
 
 
 def write_results(results: dict[str, Any], folder: Path) -> None:
-    (folder / "results.json").write_text(json.dumps(results, indent=2, default=asdict) + "\n")
+    # JSON has no numbers that are not finite: an error on test data that hold such is null.
+    plain = json.loads(json.dumps(results, default=asdict), parse_constant=lambda name: None)
+    (folder / "results.json").write_text(json.dumps(plain, indent=2) + "\n")
 
 
 def can_draw(figure: str) -> bool:

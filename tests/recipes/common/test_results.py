@@ -1,4 +1,5 @@
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -34,3 +35,10 @@ def test_a_missing_figure_is_explained(monkeypatch: pytest.MonkeyPatch, caplog: 
     with caplog.at_level("INFO", "hf_memopt"):
         assert not results.can_draw("losses.png")
     assert "No losses.png: it needs matplotlib" in caplog.text
+
+
+def test_results_are_json_whatever_the_figures(tmp_path: Path) -> None:
+    results.write_results({"history": [{"loss": 0.5, "l2": math.nan, "h1": -math.inf}]}, tmp_path)
+    text = (tmp_path / "results.json").read_text()
+    found = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert found == {"history": [{"loss": 0.5, "l2": None, "h1": None}]}
