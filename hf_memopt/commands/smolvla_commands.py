@@ -19,9 +19,11 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
 
 
 def _add_prepare_student(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = commands.add_parser("prepare-student", help="make a SmolVLA or π0 student that starts from its teacher")
+    parser = commands.add_parser(
+        "prepare-student", help="make a SmolVLA, π0 or π0.5 student that starts from its teacher"
+    )
     parser.add_argument(
-        "--teacher", required=True, help="smolvla or pi0 checkpoint folder, training output folder or hub id"
+        "--teacher", required=True, help="smolvla, pi0 or pi05 checkpoint folder, training output folder or hub id"
     )
     parser.add_argument("--output", required=True, type=Path, help="folder to create")
     parser.set_defaults(run=_prepare_student)
@@ -139,10 +141,10 @@ def _evaluate(parsed: argparse.Namespace) -> int:
 def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser(
         "export",
-        help="turn a trained student into a plain smolvla or pi0 policy",
-        description="Write a plain smolvla or pi0 policy that stock lerobot loads, with a model card. The card has the "
-        "student's and the teacher's errors by number of Euler steps, measured on the training run's held-out episodes "
-        "(or on the episodes given here), unless --no-evaluation.",
+        help="turn a trained student into a plain smolvla, pi0 or pi05 policy",
+        description="Write a plain smolvla, pi0 or pi05 policy that stock lerobot loads, with a model card. The card "
+        "has the student's and the teacher's errors by number of Euler steps, measured on the training run's held-out "
+        "episodes (or on the episodes given here), unless --no-evaluation.",
     )
     parser.add_argument("--policy", required=True, help="trained student: checkpoint or training output folder, hub id")
     parser.add_argument("--output", required=True, type=Path, help="folder to create")

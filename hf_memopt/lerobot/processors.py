@@ -17,13 +17,14 @@ from hf_memopt.lerobot.checkpoint_files import (
 
 PREPROCESSOR_FILE = "policy_preprocessor.json"
 POSTPROCESSOR_FILE = "policy_postprocessor.json"
-# The steps that lerobot saves for a SmolVLA and for a π0. Of its other registered steps, some load models, and
+# The steps that lerobot saves for a SmolVLA, a π0 and a π0.5. Of its other registered steps, some load models, and
 # action_tokenizer_processor runs the code of a repository that the file names.
 STEPS = (
     "rename_observations_processor",
     "to_batch_processor",
     "smolvla_new_line_processor",
     "pi0_new_line_processor",
+    "pi05_prepare_state_tokenizer_processor_step",
     "tokenizer_processor",
     "device_processor",
     "normalizer_processor",

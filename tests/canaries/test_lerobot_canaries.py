@@ -62,8 +62,9 @@ def test_steps_of_a_smolvla(toy_teacher: Path) -> None:
         config = configs.PreTrainedConfig.from_pretrained(toy_teacher)
         made = processor_smolvla.make_smolvla_pre_post_processors(config)
         steps = {step["registry_name"] for pipeline in made for step in pipeline.get_config()["steps"]}
-        of_pi0 = {"pi0_new_line_processor", "relative_actions_processor", "absolute_actions_processor"}
-        assert steps == set(processors.STEPS) - of_pi0
+        of_pi = {"relative_actions_processor", "absolute_actions_processor"}
+        of_pi |= {"pi0_new_line_processor", "pi05_prepare_state_tokenizer_processor_step"}
+        assert steps == set(processors.STEPS) - of_pi
 
 
 def test_processors_are_made_from_where_the_policy_says_once_it_is_there() -> None:

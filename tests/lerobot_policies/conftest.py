@@ -53,29 +53,36 @@ def time() -> Tensor:
     return torch.tensor([0.05, 0.4, 0.8, 1.0])
 
 
+@pytest.fixture(scope="session", params=["pi0", "pi05"])
+def pi(request: pytest.FixtureRequest) -> str:
+    """The type of a stock π0 and of a stock π0.5, one after the other."""
+    kind: str = request.param
+    return kind
+
+
 @pytest.fixture(scope="session")
-def pi0_teacher(toy_vlm: Path, toy_dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkpoint of a stock π0 that lerobot trained and saved. Read only."""
+def pi_teacher(pi: str, toy_vlm: Path, toy_dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint of a stock policy that lerobot trained and saved. Read only."""
     from lerobot_runs import train_teacher
     from pi0_toys import teacher_flags, toy_sizes
 
-    with toy_sizes(toy_vlm):
-        return train_teacher(teacher_flags(), toy_dataset, tmp_path_factory.mktemp("pi0") / "teacher")
+    with toy_sizes(toy_vlm, pi):
+        return train_teacher(teacher_flags(pi), toy_dataset, tmp_path_factory.mktemp(pi) / "teacher")
 
 
 @pytest.fixture(scope="session")
-def random_teacher(toy_vlm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkpoint of a stock π0 with two cameras and random weights. Read only."""
+def random_teacher(pi: str, toy_vlm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint of a stock policy with two cameras and random weights. Read only."""
     from pi0_toys import toy_sizes, write_teacher
 
-    with toy_sizes(toy_vlm):
-        return write_teacher(tmp_path_factory.mktemp("pi0") / "random")
+    with toy_sizes(toy_vlm, pi):
+        return write_teacher(tmp_path_factory.mktemp(pi) / "random", pi)
 
 
 @pytest.fixture
-def toy_pi0(toy_vlm: Path) -> Iterator[None]:
-    """Make lerobot build its π0 in toy size."""
+def toy_pi(pi: str, toy_vlm: Path) -> Iterator[None]:
+    """Make lerobot build its policy in toy size."""
     from pi0_toys import toy_sizes
 
-    with toy_sizes(toy_vlm):
+    with toy_sizes(toy_vlm, pi):
         yield

@@ -72,7 +72,7 @@ def test_a_configuration_is_read_as_it_was_saved(config: Any, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("type", "act", "holds a policy of type 'act'; reflow needs one of: smolvla, smolvla_reflow, pi0"),
+        ("type", "act", "of type 'act'; reflow needs one of: smolvla, smolvla_reflow, pi0, pi0_reflow, pi05, pi05_re"),
         ("type", None, "holds a policy of type None"),
         ("chunk_size", "eight", "config.json is not a usable configuration: (.|\n)*; correct that field"),
     ],

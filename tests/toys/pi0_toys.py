@@ -1,7 +1,8 @@
 """π0 and π0.5 at toy size: lerobot's own code with small numbers, for which its configuration has no fields."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,12 +13,14 @@ import torch
 from lerobot.policies.pi0 import modeling_pi0, processor_pi0
 from lerobot.policies.pi0.configuration_pi0 import PI0Config
 from lerobot.policies.pi05 import modeling_pi05, processor_pi05
+from lerobot.policies.pi05.configuration_pi05 import PI05Config
 from reflow_students import CHUNK, moved, robot
 from torch import Tensor
 from transformers import SiglipVisionConfig
 
-from hf_memopt.lerobot.pi0.configuration_pi0_reflow import PI0ReflowConfig
-from hf_memopt.lerobot.pi0.modeling_pi0_reflow import PI0ReflowPolicy
+from hf_memopt.lerobot.pi0.configuration_pi0_reflow import PI0ReflowConfig, PI05ReflowConfig
+from hf_memopt.lerobot.pi0.modeling_pi0_reflow import PI0ReflowPolicy, PI05ReflowPolicy
+from hf_memopt.lerobot.policy_files import load_config
 from hf_memopt.recipes.reflow.smolvla_toy import IMAGE_SIZE
 
 VOCABULARY = 320
@@ -33,11 +36,30 @@ _SIZES: dict[str, Any] = {
 }
 
 
+@dataclass(frozen=True)
+class Kind:
+    """Classes of lerobot's and of the student's, and the modules in which lerobot's are."""
+
+    config: Any
+    policy: Any
+    student_config: Any
+    student: Any
+    modeling: ModuleType
+    processing: ModuleType
+
+
+KINDS = {
+    "pi0": Kind(PI0Config, modeling_pi0.PI0Policy, PI0ReflowConfig, PI0ReflowPolicy, modeling_pi0, processor_pi0),
+    "pi05": Kind(
+        PI05Config, modeling_pi05.PI05Policy, PI05ReflowConfig, PI05ReflowPolicy, modeling_pi05, processor_pi05
+    ),
+}
+
+
 @contextmanager
-def toy_sizes(
-    tokenizer: Path, modeling: ModuleType = modeling_pi0, processing: ModuleType = processor_pi0
-) -> Iterator[None]:
-    """Let lerobot build a toy π0 of its own classes, with a tokenizer on the disk."""
+def toy_sizes(tokenizer: Path, kind: str) -> Iterator[None]:
+    """Let lerobot build a toy policy of its own classes, with a tokenizer on the disk."""
+    modeling, processing = KINDS[kind].modeling, KINDS[kind].processing
     vlm, expert = modeling.PaliGemmaForConditionalGenerationWithPiGemma, modeling.PiGemmaForCausalLM
 
     def gemma(variant: str) -> Any:
@@ -79,32 +101,29 @@ def toy_sizes(
         yield
 
 
-def pi05_toy_sizes(tokenizer: Path) -> AbstractContextManager[None]:
-    return toy_sizes(tokenizer, modeling_pi05, processor_pi05)
-
-
-def teacher_flags() -> list[str]:
-    """Return flags with which stock lerobot trains a π0 on the toy task."""
+def teacher_flags(kind: str) -> list[str]:
+    """Return flags with which stock lerobot trains a policy on the toy task."""
     flags = {**_SIZES, "image_resolution": f"[{IMAGE_SIZE},{IMAGE_SIZE}]", "max_state_dim": 4, "max_action_dim": 4}
-    return ["--policy.type=pi0", *(f"--policy.{name}={value}" for name, value in flags.items())]
+    return [f"--policy.type={kind}", *(f"--policy.{name}={value}" for name, value in flags.items())]
 
 
 def settings(**changes: Any) -> dict[str, Any]:
     return {**_SIZES, "train_expert_only": True, **robot(), **changes}
 
 
-def write_teacher(folder: Path, **changes: Any) -> Path:
-    """Save random weights."""
+def write_teacher(folder: Path, kind: str, **changes: Any) -> Path:
+    """Save random weights, moved because lerobot's first ones hide the time from π0.5's expert."""
     torch.manual_seed(0)
-    modeling_pi0.PI0Policy(PI0Config(**settings(**changes))).save_pretrained(folder)
+    made = KINDS[kind]
+    moved(made.policy(made.config(**settings(**changes)))).save_pretrained(folder)
     return folder
 
 
-def make_student(teacher: Path, **flags: Any) -> PI0ReflowPolicy:
+def make_student(teacher: Path, **flags: Any) -> Any:
     """Return a student whose trained weights have moved away from its teacher's."""
+    made = KINDS[load_config(teacher).type]
     fields = {"use_reflow": True, "teacher_model_path": str(teacher), "teacher_offload": "swap", **flags}
-    student = PI0ReflowPolicy.from_pretrained(teacher, config=PI0ReflowConfig(**settings(**fields)))
-    return moved(student)
+    return moved(made.student.from_pretrained(teacher, config=made.student_config(**settings(**fields))))
 
 
 def make_batch() -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ from lerobot.configs import FeatureType, PolicyFeature
 from lerobot.configs.default import DatasetConfig
 from lerobot.configs.train import TrainPipelineConfig
 from lerobot.policies import make_policy_config
-from pi0_toys import pi05_toy_sizes, toy_sizes
+from pi0_toys import toy_sizes
 
 from hf_memopt.recipes.reflow.smolvla_toy import CAMERA, IMAGE_SIZE, PATH_STEPS, POLICY_SETTINGS, REPO_ID
 
@@ -69,5 +69,4 @@ def write_run(folder: Path, kind: str, vlm: Path, dataset: Path, **changes: Any)
 
 def toy_size(kind: str, vlm: Path) -> AbstractContextManager[Any]:
     """Let lerobot build this kind in toy size, also where its configuration has no fields for that."""
-    sizes = {"pi0": toy_sizes, "pi05": pi05_toy_sizes}.get(kind)
-    return nullcontext() if sizes is None else sizes(vlm)
+    return toy_sizes(vlm, kind) if kind in ("pi0", "pi05") else nullcontext()

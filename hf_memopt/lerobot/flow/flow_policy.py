@@ -27,18 +27,19 @@ class Observation:
         image_masks: one `(batch,)` bool per camera, False where it is missing.
         tokens: `(batch, length)` language tokens.
         token_masks: `(batch, length)` bool, False on padding.
-        state: `(batch, max_state_dim)`.
+        state: `(batch, max_state_dim)`; None for a policy that reads it as language tokens.
     """
 
     images: list[Tensor]
     image_masks: list[Tensor]
     tokens: Tensor
     token_masks: Tensor
-    state: Tensor
+    state: Tensor | None = None
 
     def arguments(self) -> tuple[Any, ...]:
         """Return all in the order in which lerobot's model methods take them."""
-        return self.images, self.image_masks, self.tokens, self.token_masks, self.state
+        read = (self.images, self.image_masks, self.tokens, self.token_masks)
+        return read if self.state is None else (*read, self.state)
 
 
 class SharedPrefix:

@@ -7,10 +7,10 @@ from lerobot.policies.pretrained import PreTrainedPolicy
 from torch import Tensor
 
 from hf_memopt.lerobot.flow.flow_policy import FlowPolicy, Observation
-from hf_memopt.lerobot.flow.pi0_flow import Pi0Flow
+from hf_memopt.lerobot.flow.pi0_flow import Pi0Flow, Pi05Flow
 from hf_memopt.lerobot.flow.smolvla_flow import SmolVLAFlow
 
-_FLOWS: dict[str, FlowPolicy] = {flow.stock_type: flow for flow in (SmolVLAFlow(), Pi0Flow())}
+_FLOWS: dict[str, FlowPolicy] = {flow.stock_type: flow for flow in (SmolVLAFlow(), Pi0Flow(), Pi05Flow())}
 STOCK_TYPES = tuple(_FLOWS)
 POLICY_TYPES = tuple(name for stock in STOCK_TYPES for name in (stock, f"{stock}_reflow"))
 

@@ -1,26 +1,34 @@
-"""π0's prefix, computed once for student and teacher.
+"""The prefix of π0 and π0.5, computed once for student and teacher.
 
-π0's state is a token of the expert's, so that its prefix is images and language alone. With a frozen VLM nothing of it
-belongs to one model, and lerobot's own sampling runs the VLM on it separately. lerobot's joint forward takes the tokens
-of VLM and expert through each layer together, which makes the whole VLM a part of the autograd graph.
+π0's state is a token of the expert's, so that its prefix is images and language alone. π0.5's processor writes the
+state into the instruction, and its expert gets the time through its norms instead of its tokens. In both, a frozen VLM
+leaves nothing of the prefix to one model, and lerobot's own sampling runs the VLM on it separately. lerobot's joint
+forward takes the tokens of VLM and expert through each layer together, which makes the whole VLM a part of the autograd
+graph.
 """
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from huggingface_hub.constants import SAFETENSORS_SINGLE_FILE
 from lerobot.policies.common.vla_utils import make_att_2d_masks, prepare_attention_masks_4d
 from lerobot.policies.pi0.configuration_pi0 import PI0Config
 from lerobot.policies.pi0.modeling_pi0 import PI0Policy, PI0Pytorch
+from lerobot.policies.pi05.configuration_pi05 import PI05Config
+from lerobot.policies.pi05.modeling_pi05 import PI05Policy, PI05Pytorch
 from lerobot.utils.constants import ACTION, OBS_LANGUAGE_ATTENTION_MASK, OBS_LANGUAGE_TOKENS
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from hf_memopt.lerobot.flow.flow_policy import ConditionedExpert, FlowPolicy, Observation, SharedPrefix
 
-# lerobot leaves these in float32 when it makes a π0 bfloat16.
+type Config = PI0Config | PI05Config
+type Policy = PI0Policy | PI05Policy
+type Model = PI0Pytorch | PI05Pytorch
+
+# lerobot leaves these in float32 when it makes either policy bfloat16.
 _FLOAT32 = ("input_layernorm", "post_attention_layernorm", "model.norm")
 
 
@@ -29,6 +37,7 @@ class Pi0Flow(FlowPolicy):
 
     stock_type = "pi0"
     title = "π0"
+    policy_class: ClassVar[type[Policy]] = PI0Policy
     steps_field = "num_inference_steps"
     architecture_fields = (
         "paligemma_variant",
@@ -44,43 +53,43 @@ class Pi0Flow(FlowPolicy):
         "max_period",
     )
 
-    def load(self, folder: Path, config: PI0Config) -> PI0Policy:
-        policy = PI0Policy(config)
+    def load(self, folder: Path, config: Config) -> Policy:
+        policy = self.policy_class(config)
         load_pi0_weights(policy, folder)
         return policy.eval()
 
-    def name_vlm(self, config: PI0Config) -> str:
+    def name_vlm(self, config: Config) -> str:
         return f"paligemma_variant={config.paligemma_variant!r}"
 
-    def settings_of_teacher(self, config: PI0Config) -> dict[str, Any]:
+    def settings_of_teacher(self, config: Config) -> dict[str, Any]:
         # Rounded as the student's, both have the same VLM; to another dtype, only the expert is cast, later.
         same = getattr(config, "teacher_dtype", None) == config.dtype
         return {"gradient_checkpointing": False, **({"dtype": config.dtype} if same else {})}
 
-    def observe(self, policy: PI0Policy, batch: Mapping[str, Tensor]) -> Observation:
+    def observe(self, policy: Policy, batch: Mapping[str, Tensor]) -> Observation:
         images, image_masks = policy._preprocess_images(batch)
         tokens, token_masks = batch[OBS_LANGUAGE_TOKENS], batch[OBS_LANGUAGE_ATTENTION_MASK]
-        return Observation(images, image_masks, tokens, token_masks, policy.prepare_state(batch))
+        return Observation(images, image_masks, tokens, token_masks, self._state(policy, batch))
 
-    def demonstrated_actions(self, policy: PI0Policy, batch: Mapping[str, Tensor]) -> Tensor:
+    def demonstrated_actions(self, policy: Policy, batch: Mapping[str, Tensor]) -> Tensor:
         padded: Tensor = policy.prepare_action({ACTION: batch[ACTION]})
         return padded
 
-    def prefix(self, model: PI0Pytorch, observation: Observation) -> SharedPrefix:
+    def prefix(self, model: Model, observation: Observation) -> SharedPrefix:
         return Pi0Prefix(model, observation)
 
-    def expert(self, model: PI0Pytorch, prefix: SharedPrefix) -> ConditionedExpert:
+    def expert(self, model: Model, prefix: SharedPrefix) -> ConditionedExpert:
         assert isinstance(prefix, Pi0Prefix)
         return Pi0Expert(model, prefix)
 
-    def vlm(self, model: PI0Pytorch) -> nn.Module:
+    def vlm(self, model: Model) -> nn.Module:
         vlm: nn.Module = model.paligemma_with_expert.paligemma
         return vlm
 
-    def set_vlm(self, model: PI0Pytorch, vlm: nn.Module) -> None:
+    def set_vlm(self, model: Model, vlm: nn.Module) -> None:
         model.paligemma_with_expert.paligemma = vlm
 
-    def transformer(self, model: PI0Pytorch, with_vlm: bool) -> list[nn.Parameter]:
+    def transformer(self, model: Model, with_vlm: bool) -> list[nn.Parameter]:
         both = model.paligemma_with_expert
         parts = [both.gemma_expert, *([both.paligemma.model.language_model] if with_vlm else [])]
         return [
@@ -90,15 +99,30 @@ class Pi0Flow(FlowPolicy):
             if not any(kept in name for kept in _FLOAT32)
         ]
 
-    def leave_out_unused(self, model: PI0Pytorch) -> None:
-        # An output layer over the whole vocabulary, which is nearly half of the expert's bytes.
+    def leave_out_unused(self, model: Model) -> None:
+        # An output layer over the whole vocabulary: 263 M weights of the expert's.
         model.paligemma_with_expert.gemma_expert.lm_head = None
 
-    def why_not_shareable(self, config: PI0Config) -> str | None:
+    def why_not_shareable(self, config: Config) -> str | None:
         if config.gradient_checkpointing:
             return (
                 "gradient_checkpointing recomputes the joint forward (--policy.gradient_checkpointing=false would not)"
             )
+        return None
+
+    def _state(self, policy: Policy, batch: Mapping[str, Tensor]) -> Tensor | None:
+        padded: Tensor = policy.prepare_state(batch)
+        return padded
+
+
+class Pi05Flow(Pi0Flow):
+    """π0.5: its state is a part of the instruction, in 256 bins for each dimension; all else is as in π0."""
+
+    stock_type = "pi05"
+    title = "π0.5"
+    policy_class = PI05Policy
+
+    def _state(self, policy: Policy, batch: Mapping[str, Tensor]) -> None:
         return None
 
 
@@ -108,7 +132,7 @@ class Pi0Prefix(SharedPrefix):
     Memory: `2 * layers * batch * tokens * kv_heads * head_dim` elements; nothing is saved for backward.
     """
 
-    def __init__(self, model: PI0Pytorch, observation: Observation) -> None:
+    def __init__(self, model: Model, observation: Observation) -> None:
         self.state = observation.state
         both = model.paligemma_with_expert
         with torch.no_grad():
@@ -133,10 +157,11 @@ class Pi0Expert(ConditionedExpert):
     Gradients flow to the expert and all projections.
     """
 
-    def __init__(self, model: PI0Pytorch, prefix: Pi0Prefix) -> None:
-        self._model, self._pad_masks, self._state = model, prefix.pad_masks, prefix.state
+    def __init__(self, model: Model, prefix: Pi0Prefix) -> None:
+        self._model, self._pad_masks = model, prefix.pad_masks
+        self._state = {} if prefix.state is None else {"state": prefix.state}
         keys, values = prefix.keys, prefix.values
-        if not torch.is_autocast_enabled(self._state.device.type):
+        if not torch.is_autocast_enabled(self._pad_masks.device.type):
             dtype = model.paligemma_with_expert.gemma_expert.model.layers[0].self_attn.k_proj.weight.dtype
             keys, values = ([tensor.to(dtype) for tensor in tensors] for tensors in (keys, values))
         # As a cache of lerobot's yields them. It copies them for each step, since the expert appends its own.
@@ -144,7 +169,7 @@ class Pi0Expert(ConditionedExpert):
 
     def velocity(self, x_t: Tensor, time: Tensor) -> Tensor:
         velocity: Tensor = self._model.denoise_step(
-            state=self._state,
+            **self._state,
             prefix_pad_masks=self._pad_masks,
             past_key_values=self._layers,
             x_t=x_t,
@@ -153,8 +178,8 @@ class Pi0Expert(ConditionedExpert):
         return velocity
 
 
-def load_pi0_weights(policy: PI0Policy, folder: Path) -> None:
-    """Load weights strictly, with openpi's names translated; `PI0Policy.from_pretrained` goes on with random values."""
+def load_pi0_weights(policy: Policy, folder: Path) -> None:
+    """Load weights strictly, with openpi's names translated; lerobot's `from_pretrained` goes on with random values."""
     weights = policy._fix_pytorch_state_dict_keys(load_file(folder / SAFETENSORS_SINGLE_FILE), policy.config)
     named = {name if name.startswith("model.") else f"model.{name}": weight for name, weight in weights.items()}
     policy.load_state_dict(named, strict=True)

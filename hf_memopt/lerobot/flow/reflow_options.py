@@ -58,8 +58,8 @@ class ReflowOptions:
         activation_disk: folder on a local disk, for those that host memory has no room for; on a CPU, for all of them.
             Read in training only.
         from_scratch: let reflow start from random weights, which no teacher's copy is.
-        dtype: `"bfloat16"` trains under bf16 autocast, in any loop. SmolVLA's weights keep theirs; π0's own field of
-            this name makes them bfloat16 as well, but for norms, vision and projections.
+        dtype: `"bfloat16"` trains under bf16 autocast, in any loop. SmolVLA's weights keep theirs; the field of
+            this name that π0 and π0.5 have makes them bfloat16 as well, but for norms, vision and projections.
     """
 
     use_reflow: bool = False

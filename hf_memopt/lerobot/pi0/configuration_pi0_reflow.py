@@ -1,9 +1,10 @@
-"""Configuration of policy type `pi0_reflow`."""
+"""Configurations of policy types `pi0_reflow` and `pi05_reflow`."""
 
 from dataclasses import dataclass
 
 from lerobot.configs import PreTrainedConfig
 from lerobot.policies.pi0.configuration_pi0 import PI0Config
+from lerobot.policies.pi05.configuration_pi05 import PI05Config
 
 from hf_memopt.lerobot.flow.reflow_options import ReflowOptions
 
@@ -12,6 +13,16 @@ from hf_memopt.lerobot.flow.reflow_options import ReflowOptions
 @dataclass
 class PI0ReflowConfig(ReflowOptions, PI0Config):
     """π0's configuration and the teacher's, see `ReflowOptions`."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_options()
+
+
+@PreTrainedConfig.register_subclass("pi05_reflow")
+@dataclass
+class PI05ReflowConfig(ReflowOptions, PI05Config):
+    """π0.5's configuration and the teacher's, see `ReflowOptions`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

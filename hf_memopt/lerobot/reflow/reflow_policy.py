@@ -129,19 +129,19 @@ class ReflowPolicy(nn.Module):
         img_masks: list[Tensor],
         lang_tokens: Tensor,
         lang_masks: Tensor,
-        state: Tensor,
-        noise: Tensor,
+        *state_and_noise: Tensor,
     ) -> Tensor:
-        """Return the actions that the teacher's ODE reaches from `noise`, `(batch, chunk, max_action_dim)`.
+        """Return the actions that the teacher's ODE reaches from the noise, `(batch, chunk, max_action_dim)`.
 
-        Arguments as lerobot's `sample_actions` takes them. The teacher has left the device again when this returns.
-        ValueError with `couplings_path`, where there is no teacher.
+        Arguments as lerobot's `sample_actions` takes them, π0.5's without a state: the noise comes last. The teacher
+        has left the device again when this returns. ValueError with `couplings_path`, where there is no teacher.
         """
         if self.config.couplings_path is not None:
             raise ValueError(
                 f"couplings_path={self.config.couplings_path!r} has the targets; there is no teacher to ask"
             )
-        observation = Observation(images, img_masks, lang_tokens, lang_masks, state)
+        *state, noise = state_and_noise
+        observation = Observation(images, img_masks, lang_tokens, lang_masks, *state)
         self.teacher.load(self)
         self.teacher.prefetch()
         return self.teacher.sample(observation, noise, self.teacher.shared_prefix(self, observation))

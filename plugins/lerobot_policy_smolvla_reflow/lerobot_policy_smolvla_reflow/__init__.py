@@ -1,5 +1,5 @@
-"""Policy types `smolvla_reflow` and `pi0_reflow` for lerobot's commands, which import this package by its name."""
+"""Policy types `smolvla_reflow`, `pi0_reflow` and `pi05_reflow` for lerobot's commands, which import this package."""
 
-from hf_memopt.lerobot import PI0ReflowConfig, SmolVLAReflowConfig
+from hf_memopt.lerobot import PI0ReflowConfig, PI05ReflowConfig, SmolVLAReflowConfig
 
-__all__ = ["PI0ReflowConfig", "SmolVLAReflowConfig"]
+__all__ = ["PI0ReflowConfig", "PI05ReflowConfig", "SmolVLAReflowConfig"]

@@ -8,7 +8,7 @@ configs = LateModule("lerobot.configs")
 
 
 def test_types_and_fields_are_lerobots() -> None:
-    assert known_flows.STOCK_TYPES == ("smolvla", "pi0")
+    assert known_flows.STOCK_TYPES == ("smolvla", "pi0", "pi05")
     for name in known_flows.POLICY_TYPES:
         config = configs.PreTrainedConfig.get_choice_class(name)()
         flow = known_flows.flow_of(config)

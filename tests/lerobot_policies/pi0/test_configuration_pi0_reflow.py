@@ -3,20 +3,20 @@ import dataclasses
 import pytest
 from late_imports import LateModule
 
-configuration_pi0_reflow = LateModule("hf_memopt.lerobot.pi0.configuration_pi0_reflow")
 reflow_options = LateModule("hf_memopt.lerobot.flow.reflow_options")
-configuration_pi0 = LateModule("lerobot.policies.pi0.configuration_pi0")
+pi0_toys = LateModule("pi0_toys")
 
 
-def test_all_else_is_stock() -> None:
-    stock, ours = configuration_pi0.PI0Config(), configuration_pi0_reflow.PI0ReflowConfig()
+def test_all_else_is_stock(pi: str) -> None:
+    kind = pi0_toys.KINDS[pi]
+    stock, ours = kind.config(), kind.student_config()
     assert reflow_options.is_student(ours)
     for field in dataclasses.fields(stock):
         assert getattr(ours, field.name) == getattr(stock, field.name), field.name
 
 
-def test_unusable_settings_are_refused_by_name() -> None:
-    make = configuration_pi0_reflow.PI0ReflowConfig
+def test_unusable_settings_are_refused_by_name(pi: str) -> None:
+    make = pi0_toys.KINDS[pi].student_config
     with pytest.raises(ValueError, match="share_prefix='yes' is unknown; use one of: auto, on, off"):
         make(share_prefix="yes")
     with pytest.raises(ValueError, match="use_reflow=true needs teacher_model_path"):

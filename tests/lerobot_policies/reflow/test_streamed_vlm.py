@@ -62,9 +62,9 @@ def test_checkpoints_and_answers_are_those_of_the_resident_run(
     assert torch.equal(*answers)
 
 
-@pytest.mark.usefixtures("toy_pi0")
+@pytest.mark.usefixtures("toy_pi")
 @pytest.mark.parametrize("home", ["host", "file"])
-def test_pi0(random_teacher: Path, noise: Tensor, time: Tensor, home: str) -> None:
+def test_pi0_and_pi05(random_teacher: Path, noise: Tensor, time: Tensor, home: str) -> None:
     batch = pi0_toys.make_batch()
     want = reflow_students.second_step(pi0_toys.make_student(random_teacher), batch, noise, time)
     policy = pi0_toys.make_student(random_teacher, vlm_home=home)
