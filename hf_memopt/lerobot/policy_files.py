@@ -98,7 +98,8 @@ def load_policy(folder: Path, **changes: Any) -> PreTrainedPolicy:
         try:
             policy = flow.load(weights_folder, config)
         except RuntimeError as error:
-            raise ValueError(f"the weights in {weights_folder} do not fit {folder / CONFIG_FILE}: {error}") from error
+            whose = "its" if weights_folder == folder else f"{folder}'s"
+            raise ValueError(f"the weights in {weights_folder} do not fit {whose} {CONFIG_FILE}: {error}") from error
         except (OSError, HFValidationError) as error:
             raise ValueError(
                 f"the VLM of {folder} cannot be read: {flow.name_vlm(config)} ({error}); write its "

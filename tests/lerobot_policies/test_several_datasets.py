@@ -93,14 +93,14 @@ def test_flags_of_one_dataset_are_left_alone() -> None:
         ),
         (["--dataset.repo_id=[a,b"], r"dataset.repo_id=\[a,b is no list; write \[one,another\]"),
         (
-            ["--dataset.repo_id=[a,b]", "--dataset.root=[/nowhere/a,/nowhere/b]"],
+            ["--dataset.repo_id=[a,b]", "--dataset.root=[PLACE/a,PLACE/b]"],
             r"dataset 'a' cannot be read",
         ),
     ],
 )
-def test_malformed_lists_are_refused(flags: list[str], message: str) -> None:
+def test_malformed_lists_are_refused(flags: list[str], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
-        several.with_one_dataset(flags)
+        several.with_one_dataset([flag.replace("PLACE", str(tmp_path)) for flag in flags])
 
 
 def test_data_of_another_robot_are_refused(pair: list[Path], tmp_path: Path) -> None:

@@ -36,8 +36,10 @@ def next_load_training_metadata(training_state_dir: Path) -> dict[str, Any]:
 
 def run_loop(accelerator: Accelerator, accumulates: bool) -> None:
     """Lower a weight, at first 0, by each batch's gradient, 1."""
-    weight = torch.nn.Parameter(torch.zeros(1))
-    optimizer = accelerator.prepare(torch.optim.SGD([weight], lr=1.0))
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.zeros_(model.weight)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    weight = model.weight
     accelerator.updates = [weight.item()]
     for _ in range(NUM_BATCHES):
         if accumulates:
@@ -72,7 +74,8 @@ def seen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> lis
 def config(dtype: str = "float32", steps: int = 1) -> Any:
     """Return the fields of a run's configuration that the loop uses."""
     accelerator = SimpleNamespace(gradient_accumulation=SimpleNamespace(steps=steps), mixed_precision="no")
-    return SimpleNamespace(policy=SimpleNamespace(dtype=dtype, device="cpu"), accelerator=accelerator)
+    policy = SimpleNamespace(dtype=dtype, device="cpu")
+    return SimpleNamespace(policy=policy, accelerator=accelerator, resume=False)
 
 
 @pytest.mark.parametrize("num_accumulation_steps", [1, 2])
