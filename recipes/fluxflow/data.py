@@ -4,7 +4,6 @@ import math
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import datasets
@@ -15,6 +14,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from hf_memopt.recipes.common.datasets_by_name import dataset_by_name
 from hf_memopt.recipes.common.flags import explained
 from hf_memopt.recipes.common.loop import pins_memory
 from hf_memopt.recipes.fluxflow.options import MIN_LPIPS_SIZE, DataOptions, Options
@@ -54,29 +54,13 @@ def load(options: DataOptions, stride: int, seed: int, channels: int = 3) -> Sou
 
 
 def _open(options: DataOptions) -> Any:
-    more: dict[str, Any] = {"streaming": options.streaming}
-    if options.dataset is None:
-        given, name, more["data_dir"] = "image_folder", "imagefolder", options.image_folder
-    else:
-        given, name, more["name"] = "dataset", options.dataset, options.dataset_config
-    with explained(f"{given}={getattr(options, given)!r} cannot be loaded"):
-        if options.dataset is not None and _is_saved(Path(options.dataset)):
-            return _read_saved(options)
-        return datasets.load_dataset(name, split=options.split, trust_remote_code=False, **more)
-
-
-def _is_saved(folder: Path) -> bool:
-    """Return whether `save_to_disk` has written a folder."""
-    return any((folder / name).is_file() for name in ("state.json", "dataset_dict.json"))
-
-
-def _read_saved(options: DataOptions) -> Any:
-    found = datasets.load_from_disk(str(options.dataset))
-    if isinstance(found, datasets.DatasetDict):
-        if options.split not in found:
-            raise ValueError(f"split={options.split!r}: it has {', '.join(found)}")
-        found = found[options.split]
-    return found.to_iterable_dataset() if options.streaming else found
+    if options.dataset is not None:
+        with explained(f"dataset={options.dataset!r} cannot be loaded"):
+            return dataset_by_name(options.dataset, options.split, options.dataset_config, streaming=options.streaming)
+    with explained(f"image_folder={options.image_folder!r} cannot be loaded"):
+        return datasets.load_dataset(
+            "imagefolder", data_dir=options.image_folder, split=options.split, streaming=options.streaming
+        )
 
 
 def describe(options: DataOptions) -> str:

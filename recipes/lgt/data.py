@@ -10,6 +10,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 
+from hf_memopt.recipes.common.datasets_by_name import dataset_by_name
+from hf_memopt.recipes.common.flags import explained
 from hf_memopt.recipes.lgt.options import DataOptions, Options
 from hf_memopt.training import split_batch
 
@@ -111,11 +113,8 @@ def _read_file(file: Path) -> Iterator[Tensor]:
 
 
 def _from_dataset(data: DataOptions) -> Latents:
-    from datasets import DatasetDict, load_dataset, load_from_disk
-
-    name = str(data.dataset)
-    found = load_from_disk(name) if Path(name).is_dir() else load_dataset(name, trust_remote_code=False)
-    rows = found[data.split] if isinstance(found, DatasetDict) else found
+    with explained(f"data.dataset={data.dataset!r} cannot be loaded"):
+        rows = dataset_by_name(str(data.dataset), data.split)
     columns = rows.with_format("torch", columns=[data.latent_column, data.style_column])[:]
     return Latents(columns[data.latent_column].float(), columns[data.style_column].long())
 

@@ -118,6 +118,13 @@ def test_a_dataset_of_latents(tmp_path: Path) -> None:
         lgt_data.load(tiny(data__dataset=str(tmp_path / "latents"), model__num_styles=3, **columns))
 
 
+def test_a_saved_dataset_without_the_split_is_refused(tmp_path: Path) -> None:
+    rows = datasets.Dataset.from_dict({"latent": [[0.0]], "style": [0]})
+    datasets.DatasetDict({"first": rows, "second": rows}).save_to_disk(tmp_path / "latents")
+    with pytest.raises(ValueError, match=r"data.dataset=.* cannot be loaded: split='train': it has first, second"):
+        lgt_data.load(tiny(data__dataset=str(tmp_path / "latents")))
+
+
 def test_data_that_cannot_be_had_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="give one of them"):
         lgt_data.load(tiny(data__dataset="x", data__data_root="y"))
