@@ -180,8 +180,7 @@ def make_pair_source(config: ReflowOptions) -> PairSource:
 
 def make_teacher(config: ReflowOptions) -> VelocityTeacher:
     """Make a configuration's teacher; with couplings the student, which decides whether its prefix needs a graph."""
-    has_own_weights = config.couplings_path is None and not config.teaches_itself
-    return ReflowTeacher(config) if has_own_weights else SelfTeacher(config)
+    return ReflowTeacher(config) if config.has_teacher else SelfTeacher(config)
 
 
 def solve(student: PreTrainedPolicy, teacher: VelocityTeacher, inputs: Mapping[str, Tensor], noise: Tensor) -> Tensor:

@@ -119,7 +119,7 @@ class ReflowPolicy(nn.Module):
     def load_teacher_model(self) -> PreTrainedPolicy:
         """Return the teacher: frozen, in evaluation mode, on the host unless `teacher_offload=resident`.
 
-        Without a teacher of its own (`teacher_model_path=self`, or `couplings_path`), the student itself.
+        With `reflow_target=self` or `couplings_path`, the student itself.
         """
         return self.teacher.load(self)
 

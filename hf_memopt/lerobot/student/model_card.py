@@ -15,7 +15,7 @@ from hf_memopt import __version__
 from hf_memopt.lerobot.checkpoint_files import file_in, read_object
 from hf_memopt.lerobot.evaluate.measure import ReflowEvaluation, evaluate_reflow, held_out_batches
 from hf_memopt.lerobot.flow.known_flows import flow_of
-from hf_memopt.lerobot.flow.reflow_options import SELF, is_student
+from hf_memopt.lerobot.flow.reflow_options import is_student
 from hf_memopt.lerobot.policy_files import (
     load_config,
     load_policy,
@@ -27,6 +27,7 @@ from hf_memopt.memory.metrics_file import METRICS_FILE, read_metrics
 from hf_memopt.units import format_bytes
 
 _CARD_SETTINGS = (
+    "reflow_target",
     "teacher_num_steps",
     "teacher_dtype",
     "reflow_time_sampling",
@@ -96,8 +97,7 @@ def measure(
     """Evaluate a student against its teacher on at most 256 observations, by default of `training_observations`."""
     folder = resolve_checkpoint(policy)
     config = load_config(folder)
-    named = config.teacher_model_path if is_student(config) else None
-    teacher = teacher or (None if named == SELF else named)
+    teacher = teacher or (config.teacher_model_path if is_student(config) else None)
     if not teacher:
         raise ValueError(
             f"{folder} names no teacher to compare with; pass --teacher to `evaluate`, or --no-evaluation to `export`"

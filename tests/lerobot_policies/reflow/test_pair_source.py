@@ -168,7 +168,7 @@ def test_a_student_teaches_itself(
     toy_student: Path, batch: Any, noise: Tensor, time: Tensor, share_prefix: str
 ) -> None:
     """Compare with a copy of the student as the teacher, before and after a step."""
-    policy = load(toy_student, teacher_model_path="self", share_prefix=share_prefix)
+    policy = load(toy_student, reflow_target="self", share_prefix=share_prefix)
     for _ in range(2):
         twin = copy.deepcopy(policy)
         want = twin.eval().model.sample_actions(*known_flows.observe(twin, batch).arguments(), noise=noise)
@@ -192,7 +192,7 @@ def test_a_student_that_teaches_itself_trains_with_demonstrations(
 ) -> None:
     flags = lerobot_runs.train_flags(toy_student, toy_dataset, tmp_path / "run", steps=2)
     log = lerobot_runs.run(
-        reflow_smolvla.main, *flags, "--policy.teacher_model_path=self", "--policy.reflow_real_data=0.5"
+        reflow_smolvla.main, *flags, "--policy.reflow_target=self", "--policy.reflow_real_data=0.5"
     )
     assert "shared prefix: on" in log
     assert "Teacher Model: none" in diagnosis.diagnose(str(tmp_path / "run"), "cpu")
