@@ -21,8 +21,8 @@ class ReflowOptions:
 
     Attributes:
         use_reflow: train on the teacher's couplings; without it the policy is the stock one.
-        reflow_target: the model whose Euler steps make the targets: `"teacher"`, that of `teacher_model_path`; `"self"`,
-            the student with its present weights, which needs no second model.
+        reflow_target: the model whose Euler steps make the targets: `"teacher"`, that of `teacher_model_path`, or
+            `"self"`, the student with its present weights, which needs no second model.
         teacher_model_path: checkpoint folder or hub id of a stock (or already reflowed) policy of this kind. Training
             reads it for `reflow_target="teacher"` without `couplings_path`; `hf-memopt evaluate` compares with it.
         teacher_offload: `"swap"`, the teacher's weights live on the host and visit the device for each target;
@@ -167,8 +167,8 @@ class ReflowOptions:
         for name in ("couplings_path", "couplings_seed"):
             if (value := getattr(self, name)) is not None:
                 raise ValueError(
-                    f"{name}={value!r} with reflow_target=self: a fixed pair is a teacher's, and the student's own targets "
-                    f"change in every step; leave {name} out, or pass --policy.reflow_target=teacher"
+                    f"{name}={value!r} with reflow_target=self: fixed pairs are a teacher's, and the student's own "
+                    f"targets change in every step; leave {name} out, or pass --policy.reflow_target=teacher"
                 )
 
 

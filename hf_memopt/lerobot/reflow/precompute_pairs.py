@@ -129,8 +129,8 @@ def _check(cfg: TrainPipelineConfig) -> PreTrainedConfig:
         )
     if not config.has_teacher:
         raise ValueError(
-            f"reflow_target={config.reflow_target!r}, couplings_path={config.couplings_path!r}: precompute needs a teacher "
-            "with weights of its own, and no couplings to read"
+            f"reflow_target={config.reflow_target!r}, couplings_path={config.couplings_path!r}: precompute needs a "
+            "teacher with weights of its own, and no couplings to read"
         )
     if not config.pretrained_path:
         raise ValueError("precompute needs --policy.path=<student>, which says how frames are preprocessed")

@@ -34,7 +34,10 @@ policy_files = LateModule("hf_memopt.lerobot.policy_files")
         ({"reflow_target": "self", "couplings_seed": 1}, "couplings_seed=1 with reflow_target=self"),
         ({"reflow_target": "self", "couplings_path": "/c"}, "couplings_path='/c' with reflow_target=self.*leave"),
         ({"teacher_model_path": "self"}, "names no policy; .*--policy.reflow_target=self"),
-        ({"teacher_model_path": None}, "needs teacher_model_path: pass .*couplings_path or --policy.reflow_target=self"),
+        (
+            {"teacher_model_path": None},
+            "needs teacher_model_path: pass .*or --policy.reflow_target=self",
+        ),
     ],
 )
 def test_unusable_settings_are_refused_by_name(toy_student: Path, changes: dict[str, Any], message: str) -> None:

@@ -191,9 +191,7 @@ def test_a_student_that_teaches_itself_trains_with_demonstrations(
     toy_student: Path, toy_dataset: Path, tmp_path: Path
 ) -> None:
     flags = lerobot_runs.train_flags(toy_student, toy_dataset, tmp_path / "run", steps=2)
-    log = lerobot_runs.run(
-        reflow_smolvla.main, *flags, "--policy.reflow_target=self", "--policy.reflow_real_data=0.5"
-    )
+    log = lerobot_runs.run(reflow_smolvla.main, *flags, "--policy.reflow_target=self", "--policy.reflow_real_data=0.5")
     assert "shared prefix: on" in log
     assert "Teacher Model: none" in diagnosis.diagnose(str(tmp_path / "run"), "cpu")
 
