@@ -127,7 +127,7 @@ def write_card(policy: str, num_steps: int, measured: Measured | None) -> str:
     sections = [_front_matter(config, teacher), _introduction(config, num_steps, teacher)]
     sections.append(_training(folder, config))
     sections.append("## Measured\n\nNot measured." if measured is None else _measurements(*measured, num_steps))
-    return "\n\n".join([*sections, _usage(config), ""])
+    return "\n\n".join([*sections, _usage(config, num_steps), ""])
 
 
 def _front_matter(config: Any, teacher: str | None) -> str:
@@ -226,10 +226,12 @@ def _plain(text: Any) -> str:
     return re.sub(r"[^\w ./:@+,()-]", "?", str(text))
 
 
-def _usage(config: Any) -> str:
+def _usage(config: Any, num_steps: int) -> str:
     policy_class = get_policy_class(flow_of(config).stock_type)
     return (
         "## Use\n\nAny lerobot 0.6 loads it: `lerobot-rollout --policy.path=<this folder or repository> …`, or\n\n"
         f"```python\nfrom {policy_class.__module__} import {policy_class.__name__}\n\n"
-        f'policy = {policy_class.__name__}.from_pretrained("<this folder or repository>", strict=True)\n```'
+        f'policy = {policy_class.__name__}.from_pretrained("<this folder or repository>", strict=True)\n```\n\n'
+        "Real-time chunking needs as much guidance as there are Euler steps: `--inference.type=rtc "
+        f"--inference.rtc.max_guidance_weight={num_steps}`."
     )

@@ -14,6 +14,7 @@ from httpx import HTTPError
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HFValidationError
 from lerobot.configs import PreTrainedConfig
+from lerobot.policies.rtc.configuration_rtc import RTCConfig
 
 from hf_memopt.lerobot.checkpoint_files import COPY_AGAIN, read_object
 from hf_memopt.lerobot.flow.known_flows import flow_of
@@ -63,14 +64,18 @@ def prepare_student(teacher: str, output: Path, **settings: Any) -> Path:
 def export_student(policy: str, output: Path, num_steps: int, card: str) -> Path:
     """Write a plain checkpoint (of type `smolvla`, say) that stock lerobot loads and runs with `num_steps` Euler steps.
 
-    `card` is the text of `README.md`. Raises ValueError, with nothing written, for a policy that cannot be read or does
-    not act (see `check_acts`), or if `output` exists.
+    `card` is the text of `README.md`. A configuration of real-time chunking keeps at most `num_steps` as its
+    `max_guidance_weight`, with which the first step brings a chunk to the one before it, and not past it.
+
+    Raises ValueError, with nothing written, for a policy that cannot be read or does not act (see `check_acts`), or if
+    `output` exists.
     """
     COUNT.check("num_steps", num_steps)
     folder = resolve_checkpoint(policy)
     files = check_processors(folder)
     config = load_config(folder)
-    fields = {**_stock_fields(config), **_FRESH, flow_of(config).steps_field: num_steps}
+    steps = {flow_of(config).steps_field: num_steps, "rtc_config": _guided_in(num_steps, config.rtc_config)}
+    fields = {**_stock_fields(config), **_FRESH, **steps}
     exported = _stock_config(config)(**fields)
     check_acts(folder)
     check_normalizers(folder, config)
@@ -126,6 +131,12 @@ def new_folder(output: Path) -> Iterator[Path]:
         draft.rename(output)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+
+
+def _guided_in(num_steps: int, rtc: RTCConfig | None) -> RTCConfig | None:
+    if rtc is None:
+        return None
+    return dataclasses.replace(rtc, max_guidance_weight=min(rtc.max_guidance_weight, float(num_steps)))
 
 
 def _rounds_behind(config: PreTrainedConfig) -> int:
