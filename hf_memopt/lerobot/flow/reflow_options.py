@@ -22,7 +22,7 @@ class ReflowOptions:
     Attributes:
         use_reflow: train on the teacher's couplings; without it the policy is the stock one.
         reflow_target: the model whose Euler steps make the targets: `"teacher"`, that of `teacher_model_path`, or
-            `"self"`, the student with its present weights, which needs no second model.
+            `"self"`, the student with its present weights, which needs no second model and some `reflow_real_data`.
         teacher_model_path: checkpoint folder or hub id of a stock (or already reflowed) policy of this kind. Training
             reads it for `reflow_target="teacher"` without `couplings_path`; `hf-memopt evaluate` compares with it.
         teacher_offload: `"swap"`, the teacher's weights live on the host and visit the device for each target;
@@ -39,7 +39,8 @@ class ReflowOptions:
         reflow_time_sampling: density of the training time, see `hf_memopt.reflow.sample_time`.
         reflow_loss: `"mse"` or `"huber"`, see `hf_memopt.reflow.chunk_loss`.
         reflow_real_data: share of samples, in [0, 1), whose pair is a demonstration and the noise that the teacher's
-            ODE, run the other way, takes it to. The others are noise and the actions that it is taken to.
+            ODE, run the other way, takes it to. The others are noise and the actions that it is taken to. With
+            `reflow_target="self"` the noise is drawn, and the others are trained at time 1 alone.
         reflow_round: how often this policy has been rectified once it is trained; `prepare-student` counts.
         couplings_path: folder that `hf-memopt precompute` wrote; pairs are read from it and no teacher is loaded.
         couplings_seed: draw each frame's noise from this seed, so that its pair is the same whenever it is used. None,
@@ -164,6 +165,11 @@ class ReflowOptions:
             )
 
     def _check_self(self) -> None:
+        if self.reflow_real_data == 0:
+            raise ValueError(
+                "reflow_target=self with reflow_real_data=0: any field of straight lines is its own target, and the "
+                "student drifts away from the data; pass --policy.reflow_real_data=0.5"
+            )
         for name in ("couplings_path", "couplings_seed"):
             if (value := getattr(self, name)) is not None:
                 raise ValueError(

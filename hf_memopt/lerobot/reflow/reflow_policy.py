@@ -189,6 +189,8 @@ class ReflowPolicy(nn.Module):
 
     def _losses(self, observation: Observation, prefix: SharedPrefix | None, pairs: Pairs, time: Tensor) -> Tensor:
         assert pairs.target is not None
+        if pairs.at_start is not None:
+            time = torch.where(pairs.at_start, 1.0, time)
         num_action_dims, kind = self.config.action_feature.shape[0], self.config.reflow_loss
         if prefix is None:
             squared = self.model.forward(*observation.arguments(), pairs.target, pairs.noise, time)

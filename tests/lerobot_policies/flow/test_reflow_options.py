@@ -9,6 +9,9 @@ reflow_options = LateModule("hf_memopt.lerobot.flow.reflow_options")
 policy_files = LateModule("hf_memopt.lerobot.policy_files")
 
 
+SELF: dict[str, Any] = {"reflow_target": "self", "reflow_real_data": 0.5}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -31,8 +34,9 @@ policy_files = LateModule("hf_memopt.lerobot.policy_files")
         ({"couplings_per_frame": 0}, "couplings_per_frame=0 must be"),
         ({"reflow_round": 0}, "reflow_round=0 must be"),
         ({"reflow_target": "me"}, "reflow_target='me' is unknown; use one of: teacher, self"),
-        ({"reflow_target": "self", "couplings_seed": 1}, "couplings_seed=1 with reflow_target=self"),
-        ({"reflow_target": "self", "couplings_path": "/c"}, "couplings_path='/c' with reflow_target=self.*leave"),
+        ({"reflow_target": "self"}, "reflow_target=self with reflow_real_data=0: .*--policy.reflow_real_data=0.5"),
+        ({**SELF, "couplings_seed": 1}, "couplings_seed=1 with reflow_target=self"),
+        ({**SELF, "couplings_path": "/c"}, "couplings_path='/c' with reflow_target=self.*leave"),
         ({"teacher_model_path": "self"}, "names no policy; .*--policy.reflow_target=self"),
         (
             {"teacher_model_path": None},
@@ -62,5 +66,5 @@ def test_a_student_that_teaches_itself_needs_no_teacher_and_may_name_one(toy_stu
     taught = policy_files.load_config(toy_student)
     assert (taught.teaches_itself, taught.has_teacher) == (False, True)
     for teacher in (None, taught.teacher_model_path):
-        alone = dataclasses.replace(taught, reflow_target="self", teacher_model_path=teacher)
+        alone = dataclasses.replace(taught, **SELF, teacher_model_path=teacher)
         assert (alone.teaches_itself, alone.has_teacher) == (True, False)

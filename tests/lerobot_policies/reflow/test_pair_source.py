@@ -17,6 +17,7 @@ measure = LateModule("hf_memopt.lerobot.evaluate.measure")
 modeling_smolvla_reflow = LateModule("hf_memopt.lerobot.modeling_smolvla_reflow")
 policy_files = LateModule("hf_memopt.lerobot.policy_files")
 pair_source = LateModule("hf_memopt.lerobot.reflow.pair_source")
+reflow_policy = LateModule("hf_memopt.lerobot.reflow.reflow_policy")
 known_flows = LateModule("hf_memopt.lerobot.flow.known_flows")
 diagnosis = LateModule("hf_memopt.lerobot.student.diagnosis")
 prepare = LateModule("hf_memopt.lerobot.student.prepare")
@@ -168,7 +169,7 @@ def test_a_student_teaches_itself(
     toy_student: Path, batch: Any, noise: Tensor, time: Tensor, share_prefix: str
 ) -> None:
     """Compare with a copy of the student as the teacher, before and after a step."""
-    policy = load(toy_student, reflow_target="self", share_prefix=share_prefix)
+    policy = load(toy_student, reflow_target="self", reflow_real_data=0.5, share_prefix=share_prefix)
     for _ in range(2):
         twin = copy.deepcopy(policy)
         want = twin.eval().model.sample_actions(*known_flows.observe(twin, batch).arguments(), noise=noise)
@@ -185,6 +186,33 @@ def test_a_student_teaches_itself(
     assert policy.training
     assert policy.teacher_report() is None
     assert pickle.loads(pickle.dumps(policy)).load_teacher_model() is not policy
+
+
+def test_own_pairs_are_demonstrations_at_all_times_and_own_samples_at_the_start(
+    toy_student: Path, batch: Any, noise: Tensor, time: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = load(toy_student, reflow_target="self", reflow_real_data=0.5, share_prefix="on")
+    drawn: list[Any] = []
+
+    class Watched(pair_source.OwnPairs):  # type: ignore[misc]
+        def complete(self, *arguments: Any) -> Any:
+            drawn.append(super().complete(*arguments))
+            return drawn[-1]
+
+    policy.pair_source = Watched()
+    interpolate = reflow_policy.interpolate
+    times: list[Tensor] = []
+    monkeypatch.setattr(reflow_policy, "interpolate", lambda x, y, t: (times.append(t), interpolate(x, y, t))[1])
+    torch.manual_seed(0)
+    policy(batch, noise=noise, time=time)
+    (pairs,) = drawn
+    own = policy.generate_reflow_target(*known_flows.observe(policy, batch).arguments(), noise)
+    actions = known_flows.flow_of(policy.config).demonstrated_actions(policy, batch)
+    assert set(pairs.at_start.tolist()) == {True, False}
+    assert torch.equal(pairs.noise, noise)
+    assert torch.equal(pairs.target, torch.where(pairs.at_start[:, None, None], own, actions))
+    assert torch.equal(times[0], torch.where(pairs.at_start, 1.0, time))
+    assert torch.equal(pairs.valid, pairs.at_start[:, None] | ~batch["action_is_pad"])
 
 
 def test_a_student_that_teaches_itself_trains_with_demonstrations(
