@@ -111,6 +111,8 @@ class ReflowPolicy(nn.Module):
         self._mark("prefix")
         # The target comes before the student's forward, so that the teacher never meets the student's activations.
         pairs = self.pair_source.complete(pairs, self.teacher, self, observation, prefix)
+        if pairs.at_start is not None:
+            time = torch.where(pairs.at_start, 1.0, time)
         self._mark("teacher")
         losses = self._losses(observation, prefix, pairs, time)
         loss = losses.mean()
@@ -189,8 +191,6 @@ class ReflowPolicy(nn.Module):
 
     def _losses(self, observation: Observation, prefix: SharedPrefix | None, pairs: Pairs, time: Tensor) -> Tensor:
         assert pairs.target is not None
-        if pairs.at_start is not None:
-            time = torch.where(pairs.at_start, 1.0, time)
         num_action_dims, kind = self.config.action_feature.shape[0], self.config.reflow_loss
         if prefix is None:
             squared = self.model.forward(*observation.arguments(), pairs.target, pairs.noise, time)

@@ -17,7 +17,6 @@ measure = LateModule("hf_memopt.lerobot.evaluate.measure")
 modeling_smolvla_reflow = LateModule("hf_memopt.lerobot.modeling_smolvla_reflow")
 policy_files = LateModule("hf_memopt.lerobot.policy_files")
 pair_source = LateModule("hf_memopt.lerobot.reflow.pair_source")
-reflow_policy = LateModule("hf_memopt.lerobot.reflow.reflow_policy")
 known_flows = LateModule("hf_memopt.lerobot.flow.known_flows")
 diagnosis = LateModule("hf_memopt.lerobot.student.diagnosis")
 prepare = LateModule("hf_memopt.lerobot.student.prepare")
@@ -129,7 +128,7 @@ def test_demonstrations_keep_their_actions_and_get_their_noise(
     source = policy.pair_source
     prefix = policy.teacher.shared_prefix(policy, observation)
     drawn = source.draw(policy, batch, noise)
-    _, found, target, valid = source.complete(drawn, policy.teacher, policy, observation, prefix)
+    _, found, target, valid, at_start = source.complete(drawn, policy.teacher, policy, observation, prefix)
     assert torch.equal(target[chosen], known_flows.flow_of(policy.config).demonstrated_actions(policy, batch)[chosen])
     assert torch.equal(found[~chosen], noise[~chosen])
     # Padded dimensions keep the drawn noise; the robot's dimensions get the noise from which the actions come.
@@ -139,6 +138,7 @@ def test_demonstrations_keep_their_actions_and_get_their_noise(
     torch.testing.assert_close(target[~chosen], solved[~chosen], rtol=1e-4, atol=1e-4)
     assert torch.equal(valid, ~(batch["action_is_pad"] & chosen[:, None]))
     assert not valid.all()
+    assert at_start is None
     assert policy.teacher_report().device_bytes == 0
 
 
@@ -200,9 +200,9 @@ def test_own_pairs_are_demonstrations_at_all_times_and_own_samples_at_the_start(
             return drawn[-1]
 
     policy.pair_source = Watched()
-    interpolate = reflow_policy.interpolate
+    losses = policy._losses
     times: list[Tensor] = []
-    monkeypatch.setattr(reflow_policy, "interpolate", lambda x, y, t: (times.append(t), interpolate(x, y, t))[1])
+    monkeypatch.setattr(policy, "_losses", lambda *given: (times.append(given[-1]), losses(*given))[1])
     torch.manual_seed(0)
     policy(batch, noise=noise, time=time)
     (pairs,) = drawn
