@@ -139,6 +139,7 @@ def test_export_writes_the_figures_of_evaluate_into_the_card_and_measures_nothin
     data = ["--dataset-repo-id", "local/reach_past_obstacle", "--dataset-root", str(toy_dataset), "--episodes", "3"]
     evaluation = ["--evaluation", str(tmp_path / "evaluation")]
     assert main(["evaluate", *policy, *data, "--output", str(tmp_path / "evaluation"), "--num-steps", "1"]) == 0
+    capsys.readouterr()
     monkeypatch.setattr(
         "hf_memopt.lerobot.student.model_card.evaluate_reflow", lambda *_, **__: pytest.fail("measured")
     )
