@@ -122,7 +122,11 @@ BAD: dict[str, dict[str, tuple[str, ...]]] = {
         "--device": ("x", "cuda:99"),
         "--env": ("x",),
     },
-    "export": {"--policy": ("PLACE/missing",), "--output": ("PLACE/file", "PLACE")},
+    "export": {
+        "--policy": ("PLACE/missing",),
+        "--output": ("PLACE/file", "PLACE"),
+        "--evaluation": ("PLACE/missing", "PLACE", "PLACE/file"),
+    },
     "doctor": {"--policy": ("PLACE/missing",), "--device": ("x", "cuda:99"), "--disk": ("PLACE/file",)},
     "report": {"--output": ("PLACE/file",)},
     "compare": {},

@@ -26,7 +26,7 @@ VARIANTS: dict[str, list[str]] = {
     "huber": ["--policy.reflow_loss=huber"],
     "demonstrations": ["--policy.reflow_real_data=0.2"],
     "seeded": ["--policy.couplings_seed=0", "--policy.couplings_per_frame=4"],
-    "self": ["--policy.teacher_model_path=self", "--policy.reflow_real_data=0.2"],
+    "self": ["--policy.reflow_target=self", "--policy.reflow_real_data=0.5"],
     "round2": [],
 }
 
@@ -49,15 +49,20 @@ def run_variant(name: str, options: argparse.Namespace) -> dict[str, Any]:
         start = output / "round2_init"
         prepare = ["hf-memopt", "prepare-student", "--teacher", output / "student", "--output", start]
         demo_commands.run(output, "prepare-round2", prepare)
-    changed = {"--policy.path": f"--policy.path={start}", "--output_dir": f"--output_dir={output / name}"}
-    given = [str(word) for word in demo.student_command(options)]
-    command = [changed.get(word.partition("=")[0], word) for word in given]
-    demo_commands.run(output, name, [*command, *VARIANTS[name]])
+    train_variant(name, VARIANTS[name], start, options)
     compared = output / f"{name}_evaluation"
     evaluate = ["hf-memopt", "evaluate", "--policy", output / name, "--teacher", output / "teacher"]
     demo_commands.run(output, f"evaluate-{name}", [*evaluate, "--output", compared])
     student: dict[str, Any] = json.loads((compared / "evaluation.json").read_text())["student"]
     return student
+
+
+def train_variant(name: str, flags: list[str], start: Path, options: argparse.Namespace) -> None:
+    """Train a student as the demo in `options.output` does, with more flags, from `start` into a folder `name`."""
+    output = options.output / name
+    changed = {"--policy.path": f"--policy.path={start}", "--output_dir": f"--output_dir={output}"}
+    command = [changed.get(word.partition("=")[0], word) for word in map(str, demo.student_command(options))]
+    demo_commands.run(options.output, name, [*command, *flags])
 
 
 def ratio(seed: dict[str, Any]) -> float:

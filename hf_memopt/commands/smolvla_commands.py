@@ -8,7 +8,7 @@ from hf_memopt.command_line import check_output_folder, number, numbers
 from hf_memopt.ranges import COUNT, COUNT_OR_ZERO
 
 if TYPE_CHECKING:
-    from hf_memopt.lerobot.student.model_card import Observations
+    from hf_memopt.lerobot.student.model_card import Measured, Observations
 
 
 def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -117,8 +117,9 @@ def _add_evaluate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
 
 def _evaluate(parsed: argparse.Namespace) -> int:
     check_output_folder("output", parsed.output)
-    from hf_memopt.lerobot.evaluate.evaluation_table import table, write_evaluation
+    from hf_memopt.lerobot.evaluate.evaluation_table import table
     from hf_memopt.lerobot.evaluate.rollouts import evaluate_in_environment
+    from hf_memopt.lerobot.student.evaluation_file import write_evaluation
     from hf_memopt.lerobot.student.model_card import measure
     from hf_memopt.report.doctor import find_devices
 
@@ -131,9 +132,11 @@ def _evaluate(parsed: argparse.Namespace) -> int:
     evaluation, observations = measure(
         parsed.policy, _observations(parsed), teacher=parsed.teacher, num_steps=parsed.num_steps, device=parsed.device
     )
+    if rollouts:
+        evaluation = evaluation.with_success(student={steps: found.success_rate for steps, found in rollouts.items()})
     print(f"{evaluation.num_observations} observations from {observations.describe()}\n")
     print(table(evaluation, rollouts))
-    for file in write_evaluation(parsed.output, evaluation, rollouts):
+    for file in write_evaluation(parsed.output, parsed.policy, (evaluation, observations), rollouts):
         print(f"wrote {file}")
     return 0
 
@@ -152,7 +155,11 @@ def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         "--num-steps", type=number(COUNT), default=1, help="Euler steps per action chunk (default: %(default)s)"
     )
     _add_observations(parser)
-    parser.add_argument(
+    measured = parser.add_mutually_exclusive_group()
+    measured.add_argument(
+        "--evaluation", type=Path, help="folder that `evaluate` wrote for this policy; the card has its figures"
+    )
+    measured.add_argument(
         "--no-evaluation", dest="evaluate", action="store_false", help="do not measure; the card says so"
     )
     parser.add_argument(
@@ -168,17 +175,31 @@ def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 
 def _export(parsed: argparse.Namespace) -> int:
     check_output_folder("output", parsed.output)
-    from hf_memopt.lerobot.student.model_card import measure, write_card
+    from hf_memopt.lerobot.student.model_card import write_card
     from hf_memopt.lerobot.student.prepare import check_new, export_student, push_to_hub
 
     check_new(parsed.output)  # before minutes are spent on measuring
-    measured = measure(parsed.policy, _observations(parsed)) if parsed.evaluate else None
+    measured = _measured(parsed) if parsed.evaluate else None
     card = write_card(parsed.policy, parsed.num_steps, measured)
     exported = export_student(parsed.policy, parsed.output, parsed.num_steps, card, adapter_only=parsed.adapter_only)
     print(f"exported to {exported}")
     if parsed.push_to_hub:
         print(f"pushed to {push_to_hub(parsed.output, parsed.push_to_hub, parsed.private)}")
     return 0
+
+
+def _measured(parsed: argparse.Namespace) -> "Measured":
+    from hf_memopt.lerobot.student.evaluation_file import read_evaluation
+    from hf_memopt.lerobot.student.model_card import measure
+
+    if parsed.evaluation is None:
+        return measure(parsed.policy, _observations(parsed))
+    if parsed.dataset_repo_id or parsed.dataset_root or parsed.episodes:
+        raise ValueError(
+            f"evaluation={str(parsed.evaluation)!r} has been measured on its own data; leave out --dataset-repo-id, "
+            "--dataset-root and --episodes"
+        )
+    return read_evaluation(parsed.evaluation, parsed.policy)
 
 
 def _add_observations(parser: argparse.ArgumentParser) -> None:

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from hf_memopt.report.runs import LoggedPeak, Run, memory_column
+from hf_memopt.report.runs import DEVICE_PEAK, LoggedPeak, Run, memory_column
 from hf_memopt.units import MIB
 
 COLORS = ("#4c78a8", "#9d7bc4", "#b58863", "#e58b3d", "#d1495b", "#4fa36b", "#7f8c9b", "#c9a227")
@@ -32,14 +32,13 @@ _CURVES = {"teacher": KIND_COLORS["teacher"], "held out": COLORS[3]} | dict.from
 _UNKNOWN_KIND = "#5d6b3f"
 _BAR, _TIME = "#e58b3d", "#4c78a8"
 _HOST = COLORS[0]
-_DEVICE_PEAK = "memory/peak_allocated_gib"
 
 Draw = Callable[[Any], None]
 
 
 def figures_of(run: Run) -> dict[str, Draw]:
     """Return, by file name, functions that draw a figure of `run` on an empty `matplotlib.figure.Figure`."""
-    on_device = any(_DEVICE_PEAK in record for record in run.timeline)
+    on_device = run.counts_device
     figures: dict[str, Draw] = {}
     if run.timeline:
         figures["memory_over_time"] = lambda figure: _draw_timeline(figure, run.timeline, on_device)
@@ -101,7 +100,7 @@ def _draw_timeline(figure: Any, timeline: Sequence[Mapping[str, float]], on_devi
     figure.set_size_inches(6.4, 5.2 if on_device else 3.4)
     axes = figure.subplots(2 if on_device else 1, 1, sharex=True, squeeze=False)[:, 0]
     if on_device:
-        _draw_device(axes[0], [record for record in timeline if _DEVICE_PEAK in record])
+        _draw_device(axes[0], [record for record in timeline if DEVICE_PEAK in record])
     for key, label, color in (
         ("memory/host_rss_gib", "resident memory of the process", _HOST),
         ("memory/pinned_gib", "of it pinned by torch", COLORS[3]),
@@ -137,7 +136,7 @@ def _draw_device(axes: Any, timeline: Sequence[Mapping[str, float]]) -> None:
     }
     series = {kind: [record.get(f"memory/{kind}_gib", math.nan) for record in timeline] for kind in kinds}
     axes.stackplot(steps, *series.values(), labels=list(kinds.values()), colors=(COLORS[3], COLORS[0], COLORS[6]))
-    peaks = [record[_DEVICE_PEAK] for record in timeline]
+    peaks = [record[DEVICE_PEAK] for record in timeline]
     axes.plot(steps, peaks, "--", color=COLORS[4], label="most that tensors held so far")
     axes.set(title="Memory of the device, at each log", ylabel="GiB")
     axes.margins(x=0.02)

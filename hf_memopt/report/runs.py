@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from hf_memopt.memory.metrics_file import METRICS_FILE, read_metrics
+from hf_memopt.report.outcome import Outcome, outcome_line
 
+DEVICE_PEAK = "memory/peak_allocated_gib"
 RESULTS_FILE = "results.json"
 COMPARISON_FILE = "comparison.json"
 TRAINER_FILE = "trainer_state.json"
@@ -64,7 +66,8 @@ class Run:
         facts: about the run, for the page's head.
         modes: memory and time of each compared mode, the reference first; fields of the recipes' `RunCost`.
         holders: bytes on the device by design, phase of a step, and their use.
-        policies: error and latency by policy and number of Euler steps.
+        outcomes: how well each policy acts, and how fast, by its name.
+        policies: error, latency and success by policy and number of Euler steps.
         losses: (step, loss) by the model that was trained or evaluated.
         losses_by: the unit of these steps: "update", "epoch" or "step".
         timeline: memory figures of logged steps, with keys as in `hf_memopt.memory.memory_metrics`.
@@ -77,6 +80,7 @@ class Run:
     facts: dict[str, str]
     modes: list[dict[str, Any]]
     holders: dict[str, dict[str, dict[str, int]]]
+    outcomes: dict[str, Outcome]
     policies: list[dict[str, Any]]
     losses: dict[str, list[tuple[float, float]]]
     losses_by: str
@@ -84,6 +88,11 @@ class Run:
     oom_reports: dict[str, str]
     figures: list[Path]
     missing: list[str]
+
+    @property
+    def counts_device(self) -> bool:
+        """Return whether the timeline has the device's memory, and not the host's alone."""
+        return any(DEVICE_PEAK in record for record in self.timeline)
 
     @property
     def phases(self) -> list[LoggedPeak]:
@@ -138,6 +147,7 @@ def read_run(folder: Path) -> Run:
         facts=_facts(results or comparison, folder),
         modes=modes,
         holders=holders,
+        outcomes=_outcomes(results, folder),
         policies=_policies(results, folder),
         losses=_losses(results, folder),
         losses_by=next(
@@ -238,11 +248,27 @@ def _holders(results: Mapping[str, Any], folder: Path) -> dict[str, dict[str, di
     return holders
 
 
+def _outcomes(results: Mapping[str, Any], folder: Path) -> dict[str, Outcome]:
+    try:
+        outcomes = {name: Outcome(**found) for name, found in results.get("outcomes", {}).items()}
+        outcome_line(outcomes)  # fails for what is no number
+    except (AttributeError, TypeError, ValueError) as error:
+        form = "num_steps, success_rate and latency_ms by policy"
+        raise _malformed(folder / RESULTS_FILE, "outcomes", form) from error
+    return outcomes
+
+
 def _policies(results: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
     evaluation = results.get("evaluation", {})
     try:
         return [
-            {"policy": name, "num_steps": int(steps), "error": error, "latency_ms": found["latency_ms"].get(steps)}
+            {
+                "policy": name,
+                "num_steps": int(steps),
+                "error": error,
+                "latency_ms": found["latency_ms"].get(steps),
+                "success_rate": found.get("success_rate", {}).get(steps),
+            }
             for name, found in evaluation.items()
             if isinstance(found, dict)
             for steps, error in found["error"].items()

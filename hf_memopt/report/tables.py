@@ -3,7 +3,8 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from hf_memopt.report.runs import Run, memory_column
+from hf_memopt.report.outcome import outcome_line
+from hf_memopt.report.runs import DEVICE_PEAK, Run, memory_column
 from hf_memopt.text_table import Cell, Table
 from hf_memopt.units import MIB
 
@@ -24,7 +25,8 @@ _MODE_COLUMNS = {
 
 
 def headlines(run: Run) -> list[str]:
-    return [*_mode_headline(run), *_holder_headline(run), *_phase_headline(run)]
+    outcome = [outcome_line(run.outcomes)] if run.outcomes else []
+    return [*outcome, *_mode_headline(run), *_holder_headline(run), *_phase_headline(run)]
 
 
 def mode_table(modes: Sequence[Mapping[str, Any]]) -> Table:
@@ -61,10 +63,12 @@ def phase_table(run: Run) -> Table:
 
 
 def policy_table(run: Run) -> Table:
+    fields = {"difference to the teacher": "error", "ms per chunk": "latency_ms", "success": "success_rate"}
+    shown = {title: key for title, key in fields.items() if any(found[key] is not None for found in run.policies)}
     rows: list[list[Cell]] = [
-        [found["policy"], found["num_steps"], found["error"], found["latency_ms"]] for found in run.policies
+        [found["policy"], found["num_steps"], *(found[key] for key in shown.values())] for found in run.policies
     ]
-    return Table(["policy", "Euler steps", "difference to the teacher", "ms per chunk"], rows, digits=3)
+    return Table(["policy", "Euler steps", *shown], rows, digits=3)
 
 
 def _totals(by_phase: Mapping[str, Mapping[str, int]]) -> list[float]:
@@ -109,7 +113,7 @@ def _less(share: float) -> str:
 
 
 def _phase_headline(run: Run) -> Iterator[str]:
-    peak_gib = run.timeline[-1].get("memory/peak_allocated_gib") if run.timeline else None
+    peak_gib = run.timeline[-1].get(DEVICE_PEAK) if run.timeline else None
     if peak_gib is not None:
         phase = next((found.name for found in run.phases if found.at_least_gib == peak_gib), None)
         where = f", in the phase “{phase}”" if phase else ""

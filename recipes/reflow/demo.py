@@ -3,11 +3,13 @@
     python -m hf_memopt.recipes.reflow.demo --output outputs/demo
 
 makes a small dataset and a small SmolVLA, trains a teacher with stock `lerobot-train`, prepares, reflows and exports a
-student, and evaluates all three on episodes that neither has seen. Nothing is downloaded. Every command that it runs is
-printed, so that it can be repeated on real data. Results: `results.json` and four figures in the output folder.
+student, and evaluates both on episodes that neither has seen. Nothing is downloaded. Every command that it runs is
+printed, so that it can be repeated on real data. Results: `results.json`, four figures and `report/report.html` in the
+output folder. They and the exported policy's model card have the figures of the last line, measured once.
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import sys
@@ -19,6 +21,7 @@ from typing import Any
 from hf_memopt.command_line import one_line_errors
 from hf_memopt.recipes.reflow import demo_commands as commands
 from hf_memopt.recipes.reflow import smolvla_toy as toy
+from hf_memopt.report.outcome import Outcome, outcome_line
 from hf_memopt.text_table import Cell, Table
 from hf_memopt.units import KIB
 
@@ -30,7 +33,11 @@ TEACHER_BATCH_SIZE = 64
 TEACHER_LEARNING_RATE = 6e-3
 
 # The files of a run, which --overwrite removes.
-OUTPUTS = ("toy", "teacher", "student_init", "student", "student_1step", "logs", "results.json", "figures")
+OUTPUTS = (
+    *("toy", "teacher", "student_init", "student", "student_1step", "logs", "results.json", "figures", "evaluation"),
+    "report",
+)
+STUDENT_EULER_STEPS = 1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,10 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     with commands.stage("Reflow, with the teacher's weights in host memory"):
         commands.run(options.output, "student", student_command(options))
-    with commands.stage("Export: a plain smolvla policy that takes one step"):
-        student, exported = options.output / "student", options.output / "student_1step"
-        commands.run(options.output, "export", ["hf-memopt", "export", "--policy", student, "--output", exported])
     with commands.stage("Where is the teacher?"):
+        student = options.output / "student"
         report = commands.run(options.output, "doctor", ["hf-memopt", "doctor", "--policy", student])
         print(report[report.index("Policy ") :].rstrip())
     with commands.stage("Evaluation on held-out episodes, and figures"):
@@ -61,7 +66,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with (options.output / "logs" / "evaluation.log").open("w") as log, redirect_stdout(log):
             results = evaluate(options)
     print_summary(results)
-    print(f"\nDone in {time.perf_counter() - begun:.0f} s. Results and figures: {options.output}")
+    with commands.stage("Export: a plain smolvla policy that takes one step, with these figures in its card"):
+        commands.run(options.output, "export", export_command(options))
+    with commands.stage("A page of it all"):
+        commands.run(options.output, "report", ["hf-memopt", "report", options.output])
+    print(f"\nDone in {time.perf_counter() - begun:.0f} s. Page: {options.output / 'report' / 'report.html'}")
+    print(outcome_line({name: Outcome(**found) for name, found in results["outcomes"].items()}))
     return 0
 
 
@@ -83,6 +93,14 @@ def student_command(options: argparse.Namespace) -> list[Any]:
     ]
 
 
+def export_command(options: argparse.Namespace) -> list[Any]:
+    policy, exported = options.output / "student", options.output / "student_1step"
+    return [
+        *("hf-memopt", "export", "--policy", policy, "--output", exported),
+        *("--num-steps", STUDENT_EULER_STEPS, "--evaluation", options.output / "evaluation"),
+    ]
+
+
 def flags(options: argparse.Namespace, name: str, steps: int, **changes: Any) -> list[str]:
     return [
         *toy.dataset_flags(options.output / "toy" / "dataset"),
@@ -91,20 +109,31 @@ def flags(options: argparse.Namespace, name: str, steps: int, **changes: Any) ->
     ]
 
 
+def held_out_episodes() -> range:
+    """Return the episodes that no policy trains on: lerobot holds out the last ones."""
+    return range(round(NUM_EPISODES * (1 - HELD_OUT)), NUM_EPISODES)
+
+
 def evaluate(options: argparse.Namespace) -> dict[str, Any]:
     os.environ["HF_HUB_OFFLINE"] = "1"
     import torch
 
+    from hf_memopt.lerobot.student.evaluation_file import write_evaluation
     from hf_memopt.recipes.reflow import demo_figures as figures
     from hf_memopt.recipes.reflow.demo_measurements import Demo, learning_curve
 
     torch.set_num_threads(1)
-    # lerobot holds out the last episodes.
-    demo = Demo.load(options.output, range(round(NUM_EPISODES * (1 - HELD_OUT)), NUM_EPISODES), options.seed)
+    demo = Demo.load(options.output, held_out_episodes(), options.seed)
+    rates = demo.rates()
+    evaluation = demo.evaluation().with_success(**rates["passing_rates"])
+    write_evaluation(options.output / "evaluation", str(demo.student_folder), (evaluation, demo.observations))
+    outcomes = evaluation.outcomes(STUDENT_EULER_STEPS)
     results = {
         "seed": options.seed,
-        "evaluation": demo.evaluation().to_dict(),
-        **demo.rates(),
+        "device": evaluation.device,
+        "outcomes": {name: dataclasses.asdict(outcome) for name, outcome in outcomes.items()},
+        "evaluation": evaluation.to_dict(),
+        **rates,
         "memory_bytes": demo.memory(),
         "learning_curves": {
             name: learning_curve((options.output / "logs" / f"{name}.log").read_text(errors="replace"), steps)

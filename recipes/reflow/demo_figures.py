@@ -55,7 +55,7 @@ def draw_learning(curves: dict[str, list[tuple[int, float]]], file: Path) -> Non
     with drawn(file, 1, 1, DPI, figsize=(6, 4)) as axes:
         for name, curve in curves.items():
             axes.plot(*zip(*curve, strict=True), color=COLORS[name], label=f"{name}: {LOSSES[name]}")
-        axes.set(xlabel="batches", ylabel="loss", yscale="log")
+        axes.set(xlabel="training steps", ylabel="loss", yscale="log")
         axes.grid(alpha=0.3, which="both")
         axes.legend()
 

@@ -21,6 +21,7 @@ from hf_memopt.lerobot.evaluate.measure import (
 from hf_memopt.lerobot.flow.known_flows import flow_of, observe
 from hf_memopt.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
 from hf_memopt.lerobot.policy_files import load_config, load_policy, resolve_checkpoint
+from hf_memopt.lerobot.student.model_card import Observations
 from hf_memopt.memory import SavedBytes
 from hf_memopt.recipes.reflow import smolvla_toy as toy
 
@@ -43,30 +44,34 @@ class Demo:
     """The trained policies of one demo and observations that none of them was trained on."""
 
     folder: Path
+    student_folder: Path
     teacher: SmolVLAPolicy
-    exported: SmolVLAPolicy
+    student: SmolVLAPolicy
+    observations: Observations
     batches: list[dict[str, Tensor]]
     demonstrations: list[toy.Demonstration]
     decisive: dict[str, Tensor]  # one observation per demonstration
 
     @classmethod
-    def load(cls, folder: Path, held_out: Sequence[int], seed: int) -> "Demo":
-        student, dataset = resolve_checkpoint(folder / "student"), folder / "toy" / "dataset"
+    def load(cls, folder: Path, held_out: Sequence[int], seed: int, student_name: str = "student") -> "Demo":
+        student, dataset = resolve_checkpoint(folder / student_name), folder / "toy" / "dataset"
         batches = held_out_batches(
             student, toy.REPO_ID, dataset, held_out, max_observations=toy.PATH_STEPS * len(held_out)
         )
         keys = [key for key, value in batches[0].items() if isinstance(value, Tensor)]
         return cls(
             folder,
+            student,
             load_policy(resolve_checkpoint(folder / "teacher")),
-            load_policy(folder / "student_1step"),
+            load_policy(student),
+            Observations(toy.REPO_ID, dataset, list(held_out), held_out=True),
             batches,
             list(islice(toy.demonstrations(held_out[-1] + 1, seed), held_out[0], None)),
             {key: torch.cat([batch[key] for batch in batches])[DECISIVE_FRAME :: toy.PATH_STEPS] for key in keys},
         )
 
     def evaluation(self) -> ReflowEvaluation:
-        return evaluate_reflow(self.exported, self.teacher, self.batches)
+        return evaluate_reflow(self.student, self.teacher, self.batches)
 
     def memory(self) -> dict[str, dict[str, dict[str, int]]]:
         """Return bytes by design, phase and holder, in one training step of the first batch.
@@ -75,21 +80,27 @@ class Demo:
         that is moved whole holds the same bytes whether it is copied back or dropped.
         """
         joint, shared = self._step_bytes("off"), self._step_bytes("on")
-        trained = sum(parameter.nbytes for parameter in self.exported.parameters() if parameter.requires_grad)
-        fixed = {"student weights": _num_bytes(self.exported), "optimizer state": 2 * trained}
         teacher = {"teacher weights": joint["teacher weights"]}
         own_teacher = {key: shared[key] for key in ("teacher weights", "shared prefix")}
         return {
-            "teacher resident": _phases(fixed, teacher, trained, joint["saved activations"], resident=teacher),
-            "teacher swapped in": _phases(fixed, teacher, trained, joint["saved activations"], resident={}),
-            "swap + shared prefix": _phases(fixed, own_teacher, trained, shared["saved activations"], resident={}),
+            "teacher resident": self._phases(teacher, joint["saved activations"], resident=teacher),
+            "teacher swapped in": self._phases(teacher, joint["saved activations"], resident={}),
+            "swap + shared prefix": self._phases(own_teacher, shared["saved activations"], resident={}),
         }
+
+    def peak_bytes(self) -> dict[str, int]:
+        """Return the most bytes of any phase with a shared prefix, by where the teacher is between targets."""
+        shared = self._step_bytes("on")
+        saved = shared.pop("saved activations")
+        homes = {"resident": {"teacher weights": shared["teacher weights"]}, "swapped": {}}
+        by_phase = {home: self._phases(shared, saved, resident) for home, resident in homes.items()}
+        return {home: max(sum(held.values()) for held in phases.values()) for home, phases in by_phase.items()}
 
     def sampled_paths(self) -> list[SampledPaths]:
         samplers = {
             "teacher, 10 steps": (self.teacher, 10),
             "teacher, 1 step": (self.teacher, 1),
-            "student, 1 step": (self.exported, 1),
+            "student, 1 step": (self.student, 1),
         }
         found = []
         for index, each in enumerate(self.demonstrations[:NUM_SCENES]):
@@ -101,7 +112,7 @@ class Demo:
     def rates(self, num_steps: Sequence[int] = (1, 2, 4, 10)) -> dict[str, Rates]:
         """Return the shares of action chunks that pass without touching the obstacle, and that zigzag."""
         questions = {"passing_rates": passes_obstacle, "zigzag_rates": zigzags}
-        policies = {"teacher": self.teacher, "student": self.exported}
+        policies = {"teacher": self.teacher, "student": self.student}
         rates: dict[str, Rates] = {title: {name: {} for name in policies} for title in questions}
         for name, policy in policies.items():
             for steps in num_steps:
@@ -112,19 +123,28 @@ class Demo:
         return rates
 
     def _step_bytes(self, share_prefix: str) -> dict[str, int]:
-        folder = resolve_checkpoint(self.folder / "student")
-        config = load_config(folder)
+        config = load_config(self.student_folder)
         config.share_prefix = share_prefix
-        student = SmolVLAReflowPolicy.from_pretrained(folder, config=config).train()
+        student = SmolVLAReflowPolicy.from_pretrained(self.student_folder, config=config).train()
         with SavedBytes(student.parameters()) as saved:
             student(self.batches[0])
-        report = student.teacher_report()
-        assert report is not None
+        report = student.teacher_report()  # None where the student teaches itself
         prefix = flow_of(student.config).prefix(student.model, observe(student, self.batches[0]))
         return {
-            "teacher weights": report.own_bytes,
+            "teacher weights": report.own_bytes if report else 0,
             "saved activations": saved.total_bytes,
             "shared prefix": prefix.num_bytes,
+        }
+
+    def _phases(self, teacher: dict[str, int], saved: int, resident: dict[str, int]) -> dict[str, dict[str, int]]:
+        trained = sum(parameter.nbytes for parameter in self.student.parameters() if parameter.requires_grad)
+        fixed = {"student weights": _num_bytes(self.student), "optimizer state": 2 * trained}
+        step = {**fixed, **resident, "gradients": trained}
+        return {
+            "teacher": {**fixed, **teacher},
+            "forward+backward": {**step, "saved activations": saved},
+            "optimizer": step,
+            "between steps": {**fixed, **resident},
         }
 
     def _paths(self, policy: SmolVLAPolicy, chosen: slice, num_steps: int) -> Tensor:
@@ -158,18 +178,6 @@ def learning_curve(log: str, log_freq: int) -> list[tuple[int, float]]:
     """Read (step, mean loss since the last) from the lines that lerobot logs every `log_freq` steps."""
     losses = re.findall(r"step:\S+ .*? loss:([\d.]+)", log)
     return [((index + 1) * log_freq, float(loss)) for index, loss in enumerate(losses)]
-
-
-def _phases(
-    fixed: dict[str, int], teacher: dict[str, int], trained: int, saved: int, resident: dict[str, int]
-) -> dict[str, dict[str, int]]:
-    step = {**fixed, **resident, "gradients": trained}
-    return {
-        "teacher": {**fixed, **teacher},
-        "forward+backward": {**step, "saved activations": saved},
-        "optimizer": step,
-        "between steps": {**fixed, **resident},
-    }
 
 
 def _num_bytes(module: nn.Module) -> int:

@@ -43,7 +43,7 @@ def decided_home(cfg: TrainPipelineConfig, num_accumulation_steps: int) -> str:
     the simulation's process is forked.
     """
     policy = cfg.policy
-    has_teacher = policy.use_reflow and policy.couplings_path is None and not policy.teaches_itself
+    has_teacher = policy.use_reflow and policy.has_teacher
     is_open = policy.teacher_offload == AUTO and policy.teacher_budget_gib is None
     if not (has_teacher and is_open) or policy.device == "cpu":
         return str(policy.teacher_offload)

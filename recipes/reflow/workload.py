@@ -193,7 +193,7 @@ def why_not_simulated(config: PreTrainedConfig) -> str | None:
         "use_reflow": (not config.use_reflow, "it is plain SmolVLA"),
         "couplings_path": (config.couplings_path is not None, "its pairs are read by the dataset's frames"),
         "couplings_seed": (config.couplings_seed is not None, "its pairs are made frame by frame"),
-        "teacher_model_path": (config.teaches_itself, "there is no teacher to place"),
+        "reflow_target": (config.teaches_itself, "there is no teacher to place"),
         "activation_offload": (config.activation_offload != "off", "its plan is made from the run's own steps"),
         "compile_model": (config.compile_model, "compiled code is not seen"),
     }

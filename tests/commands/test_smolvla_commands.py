@@ -132,6 +132,28 @@ def test_export_measures_on_the_runs_held_out_episodes(
 
 @pytest.mark.e2e
 @pytest.mark.usefixtures("quick_evaluation")
+def test_export_writes_the_figures_of_evaluate_into_the_card_and_measures_nothing(
+    toy_student: Path, toy_dataset: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = ["--policy", str(toy_student)]
+    data = ["--dataset-repo-id", "local/reach_past_obstacle", "--dataset-root", str(toy_dataset), "--episodes", "3"]
+    evaluation = ["--evaluation", str(tmp_path / "evaluation")]
+    assert main(["evaluate", *policy, *data, "--output", str(tmp_path / "evaluation"), "--num-steps", "1"]) == 0
+    capsys.readouterr()
+    monkeypatch.setattr(
+        "hf_memopt.lerobot.student.model_card.evaluate_reflow", lambda *_, **__: pytest.fail("measured")
+    )
+    flags = [*policy, *evaluation, "--output", str(tmp_path / "exported")]
+    assert "leave out --dataset-repo-id, --dataset-root and --episodes" in refused(capsys, "export", *flags, *data)
+    assert main(["export", *flags]) == 0
+    found = json.loads((tmp_path / "evaluation" / "evaluation.json").read_text())["student"]
+    card = (tmp_path / "exported" / "README.md").read_text()
+    assert f" {found['latency_ms']['1']:.1f} |" in card
+    assert f"student: 1 step, {found['latency_ms']['1']:.0f} ms" in card
+
+
+@pytest.mark.e2e
+@pytest.mark.usefixtures("quick_evaluation")
 def test_episodes_of_the_training_data_can_be_named(
     toy_student: Path, toy_dataset: Path, tmp_path: Path, capsys: Capture
 ) -> None:

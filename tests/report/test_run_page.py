@@ -5,7 +5,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from run_folders import PNG, RUNS, causal_lm_run, demo_run, write_json
+from run_folders import PNG, RUNS, causal_lm_run, demo_run, logged_run, write_json
 
 from hf_memopt.memory.metrics_file import METRICS_FILE, append_metrics
 from hf_memopt.report import read_run, tables, write_report
@@ -76,20 +76,69 @@ def test_the_page_shows_the_table(tmp_path: Path) -> None:
     assert (tmp_path / "results.png").read_bytes() in page.images  # the run's own figure
 
 
-def test_memory_losses_and_what_the_model_makes_come_first(tmp_path: Path) -> None:
+def sections(html: str) -> list[Page]:
+    return [Page(f"<section{part.split('</section>')[0]}</section>") for part in html.split("<section")[1:]]
+
+
+def pictures(folder: Path, *names: str) -> list[bytes]:
+    return [(folder / "out" / f"{name}.png").read_bytes() for name in names]
+
+
+def test_counted_bytes_come_first_and_the_hosts_memory_after_all_of_them(tmp_path: Path) -> None:
     demo = demo_run(tmp_path)
     results = json.loads((demo / "results.json").read_text())
     write_json(demo / "results.json", {**results, "learning_curves": {"teacher": [[1, 2.0], [2, 1.0]]}})
-    append_metrics(demo / "student" / METRICS_FILE, 1, {"memory/host_rss_gib": 1.5})
+    append_metrics(demo / "student" / METRICS_FILE, 1, {"memory/host_rss_gib": 1.5, "memory/teacher_host_rss_gib": 1.0})
     (demo / "figures").mkdir()
     (demo / "figures" / "sampled_paths.png").write_bytes(PNG + b"paths")
     html = write_report(read_run(demo), tmp_path / "out").read_text()
-    first = Page(html[html.index('<section class="first">') : html.index("</section>") + len("</section>")])
-    written = [(tmp_path / "out" / f"{name}.png").read_bytes() for name in ("memory_over_time", "losses")]
-    assert first.images[1] == written[0]  # after the figure for dark screens
-    assert first.images[3] == written[1]
-    assert first.images[4] == PNG + b"paths"
-    assert html.index("<section") == html.index('<section class="first">')
+    counted, learning, policies, host, phases, *_ = sections(html)
+    kinds, losses, timeline, by_phase = pictures(
+        tmp_path, "memory_by_kind", "losses", "memory_over_time", "peak_by_phase"
+    )
+    assert counted.images[1:] == [kinds]  # after the figure for dark screens
+    assert "as counted" in counted.text
+    assert learning.images[1:] == [losses, PNG + b"paths"]
+    assert "Teacher and student" in policies.text
+    assert host.images[1:] == [timeline]
+    assert phases.images[1:] == [by_phase]
+    assert "Memory of the host by phase" in phases.text
+
+
+def test_compared_modes_come_before_the_hosts_memory(tmp_path: Path) -> None:
+    append_metrics(causal_lm_run(tmp_path) / METRICS_FILE, 1, {"memory/host_rss_gib": 1.5})
+    first, host, *_ = sections(write_report(read_run(tmp_path), tmp_path / "out").read_text())
+    assert first.images[1:] == pictures(tmp_path, "modes")
+    assert host.images[1:] == pictures(tmp_path, "memory_over_time")
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+def test_a_devices_memory_over_time_comes_first_and_a_hosts_where_nothing_else_is_known(
+    tmp_path: Path, on_device: bool
+) -> None:
+    run = logged_run(tmp_path)
+    if on_device:
+        demo_run(tmp_path)
+    else:
+        host_alone = {"memory/host_rss_gib": 1.5}
+        (run / METRICS_FILE).unlink()
+        append_metrics(run / METRICS_FILE, 1, host_alone)
+    first, *_ = sections(write_report(read_run(run), tmp_path / "out").read_text())
+    assert first.images[1:] == pictures(tmp_path, "memory_over_time")
+
+
+def test_the_outcome_is_the_first_line(tmp_path: Path) -> None:
+    demo = demo_run(tmp_path)
+    results = json.loads((demo / "results.json").read_text())
+    teacher = {"num_steps": 10, "success_rate": 0.944, "latency_ms": 30.6}
+    student = {"num_steps": 1, "success_rate": 0.92, "latency_ms": 6.2}
+    write_json(demo / "results.json", {**results, "outcomes": {"teacher": teacher, "student": student}})
+    line, *_ = tables.headlines(read_run(demo))
+    assert line == "teacher: 94 % in 10 steps, 31 ms; student: 92 % in 1 step, 6 ms"
+    for broken in ({"teacher": {"num_steps": 1}}, {"teacher": {**teacher, "latency_ms": "fast"}}, ["teacher"]):
+        write_json(demo / "results.json", {**results, "outcomes": broken})
+        with pytest.raises(ValueError, match="its outcomes is not num_steps, success_rate and latency_ms by policy"):
+            read_run(demo)
 
 
 def test_an_out_of_memory_report_is_shown_as_it_is(tmp_path: Path) -> None:

@@ -1,14 +1,10 @@
-"""A comparison of student and teacher as a table, as JSON and as a figure."""
+"""A comparison of student and teacher as a table and as a figure."""
 
-import dataclasses
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from hf_memopt.lerobot.evaluate.measure import ReflowEvaluation
 from hf_memopt.lerobot.evaluate.rollouts import RolloutResult
-from hf_memopt.report.figures import render
 from hf_memopt.text_table import align
 
 _SIDES = (("teacher", "#7f8c9b"), ("student", "#e58b3d"))
@@ -43,19 +39,7 @@ def table(evaluation: ReflowEvaluation, rollouts: Rollouts | None = None) -> str
     )
 
 
-def write_evaluation(folder: Path, evaluation: ReflowEvaluation, rollouts: Rollouts | None = None) -> list[Path]:
-    """Write `evaluation.json` and `evaluation.png`, over older ones. ValueError without matplotlib."""
-    folder.mkdir(parents=True, exist_ok=True)
-    numbers, figure = folder / "evaluation.json", folder / "evaluation.png"
-    found: dict[str, Any] = evaluation.to_dict()
-    if rollouts:
-        found["environment"] = {steps: dataclasses.asdict(result) for steps, result in rollouts.items()}
-    numbers.write_text(json.dumps(found, indent=2))
-    figure.write_bytes(render(lambda empty: _draw(empty, evaluation), dark=False))
-    return [numbers, figure]
-
-
-def _draw(figure: Any, evaluation: ReflowEvaluation) -> None:
+def draw(figure: Any, evaluation: ReflowEvaluation) -> None:
     figure.set_size_inches(9, 3)
     titles = {"error": "error to the teacher", "spread": "spread over noise", "latency_ms": "ms per chunk"}
     for axes, (field, title) in zip(figure.subplots(1, 3), titles.items(), strict=True):

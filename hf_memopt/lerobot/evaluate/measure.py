@@ -5,7 +5,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +29,7 @@ from hf_memopt.lerobot.policy_files import load_config, resolve_checkpoint
 from hf_memopt.lerobot.processors import load_processors
 from hf_memopt.memory.device_counters import device_name
 from hf_memopt.reflow import straightness
+from hf_memopt.report.outcome import Outcome
 
 Batch = Mapping[str, Tensor]
 
@@ -49,6 +50,7 @@ class ModelEvaluation:
         latency_ms: median time to sample one chunk for one observation, of which inputs are on the device.
         weights_bytes: of weights and buffers.
         sampling_bytes: peak of all other tensors, while one chunk is sampled.
+        success_rate: share of tries that the task calls a success; empty where nobody tried.
     """
 
     error: dict[int, float]
@@ -59,6 +61,10 @@ class ModelEvaluation:
     latency_ms: dict[int, float]
     weights_bytes: int
     sampling_bytes: int
+    success_rate: dict[int, float] = field(default_factory=dict)
+
+    def outcome(self, num_steps: int) -> Outcome:
+        return Outcome(num_steps, self.success_rate.get(num_steps), self.latency_ms[num_steps])
 
 
 @dataclass(frozen=True)
@@ -70,6 +76,18 @@ class ReflowEvaluation:
     device: str
     teacher: ModelEvaluation
     student: ModelEvaluation
+
+    def with_success(self, **rates: dict[int, float]) -> "ReflowEvaluation":
+        """Return the same with the success rates of `teacher`, `student` or both, by number of Euler steps."""
+        sides = {name: dataclasses.replace(getattr(self, name), success_rate=rate) for name, rate in rates.items()}
+        return dataclasses.replace(self, **sides)
+
+    def outcomes(self, student_steps: int) -> dict[str, Outcome]:
+        """Return the teacher's result with its own steps, and the student's with `student_steps`."""
+        return {
+            "teacher": self.teacher.outcome(self.teacher_num_steps),
+            "student": self.student.outcome(student_steps),
+        }
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

@@ -10,7 +10,7 @@ from hf_memopt.weights import BASE_HOMES, TEACHER_MODES
 from hf_memopt.weights.homes import HOMES
 
 DTYPES = ("float32", "bfloat16")
-SELF = "self"
+TEACHER, SELF = TARGETS = ("teacher", "self")
 
 
 @dataclass
@@ -21,9 +21,10 @@ class ReflowOptions:
 
     Attributes:
         use_reflow: train on the teacher's couplings; without it the policy is the stock one.
-        teacher_model_path: checkpoint folder or hub id of a stock (or already reflowed) policy of this kind; `"self"`,
-            the student's own present weights, which need no second model. Read in training only, and not with
-            `couplings_path`.
+        reflow_target: the model whose Euler steps make the targets: `"teacher"`, that of `teacher_model_path`, or
+            `"self"`, the student with its present weights, which needs no second model and some `reflow_real_data`.
+        teacher_model_path: checkpoint folder or hub id of a stock (or already reflowed) policy of this kind. Training
+            reads it for `reflow_target="teacher"` without `couplings_path`; `hf-memopt evaluate` compares with it.
         teacher_offload: `"swap"`, the teacher's weights live on the host and visit the device for each target;
             `"stream"`, they pass through a small ring as they are used; `"resident"`, they stay on the device;
             `"auto"`, the fastest of these that the first two optimizer steps leave room for, and resident on the CPU;
@@ -34,11 +35,12 @@ class ReflowOptions:
             `teacher_dtype`, say), from a temporary file, in `activation_disk` if that is set. On a CPU `"auto"` streams
             them then.
         teacher_dtype: `"float32"` or `"bfloat16"` for the teacher's transformer weights; None, as loaded.
-        teacher_num_steps: Euler steps of the teacher; None, its checkpoint's own number.
+        teacher_num_steps: Euler steps to a target; None, the number in the checkpoint of the model that makes it.
         reflow_time_sampling: density of the training time, see `hf_memopt.reflow.sample_time`.
         reflow_loss: `"mse"` or `"huber"`, see `hf_memopt.reflow.chunk_loss`.
         reflow_real_data: share of samples, in [0, 1), whose pair is a demonstration and the noise that the teacher's
-            ODE, run the other way, takes it to. The others are noise and the actions that it is taken to.
+            ODE, run the other way, takes it to. The others are noise and the actions that it is taken to. With
+            `reflow_target="self"` the noise is drawn, and the others are trained at time 1 alone.
         reflow_round: how often this policy has been rectified once it is trained; `prepare-student` counts.
         couplings_path: folder that `hf-memopt precompute` wrote; pairs are read from it and no teacher is loaded.
         couplings_seed: draw each frame's noise from this seed, so that its pair is the same whenever it is used. None,
@@ -63,6 +65,7 @@ class ReflowOptions:
     """
 
     use_reflow: bool = False
+    reflow_target: str = TEACHER
     teacher_model_path: str | None = None
     teacher_offload: str = "auto"
     teacher_budget_gib: float | None = None
@@ -92,6 +95,7 @@ class ReflowOptions:
         # YAML reads an unquoted on or off as a boolean.
         self.share_prefix = {"True": "on", "False": "off"}.get(self.share_prefix, self.share_prefix)
         self.activation_offload = {"False": "off"}.get(self.activation_offload, self.activation_offload)
+        _one_of("reflow_target", self.reflow_target, TARGETS)
         _one_of("teacher_offload", self.teacher_offload, TEACHER_MODES)
         POSITIVE.check("teacher_budget_gib", self.teacher_budget_gib)
         _one_of("teacher_home", self.teacher_home, HOMES)
@@ -118,12 +122,17 @@ class ReflowOptions:
 
     @property
     def teaches_itself(self) -> bool:
-        return self.teacher_model_path == SELF and self.couplings_path is None
+        return self.reflow_target == SELF
+
+    @property
+    def has_teacher(self) -> bool:
+        """Return whether training needs a second model: neither the student nor a folder has the targets."""
+        return not self.teaches_itself and self.couplings_path is None
 
     def check_start(self: Any) -> None:
         """Raise a ValueError if reflow would start from random weights without `from_scratch`."""
         if self.use_reflow and not self.pretrained_path and not self.from_scratch:
-            teacher = "<teacher>" if self.teacher_model_path in (None, SELF) else self.teacher_model_path
+            teacher = self.teacher_model_path or "<teacher>"
             raise ValueError(
                 "the student would start from random weights, and reflow trains a copy of the teacher; make one with "
                 f"`hf-memopt prepare-student --teacher {teacher} --output outputs/student_init` and pass "
@@ -131,10 +140,17 @@ class ReflowOptions:
             )
 
     def _check_reflow(self) -> None:
-        if not self.teacher_model_path and not self.couplings_path:
+        if self.teacher_model_path == SELF:
+            raise ValueError(
+                "teacher_model_path='self' names no policy; a student teaches itself with --policy.reflow_target=self"
+            )
+        if self.teaches_itself:
+            self._check_self()
+        elif not self.teacher_model_path and not self.couplings_path:
             raise ValueError(
                 "use_reflow=true needs teacher_model_path: pass --policy.teacher_model_path=<checkpoint folder or hub "
-                "id>, start from a student made by `hf-memopt prepare-student`, or pass --policy.couplings_path"
+                "id>, start from a student made by `hf-memopt prepare-student`, or pass --policy.couplings_path or "
+                "--policy.reflow_target=self"
             )
         fixed = "couplings_path" if self.couplings_path is not None else "couplings_seed"
         if self.reflow_real_data > 0 and getattr(self, fixed) is not None:
@@ -147,11 +163,19 @@ class ReflowOptions:
                 f"couplings_per_frame={self.couplings_per_frame} needs couplings_seed; without it each step draws new "
                 "noise"
             )
-        if self.teaches_itself and self.couplings_seed is not None:
+
+    def _check_self(self) -> None:
+        if self.reflow_real_data == 0:
             raise ValueError(
-                f"couplings_seed={self.couplings_seed} with teacher_model_path=self: the student's own targets change "
-                "in every step, so that a pair is never the same; leave couplings_seed out"
+                "reflow_target=self with reflow_real_data=0: any field of straight lines is its own target, and the "
+                "student drifts away from the data; pass --policy.reflow_real_data=0.5"
             )
+        for name in ("couplings_path", "couplings_seed"):
+            if (value := getattr(self, name)) is not None:
+                raise ValueError(
+                    f"{name}={value!r} with reflow_target=self: fixed pairs are a teacher's, and the student's own "
+                    f"targets change in every step; leave {name} out, or pass --policy.reflow_target=teacher"
+                )
 
 
 def is_student(config: Any) -> bool:
@@ -160,7 +184,7 @@ def is_student(config: Any) -> bool:
 
 def absolute_if_local(name: str | None) -> str | None:
     """Return the absolute path of a file on this machine, and any other text (a hub id, say) as it is."""
-    if not name or name == SELF or not Path(name).expanduser().exists():
+    if not name or not Path(name).expanduser().exists():
         return name
     return str(Path(name).expanduser().absolute())
 

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from hf_memopt.disk.digests import files_sha256
 from hf_memopt.lerobot.flow.known_flows import flow_of
-from hf_memopt.lerobot.flow.reflow_options import SELF
 from hf_memopt.lerobot.policy_files import (
     load_config,
     normalizing_statistics,
@@ -83,5 +82,5 @@ def dataset_sha256(root: Path) -> str:
 
 def _teacher_folder(config: PreTrainedConfig) -> Path | None:
     path = config.teacher_model_path
-    on_this_machine = path and path != SELF and Path(path).expanduser().exists()
+    on_this_machine = path and Path(path).expanduser().exists()
     return resolve_checkpoint(str(path)) if on_this_machine else None

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from lerobot.configs import PreTrainedConfig
 from lerobot.policies.pretrained import PreTrainedPolicy
-from lerobot.utils.constants import OBS_STATE
+from lerobot.utils.constants import ACTION, OBS_STATE
 from torch import Tensor
 
 from hf_memopt.lerobot.couplings.cache import CouplingCache
@@ -37,12 +37,14 @@ class Pairs(NamedTuple):
         noise: `(batch, chunk, max_action_dim)`.
         target: actions at the other end of the paths, in the same shape; None before they are known.
         valid: `(batch, chunk)` bool, the steps that count; None, all.
+        at_start: `(batch,)` bool, the pairs of which only the velocity at the noise is trained; None, none.
     """
 
     batch: dict[str, Tensor]
     noise: Tensor
     target: Tensor | None = None
     valid: Tensor | None = None
+    at_start: Tensor | None = None
 
 
 class PairSource:
@@ -98,9 +100,33 @@ class DemonstratedPairs(PairSource):
             noise, target = flow.expert(model, prefix).couple(
                 noise, actions, from_actions, teacher.num_steps, num_action_dims
             )
-        # Behind the end of an episode a demonstration is padding, which is no path of the teacher's.
-        padding = batch.get("action_is_pad", torch.zeros(actions.shape[:2], dtype=torch.bool, device=noise.device))
-        return Pairs(batch, noise, target, ~(padding & from_actions[:, None]))
+        return Pairs(batch, noise, target, _valid(batch, from_actions))
+
+
+class OwnPairs(PairSource):
+    """Pairs of a student that teaches itself.
+
+    A share, `reflow_real_data`, is flow matching: drawn noise and the batch's demonstrated actions, at all times. They
+    keep the velocity field where the data put it. The others are the student's own samples, at time 1 alone: they teach
+    the first step the way that several steps go. On both alone the field would follow its own targets anywhere, since
+    any field of straight lines is its own target (docs/LOG.md).
+    """
+
+    @torch.no_grad()
+    def complete(
+        self,
+        pairs: Pairs,
+        teacher: VelocityTeacher,
+        student: PreTrainedPolicy,
+        observation: Observation,
+        prefix: SharedPrefix | None,
+    ) -> Pairs:
+        batch, noise, config = pairs.batch, pairs.noise, student.config
+        from_data = (torch.rand(len(noise)) < config.reflow_real_data).to(noise.device)
+        own = teacher.sample(observation, noise, prefix)
+        actions = flow_of(config).demonstrated_actions(student, batch)
+        target = torch.where(from_data[:, None, None], actions, own)
+        return Pairs(batch, noise, target, _valid(batch, from_data), ~from_data)
 
 
 class SeededPairs(PairSource):
@@ -171,6 +197,8 @@ class CachedPairs(PairSource):
 
 
 def make_pair_source(config: ReflowOptions) -> PairSource:
+    if config.teaches_itself:
+        return OwnPairs()
     if config.couplings_path is not None:
         return CachedPairs(config)
     if config.couplings_seed is not None:
@@ -180,8 +208,14 @@ def make_pair_source(config: ReflowOptions) -> PairSource:
 
 def make_teacher(config: ReflowOptions) -> VelocityTeacher:
     """Make a configuration's teacher; with couplings the student, which decides whether its prefix needs a graph."""
-    has_own_weights = config.couplings_path is None and not config.teaches_itself
-    return ReflowTeacher(config) if has_own_weights else SelfTeacher(config)
+    return ReflowTeacher(config) if config.has_teacher else SelfTeacher(config)
+
+
+def _valid(batch: Mapping[str, Tensor], from_data: Tensor) -> Tensor:
+    """Return the steps that count: behind the end of an episode a demonstration is padding, which is no path."""
+    actions = batch[ACTION]
+    padding = batch.get("action_is_pad", torch.zeros(actions.shape[:2], dtype=torch.bool, device=from_data.device))
+    return ~(padding & from_data[:, None])
 
 
 def solve(student: PreTrainedPolicy, teacher: VelocityTeacher, inputs: Mapping[str, Tensor], noise: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from hf_memopt.lerobot.couplings.coupling_spec import CouplingSpec
 from hf_memopt.lerobot.couplings.key import CouplingKey
 from hf_memopt.lerobot.couplings.writer import precompute
 from hf_memopt.lerobot.evaluate.measure import reading_dataset
-from hf_memopt.lerobot.flow.reflow_options import SELF, is_student
+from hf_memopt.lerobot.flow.reflow_options import is_student
 from hf_memopt.lerobot.processors import load_processors
 from hf_memopt.lerobot.reflow.pair_key import comparable_fields, coupling_inputs
 from hf_memopt.lerobot.reflow.pair_source import solve
@@ -127,11 +127,10 @@ def _check(cfg: TrainPipelineConfig) -> PreTrainedConfig:
         raise ValueError(
             "the training flags name no student; pass --policy.path=<folder of `hf-memopt prepare-student`>"
         )
-    teacher = config.teacher_model_path
-    if not teacher or teacher == SELF or config.couplings_path is not None:
+    if not config.has_teacher:
         raise ValueError(
-            f"teacher_model_path={teacher!r}, couplings_path={config.couplings_path!r}: precompute needs a teacher "
-            "with weights of its own, and no couplings to read"
+            f"reflow_target={config.reflow_target!r}, couplings_path={config.couplings_path!r}: precompute needs a "
+            "teacher with weights of its own, and no couplings to read"
         )
     if not config.pretrained_path:
         raise ValueError("precompute needs --policy.path=<student>, which says how frames are preprocessed")

@@ -111,6 +111,8 @@ class ReflowPolicy(nn.Module):
         self._mark("prefix")
         # The target comes before the student's forward, so that the teacher never meets the student's activations.
         pairs = self.pair_source.complete(pairs, self.teacher, self, observation, prefix)
+        if pairs.at_start is not None:
+            time = torch.where(pairs.at_start, 1.0, time)
         self._mark("teacher")
         losses = self._losses(observation, prefix, pairs, time)
         loss = losses.mean()
@@ -119,7 +121,7 @@ class ReflowPolicy(nn.Module):
     def load_teacher_model(self) -> PreTrainedPolicy:
         """Return the teacher: frozen, in evaluation mode, on the host unless `teacher_offload=resident`.
 
-        Without a teacher of its own (`teacher_model_path=self`, or `couplings_path`), the student itself.
+        With `reflow_target=self` or `couplings_path`, the student itself.
         """
         return self.teacher.load(self)
 

@@ -21,8 +21,7 @@ def diagnose(policy: str, device: str | None = None) -> str:
     config = load_config(folder)
     if not is_student(config) or not config.use_reflow:
         raise ValueError(f"{folder} has no teacher: its policy is of type {config.type!r} without use_reflow=true")
-    taught = not config.teaches_itself and config.couplings_path is None
-    for each in [folder, *([resolve_checkpoint(str(config.teacher_model_path))] if taught else [])]:
+    for each in [folder, *([resolve_checkpoint(str(config.teacher_model_path))] if config.has_teacher else [])]:
         check_processors(each)
     device = device or str(torch.accelerator.current_accelerator(check_available=True) or "cpu")
     config.device = device
@@ -64,7 +63,7 @@ def _make_target(student: ReflowPolicy, folder: Path) -> None:
     noise = torch.zeros(1, student.config.chunk_size, student.config.max_action_dim, device=device)
     inputs: tuple[Any, ...] = (*observation.arguments(), noise)
     if not student.generate_reflow_target(*inputs).isfinite().all():
-        teacher = student.config.teacher_model_path
+        teacher = folder if student.config.teaches_itself else student.config.teacher_model_path
         raise ValueError(f"the teacher {teacher} makes a target that is not finite; take another checkpoint")
 
 

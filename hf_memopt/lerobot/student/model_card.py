@@ -1,7 +1,7 @@
 """The model card of an exported student: how it was made, and how good fewer Euler steps are, measured."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from hf_memopt import __version__
 from hf_memopt.lerobot.checkpoint_files import file_in, read_object
 from hf_memopt.lerobot.evaluate.measure import ReflowEvaluation, evaluate_reflow, held_out_batches
 from hf_memopt.lerobot.flow.known_flows import flow_of
-from hf_memopt.lerobot.flow.reflow_options import SELF, is_student
+from hf_memopt.lerobot.flow.reflow_options import is_student
 from hf_memopt.lerobot.policy_files import (
     load_config,
     load_policy,
@@ -24,9 +24,11 @@ from hf_memopt.lerobot.policy_files import (
 )
 from hf_memopt.lerobot.processors import check_processors
 from hf_memopt.memory.metrics_file import METRICS_FILE, read_metrics
+from hf_memopt.report.outcome import outcome_line
 from hf_memopt.units import format_bytes
 
 _CARD_SETTINGS = (
+    "reflow_target",
     "teacher_num_steps",
     "teacher_dtype",
     "reflow_time_sampling",
@@ -38,6 +40,8 @@ _CARD_SETTINGS = (
     "share_prefix",
     "dtype",
 )
+# Title of a column, field of ModelEvaluation and form of its numbers.
+_FIGURES = {"error": ("error", ".4f"), "ms": ("latency_ms", ".1f"), "success": ("success_rate", ".0%")}
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,9 @@ class Observations:
         number = None if self.episodes is None else len(self.episodes)
         which = "all episodes" if number is None else f"{number} episode{'' if number == 1 else 's'}"
         return f"{which} of `{_plain(self.repo_id)}`{', held out from training' if self.held_out else ''}"
+
+
+Measured = tuple[ReflowEvaluation, Observations]
 
 
 def training_observations(folder: Path, episodes: Sequence[int] | None = None) -> Observations:
@@ -92,12 +99,11 @@ def measure(
     teacher: str | None = None,
     num_steps: Sequence[int] = (1, 2, 4, 10),
     device: str = "cpu",
-) -> tuple[ReflowEvaluation, Observations]:
+) -> Measured:
     """Evaluate a student against its teacher on at most 256 observations, by default of `training_observations`."""
     folder = resolve_checkpoint(policy)
     config = load_config(folder)
-    named = config.teacher_model_path if is_student(config) else None
-    teacher = teacher or (None if named == SELF else named)
+    teacher = teacher or (config.teacher_model_path if is_student(config) else None)
     if not teacher:
         raise ValueError(
             f"{folder} names no teacher to compare with; pass --teacher to `evaluate`, or --no-evaluation to `export`"
@@ -112,7 +118,7 @@ def measure(
     return evaluate_reflow(student, teaching, batches, num_steps=num_steps), observations
 
 
-def write_card(policy: str, num_steps: int, measured: tuple[ReflowEvaluation, Observations] | None) -> str:
+def write_card(policy: str, num_steps: int, measured: Measured | None) -> str:
     folder = resolve_checkpoint(policy)
     config = load_config(folder)
     # A folder's path says nothing to others and too much about its owner.
@@ -120,8 +126,8 @@ def write_card(policy: str, num_steps: int, measured: tuple[ReflowEvaluation, Ob
     teacher = named if re.fullmatch(r"[\w.-]+/[\w.-]+", named) else None
     sections = [_front_matter(config, teacher), _introduction(config, num_steps, teacher)]
     sections.append(_training(folder, config))
-    sections.append("## Measured\n\nNot measured." if measured is None else _measurements(*measured))
-    return "\n\n".join([*sections, _usage(config), ""])
+    sections.append("## Measured\n\nNot measured." if measured is None else _measurements(*measured, num_steps))
+    return "\n\n".join([*sections, _usage(config, num_steps), ""])
 
 
 def _front_matter(config: Any, teacher: str | None) -> str:
@@ -138,11 +144,12 @@ def _front_matter(config: Any, teacher: str | None) -> str:
 def _introduction(config: Any, num_steps: int, teacher: str | None) -> str:
     steps = "one Euler step" if num_steps == 1 else f"{num_steps} Euler steps"
     title = flow_of(config).title
+    sampled = "its own sampling" if getattr(config, "teaches_itself", False) else "the teacher's own sampling"
     origin = f"a local {title} checkpoint" if teacher is None else f"`{teacher}`"
     return (
         f"# {title}, reflowed\n\nA {title} policy that samples an action chunk in {steps}. It was distilled by reflow "
         f"(arXiv 2209.03003) from {origin} with hf_memopt {__version__}: trained on the straight lines between noise "
-        "and the actions that the teacher's own sampling makes of it."
+        f"and the actions that {sampled} makes of it."
     )
 
 
@@ -168,26 +175,20 @@ def _training_peak(checkpoint: Path) -> str | None:
     return None
 
 
-def _measurements(evaluation: ReflowEvaluation, observations: Observations) -> str:
-    sides = (evaluation.teacher, evaluation.student)
-    rows = [
-        f"| {steps} | {' | '.join(f'{side.error[steps]:.4f}' for side in sides)} | "
-        f"{' | '.join(f'{side.latency_ms[steps]:.1f}' for side in sides)} |"
-        for steps in evaluation.student.error
-    ]
+def _measurements(evaluation: ReflowEvaluation, observations: Observations, num_steps: int) -> str:
     student = evaluation.student
+    success = " Success is the share of tries that the task calls one." if student.success_rate else ""
     return "\n".join(
         [
             "## Measured",
             "",
+            *(_headline(evaluation, num_steps) if num_steps in student.latency_ms else []),
             f"On {evaluation.num_observations} observations from {observations.describe()}: root mean square error of "
             f"the normalised actions against the teacher's {evaluation.teacher_num_steps}-step actions from the same "
             f"noise, and the median time to sample one action chunk ({_plain(evaluation.device)}, "
-            "preprocessing not included).",
+            f"preprocessing not included).{success}",
             "",
-            "| Euler steps | error, teacher | error, student | ms, teacher | ms, student |",
-            "|---|---|---|---|---|",
-            *rows,
+            *_by_steps(evaluation),
             "",
             f"Memory to act: weights {format_bytes(student.weights_bytes)}, and at most "
             f"{format_bytes(student.sampling_bytes)} of other tensors while a chunk is sampled.",
@@ -198,15 +199,39 @@ def _measurements(evaluation: ReflowEvaluation, observations: Observations) -> s
     )
 
 
+def _headline(evaluation: ReflowEvaluation, num_steps: int) -> list[str]:
+    return [f"**{outcome_line(evaluation.outcomes(num_steps))}**, for one action chunk.", ""]
+
+
+def _by_steps(evaluation: ReflowEvaluation) -> Iterator[str]:
+    sides = {"teacher": evaluation.teacher, "student": evaluation.student}
+    columns = {
+        f"{figure}, {name}": (values, form)
+        for figure, (field, form) in _FIGURES.items()
+        for name, side in sides.items()
+        if (values := getattr(side, field))
+    }
+    yield _row(["Euler steps", *columns])
+    yield _row(["---"] * (1 + len(columns)))
+    for steps in evaluation.student.error:
+        yield _row([str(steps), *(format(values[steps], form) for values, form in columns.values())])
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
 def _plain(text: Any) -> str:
     """Return text of others, with ? for characters that could end a line, a code span or a cell, or be HTML."""
     return re.sub(r"[^\w ./:@+,()-]", "?", str(text))
 
 
-def _usage(config: Any) -> str:
+def _usage(config: Any, num_steps: int) -> str:
     policy_class = get_policy_class(flow_of(config).stock_type)
     return (
         "## Use\n\nAny lerobot 0.6 loads it: `lerobot-rollout --policy.path=<this folder or repository> …`, or\n\n"
         f"```python\nfrom {policy_class.__module__} import {policy_class.__name__}\n\n"
-        f'policy = {policy_class.__name__}.from_pretrained("<this folder or repository>", strict=True)\n```'
+        f'policy = {policy_class.__name__}.from_pretrained("<this folder or repository>", strict=True)\n```\n\n'
+        "Real-time chunking needs as much guidance as there are Euler steps: `--inference.type=rtc "
+        f"--inference.rtc.max_guidance_weight={num_steps}`."
     )

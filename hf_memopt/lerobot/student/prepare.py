@@ -15,6 +15,7 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import HFValidationError
 from lerobot.configs import PreTrainedConfig
 from lerobot.policies.pretrained import PreTrainedPolicy
+from lerobot.policies.rtc.configuration_rtc import RTCConfig
 from safetensors.torch import save_model
 
 from hf_memopt.lerobot.adapters import adapter_files, base_name, is_adapter
@@ -69,17 +70,21 @@ def export_student(policy: str, output: Path, num_steps: int, card: str, *, adap
     """Write a plain checkpoint (of type `smolvla`, say) that stock lerobot loads and runs with `num_steps` Euler steps.
 
     `card` is the text of `README.md`. An adapter is merged into the weights; with `adapter_only` it is written alone,
-    and needs its base policy to act. Raises ValueError, with nothing written, for a policy that cannot be read or does
-    not act (see `check_acts`), if `output` exists, or for `adapter_only` without an adapter.
+    and needs its base policy to act. A configuration of real-time chunking keeps at most `num_steps` as its
+    `max_guidance_weight`, with which the first step brings a chunk to the one before it, and not past it.
+
+    Raises ValueError, with nothing written, for a policy that cannot be read or does not act (see `check_acts`), if
+    `output` exists, or for `adapter_only` without an adapter.
     """
     COUNT.check("num_steps", num_steps)
     folder = resolve_checkpoint(policy)
     files = check_processors(folder)
     config = load_config(folder)
-    fields = {**_stock_fields(config), **_FRESH, flow_of(config).steps_field: num_steps}
     if adapter_only and not is_adapter(folder):
         raise ValueError(f"adapter_only: {folder} holds whole weights and no adapter; leave --adapter-only out")
-    exported = _stock_config(config)(**{**fields, "use_peft": adapter_only})
+    steps = {flow_of(config).steps_field: num_steps, "rtc_config": _guided_in(num_steps, config.rtc_config)}
+    fields = {**_stock_fields(config), **_FRESH, **steps, "use_peft": adapter_only}
+    exported = _stock_config(config)(**fields)
     acting = check_acts(folder)
     check_normalizers(folder, config)
     with _draft(output, exported, folder, files) as draft:
@@ -144,6 +149,12 @@ def new_folder(output: Path) -> Iterator[Path]:
         draft.rename(output)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+
+
+def _guided_in(num_steps: int, rtc: RTCConfig | None) -> RTCConfig | None:
+    if rtc is None:
+        return None
+    return dataclasses.replace(rtc, max_guidance_weight=min(rtc.max_guidance_weight, float(num_steps)))
 
 
 def _rounds_behind(config: PreTrainedConfig) -> int:

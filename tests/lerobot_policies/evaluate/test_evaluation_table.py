@@ -1,5 +1,3 @@
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,25 +35,3 @@ def test_the_table_has_a_row_for_each_number_of_steps(evaluation: Any) -> None:
     assert "teacher 0.0500, student 0.0100" in evaluation_table.table(evaluation)
     results = {steps: rollouts.RolloutResult(10, 0.7, 2.5) for steps in (1, 2, 10)}
     assert evaluation_table.table(evaluation, results).splitlines()[1].split()[-2:] == ["70%", "2.500"]
-
-
-def test_the_files_hold_what_was_measured(evaluation: Any, tmp_path: Path) -> None:
-    numbers, figure = evaluation_table.write_evaluation(
-        tmp_path / "new", evaluation, {1: rollouts.RolloutResult(10, 0.7, 2.5)}
-    )
-    found = json.loads(numbers.read_text())
-    assert found["student"]["error"] == {"1": 0.1, "2": 0.05, "10": 0.01}
-    assert found["environment"] == {"1": {"num_episodes": 10, "success_rate": 0.7, "mean_reward": 2.5}}
-    assert figure.read_bytes().startswith(b"\x89PNG")
-
-
-def test_older_files_are_replaced_and_no_environment_is_made_up(evaluation: Any, tmp_path: Path) -> None:
-    for name in ("evaluation.json", "evaluation.png"):
-        (tmp_path / name).write_text("older")
-    written = evaluation_table.write_evaluation(tmp_path, evaluation)
-    assert written == [tmp_path / "evaluation.json", tmp_path / "evaluation.png"]
-    assert sorted(tmp_path.iterdir()) == written
-    found = json.loads(written[0].read_text())
-    assert set(found) == {"num_observations", "teacher_num_steps", "device", "teacher", "student"}
-    assert (found["num_observations"], found["teacher_num_steps"]) == (48, 10)
-    assert written[1].read_bytes().startswith(b"\x89PNG")

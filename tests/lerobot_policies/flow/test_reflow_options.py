@@ -9,6 +9,9 @@ reflow_options = LateModule("hf_memopt.lerobot.flow.reflow_options")
 policy_files = LateModule("hf_memopt.lerobot.policy_files")
 
 
+SELF: dict[str, Any] = {"reflow_target": "self", "reflow_real_data": 0.5}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -30,8 +33,15 @@ policy_files = LateModule("hf_memopt.lerobot.policy_files")
         ({"couplings_per_frame": 2}, "couplings_per_frame=2 needs couplings_seed"),
         ({"couplings_per_frame": 0}, "couplings_per_frame=0 must be"),
         ({"reflow_round": 0}, "reflow_round=0 must be"),
-        ({"couplings_seed": 1, "teacher_model_path": "self"}, "couplings_seed=1 with teacher_model_path=self"),
-        ({"teacher_model_path": None}, "needs teacher_model_path: pass .*couplings_path"),
+        ({"reflow_target": "me"}, "reflow_target='me' is unknown; use one of: teacher, self"),
+        ({"reflow_target": "self"}, "reflow_target=self with reflow_real_data=0: .*--policy.reflow_real_data=0.5"),
+        ({**SELF, "couplings_seed": 1}, "couplings_seed=1 with reflow_target=self"),
+        ({**SELF, "couplings_path": "/c"}, "couplings_path='/c' with reflow_target=self.*leave"),
+        ({"teacher_model_path": "self"}, "names no policy; .*--policy.reflow_target=self"),
+        (
+            {"teacher_model_path": None},
+            "needs teacher_model_path: pass .*or --policy.reflow_target=self",
+        ),
     ],
 )
 def test_unusable_settings_are_refused_by_name(toy_student: Path, changes: dict[str, Any], message: str) -> None:
@@ -50,3 +60,11 @@ def test_yaml_may_say_off_without_quotes(toy_student: Path) -> None:
 def test_only_students_have_these_fields(toy_student: Path, toy_teacher: Path) -> None:
     assert reflow_options.is_student(policy_files.load_config(toy_student))
     assert not reflow_options.is_student(policy_files.load_config(toy_teacher))
+
+
+def test_a_student_that_teaches_itself_needs_no_teacher_and_may_name_one(toy_student: Path) -> None:
+    taught = policy_files.load_config(toy_student)
+    assert (taught.teaches_itself, taught.has_teacher) == (False, True)
+    for teacher in (None, taught.teacher_model_path):
+        alone = dataclasses.replace(taught, **SELF, teacher_model_path=teacher)
+        assert (alone.teaches_itself, alone.has_teacher) == (True, False)

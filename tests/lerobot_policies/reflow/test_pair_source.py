@@ -128,7 +128,7 @@ def test_demonstrations_keep_their_actions_and_get_their_noise(
     source = policy.pair_source
     prefix = policy.teacher.shared_prefix(policy, observation)
     drawn = source.draw(policy, batch, noise)
-    _, found, target, valid = source.complete(drawn, policy.teacher, policy, observation, prefix)
+    _, found, target, valid, at_start = source.complete(drawn, policy.teacher, policy, observation, prefix)
     assert torch.equal(target[chosen], known_flows.flow_of(policy.config).demonstrated_actions(policy, batch)[chosen])
     assert torch.equal(found[~chosen], noise[~chosen])
     # Padded dimensions keep the drawn noise; the robot's dimensions get the noise from which the actions come.
@@ -138,6 +138,7 @@ def test_demonstrations_keep_their_actions_and_get_their_noise(
     torch.testing.assert_close(target[~chosen], solved[~chosen], rtol=1e-4, atol=1e-4)
     assert torch.equal(valid, ~(batch["action_is_pad"] & chosen[:, None]))
     assert not valid.all()
+    assert at_start is None
     assert policy.teacher_report().device_bytes == 0
 
 
@@ -168,7 +169,7 @@ def test_a_student_teaches_itself(
     toy_student: Path, batch: Any, noise: Tensor, time: Tensor, share_prefix: str
 ) -> None:
     """Compare with a copy of the student as the teacher, before and after a step."""
-    policy = load(toy_student, teacher_model_path="self", share_prefix=share_prefix)
+    policy = load(toy_student, reflow_target="self", reflow_real_data=0.5, share_prefix=share_prefix)
     for _ in range(2):
         twin = copy.deepcopy(policy)
         want = twin.eval().model.sample_actions(*known_flows.observe(twin, batch).arguments(), noise=noise)
@@ -187,13 +188,38 @@ def test_a_student_teaches_itself(
     assert pickle.loads(pickle.dumps(policy)).load_teacher_model() is not policy
 
 
+def test_own_pairs_are_demonstrations_at_all_times_and_own_samples_at_the_start(
+    toy_student: Path, batch: Any, noise: Tensor, time: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = load(toy_student, reflow_target="self", reflow_real_data=0.5, share_prefix="on")
+    drawn: list[Any] = []
+
+    class Watched(pair_source.OwnPairs):  # type: ignore[misc]
+        def complete(self, *arguments: Any) -> Any:
+            drawn.append(super().complete(*arguments))
+            return drawn[-1]
+
+    policy.pair_source = Watched()
+    losses = policy._losses
+    times: list[Tensor] = []
+    monkeypatch.setattr(policy, "_losses", lambda *given: (times.append(given[-1]), losses(*given))[1])
+    torch.manual_seed(0)
+    policy(batch, noise=noise, time=time)
+    (pairs,) = drawn
+    own = policy.generate_reflow_target(*known_flows.observe(policy, batch).arguments(), noise)
+    actions = known_flows.flow_of(policy.config).demonstrated_actions(policy, batch)
+    assert set(pairs.at_start.tolist()) == {True, False}
+    assert torch.equal(pairs.noise, noise)
+    assert torch.equal(pairs.target, torch.where(pairs.at_start[:, None, None], own, actions))
+    assert torch.equal(times[0], torch.where(pairs.at_start, 1.0, time))
+    assert torch.equal(pairs.valid, pairs.at_start[:, None] | ~batch["action_is_pad"])
+
+
 def test_a_student_that_teaches_itself_trains_with_demonstrations(
     toy_student: Path, toy_dataset: Path, tmp_path: Path
 ) -> None:
     flags = lerobot_runs.train_flags(toy_student, toy_dataset, tmp_path / "run", steps=2)
-    log = lerobot_runs.run(
-        reflow_smolvla.main, *flags, "--policy.teacher_model_path=self", "--policy.reflow_real_data=0.5"
-    )
+    log = lerobot_runs.run(reflow_smolvla.main, *flags, "--policy.reflow_target=self", "--policy.reflow_real_data=0.5")
     assert "shared prefix: on" in log
     assert "Teacher Model: none" in diagnosis.diagnose(str(tmp_path / "run"), "cpu")
 

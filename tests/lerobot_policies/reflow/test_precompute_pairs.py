@@ -250,7 +250,10 @@ def test_noise_cannot_be_given_as_well(student: modeling_smolvla_reflow.SmolVLAR
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--policy.teacher_model_path=self",), "precompute needs a teacher with weights of its own"),
+        (
+            ("--policy.reflow_target=self", "--policy.reflow_real_data=0.5"),
+            "precompute needs a teacher with weights of its own",
+        ),
         (("--policy.couplings_path=somewhere",), "and no couplings to read"),
         (("--policy.use_reflow=false",), "name no student"),
     ],

@@ -34,7 +34,9 @@ def test_gradients_are_those_of_the_resident_run(
     assert policy.memory_figures()["memory/frozen_device_gib"] > 0
 
 
-@pytest.mark.parametrize("flags", [{"teacher_model_path": "self"}, {"use_reflow": False}, {"dtype": "bfloat16"}])
+@pytest.mark.parametrize(
+    "flags", [{"reflow_target": "self", "reflow_real_data": 0.5}, {"use_reflow": False}, {"dtype": "bfloat16"}]
+)
 def test_it_goes_with_other_ways_to_train(
     make: Make, batch: Any, noise: Tensor, time: Tensor, flags: dict[str, Any]
 ) -> None:

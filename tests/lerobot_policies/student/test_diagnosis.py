@@ -50,7 +50,9 @@ def test_the_status_on_an_accelerator_is_where_the_weights_are(
 
 
 def test_a_student_that_teaches_itself_has_a_verdict_too(toy_teacher: Path, tmp_path: Path) -> None:
-    student = prepare.prepare_student(str(toy_teacher), tmp_path / "student", teacher_model_path="self")
+    student = prepare.prepare_student(
+        str(toy_teacher), tmp_path / "student", reflow_target="self", reflow_real_data=0.5
+    )
     text = diagnosis.diagnose(str(student), "cpu")
     assert "Teacher Model: none\n  Targets: of the student itself" in text
     assert text.endswith("✓ All checks PASSED: the student loads, and its own target is finite.")

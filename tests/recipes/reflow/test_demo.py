@@ -1,4 +1,6 @@
+import argparse
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -6,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from late_imports import LateModule
+
+from hf_memopt.report.outcome import Outcome, outcome_line
 
 demo = LateModule("hf_memopt.recipes.reflow.demo")
 demo_measurements = LateModule("hf_memopt.recipes.reflow.demo_measurements")
@@ -20,11 +24,17 @@ def test_one_step_of_the_student_takes_a_side_as_the_teachers_ten_do(seed: int, 
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "✓ ON CPU (offloaded)" in done.stdout
     results = json.loads((tmp_path / "results.json").read_text())
+    line = done.stdout.splitlines()[-1]
+    assert re.fullmatch(r"teacher: \d+ % in 10 steps, \d+ ms; student: \d+ % in 1 step, \d+ ms", line)
+    assert line == outcome_line({name: Outcome(**found) for name, found in results["outcomes"].items()})
+    assert line in (tmp_path / "report" / "report.html").read_text()
+    assert line in (tmp_path / "student_1step" / "README.md").read_text()
     teacher, student = results["evaluation"]["teacher"], results["evaluation"]["student"]
     assert student["error"]["1"] <= 0.5 * teacher["error"]["1"]
     assert student["normalized_straightness"] < 0.5 * teacher["normalized_straightness"]
     assert student["spread"]["1"] > 0.8 * teacher["spread"]["10"]  # the student has not collapsed to the mean
     passing = results["passing_rates"]
+    assert passing == {name: results["evaluation"][name]["success_rate"] for name in ("teacher", "student")}
     assert passing["teacher"]["10"] >= 0.9
     assert passing["teacher"]["1"] < 0.5
     assert passing["student"]["1"] >= 0.75
@@ -65,5 +75,12 @@ def test_learning_curve_reads_lerobots_log() -> None:
     assert demo_measurements.learning_curve(log, 30) == [(30, 2.206), (60, 0.312)]
 
 
-def test_logs_are_among_what_is_removed() -> None:
-    assert "logs" in demo.OUTPUTS
+def test_logs_and_pages_are_among_what_is_removed() -> None:
+    assert {"logs", "evaluation", "report"} <= set(demo.OUTPUTS)
+
+
+def test_the_exported_policy_gets_the_figures_that_were_measured(tmp_path: Path) -> None:
+    words = [str(word) for word in demo.export_command(argparse.Namespace(output=tmp_path))]
+    assert words[:2] == ["hf-memopt", "export"]
+    assert words[words.index("--evaluation") + 1] == str(tmp_path / "evaluation")
+    assert words[words.index("--num-steps") + 1] == "1"

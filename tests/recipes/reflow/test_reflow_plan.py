@@ -54,7 +54,7 @@ def test_a_teacher_is_no_student(student: Path) -> None:
         {"use_reflow": False},
         {"couplings_path": "couplings"},
         {"couplings_seed": 3},
-        {"teacher_model_path": "self"},
+        {"reflow_target": "self"},
         {"activation_offload": "all"},
         {"compile_model": True},
     ],

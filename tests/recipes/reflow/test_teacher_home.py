@@ -70,7 +70,7 @@ def decide(caplog: pytest.LogCaptureFixture) -> Callable[[Any], tuple[str, list[
         {"teacher_budget_gib": 1.0},
         {"use_reflow": False},
         {"couplings_path": "couplings"},
-        {"teacher_model_path": "self"},
+        {"reflow_target": "self"},
         {"device": "cpu"},
     ],
     ids=str,

@@ -1,0 +1,138 @@
+"""A student that teaches itself beside one that its teacher teaches, on the demo's task.
+
+    python -m benchmarks.teacher.self_target
+
+Each seed runs the demo (`make demo`), whose student learns from its teacher's pairs. Then students with
+`reflow_target=self` train from the same start, for as many steps, half of their samples on targets of their own present
+weights. All are compared with the teacher's ten steps. No accelerator is needed; ten minutes per seed on two quiet
+cores. With `--folder`, parts that are there already are not trained again.
+"""
+
+import argparse
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.common import MIB, current_device, environment, print_table, results_path, write_results
+from benchmarks.teacher.reflow_quality import train_variant
+from hf_memopt.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
+from hf_memopt.recipes.reflow import demo
+from hf_memopt.recipes.reflow.demo_measurements import Demo
+
+NUM_ROUNDS = 31
+# By folder: the title and the flags that are added to those of the demo's student.
+SELF = ["--policy.reflow_target=self", "--policy.reflow_real_data=0.5"]
+STUDENTS: dict[str, tuple[str, list[str]]] = {
+    "student": ("teacher's pairs", []),
+    "self_2": ("itself, in 2 steps", [*SELF, "--policy.teacher_num_steps=2"]),
+    "self_10": ("itself, in 10 steps", SELF),
+}
+
+
+def run_seed(seed: int, folder: Path) -> dict[str, Any]:
+    output = folder / f"seed-{seed}"
+    if not (output / "results.json").exists():
+        made = ["-m", "hf_memopt.recipes.reflow.demo", "--output", str(output), "--seed", str(seed), "--overwrite"]
+        subprocess.run([sys.executable, *made], check=True)
+    for name, (_, flags) in STUDENTS.items():
+        if not (output / name / "checkpoints" / "last").exists():
+            train_variant(name, flags, output / "student_init", argparse.Namespace(output=output, seed=seed))
+    torch.set_num_threads(1)
+    demos = {name: Demo.load(output, demo.held_out_episodes(), seed, name) for name in STUDENTS}
+    times = step_cpu_ms(demos)
+    return {
+        "seed": seed,
+        "num_training_steps": demo.STUDENT_STEPS,
+        "batch_size": len(next(iter(demos.values())).batches[0]["action"]),
+        "students": {name: {**measured(found), "step_cpu_ms": times[name]} for name, found in demos.items()},
+    }
+
+
+def measured(found: Demo) -> dict[str, Any]:
+    evaluation, rates = found.evaluation().to_dict(), found.rates()
+    return {
+        **{side: {**evaluation[side], "success_rate": rates["passing_rates"][side]} for side in ("teacher", "student")},
+        "zigzag_rate": rates["zigzag_rates"]["student"],
+        "peak_bytes": found.peak_bytes(),
+    }
+
+
+def step_cpu_ms(demos: dict[str, Demo]) -> dict[str, float]:
+    """Return the median CPU time of a training step, the students' steps in turn, so that all meet the same machine."""
+    steps = {name: _step(found) for name, found in demos.items()}
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(NUM_ROUNDS):
+        for name, step in steps.items():
+            begun = time.process_time()
+            step()
+            times[name].append(1e3 * (time.process_time() - begun))
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+def _step(found: Demo) -> Callable[[], None]:
+    policy = SmolVLAReflowPolicy.from_pretrained(found.student_folder).train()
+    optimizer = torch.optim.AdamW([weight for weight in policy.parameters() if weight.requires_grad], lr=1e-6)
+
+    def step() -> None:
+        loss, _ = policy(found.batches[0])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        policy.update()
+
+    return step
+
+
+def print_report(results: dict[str, Any]) -> None:
+    rows = []
+    for seed in results["seeds"]:
+        teacher = seed["students"]["student"]["teacher"]
+        for steps in ("10", "1"):
+            rows.append(
+                [
+                    str(seed["seed"]),
+                    f"the teacher in {steps} step{'s' * (steps != '1')}",
+                    *_quality(teacher, steps),
+                    *["-"] * 3,
+                ]
+            )
+        for name, found in seed["students"].items():
+            peaks = (f"{found['peak_bytes'][home] / MIB:.2f}" for home in ("resident", "swapped"))
+            cost = [*peaks, f"{found['step_cpu_ms']:.0f}"]
+            rows.append([str(seed["seed"]), STUDENTS[name][0], *_quality(found["student"], "1"), *cost])
+    print_table(
+        ["seed", "policy", "error", "success", "peak MiB, teacher resident", "swapped", "CPU ms per training step"],
+        rows,
+    )
+
+
+def _quality(model: dict[str, Any], steps: str) -> list[str]:
+    by_steps = {str(key): value for key, value in model["error"].items()}
+    rates = {str(key): value for key, value in model["success_rate"].items()}
+    return [f"{by_steps[steps]:.3f}", f"{rates[steps]:.1%}"]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="default: 0 1 2")
+    parser.add_argument("--folder", type=Path, help="keep the demos here, and go on with those that are here")
+    parser.add_argument("--output", type=Path, help="JSON file (default: in benchmarks/results)")
+    options = parser.parse_args()
+    device = current_device()
+    with tempfile.TemporaryDirectory() as temporary:
+        seeds = [run_seed(seed, options.folder or Path(temporary)) for seed in options.seeds]
+    results = {**environment(device), "benchmark": "teacher.self_target", "seeds": seeds}
+    print_report(results)
+    print("wrote", write_results(results, options.output or results_path("self-target", device)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
