@@ -287,7 +287,7 @@ def test_stored_observations_may_be_augmented(toy_student: Path, toy_dataset: Pa
     assert precompute(toy_student, toy_dataset, folder, "--store-observations", flags=flags) == 0
     student = load_student(toy_student, couplings_path=str(folder))
     (batch,) = measure.held_out_batches(toy_student, toy.REPO_ID, toy_dataset, [0], max_observations=4)
-    seen, noise, target, _ = student.pair_source.draw(student, batch, None)
+    seen, noise, target, *_ = student.pair_source.draw(student, batch, None)
     assert not torch.equal(seen[toy.CAMERA], batch[toy.CAMERA])
     teacher = load_student(toy_student, couplings_seed=0)
     torch.testing.assert_close(ask(teacher, seen, noise), target, rtol=1e-5, atol=1e-5)

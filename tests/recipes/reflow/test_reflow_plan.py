@@ -54,14 +54,14 @@ def test_a_teacher_is_no_student(student: Path) -> None:
         {"use_reflow": False},
         {"couplings_path": "couplings"},
         {"couplings_seed": 3},
-        {"reflow_target": "self"},
+        {"reflow_target": "self", "reflow_real_data": 0.5},
         {"activation_offload": "all"},
         {"compile_model": True},
     ],
     ids=lambda fields: next(iter(fields)),
 )
 def test_a_training_that_is_not_simulated_is_refused(fields: dict[str, Any], tmp_path: Path) -> None:
-    ((name, value),) = fields.items()
+    (name, value), *_ = fields.items()
     with pytest.raises(ValueError, match=f"{name}={value!r}: such a training is not simulated, since "):
         smolvla(tmp_path, tmp_path, **fields)
 
