@@ -26,7 +26,7 @@ VARIANTS: dict[str, list[str]] = {
     "huber": ["--policy.reflow_loss=huber"],
     "demonstrations": ["--policy.reflow_real_data=0.2"],
     "seeded": ["--policy.couplings_seed=0", "--policy.couplings_per_frame=4"],
-    "self": ["--policy.reflow_target=self", "--policy.reflow_real_data=0.5"],
+    "self": ["--policy.reflow_target=self"],
     "round2": [],
 }
 

@@ -28,11 +28,11 @@ from hf_memopt.recipes.reflow.demo_measurements import Demo
 
 NUM_ROUNDS = 31
 # By folder: the title and the flags that are added to those of the demo's student.
-SELF = ["--policy.reflow_target=self", "--policy.reflow_real_data=0.5"]
+SELF = ["--policy.reflow_target=self"]
 STUDENTS: dict[str, tuple[str, list[str]]] = {
     "student": ("teacher's pairs", []),
-    "self_2": ("itself, in 2 steps", [*SELF, "--policy.teacher_num_steps=2"]),
-    "self_10": ("itself, in 10 steps", SELF),
+    "self_2": ("itself, in 2 steps", SELF),
+    "self_10": ("itself, in 10 steps", [*SELF, "--policy.teacher_num_steps=10"]),
 }
 
 

@@ -21,7 +21,5 @@ class SmolVLAReflowConfig(ReflowOptions, SmolVLAConfig):
             return
         if not self.use_cache:
             raise ValueError("use_cache=false: SmolVLA cannot sample without its cache; set --policy.use_cache=true")
-        if self.reflow_real_data > 0 and self.prefix_length > 0:
-            raise ValueError(
-                f"reflow_real_data={self.reflow_real_data} needs prefix_length=-1; {self.prefix_length} is set"
-            )
+        if self.data_share > 0 and self.prefix_length > 0:
+            raise ValueError(f"reflow_real_data={self.data_share} needs prefix_length=-1; {self.prefix_length} is set")

@@ -35,12 +35,14 @@ class ReflowOptions:
             `teacher_dtype`, say), from a temporary file, in `activation_disk` if that is set. On a CPU `"auto"` streams
             them then.
         teacher_dtype: `"float32"` or `"bfloat16"` for the teacher's transformer weights; None, as loaded.
-        teacher_num_steps: Euler steps to a target; None, the number in the checkpoint of the model that makes it.
+        teacher_num_steps: Euler steps to a target; None, the number in the teacher's checkpoint, and 2 with
+            `reflow_target="self"`.
         reflow_time_sampling: density of the training time, see `hf_memopt.reflow.sample_time`.
         reflow_loss: `"mse"` or `"huber"`, see `hf_memopt.reflow.chunk_loss`.
         reflow_real_data: share of samples, in [0, 1), whose pair is a demonstration and the noise that the teacher's
             ODE, run the other way, takes it to. The others are noise and the actions that it is taken to. With
-            `reflow_target="self"` the noise is drawn, and the others are trained at time 1 alone.
+            `reflow_target="self"` the noise is drawn, and the others are trained at time 1 alone. None: 0, and 0.5
+            with `reflow_target="self"`.
         reflow_round: how often this policy has been rectified once it is trained; `prepare-student` counts.
         couplings_path: folder that `hf-memopt precompute` wrote; pairs are read from it and no teacher is loaded.
         couplings_seed: draw each frame's noise from this seed, so that its pair is the same whenever it is used. None,
@@ -74,7 +76,7 @@ class ReflowOptions:
     teacher_num_steps: int | None = None
     reflow_time_sampling: str = "beta"
     reflow_loss: str = "mse"
-    reflow_real_data: float = 0.0
+    reflow_real_data: float | None = None
     reflow_round: int = 1
     couplings_path: str | None = None
     couplings_seed: int | None = None
@@ -116,13 +118,20 @@ class ReflowOptions:
         _one_of("dtype", self.dtype, DTYPES)
         for name in ("teacher_num_steps", "couplings_per_frame", "reflow_round"):
             COUNT.check(name, getattr(self, name))
-        SHARE.check("reflow_real_data", self.reflow_real_data)
+        SHARE.check("reflow_real_data", self.data_share)
         if self.use_reflow:
             self._check_reflow()
 
     @property
     def teaches_itself(self) -> bool:
         return self.reflow_target == SELF
+
+    @property
+    def data_share(self) -> float:
+        """Return the share of samples that are demonstrations."""
+        if self.reflow_real_data is None:
+            return 0.5 if self.teaches_itself else 0.0
+        return self.reflow_real_data
 
     @property
     def has_teacher(self) -> bool:
@@ -153,9 +162,9 @@ class ReflowOptions:
                 "--policy.reflow_target=self"
             )
         fixed = "couplings_path" if self.couplings_path is not None else "couplings_seed"
-        if self.reflow_real_data > 0 and getattr(self, fixed) is not None:
+        if self.data_share > 0 and getattr(self, fixed) is not None:
             raise ValueError(
-                f"reflow_real_data={self.reflow_real_data} asks the teacher for the noise of demonstrations, and "
+                f"reflow_real_data={self.data_share} asks the teacher for the noise of demonstrations, and "
                 f"{fixed} fixes the noise of each frame; leave one of them out"
             )
         if self.couplings_per_frame is not None and self.couplings_seed is None and self.couplings_path is None:
@@ -165,10 +174,10 @@ class ReflowOptions:
             )
 
     def _check_self(self) -> None:
-        if self.reflow_real_data == 0:
+        if self.data_share == 0:
             raise ValueError(
                 "reflow_target=self with reflow_real_data=0: any field of straight lines is its own target, and the "
-                "student drifts away from the data; pass --policy.reflow_real_data=0.5"
+                "student drifts away from the data; leave it out, which takes 0.5"
             )
         for name in ("couplings_path", "couplings_seed"):
             if (value := getattr(self, name)) is not None:

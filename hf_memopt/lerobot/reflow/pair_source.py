@@ -92,7 +92,7 @@ class DemonstratedPairs(PairSource):
     ) -> Pairs:
         batch, noise, config = pairs.batch, pairs.noise, student.config
         flow = flow_of(config)
-        from_actions = (torch.rand(len(noise)) < config.reflow_real_data).to(noise.device)
+        from_actions = (torch.rand(len(noise)) < config.data_share).to(noise.device)
         actions = flow.demonstrated_actions(student, batch)
         with teacher.visit() as model:
             prefix = flow.prefix(model, observation) if prefix is None else prefix
@@ -122,7 +122,7 @@ class OwnPairs(PairSource):
         prefix: SharedPrefix | None,
     ) -> Pairs:
         batch, noise, config = pairs.batch, pairs.noise, student.config
-        from_data = (torch.rand(len(noise)) < config.reflow_real_data).to(noise.device)
+        from_data = (torch.rand(len(noise)) < config.data_share).to(noise.device)
         own = teacher.sample(observation, noise, prefix)
         actions = flow_of(config).demonstrated_actions(student, batch)
         target = torch.where(from_data[:, None, None], actions, own)
@@ -203,7 +203,7 @@ def make_pair_source(config: ReflowOptions) -> PairSource:
         return CachedPairs(config)
     if config.couplings_seed is not None:
         return SeededPairs()
-    return DemonstratedPairs() if config.reflow_real_data > 0 else PairSource()
+    return DemonstratedPairs() if config.data_share > 0 else PairSource()
 
 
 def make_teacher(config: ReflowOptions) -> VelocityTeacher:

@@ -17,6 +17,8 @@ from hf_memopt.lerobot.reflow.velocity_teacher import (
     why_student_cannot_share,
 )
 
+_NUM_STEPS = 2  # as in SnapFlow, arXiv 2604.05656
+
 
 class SelfTeacher(VelocityTeacher):
     """Teaches with the student's present weights. The targets move; only `reflow_real_data` ties them to the data."""
@@ -28,7 +30,7 @@ class SelfTeacher(VelocityTeacher):
 
     @property
     def num_steps(self) -> int:
-        return self._config.teacher_num_steps or int(getattr(self._config, self._flow.steps_field))
+        return self._config.teacher_num_steps or _NUM_STEPS
 
     def load(self, student: PreTrainedPolicy) -> PreTrainedPolicy:
         if self._student is None or self._student() is not student:

@@ -94,7 +94,7 @@ def test_the_target_is_what_stock_lerobot_samples(
 def test_a_student_without_a_teacher_samples_its_own_targets(
     pi: str, random_teacher: Path, pi_batch: Any, noise: Tensor
 ) -> None:
-    policy = pi0_toys.make_student(random_teacher, teacher_model_path="self", teacher_num_steps=3)
+    policy = pi0_toys.make_student(random_teacher, reflow_target="self", teacher_num_steps=3)
     kind = pi0_toys.KINDS[pi]
     stock = kind.policy(kind.config(**pi0_toys.settings())).eval()
     stock.load_state_dict(policy.state_dict())

@@ -34,7 +34,10 @@ SELF: dict[str, Any] = {"reflow_target": "self", "reflow_real_data": 0.5}
         ({"couplings_per_frame": 0}, "couplings_per_frame=0 must be"),
         ({"reflow_round": 0}, "reflow_round=0 must be"),
         ({"reflow_target": "me"}, "reflow_target='me' is unknown; use one of: teacher, self"),
-        ({"reflow_target": "self"}, "reflow_target=self with reflow_real_data=0: .*--policy.reflow_real_data=0.5"),
+        (
+            {"reflow_target": "self", "reflow_real_data": 0.0},
+            "=self with reflow_real_data=0: .* leave it out",
+        ),
         ({**SELF, "couplings_seed": 1}, "couplings_seed=1 with reflow_target=self"),
         ({**SELF, "couplings_path": "/c"}, "couplings_path='/c' with reflow_target=self.*leave"),
         ({"teacher_model_path": "self"}, "names no policy; .*--policy.reflow_target=self"),

