@@ -5,11 +5,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hf_memopt.disk.digests import sha256
 from hf_memopt.lerobot.checkpoint_files import read_object
 from hf_memopt.lerobot.evaluate.evaluation_table import Rollouts, draw
 from hf_memopt.lerobot.evaluate.measure import ModelEvaluation, ReflowEvaluation
-from hf_memopt.lerobot.policy_files import WEIGHTS_FILE, resolve_checkpoint
+from hf_memopt.lerobot.policy_files import resolve_checkpoint, weights_digest
 from hf_memopt.lerobot.student.model_card import Measured, Observations
 from hf_memopt.report.figures import render
 
@@ -24,7 +23,7 @@ def write_evaluation(folder: Path, policy: str, measured: Measured, rollouts: Ro
     folder.mkdir(parents=True, exist_ok=True)
     numbers, figure = folder / EVALUATION_FILE, folder / "evaluation.png"
     found: dict[str, Any] = {
-        "weights_sha256": sha256(resolve_checkpoint(policy) / WEIGHTS_FILE),
+        "weights_sha256": weights_digest(resolve_checkpoint(policy)),
         "observations": dataclasses.asdict(observations),
         **evaluation.to_dict(),
     }
@@ -41,7 +40,7 @@ def read_evaluation(folder: Path, policy: str) -> Measured:
     if not file.is_file():
         raise ValueError(f"evaluation={str(folder)!r} holds no {EVALUATION_FILE}; name the --output of `evaluate`")
     found = read_object(file)
-    if found.get("weights_sha256") != sha256(resolve_checkpoint(policy) / WEIGHTS_FILE):
+    if found.get("weights_sha256") != weights_digest(resolve_checkpoint(policy)):
         raise ValueError(
             f"evaluation={str(folder)!r} was measured with other weights than {policy} has; run `evaluate` again"
         )

@@ -97,9 +97,11 @@ def test_a_student_of_an_adapter_starts_as_its_merged_copy(teacher: Path, toy_da
 
 
 def test_evaluate_measures_a_student_with_an_adapter(student: Path, tmp_path: Path) -> None:
-    flags = ["--policy", str(student), "--output", str(tmp_path), "--num-steps", "1", "--episodes", "0"]
+    flags = ["--policy", str(student), "--output", str(tmp_path / "measured"), "--num-steps", "1", "--episodes", "0"]
     assert main(["evaluate", *flags]) == 0
-    assert json.loads((tmp_path / "evaluation.json").read_text())
+    flags = ["--policy", str(student), "--output", str(tmp_path / "out"), "--evaluation", str(tmp_path / "measured")]
+    assert main(["export", *flags]) == 0
+    assert "On 6 observations from 1 episode of" in (tmp_path / "out" / "README.md").read_text()
 
 
 @pytest.mark.parametrize("flags", [[], ["--adapter-only"]])
