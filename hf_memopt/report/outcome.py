@@ -1,4 +1,4 @@
-"""How well a policy acts, and how fast: one line for the demo, its report and a model card."""
+"""A policy's success and speed in one line, for the demo, its report and a model card."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ class Outcome:
 
     Attributes:
         num_steps: Euler steps for one action chunk.
-        success_rate: share of tries that the task calls a success; None where nobody tried.
+        success_rate: share of tries that the task calls a success; None without any try.
         latency_ms: median time to sample one action chunk.
     """
 

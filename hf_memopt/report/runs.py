@@ -66,7 +66,7 @@ class Run:
         facts: about the run, for the page's head.
         modes: memory and time of each compared mode, the reference first; fields of the recipes' `RunCost`.
         holders: bytes on the device by design, phase of a step, and their use.
-        outcomes: how well each policy acts, and how fast, by its name.
+        outcomes: success and speed of each policy, by its name.
         policies: error, latency and success by policy and number of Euler steps.
         losses: (step, loss) by the model that was trained or evaluated.
         losses_by: the unit of these steps: "update", "epoch" or "step".

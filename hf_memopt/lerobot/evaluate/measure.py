@@ -50,7 +50,7 @@ class ModelEvaluation:
         latency_ms: median time to sample one chunk for one observation, of which inputs are on the device.
         weights_bytes: of weights and buffers.
         sampling_bytes: peak of all other tensors, while one chunk is sampled.
-        success_rate: share of tries that the task calls a success; empty where nobody tried.
+        success_rate: share of tries that the task calls a success; empty without any try.
     """
 
     error: dict[int, float]

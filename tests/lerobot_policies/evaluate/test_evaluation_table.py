@@ -4,27 +4,16 @@ import pytest
 from late_imports import LateModule
 
 evaluation_table = LateModule("hf_memopt.lerobot.evaluate.evaluation_table")
+evaluations = LateModule("evaluations")
 measure = LateModule("hf_memopt.lerobot.evaluate.measure")
 rollouts = LateModule("hf_memopt.lerobot.evaluate.rollouts")
 
 
-def side(error: float, latency_ms: float) -> Any:
-    steps = (1, 2, 10)
-    return measure.ModelEvaluation(
-        error={k: error / k for k in steps},
-        action_error=dict.fromkeys(steps, 1.0),
-        straightness=2.0,
-        normalized_straightness=error / 10,
-        spread=dict.fromkeys(steps, 0.25),
-        latency_ms={k: latency_ms * k for k in steps},
-        weights_bytes=4096,
-        sampling_bytes=512,
-    )
-
-
 @pytest.fixture
 def evaluation() -> Any:
-    return measure.ReflowEvaluation(48, 10, "CPU", teacher=side(0.5, 20.0), student=side(0.1, 21.0))
+    return measure.ReflowEvaluation(
+        48, 10, "CPU", teacher=evaluations.side(0.5, 20.0), student=evaluations.side(0.1, 21.0)
+    )
 
 
 def test_the_table_has_a_row_for_each_number_of_steps(evaluation: Any) -> None:

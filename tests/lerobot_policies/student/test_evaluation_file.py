@@ -9,28 +9,17 @@ import pytest
 from late_imports import LateModule
 
 evaluation_file = LateModule("hf_memopt.lerobot.student.evaluation_file")
+evaluations = LateModule("evaluations")
 measure = LateModule("hf_memopt.lerobot.evaluate.measure")
 model_card = LateModule("hf_memopt.lerobot.student.model_card")
 rollouts = LateModule("hf_memopt.lerobot.evaluate.rollouts")
 
 
-def side(error: float, latency_ms: float) -> Any:
-    steps = (1, 2, 10)
-    return measure.ModelEvaluation(
-        error={k: error / k for k in steps},
-        action_error=dict.fromkeys(steps, 1.0),
-        straightness=2.0,
-        normalized_straightness=error / 10,
-        spread=dict.fromkeys(steps, 0.25),
-        latency_ms={k: latency_ms * k for k in steps},
-        weights_bytes=4096,
-        sampling_bytes=512,
-    )
-
-
 @pytest.fixture
 def measured() -> Any:
-    evaluation = measure.ReflowEvaluation(48, 10, "CPU", teacher=side(0.5, 3.1), student=side(0.1, 6.2))
+    evaluation = measure.ReflowEvaluation(
+        48, 10, "CPU", teacher=evaluations.side(0.5, 3.1), student=evaluations.side(0.1, 6.2)
+    )
     return evaluation, model_card.Observations("you/data", Path("/data"), [3, 4], held_out=True)
 
 
