@@ -9,16 +9,12 @@ from transformers import HfArgumentParser, Trainer, TrainingArguments
 
 from hf_memopt.activations.offload_arguments import MODES, OffloadArguments
 from hf_memopt.callbacks.attach import Attachment, attach
+from hf_memopt.callbacks.settings_text import VARIABLE, words_of
 from hf_memopt.callbacks.streamed_base import stream_base, stream_trainer
 from hf_memopt.command_line import argparse_raising, flag
 from hf_memopt.ranges import NOT_NEGATIVE, check_ranges
 from hf_memopt.weights import BASE_HOMES, TEACHER_MODES, StreamedWeights
 from hf_memopt.weights.homes import HOMES
-
-# Holds, for instance, "offload=auto,budget_gib=6".
-VARIABLE = "HF_MEMOPT"
-# Fields of several words; other values, such as a folder's name, may hold spaces.
-_LISTS = ("skip",)
 
 
 @dataclass
@@ -142,17 +138,3 @@ class MemoptArguments(OffloadArguments):
         changed = {name: value for name, value in given.items() if value != defaults[name]}
         texts = {name: " ".join(value) if isinstance(value, list) else str(value) for name, value in changed.items()}
         return ",".join(f"{name}={text}" for name, text in texts.items())
-
-
-def words_of(text: str) -> list[str]:
-    """Return "offload=auto,skip=visual lm_head" as words of a command line."""
-    words: list[str] = []
-    for name, equals, value in (setting.strip().partition("=") for setting in text.split(",") if setting.strip()):
-        words += words_of_setting(name, value) if equals else [f"--{name}"]
-    return words
-
-
-def words_of_setting(name: str, value: str) -> list[str]:
-    """Return a field and its value, or its values, as words of a command line."""
-    values = value.split() if name in _LISTS else [value]
-    return [f"--{name}", *values] if len(values) > 1 else [f"--{name}={value}"]

@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -14,16 +13,15 @@ from hf_memopt.activations import ActivationOffloader
 from hf_memopt.activations.checkpointing.selective import apply_selective_checkpointing
 from hf_memopt.callbacks.leak_detection import LeakDetectionCallback
 from hf_memopt.callbacks.loss_context import enclose
-from hf_memopt.callbacks.memory_logging import MemoryLoggingCallback, MemoryPageCallback
+from hf_memopt.callbacks.memory_logging import MemoryPageCallback
 from hf_memopt.callbacks.offloading import (
     ActivationOffloadCallback,
     log_stats,
     make_offloader,
     refuse_what_conflicts,
-    summary,
 )
+from hf_memopt.callbacks.run_reports import RunReports
 from hf_memopt.callbacks.streamed_base import StreamedBase, streams_alone
-from hf_memopt.memory import explain_oom
 from hf_memopt.weights import OffloadedTeacher, StreamedWeights, VisitsByCall
 from hf_memopt.weights.base import BaseHome
 from hf_memopt.weights.homes import Home
@@ -94,7 +92,7 @@ def attach(
         if frozen is not None:
             attached.add(FrozenModels(trainer, frozen, frozen_home))
         if memory:
-            attached.add(MemoryReports(trainer, chosen))
+            attached.add(RunReports(trainer, chosen, attached.lines_about_weights, is_selective=selective_checkpointing))
         if leak_check:
             attached.add(AddedCallback(trainer, LeakDetectionCallback()))
         if memory_report:
@@ -111,6 +109,11 @@ class Part(Protocol):
 class Attachment:
     def __init__(self) -> None:
         self._parts: list[Part] = []
+
+    def lines_about_weights(self) -> list[str]:
+        """Return a line for each frozen model that lives elsewhere."""
+        streamed = [str(part.weights.report()) for part in self._parts if isinstance(part, StreamedBase)]
+        return streamed + [line for part in self._parts if isinstance(part, FrozenModels) for line in part.lines()]
 
     @property
     def offloaders(self) -> list[ActivationOffloader]:
@@ -197,44 +200,17 @@ class FrozenModels(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if state.is_world_process_zero:
-            for name, visits in self.visits.items():
-                logger.info("%s as %s", name, visits.teacher.report())
+            for line in self.lines():
+                logger.info("%s", line)
+
+    def lines(self) -> list[str]:
+        return [f"{name} as {visits.teacher.report()}" for name, visits in self.visits.items()]
 
     def remove(self) -> None:
         for visits in self.visits.values():
             visits.remove()
             visits.teacher.module.to(self._trainer.args.device)
         self._trainer.remove_callback(self)
-
-
-class MemoryReports:
-    def __init__(self, trainer: Trainer, offloader: ActivationOffloader | None) -> None:
-        self._trainer, self._offloader = trainer, offloader
-        callbacks = trainer.callback_handler.callbacks
-        found = next((each for each in callbacks if isinstance(each, MemoryLoggingCallback)), None)
-        self._added, self._logging = found is None, found or MemoryLoggingCallback()
-        if self._added:
-            trainer.add_callback(self._logging)
-        # Callbacks see no exceptions, and no cards.
-        self._plain_train, self._plain_card = trainer.train, trainer.create_model_card
-        trainer.train, trainer.create_model_card = self._train, self._create_model_card
-
-    def remove(self) -> None:
-        del self._trainer.train, self._trainer.create_model_card
-        if self._added:
-            self._trainer.remove_callback(self._logging)
-
-    def _train(self, *args: Any, **kwargs: Any) -> Any:
-        with explain_oom(self._trainer.model, output_dir=self._trainer.args.output_dir):
-            return self._plain_train(*args, **kwargs)
-
-    def _create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        self._plain_card(*args, **kwargs)
-        offloading = "off" if self._offloader is None else summary(self._offloader.stats)
-        section = self._logging.card_section(self._trainer.args, self._trainer.state, offloading)
-        if section is not None and self._trainer.is_world_process_zero():
-            with (Path(self._trainer.args.output_dir) / "README.md").open("a", encoding="utf-8") as card:
-                card.write(f"\n\n{section}\n")
 
 
 class AddedCallback:

@@ -25,8 +25,9 @@ from transformers import Trainer
 from hf_memopt.activations import ActivationOffloader
 from hf_memopt.activations.checkpointing.selective import apply_selective_checkpointing
 from hf_memopt.activations.wrapped_module import hook_direct_calls
-from hf_memopt.callbacks.arguments import VARIABLE, MemoptArguments
+from hf_memopt.callbacks.arguments import MemoptArguments
 from hf_memopt.callbacks.offloading import is_wrapped, log_what_was_done
+from hf_memopt.callbacks.settings_text import VARIABLE
 from hf_memopt.memory import explain_oom
 
 logger = logging.getLogger(__name__)

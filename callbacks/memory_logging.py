@@ -17,7 +17,7 @@ from hf_memopt.memory.logger import check_warn_at, high_memory_message, largest_
 from hf_memopt.memory.metrics_file import METRICS_FILE, append_metrics
 from hf_memopt.report import read_run, write_report
 from hf_memopt.report.runs import TRAINER_FILE
-from hf_memopt.report.trainer_card import training_section
+from hf_memopt.report.trainer_card import training_facts
 
 logger = logging.getLogger(__name__)
 
@@ -127,22 +127,15 @@ class MemoryLoggingCallback(TrainerCallback):
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         self._stop_watching()
 
-    def card_section(self, args: TrainingArguments, state: TrainerState, offloading: str) -> str | None:
-        """Return the cost of training as Markdown for a model card; None before anything was logged.
-
-        Args:
-            args: of the trainer.
-            state: of the trainer.
-            offloading: the treatment of activations, in words.
-        """
+    def facts(self, args: TrainingArguments, state: TrainerState) -> dict[str, str] | None:
+        """Return the cost of training in words, for a model card or a page; None before anything was logged."""
         per_pass, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
         ranks = f" on each of {args.world_size} devices" if args.world_size > 1 else ""
-        return training_section(
+        return training_facts(
             state.log_history,
             device=device_name(args.device),
             update=f"{accumulation} x {per_pass} samples{ranks}",
             seconds_per_batch=self._clock.seconds_per_batch,
-            offloading=offloading,
         )
 
     def _switch_to(self, phase: str | None) -> None:

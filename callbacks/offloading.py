@@ -1,7 +1,6 @@
 """Activation offloading as a Trainer callback, and the conditions for a Trainer to offload at all."""
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 from accelerate.state import AcceleratorState
@@ -11,7 +10,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from hf_memopt.activations import ActivationOffloader, OffloadStats, WrappedModule
 from hf_memopt.activations.checkpointing.selective import CheckpointedForward
 from hf_memopt.activations.wrapped_module import wrapped_module
-from hf_memopt.units import GIB, format_bytes, format_ms
+from hf_memopt.report.offloading import in_words
 
 logger = logging.getLogger(__name__)
 
@@ -112,41 +111,7 @@ def log_what_was_done(stats: OffloadStats) -> None:
             "--cpu_copies)"
         )
     else:
-        logger.info("activation offloading: %s", summary(stats))
-
-
-def summary(stats: OffloadStats) -> str:
-    parts = [
-        f"{format_bytes(stats.bytes_moved)} moved to {_destination(stats)}",
-        f"{format_bytes(stats.host_bytes_pinned)} of host memory used",
-        _disk_use(stats),
-        f"compute waited {format_ms(stats.stall_ms)}",
-        _comparison("peak of saved activations", stats.predicted_peak_gib, stats.measured_peak_gib, _format_gib),
-        _comparison("step", stats.predicted_step_ms, stats.measured_step_ms, format_ms),
-    ]
-    return "; ".join(part for part in parts if part)
-
-
-def _destination(stats: OffloadStats) -> str:
-    if not stats.disk_bytes_written:
-        return "the host"
-    return "host and disk" if stats.host_bytes_pinned else "the disk"
-
-
-def _disk_use(stats: OffloadStats) -> str:
-    if not stats.disk_bytes_written:
-        return ""
-    return f"{format_bytes(stats.disk_bytes_held)} of disk used, {format_bytes(stats.disk_bytes_written)} written"
-
-
-def _format_gib(gib: float) -> str:
-    return format_bytes(gib * GIB)
-
-
-def _comparison(name: str, predicted: float | None, measured: float | None, in_words: Callable[[float], str]) -> str:
-    known = {"predicted": predicted, "measured": measured}
-    figures = [f"{in_words(value)} {how}" for how, value in known.items() if value is not None]
-    return f"{name} {', '.join(figures)}" if figures else ""
+        logger.info("activation offloading: %s", "; ".join(in_words(stats)))
 
 
 def _other_offloading(args: TrainingArguments) -> dict[str, bool]:

@@ -11,7 +11,8 @@ from typing import Any, Self, get_args, get_origin, get_type_hints
 
 from transformers import HfArgumentParser, TrainingArguments
 
-from hf_memopt.callbacks.arguments import VARIABLE, MemoptArguments, words_of_setting
+from hf_memopt.callbacks.arguments import MemoptArguments
+from hf_memopt.callbacks.settings_text import VARIABLE, words_of_setting
 from hf_memopt.command_line import argparse_raising
 
 _OURS = tuple(each.name for each in fields(MemoptArguments))

@@ -3,12 +3,16 @@
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
 
+def unit_for(num_bytes: float) -> tuple[str, int]:
+    """Return the largest unit of which there is at least one, and its bytes: `("MiB", 2**20)`."""
+    units = (("GiB", GIB), ("MiB", MIB), ("KiB", KIB))
+    return next(((unit, size) for unit, size in units if num_bytes >= size), ("B", 1))
+
+
 def format_bytes(num_bytes: float) -> str:
     """Return bytes in the largest unit of which there is at least one: `1.50 MiB`, `12 B`."""
-    for unit, size in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.2f} {unit}"
-    return f"{num_bytes:.0f} B"
+    unit, size = unit_for(num_bytes)
+    return f"{num_bytes / size:.2f} {unit}" if size > 1 else f"{num_bytes:.0f} B"
 
 
 def format_gib(num_bytes: float) -> str:

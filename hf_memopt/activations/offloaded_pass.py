@@ -22,7 +22,7 @@ from hf_memopt.activations.recompute.op_tracer import OpTracer
 from hf_memopt.activations.recompute.recomputed_storage import RecomputedStorage
 from hf_memopt.activations.recompute.replay import Recomputation, Resolver, StoredInput
 from hf_memopt.activations.recorded_pass import RecordedPass
-from hf_memopt.activations.saved_tensors.device_state import DeviceState
+from hf_memopt.activations.saved_tensors.device_state import DeviceState, PassCurve
 from hf_memopt.activations.saved_tensors.prefetcher import Prefetcher
 from hf_memopt.activations.saved_tensors.shown_elements import is_whole
 from hf_memopt.activations.saved_tensors.storages import (
@@ -66,6 +66,8 @@ class OffloadedPass:
 
     Attributes:
         peak_bytes: the most that saved activations held on the device until the last backward was over.
+        plain_peak_bytes: the same if all had been kept.
+        curve: both at each save and use until then.
         is_other_work: whether something that the plan computes again came about otherwise than in the recorded pass.
     """
 
@@ -90,7 +92,9 @@ class OffloadedPass:
         self.recorder = recorder
         self.plan = plan
         self.sizes: list[int] = []
-        self.peak_bytes = 0
+        self.peak_bytes = self.plain_peak_bytes = 0
+        self.curve = PassCurve([], 0)
+        self._num_forward_notes = 0
         self.is_other_work = False
         self.op_tracer = op_tracer
         self._num_views = 0
@@ -153,6 +157,7 @@ class OffloadedPass:
         if live is None or live.saved_by is not self:
             live = self._place(tensor, key, num_bytes, live, of_function, is_skipped)
             live.saved_by = self
+            live.count_as_saved()
         elif not live.is_kept:
             self._counters.bytes_deduplicated += tensor.nbytes
         if of_function:
@@ -165,6 +170,7 @@ class OffloadedPass:
                 self._counters.bytes_weights += tensor.nbytes
             else:
                 self._counters.bytes_kept += tensor.nbytes
+        self.device.held.note()
         return live
 
     def _is_saved_source(self, live: LiveStorage) -> bool:
@@ -242,6 +248,7 @@ class OffloadedPass:
             # Backward needs no copy of a storage that it has read already.
             if storage.read_in == 0 and storage.is_left_alone():
                 storage.ripen()
+                storage.count_as_saved()
                 if self.recorder is not None:
                     self.recorder.begun(storage.index)
                 if isinstance(storage, OffloadedStorage) and storage.num_copied_bytes:
@@ -354,9 +361,12 @@ class OffloadedPass:
         is_first = view.read_in != backward
         view.read_in = backward
         if self.recorder is None or backward == 0 or not is_first:
-            return storage.fetch(backward, is_first)
-        with self.recorder.using(storage.index):
-            return storage.fetch(backward, is_first)
+            memory = storage.fetch(backward, is_first)
+        else:
+            with self.recorder.using(storage.index):
+                memory = storage.fetch(backward, is_first)
+        self.device.held.note()
+        return memory
 
     def note_use(self, storage: LiveStorage, view: View) -> None:
         """Note that a saved tensor is unpacked of which nothing has to be fetched."""
@@ -365,6 +375,7 @@ class OffloadedPass:
             with self.recorder.using(storage.index):
                 view.read_in = backward
         storage.read_in = backward
+        self.device.held.note()
 
     def add_view(self, storage: LiveStorage) -> None:
         storage.num_views += 1
@@ -389,6 +400,8 @@ class OffloadedPass:
         if task == NO_BACKWARD:
             return 0
         if task not in self._backwards:
+            if not self._is_closed:
+                self._num_forward_notes = len(self.device.held.curve)
             self._is_closed = True
             if not self._backwards and (self._pending or self._recorded):
                 with self.working():
@@ -427,7 +440,9 @@ class OffloadedPass:
                 storage.end_backward(outermost + 1)
         self._movable = [entry for entry in self._movable if entry() is not None]
         self.device.held.settle()
-        self.peak_bytes = self.device.held.peak_bytes
+        self.peak_bytes, self.plain_peak_bytes = self.device.held.peak_bytes, self.device.held.plain_peak_bytes
+        self.device.held.note()
+        self.curve = PassCurve(self.device.held.curve, self._num_forward_notes)
         if self.recorder is not None:
             self.recorder.end_backward(self.ended)
         if self._on_end:

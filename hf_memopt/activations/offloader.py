@@ -20,7 +20,7 @@ from hf_memopt.activations.planner.offload_table import OffloadReport, plan_repo
 from hf_memopt.activations.recompute.op_tracer import OpTracer
 from hf_memopt.activations.recompute.tracing_scope import active_in, in_dual_level, off_in_dual_levels
 from hf_memopt.activations.saved_tensor_hooks import SavedTensorHooks, storages_of
-from hf_memopt.activations.saved_tensors.device_state import DeviceState
+from hf_memopt.activations.saved_tensors.device_state import DeviceState, PassCurve
 from hf_memopt.activations.skipped_modules import Skip, SkippedModules
 from hf_memopt.activations.stats import OffloadCounters, OffloadStats
 from hf_memopt.activations.wrapped_module import WrappedModule
@@ -196,6 +196,11 @@ class ActivationOffloader:
         return WrappedModule(model, self)
 
     @property
+    def options(self) -> dict[str, Any]:
+        """Return the options that it was made with, by name."""
+        return dict(self._options)
+
+    @property
     def stats(self) -> OffloadStats:
         """Return the bytes moved so far, and the newest pass beside its plan."""
         self._drop_what_failed()
@@ -219,6 +224,7 @@ class ActivationOffloader:
             stall_ms=sum(device.stall_ms() for device in devices),
             predicted_peak_gib=plan.predicted_peak_bytes / GIB if plan else None,
             measured_peak_gib=ended.peak_bytes / GIB if ended else None,
+            plain_peak_gib=ended.plain_peak_bytes / GIB if ended else None,
             predicted_step_ms=1e3 * plan.predicted_step_s if plan else None,
             measured_step_ms=1e3 * ended.elapsed_s() if ended else None,
         )
@@ -240,6 +246,11 @@ class ActivationOffloader:
             plans = (plan_report(newest.plan, newest.recording.owners, newest.recording.sizes),)
         none_yet = f"no plan yet (mode={self.mode!r}): the offloader makes it from recorded passes"
         return OffloadReport(plans, "" if plans else none_yet, wear)
+
+    @property
+    def curve(self) -> PassCurve:
+        """Return the device memory of saved activations over the newest pass that has ended, empty before one has."""
+        return self._ended.curve if self._ended is not None else PassCurve([], 0)
 
     def __reduce__(self) -> Any:
         # Memory, streams and recordings belong to one process's graphs. Modules to skip are arguments, so that a copied

@@ -22,6 +22,7 @@ class OffloadStats:
         stall_ms: time for which compute waited for copies.
         predicted_peak_gib: device memory that saved activations hold at most, by plan; None without one.
         measured_peak_gib: the same, counted; None before the first backward is over.
+        plain_peak_gib: the same if all were kept, counted.
         predicted_step_ms: forward and backward, by plan; None without one.
         measured_step_ms: the same, measured from the first save to the end of backward. Reading it waits for that end.
     """
@@ -40,6 +41,7 @@ class OffloadStats:
     stall_ms: float
     predicted_peak_gib: float | None
     measured_peak_gib: float | None
+    plain_peak_gib: float | None
     predicted_step_ms: float | None
     measured_step_ms: float | None
 

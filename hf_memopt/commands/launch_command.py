@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -64,14 +65,16 @@ def _launch(parsed: argparse.Namespace) -> int:
         parsed.parser.print_help()
         return 0
     check_script(script, _USAGE)
-    from hf_memopt.callbacks.arguments import VARIABLE, MemoptArguments, words_of
+    from hf_memopt.callbacks.arguments import MemoptArguments
+    from hf_memopt.callbacks.settings_text import LAUNCHED, VARIABLE, words_of
 
     given = os.environ.get(VARIABLE, "")
     MemoptArguments.from_text(given)  # its mistakes are named as its own
     arguments, accelerates = MemoptArguments.from_words([*words_of(given), *flags])
     launcher = [sys.executable, "-m", "accelerate.commands.launch", *accelerates]
     command = [*launcher, "-m", "hf_memopt.callbacks.every_trainer", *script]
-    return subprocess.run(command, env=os.environ | {VARIABLE: arguments.to_text()}).returncode
+    rest = shlex.join([*accelerates, "--", *script])
+    return subprocess.run(command, env=os.environ | {VARIABLE: arguments.to_text(), LAUNCHED: rest}).returncode
 
 
 def cut_at_script(words: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -2,11 +2,12 @@
 
 import io
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from hf_memopt.report.offloading import OffloadingRecord
 from hf_memopt.report.runs import DEVICE_PEAK, LoggedPeak, Run, memory_column
-from hf_memopt.units import MIB
+from hf_memopt.units import GIB, format_bytes, unit_for
 
 COLORS = ("#4c78a8", "#9d7bc4", "#b58863", "#e58b3d", "#d1495b", "#4fa36b", "#7f8c9b", "#c9a227")
 # Words that name the same thing share a colour in every figure of the library.
@@ -32,6 +33,7 @@ _CURVES = {"teacher": KIND_COLORS["teacher"], "held out": COLORS[3]} | dict.from
 _UNKNOWN_KIND = "#5d6b3f"
 _BAR, _TIME = "#e58b3d", "#4c78a8"
 _HOST = COLORS[0]
+_COUNTED_BY = {"update": "updates", "step": "optimizer steps", "epoch": "epochs"}
 
 Draw = Callable[[Any], None]
 
@@ -40,11 +42,14 @@ def figures_of(run: Run) -> dict[str, Draw]:
     """Return, by file name, functions that draw a figure of `run` on an empty `matplotlib.figure.Figure`."""
     on_device = run.counts_device
     figures: dict[str, Draw] = {}
-    if run.timeline:
+    if run.offloading is not None and run.offloading.over_pass.held:
+        record = run.offloading
+        figures["saved_activations"] = lambda figure: _draw_pass(figure, record)
+    if run.timeline_varies:
         figures["memory_over_time"] = lambda figure: _draw_timeline(figure, run.timeline, on_device)
     if run.losses:
-        figures["losses"] = lambda figure: _draw_losses(figure, run.losses, f"{run.losses_by}s")
-    if run.phases:
+        figures["losses"] = lambda figure: _draw_losses(figure, run.losses, _COUNTED_BY[run.losses_by])
+    if run.phases_differ:
         figures["peak_by_phase"] = lambda figure: _draw_phases(figure, run.phases, on_device)
     if run.holders:
         figures["memory_by_kind"] = lambda figure: _draw_holders(figure, run.holders)
@@ -101,15 +106,40 @@ def _draw_timeline(figure: Any, timeline: Sequence[Mapping[str, float]], on_devi
     axes = figure.subplots(2 if on_device else 1, 1, sharex=True, squeeze=False)[:, 0]
     if on_device:
         _draw_device(axes[0], [record for record in timeline if DEVICE_PEAK in record])
+    unit, per_gib = _unit(record.get("memory/host_rss_gib", 0.0) for record in timeline)
     for key, label, color in (
         ("memory/host_rss_gib", "resident memory of the process", _HOST),
         ("memory/pinned_gib", "of it pinned by torch", COLORS[3]),
     ):
-        points = [(record["step"], record[key]) for record in timeline if key in record]
-        if points:
+        points = [(record["step"], per_gib * record[key]) for record in timeline if key in record]
+        if any(height for _, height in points):
             axes[-1].plot(*zip(*points, strict=True), ".-", color=color, label=label)
-    axes[-1].set(title="Memory of the host", xlabel="optimizer steps", ylabel="GiB")
+    axes[-1].set(title="Memory of the host", xlabel="optimizer steps", ylabel=unit)
     axes[-1].set_ylim(0, 1.15 * axes[-1].get_ylim()[1])
+    figure.legend(loc="outside lower center", ncols=3)
+
+
+def _draw_pass(figure: Any, record: OffloadingRecord) -> None:
+    figure.set_size_inches(9, 3.6)
+    axes = figure.subplots()
+    over_pass = record.over_pass
+    unit, size = unit_for(max(*over_pass.held, *over_pass.plain))
+    plain, held = ([num_bytes / size for num_bytes in row] for row in (over_pass.plain, over_pass.held))
+    places = range(len(held))
+    axes.fill_between(places, plain, color=COLORS[6], alpha=0.25, linewidth=0, step="post", label="if all were kept")
+    axes.fill_between(places, held, color=COLORS[3], linewidth=0, step="post", label="held on the device")
+    stats = record.stats
+    if stats is not None and stats.predicted_peak_gib is not None:
+        predicted = f"predicted peak: {format_bytes(stats.predicted_peak_gib * GIB)}"
+        axes.axhline(stats.predicted_peak_gib * GIB / size, color=COLORS[4], linestyle="--", label=predicted)
+    axes.axvline(over_pass.num_forward, color=COLORS[6], linewidth=1)
+    for name, left, right in (("forward", 0, over_pass.num_forward), ("backward", over_pass.num_forward, len(held))):
+        axes.text((left + right) / 2, 0.985, name, ha="center", va="top", transform=axes.get_xaxis_transform())
+    axes.set(
+        title="Saved activations over one step", ylabel=unit, xlabel="saves and uses", ylim=(0, 1.15 * max(plain + held))
+    )
+    axes.margins(x=0)
+    axes.grid(visible=False, axis="x")
     figure.legend(loc="outside lower center", ncols=3)
 
 
@@ -134,11 +164,12 @@ def _draw_device(axes: Any, timeline: Sequence[Mapping[str, float]]) -> None:
         "fragmentation": "reserved, not in use",
         "elsewhere": "outside of torch's allocator",
     }
-    series = {kind: [record.get(f"memory/{kind}_gib", math.nan) for record in timeline] for kind in kinds}
+    unit, per_gib = _unit(sum(record.get(f"memory/{kind}_gib", 0.0) for kind in kinds) for record in timeline)
+    series = {kind: [per_gib * record.get(f"memory/{kind}_gib", math.nan) for record in timeline] for kind in kinds}
     axes.stackplot(steps, *series.values(), labels=list(kinds.values()), colors=(COLORS[3], COLORS[0], COLORS[6]))
-    peaks = [record[DEVICE_PEAK] for record in timeline]
+    peaks = [per_gib * record[DEVICE_PEAK] for record in timeline]
     axes.plot(steps, peaks, "--", color=COLORS[4], label="most that tensors held so far")
-    axes.set(title="Memory of the device, at each log", ylabel="GiB")
+    axes.set(title="Memory of the device, at each log", ylabel=unit)
     axes.margins(x=0.02)
 
 
@@ -147,15 +178,16 @@ def _draw_phases(figure: Any, phases: Sequence[LoggedPeak], on_device: bool) -> 
     axes = figure.subplots()
     names = [phase.name for phase in phases]
     color = _BAR if on_device else _HOST
-    axes.barh(names, [phase.at_most_gib for phase in phases], color=color, alpha=0.35, label="at most")
-    axes.barh(names, [phase.at_least_gib for phase in phases], color=color, label="at least")
+    unit, per_gib = _unit(phase.at_most_gib for phase in phases)
+    axes.barh(names, [per_gib * phase.at_most_gib for phase in phases], color=color, alpha=0.35, label="at most")
+    axes.barh(names, [per_gib * phase.at_least_gib for phase in phases], color=color, label="at least")
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
     axes.set(
         title="Peak of the device's memory by phase"
         if on_device
         else "Host memory of the process at the ends of phases",
-        xlabel="GiB",
+        xlabel=unit,
     )
     if any(phase.at_least_gib < phase.at_most_gib for phase in phases):
         figure.legend(loc="outside lower center", ncols=2)
@@ -165,19 +197,20 @@ def _draw_holders(figure: Any, holders: Mapping[str, Mapping[str, Mapping[str, i
     phases = list(next(iter(holders.values())))
     kinds = list(dict.fromkeys(kind for by_phase in holders.values() for found in by_phase.values() for kind in found))
     figure.set_size_inches(9, 1.4 + 0.32 * len(phases) * len(holders))
+    totals = [sum(found.values()) for by_phase in holders.values() for found in by_phase.values()]
+    unit, size = unit_for(max(totals))
     row = figure.subplots(len(phases), 1, sharex=True, squeeze=False)[:, 0]
     for axes, phase in zip(row, phases, strict=True):
         left = [0.0] * len(holders)
         for kind in kinds:
-            widths = [by_phase[phase].get(kind, 0) / MIB for by_phase in holders.values()]
+            widths = [by_phase[phase].get(kind, 0) / size for by_phase in holders.values()]
             axes.barh(list(holders), widths, left=left, color=KIND_COLORS.get(kind, _UNKNOWN_KIND), label=kind)
             left = [start + width for start, width in zip(left, widths, strict=True)]
         axes.invert_yaxis()
         axes.grid(visible=False, axis="y")
         axes.set_title(phase, loc="left")
-    row[-1].set_xlabel("MiB on the device")
-    totals = [sum(found.values()) / MIB for by_phase in holders.values() for found in by_phase.values()]
-    row[-1].set_xlim(0, 1.04 * max(totals) or 1)
+    row[-1].set_xlabel(f"{unit} on the device")
+    row[-1].set_xlim(0, 1.04 * max(totals) / size or 1)
     if kinds:
         handles, labels = row[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(kinds)))
@@ -197,3 +230,9 @@ def _draw_modes(figure: Any, modes: Sequence[Mapping[str, Any]]) -> None:
         axes.grid(visible=False, axis="y")
         axes.set(title=heading, xlabel=unit)
     memory.invert_yaxis()
+
+
+def _unit(figures_gib: Iterable[float]) -> tuple[str, float]:
+    """Return the unit for an axis, and how many of it a GiB has."""
+    unit, size = unit_for(GIB * max(figures_gib))
+    return unit, GIB / size

@@ -9,6 +9,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from hf_memopt.report import tables
 from hf_memopt.report.figures import figures_of, render_both
+from hf_memopt.report.offloading import in_words
 from hf_memopt.report.runs import Run
 
 
@@ -41,6 +42,7 @@ def write_report(run: Run, output: Path) -> Path:
         tables.headlines(run),
         run=run,
         tables=tables,
+        in_words=in_words,
         pictures=pictures,
     )
     output.mkdir(parents=True, exist_ok=True)

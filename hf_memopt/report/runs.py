@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_memopt.memory.metrics_file import METRICS_FILE, read_metrics
+from hf_memopt.report.offloading import OFFLOADING_FILE, OffloadingRecord
 from hf_memopt.report.outcome import Outcome, outcome_line
 
 DEVICE_PEAK = "memory/peak_allocated_gib"
@@ -24,6 +25,7 @@ _RUN_FILES = (
     RESULTS_FILE,
     COMPARISON_FILE,
     *_METRICS_PLACES,
+    OFFLOADING_FILE,
     TRAINER_FILE,
     f"checkpoint-*/{TRAINER_FILE}",
     _OOM_REPORTS,
@@ -32,8 +34,10 @@ _RUN_FILES = (
 _STRIPS = ("sampled_paths", "panels")
 # Losses of a history that are shown; the VAE-GAN's have no sum that falls.
 _LOSSES = {"training": "loss", "held out": "eval_loss", "reconstruction (L1)": "l1"}
-# Counters in a record of a recipe's or a Trainer's history; the first present is used.
-_COUNTERS = ("update", "epoch", "step")
+# Counters in a record of a recipe's or a Trainer's history; the first present is used. A Trainer's has epochs, too.
+_COUNTERS = ("update", "step", "epoch")
+# Series that vary by a smaller share of their largest value say nothing in a figure.
+_FLAT = 0.05
 _NO_TIMELINE = (
     f"memory over time and peaks by phase: there is no {METRICS_FILE}, and no {TRAINER_FILE} with memory figures. "
     "Train with callbacks=[MemoryLoggingCallback()] and save a checkpoint, or call append_metrics in your own loop"
@@ -70,6 +74,7 @@ class Run:
         policies: error, latency and success by policy and number of Euler steps.
         losses: (step, loss) by the model that was trained or evaluated.
         losses_by: the unit of these steps: "update", "epoch" or "step".
+        offloading: the work of a Trainer's offloader, if it was attached.
         timeline: memory figures of logged steps, with keys as in `hf_memopt.memory.memory_metrics`.
         oom_reports: text of out-of-memory reports by file name.
         figures: PNG files that the run drew itself.
@@ -84,6 +89,7 @@ class Run:
     policies: list[dict[str, Any]]
     losses: dict[str, list[tuple[float, float]]]
     losses_by: str
+    offloading: OffloadingRecord | None
     timeline: list[dict[str, float]]
     oom_reports: dict[str, str]
     figures: list[Path]
@@ -98,6 +104,20 @@ class Run:
     def phases(self) -> list[LoggedPeak]:
         """Return peaks by phase, as of the last logged step."""
         return phase_peaks(self.timeline[-1]) if self.timeline else []
+
+    @property
+    def timeline_varies(self) -> bool:
+        """Return whether some memory changes from one logged step to another by enough to be seen."""
+        keys = ("memory/allocated_gib", "memory/fragmentation_gib", "memory/elsewhere_gib", "memory/host_rss_gib")
+        largest = max((record.get(key, 0.0) for record in self.timeline for key in keys), default=0.0)
+        series = [[record[key] for record in self.timeline if key in record] for key in keys]
+        return any(max(values) - min(values) > _FLAT * largest for values in series if values)
+
+    @property
+    def phases_differ(self) -> bool:
+        """Return whether some phase's memory is another than the others', by enough to be seen."""
+        bounds = [bound for phase in self.phases for bound in (phase.at_least_gib, phase.at_most_gib)]
+        return bool(bounds) and max(bounds) - min(bounds) > _FLAT * max(bounds)
 
     @property
     def phases_are_exact(self) -> bool:
@@ -139,24 +159,25 @@ def read_run(folder: Path) -> Run:
     results, comparison = (_read_json(folder / name) for name in (RESULTS_FILE, COMPARISON_FILE))
     modes, holders = _modes(results, comparison, folder), _holders(results, folder)
     timeline = _timeline(folder)
+    offloading = OffloadingRecord.read(folder / OFFLOADING_FILE) if (folder / OFFLOADING_FILE).exists() else None
+    losses, losses_by = _losses(results, folder)
     oom_reports = {file.name: file.read_text() for file in sorted(folder.glob(_OOM_REPORTS))}
-    if not (modes or holders or timeline or oom_reports):
+    if not (modes or holders or timeline or offloading or oom_reports):
         raise ValueError(f"{folder} holds nothing to report. It lacks {_NO_TIMELINE}. It lacks {_NO_MODES}.")
     return Run(
         name=folder.resolve().name,
-        facts=_facts(results or comparison, folder),
+        facts=_facts(results or comparison, folder) | (offloading.facts if offloading else {}),
         modes=modes,
         holders=holders,
         outcomes=_outcomes(results, folder),
         policies=_policies(results, folder),
-        losses=_losses(results, folder),
-        losses_by=next(
-            (name for name in _COUNTERS for record in results.get("history") or [] if name in record), "step"
-        ),
+        losses=losses,
+        losses_by=losses_by,
+        offloading=offloading,
         timeline=timeline,
         oom_reports=oom_reports,
         figures=sorted([*folder.glob("*.png"), *folder.glob("figures/*.png")]),
-        missing=_missing(modes, holders, timeline),
+        missing=_missing(modes, holders, timeline, offloading),
     )
 
 
@@ -177,13 +198,15 @@ def memory_column(modes: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
     return "saved_mib", "Saved activations on the device at the peak"
 
 
-def _missing(modes: list[Any], holders: Mapping[str, Any], timeline: list[Any]) -> list[str]:
+def _missing(
+    modes: list[Any], holders: Mapping[str, Any], timeline: list[Any], offloading: OffloadingRecord | None
+) -> list[str]:
     missing = [] if timeline else [_NO_TIMELINE]
     if timeline and not phase_peaks(timeline[-1]):
         missing.append(_NO_PHASES)
     if holders and not modes:
         missing.append(_NO_TIME)
-    elif not modes:
+    elif not modes and offloading is None:  # of a script, for which there is no recipe to compare
         missing.append(_NO_MODES)
     elif len(modes) == 1:
         missing.append(_ONE_MODE)
@@ -295,22 +318,22 @@ def _records(folder: Path) -> list[dict[str, float]]:
     return _trainer_history(folder)
 
 
-def _losses(results: Mapping[str, Any], folder: Path) -> dict[str, list[tuple[float, float]]]:
-    curves = results.get("learning_curves")
+def _losses(results: Mapping[str, Any], folder: Path) -> tuple[dict[str, list[tuple[float, float]]], str]:
+    """Return the curves that have more than one point, and the unit of their steps."""
+    curves, unit = results.get("learning_curves"), "step"
     try:
         if curves is not None:
-            return {name: [(float(step), float(loss)) for step, loss in curve] for name, curve in curves.items()}
+            return {name: [(float(step), float(loss)) for step, loss in curve] for name, curve in curves.items()}, unit
         history = results.get("history") or _trainer_history(folder)
-        read = {name: _curve(history, key) for name, key in _LOSSES.items()}
+        unit = next((name for name in _COUNTERS for record in history if name in record), unit)
+        read = {name: _curve(history, unit, key) for name, key in _LOSSES.items()}
     except (AttributeError, TypeError, ValueError) as error:
         raise _malformed(folder / RESULTS_FILE, "learning_curves or history", "made of steps and losses") from error
-    return {name: curve for name, curve in read.items() if len(curve) > 1}
+    return {name: curve for name, curve in read.items() if len(curve) > 1}, unit
 
 
-def _curve(history: Sequence[Mapping[str, Any]], key: str) -> list[tuple[float, float]]:
-    found = [
-        (next((record[name] for name in _COUNTERS if name in record), None), record.get(key)) for record in history
-    ]
+def _curve(history: Sequence[Mapping[str, Any]], unit: str, key: str) -> list[tuple[float, float]]:
+    found = [(record.get(unit), record.get(key)) for record in history]
     return [(float(step), float(loss)) for step, loss in found if step is not None and loss is not None]
 
 

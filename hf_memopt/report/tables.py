@@ -3,10 +3,11 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from hf_memopt.report.offloading import PlanTable
 from hf_memopt.report.outcome import outcome_line
 from hf_memopt.report.runs import DEVICE_PEAK, Run, memory_column
 from hf_memopt.text_table import Cell, Table
-from hf_memopt.units import MIB
+from hf_memopt.units import GIB, format_bytes, unit_for
 
 _MODE_COLUMNS = {
     "peak MiB": "peak_mib",
@@ -26,7 +27,13 @@ _MODE_COLUMNS = {
 
 def headlines(run: Run) -> list[str]:
     outcome = [outcome_line(run.outcomes)] if run.outcomes else []
-    return [*outcome, *_mode_headline(run), *_holder_headline(run), *_phase_headline(run)]
+    return [
+        *outcome,
+        *_offloading_headline(run),
+        *_mode_headline(run),
+        *_holder_headline(run),
+        *_phase_headline(run),
+    ]
 
 
 def mode_table(modes: Sequence[Mapping[str, Any]]) -> Table:
@@ -48,18 +55,29 @@ def differing_modes(modes: Sequence[Mapping[str, Any]]) -> list[str]:
 def holder_table(run: Run) -> Table:
     phases = list(next(iter(run.holders.values())))
     reference = max(_totals(next(iter(run.holders.values()))))
+    unit, size = unit_for(max(max(_totals(by_phase)) for by_phase in run.holders.values()))
     rows: list[list[Cell]] = []
     for design, by_phase in run.holders.items():
-        totals = _totals(by_phase)
-        rows.append([design, *totals, max(totals), max(totals) / reference if reference else None])
-    return Table(["MiB by phase", *phases, "peak", "of the first"], rows, digits=2)
+        totals = [total / size for total in _totals(by_phase)]
+        rows.append([design, *totals, max(totals), max(totals) * size / reference if reference else None])
+    return Table([f"{unit} by phase", *phases, "peak", "of the first"], rows, digits=2)
 
 
 def phase_table(run: Run) -> Table:
+    unit, size = unit_for(GIB * max(phase.at_most_gib for phase in run.phases))
+    bounds = [(phase.name, GIB / size * phase.at_least_gib, GIB / size * phase.at_most_gib) for phase in run.phases]
     if run.phases_are_exact:
-        return Table(["phase", "GiB"], [[phase.name, phase.at_least_gib] for phase in run.phases], digits=3)
-    rows: list[list[Cell]] = [[phase.name, phase.at_least_gib, phase.at_most_gib] for phase in run.phases]
-    return Table(["phase", "at least GiB", "at most GiB"], rows, digits=3)
+        return Table(["phase", unit], [[name, figure] for name, figure, _ in bounds], digits=2)
+    return Table(["phase", f"at least {unit}", f"at most {unit}"], bounds, digits=2)
+
+
+def plan_table(plan: PlanTable) -> Table:
+    """Return the bytes that each kind of module saves, the largest first, by the actions that the plan takes."""
+    unit, size = unit_for(max((max(row[1:]) for row in plan.rows), default=0))
+    columns = {1: "kept", 2: "offloaded", 3: "recomputed"}
+    shown = {place: title for place, title in columns.items() if any(row[place] for row in plan.rows)}
+    rows: list[list[Cell]] = [[row[0], *(int(row[place]) / size for place in shown)] for row in plan.rows]
+    return Table([f"saved by ({unit})", *shown.values()], rows, digits=2)
 
 
 def policy_table(run: Run) -> Table:
@@ -71,12 +89,26 @@ def policy_table(run: Run) -> Table:
     return Table(["policy", "Euler steps", *shown], rows, digits=3)
 
 
-def _totals(by_phase: Mapping[str, Mapping[str, int]]) -> list[float]:
-    return [sum(kinds.values()) / MIB for kinds in by_phase.values()]
+def _totals(by_phase: Mapping[str, Mapping[str, int]]) -> list[int]:
+    return [sum(kinds.values()) for kinds in by_phase.values()]
 
 
 def _compared(mode: Mapping[str, Any]) -> str:
     return str(mode.get("failure") or mode.get("compared") or "not compared")
+
+
+def _offloading_headline(run: Run) -> Iterator[str]:
+    stats = None if run.offloading is None else run.offloading.stats
+    if stats is None:
+        return
+    if stats.plain_peak_gib is None or stats.measured_peak_gib is None:
+        yield "Activation offloading was on and moved nothing."
+        return
+    yield (
+        f"Saved activations at the peak of a step: {format_bytes(GIB * stats.plain_peak_gib)} if all were kept, "
+        f"{format_bytes(GIB * stats.measured_peak_gib)} measured with offloading "
+        f"({_less(stats.measured_peak_gib / stats.plain_peak_gib)})."
+    )
 
 
 def _mode_headline(run: Run) -> Iterator[str]:
@@ -103,8 +135,8 @@ def _holder_headline(run: Run) -> Iterator[str]:
     if len(peaks) > 1 and next(iter(peaks.values())):
         first, least = next(iter(peaks)), min(peaks, key=peaks.__getitem__)
         yield (
-            f"Counted peak on the device: {peaks[first]:.2f} MiB with “{first}”, {peaks[least]:.2f} MiB with “{least}” "
-            f"({_less(peaks[least] / peaks[first])})."
+            f"Counted peak on the device: {format_bytes(peaks[first])} with “{first}”, {format_bytes(peaks[least])} with "
+            f"“{least}” ({_less(peaks[least] / peaks[first])})."
         )
 
 
@@ -117,4 +149,7 @@ def _phase_headline(run: Run) -> Iterator[str]:
     if peak_gib is not None:
         phase = next((found.name for found in run.phases if found.at_least_gib == peak_gib), None)
         where = f", in the phase “{phase}”" if phase else ""
-        yield f"The most that tensors held on the device: {peak_gib:.2f} GiB{where}."
+        yield f"The most that tensors held on the device: {format_bytes(GIB * peak_gib)}{where}."
+    elif run.timeline and not (run.modes or run.holders or run.offloading):
+        host_gib = max(record["memory/host_rss_gib"] for record in run.timeline)
+        yield f"The most host memory that the process held at a logged step: {format_bytes(GIB * host_gib)}."

@@ -1,36 +1,35 @@
-"""The cost of training, as a section of the model card that a Trainer writes."""
+"""The cost of a Trainer's run, for its model card and its report."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hf_memopt.report.runs import phase_peaks
+from hf_memopt.units import format_ms
 
 _MEMORY = "memory/"
 
 
-def training_section(
-    history: Sequence[Mapping[str, Any]],
-    *,
-    device: str,
-    update: str,
-    seconds_per_batch: float,
-    offloading: str,
-) -> str | None:
-    """Return Markdown about memory and time, or None where the log has no memory figures yet.
+def training_facts(
+    history: Sequence[Mapping[str, Any]], *, device: str, update: str, seconds_per_batch: float
+) -> dict[str, str] | None:
+    """Return device, memory and time in words, or None where the log has no memory figures yet.
 
     The history is a Trainer's log; `seconds_per_batch` are of forward, backward and the update alone.
     """
     logged = [entry for entry in history if any(name.startswith(_MEMORY) for name in entry)]
     if not logged:
         return None
-    rows = {
+    return {
         "device": device,
         "peak memory": _peak(logged),
         "update": update,
-        "time": f"{seconds_per_batch:.3g} s for each forward and backward pass, with its share of the update",
-        "activation offloading": offloading,
+        "time": f"{format_ms(1e3 * seconds_per_batch)} for each forward and backward pass, with its share of the update",
     }
-    lines = [f"| {name} | {value} |" for name, value in rows.items()]
+
+
+def training_section(facts: Mapping[str, str]) -> str:
+    """Return facts as a section of a model card, in Markdown."""
+    lines = [f"| {name} | {fact} |" for name, fact in facts.items()]
     return "\n".join(["## Memory and time in training", "", "| | |", "|---|---|", *lines, "", "Measured by hf_memopt."])
 
 
@@ -40,7 +39,7 @@ def _peak(logged: Sequence[Mapping[str, Any]]) -> str:
         for name in ("peak_allocated_gib", "reserved_gib", "host_rss_gib")
     )
     if allocated is None:
-        return f"{host:.2f} GiB of the process; its device counts none of its own"
+        return f"{host:.2f} GiB of host memory, by the process"
     phases = phase_peaks(logged[-1])
     where = f", in {max(phases, key=lambda phase: phase.at_least_gib).name}" if phases else ""
     return f"{allocated:.2f} GiB allocated{where}; {reserved:.2f} GiB reserved"

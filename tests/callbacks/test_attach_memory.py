@@ -88,7 +88,7 @@ def test_the_model_card_tells_memory_and_time(trainer: Any, tmp_path: Path) -> N
         card = (tmp_path / "README.md").read_text()
         assert card.count("## Memory and time in training") == 1
         highest = max(entry["memory/host_rss_gib"] for entry in trainer.state.log_history if "loss" in entry)
-        assert f"| peak memory | {highest:.2f} GiB of the process" in card
+        assert f"| peak memory | {highest:.2f} GiB of host memory, by the process" in card
         assert "| update | 1 x 8 samples |" in card
         assert "| activation offloading | off |" in card
     handle.remove()

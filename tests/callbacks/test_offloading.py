@@ -200,23 +200,28 @@ def test_nothing_is_said_to_be_at_fault_where_nothing_was_trained(caplog: pytest
     assert "no pass has saved anything" in record.message
 
 
+def summary(stats: OffloadStats) -> str:
+    return "; ".join(offloading.in_words(stats))
+
+
 def test_the_summary_names_what_was_predicted_and_what_was_measured() -> None:
     counters = {"bytes_kept": 0, "bytes_deduplicated": 0, "host_bytes_live": 0, "num_host_allocations": 0}
     counters |= {"bytes_recomputed": 0, "bytes_weights": 0}
     no_disk = dict.fromkeys(("disk_bytes_live", "disk_bytes_held", "disk_bytes_written"), 0)
     moved = {"bytes_moved": 3 * 2**30, "host_bytes_pinned": 2**30, "stall_ms": 12.3}
     plan = {"predicted_peak_gib": 2.0, "predicted_step_ms": 100.0}
-    measured = {"measured_peak_gib": 1.5, "measured_step_ms": None}
+    measured = {"measured_peak_gib": 1.5, "plain_peak_gib": 4.0, "measured_step_ms": None}
     nothing = dict.fromkeys((*plan, *measured))
-    plainly = "3.00 GiB moved to the host; 1.00 GiB of host memory used; compute waited 12 ms"
-    assert offloading.summary(OffloadStats(**counters, **no_disk, **moved, **nothing)) == plainly
+    plainly = "0 B kept on the device; 3.00 GiB moved to the host; 1.00 GiB of host memory used; compute waited 12 ms"
+    assert summary(OffloadStats(**counters, **no_disk, **moved, **nothing)) == plainly
     on_disk = {"disk_bytes_live": 0, "disk_bytes_held": 2**30, "disk_bytes_written": 2 * 2**30}
-    assert offloading.summary(OffloadStats(**counters, **on_disk, **moved, **nothing)) == (
-        "3.00 GiB moved to host and disk; 1.00 GiB of host memory used; 1.00 GiB of disk used, 2.00 GiB written; "
+    assert summary(OffloadStats(**counters, **on_disk, **moved, **nothing)) == (
+        "0 B kept on the device; 3.00 GiB moved to host and disk; 1.00 GiB of host memory used; 1.00 GiB of disk used, 2.00 GiB written; "
         "compute waited 12 ms"
     )
-    alone = offloading.summary(OffloadStats(**counters, **on_disk, **moved | {"host_bytes_pinned": 0}, **nothing))
-    assert alone.startswith("3.00 GiB moved to the disk; ")
-    assert offloading.summary(OffloadStats(**counters, **no_disk, **moved, **plan, **measured)) == (
-        f"{plainly}; peak of saved activations 2.00 GiB predicted, 1.50 GiB measured; step 100 ms predicted"
+    alone = summary(OffloadStats(**counters, **on_disk, **moved | {"host_bytes_pinned": 0}, **nothing))
+    assert "; 3.00 GiB moved to the disk; 1.00 GiB of disk used" in alone
+    assert summary(OffloadStats(**counters, **no_disk, **moved, **plan, **measured)) == (
+        f"{plainly}; peak of saved activations 2.00 GiB predicted, 1.50 GiB measured, 4.00 GiB if all were kept; "
+        "forward and backward 100 ms predicted"
     )

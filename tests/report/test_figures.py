@@ -1,13 +1,14 @@
 from pathlib import Path
 from typing import Any
 
-from run_folders import causal_lm_run, demo_run, logged_run, write_json
+from run_folders import causal_lm_run, demo_run, logged_run, offloaded_run, write_json
 
 from hf_memopt.estimate.accounting.categories import CATEGORIES
 from hf_memopt.memory.metrics_file import METRICS_FILE, append_metrics
 from hf_memopt.report import read_run
 from hf_memopt.report.figures import KIND_COLORS, figures_of, render
 from hf_memopt.report.runs import LoggedPeak, Run
+from hf_memopt.report.tables import headlines
 
 
 def drawn(run: Run, name: str) -> Any:
@@ -39,17 +40,51 @@ def test_the_timeline_stacks_what_the_device_holds(tmp_path: Path) -> None:
     device, host = drawn(read_run(logged_run(tmp_path)), "memory_over_time").axes
     tops = [max(area.get_paths()[0].vertices[:, 1]) for area in device.collections]
     assert tops == [4.0, 9.0, 10.0]  # allocated, reserved, and other processes' bytes
-    assert list(device.lines[0].get_ydata()) == [9.0] * 4
+    assert list(device.lines[0].get_ydata()) == [8.0, 9.0, 9.0, 9.0]
     assert list(host.lines[0].get_xdata()) == [5, 10, 15, 20]
 
 
 def test_a_timeline_of_the_host_alone(tmp_path: Path) -> None:
-    append_metrics(tmp_path / METRICS_FILE, 1, {"memory/host_rss_gib": 1.5, "memory/my phase_host_rss_gib": 1.25})
+    phases = {"memory/my phase_host_rss_gib": 0.25, "memory/other_host_rss_gib": 0.5}
+    append_metrics(tmp_path / METRICS_FILE, 1, {"memory/host_rss_gib": 0.25})
+    append_metrics(tmp_path / METRICS_FILE, 2, {"memory/host_rss_gib": 0.5, **phases})
     run = read_run(tmp_path)
     (host,) = drawn(run, "memory_over_time").axes
-    assert list(host.lines[0].get_ydata()) == [1.5]
-    assert run.phases == [LoggedPeak("my phase", 1.25, 1.25)]
-    assert drawn(run, "peak_by_phase").axes[0].get_title() == "Host memory of the process at the ends of phases"
+    assert list(host.lines[0].get_ydata()) == [256.0, 512.0]
+    assert host.get_ylabel() == "MiB"
+    assert run.phases == [LoggedPeak("my phase", 0.25, 0.25), LoggedPeak("other", 0.5, 0.5)]
+    (bars,) = drawn(run, "peak_by_phase").axes
+    assert bars.get_title() == "Host memory of the process at the ends of phases"
+    assert bars.get_xlabel() == "MiB"
+
+
+def test_what_hardly_changes_is_not_drawn(tmp_path: Path) -> None:
+    phases = {"memory/forward_host_rss_gib": 1.5, "memory/backward_host_rss_gib": 1.52}
+    for step in (1, 2, 3):
+        append_metrics(tmp_path / METRICS_FILE, step, {"memory/host_rss_gib": 1.5 + 0.02 * step, **phases})
+    run = read_run(tmp_path)
+    assert figures_of(run) == {}
+    assert headlines(run) == ["The most host memory that the process held at a logged step: 1.56 GiB."]
+
+
+def test_saved_activations_of_a_step_beside_those_of_plain_training(tmp_path: Path) -> None:
+    figure = drawn(read_run(offloaded_run(tmp_path)), "saved_activations")
+    (axes,) = figure.axes
+    plain, held = (max(area.get_paths()[0].vertices[:, 1]) for area in axes.collections)
+    assert (plain, held) == (4.0, 1.5)
+    assert axes.get_ylabel() == "MiB"
+    predicted, boundary = axes.lines
+    assert predicted.get_ydata()[0] == 1.5
+    assert boundary.get_xdata()[0] == 2
+    assert [text.get_text() for text in axes.texts] == ["forward", "backward"]
+
+
+def test_losses_of_a_trainer_are_shown_by_optimizer_steps(tmp_path: Path) -> None:
+    history = [{"epoch": 0.1 * step, "step": step, "loss": 1.0 / step} for step in (2, 4)]
+    write_json(offloaded_run(tmp_path) / "trainer_state.json", {"log_history": history})
+    (axes,) = drawn(read_run(tmp_path), "losses").axes
+    assert list(axes.lines[0].get_xdata()) == [2.0, 4.0]
+    assert axes.get_xlabel() == "optimizer steps"
 
 
 def test_light_and_dark_figures_differ(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from run_folders import PNG, RUNS, causal_lm_run, demo_run, logged_run, write_json
+from run_folders import PNG, RUNS, causal_lm_run, demo_run, logged_run, offloaded_run, write_json
 
 from hf_memopt.memory.metrics_file import METRICS_FILE, append_metrics
 from hf_memopt.report import read_run, tables, write_report
@@ -15,7 +15,7 @@ from hf_memopt.report.figures import figures_of
 class Page(HTMLParser):
     """A parser of a page that fails at an unclosed tag or at a reference outside of the page."""
 
-    EMPTY = ("meta", "img", "source")
+    EMPTY = ("meta", "img", "source", "wbr", "br")
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -32,6 +32,8 @@ class Page(HTMLParser):
             self.open.append(tag)
         if tag == "tr":
             self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
         for name, value in attributes:
             if name in ("src", "srcset", "href"):
                 assert value is not None
@@ -45,7 +47,7 @@ class Page(HTMLParser):
     def handle_data(self, data: str) -> None:
         self.text += data
         if self.open and self.open[-1] in ("td", "th"):
-            self.rows[-1].append(data)
+            self.rows[-1][-1] += data
 
 
 @pytest.mark.parametrize("make", RUNS.values(), ids=RUNS)
@@ -88,7 +90,9 @@ def test_counted_bytes_come_first_and_the_hosts_memory_after_all_of_them(tmp_pat
     demo = demo_run(tmp_path)
     results = json.loads((demo / "results.json").read_text())
     write_json(demo / "results.json", {**results, "learning_curves": {"teacher": [[1, 2.0], [2, 1.0]]}})
-    append_metrics(demo / "student" / METRICS_FILE, 1, {"memory/host_rss_gib": 1.5, "memory/teacher_host_rss_gib": 1.0})
+    append_metrics(demo / "student" / METRICS_FILE, 1, {"memory/host_rss_gib": 1.0})
+    phases = {"memory/teacher_host_rss_gib": 1.0, "memory/student_host_rss_gib": 1.5}
+    append_metrics(demo / "student" / METRICS_FILE, 2, {"memory/host_rss_gib": 1.5, **phases})
     (demo / "figures").mkdir()
     (demo / "figures" / "sampled_paths.png").write_bytes(PNG + b"paths")
     html = write_report(read_run(demo), tmp_path / "out").read_text()
@@ -106,7 +110,8 @@ def test_counted_bytes_come_first_and_the_hosts_memory_after_all_of_them(tmp_pat
 
 
 def test_compared_modes_come_before_the_hosts_memory(tmp_path: Path) -> None:
-    append_metrics(causal_lm_run(tmp_path) / METRICS_FILE, 1, {"memory/host_rss_gib": 1.5})
+    for step in (1, 2):
+        append_metrics(causal_lm_run(tmp_path) / METRICS_FILE, step, {"memory/host_rss_gib": 1.5 * step})
     first, host, *_ = sections(write_report(read_run(tmp_path), tmp_path / "out").read_text())
     assert first.images[1:] == pictures(tmp_path, "modes")
     assert host.images[1:] == pictures(tmp_path, "memory_over_time")
@@ -120,9 +125,9 @@ def test_a_devices_memory_over_time_comes_first_and_a_hosts_where_nothing_else_i
     if on_device:
         demo_run(tmp_path)
     else:
-        host_alone = {"memory/host_rss_gib": 1.5}
         (run / METRICS_FILE).unlink()
-        append_metrics(run / METRICS_FILE, 1, host_alone)
+        for step in (1, 2):
+            append_metrics(run / METRICS_FILE, step, {"memory/host_rss_gib": 1.5 * step})
     first, *_ = sections(write_report(read_run(run), tmp_path / "out").read_text())
     assert first.images[1:] == pictures(tmp_path, "memory_over_time")
 
@@ -146,3 +151,31 @@ def test_an_out_of_memory_report_is_shown_as_it_is(tmp_path: Path) -> None:
     page = Page(write_report(read_run(tmp_path), tmp_path / "out").read_text())
     assert "backward <phase>\n  40.00 MiB  saved & kept\n" in page.text
     assert page.images == []
+
+
+def test_the_work_of_an_offloader_comes_first_and_settings_to_try_behind_the_losses(tmp_path: Path) -> None:
+    run = offloaded_run(logged_run(tmp_path))
+    history = [{"step": step, "loss": 1.0 / step} for step in (1, 2)]
+    write_json(run / "trainer_state.json", {"log_history": history})
+    page = write_report(read_run(run), tmp_path / "out").read_text()
+    offloading, weights, curves, *_, following = sections(page)
+    assert offloading.images[1:] == pictures(tmp_path, "saved_activations")
+    assert "30.00 MiB moved to the host" in offloading.text
+    assert "compute waited 3.2 ms" in offloading.text
+    assert offloading.rows == [["saved by (MiB)", "kept", "offloaded"], ["model.layers.*.mlp", "1.00", "2.00"]]
+    assert "base: 2.00 GiB streamed" in weights.text
+    assert curves.images[1::2] == pictures(tmp_path, "memory_over_time", "losses")
+    assert "hf-memopt launch --budget_gib=1 -- <train>.py" in following.text
+    whole = Page(page).text
+    assert "4.00 MiB if all were kept, 1.50 MiB measured with offloading (62% less)" in whole
+    assert "9.50 GiB reserved" in whole
+    assert "RECIPE" not in whole  # the script is none
+
+
+def test_an_offloading_record_of_another_form_is_refused(tmp_path: Path) -> None:
+    file = offloaded_run(tmp_path) / "offloading.json"
+    written = json.loads(file.read_text())
+    for broken in ("{", json.dumps({**written, "stats": {"bytes_kept": 1}}), json.dumps({"stats": None})):
+        file.write_text(broken)
+        with pytest.raises(ValueError, match=r"offloading.json is not as hf_memopt writes it .*; remove the file"):
+            read_run(tmp_path)

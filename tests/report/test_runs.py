@@ -93,4 +93,4 @@ def test_figures_without_phases_are_told_how_to_name_them(tmp_path: Path) -> Non
     append_metrics(tmp_path / METRICS_FILE, 1, {"memory/host_rss_gib": 1.5})
     run = read_run(tmp_path)
     assert "name no phase" in run.missing[0]
-    assert list(figures_of(run)) == ["memory_over_time"]
+    assert list(figures_of(run)) == []

@@ -1,15 +1,18 @@
 """Folders as runs leave them behind, for reports."""
 
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from counted_allocator import FakeCounters
 
+from hf_memopt.activations import OffloadStats
 from hf_memopt.memory import MemoryTracker
 from hf_memopt.memory.logger import memory_metrics
 from hf_memopt.memory.metrics_file import METRICS_FILE, append_metrics
+from hf_memopt.report.offloading import HeldOverPass, OffloadingRecord, PlanTable
 
 MIB, GIB = 2**20, 2**30
 
@@ -77,12 +80,14 @@ def causal_lm_run(folder: Path) -> Path:
 
 
 def logged_run(folder: Path) -> Path:
-    """Track twenty steps, every fifth logged; the peak is in backward, the others are bounds."""
+    """Track twenty steps, every fifth logged; the peak is in backward, the others are bounds. The first hold less."""
     counters = FakeCounters(total_bytes=80 * GIB)
     counters.elsewhere_bytes = GIB
     tracker = MemoryTracker(torch.device("cpu"), counters=counters)
-    counters.move(4 * GIB)
+    counters.move(3 * GIB)
     for step in range(1, 21):
+        if step == 6:
+            counters.move(GIB)
         with tracker.phase("forward"):
             counters.move(2 * GIB)
         with tracker.phase("backward"):
@@ -94,7 +99,25 @@ def logged_run(folder: Path) -> Path:
     return folder
 
 
-RUNS = {"demo": demo_run, "causal_lm": causal_lm_run, "logged": logged_run}
+def offloaded_run(folder: Path) -> Path:
+    """Write the record of a Trainer's offloader, of a step with two saves and two uses."""
+    counts = dict.fromkeys((field.name for field in fields(OffloadStats)), 0)
+    gib = {"predicted_peak_gib": 1.5 / 1024, "measured_peak_gib": 1.5 / 1024, "plain_peak_gib": 4 / 1024}
+    times = {"stall_ms": 3.25, "predicted_step_ms": 12.0, "measured_step_ms": None}
+    record = OffloadingRecord(
+        facts={"device": "Some GPU", "peak memory": "7.25 GiB allocated, in backward; 9.50 GiB reserved"},
+        stats=OffloadStats(**{**counts, "bytes_moved": 30 * MIB, **gib, **times}),
+        plans=[PlanTable("saved activations: 1.00 MiB kept", [("model.layers.*.mlp", MIB, 2 * MIB, 0)])],
+        note="",
+        over_pass=HeldOverPass([MIB, MIB, 3 * MIB // 2, 0], [2 * MIB, 4 * MIB, 4 * MIB, 0], 2),
+        weights=["base: 2.00 GiB streamed"],
+        advice=[("hf-memopt launch --budget_gib=1 -- <train>.py", "less memory")],
+    )
+    record.write(folder)
+    return folder
+
+
+RUNS = {"demo": demo_run, "causal_lm": causal_lm_run, "logged": logged_run, "offloaded": offloaded_run}
 
 
 def write_json(file: Path, content: Any) -> None:

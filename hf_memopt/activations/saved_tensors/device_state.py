@@ -4,7 +4,7 @@ import logging
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +20,25 @@ logger = logging.getLogger(__name__)
 
 # Memory below the device that this many passes have not needed is given back.
 _TRIM_EVERY = 1000
+# Of a pass with more saves and uses, such as one with thousands of backwards, the curve shows the first.
+_MAX_NOTES = 50_000
+
+
+class HeldBytes(NamedTuple):
+    """Device memory of saved activations at one save or use, and the memory that they would hold if all were kept."""
+
+    held: int
+    plain: int
+
+
+class PassCurve(NamedTuple):
+    """Device memory of saved activations at each save and use of a pass, in the host's order.
+
+    The first `num_forward` of them belong to the forward pass.
+    """
+
+    notes: list[HeldBytes]
+    num_forward: int
 
 
 class DeviceBytes:
@@ -28,20 +47,40 @@ class DeviceBytes:
     A caching allocator counts in that order too, so the figure does not depend on how far the device has come. A
     storage whose last use has begun stays counted until another autograd node takes its turn, since the node at work
     still reads it. Callers that free memory at another moment decrement `now_bytes` themselves.
+
+    Attributes:
+        plain_bytes: the same if everything were kept, as without offloading.
+        curve: both, at each save and use of the newest pass; the first is the most since the note before.
     """
 
     def __init__(self) -> None:
-        self.now_bytes = 0
-        self.peak_bytes = 0
+        self.now_bytes = self.plain_bytes = 0
+        self.begin_pass()
         self._ending_bytes = 0
         self._node: int | None = None
+
+    def begin_pass(self) -> None:
+        self.peak_bytes, self.plain_peak_bytes = self.now_bytes, self.plain_bytes
+        self._most_since_note = self.now_bytes
+        self.curve: list[HeldBytes] = []
+
+    def note(self) -> None:
+        if len(self.curve) < _MAX_NOTES:
+            self.curve.append(HeldBytes(self._most_since_note, self.plain_bytes))
+        self._most_since_note = self.now_bytes
+
+    def add_saved(self, num_bytes: int) -> None:
+        """Count a storage that autograd has saved; it holds memory in a plain run too."""
+        self.plain_bytes += num_bytes
+        self.plain_peak_bytes = max(self.plain_peak_bytes, self.plain_bytes)
 
     def add(self, num_bytes: int) -> None:
         if self._ending_bytes:
             self.settle()
         self.now_bytes += num_bytes
-        if self.now_bytes > self.peak_bytes:
-            self.peak_bytes = self.now_bytes
+        if self.now_bytes > self._most_since_note:
+            self._most_since_note = self.now_bytes
+            self.peak_bytes = max(self.peak_bytes, self.now_bytes)
 
     def remove_after_node(self, num_bytes: int) -> None:
         """Take memory out of the count once the autograd node at work, its last reader, is done."""
@@ -176,4 +215,4 @@ class DeviceState:
         self.raise_failure()
         self._leaving = deque(entry for entry in self._leaving if (storage := entry()) and storage.is_leaving)
         self.held.settle()
-        self.held.peak_bytes = self.held.now_bytes
+        self.held.begin_pass()

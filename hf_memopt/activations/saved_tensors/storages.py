@@ -78,6 +78,7 @@ class LiveStorage(VersionGuard, ABC):
     __slots__ = (
         "__weakref__",
         "_num_left",
+        "_plain_bytes",
         "_siblings",
         "device",
         "foreseen",
@@ -103,6 +104,7 @@ class LiveStorage(VersionGuard, ABC):
     def __init__(self, tensor: Tensor, device: DeviceState, index: int, is_pending: bool = False) -> None:
         # Read by `__del__`, should anything fail.
         self.device, self.key = device, 0
+        self._plain_bytes = 0
         super().__init__(tensor)
         self.is_pending, self.has_late_views = is_pending, False
         storage = tensor.untyped_storage()
@@ -178,6 +180,12 @@ class LiveStorage(VersionGuard, ABC):
         siblings = [storage for entry in self._siblings or () if (storage := entry()) is not None] or [self]
         return num_tensors_on(self.key) <= sum(storage._num_own_tensors() for storage in siblings)
 
+    def count_as_saved(self) -> None:
+        """Count the memory that the storage holds in a plain run, once the model has let go of it."""
+        if not self.is_pending and not self._plain_bytes:
+            self._plain_bytes = self.num_bytes
+            self.device.held.add_saved(self.num_bytes)
+
     @abstractmethod
     def ripen(self) -> None:
         """Start the pending copy: the bytes are complete, and the model has let go of their memory."""
@@ -203,6 +211,7 @@ class LiveStorage(VersionGuard, ABC):
         if entry is not None and entry() in (None, self):
             del self.device.storages[self.key]
         self.device.held.now_bytes -= num_bytes
+        self.device.held.plain_bytes -= self._plain_bytes
 
     @abstractmethod
     def _bring(self, backward: int) -> Tensor:

@@ -1,0 +1,154 @@
+"""Settings to try after a run, by its figures, as the command or the option that tries them."""
+
+import os
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from hf_memopt.activations import ActivationOffloader, OffloadStats
+from hf_memopt.callbacks.settings_text import LAUNCHED, VARIABLE, settings_in, words_of_setting
+from hf_memopt.units import GIB, format_bytes
+
+# Shares of the plain step from which a plan counts as slow, and below which memory costs next to nothing.
+_SLOW, _CHEAP = 0.05, 0.01
+_FRAGMENTED = 0.10
+# Frozen weights worth streaming, as a share of the device's peak.
+_HEAVY = 0.25
+# Arguments of `attach`; other settings are options of `ActivationOffloader`.
+_OF_ATTACH = ("base", "selective_checkpointing")
+_OPTION_NAMES = {"offload": "mode"}
+# Of no meaning to `verify`, which performs a CPU's copies in any case.
+_OF_THE_RUN = ("cpu_copies", "memory_log", "memory_report", "leak_check")
+
+
+class NextSettings(NamedTuple):
+    """Fields of `MemoptArguments` to change, and the reason."""
+
+    fields: Mapping[str, Any]
+    reason: str
+
+
+def advice(
+    offloader: ActivationOffloader | None,
+    model: nn.Module,
+    device_type: str,
+    figures: Mapping[str, float],
+    *,
+    base_streams: bool,
+    is_selective: bool,
+) -> list[tuple[str, str]]:
+    """Return settings to try next as commands or options, each with its reason.
+
+    Args:
+        offloader: None where activations are not offloaded.
+        figures: the last logged ones of `memory_metrics`.
+        base_streams: whether the frozen weights stream already.
+        is_selective: whether the model's blocks are checkpointed selectively already.
+    """
+    found = [*_about_activations(offloader, device_type, is_selective)]
+    if not base_streams:
+        found += _about_weights(model, figures)
+    texts = [(_in_context(each.fields), each.reason) for each in found]
+    fragmentation, peak = figures.get("memory/fragmentation_gib", 0.0), figures.get("memory/peak_allocated_gib", 0.0)
+    if fragmentation > _FRAGMENTED * peak:
+        unused = f"an environment variable: {format_bytes(fragmentation * GIB)} are reserved and not in use"
+        texts.append(("PYTORCH_ALLOC_CONF=expandable_segments:True", unused))
+    return [*texts, *_proof(offloader)]
+
+
+def _about_activations(
+    offloader: ActivationOffloader | None, device_type: str, is_selective: bool
+) -> Iterator[NextSettings]:
+    if offloader is None:
+        on_cpu = {"disk": "FOLDER"} if device_type == "cpu" else {}
+        yield NextSettings({"offload": "auto"} | on_cpu, "no activations were offloaded")
+        return
+    stats, plans = offloader.stats, [report.plan for report in offloader.report().plans]
+    if stats.measured_peak_gib is None:
+        yield from _where_nothing_moved(offloader, device_type)
+    elif not plans:
+        yield NextSettings(
+            {"offload": "auto", "budget_gib": _rounded(stats.plain_peak_gib, 0.5)},
+            f"a plan for half of the {_peak(stats)} that plain training saves keeps what costs most to move",
+        )
+    elif all(not plan.offloaded_bytes and not plan.recomputed_bytes for plan in plans):
+        yield NextSettings(
+            {"budget_gib": _rounded(stats.plain_peak_gib, 0.5)},
+            f"the plan keeps everything; this budget is half of the {_peak(stats)} that plain training saves",
+        )
+    else:
+        slowdown = max(plan.slowdown for plan in plans)
+        if slowdown > _SLOW and not is_selective:
+            yield NextSettings(
+                {"selective_checkpointing": True}, f"the plan makes a step {slowdown:.0%} longer; fewer bytes wait then"
+            )
+        budget_gib = offloader.options["budget_gib"]
+        if slowdown > _SLOW and budget_gib is not None:
+            yield NextSettings({"budget_gib": _rounded(budget_gib, 1.5)}, "a larger budget leaves more on the device")
+        if slowdown < _CHEAP:
+            yield NextSettings(
+                {"budget_gib": _rounded(stats.measured_peak_gib, 0.5)},
+                f"the plan makes a step {slowdown:.1%} longer, so that less memory may cost next to nothing",
+            )
+
+
+def _where_nothing_moved(offloader: ActivationOffloader, device_type: str) -> Iterator[NextSettings]:
+    options = offloader.options
+    if device_type == "cpu" and options["copier"] is None and options["disk"] is None:
+        yield NextSettings(
+            {"disk": "FOLDER"},
+            "saved activations of a CPU are in host memory already, and a folder on a local disk takes them from there",
+        )
+        yield NextSettings({"cpu_copies": True}, "performs the copies of a GPU, to try them out")
+    else:
+        threshold_mb = options["offload_threshold_mb"]
+        yield NextSettings(
+            {"offload_threshold_mb": _rounded(threshold_mb, 0.1)}, f"no saved tensor reached {threshold_mb:g} MiB"
+        )
+
+
+def _about_weights(model: nn.Module, figures: Mapping[str, float]) -> Iterator[NextSettings]:
+    frozen_bytes = sum(parameter.nbytes for parameter in model.parameters() if not parameter.requires_grad)
+    if frozen_bytes > _HEAVY * GIB * figures.get("memory/peak_allocated_gib", float("inf")):
+        yield NextSettings(
+            {"base": "auto"}, f"frozen weights hold {format_bytes(frozen_bytes)} of the device; streamed, hardly any"
+        )
+
+
+def _in_context(fields: Mapping[str, Any]) -> str:
+    """Return the command that starts this script with other settings, or the options to change in it."""
+    launched = os.environ.get(LAUNCHED)
+    if launched is not None:
+        settings = settings_in(os.environ.get(VARIABLE, "")) | {name: str(value) for name, value in fields.items()}
+        words = [word for name, value in settings.items() for word in _words(name, value)]
+        return f"hf-memopt launch {shlex.join(words)} {launched}"
+    if "cpu_copies" in fields:
+        return "ActivationOffloader(copier=SyncCopier())"
+    where = "hf_memopt.attach(trainer, {})" if set(fields) <= set(_OF_ATTACH) else "ActivationOffloader({})"
+    given = [f"{_OPTION_NAMES.get(name, name)}={value!r}" for name, value in fields.items()]
+    return where.format(", ".join(given))
+
+
+def _words(name: str, value: str | None) -> list[str]:
+    return [f"--{name}"] if value in (None, "True") else words_of_setting(name, value)
+
+
+def _proof(offloader: ActivationOffloader | None) -> Sequence[tuple[str, str]]:
+    launched = os.environ.get(LAUNCHED)
+    if launched is None or offloader is None or offloader.stats.measured_peak_gib is None:
+        return []
+    settings = {"offload": "auto"} | settings_in(os.environ.get(VARIABLE, ""))
+    exact = {name: value for name, value in settings.items() if name not in _OF_THE_RUN}
+    switches = shlex.join([word for name, value in exact.items() for word in ("--switch", f"{name}={value or 'true'}")])
+    return [(f"hf-memopt verify {switches} {launched}", "proves that the run's settings change no bit")]
+
+
+def _rounded(gib: float | None, factor: float) -> float:
+    """Return a share of a size with two digits that count."""
+    return float(f"{factor * (gib or 0.0):.2g}")
+
+
+def _peak(stats: OffloadStats) -> str:
+    return format_bytes((stats.plain_peak_gib or 0.0) * GIB)

@@ -1,0 +1,170 @@
+"""The work of an `ActivationOffloader` in a run: in words, and as `offloading.json` in the run's folder."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from hf_memopt.activations import ActivationOffloader, OffloadStats
+from hf_memopt.units import GIB, format_bytes, format_ms
+
+OFFLOADING_FILE = "offloading.json"
+_MAX_POINTS = 600
+
+
+@dataclass(frozen=True)
+class PlanTable:
+    """A plan's one-line summary, and bytes kept, offloaded and recomputed by the kind of module that saves them."""
+
+    summary: str
+    rows: list[tuple[str, int, int, int]]
+
+
+@dataclass(frozen=True)
+class HeldOverPass:
+    """Bytes of saved activations on the device at saves and uses of the newest pass, and if all had been kept.
+
+    The first `num_forward` of them belong to the forward pass.
+    """
+
+    held: list[int]
+    plain: list[int]
+    num_forward: int
+
+
+@dataclass(frozen=True)
+class OffloadingRecord:
+    """The cost of a training run, and the work of its offloader.
+
+    Attributes:
+        facts: device, peak memory, update and time, as in the model card.
+        stats: the offloader's figures; None where activations were not offloaded.
+        plans: its newest plans; none in modes that make none.
+        note: the reason why there are none.
+        over_pass: memory over the newest pass.
+        weights: frozen weights that lived elsewhere, each in a line.
+        advice: settings to try next as commands or options, each with its reason.
+    """
+
+    facts: dict[str, str]
+    stats: OffloadStats | None
+    plans: list[PlanTable]
+    note: str
+    over_pass: HeldOverPass
+    weights: list[str]
+    advice: list[tuple[str, str]]
+
+    @classmethod
+    def of(
+        cls,
+        offloader: ActivationOffloader | None,
+        *,
+        facts: Mapping[str, str],
+        weights: Sequence[str] = (),
+        advice: Sequence[tuple[str, str]] = (),
+    ) -> Self:
+        if offloader is None:
+            return cls(dict(facts), None, [], "", HeldOverPass([], [], 0), list(weights), list(advice))
+        report, curve = offloader.report(), offloader.curve
+        plans = [
+            PlanTable(
+                each.plan.summary(),
+                [(row.owner, row.kept_bytes, row.offloaded_bytes, row.recomputed_bytes) for row in each.rows],
+            )
+            for each in report.plans
+        ]
+        shown = _highest([note.held for note in curve.notes])
+        over_pass = HeldOverPass(
+            [curve.notes[place].held for place in shown],
+            [curve.notes[place].plain for place in shown],
+            sum(place < curve.num_forward for place in shown),
+        )
+        return cls(dict(facts), offloader.stats, plans, report.note, over_pass, list(weights), list(advice))
+
+    @classmethod
+    def read(cls, file: Path) -> Self:
+        """Return the record in a file.
+
+        Raises:
+            ValueError: the file is not JSON, or not of this form.
+        """
+        try:
+            found = json.loads(file.read_text(encoding="utf-8"))
+            return cls(
+                dict(found["facts"]),
+                None if found["stats"] is None else OffloadStats(**found["stats"]),
+                [PlanTable(each["summary"], [_row(*row) for row in each["rows"]]) for each in found["plans"]],
+                found["note"],
+                HeldOverPass(**found["over_pass"]),
+                found["weights"],
+                [(setting, reason) for setting, reason in found["advice"]],
+            )
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{file} is not as hf_memopt writes it ({error}); remove the file, or train again"
+            ) from error
+
+    def write(self, folder: Path) -> None:
+        """Write `offloading.json` into a run's folder, over an earlier one."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / OFFLOADING_FILE).write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
+
+
+def in_words(stats: OffloadStats) -> list[str]:
+    """Return the work of an offloader in phrases, for a log's line, a page and a model card."""
+    phrases = [
+        f"{format_bytes(stats.bytes_kept)} kept on the device",
+        f"{format_bytes(stats.bytes_moved)} moved to {_destination(stats)}",
+        f"{format_bytes(stats.bytes_recomputed)} computed again" if stats.bytes_recomputed else "",
+        f"{format_bytes(stats.host_bytes_pinned)} of host memory used" if stats.host_bytes_pinned else "",
+        _disk_use(stats),
+        f"compute waited {format_ms(stats.stall_ms)}",
+        _figures(
+            "peak of saved activations",
+            _format_gib,
+            {
+                "predicted": stats.predicted_peak_gib,
+                "measured": stats.measured_peak_gib,
+                "if all were kept": stats.plain_peak_gib,
+            },
+        ),
+        _figures(
+            "forward and backward",
+            format_ms,
+            {"predicted": stats.predicted_step_ms, "measured": stats.measured_step_ms},
+        ),
+    ]
+    return [phrase for phrase in phrases if phrase]
+
+
+def _row(owner: str, kept: int, offloaded: int, recomputed: int) -> tuple[str, int, int, int]:
+    return owner, kept, offloaded, recomputed
+
+
+def _highest(held: Sequence[int]) -> list[int]:
+    """Return the place of the highest value in each of `_MAX_POINTS` stretches."""
+    width = max(1, -(-len(held) // _MAX_POINTS))
+    stretches = (range(start, min(start + width, len(held))) for start in range(0, len(held), width))
+    return [max(stretch, key=held.__getitem__) for stretch in stretches]
+
+
+def _destination(stats: OffloadStats) -> str:
+    if not stats.disk_bytes_written:
+        return "the host"
+    return "host and disk" if stats.host_bytes_pinned else "the disk"
+
+
+def _disk_use(stats: OffloadStats) -> str:
+    if not stats.disk_bytes_written:
+        return ""
+    return f"{format_bytes(stats.disk_bytes_held)} of disk used, {format_bytes(stats.disk_bytes_written)} written"
+
+
+def _format_gib(gib: float) -> str:
+    return format_bytes(gib * GIB)
+
+
+def _figures(name: str, in_unit: Callable[[float], str], values: Mapping[str, float | None]) -> str:
+    figures = [f"{in_unit(value)} {how}" for how, value in values.items() if value is not None]
+    return f"{name} {', '.join(figures)}" if figures else ""
