@@ -92,7 +92,9 @@ def attach(
         if frozen is not None:
             attached.add(FrozenModels(trainer, frozen, frozen_home))
         if memory:
-            attached.add(RunReports(trainer, chosen, attached.lines_about_weights, is_selective=selective_checkpointing))
+            attached.add(
+                RunReports(trainer, chosen, attached.lines_about_weights, is_selective=selective_checkpointing)
+            )
         if leak_check:
             attached.add(AddedCallback(trainer, LeakDetectionCallback()))
         if memory_report:

@@ -43,6 +43,8 @@ def advice(
 
     Args:
         offloader: None where activations are not offloaded.
+        model: the one that trains.
+        device_type: of its device.
         figures: the last logged ones of `memory_metrics`.
         base_streams: whether the frozen weights stream already.
         is_selective: whether the model's blocks are checkpointed selectively already.

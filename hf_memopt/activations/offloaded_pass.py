@@ -94,7 +94,6 @@ class OffloadedPass:
         self.sizes: list[int] = []
         self.peak_bytes = self.plain_peak_bytes = 0
         self.curve = PassCurve([], 0)
-        self._num_forward_notes = 0
         self.is_other_work = False
         self.op_tracer = op_tracer
         self._num_views = 0
@@ -400,9 +399,8 @@ class OffloadedPass:
         if task == NO_BACKWARD:
             return 0
         if task not in self._backwards:
-            if not self._is_closed:
-                self._num_forward_notes = len(self.device.held.curve)
             self._is_closed = True
+            self.device.held.begin_backward()
             if not self._backwards and (self._pending or self._recorded):
                 with self.working():
                     self._begin_backward()
@@ -442,7 +440,7 @@ class OffloadedPass:
         self.device.held.settle()
         self.peak_bytes, self.plain_peak_bytes = self.device.held.peak_bytes, self.device.held.plain_peak_bytes
         self.device.held.note()
-        self.curve = PassCurve(self.device.held.curve, self._num_forward_notes)
+        self.curve = self.device.held.curve
         if self.recorder is not None:
             self.recorder.end_backward(self.ended)
         if self._on_end:

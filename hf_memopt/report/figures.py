@@ -136,7 +136,10 @@ def _draw_pass(figure: Any, record: OffloadingRecord) -> None:
     for name, left, right in (("forward", 0, over_pass.num_forward), ("backward", over_pass.num_forward, len(held))):
         axes.text((left + right) / 2, 0.985, name, ha="center", va="top", transform=axes.get_xaxis_transform())
     axes.set(
-        title="Saved activations over one step", ylabel=unit, xlabel="saves and uses", ylim=(0, 1.15 * max(plain + held))
+        title="Saved activations over one step",
+        ylabel=unit,
+        xlabel="saves and uses",
+        ylim=(0, 1.15 * max(plain + held)),
     )
     axes.margins(x=0)
     axes.grid(visible=False, axis="x")

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from hf_memopt.activations import ActivationOffloader, OffloadStats
 from hf_memopt.units import GIB, format_bytes, format_ms

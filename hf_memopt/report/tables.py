@@ -135,8 +135,8 @@ def _holder_headline(run: Run) -> Iterator[str]:
     if len(peaks) > 1 and next(iter(peaks.values())):
         first, least = next(iter(peaks)), min(peaks, key=peaks.__getitem__)
         yield (
-            f"Counted peak on the device: {format_bytes(peaks[first])} with “{first}”, {format_bytes(peaks[least])} with "
-            f"“{least}” ({_less(peaks[least] / peaks[first])})."
+            f"Counted peak on the device: {format_bytes(peaks[first])} with “{first}”, {format_bytes(peaks[least])} "
+            f"with “{least}” ({_less(peaks[least] / peaks[first])})."
         )
 
 

@@ -23,7 +23,7 @@ def training_facts(
         "device": device,
         "peak memory": _peak(logged),
         "update": update,
-        "time": f"{format_ms(1e3 * seconds_per_batch)} for each forward and backward pass, with its share of the update",
+        "time": f"{format_ms(1e3 * seconds_per_batch)} for each forward and backward, with its share of the update",
     }
 
 

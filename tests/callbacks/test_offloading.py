@@ -216,8 +216,8 @@ def test_the_summary_names_what_was_predicted_and_what_was_measured() -> None:
     assert summary(OffloadStats(**counters, **no_disk, **moved, **nothing)) == plainly
     on_disk = {"disk_bytes_live": 0, "disk_bytes_held": 2**30, "disk_bytes_written": 2 * 2**30}
     assert summary(OffloadStats(**counters, **on_disk, **moved, **nothing)) == (
-        "0 B kept on the device; 3.00 GiB moved to host and disk; 1.00 GiB of host memory used; 1.00 GiB of disk used, 2.00 GiB written; "
-        "compute waited 12 ms"
+        "0 B kept on the device; 3.00 GiB moved to host and disk; 1.00 GiB of host memory used; 1.00 GiB of "
+        "disk used, 2.00 GiB written; compute waited 12 ms"
     )
     alone = summary(OffloadStats(**counters, **on_disk, **moved | {"host_bytes_pinned": 0}, **nothing))
     assert "; 3.00 GiB moved to the disk; 1.00 GiB of disk used" in alone

@@ -50,7 +50,7 @@ class DeviceBytes:
 
     Attributes:
         plain_bytes: the same if everything were kept, as without offloading.
-        curve: both, at each save and use of the newest pass; the first is the most since the note before.
+        curve: both, at each save and use of the newest pass; the device's is the most since the note before.
     """
 
     def __init__(self) -> None:
@@ -62,12 +62,19 @@ class DeviceBytes:
     def begin_pass(self) -> None:
         self.peak_bytes, self.plain_peak_bytes = self.now_bytes, self.plain_bytes
         self._most_since_note = self.now_bytes
-        self.curve: list[HeldBytes] = []
+        self.curve = PassCurve([], 0)
+        self._is_in_forward = True
 
     def note(self) -> None:
-        if len(self.curve) < _MAX_NOTES:
-            self.curve.append(HeldBytes(self._most_since_note, self.plain_bytes))
+        notes = self.curve.notes
+        if len(notes) < _MAX_NOTES:
+            notes.append(HeldBytes(self._most_since_note, self.plain_bytes))
         self._most_since_note = self.now_bytes
+
+    def begin_backward(self) -> None:
+        if self._is_in_forward:
+            self._is_in_forward = False
+            self.curve = PassCurve(self.curve.notes, len(self.curve.notes))
 
     def add_saved(self, num_bytes: int) -> None:
         """Count a storage that autograd has saved; it holds memory in a plain run too."""
