@@ -62,7 +62,8 @@ def attach(
         selective_checkpointing: checkpoint the model's blocks, but for their expensive operations
             (`apply_selective_checkpointing`), instead of the trainer's gradient checkpointing.
         memory: log peak memory with the loss (`MemoryLoggingCallback`, unless the trainer has one), add it to the
-            trainer's model cards, and explain a lack of memory in the output folder and in the error (`explain_oom`).
+            trainer's model cards and, for `hf-memopt report`, to `offloading.json`, and explain a lack of memory in the
+            output folder and in the error (`explain_oom`).
         leak_check: warn, once, when memory stays behind at every step (`LeakDetectionCallback`).
         memory_report: when training ends, write `report/report.html` and `trainer_state.json` into the output folder.
 

@@ -151,7 +151,7 @@ def train(run: Run) -> tuple[History, RunCost]:
             if loop.save_and_stop(run, checkpoints, due=due):
                 break
     save_model(run, training.output_dir)
-    return progress.history, timer.cost()
+    return progress.history, run.end(timer)
 
 
 def log_and_evaluate(run: Run, loss: Tensor, training: TrainingOptions) -> None:

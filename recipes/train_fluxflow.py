@@ -204,7 +204,7 @@ def train(run: Run) -> tuple[Run, RunCost]:
             due = loop.is_due(progress.num_updates, training.checkpointing_steps)
             if loop.save_and_stop(run, checkpoints, due=due) or at_end:
                 break
-    return run, timer.cost()
+    return run, run.end(timer)
 
 
 def record(run: Run, figures: Figures) -> None:

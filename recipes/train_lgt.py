@@ -170,7 +170,7 @@ def train(run: Run, held_out: data.Latents) -> tuple[Run, RunCost]:
             due = epoch_ended and loop.is_due(progress.epoch, options.training.save_interval)
             if loop.save_and_stop(run, checkpoints, due=due, flag="checkpoint.resume_from_checkpoint"):
                 break
-    return run, timer.cost()
+    return run, run.end(timer)
 
 
 def counted(run: Run, window: list[Tensor], timer: StepTimer) -> None:

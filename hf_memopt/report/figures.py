@@ -53,7 +53,7 @@ def figures_of(run: Run) -> dict[str, Draw]:
         figures["peak_by_phase"] = lambda figure: _draw_phases(figure, run.phases, on_device)
     if run.holders:
         figures["memory_by_kind"] = lambda figure: _draw_holders(figure, run.holders)
-    if run.modes:
+    if len(run.modes) > 1:
         figures["modes"] = lambda figure: _draw_modes(figure, run.modes)
     return figures
 

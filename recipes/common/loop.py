@@ -21,10 +21,11 @@ from hf_memopt.jobs import Row
 from hf_memopt.memory import MemoryTracker
 from hf_memopt.memory.logger import short_figure
 from hf_memopt.recipes.common.auto_plan import log_prediction
-from hf_memopt.recipes.common.cost import StepTimer, warn_if_nothing_offloaded
+from hf_memopt.recipes.common.cost import RunCost, StepTimer, warn_if_nothing_offloaded
 from hf_memopt.recipes.common.finite import FiniteCheck
 from hf_memopt.recipes.common.options import OffloadOptions, RunOptions, checkpoints_folder
 from hf_memopt.recipes.common.results import History
+from hf_memopt.report.offloading import OffloadingRecord
 
 logger = logging.getLogger(__name__)
 
@@ -110,6 +111,12 @@ class Run:
 
     def timer(self) -> StepTimer:
         return StepTimer(self.options.offload.offload, self.accelerator.device, self.offloader)
+
+    def end(self, timer: StepTimer) -> RunCost:
+        """Return the cost of the updates, and leave the offloader's work in the run's folder, for its report."""
+        if self.offloader is not None and self.accelerator.is_main_process:
+            OffloadingRecord.of(self.offloader, facts={}).write(Path(self.options.output_dir))
+        return timer.cost()
 
     def position(self) -> dict[str, Any]:
         return asdict(self.progress)
