@@ -36,21 +36,22 @@ _HOST = COLORS[0]
 _COUNTED_BY = {"update": "updates", "step": "optimizer steps", "epoch": "epochs"}
 
 Draw = Callable[[Any], None]
+DrawTimeline = Callable[[Any, Sequence[Mapping[str, float]]], None]
 
 
 def figures_of(run: Run) -> dict[str, Draw]:
     """Return, by file name, functions that draw a figure of `run` on an empty `matplotlib.figure.Figure`."""
-    on_device = run.counts_device
     figures: dict[str, Draw] = {}
     if run.offloading is not None and run.offloading.over_pass.held:
         record = run.offloading
         figures["saved_activations"] = lambda figure: _draw_pass(figure, record)
-    if run.timeline_varies:
-        figures["memory_over_time"] = lambda figure: _draw_timeline(figure, run.timeline, on_device)
+    draws = [draw for draw, varies in ((_draw_device, run.device_varies), (_draw_host, run.host_varies)) if varies]
+    if draws:
+        figures["memory_over_time"] = lambda figure: _draw_timeline(figure, run.timeline, draws)
     if run.losses:
         figures["losses"] = lambda figure: _draw_losses(figure, run.losses, _COUNTED_BY[run.losses_by])
     if run.phases_differ:
-        figures["peak_by_phase"] = lambda figure: _draw_phases(figure, run.phases, on_device)
+        figures["peak_by_phase"] = lambda figure: _draw_phases(figure, run.phases, run.counts_device)
     if run.holders:
         figures["memory_by_kind"] = lambda figure: _draw_holders(figure, run.holders)
     if len(run.modes) > 1:
@@ -101,22 +102,26 @@ def _style(dark: bool) -> dict[str, Any]:
     }
 
 
-def _draw_timeline(figure: Any, timeline: Sequence[Mapping[str, float]], on_device: bool) -> None:
-    figure.set_size_inches(6.4, 5.2 if on_device else 3.4)
-    axes = figure.subplots(2 if on_device else 1, 1, sharex=True, squeeze=False)[:, 0]
-    if on_device:
-        _draw_device(axes[0], [record for record in timeline if DEVICE_PEAK in record])
-    unit, per_gib = _unit(record.get("memory/host_rss_gib", 0.0) for record in timeline)
+def _draw_timeline(figure: Any, timeline: Sequence[Mapping[str, float]], draws: Sequence[DrawTimeline]) -> None:
+    figure.set_size_inches(6.4, 1.2 + 2.2 * len(draws))
+    rows = figure.subplots(len(draws), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, draw in zip(rows, draws, strict=True):
+        draw(axes, timeline)
+    rows[-1].set_xlabel("optimizer steps")
+    figure.legend(loc="outside lower center", ncols=2)
+
+
+def _draw_host(axes: Any, timeline: Sequence[Mapping[str, float]]) -> None:
+    unit, per_gib = _unit(record["memory/host_rss_gib"] for record in timeline)
     for key, label, color in (
         ("memory/host_rss_gib", "resident memory of the process", _HOST),
         ("memory/pinned_gib", "of it pinned by torch", COLORS[3]),
     ):
         points = [(record["step"], per_gib * record[key]) for record in timeline if key in record]
         if any(height for _, height in points):
-            axes[-1].plot(*zip(*points, strict=True), ".-", color=color, label=label)
-    axes[-1].set(title="Memory of the host", xlabel="optimizer steps", ylabel=unit)
-    axes[-1].set_ylim(0, 1.15 * axes[-1].get_ylim()[1])
-    figure.legend(loc="outside lower center", ncols=3)
+            axes.plot(*zip(*points, strict=True), ".-", color=color, label=label)
+    axes.set(title="Memory of the host", ylabel=unit)
+    axes.set_ylim(0, 1.15 * axes.get_ylim()[1])
 
 
 def _draw_pass(figure: Any, record: OffloadingRecord) -> None:
@@ -133,7 +138,10 @@ def _draw_pass(figure: Any, record: OffloadingRecord) -> None:
         predicted = f"predicted peak: {format_bytes(stats.predicted_peak_gib * GIB)}"
         axes.axhline(stats.predicted_peak_gib * GIB / size, color=COLORS[4], linestyle="--", label=predicted)
     axes.axvline(over_pass.num_forward, color=COLORS[6], linewidth=1)
-    for name, left, right in (("forward", 0, over_pass.num_forward), ("backward", over_pass.num_forward, len(held))):
+    for name, left, right in (
+        ("forward", 0, over_pass.num_forward),
+        ("backward", over_pass.num_forward, len(held) - 1),
+    ):
         axes.text((left + right) / 2, 0.985, name, ha="center", va="top", transform=axes.get_xaxis_transform())
     axes.set(
         title="Saved activations over one step",
@@ -161,6 +169,7 @@ def _draw_losses(figure: Any, losses: Mapping[str, Sequence[tuple[float, float]]
 
 
 def _draw_device(axes: Any, timeline: Sequence[Mapping[str, float]]) -> None:
+    timeline = [record for record in timeline if DEVICE_PEAK in record]
     steps = [record["step"] for record in timeline]
     kinds = {
         "allocated": "held by tensors",

@@ -36,8 +36,8 @@ _STRIPS = ("sampled_paths", "panels")
 _LOSSES = {"training": "loss", "held out": "eval_loss", "reconstruction (L1)": "l1"}
 # Counters in a record of a recipe's or a Trainer's history; the first present is used. A Trainer's has epochs, too.
 _COUNTERS = ("update", "step", "epoch")
-# Series that vary by a smaller share of their largest value say nothing in a figure.
-_FLAT = 0.05
+# Phases and series of logged steps that differ by a smaller share of the largest value say nothing in a figure.
+_EQUAL, _STEADY = 0.05, 0.15
 _NO_TIMELINE = (
     f"memory over time and peaks by phase: there is no {METRICS_FILE}, and no {TRAINER_FILE} with memory figures. "
     "Train with callbacks=[MemoryLoggingCallback()] and save a checkpoint, or call append_metrics in your own loop"
@@ -106,18 +106,24 @@ class Run:
         return phase_peaks(self.timeline[-1]) if self.timeline else []
 
     @property
-    def timeline_varies(self) -> bool:
-        """Return whether some memory changes from one logged step to another by enough to be seen."""
-        keys = ("memory/allocated_gib", "memory/fragmentation_gib", "memory/elsewhere_gib", "memory/host_rss_gib")
-        largest = max((record.get(key, 0.0) for record in self.timeline for key in keys), default=0.0)
-        series = [[record[key] for record in self.timeline if key in record] for key in keys]
-        return any(max(values) - min(values) > _FLAT * largest for values in series if values)
+    def device_varies(self) -> bool:
+        """Return whether memory of the device changes from one logged step to another by enough to be seen."""
+        return any(self._varies(f"memory/{kind}_gib") for kind in ("allocated", "fragmentation", "elsewhere"))
+
+    @property
+    def host_varies(self) -> bool:
+        """Return whether the host's does."""
+        return self._varies("memory/host_rss_gib")
+
+    def _varies(self, key: str) -> bool:
+        values = [record[key] for record in self.timeline if key in record]
+        return bool(values) and max(values) - min(values) > _STEADY * max(values)
 
     @property
     def phases_differ(self) -> bool:
         """Return whether some phase's memory is another than the others', by enough to be seen."""
         bounds = [bound for phase in self.phases for bound in (phase.at_least_gib, phase.at_most_gib)]
-        return bool(bounds) and max(bounds) - min(bounds) > _FLAT * max(bounds)
+        return bool(bounds) and max(bounds) - min(bounds) > _EQUAL * max(bounds)
 
     @property
     def phases_are_exact(self) -> bool:
