@@ -147,8 +147,9 @@ wheel: $(READY) ## source archives and wheels in dist: the library, and its plug
 	$(PY) -m build
 	$(PY) -m build --outdir dist $(PLUGIN)
 
+# With --quiet warnings would be no errors.
 docs: $(READY) installed-tree ## the site, with the API from the docstrings, in build/site; warnings are errors
-	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --quiet --strict --site-dir build/site
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --site-dir build/site
 	@echo "docs: open build/site/index.html, or run make docs-serve"
 
 docs-serve: $(READY) installed-tree ## the site on this machine, rebuilt at each change
