@@ -79,7 +79,7 @@ app: $(READY) ## a page in the browser that estimates and plans: http://127.0.0.
 PYTEST := $(PY) -m pytest -n auto --dist worksteal
 QUICK := not gpu and not multi_gpu and not slow
 
-test: $(READY) ## the unit tests (CPU, no network), in 8 minutes on two cores
+test: $(READY) ## the unit tests (CPU, no network), in 8 to 12 minutes on two cores
 	$(PYTEST) -m "$(QUICK) and not e2e and not ranks and not fake_gpu and not canary"
 
 test-e2e: $(READY) ## whole commands and recipes, and others that take more than 5 s each
@@ -147,8 +147,10 @@ wheel: $(READY) ## source archives and wheels in dist: the library, and its plug
 	$(PY) -m build
 	$(PY) -m build --outdir dist $(PLUGIN)
 
+# With --quiet warnings would be no errors.
 docs: $(READY) installed-tree ## the site, with the API from the docstrings, in build/site; warnings are errors
-	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --quiet --strict --site-dir build/site
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --site-dir build/site
+	@echo "docs: open build/site/index.html, or run make docs-serve"
 
 docs-serve: $(READY) installed-tree ## the site on this machine, rebuilt at each change
 	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs serve

@@ -159,6 +159,11 @@ def print_report(results: dict[str, Any]) -> None:
         fitting = "yes" if row["fits"] else "no"
         host = f"{row['host_bytes'] / 2**30:.2f}"
         steps.append([row["loss"], row["home"], *sizes, fitting, host, f"{brought:.2f}", *times])
+    shape = results["shape"]
+    print(
+        f"predicted for {results['predicted_for']}, not measured: LoRA of {shape['num_hidden_layers']} layers of width "
+        f"{shape['hidden_size']:,}, {results['tokens']:,} tokens"
+    )
     print_table(steps[0], steps[1:])
     names = [home.name for home in HOMES]
     hidden = [["card", "link GB/s", *names]]
@@ -166,7 +171,7 @@ def print_report(results: dict[str, Any]) -> None:
         longest = f"more than {results['lengths'][-1]:,}"
         cells = [longest if row[name] is None else f"{row[name]:,}" for name in names]
         hidden.append([row["gpu"], f"{row['link_gb_per_s']:g}", *cells])
-    print()
+    print("\ntokens in a step from which copies are hidden, predicted for each card")
     print_table(hidden[0], hidden[1:])
 
 

@@ -105,6 +105,10 @@ def run(size_name: str, batch_size: int, folder: Path) -> dict[str, Any]:
 
 
 def print_report(results: dict[str, Any]) -> None:
+    print(
+        f"counted, for SmolVLA with {results['num_parameters'] / 1e6:.0f} million parameters in {results['dtype']}, "
+        f"a batch of {results['batch_size']}"
+    )
     rows = []
     for case, found in results["state_projection"].items():
         rows.append(

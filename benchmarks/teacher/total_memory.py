@@ -89,6 +89,7 @@ def measure(size: Size, batch_sizes: list[int], precision: str, gpu: str) -> lis
 
 
 def print_report(results: dict[str, Any]) -> None:
+    print(f"predicted for {results['predicted_for']}, not measured: a reflow step of SmolVLA ({results['size']} size)")
     rows = []
     for cell in results["cells"]:
         name = f"{cell['teacher_offload']}{', one prefix' if cell['share_prefix'] == 'on' else ''}"
