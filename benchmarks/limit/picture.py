@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from benchmarks.common import MIB
@@ -18,6 +19,8 @@ from benchmarks.limit.kinds import NO_LIMIT
 from benchmarks.limit.workloads import WORKLOADS
 
 FIGURE = Path(__file__).parents[2] / "docs" / "images" / "under_a_limit.png"
+# Large for the figure, whose page is as narrow as a phone.
+FONT_SIZE = 14
 # Dark enough for a white page, on a white background of the picture's own.
 LOOKS: dict[str, dict[str, Any]] = {
     NO_LIMIT: {"color": "#9aa5b1", "linewidth": 1.2, "linestyle": "--"},
@@ -25,6 +28,7 @@ LOOKS: dict[str, dict[str, Any]] = {
     "ours, budget": {"color": "#e58b3d", "linewidth": 1.8},
     "ours, all": {"color": "#4c78a8", "linewidth": 1.8},
 }
+_WHITE = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 2}
 LABELS = {
     NO_LIMIT: "plain, with the limit lifted",
     "plain": "plain",
@@ -35,7 +39,12 @@ LABELS = {
 
 def draw(found: dict[str, Any], num_steps: int, path: Path) -> Path:
     """Draw one workload's curves, each kind's first run, in the first `num_steps` steps."""
-    figure = Figure(figsize=(9, 4), layout="constrained", facecolor="white")
+    with rc_context({"font.size": FONT_SIZE}):
+        return _draw(found, num_steps, path)
+
+
+def _draw(found: dict[str, Any], num_steps: int, path: Path) -> Path:
+    figure = Figure(figsize=(8, 5), layout="constrained", facecolor="white")
     axes = figure.subplots()
     runs = {row["kind"]: row["runs"][0] for row in found["rows"] if "curve" in row["runs"][0]}
     limit_mib = (found["rest_bytes"] + found["allowance_bytes"]) / MIB
@@ -46,16 +55,17 @@ def draw(found: dict[str, Any], num_steps: int, path: Path) -> Path:
         axes.plot(*zip(*points, strict=True), label=LABELS[name], **LOOKS[name])
     axes.axhline(limit_mib, color="#24292f", linewidth=1.4)
     beside = axes.get_yaxis_transform()
-    axes.text(1.01, limit_mib, f"the limit,\n{limit_mib:,.0f} MiB", va="center", transform=beside)
+    look = {"va": "bottom", "ha": "right", "weight": "bold", "transform": beside, "bbox": _WHITE}
+    axes.text(0.985, limit_mib + 12, f"the limit: {limit_mib:,.0f} MiB", **look)
     if "plain" in runs:
         killed_at, killed_mib = _top(runs["plain"]["curve"])
         axes.plot([killed_at], [killed_mib], "X", color=LOOKS["plain"]["color"], markersize=13, zorder=3, clip_on=False)
         ended = f"{runs['plain']['end']} in step {len(runs['plain']['losses']) + 1}"
-        look = {"color": LOOKS["plain"]["color"], "weight": "bold"}
-        axes.annotate(ended, (killed_at, killed_mib), xytext=(14, -17), textcoords="offset points", **look)
+        look = {"color": LOOKS["plain"]["color"], "weight": "bold", "bbox": _WHITE}
+        axes.annotate(ended, (killed_at, killed_mib), xytext=(16, -24), textcoords="offset points", **look)
     rest_mib = found["rest_bytes"] / MIB
     axes.axhspan(0, rest_mib, color="#eceff2", zorder=0)
-    at_rest = "at rest: weights, gradients, optimizer states, libraries"
+    at_rest = "at rest: weights, gradients,\noptimizer states, libraries"
     axes.text(0.5, rest_mib / 2, at_rest, ha="center", va="center", color="#57606a", transform=beside)
     axes.set(
         xlabel="steps",
@@ -65,7 +75,7 @@ def draw(found: dict[str, Any], num_steps: int, path: Path) -> Path:
         xticks=range(num_steps + 1),
     )
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, 1.16), ncols=len(runs), frameon=False, fontsize=9)
+    figure.legend(loc="outside upper center", ncols=2, frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=144)
     return path

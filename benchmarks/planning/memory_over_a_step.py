@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from matplotlib import rc_context
 from matplotlib.figure import Figure
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -30,6 +31,8 @@ NUM_POINTS = 300
 # Width of each phase in the figure.
 WIDTHS = {"forward": 1.0, "backward": 2.0, "update": 0.3}
 COLORS = {"plain": "#7f8c9b", "checkpointing": "#4c78a8", "within a budget": "#e58b3d"}
+# Large for the figure, whose page is as narrow as a phone.
+FONT_SIZE = 13
 FIGURE = Path(__file__).parents[2] / "docs" / "images" / "memory_over_a_step.png"
 
 
@@ -163,7 +166,12 @@ def measure(num_layers: int, budget_mib: float) -> dict[str, dict[str, Any]]:
 
 
 def draw(found: dict[str, dict[str, Any]], path: Path) -> Path:
-    figure = Figure(figsize=(9, 4), layout="constrained")
+    with rc_context({"font.size": FONT_SIZE}):
+        return _draw(found, path)
+
+
+def _draw(found: dict[str, dict[str, Any]], path: Path) -> Path:
+    figure = Figure(figsize=(9, 5), layout="constrained")
     axes = figure.subplots()
     end = sum(WIDTHS.values())
     for name, row in found.items():
@@ -181,14 +189,13 @@ def draw(found: dict[str, dict[str, Any]], path: Path) -> Path:
             textcoords="offset points",
             color=COLORS[name],
             va="bottom" if name == "checkpointing" else "top",
-            fontsize=9,
         )
     left = 0.0
     for phase, width in WIDTHS.items():
         axes.text(left + width / 2, 1.01, phase, ha="center", va="bottom", transform=axes.get_xaxis_transform())
         left += width
         axes.axvline(left, color="#d9dee4", linewidth=0.8, zorder=0)
-    axes.set(ylabel="MiB of tensors", xlim=(0, end + 0.8), ylim=(0, None), xticks=[])
+    axes.set(ylabel="MiB of tensors", xlim=(0, end + 1.15), ylim=(0, None), xticks=[])
     axes.set_xlabel("one training step on a CPU: lines are measured, dashes are the predicted peaks", loc="left")
     axes.spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)
