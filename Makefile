@@ -147,6 +147,9 @@ wheel: $(READY) ## source archives and wheels in dist: the library, and its plug
 	$(PY) -m build
 	$(PY) -m build --outdir dist $(PLUGIN)
 
+install-texts: ## how to install, in the pages, as [tool:hf_memopt] in setup.cfg says; then read git diff
+	python3 docs/install_texts.py
+
 # With --quiet warnings would be no errors.
 docs: $(READY) installed-tree ## the site, with the API from the docstrings, in build/site; warnings are errors
 	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --site-dir build/site
@@ -175,4 +178,4 @@ rehearse: $(READY) ## all benchmarks at toy size on the CPU, some with the newes
 clean: ## remove the environment and all outputs
 	rm -rf .venv .typed .newest .uv .uv-draft build dist outputs *.egg-info
 
-.PHONY: help setup installed-tree latest demo demo-metaworld demo-darcy demo-lm demo-lgt demo-fluxflow demo-fit test test-e2e test-ranks test-fake-gpu test-canaries test-all test-slow test-gpu gpu-bundle style quality canaries test-latest wheel docs docs-serve bench rehearse clean
+.PHONY: help setup installed-tree latest demo demo-metaworld demo-darcy demo-lm demo-lgt demo-fluxflow demo-fit test test-e2e test-ranks test-fake-gpu test-canaries test-all test-slow test-gpu gpu-bundle style quality canaries test-latest wheel install-texts docs docs-serve bench rehearse clean

@@ -51,7 +51,7 @@ if TYPE_CHECKING:  # spelled "x as x": exported names, for type checkers
     from hf_memopt.weights import OffloadedTeacher as OffloadedTeacher
     from hf_memopt.weights import StreamedWeights as StreamedWeights
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _NAMES = {
     "activations": "ActivationOffloader InfeasibleBudgetError SelectiveCheckpoint apply_selective_checkpointing "

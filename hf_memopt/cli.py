@@ -11,7 +11,7 @@ from hf_memopt.command_line import TRACEBACK_FLAG, Parser, one_line_errors
 
 _COMMANDS = {
     "smolvla_commands": ("prepare-student", "precompute", "evaluate", "export"),
-    "machine_commands": ("doctor", "report"),
+    "machine_commands": ("doctor", "report", "configs"),
     "planning_commands": ("estimate", "plan"),
     "launch_command": ("launch",),
     "compare_command": ("compare",),

@@ -23,6 +23,21 @@ _OF_LIBRARIES = {
     "httpx.HTTPError",
     "huggingface_hub.errors.StrictDataclassError",
 }
+# The extras that a recipe or command needs if it finds no such module.
+_EXTRAS = {
+    "PIL": "fluxflow",
+    "diffusers": "fluxflow",
+    "jinja2": "report",
+    "lerobot": "lerobot",
+    "lpips": "fluxflow",
+    "matplotlib": "report",
+    "metaworld": "metaworld",
+    "neuralop": "neuralop",
+    "peft": "peft",
+    "shtab": "completion",
+    "torchvision": "fluxflow",
+    "trl": "trl,peft",
+}
 _REMEDIES = {
     errno.EACCES: "name another place, or change its permissions",
     errno.EEXIST: "name another",
@@ -51,16 +66,38 @@ def one_line_errors(program: str, main: Callable[[list[str]], Any], arguments: S
         line = None if passed_on != given else _line(error)
         if line is None:
             raise
-        hint = "" if _is_ours(error) else f" ({TRACEBACK_FLAG} shows where)"
-        # In one call, so that lines of several processes do not mix.
-        sys.stderr.write(f"{_rank()}{program}: error: {line}{hint}\n")
+        _say(program, line, error)
         return 1 if isinstance(error, FloatingPointError) else 2
     return status if isinstance(status, int) else 0
 
 
+@contextmanager
+def script_imports(program: str, name: str) -> Iterator[None]:
+    """Import the parts of a script; if a library of an extra is missing, end the script as `one_line_errors` does.
+
+    `name` is the script's `__name__`: a module that imports the script gets the ModuleNotFoundError.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        line = _line(error)
+        if name != "__main__" or TRACEBACK_FLAG in sys.argv or line is None:
+            raise
+        _say(program, line, error)
+        sys.exit(2)
+
+
+def _say(program: str, line: str, error: Exception) -> None:
+    hint = "" if _is_ours(error) else f" ({TRACEBACK_FLAG} shows where)"
+    # In one call, so that lines of several processes do not mix.
+    sys.stderr.write(f"{_rank()}{program}: error: {line}{hint}\n")
+
+
 def _line(error: Exception) -> str | None:
     if isinstance(error, ModuleNotFoundError) and not (error.name or "hf_memopt").startswith("hf_memopt"):
-        return f"{error.name} is not installed; install it, or run pip install '.[all]' in hf_memopt's repository"
+        module = str(error.name).partition(".")[0]
+        extra = _EXTRAS.get(module)
+        return f"{module} is not installed" + (f": pip install 'hf_memopt[{extra}]'" if extra else "; install it")
     if isinstance(error, OSError) and error.filename is not None and error.errno in _REMEDIES:
         return f"{str(error.filename)!r}: {error.strerror}; {_REMEDIES[error.errno]}"
     names = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__}

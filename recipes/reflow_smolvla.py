@@ -33,29 +33,31 @@ import warnings
 from collections.abc import Sequence
 from operator import attrgetter
 
-from lerobot.configs import DatasetConfig, parser
-from lerobot.configs.train import TrainPipelineConfig
-from lerobot.datasets import LeRobotDatasetMetadata
-
-from hf_memopt.command_line import one_line_errors
-from hf_memopt.lerobot.evaluate.measure import reading_dataset
-from hf_memopt.lerobot.flow.known_flows import STOCK_TYPES
-from hf_memopt.lerobot.flow.reflow_options import is_student
-from hf_memopt.lerobot.policy_files import load_config, resolve_checkpoint
-from hf_memopt.lerobot.training_flags import read_training_flags
+from hf_memopt.command_line import one_line_errors, script_imports
 from hf_memopt.memory import explain_oom
 from hf_memopt.memory.oom import HALF_MICRO_BATCH, OFFLOADING
 from hf_memopt.ranges import COUNT, COUNT_OR_ZERO, NOT_NEGATIVE, SEED
 from hf_memopt.recipes.common.flags import check_card
-from hf_memopt.recipes.reflow.lerobot_loop import (
-    ACCUMULATION_FLAG,
-    ACCUMULATION_VARIABLE,
-    MemoryLog,
-    check_windows,
-    settle_accumulation,
-    train,
-)
-from hf_memopt.recipes.reflow.teacher_home import decided_home, planned_home
+
+with script_imports("reflow_smolvla", __name__):
+    from lerobot.configs import DatasetConfig, parser
+    from lerobot.configs.train import TrainPipelineConfig
+    from lerobot.datasets import LeRobotDatasetMetadata
+
+    from hf_memopt.lerobot.evaluate.measure import reading_dataset
+    from hf_memopt.lerobot.flow.known_flows import STOCK_TYPES
+    from hf_memopt.lerobot.flow.reflow_options import is_student
+    from hf_memopt.lerobot.policy_files import load_config, resolve_checkpoint
+    from hf_memopt.lerobot.training_flags import read_training_flags
+    from hf_memopt.recipes.reflow.lerobot_loop import (
+        ACCUMULATION_FLAG,
+        ACCUMULATION_VARIABLE,
+        MemoryLog,
+        check_windows,
+        settle_accumulation,
+        train,
+    )
+    from hf_memopt.recipes.reflow.teacher_home import decided_home, planned_home
 
 RANGES = {
     **dict.fromkeys(("steps", "batch_size"), COUNT),

@@ -26,7 +26,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object, set_seed, tqdm
 from torch import Tensor
 
-from hf_memopt.command_line import one_line_errors
+from hf_memopt.command_line import one_line_errors, script_imports
 from hf_memopt.memory import LeakMonitor, MemoryLogger
 from hf_memopt.recipes.common import loop
 from hf_memopt.recipes.common.auto_plan import apply_auto_plan
@@ -34,20 +34,22 @@ from hf_memopt.recipes.common.comparison import Begin
 from hf_memopt.recipes.common.cost import RunCost
 from hf_memopt.recipes.common.flags import as_settings
 from hf_memopt.recipes.common.out_of_memory import explained, halved_until_it_fits
-from hf_memopt.recipes.fluxflow import data as data
-from hf_memopt.recipes.fluxflow import report as report
-from hf_memopt.recipes.fluxflow.losses import Figures, weights_at
-from hf_memopt.recipes.fluxflow.model import build_models, stride
-from hf_memopt.recipes.fluxflow.options import Options, parse
-from hf_memopt.recipes.fluxflow.step import FiniteChecks, Gan, make_gan, step
-from hf_memopt.recipes.fluxflow.training_aids import (
-    WeightAverage,
-    average_gradients,
-    make_average,
-    save_vae,
-    use_expandable_segments,
-)
-from hf_memopt.recipes.fluxflow.workload import FluxFlow
+
+with script_imports("train_fluxflow", __name__):
+    from hf_memopt.recipes.fluxflow import data as data
+    from hf_memopt.recipes.fluxflow import report as report
+    from hf_memopt.recipes.fluxflow.losses import Figures, weights_at
+    from hf_memopt.recipes.fluxflow.model import build_models, stride
+    from hf_memopt.recipes.fluxflow.options import Options, parse
+    from hf_memopt.recipes.fluxflow.step import FiniteChecks, Gan, make_gan, step
+    from hf_memopt.recipes.fluxflow.training_aids import (
+        WeightAverage,
+        average_gradients,
+        make_average,
+        save_vae,
+        use_expandable_segments,
+    )
+    from hf_memopt.recipes.fluxflow.workload import FluxFlow
 
 logger = logging.getLogger("hf_memopt.recipes.train_fluxflow")
 

@@ -27,7 +27,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.utils.data import DataLoader
 
 from hf_memopt.checkpoint import endless_batches
-from hf_memopt.command_line import one_line_errors
+from hf_memopt.command_line import one_line_errors, script_imports
 from hf_memopt.memory import MemoryLogger
 from hf_memopt.recipes.common import loop
 from hf_memopt.recipes.common.auto_plan import apply_auto_plan
@@ -35,13 +35,15 @@ from hf_memopt.recipes.common.comparison import Begin
 from hf_memopt.recipes.common.cost import RunCost, announce
 from hf_memopt.recipes.common.flags import as_settings
 from hf_memopt.recipes.common.out_of_memory import explained, halved_until_it_fits
-from hf_memopt.recipes.neural_operator import data as data
-from hf_memopt.recipes.neural_operator import report as report
-from hf_memopt.recipes.neural_operator.loss_scaler import ComplexGradScaler
-from hf_memopt.recipes.neural_operator.model import make_model, save_model
-from hf_memopt.recipes.neural_operator.options import Options, TrainingOptions, parse
-from hf_memopt.recipes.neural_operator.step import Run, evaluate, make_optimizer, update
-from hf_memopt.recipes.neural_operator.workload import NeuralOperator
+
+with script_imports("train_neural_operator", __name__):
+    from hf_memopt.recipes.neural_operator import data as data
+    from hf_memopt.recipes.neural_operator import report as report
+    from hf_memopt.recipes.neural_operator.loss_scaler import ComplexGradScaler
+    from hf_memopt.recipes.neural_operator.model import make_model, save_model
+    from hf_memopt.recipes.neural_operator.options import Options, TrainingOptions, parse
+    from hf_memopt.recipes.neural_operator.step import Run, evaluate, make_optimizer, update
+    from hf_memopt.recipes.neural_operator.workload import NeuralOperator
 
 logger = logging.getLogger("hf_memopt.recipes.train_neural_operator")
 

@@ -22,15 +22,17 @@ from datasets import Dataset, load_dataset
 from transformers import AutoTokenizer, Trainer, set_seed
 
 from hf_memopt.callbacks import StopOnNonFiniteCallback
-from hf_memopt.command_line import one_line_errors
+from hf_memopt.command_line import one_line_errors, script_imports
 from hf_memopt.recipes.common.auto_plan import log_prediction
 from hf_memopt.recipes.common.flags import explained
 from hf_memopt.recipes.common.loop import reporting, writing_to
-from hf_memopt.recipes.sft.base_model import load_model, with_adapters
-from hf_memopt.recipes.sft.conversations import as_prompts, make_conversations, write_tiny_model
-from hf_memopt.recipes.sft.options import Options, check_folder, parse
-from hf_memopt.recipes.sft.trainer import optimizer_of, trainer_kind
-from hf_memopt.recipes.sft.workload import apply_plan
+
+with script_imports("train_sft", __name__):
+    from hf_memopt.recipes.sft.base_model import load_model, with_adapters
+    from hf_memopt.recipes.sft.conversations import as_prompts, make_conversations, write_tiny_model
+    from hf_memopt.recipes.sft.options import Options, check_folder, parse
+    from hf_memopt.recipes.sft.trainer import optimizer_of, trainer_kind
+    from hf_memopt.recipes.sft.workload import apply_plan
 
 logger = logging.getLogger("hf_memopt.recipes.train_sft")
 

@@ -103,6 +103,27 @@ def load() -> Iterator[Callable[[str], Any]]:
         yield load
 
 
+@pytest.fixture(scope="session")
+def archives(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The source archives and wheels of library and plug-in, by the beginning of their names."""
+    from built_wheels import PLUGIN, build, copy_library, copy_plugin
+
+    library = build(copy_library(tmp_path_factory.mktemp("library")), tmp_path_factory.mktemp("dist"))
+    plugin = build(copy_plugin(tmp_path_factory.mktemp("plugin")), tmp_path_factory.mktemp("dist"))
+    names = ("hf_memopt.whl", "hf_memopt.tar.gz", f"{PLUGIN}.whl", f"{PLUGIN}.tar.gz")
+    return dict(zip(names, (*library, *plugin), strict=True))
+
+
+@pytest.fixture(scope="session")
+def installed(archives: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The `Environment` of a user who has installed both wheels, and has no clone."""
+    from built_wheels import Environment
+
+    return Environment(
+        tmp_path_factory.mktemp("environment"), [path for path in archives.values() if path.suffix == ".whl"]
+    )
+
+
 @pytest.fixture
 def output(tmp_path: Path) -> Path:
     return tmp_path / "results.json"

@@ -22,7 +22,7 @@ def test_version(capsys: Capture) -> None:
 
 COMMANDS = (
     *("prepare-student", "precompute", "evaluate", "export"),
-    *("doctor", "report", "estimate", "plan", "compare", "verify", "launch", "completion"),
+    *("doctor", "report", "configs", "estimate", "plan", "compare", "verify", "launch", "completion"),
 )
 
 

@@ -1,6 +1,7 @@
 """Tests that a user's mistake becomes one line, and that any other error stays a traceback."""
 
 import argparse
+import configparser
 import errno
 import importlib
 import os
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub.errors import OfflineModeIsEnabled, StrictDataclassFieldValidationError
 
+from hf_memopt import command_line
 from hf_memopt.command_line import check_output_file, check_output_folder, number, one_line_errors
 from hf_memopt.ranges import COUNT
 
@@ -42,14 +44,37 @@ def file_error(number: int, path: str = "/a/b") -> OSError:
             "Validation error for field 'size': TypeError: expected int",
         ),
         (
-            ModuleNotFoundError("No module named 'lerobot'", name="lerobot"),
-            "lerobot is not installed; install it, or run pip install '.[all]' in hf_memopt's repository",
+            ModuleNotFoundError("No module named 'lerobot.configs'", name="lerobot.configs"),
+            "lerobot is not installed: pip install 'hf_memopt[lerobot]'",
+        ),
+        (
+            ModuleNotFoundError("No module named 'einops'", name="einops"),
+            "einops is not installed; install it",
         ),
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(error: Exception, line: str, capsys: Capture) -> None:
     assert one_line_errors("tool", raising(error), []) == 2
     assert capsys.readouterr() == ("", f"tool: error: {line} (--traceback shows where)\n")
+
+
+def test_a_script_without_a_library_ends_in_one_line(capsys: Capture) -> None:
+    with pytest.raises(SystemExit) as ended, command_line.script_imports("tool", "__main__"):
+        raise ModuleNotFoundError("No module named 'trl'", name="trl")
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith("tool: error: trl is not installed: pip install 'hf_memopt[trl,peft]'")
+
+
+def test_importing_a_script_without_a_library_raises() -> None:
+    with pytest.raises(ModuleNotFoundError), command_line.script_imports("tool", "hf_memopt.recipes.tool"):
+        raise ModuleNotFoundError("No module named 'trl'", name="trl")
+
+
+def test_extras_exist() -> None:
+    given = configparser.ConfigParser()
+    given.read(Path(__file__).parents[1] / "setup.cfg")
+    named = {name for extras in command_line._EXTRAS.values() for name in extras.split(",")}
+    assert named <= set(given["options.extras_require"])
 
 
 def test_what_this_library_has_said_itself_needs_no_traceback(capsys: Capture) -> None:

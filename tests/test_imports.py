@@ -13,7 +13,7 @@ import hf_memopt
 
 # From the bottom up; parts on one line do not import each other. A new part is added here and to LIBRARIES.
 LAYERS = (
-    ("disk", "ranges", "text_table", "units"),
+    ("disk", "ranges", "shipped_configs", "text_table", "units"),
     ("command_line",),
     ("transfer", "reflow"),
     ("autograd_state", "uncompiled"),
@@ -38,6 +38,7 @@ LAYER = {part: height for height, parts in enumerate(LAYERS) for part in parts}
 # The libraries that each part may import besides the standard library; recipes may import any.
 LIBRARIES = {
     "ranges": set(),
+    "shipped_configs": set(),
     "text_table": set(),
     "units": set(),
     "disk": {"torch", "filelock"},

@@ -1,6 +1,7 @@
 """Tests of the files around the code: workflows and pages name existing targets, and links have targets."""
 
 import ast
+import configparser
 import re
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,11 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert [link for link in links if not (page.parent / link).exists()] == []
 
 
-def test_no_page_claims_that_the_package_is_on_the_index() -> None:
+def test_no_page_claims_that_the_package_is_on_the_index_before_it_is() -> None:
+    given = configparser.ConfigParser()
+    given.read(ROOT / "setup.cfg")
+    if given["tool:hf_memopt"].getboolean("on_package_index"):
+        pytest.skip("it is there")
     pages = [*PAGES, *(ROOT / "docs").rglob("*.md")]
     claims = [page.name for page in pages if re.search(r"pip install [\"']?hf[_-]memopt", page.read_text())]
     assert set(claims) <= {"CONTRIBUTING.md", "LOG.md", "decisions.md"}  # these pages say that no page has the command

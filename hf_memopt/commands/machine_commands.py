@@ -1,4 +1,4 @@
-"""`hf-memopt doctor` and `report`: the abilities of a machine, and the figures of a run."""
+"""`hf-memopt doctor`, `report` and `configs`: the abilities of a machine, the figures of a run, and shipped files."""
 
 import argparse
 import json
@@ -13,6 +13,7 @@ from hf_memopt.command_line import check_output_folder
 def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     _add_doctor(commands)
     _add_report(commands)
+    _add_configs(commands)
 
 
 def _add_doctor(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -91,3 +92,20 @@ def _report(parsed: argparse.Namespace) -> int:
         for missing in run.missing:
             print(f"not in the report: {missing}")
     return 0 if runs else 2
+
+
+def _add_configs(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "configs",
+        help="print the folder of the shipped configurations",
+        description="Print the folder of the configurations that the pages call recipes/configs. Recipes find them by "
+        'name; accelerate does not: accelerate launch --config_file "$(hf-memopt configs)/accelerate/ddp.yaml".',
+    )
+    parser.set_defaults(run=_configs)
+
+
+def _configs(parsed: argparse.Namespace) -> int:
+    from hf_memopt.shipped_configs import configs_folder
+
+    print(configs_folder())
+    return 0

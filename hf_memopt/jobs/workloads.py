@@ -13,6 +13,7 @@ from hf_memopt.jobs.huggingface import HuggingFaceModel
 from hf_memopt.jobs.robot_policies import PolicyFile, policy_file
 from hf_memopt.jobs.spec import FIELDS, NOT_CLIPPED, JobSpec
 from hf_memopt.jobs.workload import Lever, Workload
+from hf_memopt.shipped_configs import config_file
 
 # Trainers, policies and recipes stand above this package and use it; they are found by name.
 _FILES = "hf_memopt.integrations.transformers.file_workload"
@@ -107,8 +108,7 @@ def recipe_workload(name: str, config: Path | None, **options: Any) -> Workload:
         raise ValueError(f"recipe={name!r} is not a recipe that can be simulated; choose from {', '.join(_recipes())}")
     if config is None:
         raise ValueError(f"recipe={name!r} needs config=FILE, which it would be started with")
-    if not config.is_file():
-        raise ValueError(f"config={str(config)!r} is not a file")
+    config = config_file("config", config)
     given = {option: value for option, value in options.items() if value is not None}
     workload: Workload = importlib.import_module(f"{_RECIPES}.{_recipes()[recipe]}.workload").workload(config, **given)
     return workload

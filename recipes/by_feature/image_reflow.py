@@ -1,6 +1,6 @@
 """Reflow for image models: a student learns to make in one step the image for which its teacher takes twenty.
 
-accelerate launch recipes/by_feature/image_reflow.py
+accelerate launch recipes/by_feature/image_reflow.py    # needs the extra diffusers
 """
 
 from collections.abc import Iterable, Iterator

@@ -1,6 +1,6 @@
 """LoRA on a base that does not fit: its frozen weights stay in their safetensors file and visit the device.
 
-python recipes/by_feature/streamed_base.py
+python recipes/by_feature/streamed_base.py    # needs the extra peft
 python recipes/by_feature/streamed_base.py --model Qwen/Qwen3-0.6B
 """
 

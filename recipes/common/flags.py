@@ -18,6 +18,7 @@ from hf_memopt.command_line import Parser
 from hf_memopt.command_line import flag as flag
 from hf_memopt.estimate.gpus import find_card
 from hf_memopt.ranges import COUNT, COUNT_OR_ZERO, NOT_NEGATIVE, POSITIVE, SEED, SHARE, Range, check_ranges
+from hf_memopt.shipped_configs import config_file
 
 # Numbers within a range, as types of fields.
 Count = Annotated[int, COUNT]
@@ -43,7 +44,7 @@ def read_options[T](kind: type[T], description: str, arguments: Sequence[str] | 
 
     Each field is a flag, by its name alone or with its section: `--batch_size 8`, `--training.batch_size 8`; `--help`
     and errors name it with its section if `by_section`. The file, YAML or JSON, holds an object of sections with any of
-    their fields. Flags overrule it; of two equal ones the last counts.
+    their fields; `config_file` finds it. Flags overrule it; of two equal ones the last counts.
     """
     given = sys.argv[1:] if arguments is None else list(arguments)
     parser = _parser(kind, description, by_section=by_section)
@@ -127,6 +128,7 @@ def _read[T](kind: type[T], parser: Parser, arguments: Sequence[str] | None, *, 
 def _words_of_file(path: Path, sections: dict[str, type]) -> Iterator[str]:
     is_json = path.suffix == ".json"
     remedy = "JSON; it has no comments, which a .yaml file may have" if is_json else "YAML"
+    path = config_file("config_path", path)
     with explained(f"config_path={str(path)!r} cannot be read as {remedy}", (OSError, ValueError, yaml.YAMLError)):
         held = json.loads(path.read_text()) if is_json else yaml.safe_load(path.read_text())
     if not isinstance(held, dict):

@@ -19,14 +19,17 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from accelerate.utils import tqdm
-from PIL import Image
 from safetensors.torch import save
 from torch import Tensor
 
-from hf_memopt.command_line import check_output_folder, one_line_errors
+from hf_memopt.command_line import check_output_folder, one_line_errors, script_imports
 from hf_memopt.recipes.common.flags import Count, Seed, TwoOrMore, flag, read_options
-from hf_memopt.recipes.landscapes.autoencoder import Autoencoder, fit
-from hf_memopt.recipes.landscapes.draw import STRIDE, in_ink, landscape, painted
+
+with script_imports("prepare", __name__):
+    from PIL import Image
+
+    from hf_memopt.recipes.landscapes.autoencoder import Autoencoder, fit
+    from hf_memopt.recipes.landscapes.draw import STRIDE, in_ink, landscape, painted
 
 STYLES: dict[str, Callable[[Image.Image, random.Random], Image.Image]] = {
     "painted": painted,

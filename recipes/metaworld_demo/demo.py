@@ -17,11 +17,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_memopt.command_line import number, one_line_errors
+from hf_memopt.command_line import number, one_line_errors, script_imports
 from hf_memopt.ranges import COUNT
-from hf_memopt.recipes.metaworld_demo.measurements import POLICIES, REPO_ID, STUDENTS, TestedPolicy, measured, table
 from hf_memopt.recipes.reflow import demo_commands as commands
-from hf_memopt.recipes.reflow import smolvla_toy as toy
+
+with script_imports("demo_metaworld", __name__):
+    from hf_memopt.recipes.metaworld_demo.measurements import POLICIES, REPO_ID, STUDENTS, TestedPolicy, measured, table
+    from hf_memopt.recipes.reflow import smolvla_toy as toy
 
 # The mean action, repeated, solves neither: `results.json` says how often.
 TASKS = ("plate-slide-v3", "button-press-topdown-v3")
@@ -103,7 +105,7 @@ def tasks(text: str) -> tuple[str, ...]:
 
 def check(names: Sequence[str]) -> None:
     if importlib.util.find_spec("metaworld") is None:
-        raise ValueError("metaworld is not installed; run pip install '.[metaworld]' in hf_memopt's repository")
+        raise ValueError("metaworld is not installed: pip install 'hf_memopt[metaworld]'")
     from hf_memopt.recipes.metaworld_demo.environment import check_task
 
     for name in names:

@@ -18,12 +18,14 @@ from collections.abc import Sequence
 from contextlib import redirect_stdout
 from typing import Any
 
-from hf_memopt.command_line import one_line_errors
+from hf_memopt.command_line import one_line_errors, script_imports
 from hf_memopt.recipes.reflow import demo_commands as commands
-from hf_memopt.recipes.reflow import smolvla_toy as toy
 from hf_memopt.report.outcome import Outcome, outcome_line
 from hf_memopt.text_table import Cell, Table
 from hf_memopt.units import KIB
+
+with script_imports("demo_reflow", __name__):
+    from hf_memopt.recipes.reflow import smolvla_toy as toy
 
 NUM_EPISODES = 400
 HELD_OUT = 0.1
@@ -42,6 +44,8 @@ STUDENT_EULER_STEPS = 1
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = commands.demo_parser(__doc__, "outputs/demo").parse_args(arguments)
+    import matplotlib  # noqa: F401, for the figures, which come last
+
     begun = time.perf_counter()
     commands.make_room(options.output, OUTPUTS, options.overwrite)
     toy_folder = options.output / "toy"

@@ -1,6 +1,7 @@
 """The flags of `train_sft.py`: a few of its own, TRL's, and those of `MemoptArguments`."""
 
 import difflib
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from hf_memopt.command_line import argparse_raising, flag
 from hf_memopt.ranges import check_ranges
 from hf_memopt.recipes.common.flags import Count, Formatter, check_card
 from hf_memopt.recipes.common.options import check_unused
+from hf_memopt.shipped_configs import config_file
 
 
 @dataclass
@@ -72,9 +74,13 @@ class Options(NamedTuple):
 def parse(description: str, arguments: Sequence[str] | None = None) -> Options:
     """Read flags and the YAML file of `--config FILE`, which holds any of them without sections."""
     kinds = list(get_type_hints(Options).values())
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if "--config" in words[:-1]:
+        place = words.index("--config") + 1
+        words[place] = str(config_file("config", Path(words[place])))
     parser = TrlParser(kinds, description=description, formatter_class=Formatter, allow_abbrev=False)
     with argparse_raising():
-        *sections, unknown = parser.parse_args_and_config(arguments, return_remaining_strings=True)
+        *sections, unknown = parser.parse_args_and_config(words, return_remaining_strings=True)
     if unknown:
         flags = [name for action in parser._actions for name in action.option_strings]
         (nearest,) = difflib.get_close_matches(unknown[0], flags, n=1, cutoff=0.0)

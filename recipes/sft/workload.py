@@ -18,6 +18,7 @@ from hf_memopt.jobs.sft_fields import OPTIMIZERS, STORED
 from hf_memopt.recipes.common.auto_plan import best_row
 from hf_memopt.recipes.sft.conversations import write_tiny_model
 from hf_memopt.recipes.sft.options import Options, parse
+from hf_memopt.shipped_configs import config_file
 
 __all__ = ["workload"]
 
@@ -34,8 +35,9 @@ def workload(
 
     `precision` is "no", "bf16" or "fp16"; `effective_batch` counts conversations per update; None, as in the file.
     """
-    options = parse("", ["--config", str(config_path)])
-    given = yaml.safe_load(Path(config_path).read_text())
+    file = config_file("config", Path(config_path))
+    options = parse("", ["--config", str(file)])
+    given = yaml.safe_load(file.read_text())
     changes = {"given": given, "precision": precision, "effective_batch": effective_batch}
     changes = {name: value for name, value in changes.items() if value is not None}
     if options.sft.model is not None:

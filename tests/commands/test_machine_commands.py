@@ -39,6 +39,12 @@ def test_the_quiet_command_tells_problems_by_its_status(capsys: Capture, monkeyp
     assert main(["doctor", "--device", "cpu"]) == 0
 
 
+def test_configs_prints_the_folder_of_the_shipped_files(capsys: Capture) -> None:
+    assert main(["configs"]) == 0
+    folder = Path(capsys.readouterr().out.strip())
+    assert {"lgt.json", "accelerate"} <= {file.name for file in folder.iterdir()}
+
+
 def test_doctor_for_a_policy_finds_the_teacher_on_the_host(toy_student: Path, tmp_path: Path, capsys: Capture) -> None:
     student = Path(shutil.copytree(toy_student, tmp_path / "student"))
     config = json.loads((student / "config.json").read_text())

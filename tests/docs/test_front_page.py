@@ -26,4 +26,4 @@ def test_the_front_page_is_the_readme_up_to_the_code() -> None:
 def test_each_says_once_how_to_install() -> None:
     for page in (README, FRONT_PAGE):
         (block,) = INSTALL.findall(page)
-        assert re.fullmatch(r"```bash\n[^`]+```\n", block)
+        assert len(re.findall(r"```bash\n[^`]+```\n", block)) == 1

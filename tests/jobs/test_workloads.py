@@ -97,7 +97,7 @@ def test_a_configuration_is_needed_and_has_to_be_a_file(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^recipe='train_lgt' needs config=FILE"):
         workloads.recipe_workload("train_lgt", None)
     for path in (tmp_path, tmp_path / "missing.json"):
-        with pytest.raises(ValueError, match=rf"^config='{path}' is not a file$"):
+        with pytest.raises(ValueError, match=rf"^config='{path}': there is no such file"):
             workloads.recipe_workload("lgt", path)
 
 

@@ -9,7 +9,6 @@ import zipfile
 from collections.abc import Callable
 from email.parser import HeaderParser
 from pathlib import Path
-from shutil import copytree, ignore_patterns
 
 import pytest
 from late_imports import LateModule
@@ -27,18 +26,11 @@ Command = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def installed(archives: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that holds only the installed plug-in."""
-    source, built = tmp_path_factory.mktemp("source") / NAME, tmp_path_factory.mktemp("wheel")
-    copytree(ROOT / "plugins" / NAME, source, ignore=ignore_patterns("__pycache__", "*.egg-info", "build"))
-    # With the environment's setuptools: an isolated build would download one.
-    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(built), str(source)]
-    done = subprocess.run(build, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (wheel,) = built.iterdir()
     folder = tmp_path_factory.mktemp("installed")
     # A pure wheel without dependencies is installed by unpacking.
-    with zipfile.ZipFile(wheel) as archive:
+    with zipfile.ZipFile(archives[f"{NAME}.whl"]) as archive:
         archive.extractall(folder)
     return folder
 

@@ -238,7 +238,7 @@ def test_the_recipe_is_short() -> None:
 
 def test_the_demo_learns_and_reports_through_accelerate_launch(tmp_path: Path) -> None:
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes=1", "--num_machines=1"]
-    flags = ["--config", str(RECIPES / "configs" / "sft_demo.yaml"), f"--output_dir={tmp_path}", "--max_steps=60"]
+    flags = ["--config", "recipes/configs/sft_demo.yaml", f"--output_dir={tmp_path}", "--max_steps=60"]
     command = [*launch, "-m", "hf_memopt.recipes.train_sft", *flags]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -1,6 +1,6 @@
 """diffusers' models learn to predict noise, as in its train_text_to_image on Accelerate, with activations offloaded.
 
-accelerate launch recipes/by_feature/trainers/denoising.py --model unet    # or dit
+accelerate launch recipes/by_feature/trainers/denoising.py --model unet    # or dit; needs the extra diffusers
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Preferences with TRL's DPOTrainer: its reference model, and tensors that the policy saves, wait on the host.
 
-python recipes/by_feature/trainers/dpo.py
+python recipes/by_feature/trainers/dpo.py    # needs the extra trl
 """
 
 import copy

@@ -1,6 +1,6 @@
 """Rewards with TRL's GRPOTrainer, which has no activation offloading of its own: `attach` is how to get it there.
 
-python recipes/by_feature/trainers/grpo.py
+python recipes/by_feature/trainers/grpo.py    # needs the extra trl
 """
 
 import tempfile

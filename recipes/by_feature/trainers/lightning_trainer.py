@@ -1,6 +1,6 @@
 """Lightning's Trainer: activations in host memory, by one callback.
 
-python recipes/by_feature/trainers/lightning_trainer.py
+python recipes/by_feature/trainers/lightning_trainer.py    # needs the extra lightning
 """
 
 import tempfile

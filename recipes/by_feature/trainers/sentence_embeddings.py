@@ -1,6 +1,6 @@
 """sentence-transformers: any loss of its trainer with the activations of 8 sentences at a time, and the same weights.
 
-python recipes/by_feature/trainers/sentence_embeddings.py
+python recipes/by_feature/trainers/sentence_embeddings.py    # needs the extra sentence-transformers
 """
 
 import tempfile

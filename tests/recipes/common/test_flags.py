@@ -82,6 +82,11 @@ def test_a_mistake_in_a_file_is_named(name: str, text: str, message: str, tmp_pa
         read_options(Options, "", ["--config_path", str(tmp_path / name)], by_section=True)
 
 
+def test_a_file_that_is_nowhere_is_named() -> None:
+    with pytest.raises(ValueError, match=r"^config_path='recipes/configs/none.yaml': there is no such file; "):
+        read_options(Options, "", ["--config_path", "recipes/configs/none.yaml"])
+
+
 def test_instances_share_no_default() -> None:
     first, second = (read_options(Options, "", []) for _ in range(2))
     first.model.depths.append(7)

@@ -51,6 +51,6 @@ def test_without_the_extra_one_line_names_it(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert one_line_errors("demo_metaworld", demo.main, [f"--output={tmp_path}"]) == 2
-    error = "metaworld is not installed; run pip install '.[metaworld]' in hf_memopt's repository"
+    error = "metaworld is not installed: pip install 'hf_memopt[metaworld]'"
     assert capsys.readouterr().err == f"demo_metaworld: error: {error}\n"
     assert list(tmp_path.iterdir()) == []
