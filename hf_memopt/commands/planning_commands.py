@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hf_memopt.command_line import check_output_file, check_output_folder
+from hf_memopt.commands.progress import show_progress
 from hf_memopt.commands.spec_flags import add_flags, add_spec, flags_in_errors, flags_named, spec_of
 from hf_memopt.jobs.spec import CHOICES, DEFAULTS, FIELDS, JobSpec
 
@@ -118,9 +119,12 @@ def _estimate(spec: JobSpec) -> int:
     if spec.base_budget is not None and spec.base not in ("host", "file"):
         raise ValueError(f"base_budget={spec.base_budget!r} is for frozen weights that stream; give base=host or file")
     below = find_memory_below(spec.host, spec.disk, reads_only=spec.base == "file")
-    job = workload_of(spec)
-    step, passes = given_step(spec, job)
-    estimate = run_isolated(lambda: simulate_step(step, gpu=card, below=below))
+    with _files_of(spec):
+        show_progress("reading the configuration")
+        job = workload_of(spec)
+        step, passes = given_step(spec, job)
+        show_progress(f"simulating whole steps of {job.name}")
+        estimate = run_isolated(lambda: simulate_step(step, gpu=card, below=below))
     estimate = estimate.with_passes(passes / step.num_micro_batches)
     if spec.json:
         spec.json.write_text(json.dumps(estimate_report.as_json(estimate, card), indent=2) + "\n", encoding="utf-8")
@@ -139,6 +143,20 @@ def _estimate(spec: JobSpec) -> int:
     if not spec.is_of_recipe:
         print(f"\nSettings that fit, if there are any: {_plan_command(spec, job)}")
     return 1 if spec.check else 0
+
+
+@contextmanager
+def _files_of(spec: JobSpec) -> Iterator[None]:
+    """Ask the hub inside only if it answers, and only where a spec may name a model on it."""
+    is_local = spec.model is None or Path(spec.model).expanduser().exists()
+    if is_local and not spec.is_of_trainer:
+        yield
+        return
+    from hf_memopt.jobs.hub import offline_if_unreachable
+
+    show_progress("asking the model hub")
+    with offline_if_unreachable():
+        yield
 
 
 def _card_of(spec: JobSpec) -> "Card | None":
@@ -206,8 +224,10 @@ def _plan(spec: JobSpec) -> int:
     from hf_memopt.jobs.settings_table import as_json, explain
     from hf_memopt.jobs.workloads import workload_of
 
-    job = workload_of(spec)
-    found = plan(job, gpu=spec.gpu, host=spec.host, disk=spec.disk, link=spec.link, num_workers=spec.workers)
+    with _files_of(spec):
+        show_progress("reading the configuration")
+        job = workload_of(spec)
+        found = plan(job, gpu=spec.gpu, host=spec.host, disk=spec.disk, link=spec.link, num_workers=spec.workers)
     print(f"{found}{_not_counted(spec.num_gpus or 1)}")
     if spec.explain:
         print("\n" + "\n".join(explain(found)))
