@@ -6,6 +6,7 @@ It needs `pip install ".[app]"`, no GPU and no weights. Each question is one run
 """
 
 import contextlib
+import functools
 import html
 import json
 import os
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +30,7 @@ import gradio as gr
 from hf_memopt.estimate.gpus import CARDS
 from hf_memopt.jobs.spec import CHOICES, FIELDS
 
+LINE = [sys.executable, "-m", "hf_memopt.cli"]
 LIMIT_S = 600
 EVERY_S = 1.0
 ADAPTERS = {"all weights": "none", "LoRA": "none", "LoRA on 8 bits": "int8", "QLoRA (NF4)": "nf4"}
@@ -79,25 +81,47 @@ class Question(NamedTuple):
         return command_html(["hf-memopt", *self.words])
 
 
+def answered(ask: Callable[..., Iterator[Answer]]) -> Callable[..., Iterator[Answer]]:
+    """Return a question whose ValueError is its answer."""
+
+    @functools.wraps(ask)
+    def answers(*form: Any) -> Iterator[Answer]:
+        try:
+            yield from ask(*form)
+        except ValueError as error:
+            yield NO_ANSWER, text_html(str(error)), "", ""
+
+    return answers
+
+
+def whole(number: float | None) -> int:
+    if number is None:
+        raise ValueError("A number is missing; fill all fields.")
+    return int(number)
+
+
 def words_of(gpu: str, seq_len: float, learns: str, rank: float, *choices: str) -> list[str]:
     """Return the flags that `estimate` and `plan` share, without those that are as by default."""
     # Joined by "=", so that whatever is written into a field stays that field's value.
-    words = [f"--gpu={gpu}", f"--seq-len={int(seq_len)}"]
+    words = [f"--gpu={gpu}", f"--seq-len={whole(seq_len)}"]
     if learns != "all weights":
-        words += [f"--lora-rank={int(rank)}"]
+        words += [f"--lora-rank={whole(rank)}"]
     if ADAPTERS[learns] != "none":
         words += [f"--quantize={ADAPTERS[learns]}"]
     chosen = zip(SHARED.items(), choices, strict=True)
     return words + [f"--{name}={value}" for (name, (values, _)), value in chosen if value != values[0]]
 
 
+@answered
 def estimate(
     source: str, model: str, config: str | None, batch: float, passes: float, kept: str, offload: str, *form: Any
 ) -> Iterator[Answer]:
     """Yield answers, the last of which has verdict, text, command and timeline."""
-    step = [f"--batch-size={int(batch)}", f"--accumulation={int(passes)}"]
+    step = [f"--batch-size={whole(batch)}", f"--accumulation={whole(passes)}"]
     words = ["estimate", *words_of(*form), *step, f"--checkpointing={kept}", f"--offload={offload}"]
-    asked = Question([*words, "--", name_of(source, model)], ("--json=estimate.json", "--timeline=timeline.html"))
+    asked = Question(
+        [*words, "--", name_of(source, model, config)], ("--json=estimate.json", "--timeline=timeline.html")
+    )
     with place_for(source, config) as folder:
         reply = yield from run(asked, folder)
         if reply.failed:
@@ -115,11 +139,17 @@ def estimate(
     yield verdict, text_html(rest), asked.shown, frame_html(drawn)
 
 
+@answered
 def plan(
     source: str, model: str, config: str | None, batch: float, passes: float, kept: str, offload: str, *form: Any
 ) -> Iterator[Answer]:
     """Yield answers, the last of which has no drawing. Checkpointing and offloading are what is searched for."""
-    words = ["plan", f"--model={name_of(source, model)}", *words_of(*form), f"--effective-batch={int(batch * passes)}"]
+    words = [
+        "plan",
+        f"--model={name_of(source, model, config)}",
+        *words_of(*form),
+        f"--effective-batch={whole(batch) * whole(passes)}",
+    ]
     asked = Question([*words, "--explain"])
     with place_for(source, config) as folder:
         reply = yield from run(asked, folder)
@@ -127,7 +157,9 @@ def plan(
     yield verdict, text_html(reply.text), asked.shown, ""
 
 
-def name_of(source: str, model: str) -> str:
+def name_of(source: str, model: str, config: str | None) -> str:
+    if source == FILE and not config:
+        raise ValueError(f"Upload the model's config.json, or choose “{HUB}”.")
     return "config.json" if source == FILE else model.strip()
 
 
@@ -142,7 +174,7 @@ def place_for(source: str, config: str | None) -> Iterator[Path]:
 
 def run(asked: Question, folder: Path) -> Generator[Answer, None, Reply]:
     """Run a command in a folder, yield its progress, and return its last words; closed early, stop the command."""
-    line = [sys.executable, "-m", "hf_memopt.cli", asked.words[0], *asked.more, *asked.words[1:]]
+    line = [*LINE, asked.words[0], *asked.more, *asked.words[1:]]
     said, complained = folder / "stdout.txt", folder / "stderr.txt"
     started = time.monotonic()
     with said.open("w") as stdout, complained.open("w") as stderr:
