@@ -5,18 +5,23 @@
 It needs `pip install ".[app]"`, no GPU and no weights. Each question is one run of a command, which the page shows.
 """
 
+import contextlib
+import functools
 import html
 import json
 import os
+import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
 
@@ -25,77 +30,206 @@ import gradio as gr
 from hf_memopt.estimate.gpus import CARDS
 from hf_memopt.jobs.spec import CHOICES, FIELDS
 
+LINE = [sys.executable, "-m", "hf_memopt.cli"]
 LIMIT_S = 600
+EVERY_S = 1.0
 ADAPTERS = {"all weights": "none", "LoRA": "none", "LoRA on 8 bits": "int8", "QLoRA (NF4)": "nf4"}
+HUB, FILE = "hub id", "config.json"
 TITLE = "Does my training fit?"
 EXPLANATION = f"""# {TITLE}
 Whole training steps of a transformers model, run on tensors without memory by CUDA's rules. No weight is downloaded and
 no GPU is used; the configuration is enough. An estimate takes 10 to 60 seconds, a search for settings up to minutes."""
-NO_ANSWER = "### No answer"
+ASK, SEARCH = "Does it fit?", "Find settings that fit"
+FIRST = f"Press “{ASK}” for the verdict, “{SEARCH}” for the fastest settings."
+NO_ANSWER, STOPPED, WORKING = "### No answer", "### Stopped", "### Working"
 # What is asked most, where it is not the command's own default.
 USUAL = {"dtype": "bfloat16", "precision": "bf16", "checkpointing": "full"}
-# Verdict, text, drawing, command.
+SETTINGS = """### Settings, the fastest that fit first
+The command below writes the files that the run needs."""
+# A table's columns stand at least two spaces apart.
+TABLE = re.compile(r"\S {2,}\S")
+FLAG = re.compile(r"(?<=\s)--?[a-z]\S*")
+CSS = """
+#said p, #command code {overflow-wrap: break-word}
+#said span, #command span {display: inline-block; max-width: 100%}
+#said p {margin: 0 0 .6rem; white-space: pre-line}
+#said pre {overflow-x: auto; white-space: pre; font-size: .8rem; margin: 0 0 .8rem; padding: .6rem;
+  border: 1px solid var(--border-color-primary); border-radius: 6px; background: var(--background-fill-secondary)}
+#command code {display: block; padding: .6rem; border: 1px solid var(--border-color-primary); border-radius: 6px}
+@media (max-width: 40rem) {#said pre {font-size: .68rem}}
+"""
+COPY = "() => navigator.clipboard.writeText(document.querySelector('#command code').textContent)"
+# Verdict, text, command, drawing; the last three are HTML.
 Answer = tuple[str, str, str, str]
+
+
+class Reply(NamedTuple):
+    """The last words of a command."""
+
+    text: str
+    failed: bool
+
+
+class Question(NamedTuple):
+    """A command as it is shown, and the flags that it has on this page beside."""
+
+    words: list[str]
+    more: tuple[str, ...] = ()
+
+    @property
+    def shown(self) -> str:
+        return command_html(["hf-memopt", *self.words])
+
+
+def answered(ask: Callable[..., Iterator[Answer]]) -> Callable[..., Iterator[Answer]]:
+    """Return a question whose ValueError is its answer."""
+
+    @functools.wraps(ask)
+    def answers(*form: Any) -> Iterator[Answer]:
+        try:
+            yield from ask(*form)
+        except ValueError as error:
+            yield NO_ANSWER, text_html(str(error)), "", ""
+
+    return answers
+
+
+def whole(number: float | None) -> int:
+    if number is None:
+        raise ValueError("A number is missing; fill all fields.")
+    return int(number)
 
 
 def words_of(gpu: str, seq_len: float, learns: str, rank: float, *choices: str) -> list[str]:
     """Return the flags that `estimate` and `plan` share, without those that are as by default."""
     # Joined by "=", so that whatever is written into a field stays that field's value.
-    words = [f"--gpu={gpu}", f"--seq-len={int(seq_len)}"]
+    words = [f"--gpu={gpu}", f"--seq-len={whole(seq_len)}"]
     if learns != "all weights":
-        words += [f"--lora-rank={int(rank)}"]
+        words += [f"--lora-rank={whole(rank)}"]
     if ADAPTERS[learns] != "none":
         words += [f"--quantize={ADAPTERS[learns]}"]
     chosen = zip(SHARED.items(), choices, strict=True)
     return words + [f"--{name}={value}" for (name, (values, _)), value in chosen if value != values[0]]
 
 
+@answered
 def estimate(
-    model: str, config: str | None, batch: float, passes: float, kept: str, offload: str, *form: Any
-) -> Answer:
-    """Return verdict, text, timeline and command."""
-    step = [f"--batch-size={int(batch)}", f"--accumulation={int(passes)}"]
-    words = ["estimate", *words_of(*form), *step, f"--checkpointing={kept}", f"--offload={offload}", "--"]
-    words += ["config.json" if config else model.strip()]
-    with place_for(config) as folder:
-        text, failed = answer_of(["estimate", "--json=estimate.json", "--timeline=timeline.html", *words[1:]], folder)
-        if failed:
-            return NO_ANSWER, text, "", shlex.join(["hf-memopt", *words])
+    source: str, model: str, config: str | None, batch: float, passes: float, kept: str, offload: str, *form: Any
+) -> Iterator[Answer]:
+    """Yield answers, the last of which has verdict, text, command and timeline."""
+    step = [f"--batch-size={whole(batch)}", f"--accumulation={whole(passes)}"]
+    words = ["estimate", *words_of(*form), *step, f"--checkpointing={kept}", f"--offload={offload}"]
+    asked = Question(
+        [*words, "--", name_of(source, model, config)], ("--json=estimate.json", "--timeline=timeline.html")
+    )
+    with place_for(source, config) as folder:
+        reply = yield from run(asked, folder)
+        if reply.failed:
+            yield NO_ANSWER, text_html(reply.text), asked.shown, ""
+            return
         found = json.loads((folder / "estimate.json").read_text())
         drawn = html.escape((folder / "timeline.html").read_text())
+    text = reply.text.replace("timeline: timeline.html\n", "")
+    name, _, rest = text.partition("\n\n")
     needed, room = found["needed_bytes"] / 2**30, found["card"]["memory_bytes"] / 2**30
-    verdict = f"### {'It fits' if needed <= room else 'It does not fit'}: {needed:.1f} of {room:.1f} GiB"
-    frame = f'<iframe srcdoc="{drawn}" style="width: 100%; height: 900px; border: 0"></iframe>'
-    return verdict, text.replace("timeline: timeline.html\n", ""), frame, shlex.join(["hf-memopt", *words])
+    fits = needed <= room
+    verdict = f"### {'It fits' if fits else 'It does not fit'}: {needed:.1f} of {room:.1f} GiB\n{name}"
+    if not fits:
+        verdict += f"\n\nNext: press “{SEARCH}”."
+    yield verdict, text_html(rest), asked.shown, frame_html(drawn)
 
 
-def plan(model: str, config: str | None, batch: float, passes: float, kept: str, offload: str, *form: Any) -> Answer:
-    """Return verdict, table, nothing to draw, and command. Checkpointing and offloading are what is searched for."""
-    asked = "config.json" if config else model.strip()
-    words = ["plan", f"--model={asked}", *words_of(*form), f"--effective-batch={int(batch * passes)}", "--explain"]
-    with place_for(config) as folder:
-        text, failed = answer_of(words, folder)
-    verdict = NO_ANSWER if failed else "### Settings, the fastest that fit first"
-    return verdict, text, "", shlex.join(["hf-memopt", *words])
+@answered
+def plan(
+    source: str, model: str, config: str | None, batch: float, passes: float, kept: str, offload: str, *form: Any
+) -> Iterator[Answer]:
+    """Yield answers, the last of which has no drawing. Checkpointing and offloading are what is searched for."""
+    words = [
+        "plan",
+        f"--model={name_of(source, model, config)}",
+        *words_of(*form),
+        f"--effective-batch={whole(batch) * whole(passes)}",
+    ]
+    asked = Question([*words, "--explain"])
+    with place_for(source, config) as folder:
+        reply = yield from run(asked, folder)
+    verdict = NO_ANSWER if reply.failed else SETTINGS
+    yield verdict, text_html(reply.text), asked.shown, ""
+
+
+def name_of(source: str, model: str, config: str | None) -> str:
+    if source == FILE and not config:
+        raise ValueError(f"Upload the model's config.json, or choose “{HUB}”.")
+    return "config.json" if source == FILE else model.strip()
 
 
 @contextmanager
-def place_for(config: str | None) -> Iterator[Path]:
+def place_for(source: str, config: str | None) -> Iterator[Path]:
     """Yield a folder of the question's own, with the config.json that was uploaded for it."""
     with tempfile.TemporaryDirectory() as folder:
-        if config:
+        if source == FILE and config:
             shutil.copy(config, Path(folder, "config.json"))
         yield Path(folder)
 
 
-def answer_of(words: list[str], folder: Path) -> tuple[str, bool]:
-    """Run a command of hf-memopt in a folder. Return what it says, and whether it could not answer."""
-    line = [sys.executable, "-m", "hf_memopt.cli", *words]
-    try:
-        done = subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=LIMIT_S)
-    except subprocess.TimeoutExpired:
-        return f"No answer within {LIMIT_S} s. Run the command below on your own machine.", True
-    return (done.stderr if done.returncode else done.stdout), done.returncode != 0
+def run(asked: Question, folder: Path) -> Generator[Answer, None, Reply]:
+    """Run a command in a folder, yield its progress, and return its last words; closed early, stop the command."""
+    line = [*LINE, asked.words[0], *asked.more, *asked.words[1:]]
+    said, complained = folder / "stdout.txt", folder / "stderr.txt"
+    started = time.monotonic()
+    with said.open("w") as stdout, complained.open("w") as stderr:
+        running = subprocess.Popen(line, cwd=folder, stdout=stdout, stderr=stderr, start_new_session=True)
+        try:
+            while running.poll() is None:
+                seconds = time.monotonic() - started
+                if seconds > LIMIT_S:
+                    return Reply(f"No answer within {LIMIT_S} s. Run the command below on your own machine.", True)
+                yield f"{WORKING}: {seconds:.0f} s", text_html(last_line(complained)), asked.shown, ""
+                wait(running)
+        finally:
+            end(running)
+    failed = running.returncode != 0
+    return Reply((complained if failed else said).read_text(), failed)
+
+
+def wait(running: "subprocess.Popen[bytes]") -> None:
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        running.wait(EVERY_S)
+
+
+def end(running: "subprocess.Popen[bytes]") -> None:
+    """End a command with the processes that it has started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(running.pid, signal.SIGKILL)
+    running.wait()
+
+
+def last_line(file: Path) -> str:
+    """Return the newest count of a progress bar, without its rate, or a sentence where there is none."""
+    lines = [line.strip() for line in re.split(r"[\r\n]", file.read_text()) if line.strip()]
+    return lines[-1].partition(" [")[0] if lines else "Reading the configuration and running the steps."
+
+
+def text_html(text: str) -> str:
+    """Return a command's words with paragraphs that wrap, but for flags, and tables that scroll."""
+    blocks = [html.escape(block.strip("\n")) for block in text.split("\n\n")]
+    tables = [bool(TABLE.search(block)) for block in blocks]
+    return "".join(
+        f"<pre>{block}</pre>" if is_table else f"<p>{FLAG.sub(r'<span>\g<0></span>', block)}</p>"
+        for block, is_table in zip(blocks, tables, strict=True)
+        if block
+    )
+
+
+def command_html(words: list[str]) -> str:
+    """Return a command that wraps between its words alone."""
+    return f"<code>{' '.join(f'<span>{html.escape(shlex.quote(word))}</span>' for word in words)}</code>"
+
+
+def frame_html(page: str) -> str:
+    """Return a page, escaped already, in a frame as high as it is."""
+    fit = "this.style.height = this.contentDocument.documentElement.scrollHeight + 'px'"
+    return f'<iframe srcdoc="{page}" onload="{fit}" style="width: 100%; height: 900px; border: 0"></iframe>'
 
 
 def with_texts(*names: str) -> dict[str, tuple[tuple[str, ...], str]]:
@@ -112,13 +246,25 @@ def choice(name: str, choices: tuple[tuple[str, ...], str]) -> gr.Dropdown:
     return gr.Dropdown(list(values), value=USUAL.get(name, values[0]), label=name, info=text)
 
 
+def shown_source(source: str) -> tuple[Any, Any]:
+    return gr.update(visible=source == HUB), gr.update(visible=source == FILE)
+
+
+def buttons(running: bool) -> tuple[Any, Any, Any]:
+    """Return the states of the two questions and of the button that stops them."""
+    return gr.update(interactive=not running), gr.update(interactive=not running), gr.update(visible=running)
+
+
 def make_app() -> gr.Blocks:
     with gr.Blocks(title=TITLE) as app:
         gr.Markdown(EXPLANATION)
         with gr.Row():
             with gr.Column(scale=1):
-                model = gr.Textbox("Qwen/Qwen3-8B", label="model", info="hub id; or upload its config.json")
-                config = gr.File(label="config.json", file_types=[".json"], type="filepath", height=100)
+                source = gr.Radio([HUB, FILE], value=HUB, label="model")
+                model = gr.Textbox("Qwen/Qwen3-8B", label="hub id")
+                config = gr.File(
+                    label="its config.json", file_types=[".json"], type="filepath", height=180, visible=False
+                )
                 gpu = gr.Dropdown(
                     list(CARDS), value="rtx4090", label="card", info="or a size, such as 12GiB", allow_custom_value=True
                 )
@@ -132,18 +278,32 @@ def make_app() -> gr.Blocks:
                     shared = [choice(name, choices) for name, choices in SHARED.items()]
             with gr.Column(scale=2):
                 with gr.Row():
-                    ask = gr.Button("Does it fit?", variant="primary")
-                    search = gr.Button("Find settings that fit")
-                verdict = gr.Markdown()
-                said = gr.Textbox(label="hf-memopt says", lines=12, max_lines=40, elem_id="said")
-                used = gr.Textbox(label="the command", buttons=["copy"], elem_id="command")
+                    ask = gr.Button(ASK, variant="primary")
+                    search = gr.Button(SEARCH)
+                    stop = gr.Button("Stop", variant="stop", visible=False)
+                verdict = gr.Markdown(FIRST)
+                said = gr.HTML(elem_id="said")
+                used = gr.HTML(elem_id="command")
+                copy = gr.Button("Copy the command", size="sm", visible=False)
                 drawn = gr.HTML()
-        inputs = [model, config, batch, passes, *activations, gpu, seq_len, learns, rank, *shared]
-        outputs = [verdict, said, drawn, used]
-        ask.click(estimate, inputs, outputs, concurrency_limit=1, api_name="estimate")
-        search.click(plan, inputs, outputs, concurrency_limit=1, api_name="plan")
+        unseen: dict[str, Any] = {"api_visibility": "private", "show_progress": "hidden"}
+        one_at_a_time: dict[str, Any] = {"concurrency_limit": 1, "concurrency_id": "command"}
+        source.change(shown_source, source, [model, config], **unseen)
+        inputs = [source, model, config, batch, passes, *activations, gpu, seq_len, learns, rank, *shared]
+        outputs = [verdict, said, used, drawn]
+        states = [ask, search, stop]
+        running = []
+        for button, answer, name in ((ask, estimate, "estimate"), (search, plan, "plan")):
+            began = button.click(lambda: buttons(running=True), None, states, **unseen)
+            asked = began.then(answer, inputs, outputs, api_name=name, show_progress="hidden", **one_at_a_time)
+            asked.then(lambda: buttons(running=False), None, states, **unseen)
+            running.append(asked)
+        stopped = stop.click(lambda: (STOPPED, ""), None, [verdict, said], cancels=running, **unseen)
+        stopped.then(lambda: buttons(running=False), None, states, **unseen)
+        used.change(lambda: gr.update(visible=True), None, copy, **unseen)
+        copy.click(None, js=COPY)
     return app
 
 
 if __name__ == "__main__":
-    make_app().launch(css="#said textarea {font-family: monospace; white-space: pre; overflow-x: auto}")
+    make_app().launch(css=CSS)

@@ -57,6 +57,7 @@ LIBRARIES = {
     "estimate": {"torch", "accelerate", "deepspeed", "cpuinfo", "transformers", "peft", "tqdm"},
     "jobs": {
         "torch",
+        "httpx",
         "accelerate",
         "deepspeed",
         "transformers",

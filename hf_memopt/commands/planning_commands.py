@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hf_memopt.command_line import check_output_file, check_output_folder
+from hf_memopt.commands.progress import show_progress
 from hf_memopt.commands.spec_flags import add_flags, add_spec, flags_in_errors, flags_named, spec_of
 from hf_memopt.jobs.spec import CHOICES, DEFAULTS, FIELDS, JobSpec
 
@@ -105,6 +106,11 @@ def _estimate(spec: JobSpec) -> int:
     card = _card_of(spec)
     for name in ("json", "timeline", "snapshot"):
         check_output_file(name, getattr(spec, name))
+    with _files_of(spec):
+        return _simulate_and_print(spec, card)
+
+
+def _simulate_and_print(spec: JobSpec, card: "Card | None") -> int:
     from hf_memopt.estimate import estimate_report
     from hf_memopt.estimate.estimate import simulate_step
     from hf_memopt.estimate.memory_below import find_memory_below
@@ -120,6 +126,7 @@ def _estimate(spec: JobSpec) -> int:
     below = find_memory_below(spec.host, spec.disk, reads_only=spec.base == "file")
     job = workload_of(spec)
     step, passes = given_step(spec, job)
+    show_progress(f"simulating whole steps of {job.name}")
     estimate = run_isolated(lambda: simulate_step(step, gpu=card, below=below))
     estimate = estimate.with_passes(passes / step.num_micro_batches)
     if spec.json:
@@ -139,6 +146,22 @@ def _estimate(spec: JobSpec) -> int:
     if not spec.is_of_recipe:
         print(f"\nSettings that fit, if there are any: {_plan_command(spec, job)}")
     return 1 if spec.check else 0
+
+
+@contextmanager
+def _files_of(spec: JobSpec) -> Iterator[None]:
+    """Ask the hub inside only if it answers, and only where a spec may name a model on it."""
+    is_local = spec.model is None or Path(spec.model).expanduser().exists()
+    if is_local and not spec.is_of_trainer:
+        show_progress("reading the configuration")
+        yield
+        return
+    from hf_memopt.jobs.hub import offline_if_unreachable
+
+    show_progress("asking the model hub")
+    with offline_if_unreachable(spec.model):
+        show_progress("reading the configuration")
+        yield
 
 
 def _card_of(spec: JobSpec) -> "Card | None":
@@ -202,19 +225,26 @@ def _plan(spec: JobSpec) -> int:
     _card_of(spec)
     if spec.set and spec.is_of_recipe:
         raise ValueError(f"set={spec.set[0]!r}: a plan tries all values of a recipe's levers; leave it out")
-    from hf_memopt.jobs import plan
-    from hf_memopt.jobs.settings_table import as_json, explain
-    from hf_memopt.jobs.workloads import workload_of
+    with _files_of(spec):
+        from hf_memopt.jobs import plan
+        from hf_memopt.jobs.workloads import workload_of
 
-    job = workload_of(spec)
-    found = plan(job, gpu=spec.gpu, host=spec.host, disk=spec.disk, link=spec.link, num_workers=spec.workers)
+        job = workload_of(spec)
+        found = plan(job, gpu=spec.gpu, host=spec.host, disk=spec.disk, link=spec.link, num_workers=spec.workers)
+    _say(spec, job, found)
+    return 0
+
+
+def _say(spec: JobSpec, job: "Workload", found: "SettingsPlan") -> None:
+    """Print a plan and write its files."""
+    from hf_memopt.jobs.settings_table import as_json, explain
+
     print(f"{found}{_not_counted(spec.num_gpus or 1)}")
     if spec.explain:
         print("\n" + "\n".join(explain(found)))
     if spec.json:
         spec.json.write_text(json.dumps(as_json(found), indent=2) + "\n", encoding="utf-8")
     _write(job, found, spec.output or _folder(spec))
-    return 0
 
 
 def _folder(spec: JobSpec) -> Path:

@@ -14,6 +14,11 @@ from hf_memopt.text_table import Cell, Table, align
 from hf_memopt.units import GIB, MIB, format_gib, format_ms
 
 _MAX_NAMES = 5
+_CONFIDENCE = {
+    "high": "high, nothing had to be assumed",
+    "medium": "medium, memory is as predicted if these assumptions hold; if you doubt one, measure a step",
+    "low": "low, part of the model may not have run; see that the batch and the task use all that is to be trained",
+}
 _DAY_MS = 86_400_000
 
 
@@ -238,9 +243,9 @@ def _maker(tensor: LargeTensor) -> str | None:
 def as_facts(estimate: MemoryEstimate) -> dict[str, str]:
     facts = {
         "allocated at the peak": format_gib(estimate.peak_bytes),
-        "reserved with room to spare": f"{format_gib(estimate.reserved_bytes)} (by a model of the allocator)",
+        "reserved with room to spare": format_gib(estimate.reserved_bytes),
         "kept on the host": format_gib(estimate.host_bytes),
-        "confidence": estimate.confidence,
+        "confidence": _CONFIDENCE[estimate.confidence],
     }
     if estimate.disk_bytes:
         facts["kept on the disk"] = disk_text(estimate)
@@ -275,7 +280,7 @@ def _needs_text(estimate: MemoryEstimate, card: Card | None) -> str:
     nccl = f" NCCL takes {_nccl_text(estimate)} beside that." if estimate.num_gpus > 1 else ""
     return (
         f"Needed: {format_gib(estimate.trace.smallest_capacity)} for the allocator and, assumed, {kept}.{nccl} With "
-        f"room to spare the allocator reserves {format_gib(estimate.reserved_bytes)}, by a model of it."
+        f"room to spare the allocator would reserve {format_gib(estimate.reserved_bytes)}."
     )
 
 
@@ -312,12 +317,12 @@ def _closing(estimate: MemoryEstimate, card: Card | None) -> Iterator[str]:
         stall = f", of it {format_ms(estimate.stall_ms)} waiting for copies" if estimate.stall_ms else ""
         time = _time_and_range(estimate.step_ms, estimate.step_range_ms) if card is None else time_text(estimate, card)
         yield f"Time of a step: {time}{stall}"
-    yield f"Confidence: {estimate.confidence}"
+    yield f"Confidence: {_CONFIDENCE[estimate.confidence]}"
     for assumption in estimate.assumptions:
         yield f"  assumed: {assumption}"
     if estimate.unreached:
         names = ", ".join(estimate.unreached[:_MAX_NAMES])
-        yield f"  {len(estimate.unreached)} trainable parameters got no gradient, so part may not have run: {names}"
+        yield f"  {len(estimate.unreached)} trainable parameters got no gradient: {names}"
 
 
 def _rows(sizes: dict[str, int]) -> list[str]:

@@ -141,7 +141,7 @@ class _Search:
         plain = {lever.name: lever.values[0] for lever in self._levers}
         # All processes inherit the facts about its model.
         self._workload.simulated(plain, self._micro_batches[0])
-        with tqdm(desc="Planning", unit="simulation", disable=not progress) as bar:
+        with tqdm(desc="Planning", unit=" simulations", disable=not progress) as bar:
 
             def simulate(attempts: Iterator[_Attempt]) -> None:
                 for rows, failed in run_all_isolated(attempts, num_workers):

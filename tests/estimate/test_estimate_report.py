@@ -92,3 +92,16 @@ def test_an_estimate_without_a_card_has_no_time(estimated: MemoryEstimate) -> No
     assert "Time of a step" not in estimate_report.text(estimated, find_card("t4"))
     with pytest.raises(ValueError, match="card='t4': the estimate knows no time"):
         estimate_report.time_text(estimated, find_card("t4"))
+
+
+def test_confidence_says_the_assumptions_and_what_to_do(estimated: MemoryEstimate) -> None:
+    assert "Confidence: high, nothing had to be assumed" in estimate_report.text(estimated)
+    guessed = replace(estimated, confidence="medium", assumptions=("masks taken to hide nothing (2 times)",))
+    *_, confidence, assumed = estimate_report.text(guessed).splitlines()
+    assert confidence.endswith("if these assumptions hold; if you doubt one, measure a step")
+    assert assumed == "  assumed: masks taken to hide nothing (2 times)"
+    partly = replace(estimated, confidence="low", unreached=("head.weight",))
+    *_, confidence, unreached = estimate_report.text(partly).splitlines()
+    assert confidence.startswith("Confidence: low, part of the model may not have run; see that the batch")
+    assert unreached == "  1 trainable parameters got no gradient: head.weight"
+    assert estimate_report.as_facts(guessed)["confidence"] in estimate_report.text(guessed)

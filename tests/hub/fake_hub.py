@@ -58,9 +58,9 @@ class _Handler(BaseHTTPRequestHandler):
                 return self._answer(200, {"id": repo_id, "sha": COMMIT, "siblings": siblings})
             if path == f"api/models/{repo_id}/tree/{COMMIT}":
                 return self._answer(200, [_tree_entry(name, content) for name, content in files.items()])
-            prefix = f"{repo_id}/resolve/{COMMIT}/"
-            if path.startswith(prefix) and path.removeprefix(prefix) in files:
-                return self._send_file(files[path.removeprefix(prefix)])
+            for prefix in (f"{repo_id}/resolve/{COMMIT}/", f"{repo_id}/resolve/main/"):
+                if path.startswith(prefix) and path.removeprefix(prefix) in files:
+                    return self._send_file(files[path.removeprefix(prefix)])
         return self._answer(404, {"error": "not found"}, {"X-Error-Code": "RepoNotFound"})
 
     do_HEAD = do_GET  # noqa: N815

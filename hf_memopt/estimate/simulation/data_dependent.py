@@ -126,7 +126,7 @@ class DataDependentOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _value(self, function: Any, args: Any) -> Any:
         if function in (_aten.equal.default, _aten.allclose.default):
-            self._note(f"{function.overloadpacket.__name__} of two tensors taken as True")
+            self._note(f"two tensors that the program compares ({function.overloadpacket.__name__}) taken to be equal")
             return True
         tensor = args[0]
         if tensor.dtype != torch.bool and tensor.is_floating_point():
@@ -134,9 +134,9 @@ class DataDependentOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if tensor.dtype != torch.bool:
             self._note(_NUMBER)
             return 1
-        source = self._sources.get(tensor, "a truth value")  # type: ignore[no-untyped-call]
+        source = self._sources.get(tensor, "bool")  # type: ignore[no-untyped-call]
         holds = source in _TAKEN_AS_TRUE
-        self._note(f"{source} of a tensor taken as {holds}")
+        self._note(f"a condition on a tensor's values ({source}) taken {'to hold' if holds else 'not to hold'}")
         return holds
 
     def _selection(self, function: Any, args: Any, kwargs: Any) -> Any:
