@@ -67,7 +67,7 @@ def _about_activations(
         on_cpu = {"disk": "FOLDER"} if device_type == "cpu" else {}
         yield NextSettings({"offload": "auto"} | on_cpu, "no activations were offloaded")
         return
-    stats, plans = offloader.stats, [report.plan for report in offloader.report().plans]
+    stats, plans = offloader.stats_at_peak, [report.plan for report in offloader.report().plans]
     if stats.measured_peak_gib is None:
         yield from _where_nothing_moved(offloader, device_type)
     elif not plans:

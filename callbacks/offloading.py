@@ -51,7 +51,7 @@ class ActivationOffloadCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self.remove()
-        log_stats(self.offloader.stats, state)
+        log_stats(self.offloader.stats_at_peak, state)
 
     def remove(self) -> None:
         """Take the hooks off the model."""

@@ -90,5 +90,5 @@ class RunReports(TrainerCallback):
         if self._offloader is None:
             return {"activation offloading": "off"}
         plans = "; ".join(each.plan.summary() for each in self._offloader.report().plans)
-        done = {"activation offloading": "; ".join(in_words(self._offloader.stats))}
+        done = {"activation offloading": "; ".join(in_words(self._offloader.stats_at_peak))}
         return done | {"plan": plans} if plans else done

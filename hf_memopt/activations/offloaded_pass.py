@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ from hf_memopt.activations.saved_tensors.storages import (
 )
 from hf_memopt.activations.stats import OffloadCounters
 from hf_memopt.autograd_state import NO_BACKWARD, current_backward, may_be_cast_of_frozen_weight, next_node
+from hf_memopt.transfer.clock import Clock
 from hf_memopt.uncompiled import uncompiled
 
 # Bytes that may wait for their copy from the device before compute has to, as a multiple of the largest storage seen.
@@ -47,6 +48,26 @@ class View(Protocol):
     """A saved tensor; `read_in` is the number of the backward pass that unpacked it last."""
 
     read_in: int
+
+
+class PassFigures(NamedTuple):
+    """Figures of a pass that has ended, without what the pass holds."""
+
+    plan: OffloadPlan | None
+    peak_bytes: int
+    plain_peak_bytes: int
+    curve: PassCurve
+    clock: Clock
+    begun: Any
+    ended: Any
+
+    @property
+    def rank(self) -> tuple[bool, int]:
+        """Return a key by which passes that followed a plan, and larger ones, come last."""
+        return self.plan is not None, self.plain_peak_bytes
+
+    def elapsed_s(self) -> float:
+        return self.clock.elapsed_s(self.begun, self.ended)
 
 
 class OffloadedPass:
@@ -419,6 +440,10 @@ class OffloadedPass:
 
     def elapsed_s(self) -> float:
         return self.device.clock.elapsed_s(self.begun, self.ended)
+
+    def figures(self) -> PassFigures:
+        times = self.device.clock, self.begun, self.ended
+        return PassFigures(self.plan, self.peak_bytes, self.plain_peak_bytes, self.curve, *times)
 
     @uncompiled
     def _end(self, task: int) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hf_memopt.activations.device_room import room_on
-from hf_memopt.activations.offloaded_pass import OffloadedPass
+from hf_memopt.activations.offloaded_pass import OffloadedPass, PassFigures
 from hf_memopt.activations.pass_planner import PassPlanner
 from hf_memopt.activations.plan_maker import OffloadLimits
 from hf_memopt.activations.planner.offload_table import OffloadReport, plan_report
@@ -143,6 +143,7 @@ class ActivationOffloader:
         self._idle: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._counters = OffloadCounters()
         self._ended: OffloadedPass | None = None
+        self._largest: PassFigures | None = None
 
     @graph_break
     @contextmanager
@@ -203,11 +204,23 @@ class ActivationOffloader:
     @property
     def stats(self) -> OffloadStats:
         """Return the bytes moved so far, and the newest pass beside its plan."""
+        return self._stats(None if self._ended is None else self._ended.figures())
+
+    @property
+    def stats_at_peak(self) -> OffloadStats:
+        """Return the same with the largest pass that followed a plan, where the newest may be a small last batch."""
+        return self._stats(self._largest)
+
+    @property
+    def curve(self) -> PassCurve:
+        """Return the device memory of saved activations over the pass of `stats_at_peak`, empty before it has ended."""
+        return PassCurve([], 0) if self._largest is None else self._largest.curve
+
+    def _stats(self, ended: PassFigures | None) -> OffloadStats:
         self._drop_what_failed()
         devices = [device for device in self._devices.values() if device is not None]
         hosts = [memory for device in devices for memory in device.lower if memory.name == "host"]
         disks = [memory for device in devices for memory in device.lower if memory.name == "disk"]
-        ended = self._ended
         plan = ended.plan if ended else None
         return OffloadStats(
             bytes_kept=self._counters.bytes_kept,
@@ -246,11 +259,6 @@ class ActivationOffloader:
             plans = (plan_report(newest.plan, newest.recording.owners, newest.recording.sizes),)
         none_yet = f"no plan yet (mode={self.mode!r}): the offloader makes it from recorded passes"
         return OffloadReport(plans, "" if plans else none_yet, wear)
-
-    @property
-    def curve(self) -> PassCurve:
-        """Return the device memory of saved activations over the newest pass that has ended, empty before one has."""
-        return self._ended.curve if self._ended is not None else PassCurve([], 0)
 
     def __reduce__(self) -> Any:
         # Memory, streams and recordings belong to one process's graphs. Modules to skip are arguments, so that a copied
@@ -295,8 +303,12 @@ class ActivationOffloader:
         return planners[device].open_pass or planners[device].begin_pass(op_tracer)
 
     def _note_end(self, ended: OffloadedPass) -> None:
-        if not ended.keeps_all:  # a plain pass is only for comparison
-            self._ended = ended
+        if ended.keeps_all:  # a plain pass is only for comparison
+            return
+        self._ended = ended
+        figures = ended.figures()
+        if self._largest is None or figures.rank >= self._largest.rank:
+            self._largest = figures
 
     def _key(self, model: nn.Module | None) -> nn.Module:
         return self._no_model if model is None else model

@@ -23,7 +23,7 @@ class PlanTable:
 
 @dataclass(frozen=True)
 class HeldOverPass:
-    """Bytes of saved activations on the device at saves and uses of the newest pass, and if all had been kept.
+    """Bytes of saved activations on the device at saves and uses of the largest pass, and if all had been kept.
 
     The first `num_forward` of them belong to the forward pass.
     """
@@ -42,7 +42,7 @@ class OffloadingRecord:
         stats: the offloader's figures; None where activations were not offloaded.
         plans: its newest plans; none in modes that make none.
         note: the reason why there are none.
-        over_pass: memory over the newest pass.
+        over_pass: memory over the largest pass that followed a plan.
         weights: frozen weights that lived elsewhere, each in a line.
         advice: settings to try next as commands or options, each with its reason.
     """
@@ -80,7 +80,7 @@ class OffloadingRecord:
             [curve.notes[place].plain for place in shown],
             sum(place < curve.num_forward for place in shown),
         )
-        return cls(dict(facts), offloader.stats, plans, report.note, over_pass, list(weights), list(advice))
+        return cls(dict(facts), offloader.stats_at_peak, plans, report.note, over_pass, list(weights), list(advice))
 
     @classmethod
     def read(cls, file: Path) -> Self:

@@ -1,6 +1,7 @@
 """Tests of memory over a pass: the curve's peak is the measured one, and plain memory that of keeping everything."""
 
 import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -71,3 +72,39 @@ def test_before_a_backward_the_curve_is_empty() -> None:
     offloader = offloader_of(mode="all")
     assert offloader.curve == ([], 0)
     assert offloader.stats.plain_peak_gib is None
+
+
+@pytest.mark.parametrize("options", MODES.values(), ids=MODES)
+def test_a_small_last_batch_does_not_stand_for_the_run(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model, offloader = tiny_decoder(num_hidden_layers=3), offloader_of(**options)
+    tokens = torch.randint(64, (4, 16))
+    for _ in range(4):
+        loss_of(offloader, model, tokens).backward()
+    whole_gib = offloader.stats.plain_peak_gib
+    for _ in range(2):  # one of them may be plain, to compare times
+        loss_of(offloader, model, tokens[:1]).backward()
+    newest, largest = offloader.stats, offloader.stats_at_peak
+    assert newest.plain_peak_gib < whole_gib == largest.plain_peak_gib
+    assert largest.plain_peak_gib == max(note.plain for note in offloader.curve.notes) / GIB
+    assert largest.measured_peak_gib == max(note.held for note in offloader.curve.notes) / GIB
+    assert largest.bytes_moved == newest.bytes_moved
+
+
+def test_recorded_passes_do_not_stand_for_a_plan() -> None:
+    offloader = trained(offloader_of(budget_gib=1.0))
+    assert offloader.stats_at_peak.predicted_peak_gib == offloader.stats_at_peak.measured_peak_gib
+    assert offloader.stats_at_peak.measured_peak_gib == offloader.stats_at_peak.plain_peak_gib
+
+
+def test_figures_outlive_the_model_and_hold_nothing_of_it() -> None:
+    offloader = offloader_of(budget_gib=1.0)
+    model, tokens = tiny_decoder(), torch.randint(64, (2, 16))
+    for _ in range(4):
+        loss_of(offloader, model, tokens).backward()
+    weight = weakref.ref(model.get_parameter("lm_head.weight"))
+    before = offloader.stats_at_peak
+    del model
+    gc.collect()
+    assert weight() is None
+    assert offloader.stats_at_peak == before
