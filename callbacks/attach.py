@@ -157,7 +157,7 @@ class OffloadedLoss(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        log_stats(self.offloader.stats_at_peak, state)
+        log_stats(self.offloader, state)
 
     def remove(self) -> None:
         self._undo()

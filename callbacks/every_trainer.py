@@ -91,7 +91,7 @@ def attached(arguments: MemoptArguments) -> Iterator[weakref.WeakSet[ActivationO
             yield offloaders
         finally:  # many scripts end with sys.exit
             for offloader in of_accelerators:
-                log_what_was_done(offloader.stats_at_peak)
+                log_what_was_done(offloader)
 
 
 def _wrap(model: Any, arguments: MemoptArguments, accelerator: Accelerator) -> Iterator[ActivationOffloader]:

@@ -9,7 +9,8 @@ from torch import nn
 
 from hf_memopt.activations import ActivationOffloader, OffloadStats
 from hf_memopt.callbacks.settings_text import LAUNCHED, VARIABLE, settings_in, words_of_setting
-from hf_memopt.units import GIB, format_bytes
+from hf_memopt.transfer import Copier, SyncCopier
+from hf_memopt.units import GIB, MIB, format_bytes
 
 # Shares of the plain step from which a plan counts as slow, and below which memory costs next to nothing.
 _SLOW, _CHEAP = 0.05, 0.01
@@ -52,7 +53,7 @@ def advice(
     found = [*_about_activations(offloader, device_type, is_selective)]
     if not base_streams:
         found += _about_weights(model, figures)
-    texts = [(_in_context(each.fields), each.reason) for each in found]
+    texts = [(_in_context(each.fields, offloader), each.reason) for each in found]
     fragmentation, peak = figures.get("memory/fragmentation_gib", 0.0), figures.get("memory/peak_allocated_gib", 0.0)
     if fragmentation > _FRAGMENTED * peak:
         unused = f"an environment variable: {format_bytes(fragmentation * GIB)} are reserved and not in use"
@@ -64,7 +65,7 @@ def _about_activations(
     offloader: ActivationOffloader | None, device_type: str, is_selective: bool
 ) -> Iterator[NextSettings]:
     if offloader is None:
-        on_cpu = {"disk": "FOLDER"} if device_type == "cpu" else {}
+        on_cpu = {"disk": "."} if device_type == "cpu" else {}
         yield NextSettings({"offload": "auto"} | on_cpu, "no activations were offloaded")
         return
     stats, plans = offloader.stats_at_peak, [report.plan for report in offloader.report().plans]
@@ -92,23 +93,25 @@ def _about_activations(
         if slowdown < _CHEAP:
             yield NextSettings(
                 {"budget_gib": _rounded(stats.measured_peak_gib, 0.5)},
-                f"the plan makes a step {slowdown:.1%} longer, so that less memory may cost next to nothing",
+                "the plan makes a step less than 1% longer, so that less memory may cost next to nothing",
             )
 
 
 def _where_nothing_moved(offloader: ActivationOffloader, device_type: str) -> Iterator[NextSettings]:
     options = offloader.options
+    largest_mb = offloader.largest_small_bytes / MIB
+    too_small = largest_mb > 0
+    # A quarter of the largest has some others above it.
+    lower = {"offload_threshold_mb": _rounded(largest_mb, 0.25)} if too_small else {}
+    found = f"; the largest saved tensor has {format_bytes(offloader.largest_small_bytes)}" if too_small else ""
     if device_type == "cpu" and options["copier"] is None and options["disk"] is None:
         yield NextSettings(
-            {"disk": "FOLDER"},
-            "saved activations of a CPU are in host memory already, and a folder on a local disk takes them from there",
+            {"disk": ".", **lower},
+            f"saved activations of a CPU are in host memory already; a folder on a local disk takes them{found}",
         )
-        yield NextSettings({"cpu_copies": True}, "performs the copies of a GPU, to try them out")
-    else:
-        threshold_mb = options["offload_threshold_mb"]
-        yield NextSettings(
-            {"offload_threshold_mb": _rounded(threshold_mb, 0.1)}, f"no saved tensor reached {threshold_mb:g} MiB"
-        )
+        yield NextSettings({"cpu_copies": True, **lower}, f"performs the copies of a GPU, to try them out{found}")
+    elif too_small:
+        yield NextSettings(lower, f"no saved tensor reached {options['offload_threshold_mb']:g} MiB{found}")
 
 
 def _about_weights(model: nn.Module, figures: Mapping[str, float]) -> Iterator[NextSettings]:
@@ -119,18 +122,37 @@ def _about_weights(model: nn.Module, figures: Mapping[str, float]) -> Iterator[N
         )
 
 
-def _in_context(fields: Mapping[str, Any]) -> str:
-    """Return the command that starts this script with other settings, or the options to change in it."""
+def _in_context(fields: Mapping[str, Any], offloader: ActivationOffloader | None) -> str:
+    """Return the command that starts this script with other settings, or the call to write in it."""
     launched = os.environ.get(LAUNCHED)
     if launched is not None:
         settings = settings_in(os.environ.get(VARIABLE, "")) | {name: str(value) for name, value in fields.items()}
         words = [word for name, value in settings.items() for word in _words(name, value)]
         return f"hf-memopt launch {shlex.join(words)} {launched}"
-    if "cpu_copies" in fields:
-        return "ActivationOffloader(copier=SyncCopier())"
-    where = "hf_memopt.attach(trainer, {})" if set(fields) <= set(_OF_ATTACH) else "ActivationOffloader({})"
-    given = [f"{_OPTION_NAMES.get(name, name)}={value!r}" for name, value in fields.items()]
-    return where.format(", ".join(given))
+    if set(fields) <= set(_OF_ATTACH):
+        return f"hf_memopt.attach(trainer, {_call_arguments(fields)})"
+    changed = {_OPTION_NAMES.get(name, name): value for name, value in fields.items() if name != "cpu_copies"}
+    copies = {"copier": SyncCopier()} if "cpu_copies" in fields else {}
+    new = changed | copies
+    given = {name: value for name, value in _given_options(offloader).items() if name not in new}
+    return f"ActivationOffloader({_call_arguments(new | given)})"
+
+
+def _given_options(offloader: ActivationOffloader | None) -> dict[str, Any]:
+    """Return the options of an offloader that are not as by default, as far as a text can give them."""
+    if offloader is None:
+        return {}
+    defaults = ActivationOffloader().options
+    given = {name: value for name, value in offloader.options.items() if value != defaults[name]}
+    return {name: value for name, value in given.items() if name != "skip"}
+
+
+def _call_arguments(values: Mapping[str, Any]) -> str:
+    texts = {
+        name: f"{type(value).__name__}()" if isinstance(value, Copier) else repr(value)
+        for name, value in values.items()
+    }
+    return ", ".join(f"{name}={text}" for name, text in texts.items())
 
 
 def _words(name: str, value: str | None) -> list[str]:

@@ -7,7 +7,7 @@ from accelerate.state import AcceleratorState
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hf_memopt.activations import ActivationOffloader, OffloadStats, WrappedModule
+from hf_memopt.activations import ActivationOffloader, WrappedModule
 from hf_memopt.activations.checkpointing.selective import CheckpointedForward
 from hf_memopt.activations.wrapped_module import wrapped_module
 from hf_memopt.report.offloading import in_words
@@ -51,7 +51,7 @@ class ActivationOffloadCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self.remove()
-        log_stats(self.offloader.stats_at_peak, state)
+        log_stats(self.offloader, state)
 
     def remove(self) -> None:
         """Take the hooks off the model."""
@@ -95,21 +95,19 @@ def is_wrapped(model: nn.Module) -> bool:
     return wrapped_module(model) is not None
 
 
-def log_stats(stats: OffloadStats, state: TrainerState) -> None:
+def log_stats(offloader: ActivationOffloader, state: TrainerState) -> None:
     if state.is_world_process_zero:
-        log_what_was_done(stats)
+        log_what_was_done(offloader)
 
 
-def log_what_was_done(stats: OffloadStats) -> None:
+def log_what_was_done(offloader: ActivationOffloader) -> None:
     """Log one line; a warning where offloading did nothing, unless nothing was trained."""
+    stats = offloader.stats_at_peak
     if stats.bytes_kept == stats.bytes_weights == stats.bytes_moved == 0:
         logger.info("activation offloading: no pass has saved anything for backward")
     elif stats.bytes_moved == 0 and stats.predicted_peak_gib is None:
-        logger.warning(
-            "activation offloading moved nothing: no tensor saved in a forward pass on an accelerator reached "
-            "offload_threshold_mb (on the CPU it needs disk=FOLDER, or to try it out copier=SyncCopier() or the flag "
-            "--cpu_copies)"
-        )
+        reason = offloader.report().note.removeprefix("nothing is moved: ")
+        logger.warning("activation offloading moved nothing: %s", reason)
     else:
         logger.info("activation offloading: %s", "; ".join(in_words(stats)))
 

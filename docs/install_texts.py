@@ -98,7 +98,7 @@ The package is {place}. It needs Python 3.12 or newer.
 pip install {source.package}
 # With an extra, or several:
 {_lines(source.extras)}
-pip install "{source.package}[trl]"
+pip install "{source.package}[peft,report]"
 # With SmolVLA, found by lerobot's commands.
 pip install "{source.package}[lerobot]" {source.plugin}
 # Or everything, pinned, in .venv.

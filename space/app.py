@@ -289,6 +289,7 @@ def make_app() -> gr.Blocks:
         unseen: dict[str, Any] = {"api_visibility": "private", "show_progress": "hidden"}
         one_at_a_time: dict[str, Any] = {"concurrency_limit": 1, "concurrency_id": "command"}
         source.change(shown_source, source, [model, config], **unseen)
+        learns.change(lambda chosen: gr.update(visible=chosen != "all weights"), learns, rank, **unseen)
         inputs = [source, model, config, batch, passes, *activations, gpu, seq_len, learns, rank, *shared]
         outputs = [verdict, said, used, drawn]
         states = [ask, search, stop]

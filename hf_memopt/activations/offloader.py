@@ -33,7 +33,7 @@ from hf_memopt.transfer.memories_below import default_host_budget, memories_belo
 from hf_memopt.transfer.scratch_file import check_disk
 from hf_memopt.transfer.tier_file import TierFile
 from hf_memopt.uncompiled import graph_break, uncompiled
-from hf_memopt.units import GIB, MIB
+from hf_memopt.units import GIB, MIB, format_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,8 @@ PlannersByDevice = dict[torch.device, PassPlanner]
 MODES = ("auto", "all", "inputs")
 _NOTHING_TO_MOVE = (
     "nothing is moved: saved activations are in host memory already. disk=FOLDER moves them to a disk. To try "
-    "offloading on a CPU, give the copier that copies there too: ActivationOffloader(copier=hf_memopt.SyncCopier())"
+    "offloading on a CPU, give the copier that copies there too: ActivationOffloader(copier=hf_memopt.SyncCopier()), or the flag "
+    "--cpu_copies"
 )
 
 
@@ -257,8 +258,19 @@ class ActivationOffloader:
         newest = self._ended
         if not plans and newest is not None and newest.plan is not None and newest.recording is not None:
             plans = (plan_report(newest.plan, newest.recording.owners, newest.recording.sizes),)
-        none_yet = f"no plan yet (mode={self.mode!r}): the offloader makes it from recorded passes"
-        return OffloadReport(plans, "" if plans else none_yet, wear)
+        return OffloadReport(plans, "" if plans else self._reason_for_no_plan(), wear)
+
+    def _reason_for_no_plan(self) -> str:
+        if self._ended is None and self._counters.largest_small_bytes:
+            return f"nothing is moved: {self._too_small()}"
+        if self.mode != "auto":
+            return f"mode={self.mode!r} makes no plan"
+        return "no plan yet (mode='auto'): the offloader makes it from recorded passes"
+
+    @property
+    def largest_small_bytes(self) -> int:
+        """Return the size of the largest saved storage below the threshold so far."""
+        return self._counters.largest_small_bytes
 
     def __reduce__(self) -> Any:
         # Memory, streams and recordings belong to one process's graphs. Modules to skip are arguments, so that a copied
@@ -355,8 +367,13 @@ class ActivationOffloader:
         """Nothing saved is large enough: say so once, and do not prepare for recomputing it again."""
         if owner not in self._idle:
             self._idle.add(owner)
-            threshold_mb = self._options["offload_threshold_mb"]
-            logger.info("activation offloading: no saved tensor reaches offload_threshold_mb=%g", threshold_mb)
+            logger.info("activation offloading: %s", self._too_small())
+
+    def _too_small(self) -> str:
+        return (
+            f"no saved tensor reaches offload_threshold_mb={self._options['offload_threshold_mb']:g}; the largest has "
+            f"{format_bytes(self._counters.largest_small_bytes)}"
+        )
 
     def _host_bytes(self, device: torch.device) -> int:
         if self._host_budget_bytes is not None:

@@ -134,6 +134,8 @@ class SavedTensorHooks:
         num_bytes = storage.nbytes()
         if num_bytes < self._threshold_bytes:  # most saved tensors: `_keep`, without the call
             self._counters.bytes_kept += tensor.nbytes
+            if num_bytes > self._counters.largest_small_bytes:
+                self._counters.largest_small_bytes = num_bytes
             return tensor.detach(), tensor._version
         key = storage._cdata
         if key in self._fixed or is_weight(tensor):

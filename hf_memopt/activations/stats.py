@@ -48,10 +48,16 @@ class OffloadStats:
 
 @dataclass
 class OffloadCounters:
-    """Counts of all contexts of an offloader, in bytes of saved tensors; `subclasses` are types already logged."""
+    """Counts of all contexts of an offloader, in bytes of saved tensors.
+
+    Attributes:
+        subclasses: types already logged.
+        largest_small_bytes: the largest storage below the threshold.
+    """
 
     bytes_kept: int = 0
     bytes_weights: int = 0
     bytes_recomputed: int = 0
     bytes_deduplicated: int = 0
+    largest_small_bytes: int = 0
     subclasses: set[str] = field(default_factory=set)

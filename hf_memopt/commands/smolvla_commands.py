@@ -136,6 +136,8 @@ def _evaluate(parsed: argparse.Namespace) -> int:
         evaluation = evaluation.with_success(student={steps: found.success_rate for steps, found in rollouts.items()})
     print(f"{evaluation.num_observations} observations from {observations.describe()}\n")
     print(table(evaluation, rollouts))
+    if warning := evaluation.shortcoming(min(parsed.num_steps)):
+        print(f"\n{warning}")
     for file in write_evaluation(parsed.output, parsed.policy, (evaluation, observations), rollouts):
         print(f"wrote {file}")
     return 0

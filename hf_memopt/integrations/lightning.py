@@ -43,7 +43,7 @@ class ActivationOffloading(Callback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.is_global_zero:
-            log_what_was_done(self.offloader.stats_at_peak)
+            log_what_was_done(self.offloader)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._restore(trainer)

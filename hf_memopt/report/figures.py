@@ -33,6 +33,8 @@ _CURVES = {"teacher": KIND_COLORS["teacher"], "held out": COLORS[3]} | dict.from
 _UNKNOWN_KIND = "#5d6b3f"
 _BAR, _TIME = "#e58b3d", "#4c78a8"
 _HOST = COLORS[0]
+# Inches of a figure whose text can be read on a phone, which scales it to its width.
+_NARROW = 5.2, 3.4
 _COUNTED_BY = {"update": "updates", "step": "optimizer steps", "epoch": "epochs"}
 
 Draw = Callable[[Any], None]
@@ -103,7 +105,7 @@ def _style(dark: bool) -> dict[str, Any]:
 
 
 def _draw_timeline(figure: Any, timeline: Sequence[Mapping[str, float]], draws: Sequence[DrawTimeline]) -> None:
-    figure.set_size_inches(6.4, 1.2 + 2.2 * len(draws))
+    figure.set_size_inches(_NARROW[0], 1.2 + 2.2 * len(draws))
     rows = figure.subplots(len(draws), 1, sharex=True, squeeze=False)[:, 0]
     for axes, draw in zip(rows, draws, strict=True):
         draw(axes, timeline)
@@ -125,7 +127,7 @@ def _draw_host(axes: Any, timeline: Sequence[Mapping[str, float]]) -> None:
 
 
 def _draw_pass(figure: Any, record: OffloadingRecord) -> None:
-    figure.set_size_inches(9, 3.6)
+    figure.set_size_inches(*_NARROW)
     axes = figure.subplots()
     over_pass = record.over_pass
     unit, size = unit_for(max(*over_pass.held, *over_pass.plain))
@@ -151,11 +153,11 @@ def _draw_pass(figure: Any, record: OffloadingRecord) -> None:
     )
     axes.margins(x=0)
     axes.grid(visible=False, axis="x")
-    figure.legend(loc="outside lower center", ncols=3)
+    figure.legend(loc="outside lower center", ncols=2)
 
 
 def _draw_losses(figure: Any, losses: Mapping[str, Sequence[tuple[float, float]]], unit: str) -> None:
-    figure.set_size_inches(6.4, 3.4)
+    figure.set_size_inches(*_NARROW)
     axes = figure.subplots()
     for name, curve in losses.items():
         color = _CURVES.get(name, COLORS[6])

@@ -113,15 +113,15 @@ class OffloadingRecord:
 
 def in_words(stats: OffloadStats) -> list[str]:
     """Return the work of an offloader in phrases, for a log's line, a page and a model card."""
+    recomputed = f", {format_bytes(stats.bytes_recomputed)} computed again" if stats.bytes_recomputed else ""
     phrases = [
-        f"{format_bytes(stats.bytes_kept)} kept on the device",
-        f"{format_bytes(stats.bytes_moved)} moved to {_destination(stats)}",
-        f"{format_bytes(stats.bytes_recomputed)} computed again" if stats.bytes_recomputed else "",
+        f"over the run {format_bytes(stats.bytes_kept)} kept, {format_bytes(stats.bytes_moved)} moved to "
+        f"{_destination(stats)}{recomputed}",
         f"{format_bytes(stats.host_bytes_pinned)} of host memory used" if stats.host_bytes_pinned else "",
         _disk_use(stats),
         f"compute waited {format_ms(stats.stall_ms)}",
         _figures(
-            "peak of saved activations",
+            "in a step: peak of saved activations",
             _format_gib,
             {
                 "predicted": stats.predicted_peak_gib,
@@ -158,7 +158,8 @@ def _destination(stats: OffloadStats) -> str:
 def _disk_use(stats: OffloadStats) -> str:
     if not stats.disk_bytes_written:
         return ""
-    return f"{format_bytes(stats.disk_bytes_held)} of disk used, {format_bytes(stats.disk_bytes_written)} written"
+    held = f"{format_bytes(stats.disk_bytes_held)} of disk used, " if stats.disk_bytes_held else ""
+    return f"{held}{format_bytes(stats.disk_bytes_written)} written to the disk"
 
 
 def _format_gib(gib: float) -> str:

@@ -24,6 +24,17 @@ def outcome_line(outcomes: Mapping[str, Outcome]) -> str:
     return "; ".join(f"{name}: {_describe(outcome)}" for name, outcome in outcomes.items())
 
 
+def gain_line(outcomes: Mapping[str, Outcome]) -> str | None:
+    """Return the student's speed, and its success, beside the teacher's in a sentence; None without both."""
+    if not {"teacher", "student"} <= outcomes.keys():
+        return None
+    teacher, student = outcomes["teacher"], outcomes["student"]
+    speed = f"An action chunk takes the student {student.latency_ms / teacher.latency_ms:.0%} of the teacher's time"
+    if not teacher.success_rate or student.success_rate is None:
+        return f"{speed}."
+    return f"{speed}, and it succeeds {student.success_rate / teacher.success_rate:.0%} as often."
+
+
 def _describe(outcome: Outcome) -> str:
     success = "" if outcome.success_rate is None else f"{100 * outcome.success_rate:.0f} % in "
     steps = "1 step" if outcome.num_steps == 1 else f"{outcome.num_steps} steps"

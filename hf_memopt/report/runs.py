@@ -40,7 +40,8 @@ _COUNTERS = ("update", "step", "epoch")
 _EQUAL, _STEADY = 0.05, 0.15
 _NO_TIMELINE = (
     f"memory over time and peaks by phase: there is no {METRICS_FILE}, and no {TRAINER_FILE} with memory figures. "
-    "Train with callbacks=[MemoryLoggingCallback()] and save a checkpoint, or call append_metrics in your own loop"
+    "Train with callbacks=[MemoryLoggingCallback()] and save a checkpoint, with lerobot's loop for more steps than its "
+    "--log_freq, or call append_metrics in your own loop"
 )
 _NO_PHASES = 'peaks by phase: the logged figures name no phase. Use `with memory.phase("forward"):` and so on'
 _COMPARE = "hf-memopt compare RECIPE --modes off,all,auto with the run's own flags"

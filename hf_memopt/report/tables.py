@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hf_memopt.report.offloading import PlanTable
-from hf_memopt.report.outcome import outcome_line
+from hf_memopt.report.outcome import gain_line, outcome_line
 from hf_memopt.report.runs import DEVICE_PEAK, Run, memory_column
 from hf_memopt.text_table import Cell, Table
 from hf_memopt.units import GIB, format_bytes, unit_for
@@ -26,9 +26,9 @@ _MODE_COLUMNS = {
 
 
 def headlines(run: Run) -> list[str]:
-    outcome = [outcome_line(run.outcomes)] if run.outcomes else []
+    outcome = [outcome_line(run.outcomes), gain_line(run.outcomes)] if run.outcomes else []
     return [
-        *outcome,
+        *filter(None, outcome),
         *_offloading_headline(run),
         *_mode_headline(run),
         *_holder_headline(run),

@@ -194,7 +194,7 @@ def test_a_mode_by_name_and_a_cpu_on_which_nothing_moves(make: Any, caplog: pyte
 
 def test_nothing_is_said_to_be_at_fault_where_nothing_was_trained(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="hf_memopt")
-    offloading.log_what_was_done(everything().stats)
+    offloading.log_what_was_done(everything())
     (record,) = caplog.records
     assert record.levelno == logging.INFO
     assert "no pass has saved anything" in record.message
@@ -212,16 +212,16 @@ def test_the_summary_names_what_was_predicted_and_what_was_measured() -> None:
     plan = {"predicted_peak_gib": 2.0, "predicted_step_ms": 100.0}
     measured = {"measured_peak_gib": 1.5, "plain_peak_gib": 4.0, "measured_step_ms": None}
     nothing = dict.fromkeys((*plan, *measured))
-    plainly = "0 B kept on the device; 3.00 GiB moved to the host; 1.00 GiB of host memory used; compute waited 12 ms"
+    plainly = "over the run 0 B kept, 3.00 GiB moved to the host; 1.00 GiB of host memory used; compute waited 12 ms"
     assert summary(OffloadStats(**counters, **no_disk, **moved, **nothing)) == plainly
     on_disk = {"disk_bytes_live": 0, "disk_bytes_held": 2**30, "disk_bytes_written": 2 * 2**30}
     assert summary(OffloadStats(**counters, **on_disk, **moved, **nothing)) == (
-        "0 B kept on the device; 3.00 GiB moved to host and disk; 1.00 GiB of host memory used; 1.00 GiB of "
-        "disk used, 2.00 GiB written; compute waited 12 ms"
+        "over the run 0 B kept, 3.00 GiB moved to host and disk; 1.00 GiB of host memory used; 1.00 GiB of "
+        "disk used, 2.00 GiB written to the disk; compute waited 12 ms"
     )
     alone = summary(OffloadStats(**counters, **on_disk, **moved | {"host_bytes_pinned": 0}, **nothing))
-    assert "; 3.00 GiB moved to the disk; 1.00 GiB of disk used" in alone
+    assert ", 3.00 GiB moved to the disk; 1.00 GiB of disk used" in alone
     assert summary(OffloadStats(**counters, **no_disk, **moved, **plan, **measured)) == (
-        f"{plainly}; peak of saved activations 2.00 GiB predicted, 1.50 GiB measured, 4.00 GiB if all were kept; "
-        "forward and backward 100 ms predicted"
+        f"{plainly}; in a step: peak of saved activations 2.00 GiB predicted, 1.50 GiB measured, 4.00 GiB if all were "
+        "kept; forward and backward 100 ms predicted"
     )

@@ -61,13 +61,13 @@ def test_bytes_on_a_disk_are_shown(make: Make, tmp_path: Path) -> None:
     assert record.stats is not None
     assert record.stats.disk_bytes_written > 0
     assert any("moved to the disk" in phrase for phrase in in_words(record.stats))
-    assert "no plan yet" in record.note
+    assert record.note == "mode='all' makes no plan"
 
 
 def test_a_run_without_offloading_is_told_to_switch_it_on(make: Make) -> None:
     _, record = trained(make, None)
     assert record.stats is None
-    assert record.advice == [("ActivationOffloader(mode='auto', disk='FOLDER')", "no activations were offloaded")]
+    assert record.advice == [("ActivationOffloader(mode='auto', disk='.')", "no activations were offloaded")]
 
 
 def test_an_earlier_runs_record_goes_when_training_begins(make: Make) -> None:
@@ -95,9 +95,9 @@ def _at_step_begin(call: Callable[[], object]) -> Any:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        pytest.param({"copier": None}, "ActivationOffloader(disk='FOLDER')", id="a CPU without a copier"),
+        pytest.param({"copier": None}, "ActivationOffloader(disk='.', ", id="a CPU without a copier"),
         pytest.param(
-            {"offload_threshold_mb": 10.0}, "ActivationOffloader(offload_threshold_mb=1.0)", id="nothing large enough"
+            {"offload_threshold_mb": 10.0}, "ActivationOffloader(offload_threshold_mb=0.0", id="nothing large enough"
         ),
         pytest.param({"budget_gib": 1.0}, "ActivationOffloader(budget_gib=", id="everything kept"),
         pytest.param({"mode": "all"}, "ActivationOffloader(mode='auto', budget_gib=", id="no plan"),
@@ -112,7 +112,7 @@ def test_a_slow_plan_is_told_to_checkpoint_or_to_take_more_and_a_quick_one_to_ta
     offloader = planned(budget_gib=0.0001)
     trainer, _ = trained(make, offloader)
     for slowdown, expected in (
-        (0.2, ["hf_memopt.attach(trainer, selective_checkpointing=True)", "ActivationOffloader(budget_gib=0.00015)"]),
+        (0.2, ["hf_memopt.attach(trainer, selective_checkpointing=True)", "ActivationOffloader(budget_gib=0.00015, "]),
         (0.03, []),
         (0.0, ["ActivationOffloader(budget_gib="]),
     ):
@@ -160,3 +160,25 @@ def test_under_launch_advice_is_the_whole_command_and_verify_takes_its_switches(
     assert words[::2] == ["--switch"] * (len(words) // 2)
     memopt = switches.Switches.from_texts(words[1::2]).make_memopt()
     assert (memopt.offload, memopt.budget_gib, memopt.skip) == ("auto", 0.0001, ["lm_head", "visual"])
+
+
+def test_advice_keeps_the_other_options_and_moves_something_at_once(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, record = trained(make, ActivationOffloader())
+    assert "moved nothing" in caplog.text
+    (_, first_reason), (setting, _) = record.advice
+    assert "the largest saved tensor has " in first_reason
+    advised = eval(setting)
+    _, record = trained(make, advised)
+    assert record.stats is not None
+    assert record.stats.measured_peak_gib is not None
+    assert "copier=SyncCopier()" in record.advice[0][0]
+    assert "offload_threshold_mb=" in record.advice[0][0]
+
+
+def test_a_threshold_above_all_is_named_with_the_largest_tensor(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    offloader = planned(offload_threshold_mb=10.0)
+    trained(make, offloader)
+    assert "no saved tensor reaches offload_threshold_mb=10; the largest has " in offloader.report().note
+    assert "moved nothing: no saved tensor reaches offload_threshold_mb=10; the largest has " in caplog.text

@@ -1,4 +1,4 @@
-from hf_memopt.report.outcome import Outcome, outcome_line
+from hf_memopt.report.outcome import Outcome, gain_line, outcome_line
 
 
 def test_the_line_names_success_steps_and_time_of_each_policy() -> None:
@@ -8,3 +8,14 @@ def test_the_line_names_success_steps_and_time_of_each_policy() -> None:
 
 def test_a_rate_that_nobody_measured_is_left_out() -> None:
     assert outcome_line({"student": Outcome(2, None, 6.2)}) == "student: 2 steps, 6 ms"
+
+
+def test_the_gain_is_a_sentence_where_both_are_known() -> None:
+    outcomes = {"teacher": Outcome(10, 0.96, 40.0), "student": Outcome(1, 0.72, 10.0)}
+    assert (
+        gain_line(outcomes)
+        == "An action chunk takes the student 25% of the teacher's time, and it succeeds 75% as often."
+    )
+    without_tries = {name: Outcome(each.num_steps, None, each.latency_ms) for name, each in outcomes.items()}
+    assert gain_line(without_tries) == "An action chunk takes the student 25% of the teacher's time."
+    assert gain_line({"student": outcomes["student"]}) is None

@@ -89,6 +89,17 @@ class ReflowEvaluation:
             "student": self.student.outcome(student_steps),
         }
 
+    def shortcoming(self, student_steps: int) -> str | None:
+        """Return a warning where the student is further from the teacher than the teacher itself with as few steps."""
+        student, teacher = (side.error.get(student_steps) for side in (self.student, self.teacher))
+        if student is None or teacher is None or student <= teacher:
+            return None
+        steps = "1 step" if student_steps == 1 else f"{student_steps} steps"
+        return (
+            f"With {steps} the student's error, {student:.4f}, is above the teacher's own with as few, {teacher:.4f}: "
+            "it has not learned from its teacher yet; train it for longer."
+        )
+
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
@@ -112,10 +123,13 @@ def evaluate_reflow(
         sample_trajectory(teacher, observe(teacher, batch), noise, reference_steps)[-1]
         for batch, noise in zip(batches, noises, strict=True)
     ]
+    policies = {"teacher": teacher, "student": student}
     sides = {
         name: _evaluate_model(policy, batches, noises, references, reference_steps, num_steps, name)
-        for name, policy in (("teacher", teacher), ("student", student))
+        for name, policy in policies.items()
     }
+    times_ms = _latencies_ms(policies, batches[0], noises[0][:1], sorted({1, *num_steps, reference_steps}))
+    sides = {name: dataclasses.replace(side, latency_ms=times_ms[name]) for name, side in sides.items()}
     num_observations = sum(len(batch[ACTION]) for batch in batches)
     return ReflowEvaluation(num_observations, reference_steps, device_name(noises[0].device), **sides)
 
@@ -207,7 +221,7 @@ def _evaluate_model(
             action_errors[steps].append(_valid(actions[..., :dims] - batch[ACTION], batch))
     path = torch.cat(paths, dim=1)
     first = observe(policy, batches[0])
-    single = observe(policy, {key: value[:1] for key, value in batches[0].items() if isinstance(value, Tensor)})
+    single = _observe_one(policy, batches[0])
     all_steps = sorted({1, *num_steps, reference_steps})
     weights_bytes, sampling_bytes = memory_to_act(policy, single, noises[0][:1])
     return ModelEvaluation(
@@ -216,7 +230,7 @@ def _evaluate_model(
         straightness=straightness(path).item(),
         normalized_straightness=straightness(path, normalize=True).item(),
         spread={steps: _spread(policy, first, noises[0], steps, dims) for steps in all_steps},
-        latency_ms={steps: _latency_ms(policy, single, noises[0][:1], steps) for steps in all_steps},
+        latency_ms={},
         weights_bytes=weights_bytes,
         sampling_bytes=sampling_bytes,
     )
@@ -255,17 +269,34 @@ def _spread(policy: PreTrainedPolicy, observation: Observation, noise: Tensor, n
     return samples[..., :dims].std(dim=0).mean().item()
 
 
+def _observe_one(policy: PreTrainedPolicy, batch: Batch) -> Observation:
+    return observe(policy, {key: value[:1] for key, value in batch.items() if isinstance(value, Tensor)})
+
+
+def _latencies_ms(
+    policies: Mapping[str, PreTrainedPolicy], batch: Batch, noise: Tensor, all_steps: Sequence[int]
+) -> dict[str, dict[int, float]]:
+    """Return median times by policy and number of steps. Policies take turns: other load falls on all alike."""
+    observations = {name: _observe_one(policy, batch) for name, policy in policies.items()}
+    medians: dict[str, dict[int, float]] = {name: {} for name in policies}
+    for num_steps in all_steps:
+        times: dict[str, list[float]] = {name: [] for name in policies}
+        for _ in range(_NUM_LATENCY_RUNS):
+            for name, policy in policies.items():
+                times[name].append(_latency_ms(policy, observations[name], noise, num_steps))
+        for name, found in times.items():
+            medians[name][num_steps] = statistics.median(found)
+    return medians
+
+
 def _latency_ms(policy: PreTrainedPolicy, observation: Observation, noise: Tensor, num_steps: int) -> float:
     wait: Callable[[], None] = torch.accelerator.synchronize if noise.device.type != "cpu" else lambda: None
-    times = []
     with _sampling(policy, num_steps):
-        for _ in range(_NUM_LATENCY_RUNS):
-            wait()
-            start = time.perf_counter()
-            policy.model.sample_actions(*observation.arguments(), noise=noise)
-            wait()
-            times.append(1e3 * (time.perf_counter() - start))
-    return statistics.median(times)
+        wait()
+        start = time.perf_counter()
+        policy.model.sample_actions(*observation.arguments(), noise=noise)
+        wait()
+        return 1e3 * (time.perf_counter() - start)
 
 
 def memory_to_act(policy: PreTrainedPolicy, observation: Observation, noise: Tensor) -> tuple[int, int]:

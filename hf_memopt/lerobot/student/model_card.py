@@ -24,7 +24,7 @@ from hf_memopt.lerobot.policy_files import (
 )
 from hf_memopt.lerobot.processors import check_processors
 from hf_memopt.memory.metrics_file import METRICS_FILE, read_metrics
-from hf_memopt.report.outcome import outcome_line
+from hf_memopt.report.outcome import gain_line, outcome_line
 from hf_memopt.units import format_bytes
 
 _CARD_SETTINGS = (
@@ -200,7 +200,10 @@ def _measurements(evaluation: ReflowEvaluation, observations: Observations, num_
 
 
 def _headline(evaluation: ReflowEvaluation, num_steps: int) -> list[str]:
-    return [f"**{outcome_line(evaluation.outcomes(num_steps))}**, for one action chunk.", ""]
+    outcomes = evaluation.outcomes(num_steps)
+    lines = [f"**{outcome_line(outcomes)}**, for one action chunk.", gain_line(outcomes), ""]
+    warning = evaluation.shortcoming(num_steps)
+    return [line for line in lines if line is not None] + ([f"**{warning}**", ""] if warning else [])
 
 
 def _by_steps(evaluation: ReflowEvaluation) -> Iterator[str]:

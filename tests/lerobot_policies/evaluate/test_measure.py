@@ -1,5 +1,6 @@
 """Tests of the comparison of student and teacher on cases with known answers, and of its side effects."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -134,3 +135,31 @@ def test_nothing_is_left_changed(toy_teacher: Path, batches: list[dict[str, Any]
         measure.evaluate_reflow(student, teacher, batches, num_steps=(1,))
     assert student.training
     assert student.config.num_steps == 10
+
+
+def test_policies_take_turns_while_they_are_timed(
+    toy_teacher: Path, batches: list[dict[str, Any]], noise: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policies = {name: policy_files.load_policy(toy_teacher) for name in ("teacher", "student")}
+    timed: list[tuple[str, int]] = []
+    names = {id(policy): name for name, policy in policies.items()}
+    monkeypatch.setattr(
+        measure, "_latency_ms", lambda policy, *given: timed.append((names[id(policy)], given[-1])) or float(len(timed))
+    )
+    found = measure._latencies_ms(policies, batches[0], noise[:1], [1, 2])
+    num_runs = len(timed) // 4
+    assert timed == [("teacher", 1), ("student", 1)] * num_runs + [("teacher", 2), ("student", 2)] * num_runs
+    assert all(found["student"][steps] - found["teacher"][steps] == 1.0 for steps in (1, 2))
+
+
+def test_a_student_that_is_worse_than_the_teachers_own_few_steps_is_named(
+    toy_teacher: Path, batches: list[dict[str, Any]]
+) -> None:
+    teacher = policy_files.load_policy(toy_teacher)
+    evaluation = measure.evaluate_reflow(teacher, teacher, batches, num_steps=[1])
+    assert evaluation.shortcoming(1) is None  # as good as the teacher itself
+    worse = dataclasses.replace(evaluation.student, error={1: 2 * evaluation.teacher.error[1]})
+    warning = dataclasses.replace(evaluation, student=worse).shortcoming(1)
+    assert warning is not None
+    assert warning.startswith("With 1 step the student's error, ")
+    assert dataclasses.replace(evaluation, student=worse).shortcoming(3) is None  # which nobody measured
