@@ -59,7 +59,7 @@ def test_on_the_index(install_texts: ModuleType, copy: Path) -> None:
     for name in ("README.md", "docs/index.md"):
         assert f"git clone {URL} hf_memopt" in texts[name]
         assert 'pip install "hf_memopt[' in texts[name]
-    assert 'pip install "hf_memopt[trl]"' in texts["docs/index.md"]
+    assert 'pip install "hf_memopt[peft,report]"' in texts["docs/index.md"]
     assert 'pip install "hf_memopt[lerobot]" lerobot_policy_smolvla_reflow' in texts[f"{PLUGIN}/README.md"]
     assert 'pip install "hf_memopt[trl,peft]"' in texts["docs/sft.md"]
     assert not [name for name, text in texts.items() if "<this repository>" in text or 'pip install ".' in text]

@@ -141,15 +141,18 @@ def test_policies_take_turns_while_they_are_timed(
     toy_teacher: Path, batches: list[dict[str, Any]], noise: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policies = {name: policy_files.load_policy(toy_teacher) for name in ("teacher", "student")}
-    timed: list[tuple[str, int]] = []
     names = {id(policy): name for name, policy in policies.items()}
-    monkeypatch.setattr(
-        measure, "_latency_ms", lambda policy, *given: timed.append((names[id(policy)], given[-1])) or float(len(timed))
-    )
+    timed: list[tuple[str, int]] = []
+
+    def latency_ms(policy: Any, observation: Any, noise: Tensor, num_steps: int) -> float:
+        timed.append((names[id(policy)], num_steps))
+        return float(len(timed))
+
+    monkeypatch.setattr("hf_memopt.lerobot.evaluate.measure._latency_ms", latency_ms)
+    monkeypatch.setattr("hf_memopt.lerobot.evaluate.measure._NUM_LATENCY_RUNS", 3)
     found = measure._latencies_ms(policies, batches[0], noise[:1], [1, 2])
-    num_runs = len(timed) // 4
-    assert timed == [("teacher", 1), ("student", 1)] * num_runs + [("teacher", 2), ("student", 2)] * num_runs
-    assert all(found["student"][steps] - found["teacher"][steps] == 1.0 for steps in (1, 2))
+    assert timed == [("teacher", 1), ("student", 1)] * 3 + [("teacher", 2), ("student", 2)] * 3
+    assert found == {"teacher": {1: 3.0, 2: 9.0}, "student": {1: 4.0, 2: 10.0}}
 
 
 def test_a_student_that_is_worse_than_the_teachers_own_few_steps_is_named(
