@@ -42,7 +42,7 @@ PlannersByDevice = dict[torch.device, PassPlanner]
 MODES = ("auto", "all", "inputs")
 _NOTHING_TO_MOVE = (
     "nothing is moved: saved activations are in host memory already. disk=FOLDER moves them to a disk. To try "
-    "offloading on a CPU, give the copier that copies there too: ActivationOffloader(copier=hf_memopt.SyncCopier()), or "
+    "offloading on a CPU, give the copier that copies there too, ActivationOffloader(copier=hf_memopt.SyncCopier()) or "
     "the flag --cpu_copies"
 )
 
