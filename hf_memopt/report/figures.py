@@ -188,7 +188,7 @@ def _draw_device(axes: Any, timeline: Sequence[Mapping[str, float]]) -> None:
 
 
 def _draw_phases(figure: Any, phases: Sequence[LoggedPeak], on_device: bool) -> None:
-    figure.set_size_inches(9, 1.4 + 0.36 * len(phases))
+    figure.set_size_inches(_NARROW[0], 1.4 + 0.36 * len(phases))
     axes = figure.subplots()
     names = [phase.name for phase in phases]
     color = _BAR if on_device else _HOST
@@ -210,7 +210,7 @@ def _draw_phases(figure: Any, phases: Sequence[LoggedPeak], on_device: bool) -> 
 def _draw_holders(figure: Any, holders: Mapping[str, Mapping[str, Mapping[str, int]]]) -> None:
     phases = list(next(iter(holders.values())))
     kinds = list(dict.fromkeys(kind for by_phase in holders.values() for found in by_phase.values() for kind in found))
-    figure.set_size_inches(9, 1.4 + 0.32 * len(phases) * len(holders))
+    figure.set_size_inches(_NARROW[0], 1.4 + 0.32 * len(phases) * len(holders))
     totals = [sum(found.values()) for by_phase in holders.values() for found in by_phase.values()]
     unit, size = unit_for(max(totals))
     row = figure.subplots(len(phases), 1, sharex=True, squeeze=False)[:, 0]
@@ -227,13 +227,13 @@ def _draw_holders(figure: Any, holders: Mapping[str, Mapping[str, Mapping[str, i
     row[-1].set_xlim(0, 1.04 * max(totals) / size or 1)
     if kinds:
         handles, labels = row[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(kinds)))
+        figure.legend(handles, labels, loc="outside lower center", ncols=min(3, len(kinds)))
 
 
 def _draw_modes(figure: Any, modes: Sequence[Mapping[str, Any]]) -> None:
-    figure.set_size_inches(9, 1.3 + 0.38 * len(modes))
+    figure.set_size_inches(_NARROW[0], 1.8 + 0.7 * len(modes))
     key, title = memory_column(modes)
-    memory, speed = figure.subplots(1, 2, sharey=True)
+    memory, speed = figure.subplots(2, 1)
     for axes, color, figures, heading, unit in (
         (memory, _BAR, [mode.get(key) or 0 for mode in modes], title, "MiB"),
         (speed, _TIME, [mode["step_ms"] or 0 for mode in modes], "Median time of an update", "ms"),
@@ -243,7 +243,7 @@ def _draw_modes(figure: Any, modes: Sequence[Mapping[str, Any]]) -> None:
         axes.margins(x=0.18)
         axes.grid(visible=False, axis="y")
         axes.set(title=heading, xlabel=unit)
-    memory.invert_yaxis()
+        axes.invert_yaxis()
 
 
 def _unit(figures_gib: Iterable[float]) -> tuple[str, float]:
