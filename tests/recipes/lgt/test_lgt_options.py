@@ -58,7 +58,10 @@ def test_help_lists_every_field(capsys: pytest.CaptureFixture[str]) -> None:
         (["--loss.style_weights", "1"], r"loss.style_weights=\[1.0\] must have model.num_styles=2 values"),
         (["--loss.patch_size=4"], r"loss.patch_size=4 must be odd"),
         (["--offload.offload=inputs"], r"add --training.use_gradient_checkpointing"),
-        (["--config_path=/nowhere/config.json"], r"config_path='/nowhere/config.json': there is no such file; name yours or one of"),
+        (
+            ["--config_path=/nowhere/config.json"],
+            r"config_path='/nowhere/config.json': there is no such file; name yours or one of",
+        ),
     ],
 )
 def test_bad_flags_are_refused_with_a_remedy(flags: list[str], message: str) -> None:
