@@ -16,7 +16,7 @@ FOR_MAINTAINERS = {"dev", "docs", "all"}
 
 @dataclass(frozen=True)
 class Source:
-    """Where the library can be had; `url` is empty until the repository is public."""
+    """The places that have the library; `url` is empty until the repository is public."""
 
     url: str
     on_index: bool

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from built_wheels import LIBRARY, METADATA, PLUGIN, Environment, build, copy_library, copy_plugin, run
 from packaging.metadata import Metadata
+from tiny_configs import TINY_LLAMA
 
 import hf_memopt
 
@@ -46,15 +47,6 @@ sys.meta_path.insert(0, Hidden())
 sys.path[:] = [{installed!r}, *sys.path, {environment!r}]
 """
 
-TINY = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
 USERS_SCRIPT = """
 from hf_memopt import ActivationOffloader
 from hf_memopt.callbacks import MemoptArguments
@@ -165,7 +157,7 @@ def test_both_wheels_work_where_no_clone_is(installed: Environment, tmp_path: Pa
 def test_commands_work_where_no_clone_is(installed: Environment, tmp_path: Path) -> None:
     machine = json.loads(installed.run("hf-memopt", "doctor", "--json", cwd=tmp_path))
     assert {"devices", "host", "versions"} <= set(machine)
-    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    (tmp_path / "config.json").write_text(json.dumps(TINY_LLAMA))
     estimate = installed.run("hf-memopt", "estimate", "config.json", "--seq-len", "64", "--gpu", "8GiB", cwd=tmp_path)
     assert "\nIt fits on 8GiB" in estimate
     folder = Path(installed.run("hf-memopt", "configs", cwd=tmp_path).strip())

@@ -16,20 +16,12 @@ from typing import Any
 
 import httpx
 import pytest
+from tiny_configs import TINY_LLAMA
 
 from hf_memopt.cli import main
 
 FILE = Path(__file__).parents[1] / "space" / "app.py"
-TINY = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 4096,
-}
+TINY = {**TINY_LLAMA, "max_position_embeddings": 4096}
 
 
 @pytest.fixture(scope="module")

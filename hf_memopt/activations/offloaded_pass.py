@@ -439,7 +439,7 @@ class OffloadedPass:
                 self.recorder.lasts(storage.index)
 
     def elapsed_s(self) -> float:
-        return self.device.clock.elapsed_s(self.begun, self.ended)
+        return self.figures().elapsed_s()
 
     def figures(self) -> PassFigures:
         times = self.device.clock, self.begun, self.ended

@@ -35,7 +35,10 @@ def gain_line(outcomes: Mapping[str, Outcome]) -> str | None:
     return f"{speed}, and it succeeds {student.success_rate / teacher.success_rate:.0%} as often."
 
 
+def steps_text(num_steps: int) -> str:
+    return "1 step" if num_steps == 1 else f"{num_steps} steps"
+
+
 def _describe(outcome: Outcome) -> str:
     success = "" if outcome.success_rate is None else f"{100 * outcome.success_rate:.0f} % in "
-    steps = "1 step" if outcome.num_steps == 1 else f"{outcome.num_steps} steps"
-    return f"{success}{steps}, {outcome.latency_ms:.0f} ms"
+    return f"{success}{steps_text(outcome.num_steps)}, {outcome.latency_ms:.0f} ms"

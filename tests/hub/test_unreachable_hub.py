@@ -8,19 +8,11 @@ from pathlib import Path
 import pytest
 from fake_hub import FakeHub, serve
 from huggingface_hub import constants
+from tiny_configs import TINY_LLAMA
 
 from hf_memopt.cli import main
 
 MODEL = "people/tiny"
-CONFIG = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
 ESTIMATE = ["estimate", MODEL, "--seq-len", "16"]
 PLAN = ["plan", MODEL, "--seq-len", "16", "--gpu", "1GiB"]
 
@@ -49,7 +41,7 @@ def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     with serve() as fake:
-        fake.repositories[MODEL] = {"config.json": json.dumps(CONFIG).encode()}
+        fake.repositories[MODEL] = {"config.json": json.dumps(TINY_LLAMA).encode()}
         use(fake.url, monkeypatch)
         yield fake
 
@@ -78,7 +70,7 @@ def test_a_silent_hub_is_asked_once(
 
 
 def test_a_folder_is_read_without_the_hub(silent: socket.socket, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "config.json").write_text(json.dumps(TINY_LLAMA))
     assert main(["estimate", str(tmp_path), "--seq-len", "16"]) == 0
     assert num_connections(silent) == 0
 

@@ -29,7 +29,7 @@ from hf_memopt.lerobot.policy_files import load_config, resolve_checkpoint
 from hf_memopt.lerobot.processors import load_processors
 from hf_memopt.memory.device_counters import device_name
 from hf_memopt.reflow import straightness
-from hf_memopt.report.outcome import Outcome
+from hf_memopt.report.outcome import Outcome, steps_text
 
 Batch = Mapping[str, Tensor]
 
@@ -94,10 +94,9 @@ class ReflowEvaluation:
         student, teacher = (side.error.get(student_steps) for side in (self.student, self.teacher))
         if student is None or teacher is None or student <= teacher:
             return None
-        steps = "1 step" if student_steps == 1 else f"{student_steps} steps"
         return (
-            f"With {steps} the student's error, {student:.4f}, is above the teacher's own with as few, {teacher:.4f}: "
-            "it has not learned from its teacher yet; train it for longer."
+            f"With {steps_text(student_steps)} the student's error, {student:.4f}, is above the teacher's own with as "
+            f"few, {teacher:.4f}: it has not learned from its teacher yet; train it for longer."
         )
 
     def to_dict(self) -> dict[str, Any]:
