@@ -13,6 +13,7 @@ import threading
 import time
 import warnings
 import weakref
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -38,14 +39,11 @@ _NUM_BUFFERS = 2 * _THREADS
 
 
 class _State(NamedTuple):
-    """The file that is open, and its figures that change when its bytes do."""
+    """The figures of an open file that change when its bytes do."""
 
-    device: int
-    inode: int
     num_bytes: int
     modified_ns: int
     changed_ns: int
-    num_links: int
 
 
 class _OwnPages(threading.local):
@@ -66,49 +64,103 @@ class ReadFile:
     Args:
         file: open for reading; closed with this object.
         name: of the file, for messages.
+
+    Attributes:
+        identity: the numbers of the file's device and inode.
     """
 
     def __init__(self, file: FileIO | IO[bytes], name: str) -> None:
         self.name = name
         self._file = file
+        self._cached: FileIO | IO[bytes] | None = None
         self._process = os.getpid()
         self._state = _state(file)
+        found = os.fstat(file.fileno())
+        self.identity = found.st_dev, found.st_ino
+        self._checksums: list[int] = []
+        self._lock = threading.Lock()
         self._mapped: Tensor | None = None
-        weakref.finalize(self, file.close)
-        close_in_forks(file)
+        self._keep(file)
         self._bypass_page_cache()
 
     @property
     def num_bytes(self) -> int:
         return self._state.num_bytes
 
-    @property
-    def identity(self) -> tuple[int, int]:
-        """Return the numbers of the file's device and inode."""
-        return self._state.device, self._state.inode
+    def remember(self) -> None:
+        """Take checksums of the bytes, with which `check` can tell a new name from other bytes. Reads the whole file.
+
+        Raises:
+            DiskError: it could not be read.
+        """
+        found = self._summed()
+        self.check()
+        self._checksums = found
 
     def check(self) -> None:
         """Raise DiskError if the file was written since it was opened, and in a fork, where it is closed.
 
-        A file that is linked, replaced or deleted meanwhile stays as it is: this object has it open.
+        A file that is renamed, linked or deleted stays as it is: this object has it open. But a write whose time was
+        set back leaves the same traces, so that the whole file is read again then, and has to be as `remember` saw it.
+        Otherwise a check costs 2 microseconds. It says nothing about bytes that are read after it.
         """
         if os.getpid() != self._process:
             raise DiskError(f"{self.name}: process {self._process} has it open, of which this is a fork")
-        now, then = _state(self._file), self._state
-        # The time of modification can be set back, unlike the other one, which a new link changes too.
-        if now[:4] != then[:4] or (now.changed_ns != then.changed_ns and now.num_links == then.num_links):
-            raise DiskError(
-                f"{self.name}: the file was changed after it was opened, with {format_bytes(then.num_bytes)}: it has "
-                f"{format_bytes(now.num_bytes)} now; restore it and start again"
-            )
-        self._state = now
+        if _state(self._file) == self._state:
+            return
+        with self._lock:
+            now, then = _state(self._file), self._state
+            if now[:2] != then[:2] or not self._checksums or self._summed() != self._checksums:
+                raise DiskError(
+                    f"{self.name}: the file was changed after it was opened, with {format_bytes(then.num_bytes)}: it "
+                    f"has {format_bytes(now.num_bytes)} now; restore it and start again"
+                )
+            self._state = now
 
     def read(self, position: int, num_bytes: int, pages: Tensor) -> Tensor:
         """Read to page-aligned memory, whole pages; returns the part of it with the bytes from `position` on.
 
         Raises:
-            DiskError: they could not be read, or the file ends before.
+            DiskError: they could not be read, the file ends before, or was changed.
         """
+        try:
+            return self._read(position, num_bytes, pages)
+        finally:
+            self.check()  # afterwards, or a write in between would go unnoticed
+
+    def gather(self, ranges: Iterable[tuple[int, int]], memory: Tensor) -> None:
+        """Read `(position, num_bytes)` ranges, one behind the other, to `(num_bytes,)` uint8 through the page cache.
+
+        Some 3 microseconds for each range that is in the cache. The errors are those of `read`.
+        """
+        room, position, num_bytes = memoryview(memory.numpy()), 0, memory.nbytes
+        try:
+            file = self._through_cache()
+            for position, num_bytes in ranges:
+                while num_bytes:
+                    got = os.preadv(file, [room[:num_bytes]], position)
+                    if not got:
+                        raise OSError(f"the file ends at byte {position}")
+                    room, position, num_bytes = room[got:], position + got, num_bytes - got
+        except OSError as error:
+            raise self._error(position, num_bytes, error) from error
+        finally:
+            self.check()
+
+    def mapped(self) -> Tensor:
+        """Return the whole file as `(num_bytes,)` uint8, read from the disk as it is touched; writing it is a fault.
+
+        So is a read behind the end of a file that has become shorter: `check` comes before each.
+        """
+        if self._mapped is None:
+            self.check()
+            pages = mmap.mmap(self._file.fileno(), self.num_bytes, access=mmap.ACCESS_READ)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=".*not writable")
+                self._mapped = torch.frombuffer(pages, dtype=torch.uint8)
+        return self._mapped
+
+    def _read(self, position: int, num_bytes: int, pages: Tensor) -> Tensor:
         first = position % PAGE
         start, wanted, filled = position - first, first + num_bytes, 0
         room = memoryview(pages.numpy())[: -(-wanted // PAGE) * PAGE]
@@ -119,19 +171,37 @@ class ReadFile:
                     raise OSError(f"the file ends at byte {start + filled + got}")
                 filled += got // PAGE * PAGE
         except OSError as error:
-            reason = os.strerror(error.errno) if error.errno is not None else str(error)
-            action = f"reading {format_bytes(num_bytes)} from byte {position} on"
-            raise DiskError(error.errno, f"{self.name}: {action} failed: {reason}") from error
+            raise self._error(position, num_bytes, error) from error
         return pages[first:wanted]
 
-    def mapped(self) -> Tensor:
-        """Return the whole file as `(num_bytes,)` uint8, read from the disk as it is touched; writing it is a fault."""
-        if self._mapped is None:
-            pages = mmap.mmap(self._file.fileno(), self.num_bytes, access=mmap.ACCESS_READ)
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message=".*not writable")
-                self._mapped = torch.frombuffer(pages, dtype=torch.uint8)
-        return self._mapped
+    def _summed(self) -> list[int]:
+        """Return a checksum of each part of the file."""
+
+        def summed(start: int) -> int:
+            part = self._read(start, min(PART_BYTES, self.num_bytes - start), _own.pages)
+            return zlib.crc32(part.numpy())
+
+        with ThreadPoolExecutor(_THREADS) as threads:
+            return list(threads.map(summed, range(0, self.num_bytes, PART_BYTES)))
+
+    def _error(self, position: int, num_bytes: int, error: OSError) -> DiskError:
+        reason = os.strerror(error.errno) if error.errno is not None else str(error)
+        action = f"reading {format_bytes(num_bytes)} from byte {position} on"
+        return DiskError(error.errno, f"{self.name}: {action} failed: {reason}")
+
+    def _through_cache(self) -> int:
+        """Return the descriptor of the same file, open once more: the first one may go past the page cache."""
+        if not hasattr(os, "O_DIRECT"):
+            return self._file.fileno()
+        with self._lock:
+            if self._cached is None:
+                self._cached = FileIO(f"/proc/self/fd/{self._file.fileno()}")
+                self._keep(self._cached)
+        return self._cached.fileno()
+
+    def _keep(self, file: FileIO | IO[bytes]) -> None:
+        weakref.finalize(self, file.close)
+        close_in_forks(file)
 
     def _bypass_page_cache(self) -> None:
         try:
@@ -145,7 +215,7 @@ class ReadFile:
 
 def _state(file: FileIO | IO[bytes]) -> _State:
     found = os.fstat(file.fileno())
-    return _State(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_nlink)
+    return _State(found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
 
 class Piece(NamedTuple):

@@ -4,6 +4,7 @@ import ctypes
 import itertools
 import os
 import random
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -196,15 +197,30 @@ def write(path: Path, mode: str) -> None:
         file.write(b"x" * 100)
 
 
+def write_and_put_the_time_back(path: Path) -> None:
+    before = path.stat()
+    write(path, "r+b")
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def link(path: Path) -> None:
+    path.with_name("other").hardlink_to(path)
+
+
 CHANGES: dict[str, Callable[[Path], object]] = {
     "written": lambda path: write(path, "r+b"),
+    "written, the time put back": write_and_put_the_time_back,
+    "written, the time put back, linked": lambda path: (write_and_put_the_time_back(path), link(path)),
+    "written, the time put back, deleted": lambda path: (write_and_put_the_time_back(path), path.unlink()),
     "appended to": lambda path: write(path, "ab"),
     "truncated": lambda path: os.truncate(path, 100),
     "touched": lambda path: os.utime(path, ns=(0, 0)),
 }
 NO_CHANGES: dict[str, Callable[[Path], object]] = {
-    "linked": lambda path: path.with_name("other").hardlink_to(path),
+    "linked": link,
     "deleted": lambda path: path.unlink(),
+    "renamed": lambda path: path.rename(path.with_name("other")),
+    "made unreadable": lambda path: path.chmod(0),
     "replaced": lambda path: (path.with_name("new").write_bytes(b"y"), path.with_name("new").replace(path)),
 }
 
@@ -212,6 +228,7 @@ NO_CHANGES: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_changed_files_are_refused(path: Path, change: str) -> None:
     file = opened(path)
+    file.remember()
     file.check()
     CHANGES[change](path)
     for _ in range(2):
@@ -220,12 +237,104 @@ def test_changed_files_are_refused(path: Path, change: str) -> None:
 
 
 @pytest.mark.parametrize("change", NO_CHANGES)
-def test_files_may_lose_their_names(path: Path, contents: Tensor, change: str) -> None:
+def test_files_may_lose_their_names(path: Path, contents: Tensor, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_reader, "PART_BYTES", PAGE)
     file = opened(path)
+    file.remember()
     NO_CHANGES[change](path)
     file.check()
+    monkeypatch.setattr(file_reader, "zlib", None)  # nothing is compared a second time
     file.check()
     assert torch.equal(file.read(0, NUM_BYTES, private_pages(6 * PAGE)), contents)
+
+
+def test_a_new_name_is_refused_where_the_bytes_are_unknown(path: Path) -> None:
+    file = opened(path)
+    link(path)
+    for call in (file.check, file.remember, file.check):
+        with pytest.raises(DiskError, match=r"bytes: the file was changed after it was opened"):
+            call()
+
+
+READS: dict[str, Callable[[BlockInFiles, Tensor], None]] = {
+    "direct": lambda block, memory: DirectReads(block).read(0, memory).wait(),
+    "staged": lambda block, memory: StagedReads(block, AdversarialCopier("late")).read(0, memory).wait(),
+    "gathered": lambda block, memory: block.files[0].gather([(0, 9000), (9000, NUM_BYTES - 9000)], memory),
+}
+
+
+@pytest.mark.parametrize("kind", READS)
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_before_or_amid_a_read_is_refused(
+    path: Path, kind: str, change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block = BlockInFiles([Piece(0, NUM_BYTES, opened(path), 0)])
+    memory = torch.empty(NUM_BYTES, dtype=torch.uint8)
+    preadv, changes = os.preadv, [CHANGES[change]]
+
+    def changing(*arguments: object) -> int:
+        while changes:
+            changes.pop()(path)
+        return preadv(*arguments)
+
+    monkeypatch.setattr(os, "preadv", changing)
+    for _ in range(2):
+        with pytest.raises(DiskError, match=r"bytes: the file was changed.*; restore it and start again"):
+            READS[kind](block, memory)
+    assert changes == []
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("kind", READS)
+def test_a_file_truncated_at_any_moment_gives_its_bytes_or_an_error(
+    path: Path, contents: Tensor, kind: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_reader, "PART_BYTES", PAGE)
+    rng = random.Random(seed)
+    length, delay_s = rng.randrange(NUM_BYTES), 0.02 * rng.random()
+
+    def read_until_it_fails() -> str:
+        block = BlockInFiles([Piece(0, NUM_BYTES, opened(path), 0)])
+        threading.Timer(delay_s, os.truncate, (path, length)).start()
+        while True:
+            memory = torch.zeros(NUM_BYTES, dtype=torch.uint8)
+            try:
+                READS[kind](block, memory)
+            except DiskError as error:
+                return str(error)
+            if not torch.equal(memory, contents):
+                return "other bytes"
+
+    assert "bytes: the file was changed" in run_isolated(read_until_it_fails)
+
+
+def test_ranges_are_gathered_in_their_order_and_not_in_forks(path: Path, contents: Tensor) -> None:
+    file = opened(path)
+    ranges = [(5000, 3000), (0, 10), (5000, 1), (NUM_BYTES - 7, 7)]
+    memory = torch.zeros(3018, dtype=torch.uint8)
+    file.gather(ranges, memory)
+    assert torch.equal(memory, torch.cat([contents[start : start + length] for start, length in ranges]))
+
+    def gather() -> str:
+        with pytest.raises(DiskError) as error:
+            file.gather(ranges, memory)
+        return str(error.value)
+
+    assert "has it open, of which this is a fork" in run_isolated(gather)
+
+
+def test_a_range_that_ends_behind_the_file_is_an_error(path: Path) -> None:
+    with pytest.raises(
+        DiskError, match=f"bytes: reading 100 B from byte {NUM_BYTES} on failed: the file ends at byte {NUM_BYTES}"
+    ):
+        opened(path).gather([(NUM_BYTES - 200, 300)], torch.empty(300, dtype=torch.uint8))
+
+
+def test_a_file_that_became_shorter_is_not_mapped(path: Path) -> None:
+    file = opened(path)
+    os.truncate(path, 100)
+    with pytest.raises(DiskError, match=r"bytes: the file was changed after it was opened"):
+        file.mapped()
 
 
 def test_a_block_of_nothing_is_read(tmp_path: Path) -> None:
