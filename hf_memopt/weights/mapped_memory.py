@@ -32,7 +32,7 @@ class MappedMemory:
 
     def __init__(self) -> None:
         listing = Path("/proc/self/smaps")
-        lines = listing.read_text().splitlines() if listing.exists() else []
+        lines = os.fsdecode(listing.read_bytes()).split("\n") if listing.exists() else []
         self._ranges: list[MappedRange] = []
         is_file = False
         for line in lines:

@@ -11,6 +11,7 @@ import os
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
+from io import BufferedReader
 from pathlib import Path
 
 import torch
@@ -40,10 +41,11 @@ def in_files(weights: PackedWeights, paths: Iterable[str | os.PathLike[str]] | N
             with the process.
 
     Raises:
-        ValueError: a path leads to no safetensors file.
+        ValueError: a path leads to no safetensors file, or to one with a damaged header.
         DiskError: a file cannot be read or written.
 
-    Costs a comparison of the weights with the files, but for those that are mapped from them.
+    Costs a comparison of the weights with the files, but for those that are mapped from them, and one more read of the
+    files that hold weights (see `ReadFile.remember`).
     """
     mapped = MappedMemory()
     held = _HeldTensors(_mapped_files(weights, mapped) if paths is None else _safetensors_files(paths), mapped)
@@ -55,6 +57,8 @@ def in_files(weights: PackedWeights, paths: Iterable[str | os.PathLike[str]] | N
             others.append((piece, memory))
         else:
             pieces.append(Piece(piece.start, memory.nbytes, *place))
+    for file in dict.fromkeys(piece.file for piece in pieces):
+        file.remember()
     if others:
         pieces += _written(others, folder)
     block = BlockInFiles(sorted(pieces, key=lambda piece: piece.start))
@@ -82,8 +86,8 @@ class _HeldTensors:
         self._places: dict[tuple[int, bytes], list[tuple[ReadFile, int]]] = defaultdict(list)
         self._pages = private_pages(PART_BYTES)
         for path in paths:
-            file = ReadFile(path.open("rb", buffering=0), str(path))
-            for begin, end in _ranges(path):
+            file, ranges = _opened(path)
+            for begin, end in ranges:
                 first = file.read(begin, min(PAGE, end - begin), self._pages)
                 self._places[end - begin, _bytes(first)].append((file, begin))
 
@@ -110,9 +114,9 @@ class _HeldTensors:
 def _safetensors_files(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
     found: list[Path] = []
     for path in map(Path, paths):
-        inside = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-        if not inside or not all(map(_is_safetensors, inside)):
-            raise ValueError(f"files: {path} is no safetensors file, nor a folder of such; name the checkpoint's")
+        inside = sorted(path.glob("*.safetensors")) if os.path.isdir(path) else [path]
+        if not inside:
+            raise ValueError(f"files: {path} is no folder of safetensors files; name the checkpoint's")
         found += inside
     return found
 
@@ -132,13 +136,39 @@ def _is_safetensors(path: Path) -> bool:
         return length <= min(_MAX_HEADER_BYTES, path.stat().st_size) and file.read(1) == b"{"
 
 
-def _ranges(path: Path) -> list[tuple[int, int]]:
-    """Return where in a safetensors file each tensor begins and ends, without those that are empty."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
-    offsets = [tensor["data_offsets"] for name, tensor in header.items() if name != "__metadata__"]
-    return [(8 + length + begin, 8 + length + end) for begin, end in offsets if begin < end]
+def _opened(path: Path) -> tuple[ReadFile, list[tuple[int, int]]]:
+    """Open a safetensors file; returns where in it each tensor begins and ends, too, without those that are empty."""
+    try:
+        if not path.is_file():  # a pipe would wait for its writer
+            raise ValueError("it is no file")
+        with path.open("rb") as file:
+            ranges = _ranges(file)
+        return ReadFile(path.open("rb", buffering=0), str(path)), ranges
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"files: {path} is no safetensors file, or a damaged one: {error}; name the checkpoint's, or copy it again"
+        ) from error
+    except OSError as error:
+        raise DiskError(error.errno, f"{path}: cannot be opened: {error.strerror}; let this process read it") from error
+
+
+def _ranges(file: BufferedReader) -> list[tuple[int, int]]:
+    length = int.from_bytes(file.read(8), "little")
+    begin, end = 8 + length, os.fstat(file.fileno()).st_size
+    if length > _MAX_HEADER_BYTES or begin > end:
+        raise ValueError(f"of {end} bytes, its header would take {length}")
+    header = json.loads(file.read(length))
+    if not isinstance(header, dict):
+        raise ValueError("its header is no JSON object")
+    header.pop("__metadata__", None)
+    ranges = []
+    for name, tensor in header.items():
+        match tensor:
+            case {"data_offsets": [int(first), int(last)]} if 0 <= first <= last <= end - begin:
+                ranges.append((begin + first, begin + last))
+            case _:
+                raise ValueError(f"its header places the tensor {name!r} nowhere in the {end - begin} bytes of data")
+    return [(first, last) for first, last in ranges if first < last]
 
 
 def _written(others: Sequence[tuple[WeightSlice, Tensor]], folder: Path) -> list[Piece]:
