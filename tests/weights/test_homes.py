@@ -3,7 +3,9 @@
 import copy
 import itertools
 import os
+import random
 import signal
+import threading
 import time
 import traceback
 import warnings
@@ -13,16 +15,20 @@ from pathlib import Path
 import pytest
 import torch
 from adversarial_copier import COPIERS, AdversarialCopier, InjectedError
+from safetensors.torch import save_file
 from teacher_files import at_home_in_file, checkpoint
 from teacher_toys import WIDTH, Network, Sampler
 from torch import Tensor, nn
 
-from hf_memopt.transfer import Copier, file_reader
+from hf_memopt.estimate.simulation.child_process import run_isolated
+from hf_memopt.transfer import Copier, SyncCopier, file_reader
 from hf_memopt.transfer.direct_io import PAGE
 from hf_memopt.transfer.scratch_file import DiskError
 from hf_memopt.weights import OffloadedTeacher, VisitsByCall
-from hf_memopt.weights.homes import FileHome
+from hf_memopt.weights.homes import FileHome, HostHome, WeightsHome
+from hf_memopt.weights.packed_weights import PackedWeights
 from hf_memopt.weights.strategies.stream import StreamedVisits
+from hf_memopt.weights.weight_files import in_files
 
 MODES = ("resident", "swap", "stream", "auto")
 # None reads to the CPU's memory directly, the others through memory on the way.
@@ -182,6 +188,114 @@ def test_gradients_of_inputs(tmp_path: Path) -> None:
         with teacher.onload() as module:
             (got,) = torch.autograd.grad(module(x).square().sum(), x)
         assert torch.equal(got, want)
+
+
+# ------------------------------------------------------------------------------------------------ rows of tables
+
+
+class Tables(nn.Module):
+    """Tables whose rows lie in memory in each way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        for name, value in {
+            "plain": torch.randn(50, 6, generator=generator),
+            "one_number": torch.randn(50, generator=generator),
+            "blocks": torch.randn(50, 2, 3, generator=generator),
+            "low": torch.randn(50, 3, generator=generator).bfloat16(),
+            "whole_numbers": torch.randint(256, (50, 3), generator=generator).to(torch.uint8),
+            "complex": torch.randn(50, 3, generator=generator, dtype=torch.complex64),
+            "half_of_each_row": torch.randn(50, 6, generator=generator)[:, 1:4],
+            "each_second_row": torch.randn(100, 6, generator=generator)[1::2],
+            "transposed": torch.randn(6, 50, generator=generator).t(),
+            "each_second_column": torch.randn(50, 6, generator=generator)[:, ::2],
+            "repeated": torch.randn(1, 6, generator=generator).expand(50, 6),
+            "not_a_number": torch.full((50, 3), -1, dtype=torch.int32).view(torch.float32),
+        }.items():
+            self.register_buffer(name, value)
+        self.part = nn.Parameter(self.plain[10:], requires_grad=False)  # in one slice with `plain`
+
+
+HOMES: dict[str, Callable[[PackedWeights, Path], WeightsHome]] = {
+    "host": lambda weights, _: HostHome(weights, packed(weights), SyncCopier()),
+    "file": lambda weights, folder: FileHome(weights, in_files(weights, [], folder), None),
+    "staged": lambda weights, folder: FileHome(weights, in_files(weights, [], folder), SyncCopier()),
+}
+INDICES: dict[str, Tensor] = {
+    "many": torch.randint(40, (3, 70), generator=torch.Generator().manual_seed(0)),
+    "int32": torch.tensor([[39, 0], [0, 7]], dtype=torch.int32),
+    "strided": torch.arange(40)[::3],
+    "one": torch.tensor(5),
+    "none": torch.empty(2, 0, dtype=torch.int64),
+}
+
+
+def packed(weights: PackedWeights) -> Tensor:
+    block = torch.empty(weights.num_bytes, dtype=torch.uint8)
+    weights.pack(block)
+    return block
+
+
+@pytest.mark.parametrize("indices", INDICES)
+@pytest.mark.parametrize("home", HOMES)
+def test_rows_are_bitwise_those_of_the_table(home: str, indices: str, tmp_path: Path) -> None:
+    tables = Tables()
+    weights = PackedWeights(tables)
+    made = HOMES[home](weights, tmp_path)
+    num_tables = 0
+    for number, piece in enumerate(weights.slices):
+        for place, each in enumerate(piece.offsets):
+            got = made.rows(number, place, INDICES[indices])
+            want = each.tensor[INDICES[indices]]
+            assert (got.shape, got.dtype, got.device) == (want.shape, want.dtype, want.device)
+            assert torch.equal(got.reshape(-1, 1).view(torch.uint8), want.reshape(-1, 1).contiguous().view(torch.uint8))
+            num_tables += 1
+    assert num_tables == len(tables.state_dict())
+
+
+@pytest.mark.parametrize("index", [-1, 50, -(2**40), 2**40])
+@pytest.mark.parametrize("name", ["plain", "transposed"])
+@pytest.mark.parametrize("home", HOMES)
+def test_rows_outside_of_the_table_are_refused_as_torch_does(home: str, name: str, index: int, tmp_path: Path) -> None:
+    tables = Tables()
+    weights = PackedWeights(tables)
+    made = HOMES[home](weights, tmp_path)
+    (number,) = weights.slices_of[id(getattr(tables, name))]
+    indices = torch.tensor([3, index])
+    with pytest.raises(IndexError) as plain:
+        nn.functional.embedding(indices, getattr(tables, name))
+    with pytest.raises(IndexError) as ours:
+        made.rows(number, 0, indices)
+    assert str(ours.value) == str(plain.value)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", ["plain", "transposed"])
+def test_rows_of_a_file_truncated_at_any_moment_are_right_or_an_error(name: str, seed: int, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    table = nn.Embedding(3000, 8).requires_grad_(False)
+    save_file({"weight": table.weight}, path)
+    if name == "transposed":
+        table.weight.data = table.weight.view(8, 3000).t()
+    rng = random.Random(seed)
+    length, delay_s = rng.randrange(path.stat().st_size - PAGE), 0.02 * rng.random()
+    indices = torch.arange(3000).flip(0)
+    want = table.weight[indices]
+
+    def look_up_until_it_fails() -> str:
+        weights = PackedWeights(table)
+        home = FileHome(weights, in_files(weights, [path], tmp_path), None)
+        threading.Timer(delay_s, os.truncate, (path, length)).start()
+        while True:
+            try:
+                rows = home.rows(0, 0, indices)
+            except DiskError as error:
+                return str(error)
+            if not torch.equal(rows, want):
+                return "other rows"
+
+    assert "model.safetensors: the file was changed" in run_isolated(look_up_until_it_fails)
 
 
 # ------------------------------------------------------------------------------------------------ faults

@@ -12,6 +12,7 @@ from hf_memopt.estimate.simulation.virtual_time import VirtualClock, VirtualCopi
 from hf_memopt.transfer import Copier
 from hf_memopt.transfer.file_reader import PART_BYTES, staging_bytes
 from hf_memopt.transfer.storage_memory import ResizedMemory, StorageMemory
+from hf_memopt.weights.homes import looked_up
 from hf_memopt.weights.packed_weights import OffsetTensor, PackedWeights, WeightSlice
 
 _HOST = torch.device("cpu")
@@ -103,6 +104,9 @@ class VirtualFileHome:
 
     def in_place(self, device: torch.device) -> list[list[Tensor]] | None:
         return self.views if device.type == "cpu" else None
+
+    def rows(self, slice_number: int, place: int, indices: Tensor) -> Tensor:
+        return looked_up(self.views[slice_number][place], indices)
 
     def check(self) -> None:
         """Do nothing: there is no file."""
