@@ -102,7 +102,7 @@ class ReadFile:
 
         A file that is renamed, linked or deleted stays as it is: this object has it open. But a write whose time was
         set back leaves the same traces, so that the whole file is read again then, and has to be as `remember` saw it.
-        Otherwise a check costs 2 microseconds. It says nothing about bytes that are read after it.
+        Otherwise a check costs 3 microseconds. It says nothing about bytes that are read after it.
         """
         if os.getpid() != self._process:
             raise DiskError(f"{self.name}: process {self._process} has it open, of which this is a fork")

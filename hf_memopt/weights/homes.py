@@ -24,7 +24,7 @@ class WeightsHome(Protocol):
     Attributes:
         num_bytes: of the block.
         host_bytes: host memory that it takes.
-        views: by slice, the weights between visits. Whoever reads them calls `check` first.
+        views: by slice, the weights between visits, to be read right after a `check`.
     """
 
     num_bytes: int
@@ -141,7 +141,7 @@ class FileHome:
         return rows
 
     def check(self) -> None:
-        """Raise DiskError if a file has changed, or become shorter, and in a fork; 2 microseconds for each file."""
+        """Raise DiskError if a file has changed, or become shorter, and in a fork; 3 microseconds for each file."""
         self._block.check()
 
 
