@@ -14,6 +14,7 @@ import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -26,6 +27,7 @@ from hf_memopt.activations import ActivationOffloader
 from hf_memopt.activations.checkpointing.selective import apply_selective_checkpointing
 from hf_memopt.activations.wrapped_module import hook_direct_calls
 from hf_memopt.callbacks.arguments import MemoptArguments
+from hf_memopt.callbacks.attach import FrozenModels
 from hf_memopt.callbacks.offloading import is_wrapped, log_what_was_done
 from hf_memopt.callbacks.settings_text import VARIABLE
 from hf_memopt.memory import explain_oom
@@ -57,8 +59,9 @@ def run_script(words: Sequence[str]) -> None:
 def attached(arguments: MemoptArguments) -> Iterator[weakref.WeakSet[ActivationOffloader]]:
     """Attach to every Trainer and every Accelerator that is used inside.
 
-    A Trainer gets the parts that `arguments.attach` adds; its base streams before it moves the model. The models that
-    an Accelerator of its own prepares, and that have something to train, are wrapped in an offloader each, which sees
+    A Trainer gets the parts that `arguments.attach` adds: its base streams before it moves the model, and its frozen
+    models are taken when training begins, since TRL's trainers get them after `Trainer.__init__`. The models that an
+    Accelerator of its own prepares, and that have something to train, are wrapped in an offloader each, which sees
     their forward pass alone; its figures are logged. Yields all offloaders, as they are made.
     """
     trainers: weakref.WeakSet[Trainer] = weakref.WeakSet()
@@ -73,7 +76,10 @@ def attached(arguments: MemoptArguments) -> Iterator[weakref.WeakSet[ActivationO
         arguments.stream_base(given.get("model"), given.get("args"))
         make_trainer(trainer, *args, **kwargs)
         trainers.add(trainer)
-        offloaders.update(arguments.attach(trainer).offloaders)
+        attachment = replace(arguments, frozen="off", frozen_home="host").attach(trainer)
+        if arguments.frozen != "off":
+            attachment.add(FrozenModels(trainer, arguments.frozen, arguments.frozen_home, is_made=False))
+        offloaders.update(attachment.offloaders)
 
     @functools.wraps(prepare)
     def prepare_and_wrap(accelerator: Accelerator, *args: Any, **kwargs: Any) -> Any:

@@ -1,6 +1,5 @@
 """Tests of `attach(trainer, frozen=...)` with TRL's frozen models."""
 
-import copy
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -14,72 +13,20 @@ from torch import Tensor, nn
 
 callbacks = LateModule("hf_memopt.callbacks")
 attach_module = LateModule("hf_memopt.callbacks.attach")
-transformers = LateModule("transformers")
-trl = LateModule("trl")
-dpo_script = LateModule("hf_memopt.recipes.by_feature.trainers.dpo")
+every_trainer = LateModule("hf_memopt.callbacks.every_trainer")
+toys = LateModule("frozen_trainers")
 
-STEPS: dict[str, Any] = {
-    "max_steps": 3,
-    "per_device_train_batch_size": 4,
-    "learning_rate": 1e-2,
-    "bf16": False,
-    "use_cpu": True,
-    "save_strategy": "no",
-    "report_to": [],
-    "disable_tqdm": True,
+pytestmark = pytest.mark.filterwarnings("ignore:You are importing from 'trl.experimental'")
+
+REWARDS = ["reward_funcs[0]", "reward_funcs[2]"]
+NAMES = {
+    "dpo": ["ref_model"],
+    "kto": ["ref_model"],
+    "grpo": ["ref_model", *REWARDS],
+    "rloo": ["ref_model", *REWARDS],
+    "gkd": ["teacher_model"],
+    "gold": ["teacher_model"],
 }
-SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-
-
-def llama(seed: int, model_class: str = "LlamaForCausalLM", **options: Any) -> Any:
-    torch.manual_seed(seed)
-    config = transformers.LlamaConfig(
-        vocab_size=len(dpo_script.WORDS), pad_token_id=0, bos_token_id=1, eos_token_id=1, **SIZES, **options
-    )
-    return getattr(transformers, model_class)(config)
-
-
-def rows(*columns: str) -> Any:
-    from datasets import Dataset
-
-    count = dpo_script.COUNT
-    texts = [
-        {"prompt": f"then comes {count[i]}", "chosen": f" {count[i + 1]}", "rejected": f" {count[i - 1]}"}
-        for i in range(4)
-    ]
-    return Dataset.from_list([{name: row[name] for name in columns} for row in texts * 4])
-
-
-def dpo(folder: Path, **options: Any) -> Any:
-    policy = llama(0)
-    for parameter in policy.model.layers[0].parameters():
-        parameter.requires_grad_(False)  # so that policy and reference share the layer
-    return trl.DPOTrainer(
-        policy,
-        ref_model=copy.deepcopy(policy),
-        args=trl.DPOConfig(str(folder), **STEPS, **options),
-        train_dataset=rows("prompt", "chosen", "rejected"),
-        processing_class=dpo_script.make_tokenizer(),
-    )
-
-
-def grpo(folder: Path, **options: Any) -> Any:
-    tokenizer = dpo_script.make_tokenizer()
-    tokenizer.padding_side = "left"
-    settings = {"num_generations": 4, "max_completion_length": 4, "beta": 0.1, **options}
-    # The reference is a separate model, which TRL loads from a folder.
-    policy, judge = llama(0), llama(1, "LlamaForSequenceClassification", num_labels=1)
-    policy.config._name_or_path = str(folder / "policy")
-    policy.save_pretrained(folder / "policy")
-    tokenizer.save_pretrained(folder / "policy")
-    return trl.GRPOTrainer(
-        policy,
-        judge,
-        args=trl.GRPOConfig(str(folder), **STEPS, **settings),
-        train_dataset=rows("prompt"),
-        processing_class=tokenizer,
-        reward_processing_classes=tokenizer,
-    )
 
 
 def weights_after(trainer: Any) -> list[Tensor]:
@@ -88,22 +35,36 @@ def weights_after(trainer: Any) -> list[Tensor]:
     return [parameter.detach() for parameter in trainer.model.parameters()]
 
 
-MODELS = {"dpo": (dpo, ["ref_model"]), "grpo": (grpo, ["ref_model", "reward_funcs[0]"])}
+def launched(kind: str, folder: Path, *, lora: bool = False, **flags: Any) -> Any:
+    """Return a trainer that a script makes under `hf-memopt launch`."""
+    settings = {"offload": "off", "memory_log": False, **flags}
+    with every_trainer.attached(callbacks.MemoptArguments(**settings)):
+        return getattr(toys, kind)(folder, **{"lora": True} if lora else {})
 
 
+def frozen_part(trainer: Any) -> Any:
+    (part,) = (each for each in trainer.callback_handler.callbacks if isinstance(each, attach_module.FrozenModels))
+    return part
+
+
+@pytest.mark.sweep(share=1 / 3)
 @pytest.mark.parametrize("mode", ["swap", "stream"])
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("how", ["attach", "launch"])
+@pytest.mark.parametrize("kind", NAMES)
 def test_weights_are_bitwise_those_of_the_plain_run(
-    kind: str, mode: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    kind: str, how: str, mode: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    make, names = MODELS[kind]
-    want = weights_after(make(tmp_path))
-    trainer = make(tmp_path)
-    handle = callbacks.attach(trainer, offloader=None, memory=False, frozen=mode)
     caplog.set_level(logging.INFO, "hf_memopt")
+    want = weights_after(getattr(toys, kind)(tmp_path))
+    if how == "launch":
+        trainer = launched(kind, tmp_path, frozen=mode)
+    else:
+        trainer = getattr(toys, kind)(tmp_path)
+        callbacks.attach(trainer, offloader=None, memory=False, frozen=mode)
     assert all(map(torch.equal, weights_after(trainer), want))
-    (part,) = handle._parts
-    assert list(part.visits) == names
+    part = frozen_part(trainer)
+    assert list(part.visits) == NAMES[kind]
+    assert f"frozen='{mode}': {', '.join(f'{name} ({mode})' for name in NAMES[kind])}" in caplog.messages
     for name, visits in part.visits.items():
         report = visits.teacher.report()
         assert (report.mode, report.home) == (mode, "cpu")
@@ -116,8 +77,8 @@ def test_weights_in_files_are_read_from_the_folder_that_they_were_loaded_from(
 ) -> None:
     (tmp_path / "other.safetensors").write_text("in the working folder, and no model's")
     monkeypatch.chdir(tmp_path)
-    want = weights_after(grpo(tmp_path))
-    trainer = grpo(tmp_path)
+    want = weights_after(toys.grpo(tmp_path))
+    trainer = toys.grpo(tmp_path)
     handle = callbacks.attach(trainer, offloader=None, memory=False, frozen="stream", frozen_home="file")
     assert all(map(torch.equal, weights_after(trainer), want))
     (part,) = handle._parts
@@ -132,7 +93,7 @@ def test_weights_in_files_are_read_from_the_folder_that_they_were_loaded_from(
 
 
 def test_weights_that_are_frozen_in_the_policy_are_held_once(tmp_path: Path) -> None:
-    trainer = dpo(tmp_path)
+    trainer = toys.dpo(tmp_path)
     layer = sum(parameter.nbytes for parameter in trainer.model.model.layers[0].parameters())
     (part,) = callbacks.attach(trainer, offloader=None, memory=False, frozen="swap")._parts
     report = part.visits["ref_model"].teacher.report()
@@ -141,7 +102,7 @@ def test_weights_that_are_frozen_in_the_policy_are_held_once(tmp_path: Path) -> 
 
 
 def test_what_was_attached_can_be_removed(tmp_path: Path) -> None:
-    trainer = dpo(tmp_path)
+    trainer = toys.dpo(tmp_path)
     num_callbacks = len(trainer.callback_handler.callbacks)
     handle = callbacks.attach(trainer, offloader=None, memory=False, frozen="swap")
     (part,) = handle._parts
@@ -167,7 +128,7 @@ class DistillationTrainer(SimpleNamespace):
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "nothing is frozen": (stand_in, "has no ref_model, teacher_model or reward model of its own .*; leave frozen out"),
+    "nothing is frozen": (stand_in, "has no ref_model, teacher_model or reward model of its own; leave frozen out"),
     "the model teaches itself": (shares_its_model, "of its own"),
     "a function rewards": (lambda: stand_in(reward_funcs=[len]), "of its own"),
     "deepspeed": (lambda: stand_in(ref_model=nn.Linear(2, 2), is_deepspeed_enabled=True), "places ref_model .*already"),
@@ -182,12 +143,37 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 @pytest.mark.parametrize("kind", REFUSED)
 def test_trainers_whose_frozen_models_cannot_move_are_refused(kind: str) -> None:
     make, reason = REFUSED[kind]
-    with pytest.raises(ValueError, match=f"^frozen: .*{reason}"):
+    with pytest.raises(ValueError, match=f"^frozen='swap': .*{reason}"):
         attach_module.FrozenModels(make(), "swap")
 
 
+NO_SECOND_MODEL = "its reference is the model that learns without the adapters, which takes no more memory"
+
+
+def test_the_refusal_names_the_flag_for_a_base_with_adapters(tmp_path: Path) -> None:
+    trainer = launched("dpo", tmp_path, lora=True, frozen="swap")
+    with pytest.raises(ValueError, match=f"{NO_SECOND_MODEL}; leave frozen out; base='host' is for the frozen weights"):
+        trainer.train()
+
+
+def test_reward_models_beside_adapters_are_taken_and_the_reference_explained(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "hf_memopt")
+    trainer = launched("grpo", tmp_path, lora=True, frozen="swap")
+    trainer.train()
+    assert f"frozen='swap': reward_funcs[0] (swap), reward_funcs[2] (swap); {NO_SECOND_MODEL}" in caplog.messages
+
+
+def test_a_trainer_without_a_reference_says_that_it_needs_none(tmp_path: Path) -> None:
+    trainer = toys.dpo(tmp_path)
+    trainer.ref_model = None  # as after precompute_ref_log_probs
+    with pytest.raises(ValueError, match="of its own; it has no reference, which its settings do not need; leave"):
+        callbacks.attach(trainer, frozen="swap")
+
+
 def test_a_reference_that_follows_the_policy_is_refused(tmp_path: Path) -> None:
-    trainer = dpo(tmp_path, sync_ref_model=True)
+    trainer = toys.dpo(tmp_path, sync_ref_model=True)
     with pytest.raises(
         ValueError, match=r"SyncRefModelCallback changes the weights of ref_model.*sync_ref_model=False"
     ):

@@ -44,10 +44,13 @@ def decoder() -> Any:
 
 def sft(folder: Path, lora: bool = False, **options: Any) -> Any:
     rows = [{"text": "one two three " * 8}] * 16
-    adapters = peft.LoraConfig(r=4, target_modules="all-linear") if lora else None
     arguments = trl.SFTConfig(str(folder), **(SETTINGS | options))
     data = {"train_dataset": datasets.Dataset.from_list(rows), "processing_class": tokenizer()}
-    return trl.SFTTrainer(decoder(), args=arguments, peft_config=adapters, **data)
+    return trl.SFTTrainer(decoder(), args=arguments, peft_config=adapters() if lora else None, **data)
+
+
+def adapters(**options: Any) -> Any:
+    return peft.LoraConfig(r=4, target_modules="all-linear", **options)
 
 
 def dpo(folder: Path, **options: Any) -> Any:
@@ -64,21 +67,23 @@ def kto(folder: Path, **options: Any) -> Any:
     return trl.KTOTrainer(model, ref_model=copy.deepcopy(model), args=arguments, **data)
 
 
-def orpo(folder: Path, **options: Any) -> Any:
+def orpo(folder: Path, lora: bool = False, **options: Any) -> Any:
     rows = [{"prompt": "then one", "chosen": " two" * 7, "rejected": " three" * 7}] * 16
     arguments = orpo_trainer.ORPOConfig(str(folder), **(SETTINGS | options))
     data = {"train_dataset": datasets.Dataset.from_list(rows), "processing_class": tokenizer()}
-    return orpo_trainer.ORPOTrainer(decoder(), args=arguments, **data)
+    return orpo_trainer.ORPOTrainer(decoder(), args=arguments, peft_config=adapters() if lora else None, **data)
 
 
-def reward(folder: Path, **options: Any) -> Any:
+def reward(folder: Path, lora: bool = False, **options: Any) -> Any:
     rows = [{"prompt": "then one", "chosen": " two" * 7, "rejected": " three" * 7}] * 16
     torch.manual_seed(0)
     config = decoder().config
     config.num_labels = 1
     arguments = trl.RewardConfig(str(folder), **(SETTINGS | options))
     data = {"train_dataset": datasets.Dataset.from_list(rows), "processing_class": tokenizer()}
-    return trl.RewardTrainer(transformers.LlamaForSequenceClassification(config), args=arguments, **data)
+    model = transformers.LlamaForSequenceClassification(config)
+    head = adapters(task_type="SEQ_CLS", modules_to_save=["score"]) if lora else None
+    return trl.RewardTrainer(model, args=arguments, peft_config=head, **data)
 
 
 def grpo(folder: Path, **options: Any) -> Any:
