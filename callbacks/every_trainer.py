@@ -67,11 +67,14 @@ def attached(arguments: MemoptArguments) -> Iterator[weakref.WeakSet[ActivationO
     trainers: weakref.WeakSet[Trainer] = weakref.WeakSet()
     offloaders: weakref.WeakSet[ActivationOffloader] = weakref.WeakSet()
     of_accelerators: list[ActivationOffloader] = []
+    unreached, has_reached = _of_trainers_alone(arguments), False
     make_trainer, prepare = Trainer.__init__, Accelerator.prepare
     signature = inspect.signature(make_trainer)
 
     @functools.wraps(make_trainer)
     def make_and_attach(trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        nonlocal has_reached
+        has_reached = True
         given = signature.bind(trainer, *args, **kwargs).arguments
         arguments.stream_base(given.get("model"), given.get("args"))
         make_trainer(trainer, *args, **kwargs)
@@ -83,13 +86,16 @@ def attached(arguments: MemoptArguments) -> Iterator[weakref.WeakSet[ActivationO
 
     @functools.wraps(prepare)
     def prepare_and_wrap(accelerator: Accelerator, *args: Any, **kwargs: Any) -> Any:
+        nonlocal has_reached
         prepared = prepare(accelerator, *args, **kwargs)
         if not any(trainer.accelerator is accelerator for trainer in trainers):
             for model in prepared if isinstance(prepared, tuple) else (prepared,):
-                of_accelerators.extend(_wrap(model, arguments, accelerator))
+                if _is_trained(model):
+                    has_reached = True
+                    of_accelerators.extend(_wrap(model, arguments, accelerator))
             offloaders.update(of_accelerators)
-            if arguments.base != "off":
-                logger.warning("base=%s reaches the models of Trainers alone, not of this Accelerator", arguments.base)
+            while has_reached and unreached:
+                logger.warning("%s", unreached.pop(0))
         return prepared
 
     with patch.object(Trainer, "__init__", make_and_attach), patch.object(Accelerator, "prepare", prepare_and_wrap):
@@ -98,12 +104,35 @@ def attached(arguments: MemoptArguments) -> Iterator[weakref.WeakSet[ActivationO
         finally:  # many scripts end with sys.exit
             for offloader in of_accelerators:
                 log_what_was_done(offloader)
+            if not has_reached and isinstance(sys.exception(), SystemExit | None):
+                logger.warning(
+                    "nothing was attached: the script has made no Trainer, and prepared no model with an Accelerator; "
+                    "in a loop of its own use ActivationOffloader.offload_context"
+                )
 
 
-def _wrap(model: Any, arguments: MemoptArguments, accelerator: Accelerator) -> Iterator[ActivationOffloader]:
-    if not isinstance(model, nn.Module) or is_wrapped(model):
-        return
-    if not any(parameter.requires_grad for parameter in model.parameters()):
+def _of_trainers_alone(arguments: MemoptArguments) -> list[str]:
+    """Return a line for each option in use that does nothing in a loop on Accelerate."""
+    remedies = {
+        "base": "make base = StreamedWeights(model) before prepare, enter base.stream() around forward and loss",
+        "frozen": "make teacher = OffloadedTeacher(module, device=...), enter teacher.onload() around its calls",
+        "leak_check": "a MemoryLogger shows memory that stays",
+        "memory_report": "a MemoryLogger shows memory, and hf-memopt report its page",
+    }
+    given = {name: getattr(arguments, name) for name in remedies}
+    return [
+        f"{name}={value} reaches Trainers alone, not this loop on Accelerate; in the loop {remedies[name]}"
+        for name, value in given.items()
+        if value not in ("off", False)
+    ]
+
+
+def _is_trained(model: Any) -> bool:
+    return isinstance(model, nn.Module) and any(parameter.requires_grad for parameter in model.parameters())
+
+
+def _wrap(model: nn.Module, arguments: MemoptArguments, accelerator: Accelerator) -> Iterator[ActivationOffloader]:
+    if is_wrapped(model):
         return
     if arguments.selective_checkpointing:
         apply_selective_checkpointing(model)

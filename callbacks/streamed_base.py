@@ -104,6 +104,11 @@ def stream_base(
             )
     present = streamed_weights_of(model)
     if present is None:
+        if all(parameter.requires_grad for parameter in model.parameters()):
+            raise ValueError(
+                f"base={base!r}: model has no frozen weights that could stream; train adapters, or leave base out; for "
+                "a frozen reference, teacher or reward model beside it use frozen='auto'"
+            )
         try:
             device = None if args is None else args.device
             return StreamedWeights(model, home=base, budget_gib=budget_gib, device=device, disk=disk)

@@ -4,6 +4,7 @@ import logging
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +84,6 @@ def test_a_base_streams_before_the_trainer_moves_the_model(
             make(model_init=decoder)
         with pytest.raises(ValueError, match="base='file': model has no frozen weights"):
             make()
-        trained_by_accelerate()
-    assert "base=file reaches the models of Trainers alone" in caplog.text
     assert all(map(torch.equal, trainer.model.state_dict().values(), plain.model.state_dict().values()))
 
 
@@ -130,6 +129,36 @@ def test_a_loop_on_accelerate_offloads_what_its_model_saves(
     with every_trainer.attached(arguments(offload="off")):
         assert equal(trained_by_accelerate(), plain)
     assert offload_lines(caplog) == []
+
+
+UNREACHED = {
+    "base": ("host", "base = StreamedWeights(model) before prepare, enter base.stream() around forward and loss"),
+    "frozen": ("swap", "teacher = OffloadedTeacher(module, device=...), enter teacher.onload() around its calls"),
+    "leak_check": (True, "MemoryLogger"),
+    "memory_report": (True, "MemoryLogger"),
+}
+
+
+@pytest.mark.parametrize("flag", UNREACHED)
+def test_a_loop_on_accelerate_hears_which_flags_do_not_reach_it(flag: str, caplog: pytest.LogCaptureFixture) -> None:
+    value, remedy = UNREACHED[flag]
+    with every_trainer.attached(arguments(**{flag: value})):
+        trained_by_accelerate()
+        trained_by_accelerate()
+    (line,) = (text for text in caplog.messages if "reaches Trainers alone" in text)
+    assert line.startswith(f"{flag}={value} reaches Trainers alone, not this loop on Accelerate; in the loop")
+    assert remedy in line
+
+
+@pytest.mark.parametrize("ending", [None, SystemExit(0), ValueError("the script's own")])
+def test_a_script_that_nothing_is_attached_to_is_told_so(
+    ending: BaseException | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(type(ending)) if ending else nullcontext(), every_trainer.attached(arguments()):
+        accelerate.Accelerator(cpu=True).prepare(nn.Linear(2, 2).requires_grad_(False))
+        if ending:
+            raise ending
+    assert ("nothing was attached: " in caplog.text) == (not isinstance(ending, ValueError))
 
 
 def test_a_model_that_is_prepared_twice_is_wrapped_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -178,6 +207,35 @@ def test_trls_sft_is_bitwise_the_plain_run(how: str, plain_run: Any, tmp_path: P
     assert len(losses) == 4
     assert state.keys() == plain_run[1].keys()
     assert all(torch.equal(state[name], plain_run[1][name]) for name in state)
+
+
+FROZEN_SCRIPT = """
+import sys, warnings; warnings.simplefilter("ignore")
+from pathlib import Path
+import frozen_trainers, torch
+trainer = getattr(frozen_trainers, sys.argv[1])(Path(sys.argv[2]))
+torch.manual_seed(1)
+trainer.train()
+torch.save(trainer.model.state_dict(), Path(sys.argv[2]) / "results.pt")
+"""
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("kind", "taken"), [("dpo", "ref_model (swap)"), ("grpo", "ref_model (swap), reward_funcs[0]")]
+)
+def test_launch_takes_frozen_models_to_the_host(kind: str, taken: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(FROZEN_SCRIPT)
+    states = []
+    for flags in ([], ["-m", "hf_memopt.cli", "launch", "--cpu", "--num_processes=1", "--frozen=swap", "--"]):
+        folder = tmp_path / f"run-{len(states)}"
+        folder.mkdir()
+        printed = run(*flags, str(script), kind, str(folder), PYTHONPATH=python_path(SCRIPT.parents[1]))
+        states.append(results(folder / "results.pt"))
+    assert f"frozen='swap': {taken}" in printed
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
 def python_path(folder: Path) -> str:

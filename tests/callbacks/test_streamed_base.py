@@ -180,7 +180,7 @@ def attached(make: Any) -> tuple[Any, Any]:
 
 
 REFUSED: dict[str, tuple[Callable[[Any], tuple[Any, Any]], str]] = {
-    "nothing frozen": (lambda make: (make(), "file"), "base='file': model has no frozen weights"),
+    "nothing frozen": (lambda make: (make(), "file"), "base='file': model has no frozen weights.* use frozen='auto'"),
     "unknown": (lambda make: (make(with_adapters()), "tape"), "base='tape': .*use one of auto, host, file"),
     "model_init": (lambda make: (make(model_init=with_adapters), "file"), "base='file': model_init makes the model"),
     "other home": (other_home, "base='file': the model's weights stream already, with home='host'"),
