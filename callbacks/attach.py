@@ -1,8 +1,8 @@
 """Everything that this library does for a Trainer, attached in one line."""
 
 import logging
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -12,8 +12,9 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from hf_memopt.activations import ActivationOffloader
 from hf_memopt.activations.checkpointing.selective import apply_selective_checkpointing
+from hf_memopt.autograd_state import in_backward
 from hf_memopt.callbacks.leak_detection import LeakDetectionCallback
-from hf_memopt.callbacks.loss_context import enclose
+from hf_memopt.callbacks.loss_context import enclose, enclose_calls_of
 from hf_memopt.callbacks.memory_logging import MemoryPageCallback
 from hf_memopt.callbacks.offloading import (
     ActivationOffloadCallback,
@@ -135,6 +136,8 @@ class Attachment:
 class OffloadedLoss(TrainerCallback):
     """Runs a trainer's forward pass and loss, where gradients are recorded, in an `offload_context`.
 
+    Losses of sentence-transformers that cache gradients run the model again in backward: those calls get a context too.
+
     Hooks entered in `on_step_begin` would outlive an exception and pack tensors that checkpointed layers recompute.
     """
 
@@ -146,6 +149,7 @@ class OffloadedLoss(TrainerCallback):
         self.offloader = offloader
         self._trainer = trainer
         self._undo = enclose(trainer, self._context)
+        self._undo_calls: Callable[[], None] = lambda: None
         trainer.add_callback(self)
 
     def on_train_begin(
@@ -154,6 +158,9 @@ class OffloadedLoss(TrainerCallback):
         # Either may have changed after attaching.
         _refuse_callback(self._trainer)
         refuse_what_conflicts(self.offloader, args, self._trainer.model)
+        self._undo_calls()
+        if _caches_gradients(self._trainer):  # hooks on other models would only split compiled graphs
+            self._undo_calls = enclose_calls_of(self._trainer.model, self._context_in_backward)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -162,7 +169,11 @@ class OffloadedLoss(TrainerCallback):
 
     def remove(self) -> None:
         self._undo()
+        self._undo_calls()
         self._trainer.remove_callback(self)
+
+    def _context_in_backward(self, call: str) -> AbstractContextManager[None]:
+        return self._context() if in_backward() else nullcontext()
 
     @contextmanager
     def _context(self) -> Iterator[None]:
@@ -238,6 +249,13 @@ class AddedCallback:
 
     def remove(self) -> None:
         self._trainer.remove_callback(self._callback)
+
+
+def _caches_gradients(trainer: Any) -> bool:
+    loss = getattr(trainer, "loss", None)
+    losses = loss.values() if isinstance(loss, dict) else [loss]
+    modules = (module for each in losses if isinstance(each, nn.Module) for module in each.modules())
+    return any(getattr(module, "uses_gradient_cache", False) for module in modules)
 
 
 def _refuse_callback(trainer: Trainer) -> None:

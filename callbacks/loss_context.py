@@ -44,9 +44,15 @@ def enclose_calls(model: nn.Module, context: Callable[[str], AbstractContextMana
     undo = ExitStack()
     for module in model.modules():
         if module is model or isinstance(module, PreTrainedModel):
-            calls = _Calls(context)
-            undo.callback(module.register_forward_pre_hook(calls.enter, prepend=True, with_kwargs=True).remove)
-            undo.callback(module.register_forward_hook(calls.leave, always_call=True).remove)
+            undo.callback(enclose_calls_of(module, context))
+    return undo.close
+
+
+def enclose_calls_of(module: nn.Module, context: Callable[[str], AbstractContextManager[Any]]) -> Callable[[], None]:
+    """Do so for one module alone."""
+    calls, undo = _Calls(context), ExitStack()
+    undo.callback(module.register_forward_pre_hook(calls.enter, prepend=True, with_kwargs=True).remove)
+    undo.callback(module.register_forward_hook(calls.leave, always_call=True).remove)
     return undo.close
 
 

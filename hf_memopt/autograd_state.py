@@ -87,6 +87,11 @@ def called_from_rrelu(frame: FrameType | None) -> bool:
     return frame is not None and frame.f_code is _RRELU
 
 
+def in_recomputation() -> bool:
+    """Return whether a backward runs a region under torch's checkpointing again."""
+    return in_backward() and _inside_of(torch.utils.checkpoint.__file__)
+
+
 def refuse_rrelu() -> None:
     """Raise where a copy of RReLU's noise is about to be used that was taken too early; see `called_from_rrelu`."""
     node = torch._C._current_autograd_node()

@@ -56,7 +56,7 @@ class ActivationOffloader:
     Gradients are bitwise those of the plain run: each storage is copied once, byte for byte, however many views of it
     are saved, and views come back with their strides, offsets and lazy conjugation; a storage that is computed again
     comes from the same operation and bytes. Weights, buffers, their views and casts never move, nor do other leaves
-    that require grad, tensors of unknown subclasses and layouts, and tensors saved during backward.
+    that require grad, tensors of unknown subclasses and layouts, and tensors that a backward saves for itself.
 
     Args:
         enabled: False makes every method a pass-through.
@@ -151,6 +151,8 @@ class ActivationOffloader:
     @uncompiled
     def offload_context(self, model: nn.Module | None = None) -> Iterator["ActivationOffloader"]:
         """Offload tensors saved for backward inside. Backward may run inside the context or after it.
+
+        Entered in a backward, as around a forward pass of gradient caching, it offloads for another one within.
 
         Does nothing where gradients are disabled on entry, or a CUDA graph is being captured.
 

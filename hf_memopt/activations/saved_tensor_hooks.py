@@ -17,11 +17,14 @@ from hf_memopt.activations.saved_tensors.storages import LiveStorage
 from hf_memopt.activations.skipped_modules import SkippedCalls
 from hf_memopt.activations.stats import OffloadCounters
 from hf_memopt.autograd_state import (
+    NO_BACKWARD,
     ViewMeta,
     called_from_checkpoint,
     called_from_function,
     called_from_rrelu,
+    current_backward,
     in_backward,
+    in_recomputation,
     is_plain,
     is_regathered,
     is_weight,
@@ -111,8 +114,12 @@ class SavedTensorHooks:
         self._skipped = skipped
         self._passes: dict[torch.device, OffloadedPass | None] = {}
         self._hooks: saved_tensors_hooks | None = None
+        self._backward = NO_BACKWARD
 
     def __enter__(self) -> None:
+        # Losses that cache gradients run the model again inside of a backward, for another one. A recomputation does so
+        # for the one that it is in, or for one that begins at once.
+        self._backward = NO_BACKWARD if in_recomputation() else current_backward()
         self._hooks = saved_tensors_hooks(self.pack, self.unpack)
         self._hooks.__enter__()
 
@@ -141,7 +148,9 @@ class SavedTensorHooks:
         if key in self._fixed or is_weight(tensor):
             self._counters.bytes_weights += tensor.nbytes
             return tensor.detach(), tensor._version
-        if in_backward():  # tensors saved by backward itself (recomputation, double backward) are used at once
+        if (
+            current_backward() != self._backward
+        ):  # tensors saved by backward itself (recomputation, double backward) are used at once
             return self._keep(tensor)
         if self._inputs_only or not tensor.requires_grad:
             caller = sys._getframe().f_back  # none in a thread that is not Python's

@@ -133,8 +133,8 @@ class GradientCache:
         Raises:
             ValueError: as from `backward`.
 
-        Tensors saved by the second forward passes stay on the device: an `ActivationOffloader` does not offload tensors
-        saved during backward, and those passes run inside one.
+        The second forward passes run inside of the backward: what they save is offloaded if `forward_fn` enters an
+        `offload_context` by itself, or calls a model that an `ActivationOffloader` wraps.
         """
         self._check_no_engine("loss")
         return self._replay(micro_batches).loss(self._loss_of_all_ranks)

@@ -120,6 +120,33 @@ def test_gradients_are_bitwise_the_plain_ones(model: nn.Module, x: Tensor, mode:
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_a_forward_pass_inside_of_a_backward_is_offloaded(model: nn.Module, x: Tensor, mode: str) -> None:
+    """Run the model in a tensor's hook, which autograd calls in a thread of its own."""
+
+    def cached(context: AbstractContextManager[Any]) -> Gradients:
+        loss = torch.ones((), device="cuda", requires_grad=True)
+
+        def replay(gradient: Tensor) -> None:
+            with torch.enable_grad(), context:
+                inner = loss_of(model, x)
+            torch.full((2**24,), float("nan"), device="cuda")
+            inner.backward(gradient)
+
+        loss.register_hook(replay)
+        (loss * 1).backward()
+        found = [parameter.grad for parameter in model.parameters()]
+        model.zero_grad()
+        return found
+
+    offloader = make_offloader(mode, model, x)
+    want = cached(nullcontext())
+    for _ in range(NUM_PASSES):
+        assert equal(cached(offloader.offload_context(model)), want)
+    assert offloader.stats.bytes_moved > 0
+    assert offloader.stats.host_bytes_live == 0
+
+
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("prefetch_ahead", [0, 2])
 def test_compute_waits_for_slow_copies(model: nn.Module, x: Tensor, mode: str, prefetch_ahead: int) -> None:
     want = gradients(model, x)

@@ -66,6 +66,12 @@ def batch(model: SentenceTransformer, num_columns: int) -> list[dict[str, Tensor
 
 
 def train(folder: Path, model: SentenceTransformer, loss: nn.Module, data: Dataset, **settings: Any) -> Any:
+    trainer = make_trainer(folder, model, loss, data, **settings)
+    trainer.train()
+    return trainer
+
+
+def make_trainer(folder: Path, model: SentenceTransformer, loss: nn.Module, data: Dataset, **settings: Any) -> Any:
     args = SentenceTransformerTrainingArguments(
         str(folder / "run"),
         num_train_epochs=1,
@@ -81,6 +87,4 @@ def train(folder: Path, model: SentenceTransformer, loss: nn.Module, data: Datas
         seed=3,
         **settings,
     )
-    trainer = SentenceTransformerTrainer(model=model, args=args, train_dataset=data, eval_dataset=data, loss=loss)
-    trainer.train()
-    return trainer
+    return SentenceTransformerTrainer(model=model, args=args, train_dataset=data, eval_dataset=data, loss=loss)
