@@ -59,7 +59,7 @@ def adapters() -> Any:
 
 
 def dpo(folder: Path, lora: bool = False, **options: Any) -> Any:
-    arguments = trl.DPOConfig(str(folder), **STEPS, **options)
+    arguments = trl.DPOConfig(str(folder), **(STEPS | options))
     return _with_reference(trl.DPOTrainer, arguments, rows("prompt", "chosen", "rejected"), lora)
 
 
@@ -72,7 +72,7 @@ def kto(folder: Path, lora: bool = False, **options: Any) -> Any:
         for i in range(4)
     ]
     return _with_reference(
-        trl.KTOTrainer, trl.KTOConfig(str(folder), **STEPS, **options), Dataset.from_list(texts * 4), lora
+        trl.KTOTrainer, trl.KTOConfig(str(folder), **(STEPS | options)), Dataset.from_list(texts * 4), lora
     )
 
 
@@ -104,7 +104,7 @@ def _with_rewards(folder: Path, trainer_class: Any, config_class: Any, lora: boo
     return trainer_class(
         policy,
         [judges[0], length, judges[1], judges[0]],
-        args=config_class(str(folder), **STEPS, **settings),
+        args=config_class(str(folder), **(STEPS | settings)),
         train_dataset=rows("prompt"),
         processing_class=tokenizer,
         reward_processing_classes=[tokenizer, None, tokenizer, tokenizer],
@@ -118,7 +118,7 @@ def length(completions: list[str], **columns: Any) -> list[float]:
 
 def gkd(folder: Path, **options: Any) -> Any:
     settings = {"lmbda": 0.0, "max_length": 16, "max_new_tokens": 4, **options}
-    return _with_teacher(gkd_trainer.GKDTrainer, gkd_trainer.GKDConfig(str(folder), **STEPS, **settings))
+    return _with_teacher(gkd_trainer.GKDTrainer, gkd_trainer.GKDConfig(str(folder), **(STEPS | settings)))
 
 
 def gold(folder: Path, **options: Any) -> Any:
@@ -130,7 +130,7 @@ def gold(folder: Path, **options: Any) -> Any:
         "use_extended_uld": False,
         **options,
     }
-    return _with_teacher(gold_trainer.GOLDTrainer, gold_trainer.GOLDConfig(str(folder), **STEPS, **settings))
+    return _with_teacher(gold_trainer.GOLDTrainer, gold_trainer.GOLDConfig(str(folder), **(STEPS | settings)))
 
 
 def _with_teacher(trainer_class: Any, arguments: Any) -> Any:

@@ -72,19 +72,18 @@ def train(folder: Path, model: SentenceTransformer, loss: nn.Module, data: Datas
 
 
 def make_trainer(folder: Path, model: SentenceTransformer, loss: nn.Module, data: Dataset, **settings: Any) -> Any:
-    args = SentenceTransformerTrainingArguments(
-        str(folder / "run"),
-        num_train_epochs=1,
-        per_device_train_batch_size=8,
-        per_device_eval_batch_size=8,
-        learning_rate=0.1,
-        optim="sgd",
-        logging_steps=1,
-        use_cpu=True,
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
-        seed=3,
-        **settings,
-    )
+    quiet: dict[str, Any] = {
+        "num_train_epochs": 1,
+        "per_device_train_batch_size": 8,
+        "per_device_eval_batch_size": 8,
+        "learning_rate": 0.1,
+        "optim": "sgd",
+        "logging_steps": 1,
+        "use_cpu": True,
+        "report_to": [],
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "seed": 3,
+    }
+    args = SentenceTransformerTrainingArguments(str(folder / "run"), **(quiet | settings))
     return SentenceTransformerTrainer(model=model, args=args, train_dataset=data, eval_dataset=data, loss=loss)

@@ -104,7 +104,18 @@ def no_reward(completions: list[str], **columns: Any) -> list[float]:
     return [0.0] * len(completions)
 
 
-def plain(folder: Path, lengths: Callable[[int], int] = lambda number: 64, **options: Any) -> Any:
+def seq2seq(folder: Path, **options: Any) -> Any:
+    return plain(folder, kind="Seq2SeqTrain", **options)
+
+
+def plain(
+    folder: Path,
+    lengths: Callable[[int], int] = lambda number: 64,
+    *,
+    lora: bool = False,
+    kind: str = "Train",
+    **options: Any,
+) -> Any:
     """Return a Trainer with 16 samples, the n-th as long as `lengths(n)`; batches are padded."""
     of_trainer = {name: options.pop(name) for name in ("model", "optimizers") if name in options}
     rows = [torch.zeros(lengths(number), dtype=torch.long) for number in range(16)]
@@ -113,6 +124,7 @@ def plain(folder: Path, lengths: Callable[[int], int] = lambda number: 64, **opt
         tokens = torch.nn.utils.rnn.pad_sequence([each["input_ids"] for each in samples], batch_first=True)
         return {"input_ids": tokens, "labels": tokens.clone()}
 
-    arguments = transformers.TrainingArguments(str(folder), **(SETTINGS | options))
+    arguments = getattr(transformers, f"{kind}ingArguments")(str(folder), **(SETTINGS | options))
     data = {"train_dataset": [{"input_ids": row} for row in rows], "data_collator": collate}
-    return transformers.Trainer(**({"model": decoder()} | of_trainer), args=arguments, **data)
+    model = peft.get_peft_model(decoder(), adapters()) if lora else decoder()
+    return getattr(transformers, f"{kind}er")(**({"model": model} | of_trainer), args=arguments, **data)
