@@ -75,8 +75,8 @@ def attach(
     Raises:
         ValueError: activations are offloaded already, naming the option to switch off; the trainer has an attached
             offloader; its model has no frozen weights, or others than `base` says stream; it has no frozen model that
-            could live elsewhere; `selective_checkpointing` beside gradient checkpointing; or `memory_report` lacks
-            matplotlib.
+            could live elsewhere; `selective_checkpointing` beside gradient checkpointing or `model_init`; or
+            `memory_report` lacks matplotlib.
 
     Example:
         >>> handle = hf_memopt.attach(trainer, offloader=ActivationOffloader(budget_gib=4.0))
@@ -87,6 +87,11 @@ def attach(
         attached = Attachment()
         on_error.callback(attached.remove)
         if selective_checkpointing:
+            if trainer.model_init is not None:
+                raise ValueError(
+                    "selective_checkpointing=True: model_init makes the model anew at each train(); give the trainer a "
+                    "model"
+                )
             attached.add(apply_selective_checkpointing(trainer.model))
         if base is not None or streams_alone(trainer):
             attached.add(StreamedBase(trainer, base))

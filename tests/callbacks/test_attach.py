@@ -85,6 +85,11 @@ def test_it_is_refused_beside_gradient_checkpointing(make: Any) -> None:
         callbacks.attach(trainer, selective_checkpointing=True)
 
 
+def test_it_is_refused_where_model_init_makes_the_model_anew(make: Any) -> None:
+    with pytest.raises(ValueError, match="^selective_checkpointing=True: model_init makes the model"):
+        callbacks.attach(make(model_init=decoder), selective_checkpointing=True)
+
+
 def refuses(how: str, trainer: Any, offloader: ActivationOffloader, match: str) -> None:
     """Check that `attach` refuses at once, or the callback at the start of training."""
     callback = callbacks.ActivationOffloadCallback(offloader)

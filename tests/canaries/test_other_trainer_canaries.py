@@ -8,6 +8,7 @@ from late_imports import LateModule
 strategies = LateModule("lightning.pytorch.strategies")
 loops = LateModule("lightning.pytorch.loops.optimization.automatic")
 connectors = LateModule("lightning.pytorch.trainer.connectors.logger_connector.logger_connector")
+embedding_losses = LateModule("sentence_transformers.sentence_transformer.losses")
 gradcache = LateModule("sentence_transformers.base.losses.gradcache")
 
 
@@ -26,3 +27,9 @@ def test_sentence_transformers_cuts_micro_batches_and_their_padding() -> None:
     }
     assert gradcache._minibatch_ranges(features, 2) == [(0, 2), (2, 3)]
     assert gradcache._create_minibatch(features, 2, 3)["input_ids"].shape == (1, 2)
+
+
+def test_losses_of_sentence_transformers_say_that_they_run_the_model_in_backward() -> None:
+    cached = [name for name in embedding_losses.__all__ if name.startswith("Cached")]
+    assert len(cached) >= 3
+    assert all(getattr(embedding_losses, name).uses_gradient_cache for name in cached)
