@@ -306,10 +306,10 @@ class DirectReads:
         # By the address of the block in them.
         self._whole_pages: dict[int, WholePages] = {}
 
-    def memory(self, start: int, num_bytes: int) -> WholePages:
-        """Return memory for the piece that begins at the byte `start` of the block."""
-        made = WholePages(num_bytes, self._block.pieces[start].position % PAGE)
-        self._whole_pages[made.block.data_ptr()] = made
+    def memory(self, start: int, num_bytes: int, message: str) -> WholePages:
+        """Return memory for the piece that begins at the byte `start` of the block; see `AccessGuard`."""
+        made = WholePages(num_bytes, self._block.pieces[start].position % PAGE, message)
+        self._whole_pages[made.address] = made
         return made
 
     def read(self, start: int, destination: Tensor) -> Transfer:

@@ -103,14 +103,13 @@ def test_pieces_are_read_to_their_own_pages(
     monkeypatch.setattr(file_reader, "PART_BYTES", PAGE)
     pieces = pieces_of(opened(path), random.Random(seed))
     reads = DirectReads(BlockInFiles(pieces))
-    memories = [reads.memory(piece.start, piece.num_bytes) for piece in pieces]
+    memories = [reads.memory(piece.start, piece.num_bytes, "gone") for piece in pieces]
     monkeypatch.delattr(ctypes, "memmove")  # nothing is copied
     for _ in range(2):
-        for memory in memories:
-            memory.give()
-        under_way = [reads.read(piece.start, memory.block) for piece, memory in zip(pieces, memories, strict=True)]
+        under_way = [reads.read(piece.start, memory.give()) for piece, memory in zip(pieces, memories, strict=True)]
         for piece, memory, read in zip(pieces, memories, under_way, strict=True):
             read.wait()
+            memory.show()
             assert torch.equal(memory.block, contents[piece.position :][: piece.num_bytes])
             memory.take()
 

@@ -16,9 +16,9 @@ from hf_memopt.units import MIB
 
 needs_linux = pytest.mark.skipif(not WholePages.are_available(), reason="whole pages are Linux's")
 KINDS: dict[str, Callable[[int], StorageMemory]] = {
-    "resized": lambda num_bytes: ResizedMemory(num_bytes, torch.device("cpu")),
-    "pages": lambda num_bytes: WholePages(num_bytes, 0),
-    "pages, offset": lambda num_bytes: WholePages(num_bytes, 520),
+    "resized": lambda num_bytes: ResizedMemory(num_bytes, torch.device("cpu"), "gone"),
+    "pages": lambda num_bytes: WholePages(num_bytes, 0, "gone"),
+    "pages, offset": lambda num_bytes: WholePages(num_bytes, 520, "gone"),
 }
 
 
@@ -44,18 +44,24 @@ def test_the_block_is_the_same_tensor_each_time(kind: str, num_bytes: int) -> No
     assert memory.is_there
     memory.take()
     for value in (3, 5):
-        memory.give()
+        to_fill = memory.give()
         assert memory.is_there
-        memory.block.fill_(value)
+        with pytest.raises(RuntimeError, match="gone"):
+            alias.sum()
+        to_fill.fill_(value)
+        memory.show()
         assert torch.equal(alias, torch.full((num_bytes,), value, dtype=torch.uint8))
         memory.take()
         assert not memory.is_there
+        for access in (alias.sum, memory.block.is_shared, lambda: alias.add_(1), memory.block.tolist):
+            with pytest.raises(RuntimeError, match="gone"):
+                access()
 
 
 @needs_linux
 @pytest.mark.parametrize("offset", [0, 8, PAGE - 2])
 def test_blocks_lie_within_their_own_pages(offset: int) -> None:
-    memory = WholePages(5 * MIB + 3, offset)
+    memory = WholePages(5 * MIB + 3, offset, "gone")
     assert memory.pages.data_ptr() % PAGE == 0
     assert memory.block.data_ptr() == memory.pages.data_ptr() + offset
     assert memory.pages.nbytes % PAGE == 0
@@ -66,11 +72,10 @@ def test_blocks_lie_within_their_own_pages(offset: int) -> None:
 
 @needs_linux
 def test_pages_go_back_to_the_system_at_once() -> None:
-    memory = WholePages(64 * MIB, 8)
+    memory = WholePages(64 * MIB, 8, "gone")
     memory.take()
     before = read_sample(os.getpid())
-    memory.give()
-    memory.block.fill_(1)
+    memory.give().fill_(1)
     full = read_sample(os.getpid())
     memory.take()
     after = read_sample(os.getpid())
@@ -84,16 +89,16 @@ def test_pages_go_back_to_the_system_at_once() -> None:
 
 @needs_linux
 def test_a_read_without_memory_gives_no_bytes() -> None:
-    memory = WholePages(PAGE, 0)
+    memory = WholePages(PAGE, 0, "gone")
     memory.take()
-    assert in_a_fork(memory.block.sum) == -signal.SIGSEGV
+    assert in_a_fork(memory.pages.sum) == -signal.SIGSEGV
     memory.give()
-    assert in_a_fork(memory.block.sum) == 0
+    assert in_a_fork(memory.pages.sum) == 0
 
 
 @needs_linux
 def test_forks_see_no_pages_that_a_read_goes_to() -> None:
-    memory = WholePages(PAGE, 0)
+    memory = WholePages(PAGE, 0, "gone")
     memory.share_with_forks(False)
     assert in_a_fork(memory.block.sum) == -signal.SIGSEGV
     memory.share_with_forks(True)
@@ -102,7 +107,7 @@ def test_forks_see_no_pages_that_a_read_goes_to() -> None:
 
 @needs_linux
 def test_a_lack_of_memory_is_an_error() -> None:
-    memory = WholePages(256 * MIB, 0)
+    memory = WholePages(256 * MIB, 0, "gone")
     memory.take()
 
     def give_under_a_limit() -> None:
