@@ -82,12 +82,13 @@ class PackedWeights:
 def views(offsets: Sequence[OffsetTensor], block: Tensor) -> list[Tensor]:
     """Return views of `block`, uint8, in the shape of each of the `offsets`; some 4 microseconds each."""
     typed = {tensor.dtype: block.view(tensor.dtype) for tensor, *_ in offsets}
-    return [
-        typed[tensor.dtype].as_strided(
-            tensor.size(), stride, typed[tensor.dtype].storage_offset() + start // tensor.itemsize
-        )
-        for tensor, start, stride in offsets
-    ]
+    found = []
+    for tensor, start, stride in offsets:
+        memory = typed[tensor.dtype]
+        view = memory.as_strided(tensor.size(), stride, memory.storage_offset() + start // tensor.itemsize)
+        view = torch._conj(view) if tensor.is_conj() else view
+        found.append(torch._neg_view(view) if tensor.is_neg() else view)
+    return found
 
 
 def bind(offsets: Sequence[OffsetTensor], tensors: Sequence[Tensor]) -> None:
@@ -116,7 +117,7 @@ def _memory_ranges(tensors: list[Tensor]) -> list[_MemoryRange]:
     ranges: list[_MemoryRange] = []
     for tensor in sorted(tensors, key=lambda each: each.data_ptr()):
         begin = tensor.data_ptr()
-        end = begin + _span_bytes(tensor)
+        end = begin + span_bytes(tensor)
         if ranges and begin < ranges[-1].end:
             ranges[-1].end = max(ranges[-1].end, end)
             ranges[-1].tensors.append(tensor)
@@ -139,6 +140,7 @@ def _packed(ranges: list[_MemoryRange]) -> list[WeightSlice]:
     return slices
 
 
-def _span_bytes(tensor: Tensor) -> int:
+def span_bytes(tensor: Tensor) -> int:
+    """Return the bytes from a tensor's first element to the end of its last one."""
     steps = ((length - 1) * step for length, step in zip(tensor.size(), tensor.stride(), strict=True))
     return (sum(steps) + 1) * tensor.itemsize

@@ -1,24 +1,29 @@
-"""The storages that have memory at the moment: those in use, those fetched ahead, and those that stay."""
+"""The storages that have memory at the moment: those in use, those fetched ahead, and those that are kept."""
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+import heapq
+import math
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import ExitStack
 
-import torch
-from torch import Tensor
-
-from hf_memopt.autograd_state import is_plain
-from hf_memopt.transfer import Copier
-from hf_memopt.weights.residency.storages import CastWeight, StreamedStorage
+from hf_memopt.weights.residency.storages import CastWeight, CountedStorage, Storage
 from hf_memopt.weights.residency.visit_order import Visit, VisitOrder
 
-# Between them may be visits of storages that stay.
+# Between them may be visits of storages that are there.
 _MAX_VISITS_AHEAD = 32
 
 
 class ResidentSet:
-    """Brings storages for visits, keeps those in use, fetches the next ones, and drops the others.
+    """Brings storages for visits, fetches the next ones, and drops the others: first that which is visited last.
 
-    Uses are counted: the visits of a recomputed region and of the backward that asks for it overlap.
+    Each use has a user, any object: the visits of a recomputed region and of the backward that asks for it overlap.
+    To enter or leave once more as the same user does nothing, so that an interrupted one can be ended.
+
+    Args:
+        storages: by number.
+        budget_bytes: for all of them together, with those that stay. Two of the largest visit are allowed anyway: one
+            in use, and as much fetched ahead.
+        repeats: whether passes repeat, so that storages may be kept from one to the next; else a storage is dropped
+            with its last visit in a pass.
 
     Attributes:
         device_bytes: of all storages that have memory.
@@ -28,189 +33,223 @@ class ResidentSet:
         visit_bytes: that the largest visit of a known pass needs, with as much fetched ahead; None before.
     """
 
-    def __init__(self, storages: Sequence[StreamedStorage], copier: Copier) -> None:
+    def __init__(self, storages: Sequence[Storage], budget_bytes: float, repeats: bool) -> None:
         self.storages = storages
         self.reasons: dict[int, str] = {}
         self.device_bytes = self.peak_device_bytes = self.bytes_brought = 0
         self.visit_bytes: int | None = None
-        self._copier = copier
-        self._order = VisitOrder()
-        self._casts: dict[tuple[int, torch.dtype], CastWeight] = {}
-        # The next visits' storages, which are fetched ahead and not dropped before.
-        self._window: set[int] = set()
+        self._budget_bytes = budget_bytes
+        self._repeats = repeats
+        self._order = VisitOrder(repeats)
+        # The most bytes of a pass, and those of them that may be fetched ahead.
+        self._capacity: float = 0
         self._ahead_bytes = 0
-        self._unused: set[int] = set()
+        self._ahead: set[int] = set()
+        self._casts: set[CastWeight] = set()
+        # With memory and without users; and by the places of their next visits, some of them stale.
+        self._unused: dict[int, float] = {}
+        self._furthest: list[tuple[float, int]] = []
 
-    def begin(self, kind: str, has_failed: bool) -> list[Visit]:
+    def begin(self, kind: str, has_failed: bool) -> Sequence[Visit]:
         """Begin a pass of a kind; returns the visits that are expected, none where no such pass has been finished.
 
         Args:
             kind: such as "training".
             has_failed: whether the pass before has.
         """
-        expected = self._order.begin(kind, has_failed)
-        self._ahead_bytes = max(map(self._bytes_of, expected), default=0)
-        if expected:
+        visits = self._order.begin(kind, has_failed)
+        self._ahead_bytes = max(map(self.bytes_of, visits), default=0)
+        # An interrupt may have come before a change was counted.
+        self._casts = {each for each in self._casts if each.users}
+        self.device_bytes = sum(each.num_bytes for each in self.storages if each.has_memory)
+        self.device_bytes += sum(each.num_bytes for each in self._casts)
+        self._unused, self._furthest, self._ahead = {}, [], set()
+        for number, each in enumerate(self.storages):
+            if each.has_memory and not each.users and not each.stays:
+                self._put_down(number)
+        self.end()
+        self._capacity = 0
+        if visits:
             self.visit_bytes = 2 * self._ahead_bytes
-        self.drop_ahead()
-        return expected
+            self._capacity = max(self._budget_bytes, self.visit_bytes + self.bytes_of(self.reasons))
+        return visits
 
-    def drop_ahead(self) -> None:
-        """Drop the storages that were fetched for visits that have not come."""
-        self._window = set()
-        self._drop_unused()
+    def end(self) -> None:
+        """Keep between passes what the budget allows, where they repeat."""
+        capacity, self._capacity = self._capacity, self._budget_bytes if self._repeats else 0
+        self._make_room(0)
+        self._capacity = capacity
+
+    def is_over(self) -> bool:
+        """Return whether no visit of the pass is expected any more."""
+        return self._order.is_over()
+
+    def set_budget(self, budget_bytes: float) -> None:
+        """Change the budget of the passes that have not begun."""
+        self._budget_bytes = budget_bytes
+        if self.visit_bytes is not None:
+            self._capacity = max(budget_bytes, self.visit_bytes)
 
     def keep(self, number: int, reason: str) -> None:
         """Have a storage keep its memory from its next visit on."""
         self.storages[number].stays = True
         self.reasons[number] = reason
-        self._unused.discard(number)
+        self._unused.pop(number, None)
 
-    def keep_handed_out(self, visit: Visit, outputs: Iterable[Tensor]) -> None:
-        """Keep those storages of a visit of which a module has returned a view: any code may read it."""
-        keys = {self.storages[number].key: number for number in visit}
-        for tensor in outputs:
-            memory = _without_transforms(tensor)
-            if is_plain(memory) and memory.untyped_storage()._cdata in keys:
-                self.keep(keys[memory.untyped_storage()._cdata], "returned by its module")
+    def enter(self, visit: Visit, user: object, cast: CastWeight | None = None, is_model: bool = True) -> None:
+        """Have the storages of a visit on the device, or a cast of its weight, and fetch those of the next visits.
 
-    def keep_most_visited(self, visits: Sequence[Visit], budget_bytes: int) -> None:
-        """Have those storages stay for which there is room beside the others' visits.
-
-        The most often visited ones stay; of equal ones, some all over the order, so that the copies of the others take
-        place while those compute.
+        The order is learned from visits of the model alone.
         """
-        counts = Counter(number for visit in visits for number in visit)
-        room = budget_bytes - 2 * max(map(self._bytes_of, visits)) - self._bytes_of(self.reasons)
-        for number in sorted(counts, key=lambda each: (-counts[each], _reversed_bits(each))):
-            num_bytes = self.storages[number].num_bytes
-            if num_bytes <= room and number not in self.reasons:
-                self.keep(number, "within the budget")
-                room -= num_bytes
-
-    def enter(self, visit: Visit, cast: CastWeight | None = None) -> None:
-        """Have the storages of a visit on the device, or a cast of its weight, and fetch those of the next visits."""
-        self._order.note(visit)
-        self._look_ahead()
-        with torch._C._DisableFuncTorch():  # which forbids writes to memory that it does not track
-            self._drop_unused(visit)
-            if cast is None:
-                self._take(visit)
-            else:
-                self._take_cast(visit, cast)
-            try:
-                for number in self._window:
-                    self._fetch(number)
-            except BaseException:
-                self.leave(visit, cast)
-                raise
-
-    def leave(self, visit: Visit, cast: CastWeight | None = None) -> None:
+        if is_model:
+            self._order.note(visit)
+        for number in self._order.over():
+            if number in self._unused and number not in visit:
+                self._drop(number)
         if cast is None:
-            self._give_up(visit)
+            self._take(visit, user)
+        elif cast.users:
+            cast.users.add(user)
         else:
-            cast.users -= 1
+            cast.users.add(user)
+            self._casts.add(cast)
+            self._take(visit, user)
+            try:
+                self._count(cast.num_bytes)
+                cast.make()
+            finally:
+                self._give_up(visit, user)
+        self.look_ahead()
+
+    def leave(self, visit: Visit, user: object, cast: CastWeight | None = None) -> None:
+        if cast is not None and user in cast.users:
+            cast.users.discard(user)
             if not cast.users:
                 cast.drop()
                 self._count(-cast.num_bytes)
-        self._drop_unused()
+        self._give_up(visit, user)
 
-    def cast(self, number: int, weight: Tensor, dtype: torch.dtype) -> CastWeight:
-        """Return the cast of a weight of a storage."""
-        found = self._casts.get((id(weight), dtype))
-        if found is None:
-            storage = self.storages[number]
-            place = next(place for place, tensor in enumerate(storage.tensors) if tensor is weight)
-            found = self._casts[id(weight), dtype] = CastWeight(storage.present[place], dtype, self._copier)
-        return found
-
-    def is_used(self, number: int) -> bool:
-        tensors = {id(tensor) for tensor in self.storages[number].tensors}
-        return bool(self.storages[number].users) or any(
-            cast.users and weight in tensors for (weight, _), cast in self._casts.items()
-        )
-
-    def resident_bytes(self) -> dict[str, int]:
-        """Return by reason the bytes of storages that stay."""
-        found: dict[str, int] = {}
+    def resident(self) -> dict[str, list[int]]:
+        """Return by reason the storages that stay, and those that have memory at the moment."""
+        found: dict[str, list[int]] = {}
         for number, reason in self.reasons.items():
-            found[reason] = found.get(reason, 0) + self.storages[number].num_bytes
-        return found
+            found.setdefault(reason, []).append(number)
+        used = [number for number, each in enumerate(self.storages) if each.users and number not in self.reasons]
+        now = {"in use": used, "within the budget": sorted(self._unused.keys() - self._ahead)}
+        return found | {reason: numbers for reason, numbers in now.items() if numbers}
 
-    def restore(self) -> None:
-        """Have all storages stay, and bind their parameters to them."""
-        for number in range(len(self.storages)):
-            self.keep(number, "no longer streamed")
-            self._take((number,))
-
-    def _bytes_of(self, numbers: Iterable[int]) -> int:
+    def bytes_of(self, numbers: Iterable[int]) -> int:
         return sum(self.storages[number].num_bytes for number in numbers)
 
-    def _look_ahead(self) -> None:
-        """Put into the window the next visits that need bytes, as many as the largest visit has."""
-        room = self._ahead_bytes
-        self._window = set()
-        for visit in self._order.coming(_MAX_VISITS_AHEAD):
-            missing = {number for number in visit if not self.storages[number].stays} - self._window
-            room -= self._bytes_of(missing)
-            if room < 0:
-                break
-            self._window |= missing
+    def drop_all(self) -> None:
+        """Drop all storages, whoever uses them."""
+        with ExitStack() as stack:  # an error keeps none of the others
+            for number, storage in enumerate(self.storages):
+                storage.users.clear()
+                if storage.has_memory:
+                    stack.callback(self._drop, number)
 
-    def _take(self, visit: Visit) -> None:
+    def _take(self, visit: Visit, user: object) -> None:
+        missing = [number for number in visit if not self.storages[number].has_memory]
+        if missing:
+            self._make_room(self.bytes_of(missing), visit)
         for number in visit:
             self._fetch(number)
+            # From here on it is not dropped, nor lost if the next lines fail.
+            self.storages[number].users.add(user)
+            self._unused.pop(number, None)
+            self._ahead.discard(number)
         for number in visit:
             self.storages[number].arrive()
-        for number in visit:
-            self.storages[number].users += 1
-            self._unused.discard(number)
 
-    def _give_up(self, visit: Visit) -> None:
+    def _give_up(self, visit: Visit, user: object) -> None:
         for number in visit:
             storage = self.storages[number]
-            storage.users -= 1
+            storage.users.discard(user)
             if not storage.users and not storage.stays:
-                self._unused.add(number)
+                storage.rest()
+                if storage.has_memory:
+                    self._put_down(number)
+        self._make_room(0)
 
-    def _take_cast(self, visit: Visit, cast: CastWeight) -> None:
-        """Make a cast, unless it is there; its weight visits for as long as that takes."""
-        if not cast.users:
-            self._take(visit)
-            try:
-                cast.make()
-                self._count(cast.num_bytes)
-            finally:
-                self._give_up(visit)
-        cast.users += 1
+    def _put_down(self, number: int) -> None:
+        """Note that a storage is not used, and drop it where no next visit is expected."""
+        place = self._order.next_use(number)
+        self._unused[number] = place
+        if math.isinf(place):
+            self._drop(number)
+        else:
+            heapq.heappush(self._furthest, (-place, number))
+
+    def look_ahead(self) -> None:
+        """Fetch the next visits' storages, as many bytes as the largest visit has."""
+        room = self._ahead_bytes - self.bytes_of(self._ahead)
+        for place, visit in self._order.coming(_MAX_VISITS_AHEAD):
+            for number in visit:
+                storage = self.storages[number]
+                if storage.has_memory:
+                    continue
+                room -= storage.num_bytes
+                if room < 0 or not self._make_room(storage.num_bytes, visit, place):
+                    return
+                self._ahead.add(number)
+                self._unused[number] = place
+                heapq.heappush(self._furthest, (-place, number))
+                self._fetch(number)
 
     def _fetch(self, number: int) -> None:
         storage = self.storages[number]
-        if not storage.has_memory:
-            self._count(storage.num_bytes)
-            self.bytes_brought += storage.num_bytes
-            if not storage.stays:
-                self._unused.add(number)
-        storage.fetch()
+        had_memory = storage.has_memory
+        try:
+            storage.fetch()
+        finally:
+            if storage.has_memory and not had_memory:
+                self.bytes_brought += storage.num_bytes
+                self._count(storage.num_bytes)
 
-    def _drop_unused(self, visit: Visit = ()) -> None:
-        """Drop the storages without users, except those of a visit that begins and those of the next ones."""
-        for number in self._unused - self._window - set(visit):
-            self._unused.discard(number)
-            self._count(-self.storages[number].num_bytes)
-            self.storages[number].drop()
+    def _make_room(self, num_bytes: int, needed: Collection[int] = (), before: float = -1) -> bool:
+        """Drop unused storages that are visited after a place, the last ones first; returns whether there is room."""
+        put_back = []
+        while self.device_bytes + num_bytes > self._capacity and self._furthest:
+            place, number = heapq.heappop(self._furthest)
+            if self._unused.get(number) != -place:
+                continue
+            if number in needed:
+                put_back.append((place, number))
+            elif -place <= before:
+                put_back.append((place, number))
+                break
+            else:
+                self._drop(number)
+        for each in put_back:
+            heapq.heappush(self._furthest, each)
+        return self.device_bytes + num_bytes <= self._capacity
+
+    def _drop(self, number: int) -> None:
+        self._unused.pop(number, None)
+        self._ahead.discard(number)
+        storage = self.storages[number]
+        num_bytes = storage.num_bytes if storage.has_memory else 0
+        try:
+            storage.drop()
+        finally:
+            self._count(-num_bytes)
 
     def _count(self, num_bytes: int) -> None:
         self.device_bytes += num_bytes
         self.peak_device_bytes = max(self.peak_device_bytes, self.device_bytes)
 
 
-def _without_transforms(tensor: Tensor) -> Tensor:
-    """Return the tensor inside of those that `torch.func` wraps it in."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-    return tensor
-
-
-def _reversed_bits(number: int) -> int:
-    return int(f"{number:032b}"[::-1], 2)
+def forecast(visits: Sequence[Visit], sizes: Sequence[int], budget_bytes: float) -> tuple[int, int]:
+    """Return the peak of the device memory of a pass that does not repeat, and the bytes that it brings."""
+    counted = ResidentSet([CountedStorage(size) for size in sizes], budget_bytes, repeats=False)
+    for _ in range(2):  # the first one is learned from
+        brought = counted.bytes_brought
+        counted.peak_device_bytes = 0
+        counted.begin("", has_failed=False)
+        counted.look_ahead()
+        for visit in visits:
+            counted.enter(visit, visit)
+            counted.leave(visit, visit)
+        counted.drop_all()
+    return counted.peak_device_bytes, counted.bytes_brought - brought

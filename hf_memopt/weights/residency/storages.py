@@ -4,81 +4,167 @@ The storage stays the same object, so that every alias of it sees the bytes come
 those in the frames of checkpointed regions, and those in the contexts of custom functions.
 """
 
+from collections.abc import Sequence
+from typing import Any, Protocol
+
 import torch
 from torch import Tensor
 
-from hf_memopt.autograd_state import bytes_of
 from hf_memopt.transfer import Copier, Transfer
+from hf_memopt.transfer.storage_memory import ResizedMemory
 from hf_memopt.weights.homes import WeightsHome
 from hf_memopt.weights.packed_weights import WeightSlice, bind, views
-from hf_memopt.weights.streaming.absent_reads import LARGEST_ITEM, NAN_BYTE, placeholder
+from hf_memopt.weights.residency.away import set_away, set_present
 
 
-class StreamedStorage:
-    """The storage of one slice of weights, to which their parameters are bound while it has its bytes.
+class Storage(Protocol):
+    """Bytes that come and go, as a `ResidentSet` sees them.
 
     Attributes:
-        num_bytes: of the storage.
-        tensors: the parameters, or the tensors inside quantised ones.
-        present: by tensor, its view of the storage.
-        key: of the storage, torch's own.
-        users: how many rely on the bytes at the moment.
+        num_bytes: of it.
+        users: those that rely on the bytes at the moment.
         stays: whether it keeps its memory without users.
+        has_memory: whether it has memory, filled or not.
     """
 
-    def __init__(self, piece: WeightSlice, home: WeightsHome, device: torch.device, copier: Copier) -> None:
-        self.num_bytes = piece.num_bytes
-        self.tensors = [each.tensor for each in piece.offsets]
-        self.users = 0
-        self.stays = False
-        self._start, self._home, self._copier = piece.start, home, copier
-        self._memory = home.memory(piece, device)
-        self._block = self._memory.block
-        self.key: int = self._block.untyped_storage()._cdata
-        self._offsets = piece.offsets
-        self.present = views([each._replace(start=each.start - piece.start) for each in piece.offsets], self._block)
-        self._memory.take()
-        memory = torch.full((LARGEST_ITEM,), NAN_BYTE, dtype=torch.uint8, device=device)
-        self._placeholders = [placeholder(tensor, memory) for tensor in self.tensors]
-        # The copy under way, None before and after.
-        self._transfer: Transfer | None = None
-        self._is_filled = False
-        self.bind()
+    num_bytes: int
+    users: set[object]
+    stays: bool
 
     @property
-    def has_memory(self) -> bool:
-        return self._memory.is_there
+    def has_memory(self) -> bool: ...
 
     def fetch(self) -> None:
         """Give it memory and start the copy of its bytes, unless that has been done."""
-        if not self.has_memory:
-            self._memory.give()
-        if not self._is_filled and self._transfer is None:
-            self._transfer = self._home.to_device(self._start, self._block)
 
     def arrive(self) -> None:
-        """Have the compute stream wait for the copy, and bind the parameters to the storage."""
-        if not self._is_filled:
-            transfer, self._transfer = self._transfer, None
-            assert transfer is not None
-            transfer.wait()
-            self._is_filled = True
-            self.bind()
+        """Have the compute stream wait for the copy."""
+
+    def rest(self) -> None:
+        """Note that nobody uses it, though its bytes may stay."""
 
     def drop(self) -> None:
-        """Bind the parameters to placeholders, and give the memory up. Work submitted so far may still read it."""
-        transfer, self._transfer, self._is_filled = self._transfer, None, False
-        self.bind()
+        """Give the memory up. Work submitted so far may still read it."""
+
+
+class CountedStorage:
+    """A storage of a forecast."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes, self.users, self.stays, self.has_memory = num_bytes, set[object](), False, False
+
+    def fetch(self) -> None:
+        self.has_memory = True
+
+    def arrive(self) -> None: ...
+
+    def rest(self) -> None: ...
+
+    def drop(self) -> None:
+        self.has_memory = False
+
+
+class StreamedStorage:
+    """The storage of one slice of weights, to which their parameters are bound.
+
+    Attributes:
+        name: of its first weight.
+        tensors: the parameters, or the tensors inside quantised ones.
+        present: by tensor, its view of the storage.
+        key: of the storage, torch's own.
+
+    Args:
+        parameters: those of which it holds bytes.
+        message: of the error that an access to absent bytes raises.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        piece: WeightSlice,
+        parameters: Sequence[Tensor],
+        home: WeightsHome,
+        device: torch.device,
+        copier: Copier,
+        message: str,
+    ) -> None:
+        self.name, self.message = name, message
+        self.num_bytes = piece.num_bytes
+        self.tensors = [each.tensor for each in piece.offsets]
+        self.users: set[object] = set()
+        self.stays = False
+        self._parameters = parameters
+        self._start, self._home, self._copier = piece.start, home, copier
+        self._memory = home.memory(piece, device, message)
+        self.key: int = self._memory.block.untyped_storage()._cdata
+        self._offsets = piece.offsets
+        self.present = views(
+            [each._replace(start=each.start - piece.start) for each in piece.offsets], self._memory.block
+        )
+        self._memory.take()
+        self._versions: list[int] = []
+        self._own_holders: list[int] = []
+        self._to_fill: Tensor | None = None
+        # The copy under way, None before and after.
+        self._transfer: Transfer | None = None
+        self._is_filled = False
+
+    @property
+    def has_memory(self) -> bool:
+        return self._to_fill is not None
+
+    def fetch(self) -> None:
+        if self._to_fill is None:
+            self._to_fill = self._memory.give()
+        if not self._is_filled and self._transfer is None:
+            self._transfer = self._home.to_device(self._start, self._to_fill)
+
+    def arrive(self) -> None:
+        if not self._is_filled:
+            assert self._transfer is not None
+            try:
+                self._transfer.wait()
+            except Exception:
+                self._transfer = None  # it is over
+                raise
+            self._memory.show()
+            self._is_filled = True
+            self._transfer = None
+        set_present(self._parameters)
+
+    def rest(self) -> None:
+        set_away(self._parameters)
+
+    def drop(self) -> None:
+        set_away(self._parameters)
+        self._is_filled = False
         try:
-            if transfer is not None:
-                transfer.wait()  # the memory must not go to others before
+            if self._transfer is not None:
+                self._transfer.wait()  # the memory must not go to others before
         finally:
-            self._copier.release(self._block)
+            self._transfer = None
+            if self._to_fill is not None:
+                self._copier.release(self._to_fill)
             self._memory.take()
+            self._to_fill = None
 
     def bind(self) -> None:
-        """Bind the parameters to the storage if it has its bytes, else to placeholders."""
-        bind(self._offsets, self.present if self._is_filled else self._placeholders)
+        """Bind the parameters to the storage."""
+        # Simulated tensors give a storage memory when they are bound to it.
+        is_absent = self._to_fill is None and type(self._memory.block) is not Tensor
+        if is_absent:
+            self._memory.give()
+        bind(self._offsets, self.present)
+        if is_absent:
+            self._memory.take()
+        self._versions = [tensor._version for tensor in self.tensors]
+        self._own_holders = self._holders()
+        (set_present if self._is_filled and self.users else set_away)(self._parameters)
+
+    def unbind(self, tensors: Sequence[Tensor]) -> None:
+        """Bind the parameters to other memory, which does not come and go."""
+        set_present(self._parameters)
+        bind(self._offsets, tensors)
 
     def follow(self, place: int, tensor: Tensor) -> None:
         """Bind another tensor in the place of one: a quantised weight has new ones inside after each `to(device)`."""
@@ -88,10 +174,24 @@ class StreamedStorage:
         )
         self.bind()
 
-    def is_bound(self) -> bool:
-        """Return whether the parameters are bound as this object has left them."""
-        bound = self.present if self._is_filled else self._placeholders
-        return all(_same_memory(*pair) for pair in zip(self.tensors, bound, strict=True))
+    def is_held_by_others(self) -> bool:
+        """Return whether a graph, or anybody else, has tensors on the storage, or one of the parameters."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self._holders() != self._own_holders
+
+    def _holders(self) -> list[int]:
+        tensors: list[Any] = self.tensors
+        return [torch._C._storage_Use_Count(self.key), *(tensor._use_count() for tensor in tensors)]
+
+    def is_unchanged(self) -> bool:
+        """Return whether the parameters are bound as this object has left them, and nobody has written them."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return all(
+                tensor.dtype == view.dtype
+                and tensor._version == version
+                and tensor.untyped_storage()._cdata == self.key
+                for tensor, view, version in zip(self.tensors, self.present, self._versions, strict=True)
+            )
 
 
 class CastWeight:
@@ -102,32 +202,32 @@ class CastWeight:
     Attributes:
         num_bytes: of its storage.
         tensor: the weight in the other dtype.
-        users: how many rely on it at the moment.
+        users: those that rely on it at the moment.
     """
 
-    def __init__(self, original: Tensor, dtype: torch.dtype, copier: Copier) -> None:
+    def __init__(self, original: Tensor, dtype: torch.dtype, copier: Copier, message: str) -> None:
         self.num_bytes = original.numel() * dtype.itemsize
-        self.users = 0
+        self.users: set[object] = set()
         self._original, self._copier = original, copier
-        self.tensor = torch.empty_strided(original.size(), original.stride(), dtype=dtype, device=original.device)
-        self._block = bytes_of(self.tensor)
-        self._storage = self._block.untyped_storage()
-        self._storage.resize_(0)
+        self._memory = ResizedMemory(self.num_bytes, original.device, message)
+        self.tensor = self._memory.block.view(dtype).as_strided(original.size(), original.stride())
+        self._memory.take()
+        self._to_fill: Tensor | None = None
 
     @property
     def has_memory(self) -> bool:
-        return self._storage.nbytes() > 0
+        return self._to_fill is not None
 
     def make(self) -> None:
         """Give it memory and cast the weight, which must be there."""
-        self._storage.resize_(self.num_bytes)
+        self._to_fill = self._memory.give()
+        filled = self._to_fill.data.view(self.tensor.dtype)  # not counted as a change of what autograd has saved
         with torch.no_grad():
-            self.tensor.data.copy_(self._original)
+            filled.as_strided(self.tensor.size(), self.tensor.stride()).copy_(self._original)
+        self._memory.show()
 
     def drop(self) -> None:
-        self._copier.release(self._block)
-        self._storage.resize_(0)
-
-
-def _same_memory(first: Tensor, second: Tensor) -> bool:
-    return first.dtype == second.dtype and first.untyped_storage()._cdata == second.untyped_storage()._cdata
+        if self._to_fill is not None:
+            self._copier.release(self._to_fill)
+        self._memory.take()
+        self._to_fill = None
