@@ -2,38 +2,32 @@
 
 import logging
 import os
-import tempfile
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_memopt.autograd_state import COMES_AND_GOES, in_backward
 from hf_memopt.ranges import NOT_NEGATIVE
 from hf_memopt.transfer import Copier, copier_for
 from hf_memopt.transfer.backends import backend_of
-from hf_memopt.transfer.file_reader import BlockInFiles
 from hf_memopt.transfer.host_memory import return_freed_memory
 from hf_memopt.transfer.scratch_file import check_disk
-from hf_memopt.units import GIB, format_bytes, format_gib
-from hf_memopt.weights.homes import FileHome, HostHome, WeightsHome
+from hf_memopt.units import GIB, format_bytes
+from hf_memopt.weights.homes import make_home
 from hf_memopt.weights.packed_weights import PackedWeights
-from hf_memopt.weights.quantised import claim_device, is_quantised, stored_tensors
-from hf_memopt.weights.residency.backward_visits import OpenVisits
-from hf_memopt.weights.residency.guards import ParameterGuards
-from hf_memopt.weights.residency.resident_set import ResidentSet
-from hf_memopt.weights.residency.selection import is_compiled, select, visits_of
-from hf_memopt.weights.residency.storages import StreamedStorage
-from hf_memopt.weights.residency.units import TableAtHome, Unit
-from hf_memopt.weights.shared_memory import refuse_different, several_ranks, share
-from hf_memopt.weights.streaming.access_trace import Tracer
-from hf_memopt.weights.weight_files import in_files, loaded_from
+from hf_memopt.weights.quantised import claim_device, stored_tensors
+from hf_memopt.weights.residency.guards import REMEDY, ParameterGuards
+from hf_memopt.weights.residency.selection import Selection, is_compiled, select
+from hf_memopt.weights.residency.visiting import Visiting
+from hf_memopt.weights.residency.with_statement import WithStatement
+from hf_memopt.weights.weight_files import loaded_from
 
 logger = logging.getLogger(__name__)
 
@@ -97,21 +91,25 @@ class StreamedWeights:
     """Has the frozen weights of a model visit the device, in forward and backward, so that they take little of it.
 
     Gradients are those of the resident run, bit for bit. Each module's call brings the weights that it reads, and so
-    does autograd before it runs the nodes of that call; they are dropped when that is over. The order of visits is
-    learned in the first step. From then on the next weights are on their way while the present ones compute. Nothing is
-    written back. It needs no checkpointing and goes with both kinds.
+    does autograd before it runs the nodes of that call; they are dropped when that is over. Other code that reads a
+    weight within a pass has it brought, too. The order of visits is learned in the first step. From then on the next
+    weights are on their way while the present ones compute. Nothing is written back. It needs no checkpointing and goes
+    with both kinds. Threads may share the model.
+
+    Between passes a weight is away: a read or write raises a RuntimeError that names it, except inside of `visit`.
 
     Make it before a `Trainer`, an optimizer or `DistributedDataParallel` gets the model: those would move all weights
     to the device. The weights are on `device` from then on, as far as anybody can see, and others follow them there.
 
     Args:
         model: its parameters without `requires_grad` stream, in modules of any class. The smallest, one per cent of the
-            bytes at most, stay on the device. Rows of embeddings are looked up at home.
+            bytes at most, stay on the device, and so do those whose memory a trained weight, a buffer or an attribute
+            has too. Rows of embeddings are looked up at home.
         home: of the weights between visits. `"host"`, one copy in host memory, page-locked on CUDA; `"file"`, the
             safetensors files that hold them, and a file without a name for those that no file holds byte for byte,
             written once; `"auto"`, the host where it has room for them and is not the device's own memory, else files.
-        budget_gib: device memory for frozen weights. What is left of it beside the visits keeps the weights that are
-            visited most often. None keeps none.
+        budget_gib: device memory for frozen weights, used by those that are visited soonest. None: as much as twice the
+            largest visit, and none between steps.
         device: that runs the model. None: the one where its weights are, or else the accelerator, if there is one.
         copier: how bytes move. None: side streams on an accelerator, plain copies on the CPU.
         files: safetensors files, or folders of them, where weights may lie. None: the folder that transformers has
@@ -128,7 +126,8 @@ class StreamedWeights:
     convolutions this object makes the copies, and drops them; in other modules they stay until backward.
 
     With several ranks, every rank makes one, in the same order; they share the copy in host memory. Cost of a step:
-    each weight is brought once in forward and once in backward, and again where it is recomputed.
+    each weight is brought once in forward and once in backward, and again where it is recomputed; some 0.1 ms of the
+    host for each call of a module with its backward.
     """
 
     def __init__(
@@ -149,44 +148,44 @@ class StreamedWeights:
             check_disk(disk)
         _refuse_what_places_weights(model)
         _refuse_streamed(model)
+        if is_compiled(model):
+            raise ValueError(
+                "model is compiled as one region, which would need all its weights at once; compile its layers "
+                "instead, or compile it after it streams"
+            )
         self.device = _device_of(model) if device is None else torch.device(device)
         self._copier = copier_for(self.device, purpose="base") if copier is None else copier
         claim_device(model, self._copier)
         chosen = select(model)
         weights = PackedWeights(model, exclude=chosen.others, inner_of=stored_tensors)
         self._home_name = _home_of(home, self.device, weights.num_bytes)
-        self._files: BlockInFiles | None = None
-        self._home = self._make_home(weights, loaded_from(model) if files is None else files, disk)
+        where = loaded_from(model) if files is None else files
+        self._home = make_home(weights, self._home_name, self.device, self._copier, where, disk)
+        self._sources = _own_memory(weights)
         weights.drop_sources()
         self._streamed_bytes = weights.num_bytes
-        storages = [StreamedStorage(piece, self._home, self.device, self._copier) for piece in weights.slices]
-        self._storages = ResidentSet(storages, self._copier)
+        self._model = model
+        self._resident = chosen.resident_bytes
+        self._visiting = Visiting(
+            model,
+            weights,
+            self._home,
+            self.device,
+            self._copier,
+            _budget(budget_gib, chosen),
+            repeats=True,
+            remedy=f"read or write it inside `with base.visit(module):` of its StreamedWeights, or {REMEDY}",
+        )
         at_home = {
             id(each.tensor): view
             for piece, values in zip(weights.slices, self._home.views, strict=True)
             for each, view in zip(piece.offsets, values, strict=True)
         }
-        self._model, self._slices_of = model, weights.slices_of
-        self._open_visits = OpenVisits(self._storages.drop_ahead)
-        self._guards = ParameterGuards(model, chosen.streamed, at_home)
-        self._small_bytes = chosen.small_bytes
-        # Of the largest part of a quantised weight.
-        self._numbers = {each.name: weights.slices_of[id(each.parameter)][0] for each in chosen.streamed}
-        self._budget_bytes = _budget(budget_gib, chosen.small_bytes)
-        self._quantised = {
-            each.parameter: [_place_of(tensor, storages) for tensor in stored_tensors(each.name, each.parameter)]
-            for each in chosen.streamed
-            if is_quantised(each.parameter)
-        }
-        self._units: dict[nn.Module, Unit | TableAtHome] = {}
-        self._add_units(at_home)
-        self._known: set[str] = set()
-        self._has_chosen = False
-        # Storages whose reads nothing announced, and the number of backward passes before the one that they wait for.
-        self._held: list[int] = []
-        self._held_since: int | None = None
-        self._depth = 0
-        self._has_failed = False
+        self._guards = ParameterGuards(model, chosen.streamed, at_home, self._home.check)
+        self._names = {reason: tuple(named) for reason, named in chosen.resident.items() if reason != "small"}
+        self._visiting.bind()
+        # By thread, of the outermost `stream()`. One that was interrupted as it ended may still stand here.
+        self._outermost: dict[int, WithStatement] = {}
         _ignore_in_ddp(model, [each.name for each in chosen.streamed])
         for tensor in chosen.others:
             if tensor.device != self.device:
@@ -209,43 +208,58 @@ class StreamedWeights:
             DiskError: a file of the weights has changed.
             RuntimeError: a streamed weight was unfrozen, replaced, written, cast or moved.
         """
-        self._depth += 1
+        thread = threading.get_ident()
+        outermost = self._outermost.get(thread)
+        if in_backward() or (outermost is not None and outermost.may_be_running()):
+            yield
+            return
+        self._outermost[thread] = WithStatement.of_caller()
         try:
-            if self._depth > 1 or in_backward():
+            with self._pass(path):
                 yield
-                return
-            trains = torch.is_grad_enabled()
-            kind = f"{'training' if trains else 'evaluation'} {path}"
-            self._begin(kind, trains)
-            if kind in self._known or any(map(is_compiled, self._model.modules())):
-                yield
-            else:
-                with self._learning(kind):
-                    yield
-                self._held_since = self._open_visits.num_ended if trains else None
-            self._home.check()
-        except BaseException:
-            self._has_failed = True
-            raise
         finally:
-            self._depth -= 1
+            self._outermost.pop(thread, None)
+
+    @contextmanager
+    def visit(self, module: nn.Module) -> Iterator[None]:
+        """Have the weights of a module, and of those inside it, on the device, to be read by any code.
+
+        Args:
+            module: the model or a part of it.
+
+        Raises:
+            RuntimeError: one of them was written, replaced, unfrozen, cast or moved. Frozen weights are not written
+                back; `remove()` first.
+
+        Takes device memory for all of them at once, beyond `budget_gib` if need be.
+        """
+        self._home.check()
+        with self._visiting.visit(module):
+            yield
+        self._guards.check(self._visiting.is_unchanged)
 
     def report(self) -> WeightsReport:
         """Return the costs so far."""
-        waited_s = 0.0 if self._files is None else self._files.waited_s
+        storages = self._visiting.storages
+        resident = self._resident | {
+            reason: storages.bytes_of(numbers) for reason, numbers in storages.resident().items()
+        }
+        held = sum(num_bytes for is_free, num_bytes in self._sources if not is_free())
+        if held:
+            resident["held by tensors outside of the model"] = held
         return WeightsReport(
             home=self._home_name,
             device=str(self.device),
             streamed_bytes=self._streamed_bytes,
             host_bytes=self._home.host_bytes,
-            device_bytes=self._storages.device_bytes,
-            peak_device_bytes=self._storages.peak_device_bytes,
-            bytes_to_device=self._storages.bytes_brought,
-            bytes_read=0 if self._files is None else self._files.bytes_read,
-            stall_ms=self._copier.stall_ms() + 1e3 * waited_s,
-            resident=({"small": self._small_bytes} if self._small_bytes else {}) | self._storages.resident_bytes(),
-            names=self._names_of_resident(),
-            smallest_budget_bytes=self._storages.visit_bytes,
+            device_bytes=storages.device_bytes,
+            peak_device_bytes=storages.peak_device_bytes,
+            bytes_to_device=storages.bytes_brought,
+            bytes_read=self._home.bytes_read,
+            stall_ms=self._copier.stall_ms() + 1e3 * self._home.waited_s,
+            resident=resident,
+            names=self._names | self._visiting.names_of_resident(),
+            smallest_budget_bytes=storages.visit_bytes,
         )
 
     def remove(self) -> None:
@@ -253,137 +267,26 @@ class StreamedWeights:
 
         Takes device memory for all of them. Graphs of earlier steps can be run no more.
         """
-        while self._units:
-            self._units.popitem()[1].remove()
         self._guards.remove()
-        self._storages.restore()
+        self._visiting.restore()
         vars(self._model).pop(_STREAMED, None)
 
     def __deepcopy__(self, memo: dict[int, object]) -> "StreamedWeights":
         return self
 
-    def _begin(self, kind: str, trains: bool) -> None:
-        self._has_failed |= self._open_visits.close_all()
-        if self._held_since != self._open_visits.num_ended:
-            for number in self._held:
-                self._storages.leave((number,))
-            self._held.clear()
-        for parameter, inner in self._quantised.items():
-            for (storage, place), tensor in zip(inner, stored_tensors("", parameter), strict=True):
-                if storage.tensors[place] is not tensor:
-                    storage.follow(place, tensor)
-        self._guards.check(self._is_bound)
-        self._home.check()
-        expected = self._storages.begin(kind, self._has_failed)
-        self._has_failed = False
-        if trains and expected and self._budget_bytes is not None and not self._has_chosen:
-            self._has_chosen = True
-            self._storages.keep_most_visited(expected, self._budget_bytes)
-
     @contextmanager
-    def _learning(self, kind: str) -> Iterator[None]:
-        """Watch which weights are read by others than their own modules, and bring those too.
-
-        They stay until a backward pass has visited weights, whether gradients were recorded or not: the forward of a
-        custom function has them off, and its backward reads the weights again.
-        """
-        tracer = Tracer(self._model, self._slices_of, self._before_read)
-        with tracer.running():
-            yield
-        self._known.add(kind)
-        modules = dict(self._model.named_modules())
-        more: dict[nn.Module, dict[int, None]] = defaultdict(dict)
-        for read in tracer.reads:
-            if read.module is None:
-                self._keep(read.slices)
-            elif not isinstance(modules[read.module], nn.Embedding):
-                more[modules[read.module]].update(dict.fromkeys(read.slices))
-        for module, slices in more.items():
-            self._extend(module, slices)
-
-    def _before_read(self, slices: tuple[int, ...]) -> None:
-        for number in slices:
-            if not self._storages.is_used(number):
-                self._storages.enter((number,))
-                self._held.append(number)
-
-    def _keep(self, slices: Iterable[int]) -> None:
-        """Have weights stay that are read outside of all modules, where nothing announces the reads."""
-        for number in set(slices).intersection(self._held):
-            self._held.remove(number)  # its visit is never left
-            self._storages.keep(number, "read outside of the model's modules")
-
-    def _extend(self, module: nn.Module, slices: Iterable[int]) -> None:
-        unit = self._units.get(module)
-        visit = unit.visit if isinstance(unit, Unit) else ()
-        wanted = tuple(dict.fromkeys((*visit, *slices)))
-        # An enclosing region brings what the modules inside read.
-        if wanted == visit or not any(number in self._held for number in slices):
-            return
-        if unit is not None:
-            unit.remove()
-        self._units[module] = Unit(module, wanted, self._storages, self._open_visits)
-
-    def _names_of_resident(self) -> dict[str, tuple[str, ...]]:
-        found: dict[str, list[str]] = {}
-        for name, number in self._numbers.items():
-            if number in self._storages.reasons:
-                found.setdefault(self._storages.reasons[number], []).append(name)
-        return {reason: tuple(names) for reason, names in found.items()}
-
-    def _add_units(self, at_home: dict[int, Tensor]) -> None:
-        in_place = self._readable_in_place()
-        for module, visit in visits_of(self._model, self._slices_of).items():
-            if isinstance(module, nn.Embedding):
-                key = id(module.weight)
-                storage = self._storages.storages[visit[0]]
-                self._units[module] = TableAtHome(module, storage, in_place.get(key), at_home[key])
-            elif module is self._model and is_compiled(module):
-                raise ValueError(
-                    "model is compiled as one region, which would need all its weights at once; compile its layers "
-                    "instead, or compile it after it streams"
-                )
-            else:
-                self._units[module] = Unit(module, visit, self._storages, self._open_visits)
-
-    def _readable_in_place(self) -> dict[int, Tensor]:
-        """Return by the id of a weight its values at home as the device reads them; none where it cannot."""
+    def _pass(self, path: str) -> Iterator[None]:
+        self._visiting.follow_quantised()
+        self._guards.check(self._visiting.is_unchanged)
+        self._home.check()
+        trains, has_failed = torch.is_grad_enabled(), True
+        begun = self._visiting.begin(f"{'training' if trains else 'evaluation'} {path}")
         try:
-            values = self._home.in_place(self.device)
-        except ValueError:
-            values = None
-        if values is None:
-            return {}
-        return {
-            id(tensor): view
-            for storage, views in zip(self._storages.storages, values, strict=True)
-            for tensor, view in zip(storage.tensors, views, strict=True)
-        }
-
-    def _is_bound(self, parameter: nn.Parameter) -> bool:
-        return all(self._storages.storages[number].is_bound() for number in self._slices_of[id(parameter)])
-
-    def _make_home(
-        self,
-        weights: PackedWeights,
-        files: Iterable[str | os.PathLike[str]] | None,
-        disk: str | os.PathLike[str] | None,
-    ) -> WeightsHome:
-        simulated = backend_of(self.device).home_in_files
-        if self._home_name == "file" and simulated is not None:
-            home: WeightsHome = simulated(weights, self.device, self._copier)
-            return home
-        if self._home_name == "file":
-            if several_ranks():
-                refuse_different(weights)
-            self._files = in_files(weights, files, Path(tempfile.gettempdir() if disk is None else disk))
-            return FileHome(weights, self._files, None if self.device.type == "cpu" else self._copier)
-        if several_ranks():
-            master = share(weights, self.device)
-        else:
-            master = self._copier.empty_host(weights.num_bytes)
-            weights.pack(master)
-        return HostHome(weights, master, self._copier)
+            yield
+            self._home.check()
+            has_failed = False
+        finally:
+            self._visiting.end(begun, has_failed, trains)
 
 
 def streamed_weights_of(model: nn.Module) -> StreamedWeights | None:
@@ -392,10 +295,11 @@ def streamed_weights_of(model: nn.Module) -> StreamedWeights | None:
     return next((each for each in found if each is not None), None)
 
 
-def _place_of(tensor: Tensor, storages: Iterable[StreamedStorage]) -> tuple[StreamedStorage, int]:
-    return next(
-        (storage, place) for storage in storages for place, each in enumerate(storage.tensors) if each is tensor
-    )
+def _own_memory(weights: PackedWeights) -> list[tuple[Callable[[], bool], int]]:
+    """Return of each storage that holds nothing but one slice of weights whether it is free, and its bytes."""
+    reference: Any = StorageWeakRef
+    storages = [(memory.untyped_storage(), memory.nbytes) for _, memory in weights.pieces()]
+    return [(reference(each).expired, num_bytes) for each, num_bytes in storages if each.nbytes() == num_bytes]
 
 
 def _device_of(model: nn.Module) -> torch.device:
@@ -411,14 +315,16 @@ def _home_of(home: BaseHome, device: torch.device, num_bytes: int) -> str:
     return "file" if backend.is_unlimited or 1.1 * num_bytes > backend.free_host_bytes() else "host"
 
 
-def _budget(budget_gib: float | None, small_bytes: int) -> int | None:
+def _budget(budget_gib: float | None, chosen: Selection) -> int:
     if budget_gib is None:
-        return None
-    left = int(budget_gib * GIB) - small_bytes
+        return 0
+    resident_bytes = sum(chosen.resident_bytes.values())
+    left = int(budget_gib * GIB) - resident_bytes
     if left < 0:
+        reason, named = next(iter(chosen.resident.items()))
         raise ValueError(
-            f"budget_gib={budget_gib} is less than the {format_gib(small_bytes)} of small weights that stay on the "
-            "device; raise it"
+            f"budget_gib={budget_gib} is less than the {format_bytes(resident_bytes)} of weights that stay on the "
+            f"device anyway, such as {next(iter(named))!r} ({reason}); raise it"
         )
     return left
 
@@ -447,7 +353,7 @@ def _refuse_streamed(model: nn.Module) -> None:
 
 
 def _ignore_in_ddp(model: nn.Module, names: list[str]) -> None:
-    """Have DistributedDataParallel leave streamed weights alone: it would broadcast placeholders."""
+    """Have DistributedDataParallel leave streamed weights alone: it would broadcast them."""
     ignored = {*names, *getattr(model, "_ddp_params_and_buffers_to_ignore", ())}
     set_ignored: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
     set_ignored(model, sorted(ignored))

@@ -1,16 +1,21 @@
 """The homes of packed weights: where they are between visits, and from where they come."""
 
+import os
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
 
 from hf_memopt.transfer import Copier, SyncCopier, Transfer
-from hf_memopt.transfer.backends import readable_in_place
-from hf_memopt.transfer.direct_io import private_pages
+from hf_memopt.transfer.backends import backend_of, readable_in_place
 from hf_memopt.transfer.file_reader import BlockInFiles, DirectReads, StagedReads
 from hf_memopt.transfer.storage_memory import ResizedMemory, StorageMemory, WholePages
 from hf_memopt.weights.packed_weights import PackedWeights, WeightSlice, views
+from hf_memopt.weights.shared_memory import refuse_different, several_ranks, share
+from hf_memopt.weights.weight_files import in_files
 
 Home = Literal["host", "file"]
 HOMES: tuple[str, ...] = get_args(Home)
@@ -25,31 +30,38 @@ class WeightsHome(Protocol):
         num_bytes: of the block.
         host_bytes: host memory that it takes.
         views: by slice, the weights between visits, to be read right after a `check`.
+        file_bytes: of the block, where it lies in files.
+        bytes_read: from files so far, without rows of tables.
+        waited_s: seconds for which the host has waited for reads.
     """
 
     num_bytes: int
     host_bytes: int
     views: list[list[Tensor]]
+    file_bytes: int
+
+    @property
+    def bytes_read(self) -> int: ...
+
+    @property
+    def waited_s(self) -> float: ...
 
     def to_device(self, start: int, destination: Tensor) -> Transfer:
         """Start copying the bytes of the block from `start` on to device memory, `(num_bytes,)` uint8."""
 
-    def memory(self, piece: WeightSlice, device: torch.device) -> StorageMemory:
-        """Return memory of the device for a slice, which comes and goes."""
-
-    def in_place(self, device: torch.device) -> list[list[Tensor]] | None:
-        """Return `views` as the device reads them without a copy; None where it cannot."""
+    def memory(self, piece: WeightSlice, device: torch.device, message: str) -> StorageMemory:
+        """Return memory of the device for a slice, which comes and goes; see `AccessGuard` for the message."""
 
     def rows(self, slice_number: int, place: int, indices: Tensor) -> Tensor:
-        """Look rows of a table up, on the CPU.
+        """Look rows of a table up.
 
         Args:
             slice_number: of the slice with the table.
             place: of the table among the slice's tensors; `(num_rows, ...)`.
-            indices: int32 or int64, on the CPU, of any shape.
+            indices: int32 or int64, of any shape; where they are not on the CPU, the host waits for them.
 
         Returns:
-            Tensor: the rows in host memory, `(*indices.shape, ...)`, bitwise those of `table[indices]`.
+            Tensor: the rows, `(*indices.shape, ...)`, on the device of the indices; bitwise those of `table[indices]`.
 
         Raises:
             IndexError: an index is negative or too large, as `F.embedding` says it.
@@ -60,8 +72,50 @@ class WeightsHome(Protocol):
         """Raise an error if the block has changed."""
 
 
+def make_home(
+    weights: PackedWeights,
+    home: str,
+    device: torch.device,
+    copier: Copier,
+    files: Iterable[str | os.PathLike[str]] | None,
+    disk: str | os.PathLike[str] | None,
+) -> WeightsHome:
+    """Copy weights to host memory, or find them in files.
+
+    Args:
+        weights: packed, with their sources.
+        home: `"host"` or `"file"`.
+        device: that runs the model.
+        copier: between host and device.
+        files: where weights may lie, as for `in_files`.
+        disk: folder for the weights that no such file holds. None: the system's for temporary files.
+
+    Raises:
+        ValueError: ranks have different weights, or a path leads to no safetensors file.
+        DiskError: a file cannot be read or written.
+    """
+    simulated = backend_of(device).home_in_files
+    if home == "file" and simulated is not None:
+        made: WeightsHome = simulated(weights, device, copier)
+        return made
+    are_several = several_ranks() and weights.num_bytes > 0
+    if home == "file":
+        if are_several:
+            refuse_different(weights)
+        block = in_files(weights, files, Path(tempfile.gettempdir() if disk is None else disk))
+        return FileHome(weights, block, None if device.type == "cpu" and type(copier) is SyncCopier else copier)
+    if are_several:
+        return HostHome(weights, share(weights, device), copier)
+    master = copier.empty_host(weights.num_bytes)
+    weights.pack(master)
+    return HostHome(weights, master, copier)
+
+
 class HostHome:
     """A block in host memory, `master`, which nothing writes again."""
+
+    file_bytes = bytes_read = 0
+    waited_s = 0.0
 
     def __init__(self, weights: PackedWeights, master: Tensor, copier: Copier) -> None:
         self.num_bytes = self.host_bytes = master.nbytes
@@ -71,14 +125,17 @@ class HostHome:
     def to_device(self, start: int, destination: Tensor) -> Transfer:
         return self._copier.to_device(self._master[start : start + destination.nbytes], destination)
 
-    def memory(self, piece: WeightSlice, device: torch.device) -> StorageMemory:
-        return ResizedMemory(piece.num_bytes, device)
-
-    def in_place(self, device: torch.device) -> list[list[Tensor]]:
-        return self._views(readable_in_place(self._master, device))
+    def memory(self, piece: WeightSlice, device: torch.device, message: str) -> StorageMemory:
+        return ResizedMemory(piece.num_bytes, device, message)
 
     def rows(self, slice_number: int, place: int, indices: Tensor) -> Tensor:
-        return looked_up(self.views[slice_number][place], indices)
+        """Have the device look them up where it can read host memory in place; then nobody waits."""
+        try:
+            block = readable_in_place(self._master, indices.device)
+        except ValueError:
+            return looked_up(self.views[slice_number][place], indices.cpu()).to(indices.device)
+        (table,) = views([self._weights.slices[slice_number].offsets[place]], block)
+        return looked_up(table, indices)
 
     def check(self) -> None:
         """Do nothing: the memory is this process's own."""
@@ -100,31 +157,37 @@ class FileHome:
     """
 
     def __init__(self, weights: PackedWeights, block: BlockInFiles, copier: Copier | None) -> None:
-        self.num_bytes = weights.num_bytes
+        self.num_bytes = self.file_bytes = weights.num_bytes
         self._slices, self._block = weights.slices, block
         self._reads = DirectReads(block) if copier is None else StagedReads(block, copier)
         self.host_bytes = self._reads.host_bytes
         self.views = [_mapped(piece, block) for piece in weights.slices]
 
+    @property
+    def bytes_read(self) -> int:
+        return self._block.bytes_read
+
+    @property
+    def waited_s(self) -> float:
+        return self._block.waited_s
+
     def to_device(self, start: int, destination: Tensor) -> Transfer:
         return self._reads.read(start, destination)
 
-    def memory(self, piece: WeightSlice, device: torch.device) -> StorageMemory:
+    def memory(self, piece: WeightSlice, device: torch.device, message: str) -> StorageMemory:
         ahead = self._block.pieces[piece.start].position - piece.start
         is_aligned = all((each.start + ahead - each.tensor.data_ptr()) % _VECTOR_BYTES == 0 for each in piece.offsets)
         if isinstance(self._reads, DirectReads) and is_aligned and WholePages.are_available():
             self.host_bytes = 0  # no read passes through other memory
-            return self._reads.memory(piece.start, piece.num_bytes)
-        return ResizedMemory(piece.num_bytes, device)
-
-    def in_place(self, device: torch.device) -> list[list[Tensor]] | None:
-        return self.views if device.type == "cpu" else None
+            return self._reads.memory(piece.start, piece.num_bytes, message)
+        return ResizedMemory(piece.num_bytes, device, message)
 
     def rows(self, slice_number: int, place: int, indices: Tensor) -> Tensor:
         """Read rows through the page cache, some 3 microseconds for each index that is there.
 
         Of a table whose rows are not contiguous, the whole slice is read.
         """
+        device, indices = indices.device, indices.cpu()
         piece, table = self._slices[slice_number], self.views[slice_number][place]
         found, offset = self._block.pieces[piece.start], piece.offsets[place]
         looked_up(torch.empty(1).expand(len(table)), indices)  # raises where an index is wrong
@@ -132,24 +195,17 @@ class FileHome:
             memory = torch.empty(piece.num_bytes, dtype=torch.uint8)
             found.file.gather([(found.position, found.num_bytes)], memory)
             (whole,) = views([offset._replace(start=offset.start - piece.start)], memory)
-            return looked_up(whole, indices)
+            return looked_up(whole, indices).to(device)
         rows = torch.empty((*indices.shape, *table.shape[1:]), dtype=table.dtype)
         start, step = found.position + offset.start - piece.start, table.stride(0) * table.itemsize
         num_bytes = table[0].nbytes
         ranges = ((start + index * step, num_bytes) for index in indices.flatten().tolist())
         found.file.gather(ranges, rows.view(-1).view(torch.uint8))
-        return rows
+        return rows.to(device)
 
     def check(self) -> None:
         """Raise DiskError if a file has changed, or become shorter, and in a fork; 3 microseconds for each file."""
         self._block.check()
-
-
-class PageCopier(SyncCopier):
-    """A copier of the CPU whose device memory goes back to the system as soon as nothing uses it."""
-
-    def empty_device(self, num_bytes: int) -> Tensor:
-        return private_pages(num_bytes) if num_bytes else super().empty_device(0)
 
 
 def looked_up(table: Tensor, indices: Tensor) -> Tensor:

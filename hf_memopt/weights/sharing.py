@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from hf_memopt.autograd_state import COMES_AND_GOES
 from hf_memopt.transfer.backends import PLAIN_TYPES
 
 
@@ -48,6 +49,7 @@ def can_share(teacher: Tensor, student: Tensor) -> bool:
     """Return whether a student tensor can stand in for the teacher's: plain, frozen and bitwise equal."""
     return (
         not student.requires_grad
+        and not hasattr(student, COMES_AND_GOES)
         and type(student.data) in PLAIN_TYPES
         and type(teacher.data) in PLAIN_TYPES
         and teacher.shape == student.shape

@@ -1,21 +1,57 @@
-"""Visits that backward passes open and close, for the nodes that a module's call has left in the graph."""
+"""Visits that forward and backward passes have open, each closed at the latest when its pass is over.
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any
+A pass ends in many ways: an interrupt leaves no time for hooks, and torch tells nobody that a backward pass has failed.
+So each visit is noted before it is entered, under the pass that it is part of.
+"""
+
+import threading
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
 
 import torch
 from torch.autograd import Variable
 
-from hf_memopt.autograd_state import current_backward
+from hf_memopt.autograd_state import NO_BACKWARD, current_backward
 from hf_memopt.uncompiled import uncompiled
+from hf_memopt.weights.residency.visit_order import Visit
+
+
+class OpenVisit(Protocol):
+    """A visit of storages.
+
+    Attributes:
+        visit: their numbers.
+    """
+
+    @property
+    def visit(self) -> Iterable[int]: ...
+
+    def close(self) -> None:
+        """End the visit with its backward pass, unless a later one needs it."""
+
+    def end(self) -> None:
+        """End the visit; once more does nothing."""
+
+
+class _BackwardPass:
+    """A backward pass that is under way as long as torch's engine holds this object, which it calls at the end."""
+
+    def __init__(self, number: int, visits: "OpenVisits") -> None:
+        self.number, self._visits = number, weakref.ref(visits)
+
+    def __call__(self) -> None:
+        visits = self._visits()
+        if visits is not None:
+            visits.end_backward(self.number)
 
 
 class OpenVisits:
-    """The visits that are open, each closed at the latest when the backward pass that opened it ends.
+    """The visits that are open, by the pass that opened them: a backward pass, or else the thread's present one.
 
     Args:
-        when_ended: called when no backward pass is left.
+        when_ended: called when a backward pass has ended and no other is under way.
 
     Attributes:
         num_ended: backward passes that have opened visits and are over.
@@ -24,62 +60,98 @@ class OpenVisits:
     def __init__(self, when_ended: Callable[[], None]) -> None:
         self.num_ended = 0
         self._when_ended = when_ended
-        self._by_pass: dict[int, set[BackwardVisit]] = {}
+        self._calls: dict[int, list[Any]] = defaultdict(list)
+        self._backward: dict[int, dict[OpenVisit, None]] = {}
+        self._alive: dict[int, weakref.ref[_BackwardPass]] = {}
         # Of passes that have recorded a graph, which a later one runs, with `num_ended` after the first of these.
-        self._kept: dict[BackwardVisit, int] = {}
+        self._kept: dict[OpenVisit, int] = {}
 
-    def expect_end(self) -> None:
-        """Have the end of the present backward pass close what is left open."""
+    @property
+    def calls(self) -> list[Any]:
+        """Return the calls that the present pass is in, the innermost last."""
         number = current_backward()
-        if number not in self._by_pass:
-            self._by_pass[number] = set()
-            Variable._execution_engine.queue_callback(partial(self._end, number))
+        return self._calls[-threading.get_ident() if number == NO_BACKWARD else number]
 
-    def add(self, visit: "BackwardVisit") -> None:
-        self._by_pass[current_backward()].add(visit)
+    def expect_end(self) -> dict["OpenVisit", None]:
+        """Return the open visits of the present backward pass, whose end closes them."""
+        number = current_backward()
+        if number not in self._backward:
+            ending = _BackwardPass(number, self)
+            self._backward[number], self._alive[number] = {}, weakref.ref(ending)
+            Variable._execution_engine.queue_callback(ending)
+        return self._backward[number]
 
-    def remove(self, visit: "BackwardVisit") -> None:
-        for visits in self._by_pass.values():
-            visits.discard(visit)
+    def discard(self, visit: OpenVisit) -> None:
+        for visits in list(self._backward.values()):
+            visits.pop(visit, None)
         self._kept.pop(visit, None)
 
-    def keep(self, visit: "BackwardVisit") -> None:
-        self.remove(visit)
+    def keep(self, visit: OpenVisit) -> None:
+        """Have a visit of a backward pass stay open, for a graph that a later one runs."""
+        self.discard(visit)
         self._kept[visit] = self.num_ended + 1
 
-    def close_all(self) -> bool:
-        """Close those of failed passes, and those kept for a graph that was run; returns whether a pass has failed."""
-        have_failed = bool(self._by_pass)
-        for number in list(self._by_pass):
-            self._end(number)
+    def close_calls(self) -> bool:
+        """End the calls that an interrupt or an error has left on this thread; returns whether there were any."""
+        return self._end_calls(-threading.get_ident())
+
+    def close_old(self, is_held: Callable[[int], bool]) -> bool:
+        """Close what failed passes have left, and visits kept for a graph that was run or is gone.
+
+        Args:
+            is_held: whether a graph may have tensors on a storage.
+
+        Returns:
+            bool: whether a pass has failed.
+        """
+        have_failed = self.close_calls()
+        for number, ending in list(self._alive.items()):
+            if ending() is None:
+                self.end_backward(number)
+                have_failed = True
         for visit, num_ended in list(self._kept.items()):
-            if self.num_ended > num_ended:
+            if self.num_ended > num_ended or not any(map(is_held, visit.visit)):
                 visit.end()
         return have_failed
 
-    def _end(self, number: int) -> None:
-        for visit in list(self._by_pass.pop(number, ())):
+    def end_backward(self, number: int) -> None:
+        self._end_calls(number)
+        for visit in list(self._backward.get(number, ())):
             visit.close()
+        self._backward.pop(number, None)
+        self._alive.pop(number, None)
         self.num_ended += 1
-        if not self._by_pass:
+        if not self._backward:
             self._when_ended()
+
+    def _end_calls(self, number: int) -> bool:
+        calls = self._calls.get(number, [])
+        had_calls = bool(calls)
+        while calls:
+            calls[-1].end()
+            calls.pop()
+        self._calls.pop(number, None)
+        return had_calls
 
 
 class BackwardVisit:
     """The visit of one call's nodes, as often as a backward pass runs them."""
 
-    def __init__(self, enter: Callable[[], None], leave: Callable[[], None], others: OpenVisits) -> None:
+    def __init__(
+        self, visit: Visit, enter: Callable[[object], None], leave: Callable[[object], None], others: OpenVisits
+    ) -> None:
+        self.visit = visit
         self._enter, self._leave, self._others = enter, leave, others
         self._is_open = False
         self._records_graph = False
 
     @uncompiled
     def open(self, *gradients: Any) -> None:
-        self._others.expect_end()
+        visits = self._others.expect_end()
         if not self._is_open:
-            self._enter()
+            visits[self] = None
             self._is_open = True
-            self._others.add(self)
+            self._enter(self)
         self._records_graph = torch.is_grad_enabled()
 
     @uncompiled
@@ -91,6 +163,7 @@ class BackwardVisit:
             self.end()
 
     def end(self) -> None:
-        self._is_open = False
-        self._others.remove(self)
-        self._leave()
+        if self._is_open:
+            self._leave(self)
+            self._is_open = False
+        self._others.discard(self)

@@ -1,4 +1,4 @@
-"""Guards of streamed parameters, against saving, copying, loading and merging placeholders between visits."""
+"""Guards of streamed parameters: their state is saved and compared at home, and nobody may change them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from hf_memopt.autograd_state import COMES_AND_GOES, bytes_of
+from hf_memopt.autograd_state import bytes_of
 from hf_memopt.weights.quantised import is_quantised, rewrapped
 
-_REMEDY = "call remove() of its StreamedWeights first"
+REMEDY = "call remove() of its StreamedWeights first"
 
 
 class StreamedParameter(NamedTuple):
@@ -26,15 +26,20 @@ class StreamedParameter(NamedTuple):
 class ParameterGuards:
     """Guards the parameters as long as they stream.
 
-    A state dict gets their values at home, read only. Loading other values, merging, copying and pickling them raise a
-    RuntimeError that names the weight. `check` finds those that were replaced, unfrozen, cast or moved.
+    A state dict gets their values at home, read only. Loading other values and merging them raise a RuntimeError that
+    names the weight. `check` finds those that were replaced, unfrozen, written, cast or moved.
 
     Args:
         at_home: by the id of a plain tensor, the same tensor at its home.
+        check_home: raises an error if the home has changed.
     """
 
     def __init__(
-        self, model: nn.Module, parameters: Sequence[StreamedParameter], at_home: Mapping[int, Tensor]
+        self,
+        model: nn.Module,
+        parameters: Sequence[StreamedParameter],
+        at_home: Mapping[int, Tensor],
+        check_home: Callable[[], None],
     ) -> None:
         self._parameters = parameters
         self._handles: list[RemovableHandle] = []
@@ -43,40 +48,30 @@ class ParameterGuards:
         for each in parameters:
             value = rewrapped(each.parameter, lambda inner: at_home[id(inner)])
             owners.setdefault(each.owner, {})[each.attribute] = value
-            for method in _COPIES:
-                setattr(each.parameter, method, partial(_refuse, f"frozen weight {each.name!r} cannot be copied"))
-            setattr(each.parameter, COMES_AND_GOES, True)
         for owner, found in owners.items():
-            self._handles.append(owner.register_state_dict_post_hook(partial(_supply, found)))
-            loading = _Loading(found)
+            self._handles.append(owner.register_state_dict_post_hook(partial(_supply, found, check_home)))
+            loading = _Loading(found, check_home)
             self._handles.append(owner.register_load_state_dict_pre_hook(loading.begin))
             self._handles.append(owner.register_load_state_dict_post_hook(loading.end))
         for name, module in self._layers:
             for method in ("merge", "unmerge"):
                 setattr(module, method, partial(_refuse, f"adapters of {name!r} cannot be merged"))
 
-    def check(self, is_bound: Callable[[nn.Parameter], bool]) -> None:
+    def check(self, is_unchanged: Callable[[nn.Parameter], bool]) -> None:
         for name, owner, attribute, parameter in self._parameters:
             if owner._parameters.get(attribute) is not parameter:
-                raise RuntimeError(f"frozen weight {name!r} was replaced while it streams; {_REMEDY}")
+                raise RuntimeError(f"frozen weight {name!r} was replaced while it streams; {REMEDY}")
             if parameter.requires_grad:
-                raise RuntimeError(f"frozen weight {name!r} requires a gradient while it streams; {_REMEDY}")
-            if not is_bound(parameter):
-                raise RuntimeError(f"frozen weight {name!r} was written, cast or moved while it streams; {_REMEDY}")
+                raise RuntimeError(f"frozen weight {name!r} requires a gradient while it streams; {REMEDY}")
+            if not is_unchanged(parameter):
+                raise RuntimeError(f"frozen weight {name!r} was written, cast or moved while it streams; {REMEDY}")
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
-        for _, _, _, parameter in self._parameters:
-            for attribute in (*_COPIES, COMES_AND_GOES):
-                vars(parameter).pop(attribute, None)
         for _, module in self._layers:
             for method in ("merge", "unmerge"):
                 vars(module).pop(method, None)
-
-
-# The methods that copy and pickle look up first, on the object itself.
-_COPIES = ("__deepcopy__", "__reduce_ex__")
 
 
 def _merges(module: nn.Module) -> bool:
@@ -89,10 +84,15 @@ def _with_own_storage(view: Tensor) -> Tensor:
     span = sum((length - 1) * step for length, step in zip(view.size(), view.stride(), strict=True)) + 1
     first = view.storage_offset() * view.itemsize
     memory = torch.from_numpy(bytes_of(view)[first : first + span * view.itemsize].numpy())
-    return memory.view(view.dtype).as_strided(view.size(), view.stride())
+    found = memory.view(view.dtype).as_strided(view.size(), view.stride())
+    found = torch._conj(found) if view.is_conj() else found
+    return torch._neg_view(found) if view.is_neg() else found
 
 
-def _supply(values: Mapping[str, Tensor], module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
+def _supply(
+    values: Mapping[str, Tensor], check: Callable[[], None], module: nn.Module, state: Any, prefix: str, metadata: Any
+) -> None:
+    check()
     for attribute, value in values.items():
         if prefix + attribute in state:
             state[prefix + attribute] = rewrapped(value, _with_own_storage)
@@ -105,16 +105,17 @@ class _Loading:
         values: at home, by the module's names of the weights.
     """
 
-    def __init__(self, values: Mapping[str, Tensor]) -> None:
-        self._values = values
+    def __init__(self, values: Mapping[str, Tensor], check: Callable[[], None]) -> None:
+        self._values, self._check = values, check
         self._taken: set[str] = set()
 
     def begin(self, module: nn.Module, state: Any, prefix: str, *others: Any) -> None:
         for attribute, value in self._values.items():
             name = prefix + attribute
             if name in state:
+                self._check()
                 if not _is_equal(state[name], value):
-                    raise RuntimeError(f"frozen weight {name!r} cannot be loaded while it streams; {_REMEDY}")
+                    raise RuntimeError(f"frozen weight {name!r} cannot be loaded while it streams; {REMEDY}")
                 del state[name]
                 self._taken.add(name)
 
@@ -130,4 +131,4 @@ def _is_equal(loaded: Any, value: Tensor) -> bool:
 
 
 def _refuse(problem: str, *args: Any, **kwargs: Any) -> None:
-    raise RuntimeError(f"{problem} while its weights stream; {_REMEDY}")
+    raise RuntimeError(f"{problem} while its weights stream; {REMEDY}")

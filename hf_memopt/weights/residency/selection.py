@@ -1,16 +1,20 @@
 """The frozen weights of a model that stream, those that stay, and the modules that visit them."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from hf_memopt.autograd_state import is_plain
+from hf_memopt.weights.packed_weights import span_bytes
 from hf_memopt.weights.quantised import stored_tensors
 from hf_memopt.weights.residency.guards import StreamedParameter
 from hf_memopt.weights.residency.visit_order import Visit
 
 # The smallest weights stay, up to this share of all: their copies would cost more time than their memory is worth.
 _SMALL_SHARE = 0.01
+# torch's own attention, which takes another path where a weight inside is of an unknown class, as one that is away.
+_ATTENTION = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 
 @dataclass(frozen=True)
@@ -19,13 +23,17 @@ class Selection:
 
     Attributes:
         streamed: frozen parameters.
-        others: parameters that train, buffers and small frozen parameters.
-        small_bytes: of the small ones.
+        others: parameters that train, buffers, and frozen parameters that stay.
+        resident: by reason, the frozen parameters that stay, by name.
     """
 
     streamed: tuple[StreamedParameter, ...]
     others: tuple[Tensor, ...]
-    small_bytes: int
+    resident: dict[str, dict[str, nn.Parameter]]
+
+    @property
+    def resident_bytes(self) -> dict[str, int]:
+        return {reason: sum(each.nbytes for each in named.values()) for reason, named in self.resident.items()}
 
 
 def select(model: nn.Module) -> Selection:
@@ -40,40 +48,93 @@ def select(model: nn.Module) -> Selection:
             frozen[parameter] = sum(inner.nbytes for inner in stored_tensors(name, parameter))
     if not any(frozen.values()):
         raise ValueError("model has no frozen weights that could stream; freeze its base with requires_grad_(False)")
-    small, room = set(), int(_SMALL_SHARE * sum(frozen.values()))
+    staying = why_they_stay(model)
+    room = int(_SMALL_SHARE * sum(frozen.values()))
     for parameter, num_bytes in sorted(frozen.items(), key=lambda each: each[1]):
         room -= num_bytes
         if room < 0:
             break
-        small.add(parameter)
+        staying.setdefault(parameter, "small")
     streamed = tuple(
         StreamedParameter(f"{prefix}{attribute}", owner, attribute, parameter)
         for prefix, owner in _with_prefix(model)
         for attribute, parameter in owner._parameters.items()
-        if parameter is not None and parameter in frozen and parameter not in small
+        if parameter is not None and parameter in frozen and parameter not in staying
     )
     names = {each.parameter for each in streamed}
     others = [*(each for each in model.parameters() if each not in names), *model.buffers()]
-    return Selection(streamed, tuple(others), sum(frozen[parameter] for parameter in small))
+    resident: dict[str, dict[str, nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter in staying:
+            resident.setdefault(staying[parameter], {})[name] = parameter
+    return Selection(streamed, tuple(others), resident)
+
+
+def why_they_stay(model: nn.Module) -> dict[Tensor, str]:
+    """Return the frozen parameters whose bytes belong to others too, or are written, each with the reason in words."""
+    found: dict[Tensor, str] = {}
+    for module in model.modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            found[module.weight] = "written by its module (max_norm)"
+    frozen: set[Tensor] = {each for each in model.parameters() if not each.requires_grad}
+    owned: list[tuple[Tensor, str]] = [(each, "") for each in frozen]
+    owned += [(each, "memory of a trained weight") for each in model.parameters() if each.requires_grad]
+    owned += [(each, "memory of a buffer") for each in model.buffers()]
+    owned += [(each, "memory of an attribute") for each in _attributes(model) if each not in frozen]
+    ranges = _memory_ranges([(each, whose) for each, whose in owned if is_plain(each) and each.numel()])
+    for tensors in ranges:
+        others = [whose for _, whose in tensors if whose]
+        for tensor, _ in tensors if others else ():
+            if tensor in frozen:
+                found[tensor] = others[0]
+    return {each: reason for each, reason in found.items() if each in frozen}
+
+
+def _attributes(model: nn.Module) -> Iterator[Tensor]:
+    """Yield the tensors that modules have as plain attributes, or in lists and dictionaries of theirs."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if name not in ("_parameters", "_buffers"):
+                inside = (
+                    value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+                )
+                yield from (each for each in inside if isinstance(each, Tensor))
+
+
+def _memory_ranges(owned: list[tuple[Tensor, str]]) -> list[list[tuple[Tensor, str]]]:
+    """Group tensors that overlap in memory."""
+    groups: list[list[tuple[Tensor, str]]] = []
+    end: tuple[str, int] = "", 0
+    for each in sorted(owned, key=lambda each: (str(each[0].device), each[0].data_ptr())):
+        device, begin = str(each[0].device), each[0].data_ptr()
+        if groups and device == end[0] and begin < end[1]:
+            groups[-1].append(each)
+        else:
+            groups.append([each])
+            end = device, 0
+        end = device, max(end[1], begin + span_bytes(each[0]))
+    return groups
 
 
 def visits_of(model: nn.Module, slices_of: Mapping[int, tuple[int, ...]]) -> dict[nn.Module, Visit]:
-    """Return by module the storages that its call visits: its own, and of a region those of all modules inside."""
+    """Return by module the storages that its call visits: its own, and of a region those of all modules inside.
+
+    Rows of embeddings are looked up at home.
+    """
     found: dict[nn.Module, Visit] = {}
     waiting = [model]
     while waiting:
         module = waiting.pop()
         is_region = reads_as_a_whole(module)
-        visit = tuple(
-            dict.fromkeys(
-                number
-                for parameter in module.parameters(recurse=is_region)
-                for number in slices_of.get(id(parameter), ())
-            )
-        )
+        read: Iterable[nn.Parameter] = module.parameters(recurse=is_region)
+        if isinstance(module, nn.Embedding):
+            read = ()
+        elif isinstance(module, nn.TransformerEncoder):
+            read = module.layers[0].parameters()
+        visit = tuple(dict.fromkeys(number for each in read for number in slices_of.get(id(each), ())))
         if visit:
             found[module] = visit
-        if not is_region:
+        if not is_region or isinstance(module, _ATTENTION):  # whose parts may be called alone
             waiting.extend(module.children())
     return found
 
@@ -83,7 +144,7 @@ def reads_as_a_whole(module: nn.Module) -> bool:
 
     A compiled region calls no module. PEFT's layers read the weights of their base, as DoRA does, but for plain LoRA.
     """
-    if is_compiled(module):
+    if is_compiled(module) or isinstance(module, _ATTENTION):
         return True
     if not isinstance(getattr(module, "base_layer", None), nn.Module):
         return False

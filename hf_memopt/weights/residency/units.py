@@ -3,191 +3,236 @@
     forward     x -> enter -> the module's operations -> leave -> y
     backward    close <-- nodes of those operations <-- open
 
-The nodes behind the outputs open a visit before they run. The nodes behind the inputs have lower numbers than those of
-the operations. Autograd runs the node with the highest number first, so when one of an input's runs, the others are
-over. Where all inputs are leaves or without a gradient, backward's end closes the visit.
+Each node that the call has made opens a visit before it runs: the outputs' own nodes would not do, since a write in
+place takes a view's node out of the graph, and a loss may be computed from something else than outputs. The nodes
+behind the inputs have lower numbers than those of the operations. Autograd runs the node with the highest number
+first, so when one of an input's runs, the others are over. Where all inputs are leaves or without a gradient,
+backward's end closes the visit.
 
 An input that others read too, as a decoder's layers read the encoder's output, has its node run late. So a module that
 reads its input once gets a view of it, with a node of its own. Elsewhere that would change the order in which
 gradients are added up, and with it their rounding.
 """
 
-from collections.abc import Callable, Iterable
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache, partial, wraps
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from hf_memopt.autograd_state import next_node
 from hf_memopt.uncompiled import graph_break, uncompiled
 from hf_memopt.weights.residency.backward_visits import BackwardVisit, OpenVisits
-from hf_memopt.weights.residency.resident_set import ResidentSet
-from hf_memopt.weights.residency.storages import CastWeight, StreamedStorage
+from hf_memopt.weights.residency.storages import CastWeight
 from hf_memopt.weights.residency.visit_order import Visit
 
 # Their forward hands input and weight to one operator, which autocast runs in its dtype, and reads them nowhere else.
 _ONE_OPERATOR = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+# Objects that are searched for tensors: how deep, and how many of one container.
+_DEPTH, _MOST = 4, 1000
+# Attributes of every module, which hold no results of calls.
+_OF_ALL_MODULES = frozenset(vars(nn.Module()))
+# The attribute of a module whose class visits.
+_UNIT = "_hf_memopt_unit"
 
 
-class _Hooked:
-    """Hooks around each call of a module, until they are removed."""
+class Visits(Protocol):
+    """The engine: enters and leaves visits for a user, with a cast of their only weight in its place."""
 
-    def __init__(self, module: nn.Module, enter: Callable[..., Any], leave: Callable[..., None]) -> None:
-        self._handles = [
-            module.register_forward_pre_hook(enter, with_kwargs=True),
-            module.register_forward_hook(leave, always_call=True),
-        ]
+    is_active: bool
+    open_visits: OpenVisits
+
+    def enter(self, visit: Visit, user: object, cast: CastWeight | None = None) -> None: ...
+
+    def leave(
+        self, visit: Visit, user: object, cast: CastWeight | None = None, outputs: Iterable[Tensor] = ()
+    ) -> None: ...
+
+    def cast_of(self, visit: Visit, weight: Any) -> CastWeight | None:
+        """Return the cast that autocast would make of a weight, the only one of its visit."""
+
+
+class Unit:
+    """A module whose calls are visits of the storages `visit`.
+
+    Args:
+        module: the module.
+        visit: its storages.
+        visits: the engine.
+        is_hidden: whether no hook may show: torch's encoder layer takes another path, with another rounding, where it
+            or a module inside has one.
+    """
+
+    def __init__(self, module: nn.Module, visit: Visit, visits: Visits, is_hidden: bool = False) -> None:
+        self.module, self.visit = module, visit
+        self._visits = visits
+        self._is_one_operator = type(module) in _ONE_OPERATOR and "forward" not in vars(module)
+        self._handles: list[RemovableHandle] = []
+        if is_hidden:
+            _hide(module, self)
+        else:
+            self._handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(self._leave, always_call=True))
+
+    def __deepcopy__(self, memo: Any) -> "Unit":
+        """Return the same object: it ignores the calls of a copied module."""
+        return self
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
+        if vars(self.module).pop(_UNIT, None) is not None:
+            self.module.__class__ = type(self.module).__bases__[0]
 
-
-class Unit(_Hooked):
-    """A module whose calls are visits of the storages `visit`."""
-
-    def __init__(self, module: nn.Module, visit: Visit, storages: ResidentSet, open_visits: OpenVisits) -> None:
-        self.visit = visit
-        self._storages, self._open_visits = storages, open_visits
-        self._is_one_operator = type(module) in _ONE_OPERATOR and "forward" not in vars(module)
-        self._may_cast = self._is_one_operator and (
-            all(tensor is module.weight for number in visit for tensor in storages.storages[number].tensors)
-        )
-        self._calls: list[_Call] = []
-        super().__init__(module, self._enter, self._leave)
+    def around(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Return the result of a forward that is one visit."""
+        args, kwargs = self._enter(self.module, args, kwargs) or (args, kwargs)
+        output = None
+        try:
+            output = forward(self.module, *args, **kwargs)
+        finally:
+            self._leave(self.module, args, output)
+        return output
 
     @graph_break
     @uncompiled
     def _enter(self, module: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        cast = self._cast_of(module.weight) if self._may_cast else None
-        enter = partial(self._storages.enter, self.visit, cast)
-        leave = partial(self._storages.leave, self.visit, cast)
-        enter()
-        call = _Call(leave, BackwardVisit(enter, leave, self._open_visits) if torch.is_grad_enabled() else None)
+        visits = self._visits
+        if module is not self.module or not visits.is_active:
+            return None
+        cast = visits.cast_of(self.visit, module.weight) if self._is_one_operator else None
+        enter = partial(visits.enter, self.visit, cast=cast)
+        leave = partial(visits.leave, self.visit, cast=cast)
+        call = _Call(module, self._is_one_operator, leave, BackwardVisit(self.visit, enter, leave, visits.open_visits))
+        visits.open_visits.calls.append(call)
+        enter(call)
         if cast is not None:
-            call.replace_weight(module, cast.tensor)
-        self._calls.append(call)
-        if call.backward is None:
+            call.replace_weight(cast.tensor)
+        if not torch.is_grad_enabled():
             return None
         if self._is_one_operator and args:
             return (call.view_of(args[0]), *args[1:]), kwargs
-        call.close_after(tree_leaves((args, kwargs)))
+        call.close_after((args, kwargs))
         return None
 
     @graph_break
     @uncompiled
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         # Runs too where an exception came before the module was entered.
-        if self._calls:
-            outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-            self._storages.keep_handed_out(self.visit, outputs)
-            self._calls.pop().end(outputs)
+        calls = self._visits.open_visits.calls
+        if any(call.module is module for call in calls):
+            while calls[-1].module is not module:  # what an exception has left
+                calls[-1].end()
+                calls.pop()
+            calls[-1].finish(args, output)
+            calls.pop()
 
-    def _cast_of(self, weight: Any) -> CastWeight | None:
-        kind = weight.device.type
-        if not torch.is_autocast_enabled(kind) or not weight.is_floating_point() or weight.dtype is torch.float64:
-            return None
-        dtype = torch.get_autocast_dtype(kind)
-        return None if weight.dtype is dtype else self._storages.cast(self.visit[0], weight, dtype)
+
+def _hide(module: nn.Module, unit: Unit) -> None:
+    """Have a module's forward visit, by a class derived from its own."""
+    kind: Any = type(module)
+    vars(module)[_UNIT] = unit
+    module.__class__ = _visiting_class(kind)
+
+
+@cache
+def _visiting_class(kind: Any) -> Any:
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        unit: Unit = vars(self)[_UNIT]
+        if unit.module is not self:  # a copy of the module
+            return kind.forward(self, *args, **kwargs)
+        return unit.around(kind.forward, args, kwargs)
+
+    return type(kind)(kind.__name__, (kind,), {"forward": wraps(kind.forward)(forward), "__module__": kind.__module__})
 
 
 class _Call:
     """One call of a module: leaves its visit when it ends, and has its nodes open another one in backward."""
 
-    def __init__(self, leave: Callable[[], None], backward: BackwardVisit | None) -> None:
-        self._leave, self.backward = leave, backward
-        self._restore: Callable[[], object] = _do_nothing
+    def __init__(
+        self, module: nn.Module, is_one_operator: bool, leave: Callable[..., None], backward: BackwardVisit
+    ) -> None:
+        self.module, self._is_one_operator = module, is_one_operator
+        self._leave, self._backward = leave, backward
+        self._has_replaced_weight = False
+        self._records = torch.is_grad_enabled()
         # Nodes made during the call have at least this number.
         self._first_node = next_node()
 
-    def replace_weight(self, module: nn.Module, tensor: Tensor) -> None:
-        """Have a module see another tensor as its weight until the call ends.
+    def replace_weight(self, tensor: Tensor) -> None:
+        """Have the module see another tensor as its weight until the call ends.
 
         Autograd saves that tensor. Of a parameter bound to other memory it would save the parameter, and read in
         backward the memory to which that is bound then.
         """
-        vars(module)["weight"] = tensor  # found before the parameter
-        self._restore = partial(vars(module).pop, "weight")
+        vars(self.module)["weight"] = tensor  # found before the parameter
+        self._has_replaced_weight = True
 
     def view_of(self, tensor: Tensor) -> Tensor:
         """Return a view of an input, whose node closes the visit in backward."""
-        assert self.backward is not None
         # Autocast shares one copy of a leaf among its readers, and would not if one had a view.
         if not tensor.requires_grad or tensor.is_leaf:
             return tensor
         view = tensor.view_as(tensor)
         if view.grad_fn is not None:
-            view.grad_fn.register_prehook(self.backward.close)
+            view.grad_fn.register_prehook(self._backward.close)
             self._first_node = next_node()
         return view
 
-    def close_after(self, inputs: Iterable[Any]) -> None:
+    def close_after(self, inputs: Any) -> None:
         """Have the nodes behind inputs close the visit in backward."""
-        assert self.backward is not None
-        nodes = {tensor.grad_fn for tensor in inputs if isinstance(tensor, Tensor)}
-        for node in nodes:
+        for node in {tensor.grad_fn for tensor in tree_leaves(inputs) if isinstance(tensor, Tensor)}:
             if node is not None:
-                node.register_prehook(self.backward.close)
+                node.register_prehook(self._backward.close)
 
-    def end(self, outputs: Iterable[Tensor]) -> None:
-        self._restore()
-        self._leave()
-        if self.backward is None:
-            return
-        for tensor in outputs:
-            node = tensor.grad_fn
-            if node is not None and node._sequence_nr() >= self._first_node:
-                node.register_prehook(self.backward.open)
+    def finish(self, args: Any, output: Any) -> None:
+        """End the visit, and have the nodes of the call open another one in backward."""
+        outputs = list(_tensors_in(output))
+        if self._records:
+            others = () if self._is_one_operator else self._handed_out_otherwise(args)
+            for node in self._nodes((*outputs, *others)):
+                node.register_prehook(self._backward.open)
+        self.end(outputs)
 
+    def _handed_out_otherwise(self, args: Any) -> Iterator[Tensor]:
+        """Yield the tensors that others find in the module's attributes, or in a container that they have passed."""
+        attributes = {name: each for name, each in vars(self.module).items() if name not in _OF_ALL_MODULES}
+        return _tensors_in((args, attributes))
 
-class TableAtHome(_Hooked):
-    """An embedding whose rows are looked up where its table lives.
+    def end(self, outputs: Iterable[Tensor] = ()) -> None:
+        if self._has_replaced_weight:
+            vars(self.module).pop("weight", None)
+        self._leave(self, outputs=outputs)
 
-    Args:
-        module: an `nn.Embedding`, or a descendant.
-        storage: of its table.
-        in_place: the table at its home, as the device reads it; None where it cannot.
-        at_home: the same, as the host reads it.
-    """
-
-    def __init__(self, module: nn.Module, storage: StreamedStorage, in_place: Tensor | None, at_home: Tensor) -> None:
-        self._storage, self._in_place, self._at_home = storage, in_place, at_home
-        self._ends: list[Callable[[], None]] = []
-        super().__init__(module, self._enter, self._leave)
-
-    @graph_break
-    @uncompiled
-    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        weight: Any = module.weight
-        if self._in_place is not None:
-            weight.data = self._in_place
-            self._ends.append(self._storage.bind)
-        else:
-            rows: Any = _GatheredRows(weight, self._at_home)
-            rows.__enter__()
-            self._ends.append(partial(rows.__exit__, None, None, None))
-
-    @graph_break
-    @uncompiled
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._ends:
-            self._ends.pop()()
+    def _nodes(self, tensors: Iterable[Tensor]) -> Iterator[Any]:
+        """Yield the nodes that the call has made, as far as tensors lead to them."""
+        waiting = [tensor.grad_fn for tensor in tensors]
+        seen: set[Any] = set()
+        while waiting:
+            node: Any = waiting.pop()
+            if node is None or node in seen or node._sequence_nr() < self._first_node:
+                continue
+            seen.add(node)
+            following = node.next_functions
+            if following:  # a leaf's node, which has none, is no call's
+                yield node
+                waiting.extend(each for each, _ in following)
 
 
-class _GatheredRows(TorchDispatchMode):
-    """Looks rows of one table up where it lives, on the host. Costs a wait for the indices."""
-
-    def __init__(self, table: Tensor, at_home: Tensor) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._table, self._at_home = table, at_home
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.embedding.default and args[0] is self._table:
-            return func(self._at_home, args[1].cpu(), *args[2:], **(kwargs or {})).to(args[1].device)
-        return func(*args, **(kwargs or {}))
-
-
-def _do_nothing() -> None: ...
+def _tensors_in(found: Any, depth: int = _DEPTH) -> Iterator[Tensor]:
+    """Yield the tensors in an object: in containers, and in the attributes of objects of any class but modules."""
+    if isinstance(found, Tensor):
+        yield found
+        return
+    if depth == 0 or isinstance(found, str | bytes | int | float | nn.Module | type) or callable(found):
+        return
+    inside: Any = getattr(found, "__dict__", {}).values()
+    if isinstance(found, dict):
+        inside = [*inside, *found.values()]
+    elif isinstance(found, list | tuple | set | frozenset):
+        inside = [*inside, *found]
+    for _, each in zip(range(_MOST), inside, strict=False):
+        yield from _tensors_in(each, depth - 1)

@@ -1,0 +1,413 @@
+"""The engine of weights that are away: storages, modules that visit them, and reads that nothing announces."""
+
+import threading
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._pytree import tree_leaves
+
+from hf_memopt.autograd_state import COMES_AND_GOES, calling_module, in_backward, is_plain
+from hf_memopt.transfer import Copier
+from hf_memopt.weights.homes import WeightsHome
+from hf_memopt.weights.packed_weights import PackedWeights
+from hf_memopt.weights.quantised import is_quantised, stored_tensors
+from hf_memopt.weights.residency.away import is_alias, without_reading
+from hf_memopt.weights.residency.backward_visits import OpenVisits
+from hf_memopt.weights.residency.resident_set import ResidentSet
+from hf_memopt.weights.residency.selection import visits_of
+from hf_memopt.weights.residency.storages import CastWeight, StreamedStorage
+from hf_memopt.weights.residency.units import Unit
+from hf_memopt.weights.residency.visit_order import Visit
+
+
+class Pass:
+    """A pass of a thread through the model, and the user of storages that were read without a visit.
+
+    Attributes:
+        held: those storages, by number.
+        num_ended: backward passes that were over when this one ended; None until then, and where none follows.
+        num_ended_before: those that were over when it began.
+    """
+
+    def __init__(self, num_ended: int) -> None:
+        self.held: dict[int, None] = {}
+        self.num_ended: int | None = None
+        self.num_ended_before = num_ended
+
+
+class Visiting:
+    """Brings the weights of a model for each use, whoever reads them, on any number of threads.
+
+    A module's call visits the weights that it reads, and so do the nodes of autograd that the call makes. A weight that
+    is read in a pass by anything else is brought before that happens, and stays until the pass and its backward are
+    over; from the next pass on it belongs to the visit of the module that was running.
+
+    Args:
+        model: whose modules visit.
+        weights: that come and go, as they were packed.
+        home: theirs.
+        device: that runs the model.
+        copier: between home and device.
+        budget_bytes: see `ResidentSet`.
+        repeats: the same.
+        remedy: the end of the message for an access to a weight that is away, outside of a pass.
+
+    Attributes:
+        lock: of all that follows.
+        is_active: whether calls are visits, on any thread. Where passes do not repeat, a pass sets it.
+        storages: the `ResidentSet`.
+        open_visits: of all passes.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        weights: PackedWeights,
+        home: WeightsHome,
+        device: torch.device,
+        copier: Copier,
+        budget_bytes: float,
+        repeats: bool,
+        remedy: str,
+    ) -> None:
+        self.lock = threading.RLock()
+        self._model, self._home, self._device, self._copier = model, home, device, copier
+        self._remedy, self._repeats = remedy, repeats
+        self.is_active = repeats
+        self._slices_of = weights.slices_of
+        self.names: dict[int, str] = {}
+        owners: dict[int, list[Tensor]] = defaultdict(list)
+        for name, parameter in model.named_parameters():
+            for number in self._slices_of.get(id(parameter), ()):
+                self.names.setdefault(number, name)
+                owners[number].append(parameter)
+        self.found = [
+            StreamedStorage(
+                self.names[number], piece, owners[number], home, device, copier, self._message(self.names[number])
+            )
+            for number, piece in enumerate(weights.slices)
+        ]
+        self.parameters = list({id(each): each for group in owners.values() for each in group}.values())
+        place_of = {id(each): (storage, place) for storage in self.found for place, each in enumerate(storage.tensors)}
+        self._quantised = {
+            each: [place_of[id(tensor)] for tensor in stored_tensors("", each)]
+            for each in self.parameters
+            if is_quantised(each)
+        }
+        self.storages = ResidentSet(self.found, budget_bytes, repeats)
+        self.open_visits = OpenVisits(self._when_ended)
+        self._casts: dict[tuple[int, torch.dtype], CastWeight] = {}
+        self._units: dict[nn.Module, Unit] = {}
+        layers = [each for each in model.modules() if isinstance(each, nn.TransformerEncoderLayer)]
+        self._hidden = {module for layer in layers for module in layer.modules()}
+        for module, visit in visits_of(model, self._slices_of).items():
+            self._add_unit(module, visit)
+        self._modules = set(model.modules())
+        self._alone: dict[int, Visit] = {}
+        # By thread, the pass that it is in, and its reads in calls outside of passes; passes that are over.
+        self._passes: dict[int, Pass] = {}
+        self._outside: dict[int, Pass] = {}
+        self._over: list[Pass] = []
+        self._read_by: dict[nn.Module, dict[int, None]] = defaultdict(dict)
+        self._has_failed = False
+
+    def __deepcopy__(self, memo: Any) -> "Visiting":
+        return self
+
+    # -------------------------------------------------------------------------------------------- passes
+
+    def begin(self, kind: str) -> Pass:
+        """Begin a pass of this thread, which `end` ends."""
+        with self.lock:
+            has_failed = self.open_visits.close_old(self._is_held) or self._has_failed
+            self._has_failed = False
+            thread = threading.get_ident()
+            for each in [*self._over, self._passes.get(thread), self._outside.get(thread)]:
+                if each is not None and (
+                    each.num_ended != self.open_visits.num_ended or not any(map(self._is_held, each.held))
+                ):
+                    self._release(each)
+            self._outside.pop(thread, None)
+            self._over = [each for each in self._over if each.held]
+            self._extend_units()
+            self.storages.begin(kind, has_failed)
+            self._passes[thread] = Pass(self.open_visits.num_ended)
+            return self._passes[thread]
+
+    def end(self, over: Pass, has_failed: bool, needs_backward: bool) -> None:
+        with self.lock:
+            thread = threading.get_ident()
+            if self._passes.get(thread) is not over:
+                return  # it was interrupted, and another one has begun
+            self._has_failed |= has_failed
+            if has_failed:
+                self.open_visits.close_calls()
+            if needs_backward and not has_failed:
+                over.num_ended = self.open_visits.num_ended
+                self._over.append(over)
+            else:
+                self._release(over)
+            del self._passes[thread]
+            has_ended = over.num_ended != over.num_ended_before or self.storages.is_over()
+            if not self._passes and has_ended:
+                self.storages.end()
+
+    @contextmanager
+    def visit(self, module: nn.Module) -> Iterator[None]:
+        """Have the weights of a module, and of those inside, on the device."""
+        numbers = tuple(
+            dict.fromkeys(
+                number for parameter in module.parameters() for number in self._slices_of.get(id(parameter), ())
+            )
+        )
+        user = object()
+        try:
+            self.enter(numbers, user, is_model=False)
+            yield
+            if torch.is_grad_enabled() and threading.get_ident() in self._passes:  # its backward may read them
+                self._hold([number for number in numbers if self._is_held(number)])
+        finally:
+            self.leave(numbers, user)
+
+    def bind(self) -> None:
+        for storage in self.found:
+            storage.bind()
+        for parameter in self.parameters:
+            setattr(parameter, COMES_AND_GOES, self)
+
+    def fetch_first(self) -> None:
+        """Start fetching what the first visits of the next pass need."""
+        with self.lock:
+            self.storages.look_ahead()
+
+    def finish(self, at_home: Sequence[Sequence[Tensor]], has_failed: bool) -> Sequence[Visit]:
+        """End all passes, and bind the weights to their home; returns the visits that are expected from now on."""
+        with self.lock:
+            self.is_active = False
+            try:
+                self._passes.clear()
+                self._outside.clear()
+                self._over.clear()
+                self.open_visits.close_old(self._is_held)
+                self.storages.drop_all()
+                self._extend_units()
+                return self.storages.begin("visit", has_failed)
+            finally:
+                for storage, tensors in zip(self.found, at_home, strict=True):
+                    storage.unbind(tensors)
+
+    def is_unchanged(self, parameter: Tensor) -> bool:
+        """Return whether a parameter is bound as this object has left it, and nobody has written it."""
+        return all(self.found[number].is_unchanged() for number in self._slices_of[id(parameter)])
+
+    def follow_quantised(self) -> None:
+        """Have the tensors inside quantised weights come and go, where `to(device)` has put others inside."""
+        for parameter, places in self._quantised.items():
+            for (storage, place), tensor in zip(places, stored_tensors("", parameter), strict=True):
+                if storage.tensors[place] is not tensor:
+                    storage.follow(place, tensor)
+
+    def restore(self) -> None:
+        """Bring all weights, for good."""
+        with self.lock:
+            for number in range(len(self.found)):
+                self.storages.keep(number, "no longer streamed")
+                self.enter((number,), self)
+            self.remove()
+
+    def remove(self) -> None:
+        """Remove all hooks."""
+        while self._units:
+            self._units.popitem()[1].remove()
+        for parameter in self.parameters:
+            vars(parameter).pop(COMES_AND_GOES, None)
+
+    def names_of_resident(self) -> dict[str, tuple[str, ...]]:
+        return {
+            reason: tuple(self.names[number] for number in numbers)
+            for reason, numbers in self.storages.resident().items()
+        }
+
+    # -------------------------------------------------------------------------------------------- reads
+
+    def read(self, function: Any, args: Any, kwargs: Any, parameters: list[Tensor]) -> Any:
+        """Return the result of a function that reads or writes parameters whose bytes are away.
+
+        Raises RuntimeError outside of a pass; inside, brings them first, or looks rows of a table up at home.
+        """
+        if not self._is_in_pass():
+            if is_alias(function):
+                return without_reading(function, args, kwargs)
+            raise RuntimeError(self._message(self._name_of(parameters[0])))
+        table = _looked_up(function, args, kwargs)
+        if table is not None and table[0] is parameters[0]:
+            return self._rows(*table)
+        if function is functional.multi_head_attention_forward and not _needs_gradients(args, kwargs):
+            # torch's own attention might have taken its fast path, which rounds in another way.
+            raise RuntimeError(
+                f"call the attention module itself, not its forward(): {self._message(self._name_of(parameters[0]))}"
+            )
+        numbers = dict.fromkeys(number for each in parameters for number in self._slices_of[id(each)])
+        module = calling_module()
+        if module in self._modules:
+            self._read_by[module].update(numbers)
+        self._hold(numbers)
+        return function(*args, **kwargs)
+
+    def refuse_copy(self, parameter: Tensor) -> None:
+        name = self._name_of(parameter)
+        raise RuntimeError(f"frozen weight {name!r} cannot be copied while its weights stream; {self._remedy}")
+
+    def _message(self, name: str) -> str:
+        return (
+            f"frozen weight {name!r} is away: its bytes are on {self._device} only while they are used; {self._remedy}"
+        )
+
+    def _name_of(self, parameter: Tensor) -> str:
+        return self.names[self._slices_of[id(parameter)][0]]
+
+    def _is_in_pass(self) -> bool:
+        return (
+            threading.get_ident() in self._passes
+            or in_backward()
+            or (self.is_active and not self._repeats)
+            or calling_module() in self._modules
+        )
+
+    def _hold(self, numbers: Iterable[int]) -> None:
+        """Have storages on the device until the present pass and its backward are over."""
+        with self.lock:
+            user = self._reading_pass()
+            for number in numbers:
+                user.held[number] = None
+                self.enter(self._alone.setdefault(number, (number,)), user)
+
+    def _reading_pass(self) -> Pass:
+        """Return the user of what is read now: held until the end of the backward pass, or of the thread's own pass."""
+        if in_backward():
+            visits = self.open_visits.expect_end()
+            user = _BackwardReads(self)
+            visits[user] = None
+            return user
+        thread = threading.get_ident()
+        return self._passes.get(thread) or self._outside.setdefault(thread, Pass(self.open_visits.num_ended))
+
+    def _rows(self, table: Tensor, indices: Tensor) -> Tensor:
+        (number,) = self._slices_of[id(table)]
+        place = next(place for place, each in enumerate(self.found[number].tensors) if each is table)
+        return self._home.rows(number, place, indices)
+
+    # -------------------------------------------------------------------------------------------- visits
+
+    def _add_unit(self, module: nn.Module, visit: Visit) -> None:
+        if visit:
+            self._units[module] = Unit(module, visit, self, is_hidden=module in self._hidden)
+
+    def _extend_units(self) -> None:
+        """Have modules visit what was read while they ran, from the next call on."""
+        while self._read_by:
+            module, numbers = self._read_by.popitem()
+            unit = self._units.get(module)
+            visit = unit.visit if unit is not None else ()
+            wanted = tuple(dict.fromkeys((*visit, *numbers)))
+            if wanted != visit:
+                if unit is not None:
+                    unit.remove()
+                self._add_unit(module, wanted)
+
+    def enter(self, visit: Visit, user: object, cast: CastWeight | None = None, is_model: bool = True) -> None:
+        with self.lock, torch._C._DisableFuncTorch():  # which forbids writes to memory that it does not track
+            self.storages.enter(visit, user, cast, is_model)
+
+    def leave(self, visit: Visit, user: object, cast: CastWeight | None = None, outputs: Iterable[Tensor] = ()) -> None:
+        with self.lock:
+            self._keep_handed_out(visit, outputs)
+            self.storages.leave(visit, user, cast)
+
+    def _is_held(self, number: int) -> bool:
+        return self.found[number].is_held_by_others()
+
+    def _release(self, user: Pass) -> None:
+        while user.held:
+            self.leave((next(reversed(user.held)),), user)
+            user.held.popitem()
+
+    def _when_ended(self) -> None:
+        with self.lock:
+            if not self._passes:
+                self.storages.end()
+
+    def _keep_handed_out(self, visit: Visit, outputs: Iterable[Tensor]) -> None:
+        """Keep those storages of a visit of which a module has returned a view: any code may read it."""
+        keys = {self.found[number].key: number for number in visit}
+        for tensor in outputs:
+            memory = _without_transforms(tensor)
+            if is_plain(memory) and memory.untyped_storage()._cdata in keys:
+                self.storages.keep(keys[memory.untyped_storage()._cdata], "returned by its module")
+
+    def cast_of(self, visit: Visit, weight: Any) -> CastWeight | None:
+        """Return the cast that autocast would make of a weight, the only one of its visit."""
+        kind = weight.device.type
+        if not torch.is_autocast_enabled(kind) or not weight.is_floating_point() or weight.dtype is torch.float64:
+            return None
+        dtype = torch.get_autocast_dtype(kind)
+        storage = self.found[visit[0]]
+        if weight.dtype is dtype or len(visit) > 1 or not all(tensor is weight for tensor in storage.tensors):
+            return None
+        with self.lock:
+            key = id(weight), dtype
+            if key not in self._casts:
+                self._casts[key] = CastWeight(storage.present[0], dtype, self._copier, storage.message)
+            return self._casts[key]
+
+
+class _BackwardReads(Pass):
+    """The user of what a backward pass reads outside of visits."""
+
+    def __init__(self, visiting: Visiting) -> None:
+        super().__init__(visiting.open_visits.num_ended)
+        self._visiting = visiting
+        self._records_graph = torch.is_grad_enabled()
+
+    @property
+    def visit(self) -> Iterable[int]:
+        return self.held
+
+    def close(self) -> None:
+        if self._records_graph:
+            self._visiting.open_visits.keep(self)
+        else:
+            self.end()
+
+    def end(self) -> None:
+        self._visiting.open_visits.discard(self)
+        self._visiting._release(self)
+
+
+def _looked_up(function: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor] | None:
+    """Return table and indices of an embedding that is read in few rows; None for any other function."""
+    names = {functional.embedding: ("input", "weight", "padding_idx", "max_norm"), torch.embedding: ("weight", "input")}
+    given = dict(zip(names.get(function, ()), args, strict=False)) | kwargs
+    table, indices = given.get("weight"), given.get("input", given.get("indices"))
+    if table is None or indices is None or given.get("max_norm") is not None:
+        return None
+    if table.dim() != 2 or not is_plain(indices) or indices.numel() >= table.shape[0]:
+        return None
+    return table, indices
+
+
+def _needs_gradients(args: Any, kwargs: Any) -> bool:
+    leaves = (each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor))
+    return torch.is_grad_enabled() and any(each.requires_grad for each in leaves)
+
+
+def _without_transforms(tensor: Tensor) -> Tensor:
+    """Return the tensor inside of those that `torch.func` wraps it in."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
