@@ -17,6 +17,7 @@ from hf_memopt.activations.saved_tensors.storages import LiveStorage
 from hf_memopt.activations.skipped_modules import SkippedCalls
 from hf_memopt.activations.stats import OffloadCounters
 from hf_memopt.autograd_state import (
+    COMES_AND_GOES,
     NO_BACKWARD,
     ViewMeta,
     called_from_checkpoint,
@@ -210,12 +211,14 @@ class SavedTensorHooks:
 def storages_of(model: nn.Module | None) -> frozenset[int]:
     """Return the keys of the storages of a model's weights and buffers, also those inside packed and quantised ones.
 
-    Those without memory are left out: ZeRO-3 replaces them in forward, and activations may be given their keys.
+    Those without memory are left out: ZeRO-3 replaces them in forward, and activations may be given their keys. So are
+    those that are brought before each use (see `is_regathered`), which a look at their data would bring.
     """
     if model is None:
         return frozenset()
     with _disable_current_modes():  # whose owners would take this for reads of the weights
-        tensors = [inner for tensor in (*model.parameters(), *model.buffers()) for inner in unwrapped(tensor.data)]
+        here = [each for each in (*model.parameters(), *model.buffers()) if not hasattr(each, COMES_AND_GOES)]
+        tensors = [inner for tensor in here for inner in unwrapped(tensor.data)]
     storages = [tensor.untyped_storage() for tensor in tensors if is_plain(tensor)]
     return frozenset(storage._cdata for storage in storages if storage.nbytes())
 

@@ -50,7 +50,7 @@ class StreamedEstimate:
     """The visits of frozen weights that stream (`StreamedWeights`).
 
     Attributes:
-        peak_bytes: of device memory for them, the hot set included, small weights that stay left out.
+        peak_bytes: of device memory for them, small weights that stay left out.
         bytes_to_device: brought in a step, or an update.
         bytes_read: of these, from files.
     """

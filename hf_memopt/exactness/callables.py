@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
+from hf_memopt.autograd_state import COMES_AND_GOES
 from hf_memopt.exactness.fingerprint import parts_of
 from hf_memopt.exactness.recorder import KnownModels, Recorder
 from hf_memopt.exactness.recording import Recording
@@ -154,7 +155,10 @@ class _Kept:
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
-        parts = [part for _, part in parts_of(tensor) if part.device.type != "meta"]
+        # Streamed weights cannot be written.
+        parts = [
+            part for _, part in parts_of(tensor) if part.device.type != "meta" and not hasattr(part, COMES_AND_GOES)
+        ]
         self._parts = [(part, part.detach().to("cpu", copy=True)) for part in parts]
 
     def restored(self) -> Tensor:

@@ -12,7 +12,7 @@ Settings = Mapping[str, Any]
 
 # Frozen weights always reside on the device, or visit it from one of the homes of `StreamedWeights`.
 RESIDENT = "resident"
-# Of streamed weights: one learns the order of visits, one chooses the hot set, and one repeats it.
+# Of streamed weights: one learns the order of visits, one follows it, and one repeats that.
 _PASSES_OF_STREAMS = 3
 # Until an offloader's plan has settled: two passes are recorded, one is plain, one planned, and one repeats it.
 PASSES_OF_AUTO = 5

@@ -2,35 +2,33 @@
 
 import logging
 import os
-import tempfile
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hf_memopt.autograd_state import ViewMeta, bytes_of
 from hf_memopt.memory.device_counters import counters_for
 from hf_memopt.ranges import NOT_NEGATIVE
 from hf_memopt.transfer import Copier, clock_for, copier_for
-from hf_memopt.transfer.file_reader import BlockInFiles
 from hf_memopt.transfer.host_memory import return_freed_memory
 from hf_memopt.transfer.scratch_file import check_disk
 from hf_memopt.units import GIB
-from hf_memopt.weights.homes import HOMES, FileHome, Home, HostHome, PageCopier, WeightsHome
+from hf_memopt.weights.homes import HOMES, Home, WeightsHome, make_home
 from hf_memopt.weights.packed_weights import PackedWeights
-from hf_memopt.weights.quantised import claim_device, is_quantised
-from hf_memopt.weights.shared_memory import several_ranks, share
+from hf_memopt.weights.quantised import claim_device, inner_tensors, is_quantised
+from hf_memopt.weights.residency.selection import why_they_stay
 from hf_memopt.weights.sharing import SharedWeights
 from hf_memopt.weights.strategies.auto import AutoWeights
 from hf_memopt.weights.strategies.mode_choice import TEACHER_MODES, TeacherMode, choose_at_start
 from hf_memopt.weights.strategies.placement import ResidentWeights, SwappedWeights, WeightPlacement
 from hf_memopt.weights.strategies.shared_base import SharedBase, is_part_of
 from hf_memopt.weights.strategies.stream import StreamedVisits
-from hf_memopt.weights.weight_files import in_files
 
 logger = logging.getLogger(__name__)
 
@@ -171,9 +169,11 @@ class OffloadedTeacher:
         self.device = torch.device(device)
         self._module = module
         self._visits = 0
+        self._lock = threading.RLock()
+        self._staying_bytes = 0
         self._home = "file" if home == "file" else "cpu"
-        self._files: BlockInFiles | None = None
-        self._copier = _copier_of(self.device, home) if copier is None else copier
+        self._at_home: WeightsHome | None = None
+        self._copier = copier_for(self.device, purpose="teacher") if copier is None else copier
         if share_with is not None and is_part_of(module, share_with):
             self._shared = SharedWeights(module, None)
             self._placement: WeightPlacement = _shared_base(share_with, mode, dtype, home)
@@ -184,10 +184,15 @@ class OffloadedTeacher:
                 _cast_parameters(module, dtype)
             claim_device(module, self._copier)
             self._shared = SharedWeights(module, share_with)
-            self._weights = PackedWeights(module, exclude=self._shared.parameters)
-            make_home = self._host_home if home == "host" else partial(self._file_home, files, disk)
+            buffers = [inner for name, each in module.named_buffers() for inner in inner_tensors(name, each)]
+            staying = [*buffers, *why_they_stay(module)]
+            self._weights = PackedWeights(module, exclude=[*self._shared.parameters, *module.buffers(), *staying])
+            self._staying_bytes = _move(
+                [each for each in staying if each.device.type != self.device.type], self._copier
+            )
+            make = partial(make_home, self._weights, home, self.device, self._copier, files, disk)
             budget_bytes = None if budget_gib is None else int(budget_gib * GIB)
-            self._placement = self._place(mode, budget_bytes, home, make_home)
+            self._placement = self._place(mode, budget_bytes, home, make)
             self._weights.drop_sources()
             return_freed_memory()
         logger.info("teacher: %s; %s", self._placement.mode, self._placement.reason)
@@ -206,22 +211,25 @@ class OffloadedTeacher:
         Raises:
             RuntimeError: shared weights of the student have been changed (see `SharedWeights.bind`).
         """
-        self._visits += 1
         finished = False
         try:
-            if self._visits == 1:
-                self._shared.bind()
-                self._placement.onload()
+            with self._lock:
+                self._visits += 1
+                if self._visits == 1:
+                    self._shared.bind()
+                    self._placement.onload()
             yield self._module
             finished = True
         finally:
-            self._visits -= 1
-            if self._visits == 0:
-                self._placement.evict(finished)
+            with self._lock:
+                self._visits -= 1
+                if self._visits == 0:
+                    self._placement.evict(finished)
 
     def prefetch(self) -> None:
         """Start the copy for the next visit, if it is not under way. Takes the teacher's device memory from now on."""
-        self._placement.prefetch()
+        with self._lock:
+            self._placement.prefetch()
 
     def report(self) -> TeacherReport:
         """Return mode and costs so far."""
@@ -232,14 +240,14 @@ class OffloadedTeacher:
             home=self._home if placement.host_bytes else str(self.device),
             device=str(self.device),
             host_bytes=placement.host_bytes,
-            device_bytes=placement.device_bytes,
-            peak_device_bytes=placement.peak_device_bytes,
+            device_bytes=placement.device_bytes + self._staying_bytes,
+            peak_device_bytes=placement.peak_device_bytes + self._staying_bytes,
             shared_bytes=self._shared.num_bytes + placement.shared_bytes,
             bytes_host_to_device=self._copier.bytes_to_device,
             bytes_device_to_host=self._copier.bytes_to_host,
-            stall_ms=_stall_ms(self._copier, self._files),
-            file_bytes=self._files.num_bytes if self._files and placement.host_bytes else 0,
-            bytes_read=self._files.bytes_read if self._files else 0,
+            stall_ms=_stall_ms(self._copier, self._at_home),
+            file_bytes=self._at_home.file_bytes if self._at_home and placement.host_bytes else 0,
+            bytes_read=self._at_home.bytes_read if self._at_home else 0,
             **placement.predictions(),  # type: ignore[arg-type]
         )
 
@@ -250,53 +258,43 @@ class OffloadedTeacher:
         raise TypeError("an OffloadedTeacher cannot be pickled: its weights belong to one process; load it again there")
 
     def _place(
-        self, mode: TeacherMode, budget_bytes: int | None, home: Home, make_home: Callable[[], WeightsHome]
+        self, mode: TeacherMode, budget_bytes: int | None, home: Home, make: Callable[[], WeightsHome]
     ) -> WeightPlacement:
         weights, copier = self._weights, self._copier
         first, reason = choose_at_start(
             mode, weights.num_bytes, budget_bytes, self.device.type, home, lambda: counters_for(self.device) is not None
         )
         if first == "resident":
-            return ResidentWeights(weights, self._packed(copier.empty_device(weights.num_bytes)), reason)
-        place = make_home()
+            block = copier.empty_device(weights.num_bytes)
+            weights.pack(block)
+            return ResidentWeights(weights, block, reason)
+        place = self._at_home = make()
         if first == "swap":
             return SwappedWeights(weights, place, copier, reason)
         budget_bytes = 0 if first == "auto" else budget_bytes
-        streamed = StreamedVisits(self._module, weights, place, self.device, copier, budget_bytes, reason)
+        streamed = StreamedVisits(self._module, weights, place, copier, budget_bytes, reason)
         if first == "stream":
             return streamed
         counters = counters_for(self.device)
         assert counters is not None
-        stall_ms = partial(_stall_ms, copier, self._files)
+        stall_ms = partial(_stall_ms, copier, place)
         return AutoWeights(streamed, weights, place, copier, stall_ms, counters, clock_for(self.device))
 
-    def _host_home(self) -> WeightsHome:
-        if several_ranks() and self._weights.num_bytes:
-            master = share(self._weights, self.device)
-        else:
-            master = self._packed(self._copier.empty_host(self._weights.num_bytes))
-        return HostHome(self._weights, master, self._copier)
 
-    def _file_home(
-        self, paths: Iterable[str | os.PathLike[str]] | None, disk: str | os.PathLike[str] | None
-    ) -> WeightsHome:
-        folder = Path(tempfile.gettempdir() if disk is None else disk)
-        self._files = in_files(self._weights, paths, folder)
-        return FileHome(self._weights, self._files, None if isinstance(self._copier, PageCopier) else self._copier)
-
-    def _packed(self, block: Tensor) -> Tensor:
-        self._weights.pack(block)
-        return block
+def _stall_ms(copier: Copier, home: WeightsHome | None) -> float:
+    return copier.stall_ms() + (0.0 if home is None else 1e3 * home.waited_s)
 
 
-def _stall_ms(copier: Copier, files: BlockInFiles | None) -> float:
-    return copier.stall_ms() + (0.0 if files is None else 1e3 * files.waited_s)
-
-
-def _copier_of(device: torch.device, home: Home) -> Copier:
-    if device.type == "cpu" and home == "file":
-        return PageCopier()
-    return copier_for(device, purpose="teacher")
+def _move(tensors: list[Tensor], copier: Copier) -> int:
+    """Move tensors to the device, memory that they share once; returns the bytes."""
+    moved: dict[int, Tensor] = {}
+    for tensor in tensors:
+        memory = bytes_of(tensor)
+        key = memory.untyped_storage()._cdata
+        if key not in moved:
+            moved[key] = copier.empty_device(memory.nbytes).copy_(memory)
+        tensor.data = ViewMeta(tensor).of(moved[key])
+    return sum(each.nbytes for each in moved.values())
 
 
 def _check_home(home: str, files: object, disk: str | os.PathLike[str] | None) -> None:

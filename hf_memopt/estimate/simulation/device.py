@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes, _pop_mode_temporarily
 
+from hf_memopt.autograd_state import COMES_AND_GOES
 from hf_memopt.estimate.accounting.allocation_log import StepPhases
 from hf_memopt.estimate.gpus import DEFAULT_CARD
 from hf_memopt.estimate.simulation.data_dependent import DataDependentOps
@@ -302,6 +303,8 @@ def _keep_parameters_when_moved() -> Any:
     def apply(self: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
         for module in self.modules() if recurse else [self]:
             for parameter in module.parameters(recurse=False):
+                if hasattr(parameter, COMES_AND_GOES):  # on the device already, without memory
+                    continue
                 with torch.no_grad():
                     moved = function(parameter.detach())
                 if (moved.device, moved.dtype) != (parameter.device, parameter.dtype):

@@ -85,8 +85,10 @@ class VirtualFileHome:
     Reads pass through a ring in host memory part by part, so that a copy ends with the last part after its read.
     """
 
+    bytes_read, waited_s = 0, 0.0
+
     def __init__(self, base: VirtualBase, weights: PackedWeights, device: torch.device, copier: Copier) -> None:
-        self.num_bytes = weights.num_bytes
+        self.num_bytes = self.file_bytes = weights.num_bytes
         self._base, self._copier = base, copier
         on_device = device.type != "cpu"
         self._ring = copier.empty_host(staging_bytes(weights.num_bytes) if on_device else 0)
@@ -99,14 +101,11 @@ class VirtualFileHome:
         last_s = min(PART_BYTES, destination.nbytes) / self._base.clock.card.link_bytes_per_s
         return VirtualTransfer(self._base.clock, max(copy.ended_s, read.ended_s + last_s))
 
-    def memory(self, piece: WeightSlice, device: torch.device) -> StorageMemory:
-        return ResizedMemory(piece.num_bytes, device)
-
-    def in_place(self, device: torch.device) -> list[list[Tensor]] | None:
-        return self.views if device.type == "cpu" else None
+    def memory(self, piece: WeightSlice, device: torch.device, message: str) -> StorageMemory:
+        return ResizedMemory(piece.num_bytes, device, message)
 
     def rows(self, slice_number: int, place: int, indices: Tensor) -> Tensor:
-        return looked_up(self.views[slice_number][place], indices)
+        return looked_up(self.views[slice_number][place], indices.cpu()).to(indices.device)
 
     def check(self) -> None:
         """Do nothing: there is no file."""

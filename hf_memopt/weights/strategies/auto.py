@@ -86,7 +86,7 @@ class AutoWeights(WeightPlacement):
     def onload(self) -> None:
         if self._undecided is not None:
             self._outside_bytes = max(self._outside_bytes, self._counters.read().peak_allocated_bytes)
-            if self._optimizer_steps >= _OPTIMIZER_STEPS and self._undecided[0].plan is not None:
+            if self._optimizer_steps >= _OPTIMIZER_STEPS and self._undecided[0].is_known:
                 self._settle(*self._undecided)
         if self._undecided is not None:
             self._counters.reset_peaks()
@@ -112,21 +112,21 @@ class AutoWeights(WeightPlacement):
         free, _ = self._counters.free_and_total()
         capacity_bytes = free + self._counters.read().reserved_bytes
         room = usable_bytes(capacity_bytes) - self._inside_bytes + streamed.peak_device_bytes
-        plan = streamed.plan_within(room)
+        stream_bytes, stream_visit_bytes = streamed.forecast(room)
         self.choice = choose(
             StepMeasurements(
                 capacity_bytes=capacity_bytes,
                 outside_bytes=self._outside_bytes,
                 inside_bytes=self._inside_bytes,
                 weights_bytes=self._weights.num_bytes,
-                stream_bytes=plan.device_bytes,
-                stream_visit_bytes=plan.visit_bytes,
+                stream_bytes=stream_bytes,
+                stream_visit_bytes=stream_visit_bytes,
                 bytes_per_s=_bandwidth(home, self._copier, self._clock),
                 visit_s=self._visit_s,
             )
         )
         if self.choice.mode == "stream":
-            streamed.adopt(plan)
+            streamed.set_budget(room)
             self._follow(streamed, self.choice.reason)
         else:
             streamed.close()

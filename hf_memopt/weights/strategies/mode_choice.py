@@ -22,7 +22,7 @@ class StepMeasurements:
         outside_bytes: their peak outside of visits, once the optimizer's state existed.
         inside_bytes: their peak during visits, the teacher's weights included.
         weights_bytes: all of the teacher's own weights.
-        stream_bytes: held by streaming in a visit: hot set and ring.
+        stream_bytes: held by streaming in a visit.
         stream_visit_bytes: copied by streaming in a visit.
         bytes_per_s: from host to device.
         visit_s: a visit, without waiting for copies.

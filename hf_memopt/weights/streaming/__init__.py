@@ -1,1 +1,0 @@
-"""The parts of streaming weights: which weights are read when, and the device memory that they pass through."""
