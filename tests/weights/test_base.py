@@ -66,8 +66,23 @@ def test_each_weight_is_brought_once_in_each_pass() -> None:
     before = base.report().bytes_to_device
     train(model, square_loss, base, steps=1)
     head, layers = ROWS * WIDTH * 4, 5 * LAYER_BYTES
-    # The head's backward comes right after its forward. The first layer's weight is not needed in backward.
-    assert base.report().bytes_to_device - before == head + layers + layers - LAYER_BYTES
+    # The head's backward comes right after its forward, and soon after it those of the last layers: as much as the head
+    # takes may be kept beside it. The first layer's weight is not needed in backward.
+    assert head >= 3 * LAYER_BYTES
+    assert base.report().bytes_to_device - before == head + layers
+
+
+def test_the_last_layers_are_kept_at_the_turn_to_backward() -> None:
+    model = adapted()
+    for parameter in model.head.parameters():
+        parameter.requires_grad_(True)
+    base = streamed(model)
+    train(model, square_loss, base, steps=2)
+    before = base.report().bytes_to_device
+    train(model, square_loss, base, steps=1)
+    # Two layers have room: both are there when backward begins.
+    assert base.report().bytes_to_device - before == 5 * LAYER_BYTES + 2 * LAYER_BYTES
+    assert base.report().peak_device_bytes == 2 * LAYER_BYTES
 
 
 def test_a_budget_keeps_weights_on_the_device() -> None:
@@ -76,12 +91,12 @@ def test_a_budget_keeps_weights_on_the_device() -> None:
     base = streamed(model, budget_gib=(2 * head + 2 * LAYER_BYTES) / GIB)
     train(model, square_loss, base, steps=4)
     report = base.report()
-    assert report.resident == {"within the budget": 2 * LAYER_BYTES}
+    # All fit: the table is looked up at home.
+    assert report.resident == {"within the budget": head + 5 * LAYER_BYTES}
     names = report.names["within the budget"]
-    assert set(names) < {f"layers.{number}.base.weight" for number in range(5)}
-    assert f"within the budget: {names[0]} and 1 more" in str(report)
-    assert report.device_bytes == 2 * LAYER_BYTES
-    assert report.peak_device_bytes <= 2 * head + 2 * LAYER_BYTES
+    assert set(names) == {*(f"layers.{number}.base.weight" for number in range(5)), "head.weight"}
+    assert f"within the budget: {names[0]} and 5 more" in str(report)
+    assert report.device_bytes == report.peak_device_bytes == head + 5 * LAYER_BYTES
     assert report.smallest_budget_bytes == 2 * head
 
 
@@ -195,10 +210,9 @@ def test_weights_may_be_read_without_their_module(where: str) -> None:
     model = make()
     base = streamed(model, copier=AdversarialCopier("late"))
     assert same(train(model, loss, base), want)
-    kept = {} if where == "module" else {"read outside of the model's modules": LAYER_BYTES}
-    assert base.report().resident == kept
     with base.stream():
-        assert base.report().device_bytes == sum(kept.values())
+        assert base.report().device_bytes == 0
+        assert base.report().resident == {}
 
 
 def test_only_experts_that_are_called_are_brought() -> None:
@@ -227,7 +241,7 @@ def test_nothing_is_left_of_a_step_and_of_a_model() -> None:
     train(model, square_loss, base, steps=2)
     gc.collect()
     assert not [each for each in gc.get_objects() if isinstance(each, BackwardVisit)]
-    storage = StorageWeakRef(base._storages.storages[1].present[0].untyped_storage())
+    storage = StorageWeakRef(base._visiting.found[1].present[0].untyped_storage())
     assert not storage.expired()
     del model, base
     gc.collect()
@@ -368,29 +382,29 @@ def test_a_state_dict_has_the_weights() -> None:
         want |= {name: value.clone() for name, value in model.state_dict().items() if "base" not in name}
 
 
-def test_placeholders_are_no_weights() -> None:
-    model = adapted()
-    streamed(model)
-    weight = model.layers[0].base.weight
-    assert weight.shape == (WIDTH, WIDTH)
-    assert weight.isnan().all()
-    assert weight.untyped_storage().nbytes() < 100
-    with pytest.raises(RuntimeError):
-        weight.data.add_(1)
-
-
 def replace_weight(model: Any) -> None:
     model.layers[2].base.weight = nn.Parameter(torch.ones(WIDTH, WIDTH), requires_grad=False)
+
+
+def cast_weight(model: Any) -> None:
+    model.layers[1].base.weight.data = torch.ones(WIDTH, WIDTH, dtype=torch.bfloat16)
+
+
+def write_weight(model: Any) -> None:
+    with pytest.raises(RuntimeError, match=r"layers\.3\.base\.weight' was written"):
+        with streamed_weights_of(model).visit(model.layers[3]):
+            model.layers[3].base.weight.mul_(2)
 
 
 @pytest.mark.parametrize(
     ("act", "error"),
     [
         (lambda model: model.layers[0].base.requires_grad_(True), "layers.0.base.weight' requires a gradient"),
-        (lambda model: model.layers[1].base.half(), "layers.1.base.weight' was written, cast or moved"),
+        (cast_weight, "layers.1.base.weight' was written, cast or moved"),
+        (write_weight, "layers.3.base.weight' was written, cast or moved"),
         (replace_weight, "layers.2.base.weight' was replaced"),
     ],
-    ids=["unfrozen", "cast", "replaced"],
+    ids=["unfrozen", "cast", "written", "replaced"],
 )
 def test_changed_weights_are_found_out(act: Callable[[nn.Module], object], error: str) -> None:
     model = adapted()
