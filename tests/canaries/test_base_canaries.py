@@ -2,9 +2,11 @@
 
 import copy
 import pickle
-from typing import Any
+from typing import Any, ClassVar
 
+import pytest
 import torch
+from reliance import relied_on_by
 from torch import Tensor, nn
 from torch.autograd import Variable
 
@@ -67,11 +69,71 @@ def test_an_attribute_of_a_module_comes_before_its_parameter() -> None:
     assert layer.weight is layer._parameters["weight"]
 
 
-def test_copy_and_pickle_ask_the_object_for_its_methods() -> None:
-    parameter: Any = nn.Parameter(torch.ones(1))
-    parameter.__deepcopy__ = lambda memo: "asked"
+class Seen(nn.Parameter):
+    """A class that a parameter is given for a while."""
+
+    functions: ClassVar[list[Any]] = []
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.functions.append(func)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def test_a_parameter_may_change_its_class_and_is_seen_before_each_function() -> None:
+    table = nn.Embedding(4, 4).requires_grad_(False)
+    weight, x = table.weight, torch.ones(1, 4, requires_grad=True)
+    weight.__class__ = Seen
+    Seen.functions.clear()
+    with relied_on_by("hf_memopt/weights/residency/away.py"):
+        nn.functional.linear(x, weight).sum().backward()
+        assert nn.functional.linear in Seen.functions
+        table(torch.tensor([1]))
+        assert Seen.functions[-1] is nn.functional.embedding
+        assert weight.shape == (4, 4)
+        assert Seen.functions[-1] == Tensor.shape.__get__
+        torch._foreach_norm([weight])
+        assert Seen.functions[-1] is torch._foreach_norm
+        torch.ops.aten.mm(x.detach(), weight)
+        assert Seen.functions[-1] in (torch.ops.aten.mm, torch.ops.aten.mm.default)
+    weight.__class__ = nn.Parameter
+    Seen.functions.clear()
+    assert table(torch.tensor([1])).shape == (1, 4)
+    assert Seen.functions == []
+
+
+def test_attention_takes_its_fast_path_for_plain_parameters_without_hooks_inside(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[int] = []
+    fast = torch._transformer_encoder_layer_fwd
+    monkeypatch.setattr(torch, "_transformer_encoder_layer_fwd", lambda *given: calls.append(1) or fast(*given))
+    layer = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True).eval().requires_grad_(False)
+    x = torch.randn(2, 3, 8)
+    with torch.no_grad(), relied_on_by("hf_memopt/weights/residency/units.py"):
+        layer(x)
+        assert len(calls) == 1
+        layer.linear1.weight.__class__ = Seen
+        layer(x)
+        assert len(calls) == 1
+        layer.linear1.weight.__class__ = nn.Parameter
+        layer.linear1.register_forward_hook(lambda *_: None)
+        layer(x)
+        assert len(calls) == 1
+
+
+def test_copy_and_pickle_ask_a_parameter_for_its_methods() -> None:
+    class Asked(nn.Parameter):
+        def __deepcopy__(self, memo: Any) -> Any:
+            return "asked"
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            return int, ("7",)
+
+    parameter = nn.Parameter(torch.ones(1))
+    parameter.__class__ = Asked
     assert copy.deepcopy(parameter) == "asked"
-    parameter.__reduce_ex__ = lambda protocol: (int, ("7",))
     assert pickle.loads(pickle.dumps(parameter)) == 7
 
 

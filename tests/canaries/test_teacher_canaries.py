@@ -1,58 +1,16 @@
 """Canaries of the teacher's modes in torch, PEFT and torchao."""
 
 import copy
-from typing import Any
 
 import pytest
 import torch
 from late_imports import LateModule
 from reliance import relied_on_by
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import nn
 
 peft = LateModule("peft")
 tuners_utils = LateModule("peft.tuners.tuners_utils")
 other = LateModule("peft.utils.other")
-
-
-class Seen(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.arguments: list[int] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.arguments += [id(argument) for argument in args]
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("grad", [False, True])
-def test_dispatch_modes_see_parameters_themselves(grad: bool) -> None:
-    layer, x = nn.Linear(4, 4), torch.randn(2, 4)
-    with torch.set_grad_enabled(grad), Seen() as seen, relied_on_by("hf_memopt/weights/streaming/access_trace.py"):
-        layer(x)
-    assert {id(layer.weight), id(layer.bias)} <= set(seen.arguments)
-
-
-def test_dispatch_modes_leave_the_fast_path_of_attention_alone() -> None:
-    attention = nn.MultiheadAttention(8, 2, batch_first=True).eval().requires_grad_(False)
-    x = torch.randn(2, 3, 8)
-    want = attention(x, x, x, need_weights=False)[0]
-    with Seen():
-        assert torch.equal(attention(x, x, x, need_weights=False)[0], want)
-
-
-def test_embeddings_are_one_operator_with_the_table_first() -> None:
-    table, tokens = nn.Embedding(9, 4), torch.tensor([1, 2])
-    seen: list[tuple[Any, Tensor]] = []
-
-    class First(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append((func, args[0]))
-            return func(*args, **(kwargs or {}))
-
-    with First(), torch.no_grad():
-        table(tokens)
-    assert [(func, first is table.weight) for func, first in seen] == [(torch.ops.aten.embedding.default, True)]
 
 
 def test_peft_names_the_layers_of_adapters() -> None:
