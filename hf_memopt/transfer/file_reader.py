@@ -16,7 +16,8 @@ import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from io import FileIO
 from typing import IO, Any, NamedTuple, TypeVar
 
@@ -276,13 +277,48 @@ class BlockInFiles:
         self.bytes_read += sum(part.num_bytes for part in found)
         return found
 
-    def submit(self, function: Callable[..., T], *arguments: Any) -> "Future[T]":
-        return self._threads.submit(function, *arguments)
+    def submit(self, function: Callable[..., T], *arguments: Any) -> "_Read[T]":
+        read = _Read(partial(function, *arguments))
+        self._threads.submit(read)
+        return read
 
-    def wait(self, reads: Iterable["Future[Any]"]) -> None:
+    def wait(self, reads: Iterable["_Read[Any]"]) -> None:
         begun = time.perf_counter()
-        wait(reads)
+        for read in reads:
+            read.wait()
         self.waited_s += time.perf_counter() - begun
+
+
+class _Read[T]:
+    """A call that another thread makes. An interrupt does not tear the wait for it apart, as it does a `Future`'s."""
+
+    def __init__(self, call: Callable[[], T]) -> None:
+        self._call = call
+        self._result: T | None = None
+        self._error: BaseException | None = None
+        self._under_way = threading.Lock()
+        self._under_way.acquire()
+
+    def __call__(self) -> None:
+        try:
+            self._result = self._call()
+        except BaseException as error:  # raised to those who wait
+            self._error = error
+        finally:
+            self._under_way.release()
+
+    def done(self) -> bool:
+        return not self._under_way.locked()
+
+    def wait(self) -> None:
+        with self._under_way:
+            pass
+
+    def result(self) -> T:
+        self.wait()
+        if self._error is not None:
+            raise self._error
+        return self._result  # type: ignore[return-value]
 
 
 def staging_bytes(block_bytes: int) -> int:
@@ -334,7 +370,7 @@ def _read_in_place(part: FilePart, pages: Tensor) -> None:
 
 
 class _DirectRead:
-    def __init__(self, block: BlockInFiles, parts: list["Future[None]"], pages: WholePages | None = None) -> None:
+    def __init__(self, block: BlockInFiles, parts: list["_Read[None]"], pages: WholePages | None = None) -> None:
         self._block, self._parts, self._pages = block, parts, pages
 
     def wait(self) -> None:
@@ -358,7 +394,7 @@ class StagedReads:
         self._free = [page_aligned(copier, num_bytes) for _ in range(_NUM_BUFFERS)]
         self.host_bytes = staging_bytes(block.num_bytes)
         self._queued: deque[_StagedPart] = deque()
-        self._reading: deque[tuple[_StagedPart, Tensor, Future[Tensor]]] = deque()
+        self._reading: deque[tuple[_StagedPart, Tensor, _Read[Tensor]]] = deque()
         self._copying: deque[tuple[StreamEvent, Tensor]] = deque()
 
     def read(self, start: int, destination: Tensor) -> Transfer:
