@@ -7,10 +7,6 @@ from typing import Any
 
 from streamed_parts import AFTER, FORMS, HOOKS, KINDS, MEMORY
 
-from hf_memopt import StreamedWeights
-
-_HAS_VISIT = hasattr(StreamedWeights, "visit")
-
 
 @dataclass(frozen=True)
 class Part:
@@ -67,10 +63,7 @@ class Program:
 OPTIONS: dict[str, tuple[str, ...]] = {
     "kind": KINDS,
     "frozen": ("all", "all", "weights", "biases", "none"),
-    "reads": (
-        "forward", "forward from step 2", "by turns", "also in the loss", "never",
-        *["forward in visit"] * _HAS_VISIT,
-    ),
+    "reads": ("forward", "forward from step 2", "by turns", "also in the loss", "never", "forward in visit"),
     "form": tuple(FORMS),
     "after": tuple(AFTER),
     "hook": HOOKS,
@@ -80,35 +73,26 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "backward": ("inside", "twice", "with the next", "double", "grad", "never"),
     "path": ("a", "b"),
     "autocast": ("bfloat16",),
-    "before": (
-        "unfreeze", "freeze", "clone", "copy", "write", "state_dict", "call", "forward outside of stream",
-    ),
+    "before": ("unfreeze", "freeze", "clone", "copy", "write", "state_dict", "call", "forward outside of stream"),
     "fails": ("forward", "backward", "forward by Ctrl-C", "backward by Ctrl-C"),
     "thread": ("evaluates",),
     "home": ("file",),
     "budget": ("0.02", "0.5", "1"),
     "copier": ("early", "late", "random"),
 }  # fmt: skip
-# Reads that no call of a module announces, changes of frozen weights, and memory that others hold too.
+# Changes of frozen weights, reads outside of a pass, a view that outlives its pass, and torch's own attention, where
+# its `forward` is called.
 REFUSABLE = frozenset(
-    f"{name} {value}"
-    for name, values in {
-        "reads": ("forward", "forward from step 2", "by turns", "also in the loss"),
-        "hook": ("tensor", "gradient", "full backward", "full backward pre"),
-        "memory": tuple(each for each in MEMORY if each not in ("tied to an earlier weight", "columns first")),
-        "before": ("unfreeze", "write", "clone", "copy", "call"),
-        "kind": (
-            "x @ list[step]", "x @ int_list[step]", "x @ children[step].weight", "x @ turned, kept from the first call",
-            "x @ lazy_conj", "x @ lazy_neg", "function that keeps the module", "embedding with max_norm",
-        ),
-        "thread": ("evaluates",),
-    }.items()
-    for value in values
-)  # fmt: skip
+    (
+        *(f"before {each}" for each in ("unfreeze", "write", "clone", "copy")),
+        "kind x @ turned, kept from the first call",
+        "kind attention",
+    )
+)
 # Of a setting to be unusual. Files take the most time.
 _CHANCE = 0.12
 _CHANCES = {"kind": 1, "frozen": 1, "home": 0.2, "thread": 0.06, "fails": 0.06}
-_CHANCES |= dict.fromkeys(("grads", "budget", "after"), 0.3)
+_CHANCES |= dict.fromkeys(("grads", "budget", "after", "backward"), 0.3)
 
 
 def draw(seed: int, without: Iterable[str] = ()) -> Program:

@@ -89,18 +89,22 @@ class Run:
                     self.note_all(when, [("loss", loss)])
                     if step.backward == "inside" and loss.requires_grad:
                         loss.backward()
+                        self._update(when, x)
                 if step.backward != "inside" and loss.requires_grad:
                     self._backward(step, loss, x)
             except (BombError, KeyboardInterrupt):
                 self._left_over.clear()
                 self.model.zero_grad()
                 return
+        self._update(when, x)
+
+    @torch.no_grad()
+    def _update(self, when: str, x: Tensor) -> None:
         self.note_all(when, [("gradient of x", x.grad)])
-        self.note_all(when, [(f"gradient of {n}", p.grad) for n, p in self.model.named_parameters()])
-        with torch.no_grad():
-            for parameter in self.trained.values():
-                if parameter.grad is not None:
-                    parameter.sub_(parameter.grad, alpha=0.05)
+        for name, parameter in self.model.named_parameters():
+            if parameter.grad is not None:
+                self.note_all(when, [(f"gradient of {name}", parameter.grad)])
+                parameter.sub_(parameter.grad, alpha=0.05)
         self.model.zero_grad()
 
     def _loss(self, step: Step, x: Tensor) -> Tensor:
@@ -161,24 +165,18 @@ class Run:
         self.note_all(when, [(f"evaluation {number} in the thread", y) for number, y in enumerate(seen)])
 
 
-def _write(place: Any) -> list[tuple[str, Any]]:
-    with torch.no_grad():
-        for parameter in filter(torch.is_floating_point, place.parameters()):
-            parameter.mul_(0.5)
-    return []
-
-
-def _unfreeze(place: Any) -> list[tuple[str, Any]]:
+@torch.no_grad()
+def _each(place: Any, change: Callable[[Tensor], object]) -> list[tuple[str, Any]]:
     for parameter in filter(torch.is_floating_point, place.parameters()):
-        parameter.requires_grad_(True)
+        change(parameter)
     return []
 
 
 # What happens before a step, outside of `stream()`.
 _BEFORE: dict[str, Callable[[Model, Any, Tensor], Any]] = {
-    "unfreeze": lambda model, place, x: _unfreeze(place),
+    "unfreeze": lambda model, place, x: _each(place, lambda each: each.requires_grad_()),
     "freeze": lambda model, place, x: place.requires_grad_(False) and [],
-    "write": lambda model, place, x: _write(place),
+    "write": lambda model, place, x: _each(place, lambda each: each.mul_(0.5)),
     "clone": lambda model, place, x: [(n, p.detach().clone()) for n, p in place.named_parameters()],
     "copy": lambda model, place, x: [(n, torch.empty_like(p).copy_(p.detach())) for n, p in place.named_parameters()],
     "state_dict": lambda model, place, x: list(model.state_dict().items()),
@@ -197,8 +195,7 @@ def _streamed(program: Program, model: Model, disk: str) -> StreamedWeights:
         copier=AdversarialCopier(program.copier, program.seed) if program.copier else None,
         disk=disk,
     )
-    if hasattr(base, "visit"):
-        model.moment.visit = base.visit
+    model.moment.visit = base.visit
     return base
 
 
