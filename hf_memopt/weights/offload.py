@@ -268,7 +268,9 @@ class OffloadedTeacher:
             block = copier.empty_device(weights.num_bytes)
             weights.pack(block)
             return ResidentWeights(weights, block, reason)
-        place = self._at_home = make()
+        place = make()
+        if home == "file":  # a home in host memory is given back where the weights become resident
+            self._at_home = place
         if first == "swap":
             return SwappedWeights(weights, place, copier, reason)
         budget_bytes = 0 if first == "auto" else budget_bytes
@@ -277,7 +279,7 @@ class OffloadedTeacher:
             return streamed
         counters = counters_for(self.device)
         assert counters is not None
-        stall_ms = partial(_stall_ms, copier, place)
+        stall_ms = partial(_stall_ms, copier, self._at_home)
         return AutoWeights(streamed, weights, place, copier, stall_ms, counters, clock_for(self.device))
 
 

@@ -73,11 +73,10 @@ def select(model: nn.Module) -> Selection:
 def why_they_stay(model: nn.Module) -> dict[Tensor, str]:
     """Return the frozen parameters whose bytes belong to others too, or are written, each with the reason in words."""
     found: dict[Tensor, str] = {}
-    for module in model.modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
-            found[module.weight] = "written by its module (max_norm)"
+    tables = [each for each in model.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag)]
     frozen: set[Tensor] = {each for each in model.parameters() if not each.requires_grad}
     owned: list[tuple[Tensor, str]] = [(each, "") for each in frozen]
+    owned += [(each.weight, "written by its module (max_norm)") for each in tables if each.max_norm is not None]
     owned += [(each, "memory of a trained weight") for each in model.parameters() if each.requires_grad]
     owned += [(each, "memory of a buffer") for each in model.buffers()]
     owned += [(each, "memory of an attribute") for each in _attributes(model) if each not in frozen]

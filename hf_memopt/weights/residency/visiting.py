@@ -169,10 +169,15 @@ class Visiting:
         try:
             self.enter(numbers, user, is_model=False)
             yield
-            if torch.is_grad_enabled() and threading.get_ident() in self._passes:  # its backward may read them
-                self._hold([number for number in numbers if self._is_held(number)])
         finally:
-            self.leave(numbers, user)
+            try:
+                # Backward may read them after the visit. Checkpointing keeps parameters themselves, which nobody sees.
+                if in_backward():
+                    self._hold(numbers)
+                elif torch.is_grad_enabled() and threading.get_ident() in self._passes:
+                    self._hold([number for number in numbers if self._is_held(number)])
+            finally:
+                self.leave(numbers, user)
 
     def bind(self) -> None:
         for storage in self.found:
