@@ -138,15 +138,19 @@ class StreamedStorage:
     def drop(self) -> None:
         set_away(self._parameters)
         self._is_filled = False
-        try:
-            if self._transfer is not None:
-                self._transfer.wait()  # the memory must not go to others before
-        finally:
+        error: Exception | None = None
+        if self._transfer is not None:
+            try:
+                self._transfer.wait()  # the memory must not go to others before; an interrupt leaves it here
+            except Exception as failure:
+                error = failure
             self._transfer = None
-            if self._to_fill is not None:
-                self._copier.release(self._to_fill)
-            self._memory.take()
-            self._to_fill = None
+        if self._to_fill is not None:
+            self._copier.release(self._to_fill)
+        self._memory.take()
+        self._to_fill = None
+        if error is not None:
+            raise error
 
     def bind(self) -> None:
         """Bind the parameters to the storage."""
