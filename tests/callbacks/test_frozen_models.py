@@ -87,7 +87,7 @@ def test_weights_in_files_are_read_from_the_folder_that_they_were_loaded_from(
         report = visits.teacher.report()
         assert report.home == "file"
         assert report.bytes_read >= report.file_bytes > 0
-        read[name] = {Path(file.name).name for file in visits.teacher._files.files}
+        read[name] = {Path(file.name).name for file in visits.teacher._at_home._block.files}
     assert "model.safetensors" in read["ref_model"]
     assert "model.safetensors" not in read["reward_funcs[0]"]  # was made in memory
 

@@ -107,5 +107,5 @@ def test_a_model_is_loaded_from_files_and_streams_from_them(tmp_path: Path) -> N
     want = two_steps(load())
     model = load()
     base = StreamedWeights(model, home="file", device="cpu")
-    assert [file.name for file in base._files.files] == [str(tmp_path / "model.safetensors")]
+    assert [file.name for file in base._home._block.files] == [str(tmp_path / "model.safetensors")]
     assert same(two_steps(model, base), want)

@@ -33,7 +33,7 @@ def test_weights_come_from_the_file_that_holds_them_whatever_it_calls_them(
     weights = {f"renamed.{number}": each.clone() for number, each in enumerate(network.parameters())}
     save_file({name: weight.contiguous() for name, weight in weights.items()}, tmp_path / "other.safetensors")
     teacher = at_home_in_file(network, tmp_path, files=[tmp_path])
-    held = {piece.file.name for piece in teacher._files.pieces.values()}
+    held = {piece.file.name for piece in teacher._at_home._block.pieces.values()}
     assert held == {str(tmp_path / "other.safetensors"), f"a file without a name in {tmp_path}"}
     with teacher.onload() as module:
         assert torch.equal(module(x), want)
@@ -71,7 +71,7 @@ def test_mapped_weights_come_from_the_file_that_they_are_mapped_from(tmp_path: P
     with torch.no_grad():
         want = model(tokens).logits
     teacher = OffloadedTeacher(model, device="cpu", mode="stream", home="file", disk=tmp_path)
-    ours = [piece for piece in teacher._files.pieces.values() if "without a name" in piece.file.name]
+    ours = [piece for piece in teacher._at_home._block.pieces.values() if "without a name" in piece.file.name]
     assert sum(piece.num_bytes for piece in ours) < 256  # the rotary frequencies, which no file has
     for _ in range(3):
         with teacher.onload() as module, torch.no_grad():
@@ -123,7 +123,7 @@ def test_files_whose_names_are_no_text_are_mapped_memory_too(tmp_path: Path) -> 
 def test_nothing_is_left_in_the_folder(network: Network, tmp_path: Path) -> None:
     teacher = at_home_in_file(network, tmp_path)
     assert list(tmp_path.iterdir()) == []
-    assert teacher._files.num_bytes > 0
+    assert teacher._at_home.file_bytes > 0
 
 
 def test_a_full_disk_names_folder_and_bytes(network: Network, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,7 +69,7 @@ def test_a_teacher_is_read_from_its_checkpoint_and_a_cast_one_from_a_file_of_our
         assert torch.equal(reflow_students.target(policy, batch, noise), want)
     report = policy.teacher_report()
     assert (report.home, report.mode) == ("file", "stream" if mode == "auto" else mode)
-    pieces = policy.teacher._offloaded._files.pieces.values()
+    pieces = policy.teacher._offloaded._at_home._block.pieces.values()
     theirs = sum(piece.num_bytes for piece in pieces if piece.file.name.endswith("model.safetensors"))
     assert (theirs > 0.9 * sum(piece.num_bytes for piece in pieces)) == (dtype is None)
 
