@@ -46,14 +46,14 @@ class StorageMemory(Protocol):
         """Return uninitialised memory to fill, `(num_bytes,)` uint8; a MemoryError or RuntimeError if there is none."""
 
     def show(self) -> None:
-        """Have views of the block see the memory, which has been filled."""
+        """Open the memory, which has been filled, to views of the block."""
 
     def take(self) -> None:
         """Give the memory up. Work submitted so far may still read it."""
 
 
 class AccessGuard:
-    """Has torch raise an error at each access to a storage, as long as it is closed.
+    """Makes each access to a storage raise an error, as long as the storage is closed.
 
     torch can close a storage only for good (`_set_storage_data_ptr_access_error_msg`). So this object itself sets the
     fields of the storage that say whether it is closed. Costs a microsecond.
@@ -70,7 +70,7 @@ class AccessGuard:
         self._size = ctypes.c_int64.from_address(storage._cdata + size)
         self._message = message
         self._is_shared = storage.device.type == "cuda"  # torch's answer for private memory
-        # torch asks this without expecting an error, and would end the process.
+        # torch's own method does not handle the error, and would end the process.
         storage.is_shared = self._ask_whether_shared  # type: ignore[method-assign]
 
     def close(self) -> None:
@@ -82,7 +82,7 @@ class AccessGuard:
             flag.value = False
 
     def claim_size(self, num_bytes: int) -> None:
-        """Have a closed storage without memory count as one of so many bytes, that views of it can be made."""
+        """Set the size of a closed storage without memory, so that views of it can be made."""
         self._size.value = num_bytes
 
     def _ask_whether_shared(self) -> bool:

@@ -222,7 +222,7 @@ class StreamedWeights:
 
     @contextmanager
     def visit(self, module: nn.Module) -> Iterator[None]:
-        """Have the weights of a module, and of those inside it, on the device, to be read by any code.
+        """Keep the weights of a module, and of those inside it, on the device, so that any code may read them.
 
         Args:
             module: the model or a part of it.

@@ -86,7 +86,7 @@ def why_they_stay(model: nn.Module) -> dict[Tensor, str]:
         for tensor, _ in tensors if others else ():
             if tensor in frozen:
                 found[tensor] = others[0]
-    return {each: reason for each, reason in found.items() if each in frozen}
+    return found
 
 
 def _attributes(model: nn.Module) -> Iterator[Tensor]:

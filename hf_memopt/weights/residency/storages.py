@@ -68,7 +68,6 @@ class StreamedStorage:
     """The storage of one slice of weights, to which their parameters are bound.
 
     Attributes:
-        name: of its first weight.
         tensors: the parameters, or the tensors inside quantised ones.
         present: by tensor, its view of the storage.
         key: of the storage, torch's own.
@@ -80,7 +79,6 @@ class StreamedStorage:
 
     def __init__(
         self,
-        name: str,
         piece: WeightSlice,
         parameters: Sequence[Tensor],
         home: WeightsHome,
@@ -88,7 +86,7 @@ class StreamedStorage:
         copier: Copier,
         message: str,
     ) -> None:
-        self.name, self.message = name, message
+        self.message = message
         self.num_bytes = piece.num_bytes
         self.tensors = [each.tensor for each in piece.offsets]
         self.users: set[object] = set()
@@ -217,10 +215,6 @@ class CastWeight:
         self.tensor = self._memory.block.view(dtype).as_strided(original.size(), original.stride())
         self._memory.take()
         self._to_fill: Tensor | None = None
-
-    @property
-    def has_memory(self) -> bool:
-        return self._to_fill is not None
 
     def make(self) -> None:
         """Give it memory and cast the weight, which must be there."""

@@ -76,7 +76,7 @@ class Visiting:
         remedy: str,
     ) -> None:
         self.lock = threading.RLock()
-        self._model, self._home, self._device, self._copier = model, home, device, copier
+        self._home, self._device, self._copier = home, device, copier
         self._remedy, self._repeats = remedy, repeats
         self.is_active = repeats
         self._slices_of = weights.slices_of
@@ -87,9 +87,7 @@ class Visiting:
                 self.names.setdefault(number, name)
                 owners[number].append(parameter)
         self.found = [
-            StreamedStorage(
-                self.names[number], piece, owners[number], home, device, copier, self._message(self.names[number])
-            )
+            StreamedStorage(piece, owners[number], home, device, copier, self._message(self.names[number]))
             for number, piece in enumerate(weights.slices)
         ]
         self.parameters = list({id(each): each for group in owners.values() for each in group}.values())
@@ -159,7 +157,7 @@ class Visiting:
 
     @contextmanager
     def visit(self, module: nn.Module) -> Iterator[None]:
-        """Have the weights of a module, and of those inside, on the device."""
+        """Keep the weights of a module, and of those inside, on the device."""
         numbers = tuple(
             dict.fromkeys(
                 number for parameter in module.parameters() for number in self._slices_of.get(id(parameter), ())
