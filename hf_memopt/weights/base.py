@@ -22,7 +22,7 @@ from hf_memopt.transfer.scratch_file import check_disk
 from hf_memopt.units import GIB, format_bytes
 from hf_memopt.weights.homes import make_home
 from hf_memopt.weights.packed_weights import PackedWeights
-from hf_memopt.weights.quantised import claim_device, stored_tensors
+from hf_memopt.weights.quantised import claim_device, return_second_tensors, stored_tensors
 from hf_memopt.weights.residency.guards import REMEDY, ParameterGuards
 from hf_memopt.weights.residency.selection import Selection, is_compiled, select
 from hf_memopt.weights.residency.visiting import Visiting
@@ -156,6 +156,7 @@ class StreamedWeights:
         self.device = _device_of(model) if device is None else torch.device(device)
         self._copier = copier_for(self.device, purpose="base") if copier is None else copier
         claim_device(model, self._copier)
+        return_second_tensors(model)
         chosen = select(model)
         weights = PackedWeights(model, exclude=chosen.others, inner_of=stored_tensors)
         self._home_name = _home_of(home, self.device, weights.num_bytes)

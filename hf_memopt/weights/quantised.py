@@ -1,4 +1,4 @@
-"""Weights quantised with torchao: plain tensors inside a wrapper, which travel like all others."""
+"""Weights quantised with torchao or bitsandbytes: plain tensors inside a wrapper, which travel like all others."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,7 +12,19 @@ from hf_memopt.transfer.backends import PLAIN_TYPES
 
 def is_quantised(tensor: Tensor) -> bool:
     """Return whether this is one of torchao's wrappers, which list their inner tensors (`__tensor_flatten__`)."""
-    return type(tensor).__module__.partition(".")[0] == "torchao" and hasattr(tensor, "__tensor_flatten__")
+    return _is_from("torchao", tensor) and hasattr(tensor, "__tensor_flatten__")
+
+
+def _is_from(library: str, tensor: Tensor) -> bool:
+    return type(tensor).__module__.partition(".")[0] == library
+
+
+def return_second_tensors(module: nn.Module) -> None:
+    """Give weights in bitsandbytes' 8 bits their `CB` back, which the first call of their layer takes away."""
+    for owner in module.modules():
+        weight, state = getattr(owner, "weight", None), getattr(owner, "state", None)
+        if isinstance(weight, Tensor) and _is_from("bitsandbytes", weight) and getattr(state, "CB", None) is not None:
+            weight.CB, weight.SCB = state.CB, state.SCB
 
 
 def inner_tensors(name: str, tensor: Tensor) -> Iterator[Tensor]:
@@ -34,13 +46,16 @@ def inner_tensors(name: str, tensor: Tensor) -> Iterator[Tensor]:
         )
 
 
-def stored_tensors(name: str, tensor: Tensor) -> Iterator[Tensor]:
+def stored_tensors(name: str, tensor: Any) -> Iterator[Tensor]:
     """Yield the plain tensors that hold a weight's large bytes, as `inner_tensors` does, and those of bitsandbytes.
 
-    Its scales stay where they are: they are a few per cent, and no interface lists them.
+    A weight in 8 bits has a second tensor on its bytes, `CB`. bitsandbytes' scales stay where they are: they are a few
+    per cent, and no interface lists them.
     """
-    if type(tensor).__module__.partition(".")[0] == "bitsandbytes":
+    if _is_from("bitsandbytes", tensor):
         yield tensor
+        if getattr(tensor, "CB", None) is not None:
+            yield tensor.CB
     else:
         yield from inner_tensors(name, tensor)
 

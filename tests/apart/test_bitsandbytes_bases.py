@@ -11,6 +11,7 @@ from adapters import tiny_llama, two_steps, with_adapters
 from adversarial_copier import AdversarialCopier
 from frozen_bases import same
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from hf_memopt import StreamedWeights
 
@@ -49,6 +50,23 @@ def test_gradients_are_those_of_the_resident_run(kind: str, checkpointing: str, 
     report = base.report()
     assert report.device_bytes == 0
     assert report.peak_device_bytes < 0.5 * report.streamed_bytes
+
+
+@pytest.mark.parametrize("is_called_before", [False, True])
+def test_no_tensor_of_a_layer_keeps_the_bytes_in_8_bits(is_called_before: bool) -> None:
+    def build() -> nn.Module:
+        model = with_adapters(tiny_llama(partial(quantise, kind="int8")), "lora", "none")
+        if is_called_before:
+            model(torch.zeros(1, 4, dtype=torch.long))
+        return model
+
+    want = two_steps(build())
+    model = build()
+    layers = [each for each in model.modules() if isinstance(each, bitsandbytes.nn.Linear8bitLt)]
+    before = [StorageWeakRef(each.weight.untyped_storage()) for each in layers]
+    base = StreamedWeights(model, home="host", device="cpu", copier=AdversarialCopier("late"))
+    assert all(each.expired() for each in before)
+    assert same(two_steps(model, base), want)
 
 
 def test_a_state_dict_has_the_packed_weights() -> None:
