@@ -27,7 +27,7 @@ from torch import Tensor
 from hf_memopt.transfer.copier import Copier, DeviceCopy, StreamEvent, Transfer
 from hf_memopt.transfer.direct_io import PAGE, bypass_page_cache, close_in_forks, page_aligned, private_pages
 from hf_memopt.transfer.scratch_file import REFUSALS, DiskError
-from hf_memopt.transfer.storage_memory import WholePages
+from hf_memopt.transfer.storage_memory import SparePages, WholePages
 from hf_memopt.units import MIB, format_bytes
 
 T = TypeVar("T")
@@ -339,12 +339,13 @@ class DirectReads:
     def __init__(self, block: BlockInFiles) -> None:
         self._block = block
         self.host_bytes = _THREADS * PART_BYTES
+        self.spare = SparePages()
         # By the address of the block in them.
         self._whole_pages: dict[int, WholePages] = {}
 
     def memory(self, start: int, num_bytes: int, message: str) -> WholePages:
         """Return memory for the piece that begins at the byte `start` of the block; see `AccessGuard`."""
-        made = WholePages(num_bytes, self._block.pieces[start].position % PAGE, message)
+        made = WholePages(num_bytes, self._block.pieces[start].position % PAGE, message, self.spare)
         self._whole_pages[made.address] = made
         return made
 

@@ -24,6 +24,8 @@ from hf_memopt.units import MIB, format_bytes
 _HUGE_PAGE = 2 * MIB
 
 _PROT_NONE = 0
+_MAP_FIXED = 16
+_MREMAP_MAYMOVE, _MREMAP_FIXED, _MREMAP_DONTUNMAP = 1, 2, 4
 
 # Types of devices whose storages can be guarded. Elsewhere a read of absent memory is undefined.
 _GUARDED = ("cpu", "cuda", "xpu")
@@ -178,32 +180,89 @@ class ResizedMemory:
                 self._guard.claim_size(self._num_bytes)
 
 
+class SparePages:
+    """Huge pages that `WholePages` have given up, until others take them over or `free` is called.
+
+    The system needs a second for 1 to 4 GiB of new pages: each is faulted in and zeroed. To move 32 MiB takes 0.2 ms.
+    """
+
+    def __init__(self) -> None:
+        # By their owners, ranges of addresses, each of one mapping of the system's.
+        self._spare: dict[WholePages, list[range]] = {}
+
+    def add(self, owner: "WholePages", ranges: list[range]) -> None:
+        if ranges:
+            self._spare[owner] = ranges
+
+    def move(self, to: "WholePages") -> list[range]:
+        """Move memory to the first addresses of other pages; returns the ranges of them that have some now."""
+        own = self._spare.pop(to, [])
+        if own and sum(map(len, own)) == len(to.huge):
+            return own
+        if own:
+            to.free()
+        moved: list[range] = []
+        first = to.huge.start
+        while self._spare and first < to.huge.stop:
+            owner, ranges = self._spare.popitem()
+            source = ranges.pop()
+            num_bytes = min(len(source), to.huge.stop - first)
+            rest = source[:-num_bytes]
+            flags = _MREMAP_MAYMOVE | _MREMAP_FIXED | _MREMAP_DONTUNMAP
+            is_moved = _libc().mremap(source.stop - num_bytes, num_bytes, num_bytes, flags, first) == first
+            if is_moved and (rest or ranges):
+                self._spare[owner] = [*ranges, rest] if rest else ranges
+            else:
+                owner.free()
+            if not is_moved:  # an old system, or too many mappings
+                self.free()
+                break
+            moved.append(range(first, first + num_bytes))
+            first += num_bytes
+        return moved
+
+    def free(self) -> None:
+        """Give all memory back to the system."""
+        while self._spare:
+            self._spare.popitem()[0].free()
+
+
 class WholePages:
     """Whole pages of the host around a block that begins `offset` bytes after a page, for direct I/O.
 
-    Their addresses are reserved once, and take no memory in between: the system has it back at once, where an allocator
-    keeps it. Linux only.
+    Their addresses are reserved once, and take no memory in between. Linux only.
+
+    Args:
+        num_bytes: of the block.
+        offset: of the block in its first page.
+        message: of the error that an access to absent memory raises.
+        spare: where their memory goes when it is taken.
 
     Attributes:
         pages: uint8, the block with the rest of its first and last page, whether the block may be accessed or not.
         address: of the block.
+        huge: addresses of the whole huge pages among them, from the first one on.
     """
 
-    def __init__(self, num_bytes: int, offset: int, message: str) -> None:
+    def __init__(self, num_bytes: int, offset: int, message: str, spare: SparePages) -> None:
         size = -(-(offset + num_bytes) // PAGE) * PAGE
         unit = _HUGE_PAGE if size >= _HUGE_PAGE else PAGE
         self._mapping = mmap.mmap(-1, size + unit - PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._address = torch.frombuffer(self._mapping, dtype=torch.uint8).data_ptr()
-        first = -self._address % unit
+        first = -torch.frombuffer(self._mapping, dtype=torch.uint8).data_ptr() % unit
         self.pages = torch.frombuffer(self._mapping, dtype=torch.uint8, offset=first, count=size)
         self._to_fill = self.pages[offset : offset + num_bytes]
         self.address = self._to_fill.data_ptr()
         # With a storage of its own, which has no more bytes when it is saved or copied.
         self.block = torch.frombuffer(self._mapping, dtype=torch.uint8, offset=first + offset, count=num_bytes)
         self._guard = AccessGuard(self.block.untyped_storage(), message)
-        with contextlib.suppress(OSError):  # a kernel without huge pages
-            self._mapping.madvise(mmap.MADV_HUGEPAGE)
+        start, size = self.pages.data_ptr(), self.pages.nbytes
+        self._addresses, self.huge = range(start, start + size), range(start, start + size // _HUGE_PAGE * _HUGE_PAGE)
+        self._spare = spare
+        # The rest would be part of a huge page.
+        self._unmap(range(start + size, start - first + len(self._mapping)))
+        self._ranges = [self.huge]
         self._is_there = True
+        self._advise_huge_pages()
         self.show()
 
     @staticmethod
@@ -215,8 +274,16 @@ class WholePages:
         return self._is_there
 
     def give(self) -> Tensor:
-        self._protect(mmap.PROT_READ | mmap.PROT_WRITE)
-        self._is_there = True
+        if not self._is_there:
+            self._ranges = self._spare.move(self)
+            moved = sum(map(len, self._ranges))
+            rest = self._addresses[moved:]
+            if rest and _libc().mprotect(rest.start, len(rest), mmap.PROT_READ | mmap.PROT_WRITE):
+                self._give_up()
+                raise self._error()
+            self._ranges.append(self.huge[moved:])
+            self._is_there = True
+            self._advise_huge_pages()
         return self._to_fill
 
     def show(self) -> None:
@@ -224,16 +291,43 @@ class WholePages:
 
     def take(self) -> None:
         self._guard.close()
-        self._is_there = False
-        self._mapping.madvise(mmap.MADV_DONTNEED)
-        self._protect(_PROT_NONE)
+        if self._is_there:
+            self._is_there = False
+            self._give_up()
+
+    def _give_up(self) -> None:
+        self._unmap(self._addresses[len(self.huge) :])
+        self._spare.add(self, [each for each in self._ranges if each])
+
+    def free(self) -> None:
+        """Give memory that was taken back to the system."""
+        self._unmap(self._addresses)
 
     def share_with_forks(self, is_wanted: bool) -> None:
         """Choose whether forks see the pages. A read under way would end in those that a fork takes over."""
         self._mapping.madvise(mmap.MADV_DOFORK if is_wanted else mmap.MADV_DONTFORK)
 
-    def _protect(self, protection: int) -> None:
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.mprotect(ctypes.c_void_p(self._address), ctypes.c_size_t(len(self._mapping)), protection):
-            reason = os.strerror(ctypes.get_errno())
-            raise MemoryError(f"cannot allocate {format_bytes(self.pages.nbytes)} of host memory: {reason}")
+    def _advise_huge_pages(self) -> None:
+        with contextlib.suppress(OSError):  # a kernel without them
+            self._mapping.madvise(mmap.MADV_HUGEPAGE)
+
+    def _unmap(self, addresses: range) -> None:
+        """Replace whatever is mapped at some addresses by one mapping without memory, which cannot be accessed."""
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
+        if addresses and _libc().mmap(addresses.start, len(addresses), _PROT_NONE, flags, -1, 0) != addresses.start:
+            raise self._error()
+
+    def _error(self) -> MemoryError:
+        reason = os.strerror(ctypes.get_errno())
+        return MemoryError(f"cannot allocate {format_bytes(self.pages.nbytes)} of host memory: {reason}")
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    libc.mmap.restype = libc.mremap.restype = pointer
+    libc.mmap.argtypes = [pointer, size, number, number, number, ctypes.c_long]
+    libc.mprotect.argtypes = [pointer, size, number]
+    libc.mremap.argtypes = [pointer, size, size, number, pointer]
+    return libc

@@ -71,6 +71,9 @@ class WeightsHome(Protocol):
     def check(self) -> None:
         """Raise an error if the block has changed."""
 
+    def trim(self) -> None:
+        """Give memory that storages have dropped back to the system."""
+
 
 def make_home(
     weights: PackedWeights,
@@ -140,6 +143,9 @@ class HostHome:
     def check(self) -> None:
         """Do nothing: the memory is this process's own."""
 
+    def trim(self) -> None:
+        """Do nothing: dropped memory is the allocator's."""
+
     def _views(self, block: Tensor) -> list[list[Tensor]]:
         return [views(piece.offsets, block) for piece in self._weights.slices]
 
@@ -206,6 +212,10 @@ class FileHome:
     def check(self) -> None:
         """Raise DiskError if a file has changed, or become shorter, and in a fork; 3 microseconds for each file."""
         self._block.check()
+
+    def trim(self) -> None:
+        if isinstance(self._reads, DirectReads):
+            self._reads.spare.free()
 
 
 def looked_up(table: Tensor, indices: Tensor) -> Tensor:

@@ -22,8 +22,9 @@ def _is_from(library: str, tensor: Tensor) -> bool:
 def return_second_tensors(module: nn.Module) -> None:
     """Give weights in bitsandbytes' 8 bits their `CB` back, which the first call of their layer takes away."""
     for owner in module.modules():
-        weight, state = getattr(owner, "weight", None), getattr(owner, "state", None)
-        if isinstance(weight, Tensor) and _is_from("bitsandbytes", weight) and getattr(state, "CB", None) is not None:
+        weight: Any = owner._parameters.get("weight")  # not what a parametrization computes
+        state: Any = vars(owner).get("state")
+        if weight is not None and _is_from("bitsandbytes", weight) and getattr(state, "CB", None) is not None:
             weight.CB, weight.SCB = state.CB, state.SCB
 
 

@@ -110,6 +110,9 @@ class VirtualFileHome:
     def check(self) -> None:
         """Do nothing: there is no file."""
 
+    def trim(self) -> None:
+        """Do nothing: dropped memory is the allocator's."""
+
 
 def _unread(each: OffsetTensor) -> Tensor:
     """Return a tensor like a weight that counts as no memory of the host, as it is mapped from a file."""

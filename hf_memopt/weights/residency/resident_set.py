@@ -20,8 +20,8 @@ class ResidentSet:
 
     Args:
         storages: by number.
-        budget_bytes: for all of them together, with those that stay. Two of the largest visit are allowed anyway: one
-            in use, and as much fetched ahead.
+        budget_bytes: for all of them together, with those that stay. What is in use is allowed anyway, and with it
+            what the next visit needs.
         repeats: whether passes repeat, so that storages may be kept from one to the next; else a storage is dropped
             with its last visit in a pass.
 
@@ -30,7 +30,7 @@ class ResidentSet:
         peak_device_bytes: their peak.
         reasons: by number, the reason for which a storage stays.
         bytes_brought: to storages, so far.
-        visit_bytes: that the largest visit of a known pass needs, with as much fetched ahead; None before.
+        visit_bytes: that a known pass needs at once, with what the next visit needs; None before.
     """
 
     def __init__(self, storages: Sequence[Storage], budget_bytes: float, repeats: bool) -> None:
@@ -46,6 +46,10 @@ class ResidentSet:
         self._ahead_bytes = 0
         self._ahead: set[int] = set()
         self._casts: set[CastWeight] = set()
+        self._used: set[int] = set()
+        # What was in use at the last visit.
+        self._used_before: set[int] = set()
+        self._cast_bytes_before = 0
         # With memory and without users; and by the places of their next visits, some of them stale.
         self._unused: dict[int, float] = {}
         self._furthest: list[tuple[float, int]] = []
@@ -64,13 +68,15 @@ class ResidentSet:
         self.device_bytes = sum(each.num_bytes for each in self.storages if each.has_memory)
         self.device_bytes += sum(each.num_bytes for each in self._casts)
         self._unused, self._furthest, self._ahead = {}, [], set()
+        self._used = {number for number, each in enumerate(self.storages) if each.users}
+        self._note_used()
         for number, each in enumerate(self.storages):
             if each.has_memory and not each.users and not each.stays:
                 self._put_down(number)
         self.end()
         self._capacity = 0
         if visits:
-            self.visit_bytes = 2 * self._ahead_bytes
+            self.visit_bytes = self._order.bytes_at_once
             self._capacity = max(self._budget_bytes, self.visit_bytes + self.bytes_of(self.reasons))
         return visits
 
@@ -102,7 +108,8 @@ class ResidentSet:
         The order is learned from visits of the model alone.
         """
         if is_model:
-            self._order.note(visit)
+            at_once = self._used_before.union(visit) - self.reasons.keys()
+            self._order.note(visit, self.bytes_of(at_once) + self._cast_bytes_before)
         for number in self._order.over():
             if number in self._unused and number not in visit:
                 self._drop(number)
@@ -119,6 +126,8 @@ class ResidentSet:
                 cast.make()
             finally:
                 self._give_up(visit, user)
+        if is_model:
+            self._note_used()
         self.look_ahead()
 
     def leave(self, visit: Visit, user: object, cast: CastWeight | None = None) -> None:
@@ -128,6 +137,10 @@ class ResidentSet:
                 cast.drop()
                 self._count(-cast.num_bytes)
         self._give_up(visit, user)
+
+    def _note_used(self) -> None:
+        self._used_before = set(self._used)
+        self._cast_bytes_before = sum(each.num_bytes for each in self._casts if each.users)
 
     def resident(self) -> dict[str, list[int]]:
         """Return by reason the storages that stay, and those that have memory at the moment."""
@@ -157,6 +170,7 @@ class ResidentSet:
             self._fetch(number)
             # From here on it is not dropped, nor lost if the next lines fail.
             self.storages[number].users.add(user)
+            self._used.add(number)
             self._unused.pop(number, None)
             self._ahead.discard(number)
         for number in visit:
@@ -166,7 +180,10 @@ class ResidentSet:
         for number in visit:
             storage = self.storages[number]
             storage.users.discard(user)
-            if not storage.users and not storage.stays:
+            if storage.users:
+                continue
+            self._used.discard(number)
+            if not storage.stays:
                 storage.rest()
                 if storage.has_memory:
                     self._put_down(number)

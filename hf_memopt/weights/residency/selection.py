@@ -45,7 +45,9 @@ def select(model: nn.Module) -> Selection:
     frozen: dict[nn.Parameter, int] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
-            frozen[parameter] = sum({inner.data_ptr(): inner.nbytes for inner in stored_tensors(name, parameter)}.values())
+            frozen[parameter] = sum(
+                {inner.data_ptr(): inner.nbytes for inner in stored_tensors(name, parameter)}.values()
+            )
     if not any(frozen.values()):
         raise ValueError("model has no frozen weights that could stream; freeze its base with requires_grad_(False)")
     staying = why_they_stay(model)

@@ -17,13 +17,15 @@ class _Expected:
 
     Attributes:
         visits: in their order.
+        bytes_at_once: the most that was in use, with what the next visit needs.
         places: by storage, the places of its visits.
         loop_ends: by storage, the place behind the loop that visits it, or behind its only visit.
         over: by place, the storages whose loop ends there.
     """
 
-    def __init__(self, visits: Sequence[Visit]) -> None:
+    def __init__(self, visits: Sequence[Visit], bytes_at_once: int = 0) -> None:
         self.visits = visits
+        self.bytes_at_once = bytes_at_once
         self.places: dict[int, list[int]] = defaultdict(list)
         for place, visit in enumerate(visits):
             for number in visit:
@@ -49,6 +51,7 @@ class VisitOrder:
         self._kind = ""
         self._expected = _Expected([])
         self._recorded: list[Visit] = []
+        self._bytes_at_once = 0
         self._place = 0
         self._is_lost = False
 
@@ -58,7 +61,8 @@ class VisitOrder:
         One that has failed is not learned from.
         """
         if self._recorded and not has_failed and self._is_new(self._learned.get(self._kind, _NONE).visits):
-            self._learned[self._kind] = _Expected(self._recorded)
+            self._learned[self._kind] = _Expected(self._recorded, self._bytes_at_once)
+        self._bytes_at_once = 0
         self._kind, self._recorded, self._place, self._is_lost = kind, [], 0, False
         self._expected = self._learned.get(kind, _NONE)
         return self._expected.visits
@@ -69,8 +73,19 @@ class VisitOrder:
             return self._recorded != known
         return not set(self._recorded) <= set(known)
 
-    def note(self, visit: Visit) -> None:
-        """Note a visit, and move to the place behind it: the next one from here, or else from the beginning."""
+    @property
+    def bytes_at_once(self) -> int:
+        """The most that the expected pass needs at once: what is in use, with what the next visit needs."""
+        return self._expected.bytes_at_once
+
+    def note(self, visit: Visit, bytes_at_once: int) -> None:
+        """Note a visit, and move to the place behind it: the next one from here, or else from the beginning.
+
+        Args:
+            visit: the storages.
+            bytes_at_once: of them, and of what was in use at the visit before.
+        """
+        self._bytes_at_once = max(self._bytes_at_once, bytes_at_once)
         if len(self._recorded) < _MAX_VISITS:
             self._recorded.append(visit)
         expected, here = self._expected.visits, self._place

@@ -90,6 +90,7 @@ class Visiting:
             StreamedStorage(piece, owners[number], home, device, copier, self._message(self.names[number]))
             for number, piece in enumerate(weights.slices)
         ]
+        home.trim()
         self.parameters = list({id(each): each for group in owners.values() for each in group}.values())
         place_of = {id(each): (storage, place) for storage in self.found for place, each in enumerate(storage.tensors)}
         self._quantised = {
@@ -134,6 +135,7 @@ class Visiting:
             self._over = [each for each in self._over if each.held]
             self._extend_units()
             self.storages.begin(kind, has_failed)
+            self._home.trim()
             self._passes[thread] = Pass(self.open_visits.num_ended)
             return self._passes[thread]
 
@@ -153,7 +155,7 @@ class Visiting:
             del self._passes[thread]
             has_ended = over.num_ended != over.num_ended_before or self.storages.is_over()
             if not self._passes and has_ended:
-                self.storages.end()
+                self._end_pass()
 
     @contextmanager
     def visit(self, module: nn.Module) -> Iterator[None]:
@@ -198,6 +200,7 @@ class Visiting:
                 self._over.clear()
                 self.open_visits.close_old(self._is_held)
                 self.storages.drop_all()
+                self._home.trim()
                 self._extend_units()
                 return self.storages.begin("visit", has_failed)
             finally:
@@ -331,6 +334,8 @@ class Visiting:
         with self.lock:
             self._keep_handed_out(visit, outputs)
             self.storages.leave(visit, user, cast)
+            if not self._passes and not in_backward():
+                self._home.trim()
 
     def _is_held(self, number: int) -> bool:
         return self.found[number].is_held_by_others()
@@ -343,7 +348,11 @@ class Visiting:
     def _when_ended(self) -> None:
         with self.lock:
             if not self._passes:
-                self.storages.end()
+                self._end_pass()
+
+    def _end_pass(self) -> None:
+        self.storages.end()
+        self._home.trim()
 
     def _keep_handed_out(self, visit: Visit, outputs: Iterable[Tensor]) -> None:
         """Keep those storages of a visit of which a module has returned a view: any code may read it."""

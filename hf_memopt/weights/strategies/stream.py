@@ -21,8 +21,8 @@ class StreamedVisits(WeightPlacement):
     embeddings are looked up at home. Between visits nothing is on the device.
 
     Args:
-        budget_bytes: device memory. Two of the largest modules' weights are allowed anyway. None: what is read again
-            stays until it is read no more.
+        budget_bytes: device memory. What a module reads is allowed anyway, with what the next one reads. None: what is
+            read again stays until it is read no more.
     """
 
     mode = "stream"
@@ -72,7 +72,7 @@ class StreamedVisits(WeightPlacement):
 
     def forecast(self, budget_bytes: float) -> tuple[int, int]:
         """Return the peak of the device memory within a budget, and the bytes that a visit like the last one copies."""
-        return forecast(self._visits, self._sizes, budget_bytes)
+        return forecast(self._visits, self._sizes, max(budget_bytes, self._visiting.storages.visit_bytes or 0))
 
     def set_budget(self, budget_bytes: float) -> None:
         """Give later visits another budget."""
