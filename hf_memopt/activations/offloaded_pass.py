@@ -426,7 +426,7 @@ class OffloadedPass:
                 with self.working():
                     self._begin_backward()
             self._backwards.append(task)
-            torch.autograd.Variable._execution_engine.queue_callback(partial(self._end, task))
+            torch.autograd.Variable._execution_engine.queue_callback(partial(self._end_locked, task))
         return self._backwards[0] + 1
 
     def _begin_backward(self) -> None:
@@ -446,6 +446,10 @@ class OffloadedPass:
         return PassFigures(self.plan, self.peak_bytes, self.plain_peak_bytes, self.curve, *times)
 
     @uncompiled
+    def _end_locked(self, task: int) -> None:
+        with self.device.lock:
+            self._end(task)
+
     def _end(self, task: int) -> None:
         if task not in self._backwards:
             return

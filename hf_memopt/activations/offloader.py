@@ -4,6 +4,7 @@ import functools
 import gc
 import logging
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -37,7 +38,8 @@ from hf_memopt.units import GIB, MIB, format_bytes
 
 logger = logging.getLogger(__name__)
 
-PlannersByDevice = dict[torch.device, PassPlanner]
+# By device and thread.
+Planners = dict[tuple[torch.device, int], PassPlanner]
 
 MODES = ("auto", "all", "inputs")
 _NOTHING_TO_MOVE = (
@@ -88,7 +90,8 @@ class ActivationOffloader:
     other without a backward in between share a pass and one plan, whatever their models. Where passes overlap
     otherwise, the budget still holds for all together: later ones offload more than planned, and plans become smaller
     until it does. Without a budget the process's peak memory counters are reset in the two recorded passes. An
-    `OutOfMemoryError` in a planned pass makes the next plan smaller. Parallel threads need an offloader each.
+    `OutOfMemoryError` in a planned pass makes the next plan smaller. Threads may share an offloader: each has passes
+    and plans of its own.
 
     Raises:
         ValueError: an option is out of range, or set without the mode that reads it; `disk` is no folder.
@@ -136,10 +139,10 @@ class ActivationOffloader:
         self._disk, self._disk_budget_bytes = disk, _bytes(disk_budget_gib)
         self._file: TierFile | None = None
         self._opened_by: Callable[..., TierFile | None] | None = None
+        # Of all that follows. Destructors do without: they may run while another thread waits for theirs.
+        self._lock = threading.RLock()
         self._devices: dict[torch.device, DeviceState | None] = {}
-        self._planners: weakref.WeakKeyDictionary[nn.Module, dict[torch.device, PassPlanner]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._planners: weakref.WeakKeyDictionary[nn.Module, Planners] = weakref.WeakKeyDictionary()
         self._no_model = nn.Module()  # stands for it, as a key
         self._idle: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._counters = OffloadCounters()
@@ -163,21 +166,23 @@ class ActivationOffloader:
         if not self.enabled or not torch.is_grad_enabled() or _is_captured() or self._rests(model):
             yield self
             return
-        self._drop_what_failed()
-        for device in filter(None, self._devices.values()):
-            device.raise_failure()
         fixed = storages_of(model)
-        owner, begun = self._open_pass() or (self._key(model), None)
-        if begun is None:
-            self._review(owner)
-            op_tracer = self._op_tracer(model, owner, fixed)
-        else:
-            op_tracer = self._go_on(begun, model, fixed)
+        with self._lock:
+            self._drop_what_failed()
+            for device in filter(None, self._devices.values()):
+                device.raise_failure()
+            owner, begun = self._open_pass() or (self._key(model), None)
+            if begun is None:
+                self._review(owner)
+                op_tracer = self._op_tracer(model, owner, fixed)
+            else:
+                op_tracer = self._go_on(begun, model, fixed)
         hooks = SavedTensorHooks(
             self._threshold_bytes,
             fixed,
             lambda device: self._begin_pass(owner, device, op_tracer),
             self._counters,
+            self._lock,
             inputs_only=self.mode == "inputs",
             leave_node=None if op_tracer is None else op_tracer.leave_node,
             skipped=self._skip.among(model),
@@ -186,7 +191,7 @@ class ActivationOffloader:
             with hooks, self._noting(op_tracer, owner, model):
                 yield self
         except BaseException as error:
-            for planner in self._planners_of(owner).values():
+            for planner in self._planners_of(owner):
                 planner.break_off(ran_out=isinstance(error, torch.OutOfMemoryError))
             raise
         if op_tracer is not None and begun is None and not hooks.has_begun:
@@ -288,11 +293,11 @@ class ActivationOffloader:
 
     def _rests(self, model: nn.Module | None) -> bool:
         """Return whether hooks alone cost more of a model's passes than `max_slowdown` allows."""
-        return any(planner.rests for planner in self._planners_of(self._key(model)).values())
+        return any(planner.rests for planner in self._planners_of(self._key(model)))
 
     def _open_pass(self) -> tuple[nn.Module, OffloadedPass] | None:
-        for model, planners in self._planners.items():
-            for planner in planners.values():
+        for model in self._planners:
+            for planner in self._planners_of(model):
                 if planner.open_pass is not None:
                     return model, planner.open_pass
         return None
@@ -310,11 +315,11 @@ class ActivationOffloader:
             return None
         if self.mode != "auto":
             return OffloadedPass(state, self._limits.prefetch_ahead, self._counters, on_end=self._note_end)
-        planners = self._planners_of(owner)
-        if device not in planners:
+        planners, key = self._planners.setdefault(owner, {}), (device, threading.get_ident())
+        if key not in planners:
             model = None if owner is self._no_model else owner
-            planners[device] = PassPlanner(state, self._limits, self._counters, model, self._note_end, room_on(device))
-        return planners[device].open_pass or planners[device].begin_pass(op_tracer)
+            planners[key] = PassPlanner(state, self._limits, self._counters, model, self._note_end, room_on(device))
+        return planners[key].open_pass or planners[key].begin_pass(op_tracer)
 
     def _note_end(self, ended: OffloadedPass) -> None:
         if ended.keeps_all:  # a plain pass is only for comparison
@@ -327,12 +332,14 @@ class ActivationOffloader:
     def _key(self, model: nn.Module | None) -> nn.Module:
         return self._no_model if model is None else model
 
-    def _planners_of(self, owner: nn.Module) -> PlannersByDevice:
-        return self._planners.setdefault(owner, {})
+    def _planners_of(self, owner: nn.Module) -> list[PassPlanner]:
+        """Return the planners of a model's passes on this thread."""
+        here = threading.get_ident()
+        return [planner for (_, thread), planner in self._planners.get(owner, {}).items() if thread == here]
 
     def _review(self, owner: nn.Module) -> None:
         # Each rank by itself: ranks owe each other no equal number of passes.
-        for planner in self._planners_of(owner).values():
+        for planner in self._planners_of(owner):
             planner.review()
 
     @contextmanager
@@ -351,7 +358,7 @@ class ActivationOffloader:
     def _scope(self, op_tracer: OpTracer, owner: nn.Module, model: nn.Module | None) -> AbstractContextManager[object]:
         if op_tracer.is_timing:
             return _timing(op_tracer)
-        makers = set().union(*(planner.makers() for planner in self._planners_of(owner).values()))
+        makers = set().union(*(planner.makers() for planner in self._planners_of(owner)))
         modules = [maker() if maker is not None else None for maker in makers]
         everywhere = any(module is None or module is model for module in modules)
         return active_in(op_tracer, [module for module in modules if module is not None], everywhere)
@@ -360,7 +367,7 @@ class ActivationOffloader:
         state = self._state_of(_device_of(model, self._given_copier))
         if self.mode != "auto" or state is None:
             return None
-        planners = self._planners_of(owner).values()
+        planners = self._planners_of(owner)
         if any(planner.is_recording for planner in planners) or (not planners and owner not in self._idle):
             return OpTracer(fixed, state.clock)
         return OpTracer(fixed, None) if any(planner.makers() for planner in planners) else None
@@ -404,7 +411,7 @@ class ActivationOffloader:
                 logger.log(level, "activation offloading: %s", _NOTHING_TO_MOVE)
             elif device.type == "cpu" and self._file is not None:
                 map_large_blocks(self._threshold_bytes)
-            self._devices[device] = DeviceState(device, lower, clock) if lower else None
+            self._devices[device] = DeviceState(device, lower, clock, self._lock) if lower else None
         return self._devices[device]
 
 

@@ -5,7 +5,9 @@ The graph owns the payloads, and these the storages: a graph dropped or lost to 
 
 import logging
 import sys
+import threading
 from collections.abc import Callable
+from types import FrameType
 
 import torch
 from torch import Tensor, nn
@@ -94,6 +96,7 @@ class SavedTensorHooks:
         threshold_bytes: smaller storages are kept.
         fixed: keys of storages that never move: the model's weights and buffers.
         begin_pass: the forward pass on a device, None where nothing can be offloaded.
+        lock: of the passes and their devices.
         inputs_only: leave everything alone but the inputs of checkpointed regions.
         leave_node: called while a backward node unpacks its saved tensors, where operations are noted.
     """
@@ -104,11 +107,13 @@ class SavedTensorHooks:
         fixed: frozenset[int],
         begin_pass: Callable[[torch.device], OffloadedPass | None],
         counters: OffloadCounters,
+        lock: threading.RLock,
         *,
         inputs_only: bool = False,
         leave_node: Callable[[], None] | None = None,
         skipped: SkippedCalls | None = None,
     ) -> None:
+        self._lock = lock
         self._threshold_bytes, self._fixed = threshold_bytes, fixed
         self._begin_pass, self._counters = begin_pass, counters
         self._inputs_only, self._leave_node = inputs_only, leave_node
@@ -153,14 +158,18 @@ class SavedTensorHooks:
             current_backward() != self._backward
         ):  # tensors saved by backward itself (recomputation, double backward) are used at once
             return self._keep(tensor)
-        if self._inputs_only or not tensor.requires_grad:
-            caller = sys._getframe().f_back  # none in a thread that is not Python's
-            if called_from_rrelu(caller) or (self._inputs_only and not called_from_checkpoint(caller)):
-                return self._keep(tensor)
+        caller = sys._getframe().f_back  # none in a thread that is not Python's
+        if self._inputs_only and not called_from_checkpoint(caller):
+            return self._keep(tensor)
+        if (self._inputs_only or not tensor.requires_grad) and called_from_rrelu(caller):
+            return self._keep(tensor)
+        with self._lock:
+            return self._save(tensor, key, num_bytes, caller)
+
+    def _save(self, tensor: Tensor, key: int, num_bytes: int, caller: FrameType | None) -> Payload:
         this_pass = self._passes.get(tensor.device) or self._begin(tensor.device)
         if this_pass is None or tensor._is_zerotensor():  # a zero of forward-mode AD, which has no memory
             return self._keep(tensor)
-        caller = sys._getframe().f_back
         of_function = called_from_function(caller)
         is_skipped = self._skipped is not None and self._skipped.include(caller)
         if not this_pass.is_observed:
@@ -178,7 +187,8 @@ class SavedTensorHooks:
         if self._leave_node is not None and in_backward():
             self._leave_node()
         if not isinstance(payload, tuple):
-            return payload.restore()
+            with self._lock:
+                return payload.restore()
         tensor, version = payload  # `_unmodified`, without the call
         if tensor._version != version:
             raise modified_in_place(tensor, tensor.shape, version)

@@ -36,13 +36,9 @@ class StorageMemory(Protocol):
 
     Attributes:
         block: `(num_bytes,)` uint8, of the same storage at all times, for views.
-        is_there: whether it has memory, filled or not.
     """
 
     block: Tensor
-
-    @property
-    def is_there(self) -> bool: ...
 
     def give(self) -> Tensor:
         """Return uninitialised memory to fill, `(num_bytes,)` uint8; a MemoryError or RuntimeError if there is none."""
@@ -138,10 +134,6 @@ class ResizedMemory:
         self._guard = AccessGuard(self._storage, message) if can_guard else None
         self._is_there = True
         self.show()
-
-    @property
-    def is_there(self) -> bool:
-        return self._is_there
 
     def give(self) -> Tensor:
         if self._guard is None:
@@ -268,10 +260,6 @@ class WholePages:
     @staticmethod
     def are_available() -> bool:
         return sys.platform == "linux"
-
-    @property
-    def is_there(self) -> bool:
-        return self._is_there
 
     def give(self) -> Tensor:
         if not self._is_there:

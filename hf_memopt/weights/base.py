@@ -108,8 +108,8 @@ class StreamedWeights:
         home: of the weights between visits. `"host"`, one copy in host memory, page-locked on CUDA; `"file"`, the
             safetensors files that hold them, and a file without a name for those that no file holds byte for byte,
             written once; `"auto"`, the host where it has room for them and is not the device's own memory, else files.
-        budget_gib: device memory for frozen weights, used by those that are visited soonest. None: as much as twice the
-            largest visit, and none between steps.
+        budget_gib: device memory for frozen weights, used by those that are visited soonest. None: as much as a visit
+            and the next one take, and none between steps.
         device: that runs the model. None: the one where its weights are, or else the accelerator, if there is one.
         copier: how bytes move. None: side streams on an accelerator, plain copies on the CPU.
         files: safetensors files, or folders of them, where weights may lie. None: the folder that transformers has

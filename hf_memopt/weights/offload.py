@@ -127,8 +127,8 @@ class OffloadedTeacher:
         dtype: cast floating-point parameters to it, once. Buffers keep theirs, since rounding e.g. rotary frequencies
             moves cosines by up to 0.2, and so do modules named in a `_keep_in_fp32_modules` list.
         share_with: the student. Parameters that are frozen there and bitwise equal under the same name are held once.
-        budget_gib: device memory for the teacher's own weights, for `"stream"`, which needs two blocks at least, and
-            `"auto"`.
+        budget_gib: device memory for the teacher's own weights, for `"auto"` and `"stream"`, which exceeds it where a
+            module and the next one need more.
         copier: how bytes move. None: side streams on an accelerator, plain copies on the CPU. `SyncCopier()` with a
             mode other than auto makes a CPU run every step of an offloaded run.
         home: `"host"`, one copy of the weights in host memory; `"file"`, none: see above.

@@ -56,7 +56,7 @@ class PackedWeights:
             for name, tensor in named
             if id(tensor) not in excluded
         }
-        ranges = _memory_ranges([tensor for tensors in inner.values() for tensor in tensors])
+        ranges = memory_ranges([tensor for tensors in inner.values() for tensor in tensors])
         self._sources = [each.memory for each in ranges]
         self.slices = _packed(ranges)
         self.offsets = [each for piece in self.slices for each in piece.offsets]
@@ -98,8 +98,8 @@ def bind(offsets: Sequence[OffsetTensor], tensors: Sequence[Tensor]) -> None:
 
 
 @dataclass
-class _MemoryRange:
-    """Addresses [begin, end) of the module's memory, and the tensors there."""
+class MemoryRange:
+    """Addresses [begin, end) of memory, and the tensors there."""
 
     begin: int
     end: int
@@ -112,22 +112,22 @@ class _MemoryRange:
         return whole[self.begin - storage.data_ptr() : self.end - storage.data_ptr()]
 
 
-def _memory_ranges(tensors: list[Tensor]) -> list[_MemoryRange]:
+def memory_ranges(tensors: list[Tensor]) -> list[MemoryRange]:
     """Merge overlapping tensors into ranges, in the order of their first tensors."""
-    ranges: list[_MemoryRange] = []
-    for tensor in sorted(tensors, key=lambda each: each.data_ptr()):
+    ranges: list[MemoryRange] = []
+    for tensor in sorted(tensors, key=lambda each: (str(each.device), each.data_ptr())):
         begin = tensor.data_ptr()
-        end = begin + span_bytes(tensor)
-        if ranges and begin < ranges[-1].end:
+        end = begin + _span_bytes(tensor)
+        if ranges and tensor.device == ranges[-1].tensors[0].device and begin < ranges[-1].end:
             ranges[-1].end = max(ranges[-1].end, end)
             ranges[-1].tensors.append(tensor)
         else:
-            ranges.append(_MemoryRange(begin, end, [tensor]))
+            ranges.append(MemoryRange(begin, end, [tensor]))
     rank = {id(tensor): i for i, tensor in enumerate(tensors)}
     return sorted(ranges, key=lambda each: min(rank[id(tensor)] for tensor in each.tensors))
 
 
-def _packed(ranges: list[_MemoryRange]) -> list[WeightSlice]:
+def _packed(ranges: list[MemoryRange]) -> list[WeightSlice]:
     slices: list[WeightSlice] = []
     start = 0
     for each in ranges:
@@ -140,7 +140,7 @@ def _packed(ranges: list[_MemoryRange]) -> list[WeightSlice]:
     return slices
 
 
-def span_bytes(tensor: Tensor) -> int:
+def _span_bytes(tensor: Tensor) -> int:
     """Return the bytes from a tensor's first element to the end of its last one."""
     steps = ((length - 1) * step for length, step in zip(tensor.size(), tensor.stride(), strict=True))
     return (sum(steps) + 1) * tensor.itemsize

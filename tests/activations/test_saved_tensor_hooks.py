@@ -25,6 +25,7 @@ def pack(offloader: ActivationOffloader, tensor: Tensor) -> Any:
         frozenset(),
         lambda device: offloader._begin_pass(None, device, None),
         offloader._counters,
+        offloader._lock,
     )
     return context, context.pack(tensor)
 

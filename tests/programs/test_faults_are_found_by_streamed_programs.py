@@ -145,7 +145,7 @@ FAULTS = {
     ]),
     "unannounced reads go unseen": Fault("NaN", 10, [*SILENT, (storages, "set_away", returns(None))]),
     "nodes open no visits": Fault("NaN", 10, [*SILENT, (BackwardVisit, "open", returns(None))]),
-    "shared memory is not looked for": Fault("other value", 20, [(selection, "_memory_ranges", returns([]))]),
+    "shared memory is not looked for": Fault("other value", 20, [(selection, "memory_ranges", returns([]))]),
     "rows are looked up without max_norm": Fault("other value", 20, [
         (selection, "why_they_stay", returns({})),
         (visiting, "_looked_up", lambda sound: lambda function, args, kwargs: sound(

@@ -1,6 +1,7 @@
 """State that all passes on one device share. It knows storages by a few attributes, and no forward pass."""
 
 import logging
+import threading
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -113,10 +114,14 @@ class Outgoing(Protocol):
 
 
 class DeviceState:
-    """The memories below one device, nearest first, its live storages, and copies under way."""
+    """The memories below one device, nearest first, its live storages, and copies under way.
 
-    def __init__(self, device: torch.device, lower: Sequence[LowerMemory], clock: Clock) -> None:
-        self.lower, self.clock = lower, clock
+    Args:
+        lock: of whatever changes it, other than destructors.
+    """
+
+    def __init__(self, device: torch.device, lower: Sequence[LowerMemory], clock: Clock, lock: threading.RLock) -> None:
+        self.lower, self.clock, self.lock = lower, clock, lock
         self.hide_operations = backend_of(device).hide_operations
         self.held = DeviceBytes()
         self.orders = ReloadOrders()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from hf_memopt.autograd_state import is_plain
-from hf_memopt.weights.packed_weights import span_bytes
+from hf_memopt.weights.packed_weights import memory_ranges
 from hf_memopt.weights.quantised import stored_tensors
 from hf_memopt.weights.residency.guards import StreamedParameter
 from hf_memopt.weights.residency.visit_order import Visit
@@ -74,20 +74,21 @@ def select(model: nn.Module) -> Selection:
 
 def why_they_stay(model: nn.Module) -> dict[Tensor, str]:
     """Return the frozen parameters whose bytes belong to others too, or are written, each with the reason in words."""
-    found: dict[Tensor, str] = {}
-    tables = [each for each in model.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag)]
     frozen: set[Tensor] = {each for each in model.parameters() if not each.requires_grad}
-    owned: list[tuple[Tensor, str]] = [(each, "") for each in frozen]
-    owned += [(each.weight, "written by its module (max_norm)") for each in tables if each.max_norm is not None]
-    owned += [(each, "memory of a trained weight") for each in model.parameters() if each.requires_grad]
-    owned += [(each, "memory of a buffer") for each in model.buffers()]
-    owned += [(each, "memory of an attribute") for each in _attributes(model) if each not in frozen]
-    ranges = _memory_ranges([(each, whose) for each, whose in owned if is_plain(each) and each.numel()])
-    for tensors in ranges:
-        others = [whose for _, whose in tensors if whose]
-        for tensor, _ in tensors if others else ():
-            if tensor in frozen:
-                found[tensor] = others[0]
+    tables = [each for each in model.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag)]
+    others: list[tuple[str, list[Tensor]]] = [
+        ("written by its module (max_norm)", [each.weight for each in tables if each.max_norm is not None]),
+        ("memory of a trained weight", [each for each in model.parameters() if each.requires_grad]),
+        ("memory of a buffer", list(model.buffers())),
+        ("memory of an attribute", [each for each in _attributes(model) if each not in frozen]),
+    ]
+    why = dict.fromkeys(frozen, "")
+    for reason, tensors in others:
+        why |= {each: reason for each in tensors if not why.get(each)}
+    found: dict[Tensor, str] = {}
+    for group in memory_ranges([each for each in why if is_plain(each) and each.numel()]):
+        reasons = [why[each] for each in group.tensors if why[each]]
+        found |= {each: reasons[0] for each in group.tensors if reasons and each in frozen}
     return found
 
 
@@ -100,21 +101,6 @@ def _attributes(model: nn.Module) -> Iterator[Tensor]:
                     value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
                 )
                 yield from (each for each in inside if isinstance(each, Tensor))
-
-
-def _memory_ranges(owned: list[tuple[Tensor, str]]) -> list[list[tuple[Tensor, str]]]:
-    """Group tensors that overlap in memory."""
-    groups: list[list[tuple[Tensor, str]]] = []
-    end: tuple[str, int] = "", 0
-    for each in sorted(owned, key=lambda each: (str(each[0].device), each[0].data_ptr())):
-        device, begin = str(each[0].device), each[0].data_ptr()
-        if groups and device == end[0] and begin < end[1]:
-            groups[-1].append(each)
-        else:
-            groups.append([each])
-            end = device, 0
-        end = device, max(end[1], begin + span_bytes(each[0]))
-    return groups
 
 
 def visits_of(model: nn.Module, slices_of: Mapping[int, tuple[int, ...]]) -> dict[nn.Module, Visit]:

@@ -1,0 +1,89 @@
+"""Tests that threads may share one offloader: each has the plain run's gradients."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from adversarial_copier import AdversarialCopier
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from hf_memopt import ActivationOffloader
+
+WIDTH, NUM_THREADS, NUM_STEPS = 64, 3, 12
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            x = checkpoint(layer, x, use_reentrant=False) if number % 3 == 2 else layer(x)
+            x = x.sin().exp()
+        return x
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return Layers()
+
+
+def steps(model: nn.Module, thread: int, offloader: ActivationOffloader | None) -> Iterator[tuple[Tensor, ...]]:
+    """Yield the gradients of each step; threads have batches of other sizes."""
+    for step in range(NUM_STEPS):
+        generator = torch.Generator().manual_seed(100 * thread + step)
+        x = torch.randn(64 + 32 * thread, WIDTH, generator=generator)
+        if offloader is None:
+            loss = model(x).mean()
+        else:
+            with offloader.offload_context(model):
+                loss = model(x).mean()
+        yield torch.autograd.grad(loss, list(model.parameters()))
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "all": {"mode": "all"},
+    "inputs": {"mode": "inputs"},
+    "auto": {"max_slowdown": 1.0},
+    "budget": {"budget_gib": 6e-4},
+    "disk": {"mode": "all", "host_budget_gib": 2e-4},
+    "auto and disk": {"max_slowdown": 1.0, "host_budget_gib": 1e-4},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_each_thread_has_the_plain_gradients(model: nn.Module, options: str, tmp_path: Path) -> None:
+    arguments = OPTIONS[options]
+    if "disk" in options:
+        arguments = {**arguments, "disk": tmp_path}
+    offloader = ActivationOffloader(offload_threshold_mb=0.01, copier=AdversarialCopier("late"), **arguments)
+    wanted = [list(steps(model, thread, None)) for thread in range(NUM_THREADS)]
+    found: dict[int, list[tuple[Tensor, ...]]] = {}
+    errors: list[BaseException] = []
+    barrier = threading.Barrier(NUM_THREADS)
+
+    def train(thread: int) -> None:
+        try:
+            barrier.wait()
+            found[thread] = list(steps(model, thread, offloader))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=train, args=(number,)) for number in range(NUM_THREADS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    for thread, want in enumerate(wanted):
+        for got, plain in zip(found[thread], want, strict=True):
+            assert all(map(torch.equal, got, plain))
+    assert offloader.stats.bytes_moved > 0
+    assert offloader.stats.host_bytes_live == 0
