@@ -1,12 +1,14 @@
-"""The model hub, asked once whether it answers: huggingface_hub tries for half a minute, again for each file."""
+"""The model hub: its files, and whether it answers, since huggingface_hub tries half a minute for each file."""
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import httpx
-from huggingface_hub import constants, get_session, try_to_load_from_cache
+from huggingface_hub import constants, get_session, hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 
 # For a connection alone; a hub that is slow to answer has huggingface_hub's own time, HF_HUB_ETAG_TIMEOUT.
@@ -31,6 +33,23 @@ def offline_if_unreachable(model: str | None) -> Iterator[None]:
         _check_downloaded(model)
     with patch.object(constants, "HF_HUB_OFFLINE", True):
         yield
+
+
+def downloaded(model: str, name: str) -> Path | None:
+    """Return a file of a repository on the hub; None, it has none or cannot be reached."""
+    try:
+        return Path(hf_hub_download(model, name))
+    except (OSError, ValueError):
+        return None
+
+
+def read_object(path: Path) -> dict[str, Any] | None:
+    """Return the object in a JSON file; None, there is none."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return values if isinstance(values, dict) else None
 
 
 def _answers() -> bool:

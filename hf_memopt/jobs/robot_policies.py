@@ -1,11 +1,9 @@
 """Robot policies of lerobot, told from transformers models without lerobot."""
 
-import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
+from hf_memopt.jobs.hub import downloaded, read_object
 
 _RUN, _POLICY = "train_config.json", "config.json"
 
@@ -32,27 +30,18 @@ def policy_file(model: str) -> PolicyFile | None:
         return _read(path / _RUN) or _read(path / _POLICY)
     if path.parent != Path() and path.parent.exists():
         return None  # a misspelt path
-    config = _downloaded(model, _POLICY)
-    return config and (_downloaded(model, _RUN) or config)
+    config = _read(downloaded(model, _POLICY))
+    return config and (_read(downloaded(model, _RUN)) or config)
 
 
-def _read(path: Path) -> PolicyFile | None:
-    if path.suffix != ".json" or not path.is_file():
+def _read(path: Path | None) -> PolicyFile | None:
+    """Return None for a file that is missing or wrong, too: transformers says so."""
+    if path is None or path.suffix != ".json":
         return None
-    try:
-        held: Any = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        return None  # transformers says where it is wrong
-    if not isinstance(held, dict) or "model_type" in held:
+    held = read_object(path)
+    if held is None or "model_type" in held:
         return None
     is_run = isinstance(held.get("policy"), dict)
     kind = (held["policy"] if is_run else held).get("type")
     is_named_so = is_run or path.name == _POLICY
     return PolicyFile(path, kind, is_run) if isinstance(kind, str) and is_named_so else None
-
-
-def _downloaded(model: str, name: str) -> PolicyFile | None:
-    try:
-        return _read(Path(hf_hub_download(model, name)))
-    except (HfHubHTTPError, EntryNotFoundError, HFValidationError):
-        return None  # transformers says that nothing was found

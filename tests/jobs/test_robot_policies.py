@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
 
-from hf_memopt.jobs import robot_policies
+from hf_memopt.jobs import hub
 from hf_memopt.jobs.robot_policies import PolicyFile, policy_file
 
 POLICY = {"type": "smolvla", "chunk_size": 50}
@@ -42,7 +43,7 @@ def test_other_files_are_none(held: Any, tmp_path: Path) -> None:
 
 
 def test_a_misspelt_path_is_not_looked_for_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(robot_policies, "hf_hub_download", None)
+    monkeypatch.setattr(hub, "hf_hub_download", None)
     assert policy_file(str(tmp_path / "polciy")) is None
 
 
@@ -50,10 +51,10 @@ def test_a_policy_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     def download(model: str, name: str) -> str:
         assert model == "lerobot/smolvla_base"
         if not (tmp_path / name).exists():
-            raise robot_policies.EntryNotFoundError(name)
+            raise LocalEntryNotFoundError(name)
         return str(tmp_path / name)
 
-    monkeypatch.setattr(robot_policies, "hf_hub_download", download)
+    monkeypatch.setattr(hub, "hf_hub_download", download)
     assert policy_file("lerobot/smolvla_base") is None
     config = write(tmp_path / "config.json", POLICY)
     assert policy_file("lerobot/smolvla_base") == PolicyFile(config, "smolvla", is_run=False)

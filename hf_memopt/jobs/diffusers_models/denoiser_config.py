@@ -1,7 +1,6 @@
 """Configurations of diffusers' denoisers: found in a pipeline's folder, on the hub, or in a file."""
 
 import inspect
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import hf_hub_download
 from torch import nn
+
+from hf_memopt.jobs.hub import downloaded, read_object
 
 PIPELINE = "model_index.json"
 # Where pipelines keep the denoiser.
@@ -46,7 +46,9 @@ class DenoiserConfig:
                 f"{source}: diffusers cannot build a model from this configuration ({type(error).__name__}: {error}); "
                 "compare it with the one that was published"
             ) from error
-        _keep_in_float32(model)
+        for name, parameter in model.named_parameters():
+            if kept_in_float32(model, name):
+                parameter.data = parameter.data.float()
         return model
 
 
@@ -54,12 +56,6 @@ def kept_in_float32(model: nn.Module, name: str) -> bool:
     """Return whether diffusers loads the part of a model with this name in float32 and never quantises it."""
     kept = getattr(model, "_keep_in_fp32_modules", None) or ()
     return any(each in name.split(".") for each in kept)
-
-
-def _keep_in_float32(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if kept_in_float32(model, name):
-            parameter.data = parameter.data.float()
 
 
 @contextmanager
@@ -92,23 +88,6 @@ def _candidates(model: str) -> list[Path]:
     parts = [part for part in _PARTS if part in (read_object(index) or {})]
     found = [downloaded(model, f"{part}/config.json") for part in parts]
     return [path for path in found if path is not None]
-
-
-def downloaded(model: str, name: str) -> Path | None:
-    """Return a file of a repository on the hub; None, it has none or cannot be reached."""
-    try:
-        return Path(hf_hub_download(model, name))
-    except (OSError, ValueError):
-        return None
-
-
-def read_object(path: Path) -> dict[str, Any] | None:
-    """Return the object in a JSON file; None, there is none."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return values if isinstance(values, dict) else None
 
 
 def _checked(model: str, values: dict[str, Any]) -> DenoiserConfig:

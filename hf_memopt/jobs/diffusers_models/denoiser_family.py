@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from hf_memopt.jobs.diffusers_models.denoiser_losses import Loss, flow_loss
@@ -26,8 +27,27 @@ class Sizes(NamedTuple):
     width: int
 
 
-def same_channels(config: Any) -> int:
-    return int(config.in_channels)
+Conditions = Callable[[Any, Sizes], Inputs]
+
+
+def text_alone(name: str) -> Conditions:
+    """Return conditions that are text embeddings alone, as wide as the configuration's `name`."""
+    return lambda config, sizes: {
+        "encoder_hidden_states": torch.zeros(sizes.num_samples, sizes.num_text, getattr(config, name))
+    }
+
+
+def masked_text(name: str) -> Conditions:
+    """Return the same with a mask that hides none."""
+    text = text_alone(name)
+    return lambda config, sizes: (
+        text(config, sizes) | {"encoder_attention_mask": torch.tensor([[1] * sizes.num_text] * sizes.num_samples)}
+    )
+
+
+def plain_prediction(model: nn.Module, noisy: Tensor, time: Tensor, conditions: Inputs) -> Tensor:
+    prediction: Tensor = model(hidden_states=noisy, timestep=time, **conditions, return_dict=False)[0]
+    return prediction
 
 
 def check_channels(config: Any) -> None:
@@ -70,14 +90,14 @@ class DenoiserFamily:
         flags: those of its script that others lack.
     """
 
-    conditions: Callable[[Any, Sizes], Inputs]
+    conditions: Conditions
     predict: Callable[[nn.Module, Tensor, Tensor, Inputs], Tensor]
     loss: Loss = flow_loss
     lora_targets: Callable[[Any], str] = attention_layers
     clip_tokens: int = 0
     text_tokens: int = 0
     check: Callable[[Any], None] = check_channels
-    channels: Callable[[Any], int] = same_channels
+    channels: Callable[[Any], int] = lambda config: int(config.in_channels)
     pixels: Callable[[Any], int] = lambda config: 8
     patch: int = 2
     frames: int = 0

@@ -64,7 +64,6 @@ def image_size(config: DenoiserConfig, sample: Sample) -> tuple[int, int]:
 
 def _own_size(config: DenoiserConfig) -> tuple[int, int] | None:
     """Return the size of latents that a configuration says."""
-    family_of(config)
     if hasattr(config, "sample_height"):
         return config.sample_height, config.sample_width
     own = getattr(config, "sample_size", None)

@@ -14,6 +14,9 @@ from hf_memopt.jobs.diffusers_models.denoiser_family import (
     Sizes,
     attention_layers,
     check_nothing,
+    masked_text,
+    plain_prediction,
+    text_alone,
 )
 from hf_memopt.jobs.diffusers_models.denoiser_losses import TIMES, noise_loss
 
@@ -41,21 +44,6 @@ def _is_of_sdxl(config: Any) -> bool:
     return bool(config.addition_embed_type == "text_time")
 
 
-def _text(name: str) -> Any:
-    """Return conditions that are text embeddings alone, as wide as the configuration's `name`."""
-    return lambda config, sizes: {
-        "encoder_hidden_states": torch.zeros(sizes.num_samples, sizes.num_text, getattr(config, name))
-    }
-
-
-def _masked_text(name: str) -> Any:
-    """Return the same with a mask that hides none."""
-    text = _text(name)
-    return lambda config, sizes: (
-        text(config, sizes) | {"encoder_attention_mask": torch.tensor([[1] * sizes.num_text] * sizes.num_samples)}
-    )
-
-
 # --------------------------------------------------------------------------------------------------- conditions
 
 
@@ -70,10 +58,8 @@ def _of_unet(config: Any, sizes: Sizes) -> Inputs:
 
 
 def _of_joint_attention(config: Any, sizes: Sizes) -> Inputs:
-    return {
-        "encoder_hidden_states": torch.zeros(sizes.num_samples, sizes.num_text, config.joint_attention_dim),
-        "pooled_projections": torch.zeros(sizes.num_samples, config.pooled_projection_dim),
-    }
+    pooled = torch.zeros(sizes.num_samples, config.pooled_projection_dim)
+    return text_alone("joint_attention_dim")(config, sizes) | {"pooled_projections": pooled}
 
 
 def _of_flux(config: Any, sizes: Sizes) -> Inputs:
@@ -109,7 +95,7 @@ def _of_hidream(config: Any, sizes: Sizes) -> Inputs:
 
 
 def _of_pixart(config: Any, sizes: Sizes) -> Inputs:
-    inputs: Inputs = _masked_text("caption_channels")(config, sizes)
+    inputs = masked_text("caption_channels")(config, sizes)
     if config.use_additional_conditions or (config.use_additional_conditions is None and config.sample_size == 128):
         num_samples = sizes.num_samples
         inputs |= {"resolution": torch.zeros(num_samples, 2), "aspect_ratio": torch.zeros(num_samples, 1)}
@@ -130,17 +116,12 @@ def _unet(model: nn.Module, noisy: Tensor, time: Tensor, conditions: Inputs) -> 
     return prediction
 
 
-def _plain(model: nn.Module, noisy: Tensor, time: Tensor, conditions: Inputs) -> Tensor:
-    prediction: Tensor = model(hidden_states=noisy, timestep=time, **conditions, return_dict=False)[0]
-    return prediction
-
-
 def _scaled_time(model: nn.Module, noisy: Tensor, time: Tensor, conditions: Inputs) -> Tensor:
-    return _plain(model, noisy, time / TIMES, conditions)
+    return plain_prediction(model, noisy, time / TIMES, conditions)
 
 
 def _reversed_flow(model: nn.Module, noisy: Tensor, time: Tensor, conditions: Inputs) -> Tensor:
-    return -_plain(model, noisy, (TIMES - time) / TIMES, conditions)
+    return -plain_prediction(model, noisy, (TIMES - time) / TIMES, conditions)
 
 
 def _of_list(model: nn.Module, noisy: Tensor, time: Tensor, conditions: Inputs) -> Tensor:
@@ -160,8 +141,7 @@ def _in_squares(model: nn.Module, noisy: Tensor, time: Tensor, conditions: Input
     packed = packed.reshape(num_samples, height // 2 * (width // 2), channels * _PACKED)
     prediction = _scaled_time(model, packed, time, conditions)
     squares = prediction.view(num_samples, height // 2, width // 2, channels, 2, 2).permute(0, 3, 1, 4, 2, 5)
-    unpacked: Tensor = squares.reshape(num_samples, channels, height, width)
-    return unpacked
+    return squares.reshape(num_samples, channels, height, width)
 
 
 def _qwen_image(model: nn.Module, noisy: Tensor, time: Tensor, conditions: Inputs) -> Tensor:
@@ -193,7 +173,7 @@ IMAGES = {
     ),
     "SD3Transformer2DModel": DenoiserFamily(
         conditions=_of_joint_attention,
-        predict=_plain,
+        predict=plain_prediction,
         lora_targets=lambda config: _JOINT_ATTENTION,
         clip_tokens=77,
         text_tokens=77,
@@ -218,7 +198,7 @@ IMAGES = {
         flags=_QUANTISED,
     ),
     "QwenImageTransformer2DModel": DenoiserFamily(
-        conditions=_text("joint_attention_dim"),
+        conditions=text_alone("joint_attention_dim"),
         predict=_qwen_image,
         check=check_nothing,
         text_tokens=512,
@@ -226,18 +206,18 @@ IMAGES = {
         flags=_QUANTISED,
     ),
     "ZImageTransformer2DModel": DenoiserFamily(
-        conditions=_text("cap_feat_dim"), predict=_of_list, check=check_nothing, text_tokens=512, flags=_QUANTISED
+        conditions=text_alone("cap_feat_dim"), predict=_of_list, check=check_nothing, text_tokens=512, flags=_QUANTISED
     ),
     "Lumina2Transformer2DModel": DenoiserFamily(
-        conditions=_masked_text("cap_feat_dim"),
+        conditions=masked_text("cap_feat_dim"),
         predict=_reversed_flow,
         text_tokens=256,
         vae_in_float32=lambda config: True,
         flags=_CACHED,
     ),
     "SanaTransformer2DModel": DenoiserFamily(
-        conditions=_masked_text("caption_channels"),
-        predict=_plain,
+        conditions=masked_text("caption_channels"),
+        predict=plain_prediction,
         lora_targets=lambda config: "to_q,to_k,to_v",
         text_tokens=300,
         pixels=lambda config: 32,
@@ -246,7 +226,7 @@ IMAGES = {
         flags=_CACHED,
     ),
     "AuraFlowTransformer2DModel": DenoiserFamily(
-        conditions=_text("joint_attention_dim"), predict=_scaled_time, text_tokens=256
+        conditions=text_alone("joint_attention_dim"), predict=_scaled_time, text_tokens=256
     ),
     "HiDreamImageTransformer2DModel": DenoiserFamily(
         conditions=_of_hidream,

@@ -9,15 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_memopt.jobs.diffusers_models.denoiser_config import (
-    PIPELINE,
-    DenoiserConfig,
-    default_dtype,
-    downloaded,
-    read_object,
-)
+from hf_memopt.jobs.diffusers_models.denoiser_config import PIPELINE, DenoiserConfig, default_dtype
 from hf_memopt.jobs.diffusers_models.denoiser_families import family_of
 from hf_memopt.jobs.diffusers_models.denoiser_sizes import image_size, num_frames
+from hf_memopt.jobs.hub import downloaded, read_object
 from hf_memopt.jobs.transformers_models.model_batches import Sample
 
 _VAE = "vae"
@@ -47,22 +42,18 @@ class EncoderConfig:
         return self.library == _DIFFUSERS
 
     def build(self, dtype: torch.dtype) -> nn.Module:
-        model = self._vae(dtype) if self.is_vae else self._text_encoder(dtype)
+        model: nn.Module
+        if self.is_vae:
+            import diffusers
+
+            with default_dtype(dtype):
+                model = getattr(diffusers, self.class_name).from_config(read_object(self.path))
+        else:
+            import transformers
+
+            config = transformers.AutoConfig.from_pretrained(self.path)
+            model = getattr(transformers, self.class_name)._from_config(config, dtype=dtype)
         return model.requires_grad_(False).eval()
-
-    def _vae(self, dtype: torch.dtype) -> nn.Module:
-        import diffusers
-
-        with default_dtype(dtype):
-            model: nn.Module = getattr(diffusers, self.class_name).from_config(read_object(self.path))
-        return model
-
-    def _text_encoder(self, dtype: torch.dtype) -> nn.Module:
-        import transformers
-
-        config = transformers.AutoConfig.from_pretrained(self.path)
-        model: nn.Module = getattr(transformers, self.class_name)._from_config(config, dtype=dtype)
-        return model
 
 
 class PipelineEncoders:
@@ -81,15 +72,12 @@ class PipelineEncoders:
     @torch.no_grad()
     def run(self) -> None:
         """Encode pixels and texts, as the scripts do in each step; the denoiser has its inputs already."""
-        self._encode_pixels()
-        for encoder, tokens in zip(self._texts, self._tokens, strict=True):
-            options = {} if encoder.config.model_type in _T5 else {"output_hidden_states": True}
-            encoder(input_ids=tokens, **options)
-
-    def _encode_pixels(self) -> None:
         encoded = self._vae.encode(self._pixels.to(self._vae.dtype))
         if hasattr(encoded, "latent_dist"):
             encoded.latent_dist.sample()
+        for encoder, tokens in zip(self._texts, self._tokens, strict=True):
+            options = {} if encoder.config.model_type in _T5 else {"output_hidden_states": True}
+            encoder(input_ids=tokens, **options)
 
 
 def read_encoders(model: str, which: str) -> tuple[EncoderConfig, ...]:
@@ -140,8 +128,7 @@ def _size_of_pixels(vae: EncoderConfig, config: DenoiserConfig, num_samples: int
 
 def _tokens(encoder: Any, config: DenoiserConfig, num_samples: int, sample: Sample) -> Tensor:
     family = family_of(config)
-    is_clip = encoder.model_type.startswith(_CLIP)
-    length = (
-        encoder.max_position_embeddings if is_clip else sample.text_tokens or family.text_tokens or family.clip_tokens
-    )
+    length = sample.text_tokens or family.text_tokens or family.clip_tokens
+    if encoder.model_type.startswith(_CLIP):
+        length = encoder.max_position_embeddings
     return torch.zeros(num_samples, length, dtype=torch.long)
