@@ -27,8 +27,6 @@ _OF_TORCH = ("adamw", "adamw-foreach", "sgd")
 _WEIGHT_BUFFER = 100_000_000
 _ADAMW = ("adamw", "adamw-foreach")
 _SHARDED_BITS = ("nf4", "nf4-double")
-# The dtype of weights that the engines leave as they are, by the step's precision; fp16 is simulated as bf16.
-_PACKED = {"bf16": "bfloat16", "fp16": ""}
 
 
 @dataclass(frozen=True)
@@ -78,7 +76,7 @@ class Sharing:
     @property
     def is_zero(self) -> bool:
         """Return whether the engine is DeepSpeed's, which casts, scales and clips by itself."""
-        return is_zero(self.engine)
+        return self.engine in _ZERO_STAGES
 
     @property
     def offloads_by_fsdp(self) -> bool:
@@ -87,11 +85,6 @@ class Sharing:
     @property
     def offloads_by_torchao(self) -> bool:
         return self.engine == DDP and self.optimizer_on == HOST
-
-    @property
-    def weight_buffer(self) -> int:
-        """Return the numbers in each of DeepSpeed's buffers for weights on a disk: a rank's share of the largest."""
-        return max(_WEIGHT_BUFFER, math.ceil(self.largest_weight / self.num_gpus))
 
     @property
     def syncs_each_batch(self) -> bool:
@@ -176,28 +169,13 @@ def _check_torchao(precision: str, max_grad_norm: float | None) -> None:
         )
 
 
-def check_packed(engine: str, dtype: str, precision: str) -> None:
-    """Refuse steps in which an engine casts the weights that it shards: 4 bits, packed in `dtype`, do not survive."""
-    if not shards_weights(engine) or _PACKED.get(precision, dtype) == dtype:
-        return
-    raise ValueError(
-        f"precision={precision!r} with dtype={dtype!r} and engine={engine!r}: 4 bits are packed in numbers of dtype, "
-        "to be divided as other weights are, and the engine casts those to the precision, which destroys the bits; "
-        "use dtype='bfloat16' with precision='bf16'"
-    )
-
-
 def shards_weights(engine: str) -> bool:
     return engine in (FSDP2, FSDP2_NO_RESHARD, ZERO3)
 
 
-def is_zero(engine: str) -> bool:
-    return engine in _ZERO_STAGES
-
-
 def check_zero(engine: str, dtype: str, precision: str) -> None:
     """Refuse models that DeepSpeed cannot train; import it before processes are forked."""
-    if not is_zero(engine):
+    if engine not in _ZERO_STAGES:
         return
     if precision == "no" and dtype != "float32":
         raise ValueError(
@@ -269,9 +247,13 @@ def _zero_options(sharing: Sharing, num_micro_batches: int, max_grad_norm: float
 
 
 def _set_buffers(zero: dict[str, Any], sharing: Sharing) -> None:
-    """Have the weights of a disk fit into DeepSpeed's five buffers: each keeps one until it leaves the device."""
+    """Have the weights of a disk fit into DeepSpeed's five buffers: each keeps one until it leaves the device.
+
+    A buffer has room for a rank's share of the largest weight.
+    """
     if sharing.weights_on == NVME:
-        zero["offload_param"]["buffer_size"] = sharing.weight_buffer
+        share = math.ceil(sharing.largest_weight / sharing.num_gpus)
+        zero["offload_param"]["buffer_size"] = max(_WEIGHT_BUFFER, share)
         zero |= {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
 
 
@@ -308,18 +290,11 @@ def _zero_file(
 ) -> dict[str, Any]:
     """Return DeepSpeed's own file. Scripts and Trainer fill in what is "auto"."""
     options = _zero_options(sharing, num_micro_batches, max_grad_norm)
-    offloaded = {
-        f"offload_{what}": {
-            "device": options[f"offload_{what}_device"],
-            "nvme_path": options.get(f"offload_{what}_nvme_path"),
-        }
-        for what in ("optimizer", "param")
-    }
-    zero = {
-        "stage": options["zero_stage"],
-        **offloaded,
-        "stage3_gather_16bit_weights_on_model_save": options["zero3_save_16bit_model"],
-    }
+    zero: dict[str, Any] = {"stage": options["zero_stage"]}
+    for what in ("optimizer", "param"):
+        place, folder = options[f"offload_{what}_device"], options.get(f"offload_{what}_nvme_path")
+        zero[f"offload_{what}"] = {"device": place, "nvme_path": folder}
+    zero["stage3_gather_16bit_weights_on_model_save"] = options["zero3_save_16bit_model"]
     _set_buffers(zero, sharing)
     return {
         "train_batch_size": "auto",

@@ -18,7 +18,7 @@ from hf_memopt.estimate.simulation.quantised import quantised_base
 from hf_memopt.jobs import accelerate_config
 from hf_memopt.jobs.accelerate_config import NVME, ZERO3, Sharing
 from hf_memopt.jobs.equal_layers import equal_layers, told_by_few, under_offloading
-from hf_memopt.jobs.model_levers import ACTIVATIONS, Changes, check_varied, choices_of, levers_of
+from hf_memopt.jobs.model_levers import ACTIVATIONS, Changes, check_varied, choices_of
 from hf_memopt.jobs.sft_fields import can_train, fields_of
 from hf_memopt.jobs.transformers_models.model_options import OF_BITSANDBYTES, ModelOptions, check_choice
 from hf_memopt.jobs.transformers_models.model_update import ModelUpdate
@@ -48,7 +48,10 @@ class HuggingFaceModel(ModelOptions):
 
     @property
     def levers(self) -> tuple[Lever, ...]:
-        return levers_of(self._choices)
+        return tuple(
+            Lever(name, tuple(values), of_disk=tuple(value for value in values if value == "file" or NVME in value))
+            for name, values in self._choices.items()
+        )
 
     @property
     def name(self) -> str:
@@ -208,9 +211,8 @@ class HuggingFaceModel(ModelOptions):
 
     @cached_property
     def _equal_layers(self) -> Layers | None:
-        if not self.kind_of_task.has_equal_layers:
-            return None
-        return equal_layers(self._without_memory)
+        # Of a task with images no configuration with fewer layers can be made: it is of several models in one.
+        return None if self.kind_of_task.image_options else equal_layers(self._without_memory)
 
     @cached_property
     def _without_memory(self) -> nn.Module:

@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hf_memopt.jobs.accelerate_config import DDP, FSDP2, HOST, NVME, ZERO2, ZERO3, is_zero
+from hf_memopt.jobs.accelerate_config import DDP, FSDP2, HOST, NVME, ZERO2, ZERO3
 from hf_memopt.jobs.spec import CHOICES
-from hf_memopt.jobs.workload import RESIDENT, Lever
+from hf_memopt.jobs.workload import RESIDENT
 
 # From the fastest to the most frugal: checkpointing and offload.
 ACTIVATIONS = {
@@ -63,16 +63,6 @@ def choices_of(options: Any, varied: tuple[str, ...] | None) -> dict[str, dict[s
     return found
 
 
-def levers_of(choices: Mapping[str, Mapping[str, Changes]]) -> tuple[Lever, ...]:
-    return tuple(
-        Lever(name, tuple(values), of_disk=tuple(filter(_is_of_disk, values))) for name, values in choices.items()
-    )
-
-
-def _is_of_disk(value: str) -> bool:
-    return value == "file" or NVME in value
-
-
 def _optimizers(options: Any) -> Iterator[tuple[str, Changes]]:
     yield options.optimizer, {}
     if options.sharing.has_group:
@@ -103,7 +93,7 @@ def _optimizers_on_device(options: Any) -> Iterator[tuple[str, Changes]]:
 
 def _of_few_bits(options: Any) -> Iterator[tuple[str, Changes]]:
     for name in ("adamw-8bit", "paged-adamw-8bit", "adamw-4bit"):
-        if name != options.optimizer and not is_zero(options.engine):
+        if name != options.optimizer and not options.sharing.is_zero:
             yield name, {"optimizer": name}
 
 

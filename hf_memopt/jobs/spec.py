@@ -71,6 +71,11 @@ File = Path | None
 Count = Annotated[int | None, COUNT]
 
 
+def unsaid(text: str, **options: Any) -> Any:
+    """Return a field that is None unless it is said, with its help text and `add_argument` options."""
+    return flag(None, text, **options)
+
+
 @dataclass(frozen=True)
 class JobSpec:
     """A training run, the card for it, and the answers that are asked for. Each field's help is its documentation.
@@ -83,157 +88,137 @@ class JobSpec:
         ValueError: a value is none of its field's; names the field, the value and what it takes.
     """
 
-    model: Text = flag(
-        None,
+    model: Text = unsaid(
         "hub id, folder or config.json of a transformers model or a robot policy, or lerobot's train_config.json",
         metavar="MODEL",
     )
-    training_args: File = flag(
-        None,
+    training_args: File = unsaid(
         "YAML or JSON with fields of TrainingArguments, or of TRL's SFTConfig and ModelConfig: train as the file "
         "says; other flags override it",
         metavar="FILE",
     )
-    trainer: Text = flag(
-        None,
+    trainer: Text = unsaid(
         "train MODEL, or as --training-args says, with this trainer of TRL and the defaults of its settings",
         choices=TRAINERS,
     )
-    recipe: Text = flag(
-        None, "instead of MODEL: a recipe (default: the one that --config is named after)", metavar="NAME"
-    )
-    config: File = flag(None, "the recipe's configuration file", metavar="FILE")
+    recipe: Text = unsaid("instead of MODEL: a recipe (default: the one that --config is named after)", metavar="NAME")
+    config: File = unsaid("the recipe's configuration file", metavar="FILE")
     set: list[str] = flag(
         [],
         "one of the recipe's levers, or for a robot policy a flag of lerobot-train, such as "
         "policy.train_expert_only=false; may be repeated",
         metavar="NAME=VALUE",
     )
-    gpu: Text = flag(None, f"the card to fit: {_CARD}")
-    host: Text = flag(
-        None, "host memory that may be used, such as 32GiB, or 32GiB@40GBps with its speed in updates (default: any)"
+    gpu: Text = unsaid(f"the card to fit: {_CARD}")
+    host: Text = unsaid(
+        "host memory that may be used, such as 32GiB, or 32GiB@40GBps with its speed in updates (default: any)"
     )
-    disk: Text = flag(
-        None,
+    disk: Text = unsaid(
         "disk that takes what --host has no room for, with its speed in each direction, such as 500GiB@5GBps "
         "(default: none; without a speed, 2GBps is assumed)",
     )
-    link: Text = flag(None, "bandwidth between host and device, such as 12GBps (default: the card's)")
-    batch_size: Count = flag(None, "samples per forward pass")
-    accumulation: Count = flag(None, "forward passes per update (default: 1, or the recipe's)")
-    effective_batch: Count = flag(None, "samples per update (default: the configuration's)")
-    task: Text = flag(
-        None, "what the model learns; auto: by the class that the configuration names", choices=CHOICES["task"]
+    link: Text = unsaid("bandwidth between host and device, such as 12GBps (default: the card's)")
+    batch_size: Count = unsaid("samples per forward pass")
+    accumulation: Count = unsaid("forward passes per update (default: 1, or the recipe's)")
+    effective_batch: Count = unsaid("samples per update (default: the configuration's)")
+    task: Text = unsaid(
+        "what the model learns; auto: by the class that the configuration names", choices=CHOICES["task"]
     )
-    dtype: Text = flag(None, "of the weights; auto: as the configuration says", choices=CHOICES["dtype"])
-    quantize: Text = flag(
-        None,
+    dtype: Text = unsaid("of the weights; auto: as the configuration says", choices=CHOICES["dtype"])
+    quantize: Text = unsaid(
         "frozen weights in 4 or 8 bits by bitsandbytes, or in 8 by torchao; nf4-double: with nested quantisation; "
         "nf4-experts: those of a mixture too, as unsloth and bitsandbytes' Experts4bit store them; with --lora-rank; "
         "auto: as the checkpoint was published",
         choices=CHOICES["quantize"],
     )
-    kbit_preparation: Text = flag(
-        None,
+    kbit_preparation: Text = unsaid(
         "weights that bitsandbytes does not quantise: trl and none: they stay in dtype; peft: in float32, as "
         "prepare_model_for_kbit_training makes them. Adapters are in bfloat16 with trl, else in float32",
         choices=CHOICES["kbit_preparation"],
     )
-    precision: Text = flag(
-        None,
+    precision: Text = unsaid(
         "accelerate's autocast; a recipe has its own, or tries both with auto",
         choices=(*CHOICES["precision"], "auto"),
     )
-    attention: Text = flag(None, "auto: transformers' choice", choices=CHOICES["attention"])
-    loss: Text = flag(None, "full: from all logits at once; chunked: tile by tile, as in TRL", choices=CHOICES["loss"])
-    optimizer: Text = flag(
-        None,
+    attention: Text = unsaid("auto: transformers' choice", choices=CHOICES["attention"])
+    loss: Text = unsaid("full: from all logits at once; chunked: tile by tile, as in TRL", choices=CHOICES["loss"])
+    optimizer: Text = unsaid(
         "torch's fused AdamW, torch's default one, SGD without momentum, torchao's AdamW in few bits, bitsandbytes', "
         "or Adafactor",
         choices=CHOICES["optimizer"],
     )
-    optimizer_on: Text = flag(
-        None,
+    optimizer_on: Text = unsaid(
         "where the optimizer's state lives: on the host by torchao on one GPU, or by the engine; on nvme by zero3",
         choices=CHOICES["optimizer_on"],
     )
-    weights_on: Text = flag(
-        None,
+    weights_on: Text = unsaid(
         "where trained weights live between their uses: with zero3; fsdp2 moves them with the optimizer",
         choices=CHOICES["weights_on"],
     )
-    engine: Text = flag(
-        None, "how GPUs share the run, one GPU too; zero2 and zero3 need DeepSpeed", choices=CHOICES["engine"]
+    engine: Text = unsaid(
+        "how GPUs share the run, one GPU too; zero2 and zero3 need DeepSpeed", choices=CHOICES["engine"]
     )
-    seq_len: Count = flag(None, "tokens per sample, image tokens included, or frames of sound")
-    lora_rank: Count = flag(None, "train adapters of this rank and freeze the rest (default: none)")
-    lora_targets: Text = flag(
-        None,
+    seq_len: Count = unsaid("tokens per sample, image tokens included, or frames of sound")
+    lora_rank: Count = unsaid("train adapters of this rank and freeze the rest (default: none)")
+    lora_targets: Text = unsaid(
         "layers that get adapters, such as q_proj,v_proj (default: all-linear; for a denoiser, the layers that "
         "diffusers' scripts adapt)",
     )
-    images_per_sample: Count = flag(None, "images beside the text of a vision-language model")
-    image_size: Text = flag(
-        None,
+    images_per_sample: Count = unsaid("images beside the text of a vision-language model")
+    image_size: Text = unsaid(
         "size of these images after the model's processor, or of those that a denoiser learns (default: the "
         "configuration's, if it has one)",
         metavar="H[xW]",
     )
-    text_tokens: Count = flag(
-        None, "text tokens of a denoiser's longest encoder (default: as many as diffusers' script has)"
+    text_tokens: Count = unsaid(
+        "text tokens of a denoiser's longest encoder (default: as many as diffusers' script has)"
     )
-    num_frames: Count = flag(None, "frames of the videos that a denoiser learns (default: the configuration's)")
-    encoders: Text = flag(
-        None,
+    num_frames: Count = unsaid("frames of the videos that a denoiser learns (default: the configuration's)")
+    encoders: Text = unsaid(
         "of a denoiser's pipeline, on the device and in each step: vae: the VAE; device: text encoders too; off: "
         "latents and embeddings were computed before",
         choices=CHOICES["encoders"],
     )
     freeze_vision_tower: bool = flag(False, "do not train the vision tower, and give it no adapters")
-    passages: Count = flag(None, "texts for each query of a contrastive task: one that answers it, and negatives")
+    passages: Count = unsaid("texts for each query of a contrastive task: one that answers it, and negatives")
     gradient_cache: bool = flag(
         False,
         "the loss of a contrastive task sees the whole update, of which --batch-size texts run at a time (CachedLoss)",
     )
-    base: Text = flag(
-        None,
+    base: Text = unsaid(
         "where frozen weights live between their visits to the device (StreamedWeights); plan tries all, file with "
         "--disk alone",
         choices=CHOICES["base"],
     )
-    base_budget: Text = flag(
-        None, "device memory for frozen weights, such as 3GiB, whose rest beside the visits keeps some there"
+    base_budget: Text = unsaid(
+        "device memory for frozen weights, such as 3GiB, whose rest beside the visits keeps some there"
     )
     padding: bool = flag(False, "give batches an attention mask, as if some samples were shorter")
     use_dora: bool = flag(False, "adapters with a magnitude for each output (DoRA)")
     optimizer_in_backward: bool = flag(
         False, "update each weight as soon as its gradient is there; with --max-grad-norm none, without --accumulation"
     )
-    max_grad_norm: Annotated[float | str | None, POSITIVE] = flag(
-        None, "clip gradients to this norm; none: do not clip"
+    max_grad_norm: Annotated[float | str | None, POSITIVE] = unsaid("clip gradients to this norm; none: do not clip")
+    num_gpus: Count = unsaid("GPUs, with one process each; all figures are for one GPU")
+    checkpointing: Text = unsaid(
+        "of activations; reentrant: torch's older kind, of all layers", choices=CHOICES["checkpointing"]
     )
-    num_gpus: Count = flag(None, "GPUs, with one process each; all figures are for one GPU")
-    checkpointing: Text = flag(
-        None, "of activations; reentrant: torch's older kind, of all layers", choices=CHOICES["checkpointing"]
-    )
-    offload: Text = flag(None, "of activations", choices=CHOICES["offload"])
+    offload: Text = unsaid("of activations", choices=CHOICES["offload"])
     check: bool = flag(False, "exit status 1 if it does not fit on --gpu")
     explain: bool = flag(False, "say why each lever is used or not")
-    json: File = flag(None, "also write everything as JSON", metavar="FILE")
-    timeline: File = flag(None, "also draw memory over the step, by kind", metavar="FILE.html")
-    snapshot: File = flag(
-        None,
+    json: File = unsaid("also write everything as JSON", metavar="FILE")
+    timeline: File = unsaid("also draw memory over the step, by kind", metavar="FILE.html")
+    snapshot: File = unsaid(
         "also write a memory snapshot, which https://pytorch.org/memory_viz opens like that of a real run",
         metavar="FILE.pickle",
     )
-    output: File = flag(None, "folder for the chosen configuration and an accelerate config (default: plans/NAME)")
-    vary: Text = flag(
-        None,
+    output: File = unsaid("folder for the chosen configuration and an accelerate config (default: plans/NAME)")
+    vary: Text = unsaid(
         "levers beside activations and micro-batch: some of optimizer, loss, base, precision and quantize, such as "
         "optimizer,loss (default: the base of adapters)",
         metavar="LEVERS",
     )
-    workers: Count = flag(None, "simulations at once (default: one per core)")
+    workers: Count = unsaid("simulations at once (default: one per core)")
 
     def __post_init__(self) -> None:
         for name, value in self.said().items():

@@ -1,7 +1,6 @@
 """The task of a denoiser: it predicts the noise in latents, or the velocity to them, as diffusers' scripts train it."""
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -28,19 +27,14 @@ class Denoising:
     positions = None
     peft_type = None
     has_mask = False
-    has_equal_layers = False
     image_options = ("image_size", "text_tokens", "num_frames", "encoders")
     # Of `ModelOptions`: values for a denoiser, where there are fewer than for transformers' models.
     only: ClassVar = {"quantize": _QUANTISED, "attention": ("auto", "sdpa"), "loss": ("full",), "engine": ("ddp",)}
+    script_flags = staticmethod(training_script.script_flags)
+    write_files = staticmethod(training_script.write_files)
 
     def script_of(self, chosen: Mapping[str, Any]) -> str:
         return "train.py"
-
-    def script_flags(self, chosen: Mapping[str, Any], config: Any) -> str:
-        return training_script.script_flags(chosen, config)
-
-    def write_files(self, chosen: Mapping[str, Any], config: Any, folder: Path) -> dict[str, str]:
-        return training_script.write_files(chosen, config, folder)
 
     def class_name(self, config: Any) -> str | None:
         return config.class_name if isinstance(config, DenoiserConfig) else None

@@ -8,7 +8,7 @@ from typing import Any
 
 from hf_memopt.jobs.diffusers_models.denoiser_families import family_of
 from hf_memopt.jobs.diffusers_models.denoiser_sizes import image_size, num_frames
-from hf_memopt.jobs.transformers_models.model_batches import Sample
+from hf_memopt.jobs.transformers_models.model_batches import Sample, parse_image_size
 
 # Flags of some scripts, and what `ModelOptions` calls their values.
 _BNB_FILE = "bnb_quantization_config_path"
@@ -58,9 +58,7 @@ def _own_flags(chosen: Mapping[str, Any], config: Any) -> Iterator[tuple[str, An
 
 
 def _size_flags(chosen: Mapping[str, Any], config: Any) -> Iterator[tuple[str, Any]]:
-    sides = [int(side) for side in (chosen["image_size"] or "").split("x") if side]
-    size = (sides[0], sides[-1]) if sides else None
-    sample = Sample(1, image_size=size, num_frames=chosen["num_frames"])
+    sample = Sample(1, image_size=parse_image_size(chosen["image_size"]), num_frames=chosen["num_frames"])
     height, width = image_size(config, sample)
     frames = num_frames(config, sample)
     if frames:

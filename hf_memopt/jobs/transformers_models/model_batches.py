@@ -1,6 +1,7 @@
 """Batches as a transformers model of a task takes them: zeros, in the sizes that its configuration says."""
 
 import math
+import re
 from typing import Any, NamedTuple
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 Batch = dict[str, Tensor]
 # These refuse to train without the types of tokens: 1 for those of images.
 WITH_TYPES = ("gemma3", "paligemma")
+_IMAGE_SIZE = re.compile(r"([1-9]\d{0,4})(?:x([1-9]\d{0,4}))?")
 
 
 class Sample(NamedTuple):
@@ -35,6 +37,16 @@ class Sample(NamedTuple):
     passages: int = 1
 
 
+def parse_image_size(text: str | None) -> tuple[int, int] | None:
+    """Height and width."""
+    if text is None:
+        return None
+    found = _IMAGE_SIZE.fullmatch(text)
+    if not found:
+        raise ValueError(f"image_size={text!r} must be pixels, such as 448, or height and width, such as 896x672")
+    return int(found[1]), int(found[2] or found[1])
+
+
 def with_padding(batch: Batch) -> Batch:
     """Add the attention mask of a collator that pads, as if samples were a token shorter."""
     num_samples, seq_len = batch["input_ids"].shape
@@ -49,24 +61,23 @@ def token_batch(config: Any, num_samples: int, sample: Sample) -> Batch:
 
 
 def image_batch(config: Any, num_samples: int, sample: Sample) -> Batch:
-    """Images `(num_samples, channels, height, width)`, and a class for each; for SigLIP 2 patches of images."""
+    """Images `(num_samples, channels, height, width)`, and a class for each.
+
+    For SigLIP 2 patches `(num_samples, num_patches, numbers in each)` of square images, without padding.
+    """
     vision = getattr(config, "vision_config", config)
     channels, labels = getattr(vision, "num_channels", 3), torch.zeros(num_samples, dtype=torch.long)
     if config.model_type == "siglip2":
-        return _patches(num_samples, vision.num_patches, channels * vision.patch_size**2) | {"labels": labels}
+        side = math.isqrt(vision.num_patches)
+        return {
+            "pixel_values": torch.zeros(num_samples, side * side, channels * vision.patch_size**2),
+            "pixel_attention_mask": torch.ones(num_samples, side * side, dtype=torch.long),
+            "spatial_shapes": torch.tensor([[side, side]] * num_samples),
+            "labels": labels,
+        }
     size = getattr(vision, "image_size", 224)
     height, width = size if isinstance(size, list | tuple) else (size, size)
     return {"pixel_values": torch.zeros(num_samples, channels, height, width), "labels": labels}
-
-
-def _patches(num_samples: int, num_patches: int, in_patch: int) -> Batch:
-    """Patches `(num_samples, num_patches, numbers in each)` of square images, without padding."""
-    side = math.isqrt(num_patches)
-    return {
-        "pixel_values": torch.zeros(num_samples, side * side, in_patch),
-        "pixel_attention_mask": torch.ones(num_samples, side * side, dtype=torch.long),
-        "spatial_shapes": torch.tensor([[side, side]] * num_samples),
-    }
 
 
 def sequence_batch(config: Any, num_samples: int, sample: Sample) -> Batch:

@@ -1,6 +1,5 @@
 """All options for training a transformers model, checked before anything is built."""
 
-import re
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -8,12 +7,12 @@ from typing import Any
 import torch
 
 from hf_memopt.estimate.gpus import parse_size
-from hf_memopt.jobs.accelerate_config import DDP, Sharing, check_options, check_packed, check_zero, shards_weights
+from hf_memopt.jobs.accelerate_config import DDP, Sharing, check_options, check_zero, shards_weights
 from hf_memopt.jobs.diffusers_models.denoising import Denoising
 from hf_memopt.jobs.diffusers_models.pipeline_encoders import EncoderConfig, read_encoders
 from hf_memopt.jobs.spec import CHOICES, DEFAULTS
 from hf_memopt.jobs.transformers_models.adapters import import_fused_head, import_peft
-from hf_memopt.jobs.transformers_models.model_batches import Batch, Sample, with_padding
+from hf_memopt.jobs.transformers_models.model_batches import Batch, Sample, parse_image_size, with_padding
 from hf_memopt.jobs.transformers_models.model_config import read_config, unsaid_sizes
 from hf_memopt.jobs.transformers_models.published_weights import PublishedWeights, published_weights
 from hf_memopt.jobs.transformers_models.tasks import CONTRASTIVE, TASKS, Task, task_of
@@ -21,10 +20,7 @@ from hf_memopt.jobs.workload import RESIDENT
 from hf_memopt.ranges import COUNT, NOT_NEGATIVE, POSITIVE
 from hf_memopt.units import GIB
 
-_CHOSEN = (
-    *("task", "dtype", "quantize", "kbit_preparation", "precision", "attention", "loss"),
-    *("optimizer", "optimizer_on", "weights_on", "engine", "encoders"),
-)
+_CHOSEN = tuple(name for name in CHOICES if name not in ("base", "checkpointing", "offload"))
 _COUNTS = (
     *("seq_len", "images_per_sample", "effective_batch", "lora_rank", "num_gpus"),
     *("text_tokens", "num_frames", "passages"),
@@ -37,52 +33,34 @@ _OF_IMAGES: tuple[tuple[str, Any], ...] = (("images_per_sample", 1), ("image_siz
 _OF_IMAGES += (("freeze_vision_tower", False), ("text_tokens", None), ("num_frames", None), ("encoders", "off"))
 _OF_CONTRASTIVE = (("passages", 1), ("gradient_cache", False))
 _OF_AUTOCAST = {"bf16": "bfloat16", "fp16": "float16"}
-_IMAGE_SIZE = re.compile(r"([1-9]\d{0,4})(?:x([1-9]\d{0,4}))?")
+# The dtype of weights that the engines leave as they are, by the step's precision; fp16 is simulated as bf16.
+_UNCHANGED = {"bf16": "bfloat16", "fp16": ""}
 
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """A transformers model, a batch, and an update as Accelerate runs it; see also the help of `JobSpec`.
+    """A transformers model, a batch, and an update as Accelerate runs it.
 
     Weights are neither downloaded nor allocated. Without `padding` the batch has no attention mask, so that attention
     may take the kernel without one; labels are the inputs. fp16 is simulated without its loss scaler.
 
-    Args:
-        model: hub id, folder, or a config.json.
+    Args: those of `JobSpec`, whose help describes them, and `offload_threshold_mb` of `ActivationOffloader`; further:
         seq_len: on both sides of an encoder-decoder; images and Whisper's sound have their configuration's size.
-        effective_batch: samples per update, of all GPUs together.
-        task: one of `TASKS`, or "auto".
-        images_per_sample: beside text.
-        image_size: such as "448" or "896x672" (height and width).
-        freeze_vision_tower: it has no adapters, either.
-        text_tokens: those that a denoiser is conditioned on, but for CLIP's; None, as many as diffusers' script has.
-        num_frames: of videos; None, as the configuration says.
-        encoders: of a denoiser's pipeline, frozen on the device: "vae", "device" (text encoders, too) or "off".
-        passages: texts for each query of a contrastive task; each text has `seq_len` tokens.
-        gradient_cache: the loss of a contrastive task sees the whole update, and the model a micro-batch of texts.
-        padding: some samples are shorter than `seq_len`.
-        dtype: of the weights; "auto" becomes the configuration's, or float32 where it has none.
+        effective_batch: of all GPUs together.
+        text_tokens: CLIP's not counted.
+        passages: each text has `seq_len` tokens.
+        dtype: "auto" becomes the configuration's, or float32 where it has none.
         quantize: "auto" becomes that of a checkpoint published in few bits, or "none".
             "nf4" (QLoRA) multiplies in `dtype`; the experts of a mixture are no linear layers, and are in 4 bits
             with "nf4-experts" alone. "nf4-double" quantises the scales, too. "int8" is LLM.int8, "int8-torchao"
             `Int8WeightOnlyConfig`.
         kbit_preparation: of the weights that bitsandbytes does not quantise, and of the adapters; those of a denoiser
             always as "peft", since diffusers' scripts call it.
-        precision: of autocast.
-        attention: "auto", "sdpa" or "eager".
-        loss: "chunked" makes logits tile by tile and keeps none.
-        optimizer: one of `OPTIMIZERS`.
         optimizer_on, weights_on: see `Sharing`.
-        optimizer_in_backward: each gradient is dropped after its update.
         lora_rank: None, train all weights.
-        lora_targets: None, all linear layers but the output's, and of a denoiser those that diffusers' scripts adapt.
-        use_dora: as in PEFT.
         max_grad_norm: None, gradients are not clipped.
-        base: "host" or "file", frozen weights stream from there (`StreamedWeights`); None, as "resident", but plans try
-            the others.
-        base_budget: device memory for frozen weights that stream, such as "3GiB"; None, as little as visits need.
-        offload_threshold_mb: of `ActivationOffloader`.
-        num_gpus: processes that train it together.
+        base: None, as "resident", but plans try the others.
+        base_budget: None, as little as visits need.
         engine: "fsdp2-no-reshard" keeps gathered weights for backward.
 
     Raises:
@@ -183,11 +161,10 @@ class ModelOptions:
                 raise ValueError(
                     f"{name}={getattr(self, name)!r} is not simulated for task={self.kind!r}; use {' or '.join(known)}"
                 )
-        for name, default in _OF_IMAGES:
-            if name not in task.image_options and getattr(self, name) != default:
-                raise ValueError(f"{name}={getattr(self, name)!r} means nothing to task={self.kind!r}; leave it out")
-        for name, default in _OF_CONTRASTIVE:
-            if self.kind != CONTRASTIVE and getattr(self, name) != default:
+        of_others = [each for each in _OF_IMAGES if each[0] not in task.image_options]
+        of_others += [] if self.kind == CONTRASTIVE else _OF_CONTRASTIVE
+        for name, default in of_others:
+            if getattr(self, name) != default:
                 raise ValueError(f"{name}={getattr(self, name)!r} means nothing to task={self.kind!r}; leave it out")
         if self.gradient_cache:
             self._check_gradient_cache()
@@ -245,7 +222,12 @@ class ModelOptions:
                 f"engine={self.engine!r}: {self.source} was published with 4 bits packed in {self.packed_in}, which "
                 f"the engine does not divide; name the checkpoint that it was made from, with quantize={self.quantize}"
             )
-        check_packed(self.engine, self.dtype, self.precision)
+        if _UNCHANGED.get(self.precision, self.dtype) != self.dtype:
+            raise ValueError(
+                f"precision={self.precision!r} with dtype={self.dtype!r} and engine={self.engine!r}: 4 bits are packed "
+                "in numbers of dtype, to be divided as other weights are, and the engine casts those to the precision, "
+                "which destroys the bits; use dtype='bfloat16' with precision='bf16'"
+            )
 
     def _check_base(self) -> None:
         if self.base is not None:
@@ -366,13 +348,3 @@ class ModelOptions:
 def check_choice(name: str, value: str) -> None:
     if value not in CHOICES[name]:
         raise ValueError(f"{name}={value!r} is unknown; choose from {', '.join(CHOICES[name])}")
-
-
-def parse_image_size(text: str | None) -> tuple[int, int] | None:
-    """Height and width."""
-    if text is None:
-        return None
-    found = _IMAGE_SIZE.fullmatch(text)
-    if not found:
-        raise ValueError(f"image_size={text!r} must be pixels, such as 448, or height and width, such as 896x672")
-    return int(found[1]), int(found[2] or found[1])

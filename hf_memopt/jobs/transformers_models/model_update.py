@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from hf_memopt.activations.offloader import ActivationOffloader
 from hf_memopt.estimate.simulation.quantised.quantised_base import adapters_kept_by_fsdp
-from hf_memopt.jobs.accelerate_config import accelerator_for, is_zero
+from hf_memopt.jobs.accelerate_config import accelerator_for
 from hf_memopt.jobs.diffusers_models.pipeline_encoders import PipelineEncoders
 from hf_memopt.jobs.transformers_models.contrastive import cached_ranking_loss
 from hf_memopt.jobs.transformers_models.model_building import build_model
@@ -29,7 +29,7 @@ class ModelUpdate:
         micro_batch: int,
         num_micro_batches: int,
     ) -> None:
-        precision = "bf16" if options.precision == "fp16" and not is_zero(options.engine) else options.precision
+        precision = "bf16" if options.precision == "fp16" and not options.sharing.is_zero else options.precision
         windows = 1 if options.gradient_cache else num_micro_batches
         self._accelerator = accelerator_for(options.sharing, precision, windows, micro_batch, options.max_grad_norm)
         device = self._accelerator.device

@@ -70,11 +70,6 @@ class Task:
     image_options: tuple[str, ...] = ()
     only: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
-    @property
-    def has_equal_layers(self) -> bool:
-        """Return whether a configuration with fewer layers can be made: not for several models in one."""
-        return not self.image_options
-
     def describe(self, config: Any, sample: Sample) -> str:
         """Return the assumptions on images beside text."""
         return describe_images(config, sample) if self.image_options else ""

@@ -4,7 +4,7 @@ from lerobot.configs import FeatureType, PolicyFeature, PreTrainedConfig
 from lerobot.utils.constants import ACTION, OBS_IMAGES, OBS_STATE
 
 from hf_memopt.jobs.spec import JobSpec
-from hf_memopt.jobs.transformers_models.model_options import parse_image_size
+from hf_memopt.jobs.transformers_models.model_batches import parse_image_size
 
 
 def set_features(policy: PreTrainedConfig, spec: JobSpec) -> None:
