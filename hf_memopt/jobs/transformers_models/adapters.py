@@ -1,7 +1,7 @@
 """Adapters of PEFT, and TRL's output layer, on a model that is simulated."""
 
 import re
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
@@ -9,20 +9,6 @@ from hf_memopt.estimate.simulation.quantised.quantised_base import adapt_as_peft
 from hf_memopt.jobs.quiet import quiet
 
 ALL_LINEAR = "all-linear"
-
-
-class LoraTargets(NamedTuple):
-    """The layers that have adapters.
-
-    Attributes:
-        names: names of layers, such as "q_proj,v_proj"; "all-linear", all but the output's.
-        excluded: name of a module in which none has; None, there is no such module.
-        peft_type: PEFT's name of a task whose head is trained too; None, nothing else is.
-    """
-
-    names: str
-    excluded: str | None = None
-    peft_type: str | None = None
 
 
 def import_peft(lora_rank: int) -> Any:
@@ -43,17 +29,24 @@ def import_fused_head() -> Any:
     return add_fused_lm_head
 
 
-def with_adapters(model: nn.Module, rank: int, targets: LoraTargets, use_dora: bool) -> nn.Module:
+def with_adapters(
+    model: nn.Module, rank: int, targets: str, use_dora: bool, excluded: str | None = None, peft_type: str | None = None
+) -> nn.Module:
+    """Return PEFT's model.
+
+    `targets` are names of layers, such as "q_proj,v_proj", or "all-linear", all but the output's; in the module
+    `excluded` none has adapters. `peft_type` is PEFT's name of a task whose head is trained too.
+    """
     peft = import_peft(rank)
-    names = targets.names if targets.names == ALL_LINEAR else targets.names.split(",")
-    excluded = None if targets.excluded is None else rf"(.*\.)?{re.escape(targets.excluded)}\..*"
+    names = targets if targets == ALL_LINEAR else targets.split(",")
+    outside = None if excluded is None else rf"(.*\.)?{re.escape(excluded)}\..*"
     try:
         config = peft.LoraConfig(
-            r=rank, target_modules=names, exclude_modules=excluded, use_dora=use_dora, task_type=targets.peft_type
+            r=rank, target_modules=names, exclude_modules=outside, use_dora=use_dora, task_type=peft_type
         )
         with quiet():
             adapted: nn.Module = peft.get_peft_model(model, config)
     except ValueError as error:
-        raise ValueError(f"lora_targets={targets.names!r}: PEFT finds no such layers in the model: {error}") from error
+        raise ValueError(f"lora_targets={targets!r}: PEFT finds no such layers in the model: {error}") from error
     adapt_as_peft_does(adapted)
     return adapted

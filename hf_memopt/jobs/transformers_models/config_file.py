@@ -38,11 +38,7 @@ def read_values(model: str) -> dict[str, Any]:
 
 
 def check_model_type(values: dict[str, Any], source: str) -> None:
-    """Refuse fields of which transformers has no class.
-
-    Raises:
-        ValueError: there is none, and what to do about it.
-    """
+    """Raise ValueError for fields of which transformers has no class, with the remedy."""
     model_type = values.get("model_type")
     if model_type in CONFIG_MAPPING:
         return

@@ -11,7 +11,7 @@ from transformers.modeling_utils import set_quantized_state
 from hf_memopt.activations.checkpointing.selective import apply_selective_checkpointing
 from hf_memopt.estimate.simulation.quantised.quantised_base import quantise
 from hf_memopt.jobs.accelerate_config import DDP
-from hf_memopt.jobs.transformers_models.adapters import LoraTargets, import_fused_head, with_adapters
+from hf_memopt.jobs.transformers_models.adapters import import_fused_head, with_adapters
 from hf_memopt.jobs.transformers_models.model_options import ModelOptions
 
 
@@ -29,7 +29,10 @@ def build_model(options: ModelOptions, config: Any, checkpointing: str) -> nn.Mo
         if getattr(model.config, "pad_token_id", 0) is None:
             model.config.pad_token_id = 0  # decoders that classify look for the last token that is none
     model.train()
-    frozen = _freeze_vision_tower(model) if options.freeze_vision_tower else None
+    frozen = None
+    if options.freeze_vision_tower:
+        tower = model.get_encoder(modality="image").requires_grad_(False)
+        frozen = next(name for name, module in model.named_modules() if module is tower)
     if options.quantize != "none":
         multiplied = getattr(torch, options.published.compute_dtype or options.dtype)
         quantise(
@@ -44,25 +47,14 @@ def build_model(options: ModelOptions, config: Any, checkpointing: str) -> nn.Mo
     if options.loss == "chunked":
         import_fused_head()(model, outputs=("log_probs", "entropy", "is_top1"))  # as SFTTrainer asks for
     if options.lora_rank is not None:
-        targets = LoraTargets(options.lora_targets or task.lora_targets(config), frozen, task.peft_type)
-        model = with_adapters(model, options.lora_rank, targets, options.use_dora)
+        targets = options.lora_targets or task.lora_targets(config)
+        model = with_adapters(model, options.lora_rank, targets, options.use_dora, frozen, task.peft_type)
         if options.adapters_dtype is not None:
-            _cast_trained(model, options.adapters_dtype)
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.data = parameter.data.to(options.adapters_dtype)
     if checkpointing in ("full", "reentrant"):
         task.checkpoint(model, use_reentrant=checkpointing == "reentrant")
     if checkpointing == "selective":
         apply_selective_checkpointing(model)
     return model  # type: ignore[no-any-return]
-
-
-def _cast_trained(model: nn.Module, dtype: torch.dtype) -> None:
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.to(dtype)
-
-
-def _freeze_vision_tower(model: Any) -> str:
-    tower: nn.Module = model.get_encoder(modality="image")
-    tower.requires_grad_(False)
-    name: str = next(name for name, module in model.named_modules() if module is tower)
-    return name

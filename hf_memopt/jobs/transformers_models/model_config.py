@@ -73,7 +73,9 @@ def check_sizes(config: PretrainedConfig, source: str) -> None:
 
 def unsaid_sizes(model: str, config: Any) -> tuple[str, ...]:
     """Return assumptions on the sizes that a config.json, or a part of it, leaves to its class."""
-    return tuple(_unsaid(config, read_values(model), "the configuration")) if _is_of_transformers(config) else ()
+    if not isinstance(config, PretrainedConfig):
+        return ()
+    return tuple(_unsaid(config, read_values(model), "the configuration"))
 
 
 def _unsaid(config: PretrainedConfig, values: Mapping[str, Any], part: str) -> Iterator[str]:
@@ -91,13 +93,9 @@ def _unsaid(config: PretrainedConfig, values: Mapping[str, Any], part: str) -> I
         default, were = ("default", "was") if len(names) == 1 else ("defaults", "were")
         yield f"{part} does not say {_enumerated(names)}; {type(config).__name__}'s {default}, {taken}, {were} taken"
     for name, value in vars(config).items():
-        if _is_of_transformers(value):
+        if isinstance(value, PretrainedConfig):
             within = values.get(name)
             yield from _unsaid(value, within if isinstance(within, dict) else {}, f"{part}'s {name}")
-
-
-def _is_of_transformers(config: Any) -> bool:
-    return isinstance(config, PretrainedConfig)
 
 
 def _enumerated(words: list[str]) -> str:

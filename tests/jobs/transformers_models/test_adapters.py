@@ -8,7 +8,6 @@ from transformers_toys import BATCH, TOKENS, FolderOf, estimate
 
 from hf_memopt.jobs.transformers_models.adapters import (
     ALL_LINEAR,
-    LoraTargets,
     import_fused_head,
     import_peft,
     with_adapters,
@@ -38,18 +37,18 @@ def trained(model: nn.Module) -> dict[str, int]:
 
 
 def test_named_layers_get_adapters_and_all_else_is_frozen(model: nn.Module) -> None:
-    adapted = with_adapters(model, RANK, LoraTargets("q_proj,down_proj"), use_dora=False)
+    adapted = with_adapters(model, RANK, "q_proj,down_proj", use_dora=False)
     assert trained(adapted) == {"q_proj": LAYERS * RANK * 2 * WIDTH, "down_proj": LAYERS * RANK * (WIDTH + 24)}
     assert not any(parameter.requires_grad for parameter in model.lm_head.parameters())
 
 
 def test_all_linear_layers_are_all_but_the_outputs(model: nn.Module) -> None:
     names = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-    assert set(trained(with_adapters(model, RANK, LoraTargets(ALL_LINEAR), use_dora=False))) == names
+    assert set(trained(with_adapters(model, RANK, ALL_LINEAR, use_dora=False))) == names
 
 
 def test_dora_adds_a_magnitude_for_each_output(model: nn.Module) -> None:
-    adapted = with_adapters(model, RANK, LoraTargets("down_proj"), use_dora=True)
+    adapted = with_adapters(model, RANK, "down_proj", use_dora=True)
     magnitudes = [weight for name, weight in adapted.named_parameters() if "lora_magnitude" in name]
     assert [weight.shape for weight in magnitudes] == LAYERS * [(WIDTH,)]
     assert all(weight.requires_grad for weight in magnitudes)
@@ -58,7 +57,7 @@ def test_dora_adds_a_magnitude_for_each_output(model: nn.Module) -> None:
 @pytest.mark.parametrize("targets", ["nowhere", "", "q_proj;v_proj"])
 def test_layers_that_the_model_does_not_have_are_named(targets: str, model: nn.Module) -> None:
     with pytest.raises(ValueError, match=rf"^lora_targets='{targets}': PEFT finds no such layers in the model: "):
-        with_adapters(model, RANK, LoraTargets(targets), use_dora=False)
+        with_adapters(model, RANK, targets, use_dora=False)
 
 
 def test_without_peft_the_option_and_the_remedy_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ of one size. For the others the size is asked for that the processor brings an i
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,11 +52,15 @@ def _one_size(config: Any, size: Size | None) -> ImageLayout:
             "are not simulated; write setup and step yourself and call hf_memopt.estimate_peak_memory"
         )
     side, patches = _side(vision), _patches(vision)
-    _check_same(config, size, side)
+    if size not in (None, (side, side)):
+        raise ValueError(
+            f"image_size={size[0]}x{size[1]}: every image of model_type={config.model_type!r} is made {side}x{side}; "
+            "leave it out"
+        )
     if config.model_type == "llava":
         patches += (vision.model_type == "clip_vision_model") - (config.vision_feature_select_strategy == "default")
     num_tokens = config.mm_tokens_per_image if config.model_type == "gemma3" else patches
-    return ImageLayout(num_tokens, _pixels(vision, 1), f"{side}x{side}")
+    return ImageLayout(num_tokens, partial(_pixels, vision, 1), f"{side}x{side}")
 
 
 def _tiles(config: Any, size: Size | None) -> ImageLayout:
@@ -67,10 +72,10 @@ def _tiles(config: Any, size: Size | None) -> ImageLayout:
     num_tiles += num_tiles > 1
     if config.model_type == "internvl":
         num_tokens = int(_patches(vision) * config.downsample_ratio**2)
-        tensors = _pixels(vision, num_tiles)
+        tensors = partial(_pixels, vision, num_tiles)
     else:
         num_tokens = _patches(vision) // config.scale_factor**2
-        tensors = _masked_pixels(vision, num_tiles)
+        tensors = partial(_masked_pixels, vision, num_tiles)
     return ImageLayout(num_tiles * num_tokens, tensors, f"{height}x{width} in {num_tiles} tiles of {side}x{side}")
 
 
@@ -86,11 +91,10 @@ def _best_grid(config: Any, size: Size | None) -> ImageLayout:
     else:
         columns -= (columns - int(round(width * (rows / height), 7))) // 2 * 2
     num_tiles = (best[0] // side) * (best[1] // side) + 1
-    pixels = _pixels(vision, 1)
 
     def tensors(num_samples: int, num_images: int) -> dict[str, Tensor]:
         number = num_samples * num_images
-        flat = pixels(number, num_tiles)["pixel_values"]
+        flat = _pixels(vision, 1, number, num_tiles)["pixel_values"]
         sizes = torch.tensor([[height, width]] * number)
         return {"pixel_values": flat.view(number, num_tiles, *flat.shape[1:]), "image_sizes": sizes}
 
@@ -124,14 +128,6 @@ LAYOUTS: dict[str, Callable[[Any, Size | None], ImageLayout]] = {
 }
 
 
-def _check_same(config: Any, size: Size | None, side: int) -> None:
-    if size not in (None, (side, side)):
-        raise ValueError(
-            f"image_size={size[0]}x{size[1]}: every image of model_type={config.model_type!r} is made {side}x{side}; "
-            "leave it out"
-        )
-
-
 def _needed(config: Any, size: Size | None, what: str) -> Size:
     if size is None:
         raise ValueError(
@@ -141,26 +137,18 @@ def _needed(config: Any, size: Size | None, what: str) -> Size:
     return size
 
 
-def _pixels(vision: Any, num_tiles: int) -> Callable[[int, int], dict[str, Tensor]]:
-    """Return a function that makes `(samples * images * tiles, channels, side, side)`."""
-
-    def tensors(num_samples: int, num_images: int) -> dict[str, Tensor]:
-        number = num_samples * num_images * num_tiles
-        return {"pixel_values": torch.zeros(number, _channels(vision), _side(vision), _side(vision))}
-
-    return tensors
+def _pixels(vision: Any, num_tiles: int, num_samples: int, num_images: int) -> dict[str, Tensor]:
+    """Return `(samples * images * tiles, channels, side, side)`."""
+    number = num_samples * num_images * num_tiles
+    return {"pixel_values": torch.zeros(number, _channels(vision), _side(vision), _side(vision))}
 
 
-def _masked_pixels(vision: Any, num_tiles: int) -> Callable[[int, int], dict[str, Tensor]]:
-    """Return a function that makes `(samples, images * tiles, channels, side, side)`, and a mask of its pixels."""
-
-    def tensors(num_samples: int, num_images: int) -> dict[str, Tensor]:
-        side = _side(vision)
-        pixels = torch.full((num_samples, num_images * num_tiles, _channels(vision), side, side), 0.5)
-        mask = torch.ones(num_samples, num_images * num_tiles, side, side, dtype=torch.long)
-        return {"pixel_values": pixels, "pixel_attention_mask": mask}
-
-    return tensors
+def _masked_pixels(vision: Any, num_tiles: int, num_samples: int, num_images: int) -> dict[str, Tensor]:
+    """Return `(samples, images * tiles, channels, side, side)`, and a mask of its pixels."""
+    side = _side(vision)
+    pixels = torch.full((num_samples, num_images * num_tiles, _channels(vision), side, side), 0.5)
+    mask = torch.ones(num_samples, num_images * num_tiles, side, side, dtype=torch.long)
+    return {"pixel_values": pixels, "pixel_attention_mask": mask}
 
 
 def _channels(vision: Any) -> int:
