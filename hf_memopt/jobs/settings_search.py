@@ -118,11 +118,7 @@ _Attempt = Callable[[], _Attempted]
 
 
 class _Search:
-    """The simulations of one plan.
-
-    Attributes:
-        impossible: values that do not go together, and why.
-    """
+    """The simulations of one plan; `impossible` are values that do not go together, and why."""
 
     def __init__(self, workload: Workload, levers: Sequence[Lever], card: Card, below: MemoryBelow) -> None:
         self._workload, self._levers, self._card, self._below = workload, levers, card, below
@@ -133,14 +129,14 @@ class _Search:
                 "kept for the device context and libraries; use a larger one"
             )
         self._micro_batches = workload.micro_batches
+        self._plain: Settings = {lever.name: lever.values[0] for lever in levers}
         self._rows: list[Row] = []
         self._explored: list[Settings] = []
         self.impossible: dict[frozenset[tuple[str, Any]], str] = {}
 
     def run(self, num_workers: int, progress: bool) -> list[Row]:
-        plain = {lever.name: lever.values[0] for lever in self._levers}
         # All processes inherit the facts about its model.
-        self._workload.simulated(plain, self._micro_batches[0])
+        self._workload.simulated(self._plain, self._micro_batches[0])
         with tqdm(desc="Planning", unit=" simulations", disable=not progress) as bar:
 
             def simulate(attempts: Iterator[_Attempt]) -> None:
@@ -149,20 +145,22 @@ class _Search:
                     self.impossible |= failed
                     bar.update(len(rows))
 
-            self._explored.append(plain)
-            simulate(iter([lambda: (self.explore(plain), {})]))
-            if self._is_needless(plain):
+            self._explored.append(self._plain)
+            simulate(iter([lambda: (self.explore(self._plain), {})]))
+            if self._is_needless(self._plain):
                 return self._rows
-            simulate(self._alone(plain))
-            simulate(self._slow(plain))
+            simulate(self._alone())
+            simulate(self._slow())
             num_explored = 0
             while num_explored < len(self._explored):  # the newest rows may make another promising
                 num_explored = len(self._explored)
-                simulate(self._promising(plain))
-            simulate(self._best_further(plain))
+                simulate(self._promising())
+            best = _ranked(self._rows, self._levers)[0]
+            if best.fits and best.settings not in self._explored:  # of a value alone, to which no forecast has led
+                simulate(iter([partial(self._attempt, best.settings)]))
         return self._rows
 
-    def _alone(self, plain: Settings) -> Iterator[_Attempt]:
+    def _alone(self) -> Iterator[_Attempt]:
         """Yield simulations of each value alone, with the smallest micro-batch, and of the plain run with the largest.
 
         The latter tells how much faster an update may be that has fewer passes.
@@ -170,74 +168,72 @@ class _Search:
         smallest, largest = self._micro_batches[0], self._micro_batches[-1]
         has_others = any(len(lever.values) > 1 for lever in self._levers)
         if has_others and not any(row.micro_batch == largest for row in self._rows):
-            yield lambda: (self._simulate_all(plain, largest), {})
+            yield lambda: ([self._simulate(self._plain, largest)], {})
         for lever in self._levers:
             for value in lever.values[1:]:
-                alone = {**plain, lever.name: value}
+                alone = {**self._plain, lever.name: value}
                 # Asked here, so that all processes inherit the libraries that it needs.
-                if self._go_together(alone, plain):
-                    yield partial(self._attempt, partial(self._simulate_all, alone, smallest), alone, plain)
+                if self._go_together(alone):
+                    yield partial(self._attempt, alone, smallest)
 
-    def _slow(self, plain: Settings) -> Iterator[_Attempt]:
+    def _slow(self) -> Iterator[_Attempt]:
         """Yield simulations of the slow values with the largest micro-batch: fewer passes save the cost of each."""
         smallest, largest = self._micro_batches[0], self._micro_batches[-1]
-        of_plain = next(row for row in self._rows if row.settings == plain and row.micro_batch == smallest)
+        of_plain = next(row for row in self._rows if row.settings == self._plain and row.micro_batch == smallest)
         for row in list(self._rows):
-            is_alone = row.settings != plain and row.micro_batch == smallest < largest
+            is_alone = row.settings != self._plain and row.micro_batch == smallest < largest
             if is_alone and row.update_ms > _SLOW * of_plain.update_ms:
-                yield partial(self._attempt, partial(self._simulate_all, row.settings, largest), row.settings, plain)
+                yield partial(self._attempt, row.settings, largest)
 
-    def _promising(self, plain: Settings) -> Iterator[_Attempt]:
-        while len(self._explored) < _MAX_EXPLORED and (settings := self._next_settings(plain)) is not None:
-            if self._go_together(settings, plain):
+    def _promising(self) -> Iterator[_Attempt]:
+        while len(self._explored) < _MAX_EXPLORED and (settings := self._next_settings()) is not None:
+            if self._go_together(settings):
                 self._explored.append(settings)
-                yield partial(self._attempt, partial(self.explore, settings), settings, plain)
+                yield partial(self._attempt, settings)
 
-    def _best_further(self, plain: Settings) -> Iterator[_Attempt]:
-        """Yield larger micro-batches of the best value alone, if no forecast has led to them."""
-        best = _ranked(self._rows, self._levers)[0]
-        if best.fits and best.settings not in self._explored:
-            yield partial(self._attempt, partial(self.explore, best.settings), best.settings, plain)
-
-    def _go_together(self, settings: Settings, plain: Settings) -> bool:
+    def _go_together(self, settings: Settings) -> bool:
         """Return whether a workload can have settings; if not, the fewest of their values that it refuses are noted."""
-        changed = _changed(settings, plain)
-        reason = self._refusal(changed, plain)
+        changed = self._changed(settings)
+        reason = self._refusal(changed)
         if reason is None:
             return True
         for count in range(1, len(changed)):
             for part in map(dict, itertools.combinations(changed.items(), count)):
-                if (of_part := self._refusal(part, plain)) is not None:
+                if (of_part := self._refusal(part)) is not None:
                     self.impossible[frozenset(part.items())] = of_part
                     return False
         self.impossible[frozenset(changed.items())] = reason
         return False
 
-    def _refusal(self, changed: Settings, plain: Settings) -> str | None:
+    def _changed(self, settings: Settings) -> Settings:
+        return {name: value for name, value in settings.items() if self._plain[name] != value}
+
+    def _refusal(self, changed: Settings) -> str | None:
         try:
-            self._workload.simulated({**plain, **changed}, self._micro_batches[0])
+            self._workload.simulated({**self._plain, **changed}, self._micro_batches[0])
         except ValueError as error:
             return str(error)
         return None
 
-    def _attempt(self, make_rows: Callable[[], list[Row]], settings: Settings, plain: Settings) -> _Attempted:
-        """Return rows, or the reason why a workload has no such settings: levers know nothing of each other.
+    def _attempt(self, settings: Settings, micro_batch: int | None = None) -> _Attempted:
+        """Return the row of a micro-batch, or those that `explore` finds; or the reason why there are none.
 
-        A library's error is a reason too, which the plan shows: it must not cost all other candidates.
+        Levers know nothing of each other. A library's error is a reason too, which the plan shows: it must not cost all
+        other candidates.
         """
         try:
-            return make_rows(), {}
+            return self.explore(settings) if micro_batch is None else [self._simulate(settings, micro_batch)], {}
         except Exception as error:
             reason = str(error) if isinstance(error, ValueError) else f"{FAILED}{type(error).__name__}: {error}"
-            return [], {frozenset(_changed(settings, plain).items()): reason}
+            return [], {frozenset(self._changed(settings).items()): reason}
 
-    def _next_settings(self, plain: Settings) -> Settings | None:
+    def _next_settings(self) -> Settings | None:
         """Return the fastest combination that is forecast to fit; None where none is clearly faster than the best.
 
         Where nothing has fitted, and nothing is forecast to, it is the one that is forecast to need least. Beside those
         that are being simulated it is one with clearly more or less memory.
         """
-        forecast = Forecast(plain, self._rows, self._micro_batches, self._card.memory_bytes)
+        forecast = Forecast(self._plain, self._rows, self._micro_batches, self._card.memory_bytes)
         running = [forecast.of(settings).needed_bytes for settings in self._running()]
         fitting = [row.update_ms for row in self._rows if row.fits]
         best_ms = min(fitting, default=float("inf"))
@@ -246,7 +242,11 @@ class _Search:
             for settings in _combinations(self._levers)
             if settings not in self._explored and not self._is_excluded(settings) and not self._is_needless(settings)
         ]
-        candidates = [each for each in candidates if all(_differs(each[0].needed_bytes, other) for other in running)]
+        candidates = [
+            each
+            for each in candidates
+            if all(abs(each[0].needed_bytes - other) > _SAME_MEMORY * other for other in running)
+        ]
         room = [each for each in candidates if self._has_room(each[0].needed_bytes, each[0].host_bytes)]
         faster = [each for each in room if _SAME_TIME * each[0].least_ms < best_ms]
         if faster:
@@ -315,9 +315,6 @@ class _Search:
             for row in self._rows
         )
 
-    def _simulate_all(self, settings: Settings, *micro_batches: int) -> list[Row]:
-        return [self._simulate(settings, micro_batch) for micro_batch in micro_batches]
-
     def _simulate(self, settings: Settings, micro_batch: int) -> Row:
         simulated = self._workload.simulated(settings, micro_batch)
         accumulation = self._workload.effective_batch // (micro_batch * simulated.num_gpus)
@@ -334,14 +331,6 @@ class _Search:
             verdict=verdict(estimate, self._card) if holds else Verdict.NO,
             estimate=estimate,
         )
-
-
-def _differs(needed: float, other: float) -> bool:
-    return abs(needed - other) > _SAME_MEMORY * other
-
-
-def _changed(settings: Settings, plain: Settings) -> Settings:
-    return {name: value for name, value in settings.items() if plain[name] != value}
 
 
 def _ranks(settings: Settings, levers: Sequence[Lever]) -> list[int]:

@@ -93,38 +93,30 @@ class SettingsPlan:
 
 def table(plan: SettingsPlan) -> str:
     has_disk = any(row.estimate.disk_bytes for row in plan.rows)
-    heads = [
-        "micro-batch",
-        *(lever.name for lever in plan.levers),
-        "peak GiB",
-        "needs GiB",
-        "host GiB",
-        *(["disk GiB"] if has_disk else []),
-        "peak in",
-        "update",
-        "fits",
-    ]
     rows = [_cells(row, plan, has_disk) for row in plan.rows]
+    heads = list(rows[0])
     rule = ["-" * len(head) for head in heads]
+    cells = [heads, rule, *(list(row.values()) for row in rows)]
     # The empty cell gives the bar that closes a row.
-    return "\n".join(f"| {line}" for line in align([[*row, ""] for row in (heads, rule, *rows)], separator=" | "))
+    return "\n".join(f"| {line}" for line in align([[*row, ""] for row in cells], separator=" | "))
 
 
 _WORDS = {Verdict.FITS: "yes", Verdict.ONLY_JUST: "only just", Verdict.NO: "no"}
 
 
-def _cells(row: Row, plan: SettingsPlan, has_disk: bool) -> list[str]:
-    return [
-        f"{row.micro_batch} x {row.accumulation}",
-        *(str(row.settings[lever.name]) for lever in plan.levers),
-        f"{row.estimate.peak_bytes / GIB:.2f}",
-        f"{row.needed_bytes / GIB:.2f}",
-        f"{row.estimate.host_bytes / GIB:.2f}",
-        *([f"{row.estimate.disk_bytes / GIB:.2f}"] if has_disk else []),
-        row.estimate.phase,
-        format_ms(row.update_ms),
-        _WORDS[row.verdict],
-    ]
+def _cells(row: Row, plan: SettingsPlan, has_disk: bool) -> dict[str, str]:
+    """Return the cells of a row by the heads of their columns."""
+    return {
+        "micro-batch": f"{row.micro_batch} x {row.accumulation}",
+        **{lever.name: str(row.settings[lever.name]) for lever in plan.levers},
+        "peak GiB": f"{row.estimate.peak_bytes / GIB:.2f}",
+        "needs GiB": f"{row.needed_bytes / GIB:.2f}",
+        "host GiB": f"{row.estimate.host_bytes / GIB:.2f}",
+        **({"disk GiB": f"{row.estimate.disk_bytes / GIB:.2f}"} if has_disk else {}),
+        "peak in": row.estimate.phase,
+        "update": format_ms(row.update_ms),
+        "fits": _WORDS[row.verdict],
+    }
 
 
 def as_json(plan: SettingsPlan) -> dict[str, Any]:
@@ -164,27 +156,20 @@ def _row_as_json(row: Row) -> dict[str, Any]:
 
 def headline(plan: SettingsPlan) -> str:
     best = plan.best
+    num_samples = best.micro_batch * best.accumulation * best.estimate.num_gpus
+    samples = f"{num_samples} sample{'s' * (num_samples > 1)}"
+    rate = ""
+    if plan.tokens_per_sample is not None:
+        per_s = num_samples * plan.tokens_per_sample / best.update_ms * 1e3
+        rate = f" That is {per_s:,.0f} tokens per second."
     lines = [
         f"{plan.workload} {best.verdict} on {plan.card.name} ({plan.card.memory_bytes / GIB:.1f} GiB) with "
         f"{describe(best)}: {format_gib(best.needed_bytes)} needed, {format_gib(best.estimate.peak_bytes)} of it "
         f"allocated at the peak in {best.estimate.phase}.",
-        f"An update of {_samples(plan)} takes {time_text(best.estimate, plan.card)}.{_rate(plan)}",
+        f"An update of {samples} takes {time_text(best.estimate, plan.card)}.{rate}",
         *(f"Note: {note}" for note in best.estimate.notes),
     ]
     return "\n".join(lines)
-
-
-def _samples(plan: SettingsPlan) -> str:
-    best = plan.best
-    count = best.micro_batch * best.accumulation * best.estimate.num_gpus
-    return f"{count} sample{'s' * (count > 1)}"
-
-
-def _rate(plan: SettingsPlan) -> str:
-    if plan.tokens_per_sample is None:
-        return ""
-    tokens = plan.best.micro_batch * plan.best.accumulation * plan.best.estimate.num_gpus * plan.tokens_per_sample
-    return f" That is {tokens / plan.best.update_ms * 1e3:,.0f} tokens per second."
 
 
 def explain(plan: SettingsPlan) -> list[str]:
@@ -196,7 +181,11 @@ def explain(plan: SettingsPlan) -> list[str]:
         for values, reason in plan.impossible.items()
         if len(values) > 1
     ]
-    return [*lines, *together, *disk, f"Kept free, assumed: {kept}.", *_assumptions(plan)]
+    estimate = plan.best.estimate
+    assumed = [f"Assumed: {assumption}." for assumption in estimate.assumptions]
+    if estimate.unreached:
+        assumed.append(f"Got no gradient in the simulation: {', '.join(estimate.unreached[:5])}.")
+    return [*lines, *together, *disk, f"Kept free, assumed: {kept}.", *assumed]
 
 
 def _explain_micro_batch(plan: SettingsPlan) -> str:
@@ -214,10 +203,8 @@ def _explain_micro_batch(plan: SettingsPlan) -> str:
         return (
             f"micro-batch {best.micro_batch}, not {following.micro_batch}: an update takes {ratio:.2f} times as long."
         )
-    return (
-        f"micro-batch {best.micro_batch}: {following.micro_batch} would need "
-        f"{format_gib(following.needed_bytes)} with these settings."
-    )
+    needed = format_gib(following.needed_bytes)
+    return f"micro-batch {best.micro_batch}: {following.micro_batch} would need {needed} with these settings."
 
 
 def _explain(plan: SettingsPlan, lever: Lever) -> Iterator[str]:
@@ -248,14 +235,6 @@ def _named(values: frozenset[tuple[str, Any]]) -> str:
 
 def _first_line(reason: str) -> str:
     return reason.partition("\n")[0]
-
-
-def _assumptions(plan: SettingsPlan) -> list[str]:
-    estimate = plan.best.estimate
-    lines = [f"Assumed: {assumption}." for assumption in estimate.assumptions]
-    if estimate.unreached:
-        lines.append(f"Got no gradient in the simulation: {', '.join(estimate.unreached[:5])}.")
-    return lines
 
 
 def describe(row: Row) -> str:

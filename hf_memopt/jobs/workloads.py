@@ -39,20 +39,15 @@ def workload_of(spec: JobSpec) -> Workload:
 
 def given_step(spec: JobSpec, workload: Workload) -> tuple[SimulatedStep, int]:
     """Return the step as the spec has it, and the forward passes of an update."""
-    made: Any = workload
     micro_batch = spec.batch_size or 1
-    step: SimulatedStep
-    if spec.is_of_trainer:
-        micro_batch = made.micro_batch
-        step = made.as_given(spec.offload or "off")
-    elif isinstance(made, HuggingFaceModel):
-        step = made.step_with(spec.checkpointing or "none", spec.offload or "off", micro_batch)
+    if isinstance(workload, HuggingFaceModel):
+        step = workload.step_with(spec.checkpointing or "none", spec.offload or "off", micro_batch)
     elif spec.is_of_recipe:
         settings = {each.name: each.values[0] for each in workload.levers} | _chosen(spec.set, workload.levers)
         step = workload.simulated(settings, micro_batch)
     else:
-        micro_batch = made.micro_batch
-        step = made.as_given(spec.offload or "off")
+        made: Any = workload  # of a trainer's file or of a policy
+        micro_batch, step = made.micro_batch, made.as_given(spec.offload or "off")
     passes = workload.effective_batch // (micro_batch * step.num_gpus)
     if spec.accumulation not in (None, passes):
         raise ValueError(

@@ -177,8 +177,8 @@ def test_of_values_that_do_not_go_together_the_fewest_are_noted() -> None:
     search = _Search(Refusing(), levers, card_with(60 * MIB), MemoryBelow())
     plain = {lever.name: lever.values[0] for lever in levers}
     refused = {"activations": "checkpointed", "momentum": 0.0, "third": "b"}
-    assert search._go_together({**plain, "third": "b"}, plain)
-    assert not search._go_together(refused, plain)
+    assert search._go_together({**plain, "third": "b"})
+    assert not search._go_together(refused)
     assert search.impossible == {frozenset({("activations", "checkpointed"), ("momentum", 0.0)}): "not both"}
     assert search._is_excluded({**refused, "third": "a"})
 
