@@ -88,9 +88,12 @@ def script_imports(program: str, name: str) -> Iterator[None]:
 
 
 def _say(program: str, line: str, error: Exception) -> None:
-    hint = "" if _is_ours(error) else f" ({TRACEBACK_FLAG} shows where)"
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    is_ours = str(frame.f_globals["__name__"]).startswith(("hf_memopt", "__main__"))
+    hint = "" if is_ours else f" ({TRACEBACK_FLAG} shows where)"
+    rank = f"[rank {os.environ['RANK']}] " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
     # In one call, so that lines of several processes do not mix.
-    sys.stderr.write(f"{_rank()}{program}: error: {line}{hint}\n")
+    sys.stderr.write(f"{rank}{program}: error: {line}{hint}\n")
 
 
 def _line(error: Exception) -> str | None:
@@ -104,15 +107,6 @@ def _line(error: Exception) -> str | None:
     if isinstance(error, ValueError | OSError | FloatingPointError) or names & _OF_LIBRARIES:
         return " ".join(str(error).split()) or type(error).__name__
     return None
-
-
-def _is_ours(error: Exception) -> bool:
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return str(frames[-1].f_globals["__name__"]).startswith(("hf_memopt", "__main__"))
-
-
-def _rank() -> str:
-    return f"[rank {os.environ['RANK']}] " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
 
 
 class Parser(argparse.ArgumentParser):

@@ -4,14 +4,14 @@ import argparse
 import gc
 import json
 import shlex
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hf_memopt.command_line import check_output_file, check_output_folder
-from hf_memopt.commands.progress import show_progress
-from hf_memopt.commands.spec_flags import add_flags, add_spec, flags_in_errors, flags_named, spec_of
+from hf_memopt.commands.spec_flags import add_flags, flags_named, spec_of
 from hf_memopt.jobs.spec import CHOICES, DEFAULTS, FIELDS, JobSpec
 
 if TYPE_CHECKING:
@@ -65,17 +65,31 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
     _add_plan(commands)
 
 
-def _add_job(parser: argparse.ArgumentParser, groups: _Groups) -> None:
+def _add_job(parser: argparse.ArgumentParser, groups: _Groups, of_job: Callable[[JobSpec], int]) -> None:
+    """Add the flags of a job, and have the command call `of_job` with it."""
     model = parser.add_mutually_exclusive_group()
     model.add_argument("model", nargs="?", default=argparse.SUPPRESS, **FIELDS["model"].options)
     model.add_argument("--model", default=argparse.SUPPRESS, metavar="MODEL", help="the same")
-    add_spec(parser)
+    parser.add_argument(
+        "--spec",
+        type=Path,
+        default=argparse.SUPPRESS,
+        metavar="FILE",
+        help="YAML or JSON with fields named like the flags of estimate and plan, such as seq_len: 4096; flags win "
+        "over the file",
+    )
     for title, names in groups:
         add_flags(parser.add_argument_group(title) if title else parser, *names)
+    flags = [name for _, names in groups for name in names]
 
+    @_without_collecting()
+    def run(parsed: argparse.Namespace) -> int:
+        spec = spec_of(parsed)
+        # Errors call fields by their flags, but for those whose value is from a file.
+        with flags_named({name for name in flags if name in parsed or name not in spec.said()}):
+            return of_job(spec)
 
-def _flags_named(parsed: argparse.Namespace, spec: JobSpec, groups: _Groups) -> AbstractContextManager[None]:
-    return flags_named(flags_in_errors(parsed, spec, [name for _, names in groups for name in names]))
+    parser.set_defaults(run=run)
 
 
 # --------------------------------------------------------------------------------------------------- estimate
@@ -91,15 +105,7 @@ def _add_estimate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
         epilog="example: hf-memopt estimate Qwen/Qwen3-8B --seq-len 8192 --precision bf16 --checkpointing full --gpu "
         "h100. The device context and the workspaces of cuDNN are not simulated; named allowances are added for them.",
     )
-    _add_job(parser, _OF_ESTIMATE)
-    parser.set_defaults(run=_run_estimate)
-
-
-@_without_collecting()
-def _run_estimate(parsed: argparse.Namespace) -> int:
-    spec = spec_of(parsed)
-    with _flags_named(parsed, spec, _OF_ESTIMATE):
-        return _estimate(spec)
+    _add_job(parser, _OF_ESTIMATE, _estimate)
 
 
 def _estimate(spec: JobSpec) -> int:
@@ -126,7 +132,7 @@ def _simulate_and_print(spec: JobSpec, card: "Card | None") -> int:
     below = find_memory_below(spec.host, spec.disk, reads_only=spec.base == "file")
     job = workload_of(spec)
     step, passes = given_step(spec, job)
-    show_progress(f"simulating whole steps of {job.name}")
+    _show_progress(f"simulating whole steps of {job.name}")
     estimate = run_isolated(lambda: simulate_step(step, gpu=card, below=below))
     estimate = estimate.with_passes(passes / step.num_micro_batches)
     if spec.json:
@@ -153,15 +159,21 @@ def _files_of(spec: JobSpec) -> Iterator[None]:
     """Ask the hub inside only if it answers, and only where a spec may name a model on it."""
     is_local = spec.model is None or Path(spec.model).expanduser().exists()
     if is_local and not spec.is_of_trainer:
-        show_progress("reading the configuration")
+        _show_progress("reading the configuration")
         yield
         return
     from hf_memopt.jobs.hub import offline_if_unreachable
 
-    show_progress("asking the model hub")
+    _show_progress("asking the model hub")
     with offline_if_unreachable(spec.model):
-        show_progress("reading the configuration")
+        _show_progress("reading the configuration")
         yield
+
+
+def _show_progress(doing: str) -> None:
+    """Write a line to standard error if a terminal shows it; a program that reads errors gets none."""
+    if sys.stderr.isatty():
+        print(f"{doing} ...", file=sys.stderr)
 
 
 def _card_of(spec: JobSpec) -> "Card | None":
@@ -206,20 +218,13 @@ def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         epilog="examples: hf-memopt plan --config recipes/configs/lgt.json --gpu 8GiB --output plans/lgt; "
         "hf-memopt plan Qwen/Qwen3-8B --seq-len 4096 --effective-batch 64 --gpu rtx4090 --lora-rank 16",
     )
-    _add_job(parser, _OF_PLAN)
-    parser.set_defaults(run=_run_plan)
-
-
-@_without_collecting()
-def _run_plan(parsed: argparse.Namespace) -> int:
-    spec = spec_of(parsed)
-    with _flags_named(parsed, spec, _OF_PLAN):
-        return _plan(spec)
+    _add_job(parser, _OF_PLAN, _plan)
 
 
 def _plan(spec: JobSpec) -> int:
     check_output_file("json", spec.json)
-    check_output_folder("output", spec.output or _folder(spec))
+    folder = spec.output or _default_folder(spec)
+    check_output_folder("output", folder)
     if spec.gpu is None:
         raise ValueError("a plan is for a card: name one, or a size such as 8GiB, with --gpu")
     _card_of(spec)
@@ -227,27 +232,21 @@ def _plan(spec: JobSpec) -> int:
         raise ValueError(f"set={spec.set[0]!r}: a plan tries all values of a recipe's levers; leave it out")
     with _files_of(spec):
         from hf_memopt.jobs import plan
+        from hf_memopt.jobs.settings_table import as_json, explain
         from hf_memopt.jobs.workloads import workload_of
 
         job = workload_of(spec)
         found = plan(job, gpu=spec.gpu, host=spec.host, disk=spec.disk, link=spec.link, num_workers=spec.workers)
-    _say(spec, job, found)
-    return 0
-
-
-def _say(spec: JobSpec, job: "Workload", found: "SettingsPlan") -> None:
-    """Print a plan and write its files."""
-    from hf_memopt.jobs.settings_table import as_json, explain
-
     print(f"{found}{_not_counted(spec.num_gpus or 1)}")
     if spec.explain:
         print("\n" + "\n".join(explain(found)))
     if spec.json:
         spec.json.write_text(json.dumps(as_json(found), indent=2) + "\n", encoding="utf-8")
-    _write(job, found, spec.output or _folder(spec))
+    _write(job, found, folder)
+    return 0
 
 
-def _folder(spec: JobSpec) -> Path:
+def _default_folder(spec: JobSpec) -> Path:
     source = spec.model or spec.training_args or spec.config or spec.recipe or "plan"
     return Path("plans") / Path(source).expanduser().absolute().with_suffix("").name
 

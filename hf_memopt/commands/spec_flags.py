@@ -5,7 +5,6 @@ import re
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from hf_memopt.command_line import number
@@ -26,22 +25,6 @@ def spec_of(parsed: argparse.Namespace) -> JobSpec:
     with flags_named({"spec"}):
         held = read_spec(parsed.spec) if "spec" in parsed else JobSpec()
     return replace(held, **{name: value for name, value in vars(parsed).items() if name in FIELDS})
-
-
-def flags_in_errors(parsed: argparse.Namespace, spec: JobSpec, flags: Collection[str]) -> set[str]:
-    """Return the fields that errors call by their flags: those whose value is not from a file."""
-    return {name for name in flags if name in parsed or name not in spec.said()}
-
-
-def add_spec(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--spec",
-        type=Path,
-        default=argparse.SUPPRESS,
-        metavar="FILE",
-        help="YAML or JSON with fields named like the flags of estimate and plan, such as seq_len: 4096; flags win "
-        "over the file",
-    )
 
 
 def _reading(each: SpecField) -> dict[str, Any]:

@@ -150,7 +150,7 @@ class ScriptRuns:
         sys.stderr.write(f"{kind}: ")
         sys.stderr.flush()
         began = time.perf_counter()
-        with self._log(kind).open("w", encoding="utf-8") as log:
+        with (self.folder / f"{kind}.log").open("w", encoding="utf-8") as log:
             status = subprocess.run(command, env=environment, stdout=log, stderr=subprocess.STDOUT).returncode
         sys.stderr.write(f"{time.perf_counter() - began:.1f} s\n")
         if mistake_file(folder).exists():
@@ -166,14 +166,8 @@ class ScriptRuns:
     def logs(self) -> str:
         """Return the last lines of the logs of the first and the last run."""
         files = sorted(self.folder.glob("*.log"), key=lambda file: file.stat().st_mtime)
-        return "\n".join(
-            "\n".join([f"--- {file.stem}: the last lines of its log", *_last_lines(file)])
-            for file in dict.fromkeys([files[0], files[-1]])
-        )
-
-    def _log(self, kind: "Kind") -> Path:
-        return self.folder / f"{kind}.log"
-
-
-def _last_lines(file: Path) -> list[str]:
-    return file.read_text(encoding="utf-8", errors="replace").splitlines()[-_LINES_OF_LOG:]
+        lines = []
+        for file in dict.fromkeys([files[0], files[-1]]):
+            log = file.read_text(encoding="utf-8", errors="replace")
+            lines += [f"--- {file.stem}: the last lines of its log", *log.splitlines()[-_LINES_OF_LOG:]]
+        return "\n".join(lines)
