@@ -244,7 +244,8 @@ class VersionGuard:
     __slots__ = ("alias", "shape", "version")
 
     def __init__(self, tensor: Tensor) -> None:
-        self.alias = _alias_without_memory(tensor)
+        self.alias = tensor.detach()
+        self.alias.data = _EMPTY.beside(tensor, tensor.dtype)
         self.shape = tensor.shape
         self.version = tensor._version
 
@@ -325,9 +326,3 @@ def modified_in_place(tensor: Tensor, shape: torch.Size, expected: int) -> Runti
         "enable anomaly detection to find the operation that failed to compute its gradient, with "
         "torch.autograd.set_detect_anomaly(True)."
     )
-
-
-def _alias_without_memory(tensor: Tensor) -> Tensor:
-    alias = tensor.detach()
-    alias.data = _EMPTY.beside(tensor, tensor.dtype)
-    return alias

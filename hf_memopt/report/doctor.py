@@ -115,14 +115,8 @@ def examine(device: str | None = None, disk: str | None = None) -> Machine:
     devices = [examine_device(found) for found in find_devices(device)]
     host, versions = host_limits(), find_versions()
     features = find_features(devices[0], obstacle_to_compile(devices[0].kind))
-    return Machine(
-        devices,
-        host,
-        versions,
-        features,
-        find_problems(devices, host, versions, device),
-        disk=None if disk is None else examine_disk(disk),
-    )
+    problems = find_problems(devices, host, versions, device)
+    return Machine(devices, host, versions, features, problems, None if disk is None else examine_disk(disk))
 
 
 # ------------------------------------------------------------------------------------------------ devices
@@ -237,6 +231,7 @@ def find_features(device: Device, compile_obstacle: str | None) -> list[Feature]
         "cpu": "what runs on the CPU is in host memory already",
         "mps": "device and host share one memory, so that copies would free nothing",
     }.get(kind)
+    by_phase = "from the allocator's counters, without waiting for the device"
     no_counters = f"torch keeps no allocator counters on {kind}: host memory only" if not device.has_counters else None
     no_oom = f"on {kind} torch raises a plain RuntimeError when memory runs out" if kind in ("cpu", "mps") else None
     no_snapshot = "needs CUDA" if kind not in ("cuda", "rocm") else None
@@ -245,12 +240,7 @@ def find_features(device: Device, compile_obstacle: str | None) -> list[Feature]
         _on_device("teacher offloading", kind, no_copies, copies),
         Feature("recomputation", "on", "SelectiveCheckpoint, on any device"),
         _pinning(device),
-        _on_device(
-            "peak memory by phase",
-            kind,
-            no_counters,
-            "from the allocator's counters, without waiting for the device",
-        ),
+        _on_device("peak memory by phase", kind, no_counters, by_phase),
         _on_device("out-of-memory report", kind, no_oom, "explain_oom adds it to torch.OutOfMemoryError"),
         _on_device("allocator snapshot", kind, no_snapshot, "records after torch.cuda.memory._record_memory_history()"),
         Feature("leak detection", "on", "counts live storages, on any device"),
@@ -292,9 +282,8 @@ def _pinning(device: Device) -> Feature:
     if device.can_pin is None:
         return Feature(name, "off", device.obstacle or "not examined")
     if not device.can_pin:
-        return Feature(
-            name, "off", "a block of 16 MiB could not be page-locked: raise the locked-memory limit (ulimit -l)"
-        )
+        reason = "a block of 16 MiB could not be page-locked: raise the locked-memory limit (ulimit -l)"
+        return Feature(name, "off", reason)
     rounded = "" if device.kind in ("cuda", "rocm") else "; torch rounds sizes up to powers of two here"
     return Feature(name, "on", f"a block of 16 MiB was page-locked{rounded}")
 

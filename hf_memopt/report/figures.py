@@ -140,17 +140,11 @@ def _draw_pass(figure: Any, record: OffloadingRecord) -> None:
         predicted = f"predicted peak: {format_bytes(stats.predicted_peak_gib * GIB)}"
         axes.axhline(stats.predicted_peak_gib * GIB / size, color=COLORS[4], linestyle="--", label=predicted)
     axes.axvline(over_pass.num_forward, color=COLORS[6], linewidth=1)
-    for name, left, right in (
-        ("forward", 0, over_pass.num_forward),
-        ("backward", over_pass.num_forward, len(held) - 1),
-    ):
-        axes.text((left + right) / 2, 0.985, name, ha="center", va="top", transform=axes.get_xaxis_transform())
-    axes.set(
-        title="Saved activations over one step",
-        ylabel=unit,
-        xlabel="saves and uses",
-        ylim=(0, 1.15 * max(plain + held)),
-    )
+    middles = {"forward": over_pass.num_forward / 2, "backward": (over_pass.num_forward + len(held) - 1) / 2}
+    for name, middle in middles.items():
+        axes.text(middle, 0.985, name, ha="center", va="top", transform=axes.get_xaxis_transform())
+    axes.set(title="Saved activations over one step", ylabel=unit, xlabel="saves and uses")
+    axes.set_ylim(0, 1.15 * max(plain + held))
     axes.margins(x=0)
     axes.grid(visible=False, axis="x")
     figure.legend(loc="outside lower center", ncols=2)
@@ -197,12 +191,8 @@ def _draw_phases(figure: Any, phases: Sequence[LoggedPeak], on_device: bool) -> 
     axes.barh(names, [per_gib * phase.at_least_gib for phase in phases], color=color, label="at least")
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
-    axes.set(
-        title="Peak of the device's memory by phase"
-        if on_device
-        else "Host memory of the process at the ends of phases",
-        xlabel=unit,
-    )
+    title = "Peak of the device's memory by phase" if on_device else "Host memory of the process at the ends of phases"
+    axes.set(title=title, xlabel=unit)
     if any(phase.at_least_gib < phase.at_most_gib for phase in phases):
         figure.legend(loc="outside lower center", ncols=2)
 

@@ -22,7 +22,7 @@ def render_page(template: str, title: str, facts: Mapping[str, str], headlines: 
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["data_uri"] = _data_uri
+    environment.filters["data_uri"] = lambda png: f"data:image/png;base64,{base64.b64encode(png).decode()}"
     return environment.get_template(template).render(title=title, facts=facts, headlines=headlines, **values)
 
 
@@ -50,7 +50,3 @@ def write_report(run: Run, output: Path) -> Path:
         (output / f"{name}.png").write_bytes(pngs["light"])
     (output / "report.html").write_text(page, encoding="utf-8")
     return output / "report.html"
-
-
-def _data_uri(png: bytes) -> str:
-    return f"data:image/png;base64,{base64.b64encode(png).decode()}"

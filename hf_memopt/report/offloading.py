@@ -122,18 +122,12 @@ def in_words(stats: OffloadStats) -> list[str]:
         f"compute waited {format_ms(stats.stall_ms)}",
         _figures(
             "in a step: peak of saved activations",
-            _format_gib,
-            {
-                "predicted": stats.predicted_peak_gib,
-                "measured": stats.measured_peak_gib,
-                "if all were kept": stats.plain_peak_gib,
-            },
+            lambda gib: format_bytes(gib * GIB),
+            predicted=stats.predicted_peak_gib,
+            measured=stats.measured_peak_gib,
+            if_all_were_kept=stats.plain_peak_gib,
         ),
-        _figures(
-            "forward and backward",
-            format_ms,
-            {"predicted": stats.predicted_step_ms, "measured": stats.measured_step_ms},
-        ),
+        _figures("forward and backward", format_ms, predicted=stats.predicted_step_ms, measured=stats.measured_step_ms),
     ]
     return [phrase for phrase in phrases if phrase]
 
@@ -162,10 +156,6 @@ def _disk_use(stats: OffloadStats) -> str:
     return f"{held}{format_bytes(stats.disk_bytes_written)} written to the disk"
 
 
-def _format_gib(gib: float) -> str:
-    return format_bytes(gib * GIB)
-
-
-def _figures(name: str, in_unit: Callable[[float], str], values: Mapping[str, float | None]) -> str:
-    figures = [f"{in_unit(value)} {how}" for how, value in values.items() if value is not None]
+def _figures(name: str, in_unit: Callable[[float], str], **values: float | None) -> str:
+    figures = [f"{in_unit(value)} {how.replace('_', ' ')}" for how, value in values.items() if value is not None]
     return f"{name} {', '.join(figures)}" if figures else ""
