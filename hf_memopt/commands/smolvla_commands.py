@@ -50,8 +50,7 @@ def _add_precompute(commands: "argparse._SubParsersAction[argparse.ArgumentParse
         usage="hf-memopt precompute --output FOLDER [options] -- --policy.path=STUDENT --dataset.repo_id=REPO ...",
         description="Write pairs of noise and actions for every frame. Put the flags of the training run behind --, "
         "and later pass --policy.couplings_path=FOLDER to that run as well. Run it again to go on after an "
-        "interruption, and with "
-        "`accelerate launch -m hf_memopt.cli precompute` to share the work.",
+        "interruption, and with `accelerate launch -m hf_memopt.cli precompute` to share the work.",
     )
     parser.add_argument("--output", required=True, type=Path, help="folder to create, or to complete")
     parser.add_argument(
@@ -94,8 +93,7 @@ def _add_evaluate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
         "evaluate",
         help="compare a reflowed student with its teacher, by number of Euler steps",
         description="Measure error, spread over noise and latency by number of Euler steps, and straightness, on the "
-        "training "
-        "run's held-out episodes (or on the episodes given here). Prints a table; writes evaluation.json and "
+        "training run's held-out episodes (or on the episodes given here). Prints a table; writes evaluation.json and "
         "evaluation.png. With --env, also the success rate in a gymnasium environment.",
     )
     parser.add_argument("--policy", required=True, help="trained student: checkpoint or training output folder, hub id")

@@ -148,25 +148,21 @@ def examine_device(device: torch.device) -> Device:
     if kind == "mps":
         return Device(str(device), kind, kind, obstacle="device and host share one memory: there is no link")
     try:
-        return _examine_accelerator(device, kind)
+        free_bytes, total_bytes = torch.accelerator.get_memory_info(device)
+        can_pin = pinned_empty(_PINNED_PROBE_BYTES, device).is_pinned()
+        return Device(
+            str(device),
+            kind,
+            model=torch.get_device_module(device).get_device_name(device) if device.type in ("cuda", "xpu") else kind,
+            free_gib=free_bytes / GIB,
+            total_gib=total_bytes / GIB,
+            pinned=_link(device, pin_memory=True) if can_pin else None,
+            pageable=_link(device, pin_memory=False),
+            can_pin=can_pin,
+            has_counters=counters_for(device) is not None,
+        )
     except RuntimeError as error:  # out of memory and lost devices among them
         return Device(str(device), kind, kind, obstacle=str(error).splitlines()[0])
-
-
-def _examine_accelerator(device: torch.device, kind: str) -> Device:
-    free_bytes, total_bytes = torch.accelerator.get_memory_info(device)
-    can_pin = pinned_empty(_PINNED_PROBE_BYTES, device).is_pinned()
-    return Device(
-        str(device),
-        kind,
-        model=torch.get_device_module(device).get_device_name(device) if device.type in ("cuda", "xpu") else kind,
-        free_gib=free_bytes / GIB,
-        total_gib=total_bytes / GIB,
-        pinned=_link(device, pin_memory=True) if can_pin else None,
-        pageable=_link(device, pin_memory=False),
-        can_pin=can_pin,
-        has_counters=counters_for(device) is not None,
-    )
 
 
 def _link(device: torch.device, pin_memory: bool) -> LinkSpeed:
