@@ -17,7 +17,7 @@ from accelerate.utils import SCALER_NAME, DistributedType, gather_object, load
 from torch.distributed.fsdp import StateDictType
 
 from hf_memopt.checkpoint import files
-from hf_memopt.checkpoint.manifest import Manifest, checkpoint_name, read_manifest
+from hf_memopt.checkpoint.manifest import checkpoint_name, read_manifest
 from hf_memopt.checkpoint.states import check_pickles, check_random_states, weights_only
 from hf_memopt.disk.files_on_disk import sync
 from hf_memopt.disk.locks import lock_of
@@ -120,8 +120,10 @@ class Checkpoints:
             with self._together():
                 if self._accelerator.is_main_process:
                     check_pickles(draft)
+                    as_read = json.loads(json.dumps(position))
+                    header = {"step": step, "run": self._run, "position": as_read, "launch": self._launch()}
                     with files.writing(draft):
-                        files.publish(draft, self._header(step, position), checkpoint)
+                        files.publish(draft, header, checkpoint)
         except Exception:
             if self._accelerator.is_main_process and draft.is_dir():
                 shutil.rmtree(draft)
@@ -235,14 +237,6 @@ class Checkpoints:
                 f"folder={str(self.folder)!r} holds {latest.name}, which this run neither saved nor resumed from; "
                 "resume from it or choose another folder"
             )
-
-    def _header(self, step: int, position: dict[str, Any]) -> Manifest:
-        return {
-            "step": step,
-            "run": self._run,
-            "position": json.loads(json.dumps(position)),
-            "launch": self._launch(),
-        }
 
     def _launch(self) -> dict[str, Any]:
         accelerator = self._accelerator

@@ -1,7 +1,7 @@
 """The uses of live tensors, and the modules that they belong to."""
 
 import gc
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -45,8 +45,7 @@ def live_tensors(model: nn.Module | None, device_type: str) -> list[LiveTensors]
     saved = _saved_uses(
         (tensor for items in held.values() for item in items for tensor in (item.tensor, item.root)), named
     )
-    groups: Counter[tuple[str, str, tuple[int, ...], torch.dtype]] = Counter()
-    num_bytes: Counter[tuple[str, str, tuple[int, ...], torch.dtype]] = Counter()
+    sizes: defaultdict[tuple[str, str, tuple[int, ...], torch.dtype], list[int]] = defaultdict(list)
     for address, items in held.items():
         tensor = items[0].tensor
         storage = tensor.untyped_storage()
@@ -54,10 +53,8 @@ def live_tensors(model: nn.Module | None, device_type: str) -> list[LiveTensors]
             # The first that knows it: names from the model and the optimizers, the tensor's own type, then the autograd
             # graph. A tensor that an operation saved may be a parameter, and counts as one.
             kind, owner = named.get(address) or _use_by_type(items) or saved.get(address) or (OTHER, "")
-            key = (kind, owner, tuple(tensor.shape), tensor.dtype)
-            groups[key] += 1
-            num_bytes[key] += storage.nbytes()
-    found = [LiveTensors(*key, count, num_bytes[key]) for key, count in groups.items()]
+            sizes[kind, owner, tuple(tensor.shape), tensor.dtype].append(storage.nbytes())
+    found = [LiveTensors(*key, len(of_group), sum(of_group)) for key, of_group in sizes.items()]
     return sorted(found, key=lambda group: -group.num_bytes)
 
 

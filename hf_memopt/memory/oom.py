@@ -11,10 +11,11 @@ from pathlib import Path
 from types import FrameType
 
 import torch
-from torch import distributed, nn
+from torch import nn
 
 from hf_memopt.memory.attribution import PARAMETER, SAVED, LiveTensors, live_optimizers, live_tensors, plain_tensors
 from hf_memopt.memory.device_counters import counters_for
+from hf_memopt.memory.ranks import rank_among_several
 from hf_memopt.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -205,8 +206,7 @@ def _largest_lines(live: list[LiveTensors]) -> list[str]:
 
 def _write(report: str, folder: Path) -> str:
     folder.mkdir(parents=True, exist_ok=True)
-    rank = distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
-    text = folder / f"out_of_memory_rank{rank}.txt"
+    text = folder / f"out_of_memory_rank{rank_among_several() or 0}.txt"
     text.write_text(report + "\n")
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return f"\nWritten to {text}. There is no allocator snapshot, which needs CUDA."
@@ -222,8 +222,9 @@ def _write(report: str, folder: Path) -> str:
 
 def _device(model: nn.Module | None) -> torch.device:
     first = next(model.parameters(), None) if model is not None else None
-    found = torch.accelerator.current_accelerator(check_available=True) if first is None else first.device
-    return torch.device("cpu") if found is None else found
+    if first is not None:
+        return first.device
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 def _foreach_bytes(optimizer: torch.optim.Optimizer) -> int:

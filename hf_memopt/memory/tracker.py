@@ -118,7 +118,9 @@ class MemoryTracker:
     def __init__(
         self, device: torch.device | str | None = None, *, reset_peaks: bool = False, counters: Counters | None = None
     ) -> None:
-        self.device = _device(device)
+        if device is None:
+            device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
+        self.device = torch.device(device)
         counters = counters if counters is not None else counters_for(self.device)
         self._host = Host()
         self._gauge = HostGauge(self._host) if counters is None else DeviceGauge(counters, reset_peaks)
@@ -246,14 +248,5 @@ def _join(first: dict[str, PhasePeak], second: dict[str, PhasePeak]) -> dict[str
     return joined
 
 
-def _largest(first: int | None, second: int | None) -> int | None:
-    if first is None or second is None:
-        return second if first is None else first
-    return max(first, second)
-
-
-def _device(device: torch.device | str | None) -> torch.device:
-    if device is not None:
-        return torch.device(device)
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return torch.device("cpu") if found is None else found
+def _largest(*values: int | None) -> int | None:
+    return max((value for value in values if value is not None), default=None)

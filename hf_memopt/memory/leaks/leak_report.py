@@ -2,10 +2,11 @@
 
 from collections import defaultdict
 from dataclasses import dataclass
+from operator import itemgetter
 
 import torch
 
-from hf_memopt.memory.leaks.live_storages import GRADIENT, SAVED, WITH_GRAPH, Held, count_graph_nodes, live_storages
+from hf_memopt.memory.leaks.live_storages import GRADIENT, SAVED, WITH_GRAPH, Held, graph_nodes, live_storages
 from hf_memopt.memory.leaks.referrers import describe_holder
 from hf_memopt.transfer.host_arena import HostHoldings
 from hf_memopt.units import format_bytes
@@ -42,7 +43,8 @@ class Culprit:
         if self.dtype is None:
             return f"{format_bytes(self.bytes)} {self.kind}\n    {self.held_by}"
         nodes = f", each with {self.graph_nodes} autograd nodes" if self.graph_nodes else ""
-        what = f"{self.count} x {self.kind}: {format_shape(self.shape)} {_name(self.dtype)}"
+        dtype = str(self.dtype).removeprefix("torch.")
+        what = f"{self.count} x {self.kind}: {format_shape(self.shape)} {dtype}"
         return f"{what}, {format_bytes(self.bytes)}{nodes}\n    held by {self.held_by}"
 
 
@@ -106,17 +108,13 @@ def find_culprits(suspects: dict[int, int], num_samples: int) -> tuple[Culprit, 
     held = live_storages()
     # The newest last, because `_culprit` describes the last of a group: a list that grows is reached from its end, and
     # in a linked chain the newest object has the shortest way to a name in the program.
-    leaked = [(held[address], step) for address, step in sorted(suspects.items(), key=_step) if address in held]
+    leaked = [(held[address], step) for address, step in sorted(suspects.items(), key=itemgetter(1)) if address in held]
     # Tensors that do not leak must not be held while referrers are searched for.
     del held
     groups = _group(leaked, num_samples / 2, by_shape=True) or _group(leaked, num_samples / 2, by_shape=False)
     groups.sort(key=lambda group: (-_num_bytes(group), -len(group)))
     entries = [entry for entries, _ in leaked for entry in entries]
     return tuple(_culprit(group, entries) for group in groups[:_MAX_CULPRITS])
-
-
-def _step(suspect: tuple[int, int]) -> int:
-    return suspect[1]
 
 
 Storage = list[Held]  # one entry for each kind of holder, Python's first
@@ -141,7 +139,7 @@ def _culprit(group: list[Storage], ignore: list[Held]) -> Culprit:
         entry.tensor.dtype,
         len(group),
         _num_bytes(group),
-        count_graph_nodes(entry.tensor) if entry.kind == WITH_GRAPH else 0,
+        sum(1 for _ in graph_nodes([entry.tensor], set())) if entry.kind == WITH_GRAPH else 0,
         held_by,
     )
 
@@ -171,10 +169,6 @@ def _common_shape(group: list[Storage]) -> tuple[int | None, ...]:
 
 def _num_bytes(group: list[Storage]) -> int:
     return sum(storage[0].tensor.untyped_storage().nbytes() for storage in group)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def format_shape(shape: tuple[int | None, ...]) -> str:

@@ -47,14 +47,10 @@ def live_storages() -> dict[int, list[Held]]:
     return held
 
 
-def count_graph_nodes(tensor: Tensor) -> int:
-    return sum(1 for _ in graph_nodes([tensor], set()))
-
-
-def graph_nodes(starts: Iterable[Tensor | None], visited: set[Any]) -> Iterator[Any]:
+def graph_nodes(starts: Iterable[Tensor], visited: set[Any]) -> Iterator[Any]:
     """Yield the autograd nodes that the graphs of `starts` keep alive, except those in `visited`, which grows."""
     # Not by recursion: graphs of deep models are longer than Python's recursion limit.
-    stack = [tensor.grad_fn for tensor in starts if tensor is not None and tensor.grad_fn is not None]
+    stack = [tensor.grad_fn for tensor in starts if tensor.grad_fn is not None]
     while stack:
         node: Any = stack.pop()
         if node not in visited:
@@ -67,12 +63,8 @@ def graph_nodes(starts: Iterable[Tensor | None], visited: set[Any]) -> Iterator[
 _RAW_NAMES: dict[type, list[str]] = {}
 
 
-def saved_tensors(node: Any) -> Iterator[Tensor]:
-    return (value for value in saved_values(node) if isinstance(value, Tensor))
-
-
 def saved_values(node: Any) -> Iterator[Any]:
-    """Yield the same with the results of pack hooks in place of tensors; None for tensors that backward has freed."""
+    """Yield a node's saved tensors, or the results of pack hooks in their place; None for those that backward freed."""
     kind = type(node)
     if kind not in _RAW_NAMES:
         _RAW_NAMES[kind] = [name for name in dir(kind) if name.startswith("_raw_saved_")]
@@ -129,8 +121,9 @@ def _sequence_number(tensor: Tensor) -> int:
 
 def _graph(start: Tensor, root: Tensor, visited: set[Any]) -> Iterator[Held]:
     for node in graph_nodes([start], visited):
-        for saved in saved_tensors(node):
-            yield Held(saved, SAVED, root, node.name())
+        for saved in saved_values(node):
+            if isinstance(saved, Tensor):
+                yield Held(saved, SAVED, root, node.name())
         variable = getattr(node, "variable", None)  # AccumulateGrad owns its leaf, which Python may have dropped
         if variable is not None and variable is not root:
             yield Held(variable, _kind(variable), root)

@@ -86,13 +86,9 @@ def _module_of(thing: object) -> str | None:
 
 
 def _longer(parent: Any, child: object, expression: str) -> str:
-    if isinstance(parent, FunctionType):
-        return _enclosed(parent.__code__, expression)
-    return _link(parent, child) + expression
-
-
-def _enclosed(code: CodeType, expression: str) -> str:
-    closure = _CLOSURE.match(expression)
+    if not isinstance(parent, FunctionType):
+        return _link(parent, child) + expression
+    closure, code = _CLOSURE.match(expression), parent.__code__
     if closure is None:  # a default value or an attribute
         return expression
     return f"{_ARROW}{code.co_freevars[int(closure[1])]}{expression[closure.end() :]} enclosed by {_place(code)}"
@@ -112,10 +108,6 @@ def _link(parent: Any, child: object) -> str:
         return f"{_ARROW}{_local_name(parent, child)} of {_place(parent.f_code, parent.f_lineno)}"
     if isinstance(parent, GeneratorType) and parent.gi_frame is not None:
         return f"{_ARROW}{_local_name(parent.gi_frame, child)} of {_place(parent.gi_code)}"
-    return _attribute(parent, child)
-
-
-def _attribute(parent: object, child: object) -> str:
     if isinstance(parent, type):
         return ".__dict__"
     return next((f".{name}" for name, value in _attributes(parent) if value is child), ".…")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from hf_memopt.memory.leaks.live_storages import WITH_GRAPH, Held, live_storages
+from hf_memopt.memory.leaks.live_storages import WITH_GRAPH, live_storages
 from hf_memopt.transfer.host_arena import HostArena, HostHoldings
 
 # Share of the tested steps that must leave something. By chance, with probability 1/2 in each of 30 steps, that would
@@ -26,12 +26,6 @@ class _Birth(NamedTuple):
     step: int
     num_bytes: int
     has_graph: bool
-
-
-def _birth(item: Held, step: int) -> _Birth:
-    storage = item.tensor.untyped_storage()
-    weak = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-    return _Birth(weak, step, storage.nbytes(), item.kind == WITH_GRAPH)
 
 
 class StorageAges:
@@ -69,7 +63,9 @@ class StorageAges:
         self._forget_dead()
         for address, items in held.items():
             if address not in self._births:
-                self._births[address] = _birth(items[0], step)
+                storage = items[0].tensor.untyped_storage()
+                weak = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+                self._births[address] = _Birth(weak, step, storage.nbytes(), items[0].kind == WITH_GRAPH)
         self._steps.append(step)
         self._offload.append(HostArena.of_process())
         if self._measure_unreached is not None:
@@ -128,11 +124,11 @@ class StorageAges:
 
     def _forget_dead(self) -> None:
         # The address of a dead storage cannot be reused before its weak reference is gone.
-        self._births = {address: birth for address, birth in self._births.items() if not _is_dead(birth)}
-
-
-def _is_dead(birth: _Birth) -> bool:
-    return bool(birth.storage.expired())  # type: ignore[no-untyped-call]
+        self._births = {
+            address: birth
+            for address, birth in self._births.items()
+            if not birth.storage.expired()  # type: ignore[no-untyped-call]
+        }
 
 
 def _per_step(steps: list[int], bytes_at: dict[int, int]) -> list[float]:
