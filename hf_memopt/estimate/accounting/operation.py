@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from hf_memopt.autograd_state import unwrapped
 
 
 class Operation(NamedTuple):
@@ -35,25 +36,22 @@ def _collect(value: Any, found: list[Tensor]) -> None:
         for item in value:
             _collect(item, found)
     elif isinstance(value, Tensor):
-        _collect_parts(value, found)
+        found += unwrapped(value)  # the tensors with memory: quantised optimizer states, say, consist of others
     elif isinstance(value, dict):
         for item in value.values():
             _collect(item, found)
-
-
-def _collect_parts(tensor: Any, found: list[Tensor]) -> None:
-    """Add the tensors with memory: quantised optimizer states, say, consist of others."""
-    if is_traceable_wrapper_subclass(tensor):
-        for name in tensor.__tensor_flatten__()[0]:
-            _collect(getattr(tensor, name), found)
-    else:
-        found.append(tensor)
 
 
 def device_kind(tensor: Tensor) -> str:
     """Return the type of a device without an operation, which `device` of a fake tensor would be."""
     device = tensor.fake_device if type(tensor) is FakeTensor else tensor.device
     return str(device.type)
+
+
+def named_arguments(function: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """Return the arguments that an operation was given, by name."""
+    names = (argument.name for argument in function._schema.arguments)
+    return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 @cache

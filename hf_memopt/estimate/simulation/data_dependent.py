@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hf_memopt.estimate.accounting.allocation_log import StepPhases
+from hf_memopt.estimate.accounting.operation import named_arguments
 from hf_memopt.estimate.simulation import known_values, likely_values
 from hf_memopt.estimate.simulation.known_values import guess_of, value_of
 
@@ -226,6 +227,5 @@ def _shrunk(result: Tensor, input: Tensor, target: Tensor) -> Tensor:
 def _is_one_number_on_host(function: Any, args: Any, kwargs: Any) -> bool:
     if torch.device(kwargs.get("device") or "cpu").type != "cpu":
         return False
-    names = [argument.name for argument in function._schema.arguments]
-    size = dict(zip(names, args, strict=False)).get("size", ())
+    size: tuple[int, ...] = named_arguments(function, args, kwargs).get("size", ())
     return math.prod(size) <= 1

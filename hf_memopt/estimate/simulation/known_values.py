@@ -90,7 +90,8 @@ def _follows(function: Any, args: Any, kwargs: Any) -> bool:
     if not tensors:
         on_host = torch.device(kwargs.get("device") or "cpu").type == "cpu"
         return function.overloadpacket is _aten.arange or (on_host and function.overloadpacket in _FACTORIES)
-    return all(_is_real(each) or value_of(each) is not None for each in tensors) and _is_determined(function)
+    is_known = all(_is_real(each) or value_of(each) is not None for each in tensors)
+    return is_known and torch.Tag.nondeterministic_seeded not in function.tags
 
 
 @cache
@@ -101,10 +102,6 @@ def _is_mutable(function: Any) -> bool:
 @cache
 def _is_view(function: Any) -> bool:
     return any(argument.alias_info is not None for argument in function._schema.returns)
-
-
-def _is_determined(function: Any) -> bool:
-    return torch.Tag.nondeterministic_seeded not in function.tags
 
 
 def _tensors(args: Iterable[Any]) -> Iterator[Tensor]:

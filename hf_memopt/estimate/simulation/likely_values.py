@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from hf_memopt.estimate.accounting.operation import named_arguments
 from hf_memopt.estimate.simulation import known_values
 
 _aten = torch.ops.aten
@@ -35,9 +36,9 @@ def remember(function: Any, args: Any, kwargs: Any, result: Any) -> None:
             value = torch.zeros(result.shape, dtype=torch.bool)
         known_values.attach(result, value, _FINITE)
     elif packet is _aten.topk or function is _aten.max.dim:
-        _spread(args[0], _argument(function, args, kwargs, "dim"), result[1])
+        _spread(args[0], named_arguments(function, args, kwargs).get("dim", -1), result[1])
     elif packet is _aten.argmax:
-        _spread(args[0], _argument(function, args, kwargs, "dim"), result)
+        _spread(args[0], named_arguments(function, args, kwargs).get("dim"), result)
     elif packet is _aten.eq:
         setattr(result, _IS_EQUALITY, True)
     elif packet is _aten.sum and args[0].dtype == torch.bool and known_values.value_of(result) is None:
@@ -67,10 +68,3 @@ def _spread(scores: Tensor, dim: int | None, chosen: Tensor) -> None:
         with unset_fake_temporarily():
             value = torch.arange(chosen.numel()).view(chosen.shape) % scores.shape[-1]
         known_values.attach(chosen, value, _EVEN_CHOICES)
-
-
-def _argument(function: Any, args: Any, kwargs: Any, name: str) -> Any:
-    for index, argument in enumerate(function._schema.arguments):
-        if argument.name == name:
-            return args[index] if index < len(args) else kwargs.get(name, argument.default_value)
-    raise KeyError(name)

@@ -4,10 +4,10 @@ Source: `priority_order` and `can_use_*` of torch's sdp_utils.cpp; the tests com
 """
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -96,21 +96,13 @@ def _suits_efficient(call: AttentionCall, capability: tuple[int, int]) -> bool:
     return is_aligned and call.query.shape[1] == call.key.shape[1] and call.query.shape[-1] == call.key.shape[-1]
 
 
-@contextmanager
-def attention_as_on_cuda(device_type: str, capability: tuple[int, int]) -> Iterator[None]:
+def attention_as_on_cuda(device_type: str, capability: tuple[int, int]) -> Any:
     """Have `scaled_dot_product_attention` run the kernel that torch would choose on a card of this capability.
 
     A function mode would be off inside backward, where checkpointed regions run again, so the function is replaced.
     """
     plain = F.scaled_dot_product_attention
-    F.scaled_dot_product_attention = _attention(plain, device_type, capability)
-    try:
-        yield
-    finally:
-        F.scaled_dot_product_attention = plain
 
-
-def _attention(plain: Callable[..., Tensor], device_type: str, capability: tuple[int, int]) -> Callable[..., Tensor]:
     def attention(
         query: Tensor,
         key: Tensor,
@@ -130,7 +122,7 @@ def _attention(plain: Callable[..., Tensor], device_type: str, capability: tuple
             return plain(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         return kernel(call, 1 / math.sqrt(query.shape[-1]) if scale is None else scale)
 
-    return attention
+    return patch.object(F, "scaled_dot_product_attention", attention)
 
 
 def _cudnn(call: AttentionCall, scale: float) -> Tensor:
@@ -159,11 +151,7 @@ def _memory_efficient(call: AttentionCall, scale: float) -> Tensor:
 
 
 # All but the math path, which is torch's own.
-_KERNELS: dict[str, Callable[[AttentionCall, float], Tensor]] = {
-    "cudnn": _cudnn,
-    "flash": _flash,
-    "efficient": _memory_efficient,
-}
+_KERNELS = {"cudnn": _cudnn, "flash": _flash, "efficient": _memory_efficient}
 
 
 def _additive(mask: Tensor, query: Tensor) -> Tensor:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from hf_memopt.estimate.accounting.operation import named_arguments
+
 _aten = torch.ops.aten
 _REGISTERED = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
 
@@ -139,8 +141,7 @@ class _Casts:
         """Leave the input as it is, and ask for a float32 result unless the caller named a dtype."""
         if args[0].dtype not in _HALVES:
             return args, kwargs
-        names = [argument.name for argument in operation._schema.arguments]
-        given = dict(zip(names, args, strict=False)) | kwargs
+        given = named_arguments(operation, args, kwargs)
         if given.get("dtype") is None:
             given["dtype"] = torch.float32
         return (), given

@@ -46,8 +46,8 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, row_scales: Tensor, bias: Tensor | None) -> Tensor:
         rows = input.reshape(-1, input.shape[-1])
-        whole, scales = _quantised(rows.to(torch.float16))
-        product = _scaled_product(whole, weight, scales, row_scales, bias, input.dtype)
+        whole, _scales = _quantised(rows.to(torch.float16))
+        product = _scaled_product(whole, weight, bias, input.dtype)
         ctx.weight, ctx.row_scales, ctx.input_shape = weight, row_scales, input.shape
         ctx.input = rows if ctx.needs_input_grad[0] else None
         return product.reshape(*input.shape[:-1], weight.shape[0])
@@ -68,9 +68,7 @@ def _quantised(rows: Tensor) -> tuple[Tensor, Tensor]:
     return whole, scales
 
 
-def _scaled_product(
-    whole: Tensor, weight: Tensor, scales: Tensor, row_scales: Tensor, bias: Tensor | None, dtype: torch.dtype
-) -> Tensor:
+def _scaled_product(whole: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     sums = torch._int_mm(whole, weight.t())
     product = torch.empty_like(sums, dtype=torch.float16)
     # The kernel adds a bias in float16 alone.

@@ -3,10 +3,13 @@
 Linear layers of bitsandbytes have no place for weights of three dimensions, in which transformers keeps experts.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from hf_memopt.estimate.simulation.quantised.nf4_linear import UnpackedProduct
 
 # Numbers that share a scale.
 _BLOCK = 64
@@ -40,17 +43,18 @@ class Nf4Experts(nn.Module):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         states = hidden_states.to(self.compute_dtype)
         summed = torch.zeros_like(states)
+        gate_up, down = (partial(self._unpacked, shape) for shape in self._shapes)
         mask = nn.functional.one_hot(top_k_index, num_classes=self.num_experts)  # as the experts make it
         share = -(-top_k_index.numel() // self.num_experts)
         for _ in range(self.num_experts):
             tokens, places = torch.zeros(2, share, dtype=torch.long, device=mask.device)
-            product = _Product.apply(states[tokens], self.gate_up, self._shapes[0])  # type: ignore[no-untyped-call]
+            product = UnpackedProduct.apply(states[tokens], None, gate_up)  # type: ignore[no-untyped-call]
             if self.has_gate:
                 gate, up = product.chunk(2, dim=-1)
                 product = self.act_fn(gate) * up
             else:
                 product = self.act_fn(product)
-            product = _Product.apply(product, self.down, self._shapes[1])  # type: ignore[no-untyped-call]
+            product = UnpackedProduct.apply(product, None, down)  # type: ignore[no-untyped-call]
             product = product * top_k_weights[tokens, places, None]
             summed.index_add_(0, tokens, product.to(summed.dtype))
         return summed.to(hidden_states.dtype)
@@ -63,20 +67,5 @@ class Nf4Experts(nn.Module):
         packed = torch.empty(self.num_experts, each // 2, dtype=torch.uint8, device=weight.device)
         return nn.Parameter(packed, requires_grad=False)
 
-
-class _Product(torch.autograd.Function):
-    """Makes the weight of one expert in each direction, and keeps the packed ones alone."""
-
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, packed: Tensor, shape: tuple[int, int]) -> Tensor:
-        ctx.packed, ctx.shape = packed, shape
-        return nn.functional.linear(input, _unpacked(packed, shape, input.dtype))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        (gradient,) = gradients
-        return gradient @ _unpacked(ctx.packed, ctx.shape, gradient.dtype), None, None
-
-
-def _unpacked(packed: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    return torch.zeros(shape, dtype=dtype, device=packed.device)
+    def _unpacked(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self.gate_up.device)

@@ -32,7 +32,7 @@ class Nf4Linear(QuantisedLinear):
 
     def forward(self, input: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.to(self.compute_dtype)
-        product: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
+        product: Tensor = UnpackedProduct.apply(  # type: ignore[no-untyped-call]
             input.to(self.compute_dtype), bias, self._unpacked
         )
         return product.to(input.dtype)
@@ -57,8 +57,8 @@ class Nf4DoubleLinear(Nf4Linear):
         return unpacked
 
 
-class _Product(torch.autograd.Function):
-    """Makes the whole weight in each direction, and keeps the packed one alone for backward."""
+class UnpackedProduct(torch.autograd.Function):
+    """Makes the whole weight in each direction with `unpacked(dtype)`, and keeps the packed one alone for backward."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, bias: Tensor | None, unpacked: Callable[[torch.dtype], Tensor]) -> Tensor:
