@@ -9,6 +9,8 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from torch import Tensor
+
 from hf_memopt.estimate.accounting import caching_allocator, categories
 from hf_memopt.estimate.accounting.allocation_history import AllocationHistory, StorageRecord
 from hf_memopt.estimate.accounting.allocation_log import AllocationLog, StepPhases
@@ -188,8 +190,11 @@ def _run(
         # Host memory of a run is a result, and no matter of this machine.
         return sys.maxsize if below.host_bytes is None else max(0, below.host_bytes - log.history.host_bytes())
 
-    base = VirtualBase(clock, disk, labels.add_streamed)
-    opened = simulation(like, clock, phases, labels.add_teacher_block, disk, free_host_bytes, base)
+    def on_teacher_block(block: Tensor) -> None:
+        labels.add([block], categories.TEACHER)
+
+    base = VirtualBase(clock, disk, lambda memory: labels.add([memory], categories.STREAMED))
+    opened = simulation(like, clock, phases, on_teacher_block, disk, free_host_bytes, base)
     with opened as (device, data_dependent):
         in_group = simulated.has_group or simulated.num_gpus > 1
         ranks = first_of(simulated.num_gpus, device, labels, disk) if in_group else nullcontext()
@@ -210,6 +215,10 @@ def _run(
                 unreached = ()
         # Closed before the simulation ends, which frees the casts that autocast has cached.
         history = log.closed()
+    streamed = None
+    if base.is_used:
+        peak_bytes = categories.peak_of(history, categories.STREAMED)
+        streamed = StreamedEstimate(peak_bytes, base.step_bytes_brought, base.step_bytes_read)
     return _Run(
         history,
         data_dependent.guesses,
@@ -218,14 +227,9 @@ def _run(
         clock.stall_ms,
         disk_bytes=disk.peak_bytes,
         disk_bytes_written=disk.step_bytes_written,
-        streamed=_streamed(history, base) if base.is_used else None,
+        streamed=streamed,
         num_gpus=simulated.num_gpus,
     )
-
-
-def _streamed(history: AllocationHistory, base: VirtualBase) -> StreamedEstimate:
-    peak_bytes = categories.peak_of(history, categories.STREAMED)
-    return StreamedEstimate(peak_bytes, base.step_bytes_brought, base.step_bytes_read)
 
 
 def _estimate(run: _Run, gpu: str | Card | None, assumptions: tuple[str, ...] = ()) -> MemoryEstimate:

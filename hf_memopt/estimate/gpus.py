@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 
 from hf_memopt.units import GIB, KIB, MIB
 
-# Of the most common desktop cards.
-DEFAULT_CAPABILITY = (8, 9)
 # CUDA's context, where it was not measured.
 _CONTEXT_BYTES = 512 * MIB
 
@@ -24,7 +22,7 @@ class Card:
         half_flops: dense multiplications in bfloat16 or float16 per second, accumulated in float32.
         memory_bytes_per_s: bandwidth of the device's memory.
         link_bytes_per_s: bandwidth to the host's memory, in each direction.
-        compute_capability: major and minor, by which torch chooses kernels.
+        compute_capability: major and minor, by which torch chooses kernels; by default that of most desktop cards.
         context_bytes: the part of `memory_bytes` that CUDA's context takes for itself.
     """
 
@@ -34,7 +32,7 @@ class Card:
     half_flops: float
     memory_bytes_per_s: float
     link_bytes_per_s: float
-    compute_capability: tuple[int, int] = DEFAULT_CAPABILITY
+    compute_capability: tuple[int, int] = (8, 9)
     context_bytes: int = _CONTEXT_BYTES
 
 

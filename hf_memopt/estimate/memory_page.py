@@ -6,6 +6,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hf_memopt.command_line import check_output_file
 from hf_memopt.estimate.accounting.categories import CATEGORIES, UNUSED
 from hf_memopt.estimate.estimate_report import MemoryEstimate, as_facts, headlines, top_table
 from hf_memopt.report.figures import COLORS, KIND_COLORS, render_both
@@ -48,8 +49,7 @@ def timeline(estimate: MemoryEstimate, max_points: int = _MAX_POINTS) -> MemoryT
 
 
 def write_timeline(estimate: MemoryEstimate, name: str, path: Path) -> Path:
-    if not path.parent.is_dir():
-        raise ValueError(f"timeline={str(path)!r}: there is no folder {str(path.parent)!r}; make it first")
+    check_output_file("timeline", path)
     shown = timeline(estimate)
     page = render_page(
         "estimate.html",

@@ -53,6 +53,15 @@ class StepPhases:
     def begin_step(self) -> None:
         self.name = FORWARD
 
+    @contextmanager
+    def named(self, name: str) -> Iterator[None]:
+        """Give the code inside a phase of its own."""
+        before, self.name = self.name, name
+        try:
+            yield
+        finally:
+            self.name = before
+
     def knows(self, module: nn.Module) -> bool:
         return id(module) in self._names
 
@@ -179,8 +188,7 @@ class AllocationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
         index = self._add(record)
         if not stays:
-            record.died = self.history.position
-            self._write(index, -record.num_bytes)
+            self._end(index)
 
     def closed(self) -> AllocationHistory:
         """Return the history, to which not even later deaths are added."""

@@ -47,7 +47,7 @@ class CachingAllocator:
 
     def __init__(self, capacity_bytes: int | None = None) -> None:
         self.capacity_bytes = capacity_bytes
-        self.allocated_bytes = self.peak_allocated_bytes = 0
+        self.allocated_bytes = 0
         self.reserved_bytes = self.peak_reserved_bytes = 0
         # By size, then address, in which no two agree.
         self._free: defaultdict[Pool, list[Any]] = defaultdict(list)
@@ -67,7 +67,6 @@ class CachingAllocator:
         if rest >= BLOCK_BYTES if small else rest > _SMALL_BYTES:
             self._split(block, num_bytes)
         self.allocated_bytes += block.num_bytes
-        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
         return block
 
     def release(self, block: MemoryBlock) -> None:

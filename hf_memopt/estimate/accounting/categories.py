@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields, is_dataclass
 from itertools import accumulate
 from typing import Any
@@ -13,13 +13,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from torch.utils._pytree import tree_leaves
 
 from hf_memopt.estimate.accounting.allocation_history import AllocationHistory, StorageRecord
-from hf_memopt.estimate.accounting.allocation_log import (
-    FORWARD,
-    OPTIMIZER,
-    SETUP,
-    AllocationLog,
-    StepPhases,
-)
+from hf_memopt.estimate.accounting.allocation_log import FORWARD, OPTIMIZER, SETUP, AllocationLog, StepPhases
 from hf_memopt.estimate.accounting.operation import Operation, name_of, tensors_in
 
 # In the order in which they are drawn, from the bottom up.
@@ -110,13 +104,6 @@ class StepLabels:
         """Label memory of collectives, unless it is known as something else: some gather in place."""
         self._log.label((tensor for tensor in tensors if self._is_unlabelled(tensor)), kind)
 
-    def add_teacher_block(self, block: Tensor) -> None:
-        self._log.label([block], TEACHER, "")
-
-    def add_streamed(self, memory: Tensor) -> None:
-        """Label device memory that holds streamed weights at the moment."""
-        self._log.label([memory], STREAMED, "")
-
     def reach(self, parameters: Iterable[nn.Parameter]) -> None:
         """Note the gradients of parameters, which may be gone before the update."""
         for parameter in parameters:
@@ -154,14 +141,9 @@ class StepLabels:
         self._log.label(tree_leaves(list(optimizer.state.values())), OPTIMIZER_STATE, "")
         self._phases.name = self._interrupted.pop()
 
-    @contextmanager
-    def updating(self) -> Iterator[None]:
+    def updating(self) -> AbstractContextManager[None]:
         """Count everything inside to the update: engines have steps of their own around that of an optimizer."""
-        before, self._phases.name = self._phases.name, OPTIMIZER
-        try:
-            yield
-        finally:
-            self._phases.name = before
+        return self._phases.named(OPTIMIZER)
 
     def _label_weight(self, weight: Tensor, kind: str, name: str) -> None:
         record = self._log.record_of(weight)

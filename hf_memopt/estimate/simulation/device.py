@@ -15,7 +15,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache
 from typing import Any
 from unittest.mock import patch
@@ -105,15 +105,9 @@ def _register() -> list[torch.library.Library]:
     return autocast.register(DEVICE_TYPE) + attention.register_softmax()
 
 
-@contextmanager
-def phase_named(name: str) -> Iterator[None]:
+def phase_named(name: str) -> AbstractContextManager[None]:
     """Inside of a simulation, give the code in between a phase of its own."""
-    phases = _BACKEND.phases
-    before, phases.name = phases.name, name
-    try:
-        yield
-    finally:
-        phases.name = before
+    return _BACKEND.phases.named(name)
 
 
 @contextmanager

@@ -28,13 +28,14 @@ class VirtualBase:
 
     Attributes:
         is_used: whether any weights stream.
+        step_bytes_brought: bytes brought to the device since the newest step began.
+        step_bytes_read: bytes read from files since then.
     """
 
     def __init__(self, clock: VirtualClock, disk: VirtualDisk, label: Callable[[Tensor], None]) -> None:
         self.clock, self.disk, self.label = clock, disk, label
         self.is_used = False
-        self._bytes_brought = self._bytes_read = 0
-        self._brought_before = self._read_before = 0
+        self.step_bytes_brought = self.step_bytes_read = 0
 
     def make_copier(self, device: torch.device) -> "_BaseCopier":
         self.is_used = True
@@ -44,25 +45,15 @@ class VirtualBase:
         return VirtualFileHome(self, weights, device, copier)
 
     def bring(self, destination: Tensor) -> None:
-        self._bytes_brought += destination.nbytes
+        self.step_bytes_brought += destination.nbytes
         self.label(destination)
 
     def read(self, num_bytes: int) -> VirtualTransfer:
-        self._bytes_read += num_bytes
+        self.step_bytes_read += num_bytes
         return self.disk.reads.copy(num_bytes)
 
     def begin_step(self) -> None:
-        self._brought_before, self._read_before = self._bytes_brought, self._bytes_read
-
-    @property
-    def step_bytes_brought(self) -> int:
-        """Return the bytes brought to the device since the newest step began."""
-        return self._bytes_brought - self._brought_before
-
-    @property
-    def step_bytes_read(self) -> int:
-        """Return the bytes read from files since the newest step began."""
-        return self._bytes_read - self._read_before
+        self.step_bytes_brought = self.step_bytes_read = 0
 
 
 class _BaseCopier(VirtualCopier):

@@ -14,14 +14,7 @@ from hf_memopt.estimate.accounting.operation import Operation, device_kind
 from hf_memopt.estimate.gpus import Card
 from hf_memopt.estimate.kernel_speeds import BACKWARD_SHARE, HOST_S, KERNEL_S, VIEW_SHARE, speeds_of
 from hf_memopt.estimate.memory_below import HOST_BYTES_PER_S
-from hf_memopt.estimate.simulation.kernel_work import (
-    ATTENTION,
-    CONVOLUTION,
-    KernelWork,
-    flops_per_s,
-    starts_kernel,
-    work_of,
-)
+from hf_memopt.estimate.simulation.kernel_work import ATTENTION, CONVOLUTION, flops_per_s, starts_kernel, work_of
 from hf_memopt.units import MIB
 
 # Smaller work of the host hides behind the card's.
@@ -41,6 +34,7 @@ class VirtualClock:
 
     Attributes:
         now_s: the moment at which the compute stream is.
+        host_s: the moment at which the host is, or until which it has work.
         stalled_s: time that it has waited for copies, over all steps.
         phases_ms: time of the newest step, by phase, without generation.
         stall_ms: time that the newest step has waited for copies.
@@ -54,8 +48,7 @@ class VirtualClock:
         self._unbooked = set() if like == "cpu" else {"cpu"}
         self._operation_s = 0.0 if like == "cpu" else HOST_S
         self._speeds = speeds_of(card)
-        # The host has been starting operations until `_started_s`.
-        self.now_s = self._started_s = self.stalled_s = self.stall_ms = 0.0
+        self.now_s = self.host_s = self.stalled_s = self.stall_ms = 0.0
         self.phases_ms: dict[str, float] = {}
         # Time is booked to phases until `_booked_s`.
         self._booked_s = self._stalled_before_s = 0.0
@@ -83,23 +76,18 @@ class VirtualClock:
         else:
             self.wait_until(moment_s)
 
-    @property
-    def host_s(self) -> float:
-        """Return the moment at which the host is, or until which it has work."""
-        return self._started_s
-
     def hold_host(self, moment_s: float) -> None:
         """Let the host wait until a moment."""
-        self._started_s = max(self._started_s, moment_s)
+        self.host_s = max(self.host_s, moment_s)
 
     def end_step(self, phase: str) -> None:
         """Book the time that the host works or waits at the end of a step."""
-        self.wait_until(self._started_s)
+        self.wait_until(self.host_s)
         self._book(phase)
 
     def begin_step(self) -> None:
         self.phases_ms = {}
-        self._started_s = self.now_s
+        self.host_s = self.now_s
         self._booked_s, self._stalled_before_s = self.now_s, self.stalled_s
 
     @contextmanager
@@ -108,10 +96,10 @@ class VirtualClock:
 
         That is exact where host and card are as far apart afterwards as before.
         """
-        now_s, started_s = self.now_s, self._started_s
+        now_s, started_s = self.now_s, self.host_s
         yield
         self.now_s += num_more * (self.now_s - now_s)
-        self._started_s += num_more * (self._started_s - started_s)
+        self.host_s += num_more * (self.host_s - started_s)
 
     def charge(self, operation: Operation, phase: str) -> None:
         devices = set(map(device_kind, operation.inputs))
@@ -119,28 +107,25 @@ class VirtualClock:
         is_kernel = starts_kernel(operation.function)
         if not devices <= self._unbooked:
             share = (1 if is_kernel else VIEW_SHARE) * (BACKWARD_SHARE if in_backward() else 1)
-            self._started_s += share * self._operation_s
+            self.host_s += share * self._operation_s
             if is_kernel:
                 self._run(self._duration_s(operation, devices))
         elif is_kernel and devices == {"cpu"}:
-            self._started_s += self._host_work_s(operation)
+            num_bytes = sum(leaf.nbytes for leaf in (*operation.inputs, *operation.outputs))
+            if num_bytes >= _LEAST_HOST_BYTES:  # the counters of optimizers and the like take no time
+                self.work_on_host(num_bytes)
         self._book(phase)
 
     def _run(self, duration_s: float) -> None:
-        ended_s = max(self.time_of(self.stream), self._started_s) + duration_s
+        ended_s = max(self.time_of(self.stream), self.host_s) + duration_s
         if self.stream:
             self._of_streams[self.stream] = ended_s
         else:
             self.now_s = ended_s
 
-    def _host_work_s(self, operation: Operation) -> float:
-        """Return the time of work on the host's memory; the counters of optimizers and the like take none."""
-        num_bytes = sum(leaf.nbytes for leaf in (*operation.inputs, *operation.outputs))
-        return num_bytes / self._host_bytes_per_s if num_bytes >= _LEAST_HOST_BYTES else 0.0
-
     def work_on_host(self, num_bytes: int) -> None:
-        """Let the host read and write so many bytes in an operation that torch does not see."""
-        self._started_s += num_bytes / self._host_bytes_per_s
+        """Let the host read and write so many bytes of its memory."""
+        self.host_s += num_bytes / self._host_bytes_per_s
 
     def _book(self, phase: str) -> None:
         if phase != GENERATION:
@@ -154,14 +139,10 @@ class VirtualClock:
         if len(devices) > 1 and "cpu" in devices and outputs and all(leaf.dim() for leaf in operation.inputs):
             return sum(leaf.nbytes for leaf in outputs) / self.card.link_bytes_per_s
         work = work_of(operation, self.card)
-        compute_s = work.flops / flops_per_s(work, self.card) / self._share(work)
+        share: float = getattr(self._speeds, work.kind if work.kind in (CONVOLUTION, ATTENTION) else work.precision)
+        compute_s = work.flops / flops_per_s(work, self.card) / share
         memory_s = work.num_bytes / self.card.memory_bytes_per_s / self._speeds.memory
         return KERNEL_S + max(compute_s, memory_s)
-
-    def _share(self, work: KernelWork) -> float:
-        if work.kind in (CONVOLUTION, ATTENTION):
-            return float(getattr(self._speeds, work.kind))
-        return float(getattr(self._speeds, work.precision))
 
 
 class VirtualCopier:

@@ -14,7 +14,7 @@ def test_what_modules_and_optimizers_own_is_labelled_and_the_rest_follows_from_b
         model, batch = nn.Linear(4, 4, bias=False), torch.ones(8, 4)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         labels.add_state([model, {"batch": batch}])
-        labels.add_teacher_block(teacher := torch.empty(5, dtype=torch.uint8))
+        labels.add([teacher := torch.empty(5, dtype=torch.uint8)], categories.TEACHER)
         phases.begin_step()
         saved = model(batch).exp()
         at_forward = log.history.position - 1
