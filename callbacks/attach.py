@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from accelerate.utils import is_peft_model
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 from hf_memopt.activations import ActivationOffloader
 from hf_memopt.activations.checkpointing.selective import apply_selective_checkpointing
@@ -157,9 +157,7 @@ class OffloadedLoss(TrainerCallback):
         self._undo_calls: Callable[[], None] = lambda: None
         trainer.add_callback(self)
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, *others: Any, **kwargs: Any) -> None:
         # Either may have changed after attaching.
         _refuse_callback(self._trainer)
         refuse_what_conflicts(self.offloader, args, self._trainer.model)
@@ -167,9 +165,7 @@ class OffloadedLoss(TrainerCallback):
         if _caches_gradients(self._trainer):  # hooks on other models would only split compiled graphs
             self._undo_calls = enclose_calls_of(self._trainer.model, self._context_in_backward)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, *others: Any, **kwargs: Any) -> None:
         log_stats(self.offloader, state)
 
     def remove(self) -> None:
@@ -208,15 +204,11 @@ class FrozenModels(TrainerCallback):
             self._take()
         trainer.add_callback(self)
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         if not self.visits:
             self._take()
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, *others: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero:
             for line in self.lines():
                 logger.info("%s", line)

@@ -5,7 +5,7 @@ import logging
 from typing import Any
 
 import torch
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from hf_memopt.memory import Counters
 from hf_memopt.memory.device_counters import counters_for
@@ -29,13 +29,11 @@ class ClearCacheOnSaveCallback(TrainerCallback):
     def __init__(self, *, counters: Counters | None = None) -> None:
         self._counters = counters
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, *others: Any, **kwargs: Any) -> None:
         if self._counters is None:
             self._counters = counters_for(args.device)
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, *others: Any, **kwargs: Any) -> None:
         gc.collect()
         if self._counters is None:
             return

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback
 
 from hf_memopt.memory import LeakMonitor, LeakReport
 
@@ -33,11 +33,9 @@ class LeakDetectionCallback(TrainerCallback):
         """Return the report on this run; None while there is no verdict."""
         return self._monitor.report()
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         # May come twice without an end in between: auto_find_batch_size starts over, and an exception ends nothing.
         self._monitor = LeakMonitor(**self._options)
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         self._monitor.step()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import ProgressCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import ProgressCallback, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
 
 from hf_memopt.memory import Counters, MemoryTracker
@@ -54,11 +54,11 @@ class MemoryLoggingCallback(TrainerCallback):
         self._clock = _Clock()
         self.tracker: MemoryTracker | None = None
 
-    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_init_end(self, *args: Any, **kwargs: Any) -> None:
         self._go_first()
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, *others: Any, model: nn.Module, **kwargs: Any
     ) -> None:
         # May come twice without an end in between: auto_find_batch_size starts again, and an exception ends nothing.
         if self._reset_peaks and not args.skip_memory_metrics:
@@ -87,7 +87,7 @@ class MemoryLoggingCallback(TrainerCallback):
     def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         self._switch_to(None)
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         assert self.tracker is not None
         self.tracker.step()
         self._clock.count_batch()
@@ -103,12 +103,7 @@ class MemoryLoggingCallback(TrainerCallback):
         self._clock.leave_out()
 
     def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any],
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, *others: Any, logs: dict[str, Any], **kwargs: Any
     ) -> None:
         if "loss" not in logs or self.tracker is None:
             return
@@ -171,9 +166,7 @@ class MemoryPageCallback(TrainerCallback):
         if importlib.util.find_spec("matplotlib") is None:
             raise ValueError("memory_report=True needs matplotlib, which the extra 'report' installs")
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, *others: Any, **kwargs: Any) -> None:
         folder = Path(args.output_dir)
         if state.is_world_process_zero and not (folder / METRICS_FILE).exists():
             logger.warning("no report: no memory was logged, with logging_steps=%s", args.logging_steps)

@@ -5,7 +5,7 @@ from typing import Any
 
 from accelerate.state import AcceleratorState
 from torch import nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from hf_memopt.activations import ActivationOffloader, WrappedModule
 from hf_memopt.activations.checkpointing.selective import CheckpointedForward
@@ -39,17 +39,13 @@ class ActivationOffloadCallback(TrainerCallback):
         self.offloader = make_offloader(offloader, **options)
         self._wrapped: WrappedModule | None = None
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: nn.Module, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, *others: Any, model: nn.Module, **kwargs: Any) -> None:
         # May come twice without an end in between: auto_find_batch_size starts over, and an exception ends nothing.
         self.remove()
         refuse_what_conflicts(self.offloader, args, model)
         self._wrapped = self.offloader.wrap(model)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, *others: Any, **kwargs: Any) -> None:
         self.remove()
         log_stats(self.offloader, state)
 

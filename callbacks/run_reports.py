@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 from hf_memopt.activations import ActivationOffloader
 from hf_memopt.callbacks.memory_logging import MemoryLoggingCallback
@@ -49,15 +49,11 @@ class RunReports(TrainerCallback):
         if self._added:
             self._trainer.remove_callback(self._logging)
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, *others: Any, **kwargs: Any) -> None:
         if state.global_step == 0 and state.is_world_process_zero:  # not of this run
             (Path(args.output_dir) / OFFLOADING_FILE).unlink(missing_ok=True)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, *others: Any, **kwargs: Any) -> None:
         facts = self._logging.facts(args, state)
         if facts is None or not state.is_world_process_zero:
             return

@@ -3,7 +3,7 @@
 from typing import Any
 
 from torch import nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from hf_memopt.memory.ranks import gather_from_ranks
 from hf_memopt.training.finite_check import (
@@ -39,9 +39,7 @@ class StopOnNonFiniteCallback(TrainerCallback):
     def __init__(self) -> None:
         self._watch: GradientWatch | None = None
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: nn.Module, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, *others: Any, model: nn.Module, **kwargs: Any) -> None:
         if args.deepspeed is not None:
             raise ValueError(
                 "deepspeed: its engine updates parameters before Trainer could stop it. Leave StopOnNonFiniteCallback "
@@ -51,22 +49,17 @@ class StopOnNonFiniteCallback(TrainerCallback):
         self.remove()
         self._watch = GradientWatch(model)
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         self._running_watch().begin_step()
 
-    def on_substep_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_substep_end(self, *args: Any, **kwargs: Any) -> None:
         self._running_watch().end_micro_batch()
 
     def on_pre_optimizer_step(
         self,
         args: TrainingArguments,
         state: TrainerState,
-        control: TrainerControl,
-        *,
+        *others: Any,
         model: nn.Module,
         optimizer: Any,
         **kwargs: Any,
@@ -80,9 +73,7 @@ class StopOnNonFiniteCallback(TrainerCallback):
         self.remove()
         raise NonFiniteGradientError(state.global_step + 1, findings)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         self.remove()
 
     def remove(self) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from accelerate.utils import str_to_bool
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 from hf_memopt.callbacks.loss_context import enclose, enclose_calls
 from hf_memopt.weights import StreamedWeights
@@ -34,9 +34,7 @@ class StreamedBase(TrainerCallback):
         ]
         trainer.add_callback(self)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, *others: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero:
             logger.info("%s", self.weights.report())
 
