@@ -57,16 +57,18 @@ class MemoptArguments(OffloadArguments):
     def __post_init__(self) -> None:
         check_ranges(self)
         super().__post_init__()
-        if self.offload not in MODES:
-            raise ValueError(f"offload={self.offload!r} is unknown; choose from {', '.join(MODES)}")
-        if self.base not in ("off", *BASE_HOMES):
-            raise ValueError(f"base={self.base!r} is unknown; choose from off, {', '.join(BASE_HOMES)}")
+        choices = {
+            "offload": MODES,
+            "base": ("off", *BASE_HOMES),
+            "frozen": ("off", *TEACHER_MODES),
+            "frozen_home": HOMES,
+        }
+        for name, known in choices.items():
+            value = getattr(self, name)
+            if value not in known:
+                raise ValueError(f"{name}={value!r} is unknown; choose from {', '.join(known)}")
         if self.base_budget_gib is not None and self.base == "off":
             raise ValueError(f"base_budget_gib={self.base_budget_gib} needs base=auto, host or file, and base=off")
-        if self.frozen not in ("off", *TEACHER_MODES):
-            raise ValueError(f"frozen={self.frozen!r} is unknown; choose from off, {', '.join(TEACHER_MODES)}")
-        if self.frozen_home not in HOMES:
-            raise ValueError(f"frozen_home={self.frozen_home!r} is unknown; choose from {', '.join(HOMES)}")
         if self.frozen_home != "host" and self.frozen == "off":
             raise ValueError(f"frozen_home={self.frozen_home} needs frozen=auto, swap or stream, and frozen=off")
         if self.budget_gib is not None and self.offload != "auto":

@@ -25,10 +25,10 @@ from transformers import Trainer
 
 from hf_memopt.activations import ActivationOffloader
 from hf_memopt.activations.checkpointing.selective import apply_selective_checkpointing
-from hf_memopt.activations.wrapped_module import hook_direct_calls
+from hf_memopt.activations.wrapped_module import hook_direct_calls, wrapped_module
 from hf_memopt.callbacks.arguments import MemoptArguments
 from hf_memopt.callbacks.attach import FrozenModels
-from hf_memopt.callbacks.offloading import is_wrapped, log_what_was_done
+from hf_memopt.callbacks.offloading import log_what_was_done
 from hf_memopt.callbacks.settings_text import VARIABLE
 from hf_memopt.memory import explain_oom
 
@@ -132,7 +132,7 @@ def _is_trained(model: Any) -> bool:
 
 
 def _wrap(model: nn.Module, arguments: MemoptArguments, accelerator: Accelerator) -> Iterator[ActivationOffloader]:
-    if is_wrapped(model):
+    if wrapped_module(model) is not None:
         return
     if arguments.selective_checkpointing:
         apply_selective_checkpointing(model)

@@ -73,7 +73,7 @@ def refuse_what_conflicts(offloader: ActivationOffloader, args: TrainingArgument
     for option, is_on in _other_offloading(args).items():
         if is_on:
             raise ValueError(f"{option} offloads activations already, and two offloaders do not stack; switch it off")
-    if is_wrapped(model):
+    if wrapped_module(model) is not None:
         raise ValueError("an ActivationOffloader wraps the model already, and two do not stack; remove() its handle")
     if args.n_gpu > 1:
         raise ValueError(
@@ -85,10 +85,6 @@ def refuse_what_conflicts(offloader: ActivationOffloader, args: TrainingArgument
             "mode='inputs' offloads the inputs of checkpointed layers, and there are none; set "
             f"{_checkpointing_field(args)}=True, or use mode='auto' or 'all'"
         )
-
-
-def is_wrapped(model: nn.Module) -> bool:
-    return wrapped_module(model) is not None
 
 
 def log_stats(offloader: ActivationOffloader, state: TrainerState) -> None:

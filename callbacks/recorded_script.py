@@ -3,7 +3,6 @@
 import functools
 import json
 import os
-import random
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -13,10 +12,10 @@ from pathlib import Path
 from typing import Any, Self
 from unittest.mock import patch
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import nn
+from transformers import set_seed
 
 from hf_memopt.callbacks.every_trainer import attached, run_script, show_messages
 from hf_memopt.callbacks.switches import SwitchedArguments, SwitchError, Switches, set_torch_flags
@@ -80,7 +79,7 @@ def mistake_file(folder: Path) -> Path:
 def main(words: Sequence[str]) -> None:
     order = Order.from_environment()
     show_messages()
-    _set_seeds(order.seed)
+    set_seed(order.seed)
     try:
         recording = _recorded(order, words)
     except SwitchError as error:
@@ -143,12 +142,6 @@ def _models_named(recorder: Recorder) -> Iterator[None]:
 
     with patch.object(Accelerator, "prepare", prepare_and_name):
         yield
-
-
-def _set_seeds(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
 
 
 if __name__ == "__main__":

@@ -142,7 +142,7 @@ class ActivationOffloader:
         # Of all that follows. Destructors do without: they may run while another thread waits for theirs.
         self._lock = threading.RLock()
         self._devices: dict[torch.device, DeviceState | None] = {}
-        self._planners: weakref.WeakKeyDictionary[nn.Module, Planners] = weakref.WeakKeyDictionary()
+        self._planners = weakref.WeakKeyDictionary[nn.Module, Planners]()
         self._no_model = nn.Module()  # stands for it, as a key
         self._idle: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._counters = OffloadCounters()
@@ -173,7 +173,9 @@ class ActivationOffloader:
                 device.raise_failure()
             owner, begun = self._open_pass() or (self._key(model), None)
             if begun is None:
-                self._review(owner)
+                # Each rank by itself: ranks owe each other no equal number of passes.
+                for planner in self._planners_of(owner):
+                    planner.review()
                 op_tracer = self._op_tracer(model, owner, fixed)
             else:
                 op_tracer = self._go_on(begun, model, fixed)
@@ -336,11 +338,6 @@ class ActivationOffloader:
         """Return the planners of a model's passes on this thread."""
         here = threading.get_ident()
         return [planner for (_, thread), planner in self._planners.get(owner, {}).items() if thread == here]
-
-    def _review(self, owner: nn.Module) -> None:
-        # Each rank by itself: ranks owe each other no equal number of passes.
-        for planner in self._planners_of(owner):
-            planner.review()
 
     @contextmanager
     def _noting(self, op_tracer: OpTracer | None, owner: nn.Module, model: nn.Module | None) -> Iterator[None]:

@@ -196,8 +196,6 @@ class PassPlanner:
         """Return whether saved activations are in host memory in any case."""
         return self._room is None and isinstance(self._device.clock, HostClock)
 
-    # -------------------------------------------------------------------------------------------------- recording
-
     def _take_recording(self, this_pass: OffloadedPass, recorder: PassRecorder) -> None:
         self.recording = recorder.finish()
         self._num_operations = {} if this_pass.op_tracer is None else this_pass.op_tracer.num_by_module
@@ -213,14 +211,10 @@ class PassPlanner:
             self._num_corrections += 1
             self._num_recorded = _RECORDED_PASSES - 1
 
-    # --------------------------------------------------------------------------------------------------- planning
-
     def _replan(self) -> None:
         assert self.recording is not None
         self.plan = self._maker.make(self.recording.profile, before=self.plan)
         self._times.begin_plan()
-
-    # ------------------------------------------------------------------------------------------------- correcting
 
     def _take_plain(self, this_pass: OffloadedPass) -> None:
         assert self.recording is not None
@@ -246,7 +240,11 @@ class PassPlanner:
     def _compare(self, this_pass: OffloadedPass, plan: OffloadPlan) -> None:
         assert self.recording is not None
         if self._times.wants_whole:
-            self._plan_for(self._times.take_whole(self.recording, plan))
+            recording = self._times.take_whole(self.recording, plan)
+            if recording is not None:
+                self.recording = recording
+                self._replan()
+                self._trims_left = 2  # it may need less memory below the device
             return
         ended = self._times.next_ended(this_pass)
         if ended is None:
@@ -260,12 +258,6 @@ class PassPlanner:
         else:
             self._judge(self._times.compare_planned(ended))
             self._wants_plain = self._times.wants_plain
-
-    def _plan_for(self, recording: RecordedPass | None) -> None:
-        if recording is not None:
-            self.recording = recording
-            self._replan()
-            self._trims_left = 2  # it may need less memory below the device
 
     def _judge(self, slowdown: float | None) -> None:
         """Plan for less where passes take longer than `max_slowdown` allows, by the share `slowdown`."""

@@ -57,8 +57,6 @@ class PassTimes:
         """Forget the time of the one plain pass, which was of another size."""
         self._comparison.plain_s = None
 
-    # ----------------------------------------------------------------------------------------------- plain passes
-
     @property
     def wants_plain(self) -> bool:
         return self._comparison.wants_plain
@@ -83,8 +81,6 @@ class PassTimes:
         if in_proportion is None or not num:
             return in_proportion or recording
         return with_cost_of_noting(in_proportion, num_operations, max(0.0, recorded_s - plain_s) / num)
-
-    # --------------------------------------------------------------------------------------------- planned passes
 
     @property
     def wants_whole(self) -> bool:

@@ -154,10 +154,8 @@ class SavedTensorHooks:
         if key in self._fixed or is_weight(tensor):
             self._counters.bytes_weights += tensor.nbytes
             return tensor.detach(), tensor._version
-        if (
-            current_backward() != self._backward
-        ):  # tensors saved by backward itself (recomputation, double backward) are used at once
-            return self._keep(tensor)
+        if current_backward() != self._backward:  # saved by a backward itself (recomputation, double backward)
+            return self._keep(tensor)  # since it is used at once
         caller = sys._getframe().f_back  # none in a thread that is not Python's
         if self._inputs_only and not called_from_checkpoint(caller):
             return self._keep(tensor)

@@ -1,8 +1,7 @@
 """`verify`: two functions that make the same training step, compared bit by bit."""
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from copy import deepcopy
 from typing import Any
 
@@ -68,10 +67,13 @@ def verify(plain: Callable[[], Any], switched: Callable[[], Any], steps: int = 2
         )
         step = switched if kind == "switched" else plain
         _forget_compiled()
-        with state.restored(), deterministic_kernels(), recorder:
-            for _ in range(steps):
-                recorder.add_results(step())
-                recorder.end_step()
+        try:
+            with deterministic_kernels(), recorder:
+                for _ in range(steps):
+                    recorder.add_results(step())
+                    recorder.end_step()
+        finally:
+            state.restore()
         if not any(place.phase in ("loss", "result") for place in recorder.recording.tensors):
             name = "switched" if kind == "switched" else "plain"
             raise ValueError(f"{name}() ran nothing backward and returned no tensors; have it make a training step")
@@ -107,15 +109,7 @@ class _State:
         if id(optimizer) not in self._optimizers:
             self._optimizers[id(optimizer)] = optimizer, _OptimizerState(optimizer)
 
-    @contextmanager
-    def restored(self) -> Iterator[None]:
-        """Put everything back when a run has ended."""
-        try:
-            yield
-        finally:
-            self._restore()
-
-    def _restore(self) -> None:
+    def restore(self) -> None:
         for held, before in self._owners:
             held.clear()
             held.update(before)
@@ -136,7 +130,10 @@ class _OptimizerState:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._state = {parameter: tree_map(_kept, state) for parameter, state in optimizer.state.items()}
-        self._groups = [_without_parameters(group) for group in optimizer.param_groups]
+        self._groups = [
+            {name: tree_map(_kept, value) for name, value in group.items() if name != "params"}
+            for group in optimizer.param_groups
+        ]
 
     def restore(self, optimizer: Optimizer) -> None:
         optimizer.state.clear()
@@ -144,10 +141,6 @@ class _OptimizerState:
             optimizer.state[parameter] = tree_map(_restored, state)
         for group, before in zip(optimizer.param_groups, self._groups, strict=True):
             group.update(tree_map(_restored, before))
-
-
-def _without_parameters(group: dict[str, Any]) -> dict[str, Any]:
-    return {name: tree_map(_kept, value) for name, value in group.items() if name != "params"}
 
 
 class _Kept:

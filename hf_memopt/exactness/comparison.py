@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -103,7 +103,7 @@ def compare(plain: Recording, switched: Recording, yardstick: Recording | None =
         not_compared.append("inputs and losses: the runs cut their steps into different numbers of micro-batches")
     differences: list[Difference] = []
     num_compared = Counter[Phase]()
-    for place in _places(first, second):
+    for place in first | second:
         ours, theirs = first.get(place), second.get(place)
         if (ours is None or theirs is None) and (place.phase in lacking or place.phase in _HELD_ELSEWHERE):
             continue
@@ -179,13 +179,6 @@ def _eps(dtype: str) -> float:
     if found.is_floating_point or found.is_complex:
         return torch.finfo(found).eps
     return torch.finfo(torch.float32).eps
-
-
-def _places(
-    first: Mapping[TensorPlace, Fingerprint], second: Mapping[TensorPlace, Fingerprint]
-) -> Iterator[TensorPlace]:
-    yield from first
-    yield from (place for place in second if place not in first)
 
 
 def _lacking(first: Mapping[TensorPlace, Fingerprint], second: Mapping[TensorPlace, Fingerprint]) -> dict[Phase, str]:

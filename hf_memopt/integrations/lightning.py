@@ -6,7 +6,8 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from hf_memopt.activations import ActivationOffloader
-from hf_memopt.callbacks.offloading import is_wrapped, log_what_was_done, make_offloader
+from hf_memopt.activations.wrapped_module import wrapped_module
+from hf_memopt.callbacks.offloading import log_what_was_done, make_offloader
 
 __all__ = ["ActivationOffloading"]
 
@@ -34,7 +35,7 @@ class ActivationOffloading(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         strategy = trainer.strategy
-        if "training_step" in vars(strategy) or is_wrapped(pl_module):
+        if "training_step" in vars(strategy) or wrapped_module(pl_module) is not None:
             raise ValueError(
                 "another ActivationOffloader is at work in this trainer, and two do not stack; register one callback, "
                 "and remove() the handle of offloader.wrap(model)"

@@ -51,8 +51,8 @@ class GradientWatch:
         for name, module in model.named_modules():
             is_sharded = isinstance(module, FSDPModule)
             if is_sharded:
-                watch_gathered = partial(self._watch_gathered, f"{name}." if name else "")
-                self._handles.append(module.register_forward_pre_hook(watch_gathered))
+                watch = partial(self._watch, f"{name}." if name else "")
+                self._handles.append(module.register_forward_pre_hook(watch))
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -87,10 +87,7 @@ class GradientWatch:
         for handle in self._handles:
             handle.remove()
 
-    def _watch_gathered(self, prefix: str, module: nn.Module, args: Any) -> None:
-        self._watch(prefix, module)
-
-    def _watch(self, prefix: str, module: nn.Module) -> None:
+    def _watch(self, prefix: str, module: nn.Module, inputs: Any = ()) -> None:
         for name, parameter in module.named_parameters():
             # Between its uses ZeRO-3 leaves nothing of a weight but its size.
             numel = getattr(parameter, "ds_numel", parameter.numel())

@@ -1,6 +1,6 @@
 """Losses taken in less memory: networks as losses, chunk by chunk, and penalties on gradients."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,10 +40,11 @@ def chunked_loss(loss_fn: Callable[..., Tensor], output: Tensor, *targets: Tenso
     differentiated = torch.is_grad_enabled() and output.requires_grad
     values: list[Tensor] = []
     gradients: list[Tensor] = []
-    for share, chunk, chunk_targets in _chunks(output, targets, chunk_size):
+    for part, *part_targets in zip(*(torch.split(each, chunk_size) for each in (output, *targets)), strict=True):
+        chunk = part.detach().requires_grad_(differentiated)
         # These hooks hide the chunk from outer ones: offloading tensors that are used at once would only cost time.
         with saved_tensors_hooks(_itself, _itself):
-            value = loss_fn(chunk.requires_grad_(differentiated), *chunk_targets).mean() * share
+            value = loss_fn(chunk, *part_targets).mean() * (len(part) / len(output))
         if differentiated:
             gradients += torch.autograd.grad(value, chunk)
         values.append(value.detach())
@@ -65,14 +66,6 @@ class _InjectedGradient(torch.autograd.Function):
     def backward(ctx: Any, factor: Tensor) -> tuple[Tensor, None, None]:
         (gradient,) = ctx.saved_tensors
         return gradient * factor, None, None
-
-
-def _chunks(
-    output: Tensor, targets: tuple[Tensor, ...], size: int
-) -> Iterator[tuple[float, Tensor, tuple[Tensor, ...]]]:
-    parts = zip(*(torch.split(tensor, size) for tensor in (output, *targets)), strict=True)
-    for chunk, *chunk_targets in parts:
-        yield len(chunk) / len(output), chunk.detach(), tuple(chunk_targets)
 
 
 def _itself(tensor: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_memopt.ranges import COUNT
 from hf_memopt.training.accumulation.ddp import check_exchange_after_backward, check_not_joined
-from hf_memopt.training.accumulation.rank_exchange import check_distributed_type, gathers_weights
+from hf_memopt.training.accumulation.rank_exchange import check_distributed_type, gathers_weights, max_over_ranks
 from hf_memopt.training.accumulation.splitting import num_samples, split_batch, take
 from hf_memopt.training.accumulation.weights import WeightFn, normalized_weights
 from hf_memopt.training.repeatable import BufferState, RandomState
@@ -221,7 +221,7 @@ def _first_that_fits[T](
                 raise
             result, error = None, caught
         # If one rank runs out of memory, all start over, because they have to make the same exchanges.
-        if not _on_any_rank(accelerator, error is not None):
+        if not max_over_ranks(accelerator, int(error is not None)):
             assert result is not None
             return size, result
         if size == 1:
@@ -248,14 +248,6 @@ def _share_buffers(model: nn.Module) -> None:
         for buffer in inner.module.buffers() if inner.broadcast_buffers else ():
             dist.broadcast(buffer, 0)
         inner.require_forward_param_sync = False
-
-
-def _on_any_rank(accelerator: Accelerator, failed: bool) -> bool:
-    if accelerator.num_processes == 1:
-        return failed
-    flag = torch.tensor(float(failed), device=accelerator.device)
-    dist.all_reduce(flag, dist.ReduceOp.MAX)
-    return bool(flag.item())
 
 
 def _sum_gradients(accelerator: Accelerator, model: nn.Module) -> None:

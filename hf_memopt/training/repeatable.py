@@ -36,13 +36,13 @@ class RandomState:
         self._cpu = torch.get_rng_state()
         self._accelerator: Tensor | None = None
         if device.type != "cpu":
-            self._accelerator = _module_of(device).get_rng_state()
+            self._accelerator = torch.get_device_module(device).get_rng_state()
 
     def restore(self) -> None:
         random.setstate(self._python)
         torch.set_rng_state(self._cpu)
         if self._accelerator is not None:
-            _module_of(self.device).set_rng_state(self._accelerator)
+            torch.get_device_module(self.device).set_rng_state(self._accelerator)
 
 
 class BufferState:
@@ -156,7 +156,3 @@ def _kinds(outputs: Iterable[Any]) -> str:
     return ", ".join(
         f"a tensor {tuple(each.shape)}" if isinstance(each, Tensor) else type(each).__name__ for each in outputs
     )
-
-
-def _module_of(device: torch.device) -> Any:
-    return torch.get_device_module(device)

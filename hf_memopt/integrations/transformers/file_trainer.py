@@ -3,7 +3,7 @@
 import copy
 import importlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -23,14 +23,8 @@ _PADDING = "<pad>"
 _STORED = {"nf4": "is_loaded_in_4bit", "nf4-double": "is_loaded_in_4bit", "int8": "is_loaded_in_8bit"}
 
 
+@quiet()
 def make_trainer(
-    file: ArgumentFile, config: Any, task: str, changes: Mapping[str, Any], seq_len: int, output_dir: str
-) -> Trainer:
-    with quiet():
-        return _make(file, config, task, changes, seq_len, output_dir)
-
-
-def _make(
     file: ArgumentFile, config: Any, task: str, changes: Mapping[str, Any], seq_len: int, output_dir: str
 ) -> Trainer:
     arguments = file.training_arguments(changes, output_dir)
@@ -120,7 +114,9 @@ def _trl_trainer(
         # TRL asks these; later they would make transformers ask bitsandbytes.
         setattr(model, _STORED[stored], True)
     reference = _reference_of(kind, lambda: _base_model(config, task, about))
-    with _without_server(arguments) as is_served, reference:
+    # A trainer that generates on a server would ask the server when it is made.
+    is_served = bool(getattr(arguments, "use_vllm", False))
+    with patch.object(arguments, "use_vllm", False) if is_served else nullcontext(), reference:
         trainer: Any = kind(model, args=arguments, train_dataset=Dataset.from_dict(data), **options)
     if is_served:
         trainer.use_vllm = True
@@ -148,19 +144,6 @@ def _reference_of(kind: Any, build: Callable[[], Any]) -> Iterator[None]:
         yield
     for model in made:
         del model.to
-
-
-@contextmanager
-def _without_server(arguments: Any) -> Iterator[bool]:
-    """Make a trainer that generates on a server without asking the server; yield whether it does."""
-    is_served = bool(getattr(arguments, "use_vllm", False))
-    if is_served:
-        arguments.use_vllm = False
-    try:
-        yield is_served
-    finally:
-        if is_served:
-            arguments.use_vllm = True
 
 
 def _no_reward(completions: list[str], **columns: Any) -> list[float]:
