@@ -143,8 +143,7 @@ def _given_options(offloader: ActivationOffloader | None) -> dict[str, Any]:
     if offloader is None:
         return {}
     defaults = ActivationOffloader().options
-    given = {name: value for name, value in offloader.options.items() if value != defaults[name]}
-    return {name: value for name, value in given.items() if name != "skip"}
+    return {name: value for name, value in offloader.options.items() if name != "skip" and value != defaults[name]}
 
 
 def _call_arguments(values: Mapping[str, Any]) -> str:

@@ -92,7 +92,8 @@ def compare(plain: Recording, switched: Recording, yardstick: Recording | None =
     Runs that cut a step into different numbers of micro-batches are compared by the last gradients of each step, and
     by the tensors of the update.
     """
-    aligned = _cuts_alike(plain, switched)
+    cuts = [Counter(place.step for place in each.tensors if place.phase == "loss") for each in (plain, switched)]
+    aligned = cuts[0] == cuts[1]
     first, second = (_last_of_steps(each) if not aligned else each.tensors for each in (plain, switched))
     measure = {} if yardstick is None else (yardstick.tensors if aligned else _last_of_steps(yardstick))
     lacking = _lacking(first, second)
@@ -196,11 +197,6 @@ def _lacking(first: Mapping[TensorPlace, Fingerprint], second: Mapping[TensorPla
         if any(place.phase == phase for place in first)
         and not any(place.phase == phase and place in first for place in second)
     }
-
-
-def _cuts_alike(first: Recording, second: Recording) -> bool:
-    cuts = [Counter(p.step for p in each.tensors if p.phase == "loss") for each in (first, second)]
-    return cuts[0] == cuts[1]
 
 
 def _last_of_steps(recording: Recording) -> dict[TensorPlace, Fingerprint]:

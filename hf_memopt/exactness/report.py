@@ -45,11 +45,6 @@ class RunFigures:
     step_s: float | None
     recording_s: float
 
-    @classmethod
-    def of(cls, name: str, recording: Recording) -> "RunFigures":
-        step_s = recording.step_s[-1] if recording.step_s else None
-        return cls(name, recording.peak_bytes, step_s, recording.recording_s)
-
 
 @dataclass(frozen=True)
 class VerifyReport:
@@ -105,19 +100,17 @@ class VerifyReport:
     @property
     def answer(self) -> str:
         """The headline, the size of differences, and likely causes."""
-        return "\n".join(self._lines())
-
-    def _lines(self) -> Iterator[str]:
-        yield self.headline
+        lines = [self.headline]
         if self.first is not None:
-            yield f"  {_size(self.first)}"
+            lines.append(f"  {_size(self.first)}")
         if self.worst is not None and self.worst is not self.first:
-            yield f"  largest: {self.worst.place}, {_size(self.worst)}"
+            lines.append(f"  largest: {self.worst.place}, {_size(self.worst)}")
         if self.first is not None:
-            yield f"  differing: {'; '.join(self._shares())}"
-        yield from (f"  not compared: {each}" for each in self.not_compared)
+            lines.append(f"  differing: {'; '.join(self._shares())}")
+        lines += [f"  not compared: {each}" for each in self.not_compared]
         if self.advice:
-            yield f"  look at: {self.advice}"
+            lines.append(f"  look at: {self.advice}")
+        return "\n".join(lines)
 
     def __str__(self) -> str:
         rows: list[list[Cell]] = [
@@ -147,29 +140,24 @@ def report_of(
     plain: Recording, switched: Recording, comparison: RunComparison, runs: list[RunFigures], *, is_control: bool
 ) -> VerifyReport:
     """Return the report of a comparison; with `is_control`, that of two plain runs which should have been equal."""
-    differing = Counter(each.place.phase for each in comparison.differences)
+    first, differences = comparison.first, comparison.differences
+    differing = Counter(each.place.phase for each in differences)
+    up_to_first = differences[: differences.index(first) + 1] if first is not None else []
     advice = _advice_on_control(plain, comparison) if is_control else _advice(plain, switched, comparison)
     return VerifyReport(
         verdict="not repeatable" if is_control else comparison.verdict,
         num_steps=min(plain.num_steps, switched.num_steps),
         num_gradients=comparison.num_gradients,
-        first=comparison.first,
+        first=first,
         worst=comparison.worst,
         losses_equal="loss" in comparison.num_compared
-        and not any(each.place.phase in ("start", "input", "loss") for each in _up_to_first(comparison)),
+        and not any(each.place.phase in ("start", "input", "loss") for each in up_to_first),
         differing=dict(differing),
         compared=comparison.num_compared,
         not_compared=comparison.not_compared,
         advice=advice,
         runs=runs,
     )
-
-
-def _up_to_first(comparison: RunComparison) -> Iterator[Difference]:
-    for each in comparison.differences:
-        yield each
-        if each is comparison.first:
-            return
 
 
 def _advice_on_control(plain: Recording, comparison: RunComparison) -> str:

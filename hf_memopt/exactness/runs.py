@@ -21,7 +21,8 @@ def compare_runs(record: Callable[[Kind, str | None], Recording]) -> VerifyRepor
 
     def recorded(kind: Kind, dtype: str | None = None) -> Recording:
         found = record(kind, dtype)
-        runs.append(RunFigures.of(kind, found))
+        step_s = found.step_s[-1] if found.step_s else None
+        runs.append(RunFigures(kind, found.peak_bytes, step_s, found.recording_s))
         return found
 
     plain = recorded("plain")

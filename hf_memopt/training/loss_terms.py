@@ -115,13 +115,6 @@ def r1_penalty(scores: Tensor, images: Tensor) -> Tensor:
 
     Source: Mescheder et al., Which Training Methods for GANs do actually Converge?, 2018, arXiv:1801.04406.
     """
-    _check_penalty(scores, images)
-    (gradient,) = torch.autograd.grad(scores.reshape(len(scores), -1).mean(1).sum(), images, create_graph=True)
-    wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-    return wide.reshape(len(wide), -1).square().sum(1).mean()
-
-
-def _check_penalty(scores: Tensor, images: Tensor) -> None:
     if not images.requires_grad:
         raise ValueError("images requires no gradient; call images.requires_grad_() before the discriminator sees them")
     if not scores.requires_grad:
@@ -131,3 +124,6 @@ def _check_penalty(scores: Tensor, images: Tensor) -> None:
             f"scores of shape {tuple(scores.shape)} are not those of images of shape {tuple(images.shape)}; pass one "
             "logit per image or more, the batch first"
         )
+    (gradient,) = torch.autograd.grad(scores.reshape(len(scores), -1).mean(1).sum(), images, create_graph=True)
+    wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+    return wide.reshape(len(wide), -1).square().sum(1).mean()
