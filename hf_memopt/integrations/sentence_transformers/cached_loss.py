@@ -89,7 +89,8 @@ class CachedLoss(nn.Module):
         def around(is_last: bool) -> AbstractContextManager[Any]:
             return nullcontext() if is_last else no_sync()
 
-        return CachedForward(self._embed, micro_batches, _device_of(columns), around).loss(of_all)
+        device = next(value.device for value in columns[0].values() if isinstance(value, Tensor))
+        return CachedForward(self._embed, micro_batches, device, around).loss(of_all)
 
     def get_config_dict(self) -> dict[str, Any]:
         """Return this loss's entries in the model card."""
@@ -105,7 +106,3 @@ class CachedLoss(nn.Module):
 def _is_of_embeddings(loss: nn.Module) -> bool:
     function = getattr(loss, "compute_loss_from_embeddings", None)
     return function is not None and list(inspect.signature(function).parameters) == ["embeddings", "labels"]
-
-
-def _device_of(columns: Sequence[dict[str, Any]]) -> Any:
-    return next(value.device for value in columns[0].values() if isinstance(value, Tensor))

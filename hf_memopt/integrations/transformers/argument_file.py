@@ -141,7 +141,6 @@ class ArgumentFile:
         names = _names(kind)
         given = dict(self.given) | current_names(changes)
         _refuse(given)
-        _refuse_engine_beside(given)
         values = {name: value for name, value in (given | _LEFT_OUT).items() if name in names}
         parser = HfArgumentParser(kind)
         parser.set_defaults(**(values | {"output_dir": output_dir}))
@@ -202,10 +201,7 @@ def _refuse(given: Mapping[str, Any]) -> None:
             raise ValueError(
                 f"{name}={given[name]!r} is not simulated; leave it out of the file to estimate without it"
             )
-
-
-def _refuse_engine_beside(given: Mapping[str, Any]) -> None:
-    """Refuse vLLM in the same process; as a server, on another GPU, it takes no memory here."""
+    # As a server, on another GPU, vLLM takes no memory here.
     if given.get("use_vllm") and given.get("vllm_mode", "colocate") != "server":
         raise ValueError(
             "use_vllm=True with vllm_mode='colocate' is not simulated: vLLM takes a share of the same GPU for itself; "

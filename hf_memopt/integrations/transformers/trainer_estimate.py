@@ -118,11 +118,7 @@ def _refuse(trainer: Trainer) -> None:
     for name, is_on in unknown.items():
         if is_on:
             raise ValueError(f"{name} is not simulated; estimate a trainer without it, in one process")
-    _refuse_unknown_weights(trainer.model)
-
-
-def _refuse_unknown_weights(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
+    for name, parameter in trainer.model.named_parameters():
         kind = type(parameter if type(parameter) is not nn.Parameter else parameter.data)
         if kind is not Tensor:
             raise ValueError(

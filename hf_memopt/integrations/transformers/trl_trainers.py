@@ -141,9 +141,6 @@ def trainer_for(given: Mapping[str, Any], source: str) -> TrlTrainer | None:
     return having[0] if having else None
 
 
-# ------------------------------------------------------------------------------------------------- samples
-
-
 def _tokens(arguments: Any, tokens: int, count: int) -> Rows:
     return {"input_ids": [[0] * tokens] * count}
 
