@@ -151,15 +151,8 @@ class OffloadedPass:
     def close(self) -> None:
         self._is_closed = True
 
-    @property
-    def is_in_backward(self) -> bool:
-        """Return whether a backward is at work or was broken off."""
-        return bool(self._backwards)
-
     def working(self) -> AbstractContextManager[None]:
         return nullcontext() if self.recorder is None else self.recorder.working()
-
-    # ------------------------------------------------------------------------------------------------ forward
 
     def save(
         self, tensor: Tensor, key: int, num_bytes: int, of_function: bool = False, is_skipped: bool = False
@@ -371,8 +364,6 @@ class OffloadedPass:
     def _owner(self, index: int) -> str:
         owners = self.recording.owners if self.recording else ()
         return owners[index] if index < len(owners) else ""
-
-    # ----------------------------------------------------------------------------------------------- backward
 
     def use(self, storage: LiveStorage, view: View) -> Tensor:
         """Return the bytes, `(num_bytes,)` uint8; a RuntimeError if the tensor was modified in place since."""

@@ -381,11 +381,6 @@ class ActivationOffloader:
             f"{format_bytes(self._counters.largest_small_bytes)}"
         )
 
-    def _host_bytes(self, device: torch.device) -> int:
-        if self._host_budget_bytes is not None:
-            return self._host_budget_bytes
-        return default_host_budget(backend_of(device).free_host_bytes())
-
     def _file_below(self, device: torch.device) -> TierFile | None:
         """Return the file on the disk, of which an offloader has one for all devices; a simulation has its own."""
         open_file = backend_of(device).open_file
@@ -400,9 +395,10 @@ class ActivationOffloader:
                 raise ValueError(
                     f"copier=SyncCopier() copies memory of the CPU alone, but tensors are on {device}; leave copier out"
                 )
-            lower, clock = memories_below(
-                device, copier, self._pin_memory, self._host_bytes(device), self._file_below(device)
-            )
+            host_bytes = self._host_budget_bytes
+            if host_bytes is None:
+                host_bytes = default_host_budget(backend_of(device).free_host_bytes())
+            lower, clock = memories_below(device, copier, self._pin_memory, host_bytes, self._file_below(device))
             if not lower:
                 level = logging.INFO if device.type == "cpu" else logging.WARNING
                 logger.log(level, "activation offloading: %s", _NOTHING_TO_MOVE)

@@ -1,7 +1,9 @@
 """Plans for the memory that passes may hold: a budget, or the room that the device has left."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from hf_memopt.activations.device_room import DeviceRoom
 from hf_memopt.activations.planner.offload_plan import InfeasibleBudgetError, OffloadPlan, make_plan
@@ -53,7 +55,14 @@ class PlanMaker:
         if not self._tiers:
             self._tiers = tuple(memory.tier(self._device.clock) for memory in self._device.lower)
         self.limit_bytes = self._find_limit()
-        plan = self._make_for_budget(profile, before) if self.has_budget else self._make_for_device(profile)
+        make = partial(
+            make_plan,
+            profile,
+            self._tiers,
+            max_slowdown=self._limits.max_slowdown,
+            prefetch_ahead=self._limits.prefetch_ahead,
+        )
+        plan = self._make_for_budget(make, before) if self.has_budget else self._make_for_device(make)
         if plan is not None:
             logger.info("activation offloading: %s", plan.summary())
         return plan
@@ -99,39 +108,21 @@ class PlanMaker:
         limits = [limit for limit in (limit_bytes, self._out_of_reach_bytes) if limit is not None]
         return max(0, min(limits) - self._overlap_bytes) if limits else None
 
-    def _make_for_budget(self, profile: Profile, before: OffloadPlan | None) -> OffloadPlan:
+    def _make_for_budget(self, make: Callable[..., OffloadPlan], before: OffloadPlan | None) -> OffloadPlan:
         try:
-            return self._make(profile, budget_bytes=self.limit_bytes, before=before)
+            return make(budget_bytes=self.limit_bytes, before=before)
         except InfeasibleBudgetError as error:
             if before is None or self._overlap_bytes:
                 needed_bytes = error.smallest_bytes + self._overlap_bytes
                 budget_bytes = error.budget_bytes + self._overlap_bytes
                 raise InfeasibleBudgetError(budget_bytes, needed_bytes, rank=rank_among_several()) from None
             logger.warning("%s; going on with the smallest", str(error))
-            return self._make(profile, budget_bytes=error.smallest_bytes)
+            return make(budget_bytes=error.smallest_bytes)
 
-    def _make_for_device(self, profile: Profile) -> OffloadPlan | None:
+    def _make_for_device(self, make: Callable[..., OffloadPlan]) -> OffloadPlan | None:
         """Return the plan that the accepted slowdown allows if it fits, else the fastest that does, else None."""
         try:
-            return self._make(profile, device_limit_bytes=self.limit_bytes)
+            return make(budget_bytes=None, device_limit_bytes=self.limit_bytes)
         except InfeasibleBudgetError as error:
             logger.info("activation offloading: %s; until then everything is offloaded", str(error))
             return None
-
-    def _make(
-        self,
-        profile: Profile,
-        *,
-        budget_bytes: int | None = None,
-        device_limit_bytes: int | None = None,
-        before: OffloadPlan | None = None,
-    ) -> OffloadPlan:
-        return make_plan(
-            profile,
-            self._tiers,
-            budget_bytes=budget_bytes,
-            max_slowdown=self._limits.max_slowdown,
-            prefetch_ahead=self._limits.prefetch_ahead,
-            device_limit_bytes=device_limit_bytes,
-            before=before,
-        )

@@ -154,11 +154,11 @@ def test_gradients_are_bitwise_the_plain_ones_and_each_end_is_reported(context: 
     with hooks(forward):
         loss = compute(x)
     inside = []
-    loss.register_hook(lambda gradient: inside.append(forward.is_in_backward))
-    assert not forward.is_in_backward
+    loss.register_hook(lambda gradient: inside.append(bool(forward._backwards)))
+    assert not forward._backwards
     for _ in range(1 + retain):
         assert torch.equal(torch.autograd.grad(loss, x, retain_graph=retain)[0], want)
-        assert not forward.is_in_backward
+        assert not forward._backwards
     assert ended == [forward] * (1 + retain)
     assert inside[0] is False  # no storage is read when backward begins
     assert forward.peak_bytes >= 2 * NUM_BYTES
@@ -180,9 +180,9 @@ def test_a_backward_that_was_broken_off_ends_with_the_next_save(context: DeviceS
     middle.register_hook(break_off)
     with pytest.raises(ZeroDivisionError):
         loss.backward()
-    assert forward.is_in_backward
+    assert forward._backwards
     save(forward, tensor())
-    assert not forward.is_in_backward
+    assert not forward._backwards
 
 
 @pytest.mark.parametrize(("ahead", "expected"), [(0, [2, 1, 0]), (1, [1, 0, 0])])

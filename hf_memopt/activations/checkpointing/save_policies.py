@@ -82,9 +82,9 @@ class KeepOutputs(TorchDispatchMode):  # type: ignore[no-untyped-call]
         position = func, self._counts[func]
         self._counts[func] += 1
         keep = self._keeps(func, args, kwargs) and may_be_kept(func, args, kwargs)
-        if _written_arguments(func):  # before it runs, because `set_` puts another storage in their place
-            written = _storages_of(_written(func, args, kwargs))
-            self._written_at |= dict.fromkeys(written, len(self._outputs))
+        if places := _written_arguments(func):  # before it runs, because `set_` puts another storage in their place
+            written = [args[place] if place < len(args) else kwargs.get(name) for place, name in places]
+            self._written_at |= dict.fromkeys(_storages_of(written), len(self._outputs))
         result = _call(func, types, args, kwargs)
         if keep and not _storages_of(result) & _storages_of((args, kwargs)):
             self._outputs.append(_Output(position, result))
@@ -193,10 +193,6 @@ def _plain_tensors(values: Any) -> list[Tensor]:
 
 def _storages_of(values: Any) -> set[int]:
     return {tensor.untyped_storage()._cdata for tensor in _plain_tensors(values)}
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    return [args[place] if place < len(args) else kwargs.get(name) for place, name in _written_arguments(func)]
 
 
 @cache

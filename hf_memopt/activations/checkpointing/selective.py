@@ -79,9 +79,6 @@ class SelectiveCheckpoint:
         return output
 
 
-# ---------------------------------------------------------------------------------------------------- buffers
-
-
 @contextmanager
 def _buffers_unchanged(module: nn.Module) -> Iterator[None]:
     _refuse_known_writers(module)
@@ -117,9 +114,6 @@ def _writes_buffer(root: nn.Module, name: str, buffer: str) -> ValueError:
         "recomputation would write it once more; do not checkpoint it, put it in eval mode, or replace "
         "it (BatchNorm by GroupNorm)"
     )
-
-
-# ---------------------------------------------------------------------------------------------------- whole models
 
 
 def apply_selective_checkpointing(

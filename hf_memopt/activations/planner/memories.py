@@ -24,7 +24,7 @@ class Memories:
         indices = range(len(profile.storages))
         self._orders = [
             sorted(indices, key=lambda index: (-profile.sizes[index], index)),
-            sorted(indices, key=lambda index: -(index * _GOLDEN_RATIO % 1)),
+            sorted(indices, key=spread, reverse=True),
         ]
 
     def assignments(self, actions: bytes) -> Iterator[bytes]:
@@ -58,3 +58,8 @@ class Memories:
         tier = self._tiers[memory]
         slack = _DISK_SLACK * num_storages if tier.name == "disk" else 0
         return tier.budget_bytes is None or num_bytes + slack <= tier.budget_bytes
+
+
+def spread(index: int) -> float:
+    """Return a tie break that spreads any first part of a sequence evenly over it, as a link needs for equal layers."""
+    return index * _GOLDEN_RATIO % 1

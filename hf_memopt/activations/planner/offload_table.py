@@ -58,7 +58,4 @@ def plan_report(plan: OffloadPlan, owners: Sequence[str], sizes: Sequence[int]) 
     for owner, num_bytes, action in zip(owners, sizes, plan.actions, strict=False):
         rows[re.sub(r"\.\d+(?=\.|$)", ".*", owner) or "outside the model"][action] += num_bytes
     largest_first = sorted(rows.items(), key=lambda row: -sum(row[1].values()))
-    actions = (Action.KEEP, Action.OFFLOAD, Action.RECOMPUTE)
-    return PlanReport(
-        plan, tuple(SavedBy(owner, *(sums[action] for action in actions)) for owner, sums in largest_first)
-    )
+    return PlanReport(plan, tuple(SavedBy(owner, *sums.values()) for owner, sums in largest_first))

@@ -5,13 +5,13 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations, product
 
 from hf_memopt.activations.planner.candidates import Candidate, CopyWindow, Thresholds, Trials
+from hf_memopt.activations.planner.memories import spread
 from hf_memopt.activations.planner.profile import Action, Profile
 from hf_memopt.transfer.tier import Tier
 
 _CHOICES = _KEEP, _OFFLOAD, _RECOMPUTE = tuple(int(action) for action in Action)
 _STEPS = (0.0, 0.25, 0.5, 0.75, 1.0)
 _GRID_IN_FLIGHT = 1 / 8
-_GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 # Members of the front around which one round searches, spread over the whole front.
 _MEMBERS_PER_ROUND = 16
 # Plans to simulate: `_NUM_PLANS` and `_PLANS_PER_STORAGE` for each storage, at most `_MAX_PLANS` and `_MAX_EVENTS`
@@ -58,7 +58,7 @@ class _Search:
         storages, sizes = self._profile.storages, self._profile.sizes
         self._choices = [_CHOICES if storage.recompute_s is not None else (_KEEP, _OFFLOAD) for storage in storages]
         costs = [
-            (storage.recompute_s / max(1, size), _spread(index), index)
+            (storage.recompute_s / max(1, size), spread(index), index)
             for index, (storage, size) in enumerate(zip(storages, sizes, strict=True))
             if storage.recompute_s is not None
         ]
@@ -69,7 +69,7 @@ class _Search:
         self._recompute_ranks = _byte_ranks(self._profile, [index for _, _, index in sorted(costs)])
         self._lifetime_ranks = _byte_ranks(self._profile, [-index for _, index in sorted(lifetimes)])
 
-        self._spread_ranks = _byte_ranks(self._profile, sorted(range(len(storages)), key=_spread))
+        self._spread_ranks = _byte_ranks(self._profile, sorted(range(len(storages)), key=spread))
         self._s_per_byte = [1 / tier.write_bytes_per_s + 1 / tier.read_bytes_per_s for tier in trials.tiers]
         # Changes that `_change_one` has still to try: a member visited again goes on where its last visit ended.
         self._changes: dict[Candidate, Iterator[tuple[int, float, int, int]]] = {}
@@ -286,8 +286,3 @@ def _byte_ranks(profile: Profile, order: list[int]) -> list[float]:
         ranks[index] = (before + profile.sizes[index] / 2) / total
         before += profile.sizes[index]
     return ranks
-
-
-def _spread(index: int) -> float:
-    """Return a tie break that spreads any first part of a sequence evenly over it, as a link needs for equal layers."""
-    return index * _GOLDEN_RATIO % 1

@@ -229,13 +229,9 @@ def _kind(func: Any) -> _Kind:
         written = [(place, a.name) for place, a in arguments if a.alias_info is not None and a.alias_info.is_write]
         places, names = zip(*written, strict=True) if written else ((), ())
         return _Kind(False, False, places, names)
-    return _Kind(func.is_view, not func.is_view and _is_repeatable(func))
-
-
-def _is_repeatable(func: Any) -> bool:
-    if torch.Tag.nondeterministic_seeded in func.tags:
-        return False
-    return func in _LIGHT or func in _HEAVY or torch.Tag.pointwise in func.tags
+    is_random = torch.Tag.nondeterministic_seeded in func.tags
+    is_known = func in _LIGHT or func in _HEAVY or torch.Tag.pointwise in func.tags
+    return _Kind(func.is_view, is_known and not is_random and not func.is_view)
 
 
 def is_innermost(mode: TorchDispatchMode) -> bool:
