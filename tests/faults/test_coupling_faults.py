@@ -57,7 +57,7 @@ def caches(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def couplings(folder: Path) -> list[Any]:
     """Return all couplings, in the specification's order."""
     cache = couplings_cache.CouplingCache(folder)
-    cache.check(make_spec().key.to_dict())
+    cache.check(dataclasses.asdict(make_spec().key))
     found: list[Any] = coupling_toys.couplings_of(cache, make_spec())
     return found
 

@@ -95,5 +95,5 @@ def assert_same(first: list[Coupling], second: list[Coupling]) -> None:
 def assert_is_the_teachers(folder: Path) -> None:
     """Check for the default spec's couplings."""
     cache = CouplingCache(folder)
-    cache.check(make_spec().key.to_dict())
+    cache.check(dataclasses.asdict(make_spec().key))
     assert_same(couplings_of(cache), teachers_couplings())

@@ -1,6 +1,5 @@
 """The key of a cache of couplings, and noise and checksums that are functions of one sample alone."""
 
-import dataclasses
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -35,9 +34,6 @@ class CouplingKey:
     seed: int
     dataset: str
     preprocessing: str
-
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
 
 
 def check_same(folder: Path, found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ def precompute(
     folder = CouplingFolder(Path(path).expanduser())
     folder.begin(
         {
-            **spec.key.to_dict(),
+            **asdict(spec.key),
             **(extra or {}),
             "num_samples": len(spec.indices),
             "samples": spec.samples_sha256(),

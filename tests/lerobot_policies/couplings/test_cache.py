@@ -1,3 +1,4 @@
+import dataclasses
 import pickle
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,7 @@ def test_copies_and_pickles_read_the_folder_anew(folder: Path) -> None:
 def test_each_stale_field_is_refused_by_name(folder: Path, field: str, value: Any) -> None:
     stale = coupling_toys.make_spec(**{field: value})
     with pytest.raises(ValueError, match=rf"not the ones asked for: {field} is .* there and .* here\. "):
-        couplings_cache.CouplingCache(folder).check(stale.key.to_dict())
+        couplings_cache.CouplingCache(folder).check(dataclasses.asdict(stale.key))
     with pytest.raises(ValueError, match=rf"not the ones asked for: {field} is"):
         writer.precompute(coupling_toys.Teacher(), coupling_toys.load, stale, folder, shard_size=8)
 
