@@ -251,7 +251,8 @@ class WholePages:
         self._addresses, self.huge = range(start, start + size), range(start, start + size // _HUGE_PAGE * _HUGE_PAGE)
         self._spare = spare
         # The rest would be part of a huge page.
-        self._unmap(range(start + size, start - first + len(self._mapping)))
+        end = -(-(start + size) // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._unmap(range(end, start - first + len(self._mapping)))
         self._ranges = [self.huge]
         self._is_there = True
         self._advise_huge_pages()
