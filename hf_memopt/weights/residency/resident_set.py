@@ -40,7 +40,7 @@ class ResidentSet:
         self.visit_bytes: int | None = None
         self._budget_bytes = budget_bytes
         self._repeats = repeats
-        self._order = VisitOrder(repeats)
+        self._order = VisitOrder(repeats, lambda numbers: self.bytes_of(set(numbers) - self.reasons.keys()))
         # The most bytes of a pass, and those of them that may be fetched ahead.
         self._capacity: float = 0
         self._ahead_bytes = 0
@@ -48,7 +48,7 @@ class ResidentSet:
         self._casts: set[CastWeight] = set()
         self._used: set[int] = set()
         # What was in use at the last visit.
-        self._used_before: set[int] = set()
+        self._used_before: frozenset[int] = frozenset()
         self._cast_bytes_before = 0
         # With memory and without users; and by the places of their next visits, some of them stale.
         self._unused: dict[int, float] = {}
@@ -108,8 +108,7 @@ class ResidentSet:
         The order is learned from visits of the model alone.
         """
         if is_model:
-            at_once = self._used_before.union(visit) - self.reasons.keys()
-            self._order.note(visit, self.bytes_of(at_once) + self._cast_bytes_before)
+            self._order.note(visit, self._used_before, self._cast_bytes_before)
         for number in self._order.over():
             if number in self._unused and number not in visit:
                 self._drop(number)
@@ -139,7 +138,7 @@ class ResidentSet:
         self._give_up(visit, user)
 
     def _note_used(self) -> None:
-        self._used_before = set(self._used)
+        self._used_before = frozenset(self._used)
         self._cast_bytes_before = sum(each.num_bytes for each in self._casts if each.users)
 
     def resident(self) -> dict[str, list[int]]:

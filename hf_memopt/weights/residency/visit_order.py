@@ -3,13 +3,15 @@
 import math
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain
 
 Visit = tuple[int, ...]
 
 # More than a step has. A loop that no pass encloses, such as generation, must not be recorded for ever.
 _MAX_VISITS = 50_000
+# Visits of the largest region that counts as one.
+_MAX_REGION = 100
 
 
 class _Expected:
@@ -17,13 +19,13 @@ class _Expected:
 
     Attributes:
         visits: in their order.
-        bytes_at_once: the most that was in use, with what the next visit needs.
+        bytes_at_once: see `VisitOrder.bytes_at_once`.
         places: by storage, the places of its visits.
         loop_ends: by storage, the place behind the loop that visits it, or behind its only visit.
         over: by place, the storages whose loop ends there.
     """
 
-    def __init__(self, visits: Sequence[Visit], bytes_at_once: int = 0) -> None:
+    def __init__(self, visits: Sequence[Visit], bytes_at_once: int) -> None:
         self.visits = visits
         self.bytes_at_once = bytes_at_once
         self.places: dict[int, list[int]] = defaultdict(list)
@@ -43,15 +45,17 @@ class VisitOrder:
 
     Args:
         repeats: whether a pass is expected to come again, so that after the last visit comes the first one.
+        bytes_of: storages, without those that stay anyway.
     """
 
-    def __init__(self, repeats: bool) -> None:
-        self._repeats = repeats
+    def __init__(self, repeats: bool, bytes_of: Callable[[Collection[int]], int]) -> None:
+        self._repeats, self._bytes_of = repeats, bytes_of
         self._learned: dict[str, _Expected] = {}
         self._kind = ""
-        self._expected = _Expected([])
+        self._expected = _NONE
         self._recorded: list[Visit] = []
-        self._bytes_at_once = 0
+        # Storages in use, and bytes of casts, before each of these visits.
+        self._in_use: list[tuple[frozenset[int], int]] = []
         self._place = 0
         self._is_lost = False
 
@@ -61,9 +65,8 @@ class VisitOrder:
         One that has failed is not learned from.
         """
         if self._recorded and not has_failed and self._is_new(self._learned.get(self._kind, _NONE).visits):
-            self._learned[self._kind] = _Expected(self._recorded, self._bytes_at_once)
-        self._bytes_at_once = 0
-        self._kind, self._recorded, self._place, self._is_lost = kind, [], 0, False
+            self._learned[self._kind] = _Expected(self._recorded, self._needed_at_once())
+        self._kind, self._recorded, self._in_use, self._place, self._is_lost = kind, [], [], 0, False
         self._expected = self._learned.get(kind, _NONE)
         return self._expected.visits
 
@@ -75,19 +78,38 @@ class VisitOrder:
 
     @property
     def bytes_at_once(self) -> int:
-        """The most that the expected pass needs at once: what is in use, with what the next visit needs."""
+        """The most that the expected pass needs at once: what is in use, with what the next visit needs.
+
+        A region that is visited again at once, as when it is recomputed and then differentiated, counts as one visit if
+        it needs no more than the largest one.
+        """
         return self._expected.bytes_at_once
 
-    def note(self, visit: Visit, bytes_at_once: int) -> None:
+    def _needed_at_once(self) -> int:
+        visits, needed = self._recorded, 0
+        largest = max(map(self._bytes_of, visits))
+        for place, visit in enumerate(visits):
+            region = set(visit)
+            for before in range(place - 1, max(place - _MAX_REGION, -1), -1):
+                used, cast_bytes = self._in_use[before + 1]
+                if before == place - 1 or not region.isdisjoint(visits[before]):
+                    needed = max(needed, self._bytes_of(used | region) + cast_bytes)
+                region |= set(visits[before])
+                if self._bytes_of(region) > largest:
+                    break
+        return max(needed, largest)
+
+    def note(self, visit: Visit, in_use: frozenset[int], cast_bytes: int) -> None:
         """Note a visit, and move to the place behind it: the next one from here, or else from the beginning.
 
         Args:
             visit: the storages.
-            bytes_at_once: of them, and of what was in use at the visit before.
+            in_use: those that were in use at the visit before.
+            cast_bytes: of casts that were.
         """
-        self._bytes_at_once = max(self._bytes_at_once, bytes_at_once)
         if len(self._recorded) < _MAX_VISITS:
             self._recorded.append(visit)
+            self._in_use.append((in_use, cast_bytes))
         expected, here = self._expected.visits, self._place
         for place in chain(range(here, len(expected)), range(here)):
             if expected[place] is visit:
@@ -142,4 +164,4 @@ def _loop_ends(places: Mapping[int, Sequence[int]]) -> dict[int, int]:
     return ends
 
 
-_NONE = _Expected([])
+_NONE = _Expected([], 0)
