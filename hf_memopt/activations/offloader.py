@@ -139,7 +139,7 @@ class ActivationOffloader:
         self._disk, self._disk_budget_bytes = disk, _bytes(disk_budget_gib)
         self._file: TierFile | None = None
         self._opened_by: Callable[..., TierFile | None] | None = None
-        # Of all that follows. Destructors do without: they may run while another thread waits for theirs.
+        # Guards all that follows. Destructors do not take it: its holder may be waiting for the thread they run on.
         self._lock = threading.RLock()
         self._devices: dict[torch.device, DeviceState | None] = {}
         self._planners = weakref.WeakKeyDictionary[nn.Module, Planners]()
@@ -227,8 +227,9 @@ class ActivationOffloader:
         return PassCurve([], 0) if self._largest is None else self._largest.curve
 
     def _stats(self, ended: PassFigures | None) -> OffloadStats:
-        self._drop_what_failed()
-        devices = [device for device in self._devices.values() if device is not None]
+        with self._lock:
+            self._drop_what_failed()
+            devices = [device for device in self._devices.values() if device is not None]
         hosts = [memory for device in devices for memory in device.lower if memory.name == "host"]
         disks = [memory for device in devices for memory in device.lower if memory.name == "disk"]
         plan = ended.plan if ended else None
@@ -257,12 +258,13 @@ class ActivationOffloader:
         if self._devices and not any(self._devices.values()):
             return OffloadReport((), _NOTHING_TO_MOVE)
         wear = "" if self._file is None else self._file.wear()
-        plans = tuple(
-            plan_report(planner.plan, planner.recording.owners, planner.recording.sizes)
-            for planners in self._planners.values()
-            for planner in planners.values()
-            if planner.plan and planner.recording
-        )
+        with self._lock:
+            plans = tuple(
+                plan_report(planner.plan, planner.recording.owners, planner.recording.sizes)
+                for planners in self._planners.values()
+                for planner in planners.values()
+                if planner.plan and planner.recording
+            )
         # The newest plan's model may be gone.
         newest = self._ended
         if not plans and newest is not None and newest.plan is not None and newest.recording is not None:
@@ -337,7 +339,8 @@ class ActivationOffloader:
     def _planners_of(self, owner: nn.Module) -> list[PassPlanner]:
         """Return the planners of a model's passes on this thread."""
         here = threading.get_ident()
-        return [planner for (_, thread), planner in self._planners.get(owner, {}).items() if thread == here]
+        with self._lock:  # other threads add theirs
+            return [planner for (_, thread), planner in self._planners.get(owner, {}).items() if thread == here]
 
     @contextmanager
     def _noting(self, op_tracer: OpTracer | None, owner: nn.Module, model: nn.Module | None) -> Iterator[None]:

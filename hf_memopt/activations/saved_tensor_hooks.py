@@ -96,7 +96,7 @@ class SavedTensorHooks:
         threshold_bytes: smaller storages are kept.
         fixed: keys of storages that never move: the model's weights and buffers.
         begin_pass: the forward pass on a device, None where nothing can be offloaded.
-        lock: of the passes and their devices.
+        lock: guards the passes and their devices.
         inputs_only: leave everything alone but the inputs of checkpointed regions.
         leave_node: called while a backward node unpacks its saved tensors, where operations are noted.
     """

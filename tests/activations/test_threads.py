@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -64,26 +65,16 @@ def test_each_thread_has_the_plain_gradients(model: nn.Module, options: str, tmp
         arguments = {**arguments, "disk": tmp_path}
     offloader = ActivationOffloader(offload_threshold_mb=0.01, copier=AdversarialCopier("late"), **arguments)
     wanted = [list(steps(model, thread, None)) for thread in range(NUM_THREADS)]
-    found: dict[int, list[tuple[Tensor, ...]]] = {}
-    errors: list[BaseException] = []
     barrier = threading.Barrier(NUM_THREADS)
 
-    def train(thread: int) -> None:
-        try:
-            barrier.wait()
-            found[thread] = list(steps(model, thread, offloader))
-        except BaseException as error:
-            errors.append(error)
+    def train(thread: int) -> list[tuple[Tensor, ...]]:
+        barrier.wait()
+        return list(steps(model, thread, offloader))
 
-    threads = [threading.Thread(target=train, args=(number,)) for number in range(NUM_THREADS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    for thread, want in enumerate(wanted):
-        for got, plain in zip(found[thread], want, strict=True):
+    with ThreadPoolExecutor(NUM_THREADS) as threads:
+        found = list(threads.map(train, range(NUM_THREADS)))
+    for of_thread, plain_of_thread in zip(found, wanted, strict=True):
+        for got, plain in zip(of_thread, plain_of_thread, strict=True):
             assert all(map(torch.equal, got, plain))
     assert offloader.stats.bytes_moved > 0
     assert offloader.stats.host_bytes_live == 0

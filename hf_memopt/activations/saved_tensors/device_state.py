@@ -117,7 +117,7 @@ class DeviceState:
     """The memories below one device, nearest first, its live storages, and copies under way.
 
     Args:
-        lock: of whatever changes it, other than destructors.
+        lock: held while this state changes, except by destructors.
     """
 
     def __init__(self, device: torch.device, lower: Sequence[LowerMemory], clock: Clock, lock: threading.RLock) -> None:
