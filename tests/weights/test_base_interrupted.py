@@ -41,6 +41,8 @@ def leave_contexts_of_torch() -> None:
     torch.set_grad_enabled(True)
     while torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         torch._C._autograd._pop_saved_tensors_default_hooks()
+    for _ in range(torch.autocast_increment_nesting()):  # checkpointing enters autocast to compute a region again
+        torch.autocast_decrement_nesting()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Python swallows it in callbacks
