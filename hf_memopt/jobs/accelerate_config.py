@@ -247,9 +247,9 @@ def _zero_options(sharing: Sharing, num_micro_batches: int, max_grad_norm: float
 
 
 def _set_buffers(zero: dict[str, Any], sharing: Sharing) -> None:
-    """Have the weights of a disk fit into DeepSpeed's five buffers: each keeps one until it leaves the device.
+    """Size DeepSpeed's five buffers for weights on a disk, each for a rank's share of the largest weight.
 
-    A buffer has room for a rank's share of the largest weight.
+    A buffer keeps its weight until that leaves the device.
     """
     if sharing.weights_on == NVME:
         share = math.ceil(sharing.largest_weight / sharing.num_gpus)

@@ -36,7 +36,7 @@ def offline_if_unreachable(model: str | None) -> Iterator[None]:
 
 
 def downloaded(model: str, name: str) -> Path | None:
-    """Return a file of a repository on the hub; None, it has none or cannot be reached."""
+    """Return the path of a file from the hub, or None if the repository lacks it or cannot be reached."""
     try:
         return Path(hf_hub_download(model, name))
     except (OSError, ValueError):
@@ -44,7 +44,7 @@ def downloaded(model: str, name: str) -> Path | None:
 
 
 def read_object(path: Path) -> dict[str, Any] | None:
-    """Return the object in a JSON file; None, there is none."""
+    """Return the object in a JSON file, or None if the file cannot be read or holds something else."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

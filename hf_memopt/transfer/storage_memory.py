@@ -247,7 +247,7 @@ class WholePages:
         # With a storage of its own, which has no more bytes when it is saved or copied.
         self.block = torch.frombuffer(self._mapping, dtype=torch.uint8, offset=first + offset, count=num_bytes)
         self._guard = AccessGuard(self.block.untyped_storage(), message)
-        start, size = self.pages.data_ptr(), self.pages.nbytes
+        start = self.pages.data_ptr()
         self._addresses, self.huge = range(start, start + size), range(start, start + size // _HUGE_PAGE * _HUGE_PAGE)
         self._spare = spare
         # The rest would be part of a huge page.

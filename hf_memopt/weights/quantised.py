@@ -20,7 +20,7 @@ def _is_from(library: str, tensor: Tensor) -> bool:
 
 
 def return_second_tensors(module: nn.Module) -> None:
-    """Give weights in bitsandbytes' 8 bits their `CB` back, which the first call of their layer takes away."""
+    """Put `CB` back on weights in bitsandbytes' 8 bits, which the first call moves to the state of their layer."""
     for owner in module.modules():
         weight: Any = owner._parameters.get("weight")  # not what a parametrization computes
         state: Any = vars(owner).get("state")

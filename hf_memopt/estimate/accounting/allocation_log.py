@@ -55,7 +55,7 @@ class StepPhases:
 
     @contextmanager
     def named(self, name: str) -> Iterator[None]:
-        """Give the code inside a phase of its own."""
+        """Count what the code inside allocates to the phase `name`."""
         before, self.name = self.name, name
         try:
             yield

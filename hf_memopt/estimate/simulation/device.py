@@ -106,7 +106,7 @@ def _register() -> list[torch.library.Library]:
 
 
 def phase_named(name: str) -> AbstractContextManager[None]:
-    """Inside of a simulation, give the code in between a phase of its own."""
+    """Count what the code inside allocates to the phase `name` of the running simulation."""
     return _BACKEND.phases.named(name)
 
 

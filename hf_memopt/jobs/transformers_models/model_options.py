@@ -33,7 +33,7 @@ _OF_IMAGES: tuple[tuple[str, Any], ...] = (("images_per_sample", 1), ("image_siz
 _OF_IMAGES += (("freeze_vision_tower", False), ("text_tokens", None), ("num_frames", None), ("encoders", "off"))
 _OF_CONTRASTIVE = (("passages", 1), ("gradient_cache", False))
 _OF_AUTOCAST = {"bf16": "bfloat16", "fp16": "float16"}
-# The dtype of weights that the engines leave as they are, by the step's precision; fp16 is simulated as bf16.
+# The dtype of weights that sharding engines do not cast, by the step's precision; fp16 is simulated as bf16.
 _UNCHANGED = {"bf16": "bfloat16", "fp16": ""}
 
 

@@ -64,7 +64,7 @@ _RAW_NAMES: dict[type, list[str]] = {}
 
 
 def saved_values(node: Any) -> Iterator[Any]:
-    """Yield a node's saved tensors, or the results of pack hooks in their place; None for those that backward freed."""
+    """Yield what a node has saved: a tensor, the result of its pack hook, or None once backward has freed it."""
     kind = type(node)
     if kind not in _RAW_NAMES:
         _RAW_NAMES[kind] = [name for name in dir(kind) if name.startswith("_raw_saved_")]

@@ -30,7 +30,7 @@ class ResidentSet:
         peak_device_bytes: their peak.
         reasons: by number, the reason for which a storage stays.
         bytes_brought: to storages, so far.
-        visit_bytes: that a known pass needs at once, with what the next visit needs; None before.
+        visit_bytes: the least device memory for the visits of the last known pass; None before the first one.
     """
 
     def __init__(self, storages: Sequence[Storage], budget_bytes: float, repeats: bool) -> None:
@@ -47,9 +47,6 @@ class ResidentSet:
         self._ahead: set[int] = set()
         self._casts: set[CastWeight] = set()
         self._used: set[int] = set()
-        # What was in use at the last visit.
-        self._used_before: frozenset[int] = frozenset()
-        self._cast_bytes_before = 0
         # With memory and without users; and by the places of their next visits, some of them stale.
         self._unused: dict[int, float] = {}
         self._furthest: list[tuple[float, int]] = []
@@ -69,7 +66,6 @@ class ResidentSet:
         self.device_bytes += sum(each.num_bytes for each in self._casts)
         self._unused, self._furthest, self._ahead = {}, [], set()
         self._used = {number for number, each in enumerate(self.storages) if each.users}
-        self._note_used()
         for number, each in enumerate(self.storages):
             if each.has_memory and not each.users and not each.stays:
                 self._put_down(number)
@@ -77,7 +73,7 @@ class ResidentSet:
         self._capacity = 0
         if visits:
             self.visit_bytes = self._order.bytes_at_once
-            self._capacity = max(self._budget_bytes, self.visit_bytes + self.bytes_of(self.reasons))
+            self._set_capacity(self.visit_bytes)
         return visits
 
     def end(self) -> None:
@@ -94,7 +90,10 @@ class ResidentSet:
         """Change the budget of the passes that have not begun."""
         self._budget_bytes = budget_bytes
         if self.visit_bytes is not None:
-            self._capacity = max(budget_bytes, self.visit_bytes)
+            self._set_capacity(self.visit_bytes)
+
+    def _set_capacity(self, visit_bytes: int) -> None:
+        self._capacity = max(self._budget_bytes, visit_bytes + self.bytes_of(self.reasons))
 
     def keep(self, number: int, reason: str) -> None:
         """Have a storage keep its memory from its next visit on."""
@@ -108,7 +107,7 @@ class ResidentSet:
         The order is learned from visits of the model alone.
         """
         if is_model:
-            self._order.note(visit, self._used_before, self._cast_bytes_before)
+            self._order.note(visit)
         for number in self._order.over():
             if number in self._unused and number not in visit:
                 self._drop(number)
@@ -126,7 +125,8 @@ class ResidentSet:
             finally:
                 self._give_up(visit, user)
         if is_model:
-            self._note_used()
+            cast_bytes = sum(each.num_bytes for each in self._casts if each.users)
+            self._order.note_in_use(frozenset(self._used), cast_bytes)
         self.look_ahead()
 
     def leave(self, visit: Visit, user: object, cast: CastWeight | None = None) -> None:
@@ -136,10 +136,6 @@ class ResidentSet:
                 cast.drop()
                 self._count(-cast.num_bytes)
         self._give_up(visit, user)
-
-    def _note_used(self) -> None:
-        self._used_before = frozenset(self._used)
-        self._cast_bytes_before = sum(each.num_bytes for each in self._casts if each.users)
 
     def resident(self) -> dict[str, list[int]]:
         """Return by reason the storages that stay, and those that have memory at the moment."""

@@ -54,7 +54,7 @@ class VisitOrder:
         self._kind = ""
         self._expected = _NONE
         self._recorded: list[Visit] = []
-        # Storages in use, and bytes of casts, before each of these visits.
+        # Storages in use, and bytes of casts, at each of these visits.
         self._in_use: list[tuple[frozenset[int], int]] = []
         self._place = 0
         self._is_lost = False
@@ -91,7 +91,7 @@ class VisitOrder:
         for place, visit in enumerate(visits):
             region = set(visit)
             for before in range(place - 1, max(place - _MAX_REGION, -1), -1):
-                used, cast_bytes = self._in_use[before + 1]
+                used, cast_bytes = self._in_use[before]
                 if before == place - 1 or not region.isdisjoint(visits[before]):
                     needed = max(needed, self._bytes_of(used | region) + cast_bytes)
                 region |= set(visits[before])
@@ -99,23 +99,21 @@ class VisitOrder:
                     break
         return max(needed, largest)
 
-    def note(self, visit: Visit, in_use: frozenset[int], cast_bytes: int) -> None:
-        """Note a visit, and move to the place behind it: the next one from here, or else from the beginning.
-
-        Args:
-            visit: the storages.
-            in_use: those that were in use at the visit before.
-            cast_bytes: of casts that were.
-        """
+    def note(self, visit: Visit) -> None:
+        """Note a visit, and move to the place behind it: the next one from here, or else from the beginning."""
         if len(self._recorded) < _MAX_VISITS:
             self._recorded.append(visit)
-            self._in_use.append((in_use, cast_bytes))
+            self._in_use.append((frozenset(visit), 0))
         expected, here = self._expected.visits, self._place
         for place in chain(range(here, len(expected)), range(here)):
             if expected[place] is visit:
                 self._place, self._is_lost = place + 1, False
                 return
         self._is_lost = True
+
+    def note_in_use(self, numbers: frozenset[int], cast_bytes: int) -> None:
+        """Note the storages that are in use at the last noted visit, and the bytes of casts."""
+        self._in_use[-1] = numbers, cast_bytes
 
     def is_over(self) -> bool:
         """Return whether no visit of the pass is expected any more."""
