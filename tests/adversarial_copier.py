@@ -71,6 +71,11 @@ class AdversarialCopier:
         self.bytes_to_host += source.nbytes
         return self._start(source, destination, is_to_host=True)
 
+    def settle(self) -> None:
+        for transfer in tuple(self._pending):
+            self.perform(transfer)
+        self.num_reached = self.num_operations
+
     def stall_ms(self) -> float:
         self._host_ends.drop_finished()
         return 0.0

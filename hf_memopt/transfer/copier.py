@@ -81,6 +81,9 @@ class Copier(Protocol):
     def to_host(self, source: Tensor, destination: Tensor) -> DeviceCopy:
         """Start copying device memory to host memory of the same shape and dtype."""
 
+    def settle(self) -> None:
+        """Have the host wait for all copies, those too that an interrupt has cut off from their callers."""
+
     def stall_ms(self) -> float:
         """Milliseconds for which compute waited for copies, of those that have finished."""
 
@@ -110,6 +113,9 @@ class SyncCopier:
     def to_host(self, source: Tensor, destination: Tensor) -> DeviceCopy:
         self.bytes_to_host += source.nbytes
         return self._copy(source, destination)
+
+    def settle(self) -> None:
+        """Do nothing: no copy is under way."""
 
     def stall_ms(self) -> float:
         return 1e3 * self._stall_s
@@ -214,6 +220,10 @@ class StreamCopier:
     def to_host(self, source: Tensor, destination: Tensor) -> DeviceCopy:
         self.bytes_to_host += source.nbytes
         return self._copy(source, destination, self._stream_to_host)
+
+    def settle(self) -> None:
+        self._stream_to_device.synchronize()
+        self._stream_to_host.synchronize()
 
     def stall_ms(self) -> float:
         self._drop_finished()

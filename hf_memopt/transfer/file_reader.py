@@ -15,8 +15,9 @@ import warnings
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from io import FileIO
 from typing import IO, Any, NamedTuple, TypeVar
@@ -255,6 +256,7 @@ class BlockInFiles:
         self.bytes_read = 0
         self.waited_s = 0.0
         self._runs = _joined(pieces)
+        self._under_way: deque[_Read[Any]] = deque()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="hf_memopt files")
         weakref.finalize(self, self._threads.shutdown, wait=False)  # each read under way has a thread and its memory
 
@@ -278,9 +280,18 @@ class BlockInFiles:
         return found
 
     def submit(self, function: Callable[..., T], *arguments: Any) -> "_Read[T]":
+        while self._under_way and self._under_way[0].done():
+            self._under_way.popleft()
         read = _Read(partial(function, *arguments))
+        self._under_way.append(read)
         self._threads.submit(read)
         return read
+
+    def settle(self) -> None:
+        """Wait for all calls, those that an interrupt has cut off from their callers too."""
+        for read in tuple(self._under_way):
+            self._threads.submit(read)  # the interrupt may have come before the first time
+            read.wait()
 
     def wait(self, reads: Iterable["_Read[Any]"]) -> None:
         begun = time.perf_counter()
@@ -290,16 +301,19 @@ class BlockInFiles:
 
 
 class _Read[T]:
-    """A call that another thread makes. An interrupt does not tear the wait for it apart, as it does a `Future`'s."""
+    """A call that another thread makes, once. An interrupt does not tear the wait for it apart, as a `Future`'s."""
 
     def __init__(self, call: Callable[[], T]) -> None:
         self._call = call
+        self._is_taken = threading.Lock()
         self._result: T | None = None
         self._error: BaseException | None = None
         self._under_way = threading.Lock()
         self._under_way.acquire()
 
     def __call__(self) -> None:
+        if not self._is_taken.acquire(blocking=False):
+            return
         try:
             self._result = self._call()
         except BaseException as error:  # raised to those who wait
@@ -359,6 +373,10 @@ class DirectReads:
         reads = [self._block.submit(_read_in_place, part, found.pages) for part in parts]
         return _DirectRead(self._block, reads, found)
 
+    def settle(self) -> None:
+        """Wait for all reads, those that an interrupt has cut off from their callers too."""
+        self._block.settle()
+
 
 def _read_part(part: FilePart, destination: Tensor) -> None:
     found = part.file.read(part.position, part.num_bytes, _own.pages)
@@ -392,19 +410,21 @@ class StagedReads:
     def __init__(self, block: BlockInFiles, copier: Copier) -> None:
         self._block, self._copier = block, copier
         num_bytes = _buffer_bytes(block.num_bytes)
-        self._free = [page_aligned(copier, num_bytes) for _ in range(_NUM_BUFFERS)]
+        self._buffers = [page_aligned(copier, num_bytes) for _ in range(_NUM_BUFFERS)]
         self.host_bytes = staging_bytes(block.num_bytes)
-        self._queued: deque[_StagedPart] = deque()
-        self._reading: deque[tuple[_StagedPart, Tensor, _Read[Tensor]]] = deque()
+        # With parts that were not copied yet.
+        self._unfinished: dict[_StagedRead, None] = {}
+        self._queued: deque[tuple[_StagedRead, FilePart]] = deque()
+        self._reading: deque[tuple[_StagedRead, FilePart, Tensor, _Read[Tensor]]] = deque()
         self._copying: deque[tuple[StreamEvent, Tensor]] = deque()
+        self._free = list(self._buffers)
+        self._is_changing = False
 
     def read(self, start: int, destination: Tensor) -> Transfer:
         """Start reading `(num_bytes,)` uint8 from the byte `start` of the block on."""
-        parts = self._block.parts(start, destination.nbytes)
-        read = _StagedRead(self, len(parts))
-        self._queued.extend(
-            _StagedPart(read, part, destination[part.offset : part.offset + part.num_bytes]) for part in parts
-        )
+        read = _StagedRead(self, self._block.parts(start, destination.nbytes), destination)
+        with self._change():
+            self._queue(read)
         self._advance()
         return read
 
@@ -413,49 +433,83 @@ class StagedReads:
         self._advance()
         while read.num_left:
             if self._reading:
-                self._block.wait([self._reading[0][2]])
+                self._block.wait([self._reading[0][-1]])
             else:
                 self._copying[0][0].synchronize()
             self._advance()
 
+    def settle(self) -> None:
+        """Wait on the host for all reads and copies, those that an interrupt has cut off from their callers too."""
+        self._advance()
+        while self._unfinished:
+            self.finish(next(iter(self._unfinished)))
+        self._copier.settle()
+
+    @contextmanager
+    def _change(self) -> Iterator[None]:
+        """Enclose changes, of which an interrupt may leave half: then all unfinished reads begin again."""
+        if self._is_changing:
+            self._block.settle()
+            self._copier.settle()
+            self._reading.clear()
+            self._copying.clear()
+            self._free = list(self._buffers)
+            self._queued.clear()
+            for read in self._unfinished:
+                self._queue(read)
+        self._is_changing = True
+        yield
+        self._is_changing = False
+
+    def _queue(self, read: "_StagedRead") -> None:
+        read.begin()
+        self._queued.extend((read, part) for part in read.parts)
+        if read.num_left:
+            self._unfinished[read] = None
+
     def _advance(self) -> None:
         """Go on as far as is possible without waiting."""
-        while self._reading and self._reading[0][2].done():
-            self._copy_oldest()
-        while self._copying and self._copying[0][0].query():
-            self._free.append(self._copying.popleft()[1])
-        while self._queued and self._free:
-            staged, buffer = self._queued.popleft(), self._free.pop()
-            part = staged.part
-            fetched = self._block.submit(part.file.read, part.position, part.num_bytes, buffer)
-            self._reading.append((staged, buffer, fetched))
+        with self._change():
+            while self._reading and self._reading[0][-1].done():
+                self._copy_oldest()
+            while self._copying and self._copying[0][0].query():
+                self._free.append(self._copying.popleft()[1])
+            while self._queued and self._free:
+                (read, part), buffer = self._queued.popleft(), self._free.pop()
+                fetched = self._block.submit(part.file.read, part.position, part.num_bytes, buffer)
+                self._reading.append((read, part, buffer, fetched))
 
     def _copy_oldest(self) -> None:
-        staged, buffer, fetched = self._reading[0]
-        error: Exception | None = None
+        read, part, buffer, fetched = self._reading.popleft()
         try:
-            copy = self._copier.to_device(fetched.result(), staged.destination)
-        except Exception as failure:  # raised to those who wait for the bytes
-            error = failure
-        self._reading.popleft()
-        staged.read.num_left -= 1
-        if error is None:
-            staged.read.copies.append(copy)
+            copy = self._copier.to_device(fetched.result(), read.destination_of(part))
+        except Exception as error:  # raised to those who wait for the bytes
+            read.error = error
+            self._free.append(buffer)
+        else:
+            read.copies.append(copy)
             # Not the copy itself, which has the device's memory.
             self._copying.append((copy.finished, buffer))
-        else:
-            staged.read.error = error
-            self._free.append(buffer)
+        read.num_left -= 1
+        if not read.num_left:
+            del self._unfinished[read]
 
 
 class _StagedRead:
     """A read, of which `num_left` parts are still to be copied to the device."""
 
-    def __init__(self, reads: StagedReads, num_left: int) -> None:
-        self._reads = reads
-        self.num_left = num_left
+    def __init__(self, reads: StagedReads, parts: Sequence[FilePart], destination: Tensor) -> None:
+        self.parts = parts
+        self._reads, self._destination = reads, destination
+
+    def begin(self) -> None:
+        """Begin, perhaps again."""
+        self.num_left = len(self.parts)
         self.copies: list[DeviceCopy] = []
         self.error: Exception | None = None
+
+    def destination_of(self, part: FilePart) -> Tensor:
+        return self._destination[part.offset : part.offset + part.num_bytes]
 
     def wait(self) -> None:
         self._reads.finish(self)
@@ -466,12 +520,6 @@ class _StagedRead:
                 self.error = error
         if self.error is not None:
             raise self.error
-
-
-class _StagedPart(NamedTuple):
-    read: _StagedRead
-    part: FilePart
-    destination: Tensor
 
 
 def _joined(pieces: Sequence[Piece]) -> list[Piece]:

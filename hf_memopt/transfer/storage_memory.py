@@ -137,14 +137,14 @@ class ResizedMemory:
 
     def give(self) -> Tensor:
         if self._guard is None:
-            self._storage.resize_(self._num_bytes)
             self._is_there = True
+            self._storage.resize_(self._num_bytes)
             return self.block
         self._guard.open()
         try:
             self._guard.claim_size(0)
-            self._storage.resize_(self._num_bytes)
             self._is_there = True
+            self._storage.resize_(self._num_bytes)
             address = self._storage.data_ptr()
         finally:
             self._guard.close()

@@ -71,6 +71,9 @@ class WeightsHome(Protocol):
     def check(self) -> None:
         """Raise an error if the block has changed."""
 
+    def settle(self) -> None:
+        """Wait on the host for all copies, those too that an interrupt has cut off from their callers."""
+
     def trim(self) -> None:
         """Give memory that storages have dropped back to the system."""
 
@@ -143,6 +146,9 @@ class HostHome:
     def check(self) -> None:
         """Do nothing: the memory is this process's own."""
 
+    def settle(self) -> None:
+        self._copier.settle()
+
     def trim(self) -> None:
         """Do nothing: dropped memory is the allocator's."""
 
@@ -212,6 +218,9 @@ class FileHome:
     def check(self) -> None:
         """Raise DiskError if a file has changed, or become shorter, and in a fork; 3 microseconds for each file."""
         self._block.check()
+
+    def settle(self) -> None:
+        self._reads.settle()
 
     def trim(self) -> None:
         if isinstance(self._reads, DirectReads):

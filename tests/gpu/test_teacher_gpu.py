@@ -1,10 +1,14 @@
 """Tests of OffloadedTeacher on a GPU: order of the stream copier, memory, no host synchronisation."""
 
 import copy
+import random
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
 from host_waits import host_never_waits
+from interrupts import Interrupter
 from torch import Tensor, nn
 
 from hf_memopt.transfer import StreamCopier
@@ -62,6 +66,32 @@ def test_a_copy_waits_for_slow_compute_on_recycled_memory(network: nn.Module, x:
         teacher.prefetch()
         with teacher.onload() as module:
             assert torch.equal(module(x), want)
+
+
+@pytest.mark.parametrize("mode", ["swap", "stream"])
+@pytest.mark.parametrize("home", ["host", "file"])
+def test_interrupted_copies_are_over_before_their_memory_is_given_back(
+    network: nn.Module, x: Tensor, want: Tensor, mode: Any, home: Any, tmp_path: Path
+) -> None:
+    copier, disk = StreamCopier("cuda"), tmp_path if home == "file" else None
+    teacher = OffloadedTeacher(network, device="cuda", mode=mode, copier=copier, home=home, disk=disk)
+
+    def visit() -> Tensor:
+        with torch.no_grad(), teacher.onload() as module:
+            return cast(Tensor, module(x))
+
+    interrupter = Interrupter("/hf_memopt/weights/", "/hf_memopt/transfer/")
+    for _ in range(3):
+        interrupter.call(visit)
+    for place in random.Random(0).choices(range(1, interrupter.count + 1), k=12):
+        with copier._stream_to_device:
+            torch.cuda._sleep(SLEEP_CYCLES // 10)
+        interrupter.call(visit, place)
+        held = torch.full((8 * 2048 * 2048,), 1.0, device="cuda")  # released memory, and more
+        assert torch.equal(visit(), want), interrupter.place
+        torch.cuda.synchronize()
+        assert held.eq(1.0).all(), interrupter.place
+        assert teacher.report().device_bytes == 0
 
 
 def test_memory_leaves_with_the_teacher(network: nn.Module, x: Tensor, want: Tensor) -> None:

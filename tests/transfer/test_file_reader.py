@@ -122,7 +122,7 @@ def test_no_more_than_the_ring_is_read_ahead(path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(os, "preadv", lambda *arguments: (next(reads), preadv(*arguments))[1])
     staged = StagedReads(block, AdversarialCopier("late"))
     read = staged.read(0, torch.zeros(block.num_bytes, dtype=torch.uint8))
-    block.wait([fetched for _, _, fetched in staged._reading])
+    block.wait([fetched for *_, fetched in staged._reading])
     assert next(reads) == 8
     read.wait()
     assert staged.host_bytes == 8 * 2 * PAGE

@@ -15,6 +15,7 @@ import pytest
 import torch
 from adversarial_copier import AdversarialCopier
 from frozen_bases import LAYER_BYTES, ROWS, WIDTH, adapted, ids, same, square_loss, streamed, train, trainable
+from interrupts import Interrupter, leave_contexts_of_torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -34,15 +35,6 @@ def interrupted_after(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-
-
-def leave_contexts_of_torch() -> None:
-    """Leave contexts of torch itself that an interrupt between their entry and the with statement has left entered."""
-    torch.set_grad_enabled(True)
-    while torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-        torch._C._autograd._pop_saved_tensors_default_hooks()
-    for _ in range(torch.autocast_increment_nesting()):  # checkpointing enters autocast to compute a region again
-        torch.autocast_decrement_nesting()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Python swallows it in callbacks
@@ -72,6 +64,34 @@ def test_the_next_pass_is_right_after_an_interrupt_at_any_moment(home: str, tmp_
         with base.stream():
             assert base.report().device_bytes == 0
     assert num_interrupted > 10
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("kind", ["host", "file", "file for a device"])
+def test_the_next_pass_is_right_after_an_interrupt_at_any_place(kind: str, tmp_path: Path) -> None:
+    model = adapted("non-reentrant")
+    want = train(adapted("non-reentrant"), square_loss, steps=1)
+    weights = [each.clone() for each in trainable(model)]
+    copier = None if kind == "file" else AdversarialCopier("late")
+    base = streamed(model, home=kind.split()[0], disk=tmp_path, copier=copier)
+
+    def step() -> None:
+        with base.stream():
+            loss = square_loss(model)
+        loss.backward()
+
+    interrupter = Interrupter("/hf_memopt/weights/", "/hf_memopt/transfer/")
+    for _ in range(3):
+        interrupter.call(step)
+    chance = random.Random(0)
+    for place in chance.choices(range(1, interrupter.count + 1), k=60):
+        interrupter.call(step, place)
+        for mine, its in zip(trainable(model), weights, strict=True):
+            mine.grad, mine.data = None, its.clone()
+        assert same(train(model, square_loss, base, steps=1), want), interrupter.place
+        with base.stream():
+            assert base.report().device_bytes == 0, interrupter.place
+        assert copier is None or copier.live_bytes == 0
 
 
 def test_a_with_statement_knows_whether_it_is_run() -> None:

@@ -101,6 +101,9 @@ class VirtualFileHome:
     def check(self) -> None:
         """Do nothing: there is no file."""
 
+    def settle(self) -> None:
+        """Do nothing: no memory is at stake."""
+
     def trim(self) -> None:
         """Do nothing: dropped memory is the allocator's."""
 

@@ -176,6 +176,9 @@ class VirtualCopier:
         self.bytes_to_host += source.nbytes
         return self._to_host.copy(source.nbytes)
 
+    def settle(self) -> None:
+        """Do nothing: no memory is at stake."""
+
     def stall_ms(self) -> float:
         return 1e3 * self._clock.stalled_s
 

@@ -24,15 +24,13 @@ class Storage(Protocol):
         num_bytes: of it.
         users: those that rely on the bytes at the moment.
         stays: whether it keeps its memory without users.
-        has_memory: whether it has memory, filled or not.
+        has_memory: whether it may have memory, filled or not: until `drop` has ended.
     """
 
     num_bytes: int
     users: set[object]
     stays: bool
-
-    @property
-    def has_memory(self) -> bool: ...
+    has_memory: bool
 
     def fetch(self) -> None:
         """Give it memory and start the copy of its bytes, unless that has been done."""
@@ -90,7 +88,7 @@ class StreamedStorage:
         self.num_bytes = piece.num_bytes
         self.tensors = [each.tensor for each in piece.offsets]
         self.users: set[object] = set()
-        self.stays = False
+        self.stays = self.has_memory = False
         self._parameters = parameters
         self._start, self._home, self._copier = piece.start, home, copier
         self._memory = home.memory(piece, device, message)
@@ -105,17 +103,18 @@ class StreamedStorage:
         self._to_fill: Tensor | None = None
         # The copy under way, None before and after.
         self._transfer: Transfer | None = None
+        self._is_starting = False
         self._is_filled = False
 
-    @property
-    def has_memory(self) -> bool:
-        return self._to_fill is not None
-
     def fetch(self) -> None:
+        self._settle()
+        self.has_memory = True
         if self._to_fill is None:
             self._to_fill = self._memory.give()
         if not self._is_filled and self._transfer is None:
+            self._is_starting = True
             self._transfer = self._home.to_device(self._start, self._to_fill)
+            self._is_starting = False
 
     def arrive(self) -> None:
         if not self._is_filled:
@@ -136,6 +135,7 @@ class StreamedStorage:
     def drop(self) -> None:
         set_away(self._parameters)
         self._is_filled = False
+        self._settle()
         error: Exception | None = None
         if self._transfer is not None:
             try:
@@ -143,17 +143,24 @@ class StreamedStorage:
             except Exception as failure:
                 error = failure
             self._transfer = None
-        if self._to_fill is not None:
-            self._copier.release(self._to_fill)
+        filled, self._to_fill = self._to_fill, None
+        if filled is not None:
+            self._copier.release(filled)
         self._memory.take()
-        self._to_fill = None
+        self.has_memory = False
         if error is not None:
             raise error
+
+    def _settle(self) -> None:
+        """Wait for a copy that an interrupt has cut off as it was started."""
+        if self._is_starting:
+            self._home.settle()
+            self._is_starting = False
 
     def bind(self) -> None:
         """Bind the parameters to the storage."""
         # Simulated tensors give a storage memory when they are bound to it.
-        is_absent = self._to_fill is None and type(self._memory.block) is not Tensor
+        is_absent = not self.has_memory and type(self._memory.block) is not Tensor
         if is_absent:
             self._memory.give()
         bind(self._offsets, self.present)
@@ -225,7 +232,7 @@ class CastWeight:
         self._memory.show()
 
     def drop(self) -> None:
-        if self._to_fill is not None:
-            self._copier.release(self._to_fill)
+        filled, self._to_fill = self._to_fill, None
+        if filled is not None:
+            self._copier.release(filled)
         self._memory.take()
-        self._to_fill = None

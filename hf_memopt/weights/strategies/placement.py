@@ -68,6 +68,7 @@ class SwappedWeights(WeightPlacement):
         self._home_views = [view for piece in home.views for view in piece]
         self._block: Tensor | None = None
         self._transfer: Transfer | None = None
+        self._is_starting = False
         bind(weights.offsets, self._home_views)
 
     @property
@@ -77,32 +78,31 @@ class SwappedWeights(WeightPlacement):
 
     def prefetch(self) -> None:
         if self._block is None:
-            block = self._copier.empty_device(self._home.num_bytes)
-            self._transfer = self._home.to_device(0, block)
-            self._block = block
-            self.peak_device_bytes = block.nbytes
+            self._block = self._copier.empty_device(self._home.num_bytes)
+            self.peak_device_bytes = self._block.nbytes
+        if self._is_starting:
+            self._home.settle()  # an interrupt has cut the copy off
+        if self._transfer is None:
+            self._is_starting = True
+            self._transfer = self._home.to_device(0, self._block)
+            self._is_starting = False
 
     def onload(self) -> None:
         self._home.check()
         self.prefetch()
-        self._finish_copy()
+        assert self._transfer is not None
         assert self._block is not None
+        self._transfer.wait()
         bind(self._weights.offsets, views(self._weights.offsets, self._block))
 
     def evict(self, finished: bool) -> None:
         bind(self._weights.offsets, self._home_views)
         try:
-            # After an exception the copy may still be under way, and its memory must not be reused yet.
-            self._finish_copy()
+            if not finished:
+                self._home.settle()  # the copy may be under way, and its memory must not be reused yet
         finally:
-            block, self._block = self._block, None
+            block, self._block, self._transfer, self._is_starting = self._block, None, None, False
             if block is not None:
                 self._copier.release(block)
         if finished:
             self._home.check()
-
-    def _finish_copy(self) -> None:
-        # A copy whose wait raises is over, and the next visit makes another.
-        transfer, self._transfer = self._transfer, None
-        if transfer is not None:
-            transfer.wait()

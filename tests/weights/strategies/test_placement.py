@@ -1,17 +1,20 @@
 """Tests that swapped weights are bitwise right, travel in one copy, and survive any exception."""
 
 import copy
+import random
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from adversarial_copier import AdversarialCopier, InjectedError
+from adversarial_copier import AdversarialCopier, AdversarialTransfer, InjectedError
+from interrupts import Interrupter
 from teacher_toys import Network, memory_of
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_memopt.transfer import SyncCopier
 from hf_memopt.weights import OffloadedTeacher
-from hf_memopt.weights.strategies.placement import SwappedWeights
 
 SCHEDULES = ("early", "late", "random")
 
@@ -38,7 +41,7 @@ def test_swap_is_bitwise_resident_and_copies_nothing_back(network: Network, x: T
 
 def test_a_missing_wait_is_caught(network: Network, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     teacher = OffloadedTeacher(network, device="cpu", mode="swap", copier=AdversarialCopier("late"))
-    monkeypatch.setattr(SwappedWeights, "_finish_copy", lambda self: None)
+    monkeypatch.setattr(AdversarialTransfer, "wait", lambda self: None)
     with pytest.raises(AssertionError, match="released under a copy"):
         with teacher.onload() as module:
             assert module(x).isnan().all()
@@ -71,6 +74,31 @@ def test_the_next_visit_is_right_after_a_fault_in_any_copy(network: Network, x: 
             assert torch.equal(teacher.module(x), want)
         assert faults == 1
         assert teacher.report().device_bytes == 0
+
+
+@pytest.mark.parametrize("mode", ["swap", "stream"])
+@pytest.mark.parametrize("kind", ["host", "file", "file for a device"])
+def test_the_next_visit_is_right_after_an_interrupt_at_any_place(
+    network: Network, x: Tensor, mode: Any, kind: str, tmp_path: Path
+) -> None:
+    want = network(x)
+    where: dict[str, Any] = {} if kind == "host" else {"home": "file", "disk": tmp_path}
+    copier = None if kind == "file" else AdversarialCopier("late")
+    teacher = OffloadedTeacher(network, device="cpu", mode=mode, copier=copier, **where)
+
+    def visit() -> Any:
+        teacher.prefetch()
+        with teacher.onload() as module:
+            return module(x)
+
+    interrupter = Interrupter("/hf_memopt/weights/", "/hf_memopt/transfer/")
+    for _ in range(3):
+        interrupter.call(visit)
+    chance = random.Random(0)
+    for place in chance.choices(range(1, interrupter.count + 1), k=60):
+        interrupter.call(visit, place)
+        assert torch.equal(visit(), want), interrupter.place
+        assert teacher.report().device_bytes == 0, interrupter.place
 
 
 def test_prefetch_starts_one_copy_and_survives_an_exception(network: Network, x: Tensor) -> None:
