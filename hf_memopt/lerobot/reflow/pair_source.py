@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from lerobot.configs import PreTrainedConfig
 from lerobot.policies.pretrained import PreTrainedPolicy
-from lerobot.utils.constants import ACTION, OBS_STATE
+from lerobot.utils.constants import OBS_STATE
 from torch import Tensor
 
 from hf_memopt.lerobot.couplings.cache import CouplingCache
@@ -22,9 +22,6 @@ from hf_memopt.lerobot.reflow.pair_key import (
     coupling_inputs,
     without_padding,
 )
-from hf_memopt.lerobot.reflow.reflow_teacher import ReflowTeacher
-from hf_memopt.lerobot.reflow.self_teacher import SelfTeacher
-from hf_memopt.lerobot.reflow.velocity_teacher import VelocityTeacher
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +49,7 @@ class PairSource:
 
     `draw` comes first: a stored pair brings its own observation, and a run's seed fixes the noise before the times.
     `complete` comes when the prefix is there, which the teacher may share, and before the student's forward, so that
-    the teacher never meets the student's activations.
+    the teacher never meets the student's activations; pairs that were drawn with their actions need none.
     """
 
     def check(self, dataset_stats: Statistics, dataset_root: Path | None) -> None:
@@ -62,20 +59,15 @@ class PairSource:
         return Pairs(batch, self._noise(student, batch) if noise is None else noise)
 
     def complete(
-        self,
-        pairs: Pairs,
-        teacher: VelocityTeacher,
-        student: PreTrainedPolicy,
-        observation: Observation,
-        prefix: SharedPrefix | None,
+        self, pairs: Pairs, student: PreTrainedPolicy, observation: Observation, prefix: SharedPrefix | None
     ) -> Pairs:
-        """Return the drawn pairs with their actions; `prefix` is the student's, if the teacher shares it."""
-        return pairs._replace(target=teacher.sample(observation, pairs.noise, prefix))
+        """Return drawn pairs with their actions; `prefix` is the student's, if its teacher shares it."""
+        return pairs._replace(target=student.teacher.sample(observation, pairs.noise, prefix))
 
     def _noise(self, student: PreTrainedPolicy, batch: dict[str, Tensor]) -> Tensor:
         state, config = batch[OBS_STATE], student.config
         shape = (len(state), config.chunk_size, config.max_action_dim)
-        return student.model.sample_noise(shape, state.device)  # type: ignore[no-any-return]
+        return student.model.sample_noise(shape, state.device)
 
 
 class DemonstratedPairs(PairSource):
@@ -83,24 +75,16 @@ class DemonstratedPairs(PairSource):
 
     @torch.no_grad()
     def complete(
-        self,
-        pairs: Pairs,
-        teacher: VelocityTeacher,
-        student: PreTrainedPolicy,
-        observation: Observation,
-        prefix: SharedPrefix | None,
+        self, pairs: Pairs, student: PreTrainedPolicy, observation: Observation, prefix: SharedPrefix | None
     ) -> Pairs:
-        batch, noise, config = pairs.batch, pairs.noise, student.config
-        flow = flow_of(config)
-        from_actions = (torch.rand(len(noise)) < config.data_share).to(noise.device)
-        actions = flow.demonstrated_actions(student, batch)
-        with teacher.visit() as model:
+        from_data, actions, valid = _demonstrations(student, pairs.batch)
+        flow, num_action_dims = flow_of(student.config), student.config.action_feature.shape[0]
+        with student.teacher.visit() as model:
             prefix = flow.prefix(model, observation) if prefix is None else prefix
-            num_action_dims = config.action_feature.shape[0]
             noise, target = flow.expert(model, prefix).couple(
-                noise, actions, from_actions, teacher.num_steps, num_action_dims
+                pairs.noise, actions, from_data, student.teacher.num_steps, num_action_dims
             )
-        return Pairs(batch, noise, target, _valid(batch, from_actions))
+        return pairs._replace(noise=noise, target=target, valid=valid)
 
 
 class OwnPairs(PairSource):
@@ -114,37 +98,25 @@ class OwnPairs(PairSource):
 
     @torch.no_grad()
     def complete(
-        self,
-        pairs: Pairs,
-        teacher: VelocityTeacher,
-        student: PreTrainedPolicy,
-        observation: Observation,
-        prefix: SharedPrefix | None,
+        self, pairs: Pairs, student: PreTrainedPolicy, observation: Observation, prefix: SharedPrefix | None
     ) -> Pairs:
-        batch, noise, config = pairs.batch, pairs.noise, student.config
-        from_data = (torch.rand(len(noise)) < config.data_share).to(noise.device)
-        own = teacher.sample(observation, noise, prefix)
-        actions = flow_of(config).demonstrated_actions(student, batch)
+        from_data, actions, valid = _demonstrations(student, pairs.batch)
+        own = student.teacher.sample(observation, pairs.noise, prefix)
         target = torch.where(from_data[:, None, None], actions, own)
-        return Pairs(batch, noise, target, _valid(batch, from_data), ~from_data)
+        return pairs._replace(target=target, valid=valid, at_start=~from_data)
 
 
 class SeededPairs(PairSource):
     """Gives each frame pairs of its own, the same whenever it is used: `couplings_per_frame` of `couplings_seed`."""
 
     def complete(
-        self,
-        pairs: Pairs,
-        teacher: VelocityTeacher,
-        student: PreTrainedPolicy,
-        observation: Observation,
-        prefix: SharedPrefix | None,
+        self, pairs: Pairs, student: PreTrainedPolicy, observation: Observation, prefix: SharedPrefix | None
     ) -> Pairs:
         """Solve frame by frame: the neighbours in a batch would change the rounding."""
         inputs, noise = coupling_inputs(student.config, pairs.batch), pairs.noise
         rows = [{name: tensor[row : row + 1] for name, tensor in inputs.items()} for row in range(len(noise))]
-        with teacher.visit():
-            targets = [solve(student, teacher, row, noise[i : i + 1]) for i, row in enumerate(rows)]
+        with student.teacher.visit():
+            targets = [solve(student, row, noise[i : i + 1]) for i, row in enumerate(rows)]
         return pairs._replace(target=torch.cat(targets))
 
     def _noise(self, student: PreTrainedPolicy, batch: dict[str, Tensor]) -> Tensor:
@@ -180,16 +152,6 @@ class CachedPairs(PairSource):
             batch = {**batch, **{name: tensor.to(device) for name, tensor in coupling.observation.items()}}
         return Pairs(batch, coupling.noise.to(device), coupling.target.to(device))
 
-    def complete(
-        self,
-        pairs: Pairs,
-        teacher: VelocityTeacher,
-        student: PreTrainedPolicy,
-        observation: Observation,
-        prefix: SharedPrefix | None,
-    ) -> Pairs:
-        return pairs
-
     def _open(self) -> CouplingCache:
         if self._cache is None:
             self._cache = CouplingCache(str(self._config.couplings_path))
@@ -206,24 +168,24 @@ def make_pair_source(config: ReflowOptions) -> PairSource:
     return DemonstratedPairs() if config.data_share > 0 else PairSource()
 
 
-def make_teacher(config: ReflowOptions) -> VelocityTeacher:
-    """Make a configuration's teacher; with couplings the student, which decides whether its prefix needs a graph."""
-    return ReflowTeacher(config) if config.has_teacher else SelfTeacher(config)
+def _demonstrations(student: PreTrainedPolicy, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw the paths that end at demonstrations, `(batch,)` bool; return these, the demonstrations, and `Pairs.valid`.
+
+    Behind the end of an episode a demonstration is padding, which is no path.
+    """
+    actions = flow_of(student.config).demonstrated_actions(student, batch)
+    from_data = (torch.rand(len(actions)) < student.config.data_share).to(actions.device)
+    padding = batch.get("action_is_pad", actions.new_zeros(actions.shape[:2], dtype=torch.bool))
+    return from_data, actions, ~(padding & from_data[:, None])
 
 
-def _valid(batch: Mapping[str, Tensor], from_data: Tensor) -> Tensor:
-    """Return the steps that count: behind the end of an episode a demonstration is padding, which is no path."""
-    actions = batch[ACTION]
-    padding = batch.get("action_is_pad", torch.zeros(actions.shape[:2], dtype=torch.bool, device=from_data.device))
-    return ~(padding & from_data[:, None])
-
-
-def solve(student: PreTrainedPolicy, teacher: VelocityTeacher, inputs: Mapping[str, Tensor], noise: Tensor) -> Tensor:
+def solve(student: PreTrainedPolicy, inputs: Mapping[str, Tensor], noise: Tensor) -> Tensor:
     """Return the actions that the teacher's ODE reaches from `noise`, `(batch, chunk, max_action_dim)`.
 
     Without autocast and padding, so that the result for one frame is a function of that frame alone; for several frames
     it is that up to rounding. `inputs` are from `coupling_inputs`.
     """
+    teacher = student.teacher
     teacher.load(student)
     with torch.autocast(noise.device.type, enabled=False):
         observation = observe(student, without_padding(inputs))
@@ -233,8 +195,7 @@ def solve(student: PreTrainedPolicy, teacher: VelocityTeacher, inputs: Mapping[s
 def frame_indices(batch: Mapping[str, Tensor]) -> list[int]:
     if "index" not in batch:
         raise ValueError("the batch has no 'index', which names its frames; couplings need a LeRobotDataset")
-    indices: list[int] = batch["index"].flatten().tolist()
-    return indices
+    return batch["index"].flatten().tolist()
 
 
 def frame_noise(config: PreTrainedConfig, batch: Mapping[str, Tensor], device: torch.device) -> Tensor:
@@ -247,5 +208,4 @@ def frame_noise(config: PreTrainedConfig, batch: Mapping[str, Tensor], device: t
 
 
 def draw_numbers(batch_size: int, num_draws: int) -> list[int]:
-    draws: list[int] = torch.randint(num_draws, (batch_size,)).tolist()
-    return draws
+    return torch.randint(num_draws, (batch_size,)).tolist()

@@ -14,7 +14,9 @@ from hf_memopt.lerobot.flow.flow_policy import Observation, SharedPrefix
 from hf_memopt.lerobot.flow.known_flows import flow_of, observe
 from hf_memopt.lerobot.policy_files import resolve_checkpoint
 from hf_memopt.lerobot.processors import check_processors
-from hf_memopt.lerobot.reflow.pair_source import Pairs, make_pair_source, make_teacher
+from hf_memopt.lerobot.reflow.pair_source import Pairs, make_pair_source
+from hf_memopt.lerobot.reflow.reflow_teacher import ReflowTeacher
+from hf_memopt.lerobot.reflow.self_teacher import SelfTeacher
 from hf_memopt.lerobot.step_memory import PhaseMemory
 from hf_memopt.reflow import chunk_loss, interpolate, reflow_loss, sample_time
 from hf_memopt.units import GIB
@@ -34,7 +36,9 @@ class ReflowPolicy(nn.Module):
     model: Any
 
     def __init__(self, config: Any, dataset_stats: Any = None, **kwargs: Any) -> None:
-        source, teacher = make_pair_source(config), make_teacher(config)
+        source = make_pair_source(config)
+        # With couplings on disk the student is its own teacher, which decides whether its prefix needs a graph.
+        teacher = ReflowTeacher(config) if config.has_teacher else SelfTeacher(config)
         if config.use_reflow and dataset_stats is not None:
             root = getattr(kwargs.get("dataset_meta"), "root", None)
             teacher.check(dataset_stats)
@@ -110,7 +114,8 @@ class ReflowPolicy(nn.Module):
         prefix = self.teacher.shared_prefix(self, observation)
         self._mark("prefix")
         # The target comes before the student's forward, so that the teacher never meets the student's activations.
-        pairs = self.pair_source.complete(pairs, self.teacher, self, observation, prefix)
+        if pairs.target is None:
+            pairs = self.pair_source.complete(pairs, self, observation, prefix)
         if pairs.at_start is not None:
             time = torch.where(pairs.at_start, 1.0, time)
         self._mark("teacher")

@@ -128,7 +128,7 @@ def test_demonstrations_keep_their_actions_and_get_their_noise(
     source = policy.pair_source
     prefix = policy.teacher.shared_prefix(policy, observation)
     drawn = source.draw(policy, batch, noise)
-    _, found, target, valid, at_start = source.complete(drawn, policy.teacher, policy, observation, prefix)
+    _, found, target, valid, at_start = source.complete(drawn, policy, observation, prefix)
     assert torch.equal(target[chosen], known_flows.flow_of(policy.config).demonstrated_actions(policy, batch)[chosen])
     assert torch.equal(found[~chosen], noise[~chosen])
     # Padded dimensions keep the drawn noise; the robot's dimensions get the noise from which the actions come.

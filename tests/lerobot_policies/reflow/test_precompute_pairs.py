@@ -304,11 +304,13 @@ def rows(cache: couplings_cache.CouplingCache, indices: list[int], draw: int) ->
 def pairs_of(policy: modeling_smolvla_reflow.SmolVLAReflowPolicy, batch: Any) -> pair_source.Pairs:
     policy.load_teacher_model()
     drawn = policy.pair_source.draw(policy, batch, None)
-    return policy.pair_source.complete(drawn, policy.teacher, policy, known_flows.observe(policy, batch), None)
+    if drawn.target is not None:
+        return drawn
+    return policy.pair_source.complete(drawn, policy, known_flows.observe(policy, batch), None)
 
 
 def ask(policy: modeling_smolvla_reflow.SmolVLAReflowPolicy, inputs: Any, noise: torch.Tensor) -> torch.Tensor:
-    return pair_source.solve(policy, policy.teacher, inputs, noise)
+    return pair_source.solve(policy, inputs, noise)
 
 
 def _arguments(policy: modeling_smolvla_reflow.SmolVLAReflowPolicy, batch: Any) -> Any:
