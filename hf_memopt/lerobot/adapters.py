@@ -54,10 +54,9 @@ def merged(policy: PreTrainedPolicy, folder: Path) -> PreTrainedPolicy:
             "pass the folder as training left it"
         )
     try:
-        merged_policy: PreTrainedPolicy = model.merge_and_unload()
+        return model.merge_and_unload()
     except (AttributeError, NotImplementedError) as error:
         kind = getattr(model.active_peft_config.peft_type, "value", "?")
         raise ValueError(
             f"the adapter in {folder} is of a kind that has no weights to merge ({kind}); train one of LoRA's kind"
         ) from error
-    return merged_policy

@@ -16,7 +16,6 @@ class SmolVLAReflowConfig(ReflowOptions, SmolVLAConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.vlm_model_name: str | None = absolute_if_local(self.vlm_model_name)
-        self.check_options()
         if not self.use_reflow:
             return
         if not self.use_cache:

@@ -75,18 +75,14 @@ def load_processors(config: PreTrainedConfig, folder: Path, overrides: dict[str,
     check_processors(folder)
     try:
         with no_remote_code():
-            made: tuple[Any, Any] = make_pre_post_processors(
-                config, pretrained_path=str(folder), preprocessor_overrides=overrides
-            )
+            return make_pre_post_processors(config, pretrained_path=str(folder), preprocessor_overrides=overrides)
     except Exception as error:
         raise ValueError(f"the processors in {folder} cannot be made: {error}; correct that setting") from error
-    return made
 
 
 def blank_observation(config: PreTrainedConfig, preprocess: Any) -> dict[str, torch.Tensor]:
     frame = {name: torch.zeros(feature.shape) for name, feature in config.input_features.items()}
-    batch: dict[str, torch.Tensor] = preprocess({**frame, "task": ""})
-    return batch
+    return preprocess({**frame, "task": ""})
 
 
 def _artifacts(file: Path, step: dict[str, Any]) -> list[Path]:

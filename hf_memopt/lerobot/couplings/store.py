@@ -180,8 +180,7 @@ class CouplingFolder:
                 draft.unlink(missing_ok=True)
 
     def _with_bar(self, shards: Iterable[int]) -> Iterable[int]:
-        bar: Iterable[int] = tqdm(shards, desc=f"checking {self.path}", unit="shard", delay=10)
-        return bar
+        return tqdm(shards, desc=f"checking {self.path}", unit="shard", delay=10)
 
 
 class _Shard(NamedTuple):

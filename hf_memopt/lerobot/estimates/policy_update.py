@@ -90,8 +90,7 @@ def build_policy(config: PreTrainedConfig) -> PreTrainedPolicy:
     if getattr(config, "pretrained_backbone_weights", None) is not None:
         config.pretrained_backbone_weights = None
     with _without_downloads(), redirect_stdout(StringIO()):
-        policy: PreTrainedPolicy = get_policy_class(config.type)(config)
-    return policy
+        return get_policy_class(config.type)(config)
 
 
 @contextmanager

@@ -114,7 +114,10 @@ def _read(spec: JobSpec, file: PolicyFile) -> TrainPipelineConfig:
     flags += [f"--{_FLAGS[name]}={_text(name, value)}" for name, value in spec.said().items() if name in _FLAGS]
     try:
         with complaints_as_errors():
-            cfg = _run_of(file.path, flags) if file.is_run else _new_run(file.path.parent, flags)
+            if file.is_run:
+                cfg = TrainPipelineConfig.from_pretrained(file.path, cli_args=flags)
+            else:
+                cfg = _new_run(file.path.parent, flags)
     except (ValueError, draccus.utils.DecodingError) as error:
         given = f" with {' '.join(flags)}" if flags else ""
         raise ValueError(f"lerobot does not read {file.path}{given}: {error}") from error
@@ -124,16 +127,11 @@ def _read(spec: JobSpec, file: PolicyFile) -> TrainPipelineConfig:
     return cfg
 
 
-def _run_of(file: Path, flags: list[str]) -> TrainPipelineConfig:
-    run: TrainPipelineConfig = TrainPipelineConfig.from_pretrained(file, cli_args=flags)
-    return run
-
-
 def _new_run(folder: Path, flags: list[str]) -> TrainPipelineConfig:
     """Return a run with lerobot's defaults, of a policy on data that the user has to name."""
     of_policy = parser.get_cli_overrides("policy", flags)
     others = [flag for flag in flags if not flag.startswith("--policy.")]
-    run: TrainPipelineConfig = draccus.parse(TrainPipelineConfig, args=[f"--dataset.repo_id={DATASET}", *others])
+    run = draccus.parse(TrainPipelineConfig, args=[f"--dataset.repo_id={DATASET}", *others])
     run.policy = PreTrainedConfig.from_pretrained(folder, cli_overrides=of_policy)
     run.policy.push_to_hub = run.policy.push_to_hub and run.policy.repo_id is not None
     return run

@@ -61,8 +61,7 @@ class ConditionedExpert(ABC):
         """Return the velocity at `x_t` `(batch, chunk, max_action_dim)` and `time` `(batch,)`, in float32."""
 
     def sample(self, noise: Tensor, num_steps: int) -> Tensor:
-        actions: Tensor = euler_integrate(self.velocity, noise, num_steps)
-        return actions
+        return euler_integrate(self.velocity, noise, num_steps)
 
     def couple(
         self, noise: Tensor, actions: Tensor, from_actions: Tensor, num_steps: int, num_action_dims: int
@@ -96,6 +95,7 @@ class FlowPolicy(ABC):
         stock_type: lerobot's name for it; the student's is the same with `_reflow` behind it.
         title: its name in prose.
         steps_field: field of its configuration for the number of Euler steps.
+        vlm_path: name of the model's part that student and teacher share.
         architecture_fields: fields that decide the shape, the meaning or the conditioning of its velocity field.
             Student and teacher must agree on them.
     """
@@ -103,6 +103,7 @@ class FlowPolicy(ABC):
     stock_type: ClassVar[str]
     title: ClassVar[str]
     steps_field: ClassVar[str]
+    vlm_path: ClassVar[str]
     architecture_fields: ClassVar[tuple[str, ...]]
 
     @abstractmethod
@@ -136,13 +137,8 @@ class FlowPolicy(ABC):
         Gradients flow to all that the model trains outside its VLM. The teacher goes first.
         """
 
-    @abstractmethod
     def vlm(self, model: nn.Module) -> nn.Module:
-        """Return the part that student and teacher share."""
-
-    @abstractmethod
-    def set_vlm(self, model: nn.Module, vlm: nn.Module) -> None:
-        """Have a model use another module in the place of that part."""
+        return model.get_submodule(self.vlm_path)
 
     @abstractmethod
     def transformer(self, model: nn.Module, with_vlm: bool) -> list[nn.Parameter]:

@@ -39,6 +39,7 @@ class Pi0Flow(FlowPolicy):
     title = "π0"
     policy_class: ClassVar[type[Policy]] = PI0Policy
     steps_field = "num_inference_steps"
+    vlm_path = "paligemma_with_expert.paligemma"
     architecture_fields = (
         "paligemma_variant",
         "action_expert_variant",
@@ -72,8 +73,7 @@ class Pi0Flow(FlowPolicy):
         return Observation(images, image_masks, tokens, token_masks, self._state(policy, batch))
 
     def demonstrated_actions(self, policy: Policy, batch: Mapping[str, Tensor]) -> Tensor:
-        padded: Tensor = policy.prepare_action({ACTION: batch[ACTION]})
-        return padded
+        return policy.prepare_action({ACTION: batch[ACTION]})
 
     def prefix(self, model: Model, observation: Observation) -> SharedPrefix:
         return Pi0Prefix(model, observation)
@@ -81,13 +81,6 @@ class Pi0Flow(FlowPolicy):
     def expert(self, model: Model, prefix: SharedPrefix) -> ConditionedExpert:
         assert isinstance(prefix, Pi0Prefix)
         return Pi0Expert(model, prefix)
-
-    def vlm(self, model: Model) -> nn.Module:
-        vlm: nn.Module = model.paligemma_with_expert.paligemma
-        return vlm
-
-    def set_vlm(self, model: Model, vlm: nn.Module) -> None:
-        model.paligemma_with_expert.paligemma = vlm
 
     def transformer(self, model: Model, with_vlm: bool) -> list[nn.Parameter]:
         both = model.paligemma_with_expert
@@ -111,8 +104,7 @@ class Pi0Flow(FlowPolicy):
         return None
 
     def _state(self, policy: Policy, batch: Mapping[str, Tensor]) -> Tensor | None:
-        padded: Tensor = policy.prepare_state(batch)
-        return padded
+        return policy.prepare_state(batch)
 
 
 class Pi05Flow(Pi0Flow):
@@ -168,14 +160,13 @@ class Pi0Expert(ConditionedExpert):
         self._layers = [(key, value, None) for key, value in zip(keys, values, strict=True)]
 
     def velocity(self, x_t: Tensor, time: Tensor) -> Tensor:
-        velocity: Tensor = self._model.denoise_step(
+        return self._model.denoise_step(
             **self._state,
             prefix_pad_masks=self._pad_masks,
             past_key_values=self._layers,
             x_t=x_t,
             timestep=time,
         )
-        return velocity
 
 
 def load_pi0_weights(policy: Policy, folder: Path) -> None:

@@ -17,7 +17,8 @@ TEACHER, SELF = TARGETS = ("teacher", "self")
 class ReflowOptions:
     """Fields of a student's configuration beside its policy's own; mixed into that policy's configuration class.
 
-    Paths become absolute, so that a checkpoint trained with relative ones works from any directory.
+    Impossible values are refused. Paths become absolute, so that a checkpoint trained with relative ones works from any
+    directory.
 
     Attributes:
         use_reflow: train on the teacher's couplings; without it the policy is the stock one.
@@ -89,8 +90,8 @@ class ReflowOptions:
     from_scratch: bool = False
     dtype: str = "float32"
 
-    def check_options(self) -> None:
-        """Make paths absolute and refuse impossible values. Configuration classes call this in `__post_init__`."""
+    def __post_init__(self) -> None:
+        super().__post_init__()  # type: ignore[misc]  # of the policy's own configuration
         self.teacher_model_path = absolute_if_local(self.teacher_model_path)
         self.couplings_path = absolute_if_local(self.couplings_path)
         self.activation_disk = absolute_if_local(self.activation_disk)

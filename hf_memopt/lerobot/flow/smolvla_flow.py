@@ -32,6 +32,7 @@ class SmolVLAFlow(FlowPolicy):
     stock_type = "smolvla"
     title = "SmolVLA"
     steps_field = "num_steps"
+    vlm_path = "vlm_with_expert.vlm"
     architecture_fields = (
         "chunk_size",
         "max_state_dim",
@@ -72,8 +73,7 @@ class SmolVLAFlow(FlowPolicy):
         actions = batch[ACTION]
         if policy.config.adapt_to_pi_aloha:  # lerobot's conversion writes into its argument
             actions = policy._pi_aloha_encode_actions_inv(actions.clone())
-        padded: Tensor = policy.prepare_action({ACTION: actions})
-        return padded
+        return policy.prepare_action({ACTION: actions})
 
     def prefix(self, model: VLAFlowMatching, observation: Observation) -> SharedPrefix:
         return SmolVLAPrefix(model, observation)
@@ -81,13 +81,6 @@ class SmolVLAFlow(FlowPolicy):
     def expert(self, model: VLAFlowMatching, prefix: SharedPrefix) -> ConditionedExpert:
         assert isinstance(prefix, SmolVLAPrefix)
         return SmolVLAExpert(model, prefix)
-
-    def vlm(self, model: VLAFlowMatching) -> nn.Module:
-        vlm: nn.Module = model.vlm_with_expert.vlm
-        return vlm
-
-    def set_vlm(self, model: VLAFlowMatching, vlm: nn.Module) -> None:
-        model.vlm_with_expert.vlm = vlm
 
     def transformer(self, model: VLAFlowMatching, with_vlm: bool) -> list[nn.Parameter]:
         part = model.vlm_with_expert if with_vlm else model.vlm_with_expert.lm_expert
@@ -150,10 +143,9 @@ class SmolVLAExpert(ConditionedExpert):
         self._keys, self._values = _run_state_token(model, prefix)
 
     def velocity(self, x_t: Tensor, time: Tensor) -> Tensor:
-        velocity: Tensor = self._model.denoise_step(
+        return self._model.denoise_step(
             prefix_pad_masks=self._pad_masks, past_key_values=self._cache(), x_t=x_t, timestep=time
         )
-        return velocity
 
     def _cache(self) -> DynamicCache:
         # A new cache for each step: lerobot appends the action tokens to some layers and crops them off again.
@@ -234,8 +226,7 @@ def _append(rows: Tensor, token: Tensor) -> Tensor:
     """
     token = token.to(rows.dtype)
     if torch.is_grad_enabled() and token.requires_grad:
-        completed: Tensor = _FillLastRow.apply(rows, token)  # type: ignore[no-untyped-call]
-        return completed
+        return _FillLastRow.apply(rows, token)  # type: ignore[no-untyped-call]
     return torch.cat([rows[:, :-1], token], dim=1)
 
 

@@ -14,16 +14,8 @@ from hf_memopt.lerobot.flow.reflow_options import ReflowOptions
 class PI0ReflowConfig(ReflowOptions, PI0Config):
     """π0's configuration and the teacher's, see `ReflowOptions`."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_options()
-
 
 @PreTrainedConfig.register_subclass("pi05_reflow")
 @dataclass
 class PI05ReflowConfig(ReflowOptions, PI05Config):
     """π0.5's configuration and the teacher's, see `ReflowOptions`."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_options()

@@ -59,7 +59,7 @@ class ReflowTeacher(VelocityTeacher):
             shared = self.why_not_shared is None
             if shared and self._config.vlm_home != "device":
                 # The module, not its weights alone: its calls bring them.
-                self._flow.set_vlm(policy.model, self._flow.vlm(student.model))
+                policy.model.set_submodule(self._flow.vlm_path, self._flow.vlm(student.model))
             transformer = self._flow.transformer(policy.model, with_vlm=not shared)
             _cast(transformer, self._config.teacher_dtype)
             self._say_what_float32_costs(transformer)

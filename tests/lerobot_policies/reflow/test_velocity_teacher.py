@@ -23,7 +23,7 @@ def student(**settings: Any) -> Any:
         "compile_model": False,
     }
     vlm = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).requires_grad_(False)
-    model = SimpleNamespace(vlm_with_expert=SimpleNamespace(vlm=vlm))
+    model = nn.ModuleDict({"vlm_with_expert": nn.ModuleDict({"vlm": vlm})})
     return SimpleNamespace(config=SimpleNamespace(**{**sharing, **settings}), model=model)
 
 
