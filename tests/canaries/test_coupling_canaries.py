@@ -22,12 +22,12 @@ lerobot_train = LateModule("lerobot.scripts.lerobot_train")
 pyarrow = LateModule("pyarrow")
 
 
-KEY = "hf_memopt/lerobot/couplings/key.py"
+SPEC = "hf_memopt/lerobot/couplings/coupling_spec.py"
 STORE = "hf_memopt/lerobot/couplings/store.py"
 
 
 def test_the_cpu_generator_takes_32_bits_of_a_seed_and_its_stream_is_fixed() -> None:
-    with relied_on_by(KEY):
+    with relied_on_by(SPEC):
         first, second = (torch.Generator().manual_seed(seed) for seed in (5, 5 + 2**32))
         assert torch.equal(torch.randn(3, generator=first), torch.randn(3, generator=second))
         # With other numbers, the noise would no longer fit the targets in older folders.

@@ -9,8 +9,13 @@ from safetensors.torch import load as tensors_from_bytes
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from hf_memopt.lerobot.couplings.coupling_spec import Coupling, CouplingSpec, Observation
-from hf_memopt.lerobot.couplings.key import CouplingKey, check_same, draw_noise, observation_checksums
+from hf_memopt.lerobot.couplings.coupling_spec import (
+    Coupling,
+    Observation,
+    check_same,
+    draw_noise,
+    observation_checksums,
+)
 from hf_memopt.lerobot.couplings.store import CouplingFolder
 
 
@@ -25,14 +30,9 @@ class CouplingCache:
         self.folder = CouplingFolder(Path(path).expanduser())
         self.description = self.folder.description
         self._rows: Dataset = self.folder.read().with_format("torch")
-        described = self.description
         names = self._rows.with_format("torch", columns=["index"])
-        indices = names[: described["num_samples"]]["index"].tolist()
-        key = CouplingKey(**{name: described[name] for name in CouplingKey.__dataclass_fields__})
-        self.spec = CouplingSpec(
-            key, indices, tuple(described["shape"]), described["num_draws"], described["batch_size"]
-        )
-        self._position = {index: position for position, index in enumerate(indices)}
+        self.indices: list[int] = names[: self.description["num_samples"]]["index"].tolist()
+        self._position = {index: position for position, index in enumerate(self.indices)}
 
     def __reduce__(self) -> Any:
         return CouplingCache, (self.folder.path,)
@@ -56,16 +56,14 @@ class CouplingCache:
             raise ValueError(
                 f"{self.folder.path} has no couplings for sample {missing[0]}; precompute all samples that are used"
             )
-        num_samples = len(self.spec.indices)
-        numbers = [draw * num_samples + self._position[i] for i, draw in zip(indices, draws, strict=True)]
+        numbers = [draw * len(self.indices) + self._position[i] for i, draw in zip(indices, draws, strict=True)]
         self.folder.check_unchanged(numbers)
         rows = self._rows[numbers]
         if observation is None:
             observation = _stack([tensors_from_bytes(blob) for blob in rows["observation"]])
         self._check_observations(indices, rows["observation_checksum"], observation)
-        noise = draw_noise(rows["noise_seed"].tolist(), self.spec.shape)
-        target = rows["target"].reshape(noise.shape)
-        return Coupling(list(indices), observation, noise, target)
+        noise = draw_noise(rows["noise_seed"].tolist(), self.description["shape"])
+        return Coupling(observation, noise, rows["target"].reshape(noise.shape))
 
     def _check_observations(self, indices: Sequence[int], stored: Tensor, observation: Observation) -> None:
         differs = (observation_checksums(observation) != stored).nonzero()

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from hf_memopt.disk.files_on_disk import not_written, put_in_place
 from hf_memopt.disk.locks import WriterLock
-from hf_memopt.lerobot.couplings.key import check_same
+from hf_memopt.lerobot.couplings.coupling_spec import check_same
 
 DESCRIPTION_FILE = "couplings.json"
 

@@ -1,19 +1,24 @@
 """Computes couplings ahead of training, in any number of processes, and again after an interruption."""
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save as tensors_to_bytes
-from torch import Tensor
 from tqdm import tqdm
 
-from hf_memopt.lerobot.couplings.coupling_spec import Coupling, CouplingSpec, Load, Observation, Solve
-from hf_memopt.lerobot.couplings.key import draw_noise, observation_checksums
+from hf_memopt.lerobot.couplings.coupling_spec import (
+    Coupling,
+    CouplingSpec,
+    Load,
+    Solve,
+    draw_noise,
+    observation_checksums,
+)
 from hf_memopt.lerobot.couplings.store import Columns, CouplingFolder, coupling_features
+from hf_memopt.ranges import COUNT
 
 
 def precompute(
@@ -26,7 +31,6 @@ def precompute(
     store_observations: bool = False,
     rank: int = 0,
     world_size: int = 1,
-    extra: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """Write the couplings of a specification to a folder, for `CouplingCache`; return shards that are still missing.
 
@@ -44,19 +48,16 @@ def precompute(
         store_observations: keep each coupling's observation with it. Required where `load` augments at random.
         rank: rank of this process.
         world_size: number of processes.
-        extra: JSON-able facts to record and to compare like the key.
 
     Disk: 4 bytes for each element of a target, and 24 for each coupling.
     """
-    if shard_size < 1:
-        raise ValueError(f"shard_size={shard_size} must be at least 1")
+    COUNT.check("shard_size", shard_size)
     batches_per_shard = -(-shard_size // spec.batch_size)
     num_shards = -(-spec.num_batches // batches_per_shard)
     folder = CouplingFolder(Path(path).expanduser())
     folder.begin(
         {
-            **asdict(spec.key),
-            **(extra or {}),
+            **spec.key,
             "num_samples": len(spec.indices),
             "samples": spec.samples_sha256(),
             "shape": list(spec.shape),
@@ -84,35 +85,35 @@ def precompute(
 @torch.no_grad()
 def compute(solve: Solve, load: Load, spec: CouplingSpec, number: int) -> Coupling:
     """Ask the teacher for batch `number`; arguments as for `precompute`. ValueError for targets of another shape."""
-    indices, _ = spec.batch(number)
-    observation = load(indices)
+    observation = load(spec.batch(number)[0])
     noise = draw_noise(spec.seeds(number), spec.shape)
     target = solve(observation, noise)
     if target.shape != noise.shape:
         raise ValueError(f"solve gave targets of shape {tuple(target.shape)} for noise of shape {tuple(noise.shape)}")
-    return Coupling(indices, observation, noise, target.to("cpu", torch.float32))
+    return Coupling(observation, noise, target.to("cpu", torch.float32))
 
 
 def _rows(
     solve: Solve, load: Load, spec: CouplingSpec, numbers: range, store_observations: bool, bar: Any
 ) -> Iterator[Columns]:
     for number in numbers:
-        yield _columns(spec, number, compute(solve, load, spec, number), store_observations)
+        indices, draw = spec.batch(number)
+        coupling = compute(solve, load, spec, number)
+        columns: dict[str, Any] = {
+            "index": indices,
+            "draw": [draw] * len(indices),
+            "noise_seed": spec.seeds(number),
+            "observation_checksum": observation_checksums(coupling.observation).numpy(),
+            "target": coupling.target.flatten(1).numpy(),
+        }
+        if store_observations:
+            tensors = {name: tensor.cpu() for name, tensor in coupling.observation.items()}
+            samples = [
+                {name: tensor[row].contiguous() for name, tensor in tensors.items()} for row in range(len(indices))
+            ]
+            columns["observation"] = [tensors_to_bytes(sample) for sample in samples]
+        yield columns
         bar.update()
-
-
-def _columns(spec: CouplingSpec, number: int, coupling: Coupling, store_observations: bool) -> Columns:
-    columns: dict[str, Any] = {
-        "index": coupling.indices,
-        "draw": [spec.batch(number)[1]] * len(coupling.indices),
-        "noise_seed": spec.seeds(number),
-        "observation_checksum": observation_checksums(coupling.observation).numpy(),
-        "target": coupling.target.flatten(1).numpy(),
-    }
-    if store_observations:
-        samples = range(len(coupling.indices))
-        columns["observation"] = [tensors_to_bytes(_sample(coupling.observation, sample)) for sample in samples]
-    return columns
 
 
 def _check_repeatable(load: Load, spec: CouplingSpec) -> None:
@@ -123,7 +124,3 @@ def _check_repeatable(load: Load, spec: CouplingSpec) -> None:
             "the same samples looked different when they were loaded again: the data is augmented at random, and a "
             "cached target belongs to one augmented sample. Switch the augmentation off, or store the observations"
         )
-
-
-def _sample(observation: Observation, position: int) -> dict[str, Tensor]:
-    return {name: tensor[position].cpu().contiguous() for name, tensor in observation.items()}

@@ -13,12 +13,7 @@ from torch import Tensor
 
 from hf_memopt.disk.digests import files_sha256
 from hf_memopt.lerobot.flow.known_flows import flow_of
-from hf_memopt.lerobot.policy_files import (
-    load_config,
-    normalizing_statistics,
-    resolve_checkpoint,
-    weights_digest,
-)
+from hf_memopt.lerobot.policy_files import load_config, normalizing_statistics, weights_digest
 
 Statistics = Mapping[str, Mapping[str, Any]]
 
@@ -40,9 +35,10 @@ def without_padding(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor[:, :length] if name in text else tensor for name, tensor in inputs.items()}
 
 
-def comparable_fields(config: PreTrainedConfig, dataset_stats: Statistics, dataset_root: Path | None) -> dict[str, Any]:
-    """Return the fields of a `CouplingKey` that a run knows: all, if teacher and dataset are here and a seed is set."""
-    teacher = _teacher_folder(config)
+def comparable_fields(
+    config: PreTrainedConfig, dataset_stats: Statistics, dataset_root: Path | None, teacher: Path | None
+) -> dict[str, Any]:
+    """Return what a run knows of a `CouplingSpec.key`: all, with the teacher's folder, the dataset and a seed."""
     fields: dict[str, Any] = {
         "solver": "euler",
         "preprocessing": preprocessing_sha256(config, dataset_stats),
@@ -78,9 +74,3 @@ def dataset_sha256(root: Path) -> str:
     videos = sorted(file for file in (root / "videos").rglob("*") if file.is_file())
     sizes = [f"{file.relative_to(root).as_posix()} {file.stat().st_size}" for file in videos]
     return hashlib.sha256("\n".join([files_sha256(tables, root), *sizes]).encode()).hexdigest()
-
-
-def _teacher_folder(config: PreTrainedConfig) -> Path | None:
-    path = config.teacher_model_path
-    on_this_machine = path and Path(path).expanduser().exists()
-    return resolve_checkpoint(str(path)) if on_this_machine else None

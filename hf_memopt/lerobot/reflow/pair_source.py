@@ -12,10 +12,11 @@ from lerobot.utils.constants import OBS_STATE
 from torch import Tensor
 
 from hf_memopt.lerobot.couplings.cache import CouplingCache
-from hf_memopt.lerobot.couplings.key import draw_noise, noise_seed
+from hf_memopt.lerobot.couplings.coupling_spec import draw_noise, noise_seed
 from hf_memopt.lerobot.flow.flow_policy import Observation, SharedPrefix
 from hf_memopt.lerobot.flow.known_flows import flow_of, observe
 from hf_memopt.lerobot.flow.reflow_options import ReflowOptions
+from hf_memopt.lerobot.policy_files import resolve_checkpoint
 from hf_memopt.lerobot.reflow.pair_key import (
     Statistics,
     comparable_fields,
@@ -134,9 +135,10 @@ class CachedPairs(PairSource):
         return CachedPairs, (self._config,)
 
     def check(self, dataset_stats: Statistics, dataset_root: Path | None) -> None:
-        expected = comparable_fields(self._config, dataset_stats, dataset_root)
-        self._open().check(expected)
-        if "weights" not in expected:
+        path = self._config.teacher_model_path
+        teacher = resolve_checkpoint(path) if path and Path(path).expanduser().exists() else None
+        self._open().check(comparable_fields(self._config, dataset_stats, dataset_root, teacher))
+        if teacher is None:
             logger.info("couplings: the teacher is not at hand, so its weights were not compared with the folder's")
 
     def draw(self, student: PreTrainedPolicy, batch: dict[str, Tensor], noise: Tensor | None) -> Pairs:
@@ -146,7 +148,7 @@ class CachedPairs(PairSource):
         cache = self._open()
         indices = frame_indices(batch)
         inputs = None if cache.has_observations else coupling_inputs(self._config, batch)
-        coupling = cache.of(indices, draw_numbers(len(indices), cache.spec.num_draws), inputs)
+        coupling = cache.of(indices, draw_numbers(len(indices), cache.description["num_draws"]), inputs)
         device = batch["index"].device
         if cache.has_observations:
             batch = {**batch, **{name: tensor.to(device) for name, tensor in coupling.observation.items()}}

@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from hf_memopt.lerobot.couplings.coupling_spec import CouplingSpec
-from hf_memopt.lerobot.couplings.key import CouplingKey
 from hf_memopt.lerobot.couplings.writer import precompute
 from hf_memopt.lerobot.evaluate.measure import reading_dataset
 from hf_memopt.lerobot.flow.reflow_options import is_student
+from hf_memopt.lerobot.policy_files import resolve_checkpoint
 from hf_memopt.lerobot.processors import load_processors
 from hf_memopt.lerobot.reflow.pair_key import comparable_fields, coupling_inputs
 from hf_memopt.lerobot.reflow.pair_source import solve
@@ -61,10 +61,14 @@ def precompute_for_policy(
         dataset = make_dataset(cfg)
     policy = make_policy(cfg=config, ds_meta=dataset.meta, rename_map=cfg.rename_map).eval()
     frames = Frames(cfg, policy, dataset)
-    key = key_of(config, dataset)
+    policy.load_teacher_model()
+    teacher = resolve_checkpoint(str(config.teacher_model_path))
+    key = {
+        **comparable_fields(config, dataset.meta.stats, Path(dataset.meta.root), teacher),
+        "shared_prefix": policy.why_prefix_not_shared is None,
+    }
     shape = (config.chunk_size, config.max_action_dim)
     spec = CouplingSpec(key, frames.indices, shape, config.couplings_per_frame or 1, batch_size)
-    policy.load_teacher_model()
     rank, world_size = _rank()
 
     def ask(inputs: Any, noise: Tensor) -> Tensor:
@@ -80,13 +84,7 @@ def precompute_for_policy(
             store_observations=store_observations,
             rank=rank,
             world_size=world_size,
-            extra={"shared_prefix": policy.why_prefix_not_shared is None},
         )
-
-
-def key_of(config: PreTrainedConfig, dataset: LeRobotDataset) -> CouplingKey:
-    fields = comparable_fields(config, dataset.meta.stats, Path(dataset.meta.root))
-    return CouplingKey(**{name: fields[name] for name in CouplingKey.__dataclass_fields__})
 
 
 class Frames:

@@ -1,4 +1,3 @@
-import dataclasses
 import pickle
 from pathlib import Path
 from typing import Any
@@ -8,8 +7,8 @@ import torch
 from late_imports import LateModule
 
 coupling_toys = LateModule("coupling_toys")
+coupling_spec = LateModule("hf_memopt.lerobot.couplings.coupling_spec")
 couplings_cache = LateModule("hf_memopt.lerobot.couplings.cache")
-key = LateModule("hf_memopt.lerobot.couplings.key")
 writer = LateModule("hf_memopt.lerobot.couplings.writer")
 
 
@@ -29,7 +28,7 @@ def test_draws_of_a_sample_differ(folder: Path) -> None:
 def test_a_target_solves_the_teachers_ode(folder: Path) -> None:
     index = coupling_toys.make_spec().indices[5]
     coupling = couplings_cache.CouplingCache(folder).of([index], [1], coupling_toys.load([index]))
-    noise = key.draw_noise([key.noise_seed(7, index, 1)], coupling_toys.SHAPE)
+    noise = coupling_spec.draw_noise([coupling_spec.noise_seed(7, index, 1)], coupling_toys.SHAPE)
     assert torch.equal(coupling.noise, noise)
     # Computed in a batch of four, so rounding may differ.
     torch.testing.assert_close(coupling.target, coupling_toys.Teacher()(coupling_toys.load([index]), noise).detach())
@@ -66,7 +65,7 @@ def test_copies_and_pickles_read_the_folder_anew(folder: Path) -> None:
 def test_each_stale_field_is_refused_by_name(folder: Path, field: str, value: Any) -> None:
     stale = coupling_toys.make_spec(**{field: value})
     with pytest.raises(ValueError, match=rf"not the ones asked for: {field} is .* there and .* here\. "):
-        couplings_cache.CouplingCache(folder).check(dataclasses.asdict(stale.key))
+        couplings_cache.CouplingCache(folder).check(stale.key)
     with pytest.raises(ValueError, match=rf"not the ones asked for: {field} is"):
         writer.precompute(coupling_toys.Teacher(), coupling_toys.load, stale, folder, shard_size=8)
 

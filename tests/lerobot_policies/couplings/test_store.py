@@ -16,7 +16,6 @@ coupling_toys = LateModule("coupling_toys")
 datasets = LateModule("datasets")
 couplings_cache = LateModule("hf_memopt.lerobot.couplings.cache")
 coupling_spec = LateModule("hf_memopt.lerobot.couplings.coupling_spec")
-couplings_key = LateModule("hf_memopt.lerobot.couplings.key")
 writer = LateModule("hf_memopt.lerobot.couplings.writer")
 
 
@@ -52,7 +51,7 @@ def test_the_folder_is_read_by_the_datasets_library_alone(folder: Path) -> None:
     assert len(files) == 6
     rows = datasets.concatenate_datasets([datasets.Dataset.from_file(str(file)) for file in files])
     assert rows.num_rows == 2 * coupling_toys.NUM_SAMPLES
-    assert rows[0]["noise_seed"] == couplings_key.noise_seed(7, rows[0]["index"], 0)
+    assert rows[0]["noise_seed"] == coupling_spec.noise_seed(7, rows[0]["index"], 0)
     assert len(rows[0]["target"]) == 6
 
 
