@@ -94,6 +94,7 @@ def load_policy(folder: Path, **changes: Any) -> PreTrainedPolicy:
     fixed = {"device": "cpu", "compile_model": False, "rtc_config": None}
     config = dataclasses.replace(load_config(folder), **fixed, **changes)
     flow = flow_of(config)
+    vlm = f"{flow.vlm_field}={getattr(config, flow.vlm_field)!r}"
     with torch.random.fork_rng(devices=[]), no_remote_code():
         try:
             policy = flow.load(weights_folder, config)
@@ -102,13 +103,12 @@ def load_policy(folder: Path, **changes: Any) -> PreTrainedPolicy:
             raise ValueError(f"the weights in {weights_folder} do not fit {whose} {CONFIG_FILE}: {error}") from error
         except (OSError, HFValidationError) as error:
             raise ValueError(
-                f"the VLM of {folder} cannot be read: {flow.name_vlm(config)} ({error}); write its "
-                f"folder or hub id into {CONFIG_FILE}, and as tokenizer_name into {PREPROCESSOR_FILE}"
+                f"the VLM of {folder} cannot be read: {vlm} ({error}); write its folder or hub id into {CONFIG_FILE}, "
+                f"and as tokenizer_name into {PREPROCESSOR_FILE}"
             ) from error
         except Exception as error:
             raise ValueError(
-                f"no model can be built from {folder / CONFIG_FILE}, with {flow.name_vlm(config)}: "
-                f"{error}; correct that field"
+                f"no model can be built from {folder / CONFIG_FILE}, with {vlm}: {error}; correct that field"
             ) from error
         return merged(policy, folder) if is_adapter(folder) else policy
 

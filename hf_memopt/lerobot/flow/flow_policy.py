@@ -42,11 +42,14 @@ class Observation:
         return read if self.state is None else (*read, self.state)
 
 
-class SharedPrefix:
+class SharedPrefix(ABC):
     """Keys and values of the image and language tokens of one batch, one tensor per layer, without a graph."""
 
     keys: list[Tensor]
     values: list[Tensor]
+
+    @abstractmethod
+    def __init__(self, model: nn.Module, observation: Observation) -> None: ...
 
     @property
     def num_bytes(self) -> int:
@@ -54,7 +57,13 @@ class SharedPrefix:
 
 
 class ConditionedExpert(ABC):
-    """A model's velocity field, given the prefix of a batch."""
+    """A model's velocity field, given the prefix of a batch, which a VLM with the same weights computed.
+
+    Gradients flow to all that the model trains outside its VLM. The teacher goes first.
+    """
+
+    @abstractmethod
+    def __init__(self, model: nn.Module, prefix: Any) -> None: ...
 
     @abstractmethod
     def velocity(self, x_t: Tensor, time: Tensor) -> Tensor:
@@ -96,6 +105,9 @@ class FlowPolicy(ABC):
         title: its name in prose.
         steps_field: field of its configuration for the number of Euler steps.
         vlm_path: name of the model's part that student and teacher share.
+        vlm_field: field by which a configuration names its VLM.
+        prefix: what that part makes of images and language.
+        expert: the velocity field behind it.
         architecture_fields: fields that decide the shape, the meaning or the conditioning of its velocity field.
             Student and teacher must agree on them.
     """
@@ -104,15 +116,14 @@ class FlowPolicy(ABC):
     title: ClassVar[str]
     steps_field: ClassVar[str]
     vlm_path: ClassVar[str]
+    vlm_field: ClassVar[str]
+    prefix: ClassVar[type[SharedPrefix]]
+    expert: ClassVar[type[ConditionedExpert]]
     architecture_fields: ClassVar[tuple[str, ...]]
 
     @abstractmethod
     def load(self, folder: Path, config: PreTrainedConfig) -> PreTrainedPolicy:
         """Return a checkpoint's policy in evaluation mode; RuntimeError if the weights do not fit the configuration."""
-
-    @abstractmethod
-    def name_vlm(self, config: PreTrainedConfig) -> str:
-        """Return the field and value by which a configuration names its VLM."""
 
     @abstractmethod
     def settings_of_teacher(self, config: PreTrainedConfig) -> dict[str, Any]:
@@ -125,17 +136,6 @@ class FlowPolicy(ABC):
     @abstractmethod
     def demonstrated_actions(self, policy: PreTrainedPolicy, batch: Mapping[str, Tensor]) -> Tensor:
         """Prepare a preprocessed batch's actions as the policy's model takes them, `(batch, chunk, max_action_dim)`."""
-
-    @abstractmethod
-    def prefix(self, model: nn.Module, observation: Observation) -> SharedPrefix:
-        """Run the model's VLM over images and language, without a graph."""
-
-    @abstractmethod
-    def expert(self, model: nn.Module, prefix: SharedPrefix) -> ConditionedExpert:
-        """Return the model's velocity field, given a prefix that a VLM with the same weights computed.
-
-        Gradients flow to all that the model trains outside its VLM. The teacher goes first.
-        """
 
     def vlm(self, model: nn.Module) -> nn.Module:
         return model.get_submodule(self.vlm_path)

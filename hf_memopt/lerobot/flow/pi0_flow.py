@@ -32,92 +32,6 @@ type Model = PI0Pytorch | PI05Pytorch
 _FLOAT32 = ("input_layernorm", "post_attention_layernorm", "model.norm")
 
 
-class Pi0Flow(FlowPolicy):
-    """π0: its state is a token of the expert's, and `dtype` is the dtype of its weights."""
-
-    stock_type = "pi0"
-    title = "π0"
-    policy_class: ClassVar[type[Policy]] = PI0Policy
-    steps_field = "num_inference_steps"
-    vlm_path = "paligemma_with_expert.paligemma"
-    architecture_fields = (
-        "paligemma_variant",
-        "action_expert_variant",
-        "chunk_size",
-        "max_state_dim",
-        "max_action_dim",
-        "image_resolution",
-        "empty_cameras",
-        "use_relative_actions",
-        "relative_exclude_joints",
-        "min_period",
-        "max_period",
-    )
-
-    def load(self, folder: Path, config: Config) -> Policy:
-        policy = self.policy_class(config)
-        load_pi0_weights(policy, folder)
-        return policy.eval()
-
-    def name_vlm(self, config: Config) -> str:
-        return f"paligemma_variant={config.paligemma_variant!r}"
-
-    def settings_of_teacher(self, config: Config) -> dict[str, Any]:
-        # Rounded as the student's, both have the same VLM; to another dtype, only the expert is cast, later.
-        same = getattr(config, "teacher_dtype", None) == config.dtype
-        return {"gradient_checkpointing": False, **({"dtype": config.dtype} if same else {})}
-
-    def observe(self, policy: Policy, batch: Mapping[str, Tensor]) -> Observation:
-        images, image_masks = policy._preprocess_images(batch)
-        tokens, token_masks = batch[OBS_LANGUAGE_TOKENS], batch[OBS_LANGUAGE_ATTENTION_MASK]
-        return Observation(images, image_masks, tokens, token_masks, self._state(policy, batch))
-
-    def demonstrated_actions(self, policy: Policy, batch: Mapping[str, Tensor]) -> Tensor:
-        return policy.prepare_action({ACTION: batch[ACTION]})
-
-    def prefix(self, model: Model, observation: Observation) -> SharedPrefix:
-        return Pi0Prefix(model, observation)
-
-    def expert(self, model: Model, prefix: SharedPrefix) -> ConditionedExpert:
-        assert isinstance(prefix, Pi0Prefix)
-        return Pi0Expert(model, prefix)
-
-    def transformer(self, model: Model, with_vlm: bool) -> list[nn.Parameter]:
-        both = model.paligemma_with_expert
-        parts = [both.gemma_expert, *([both.paligemma.model.language_model] if with_vlm else [])]
-        return [
-            weight
-            for part in parts
-            for name, weight in part.named_parameters(prefix="model")
-            if not any(kept in name for kept in _FLOAT32)
-        ]
-
-    def leave_out_unused(self, model: Model) -> None:
-        # An output layer over the whole vocabulary: 263 M weights of the expert's.
-        model.paligemma_with_expert.gemma_expert.lm_head = None
-
-    def why_not_shareable(self, config: Config) -> str | None:
-        if config.gradient_checkpointing:
-            return (
-                "gradient_checkpointing recomputes the joint forward (--policy.gradient_checkpointing=false would not)"
-            )
-        return None
-
-    def _state(self, policy: Policy, batch: Mapping[str, Tensor]) -> Tensor | None:
-        return policy.prepare_state(batch)
-
-
-class Pi05Flow(Pi0Flow):
-    """π0.5: its state is a part of the instruction, in 256 bins for each dimension; all else is as in π0."""
-
-    stock_type = "pi05"
-    title = "π0.5"
-    policy_class = PI05Policy
-
-    def _state(self, policy: Policy, batch: Mapping[str, Tensor]) -> None:
-        return None
-
-
 class Pi0Prefix(SharedPrefix):
     """Computes the keys and values of the image and language tokens of one batch, `(batch, heads, tokens, dim)` each.
 
@@ -167,6 +81,85 @@ class Pi0Expert(ConditionedExpert):
             x_t=x_t,
             timestep=time,
         )
+
+
+class Pi0Flow(FlowPolicy):
+    """π0: its state is a token of the expert's, and `dtype` is the dtype of its weights."""
+
+    stock_type = "pi0"
+    title = "π0"
+    policy_class: ClassVar[type[Policy]] = PI0Policy
+    steps_field = "num_inference_steps"
+    vlm_path = "paligemma_with_expert.paligemma"
+    vlm_field = "paligemma_variant"
+    prefix = Pi0Prefix
+    expert = Pi0Expert
+    architecture_fields = (
+        "paligemma_variant",
+        "action_expert_variant",
+        "chunk_size",
+        "max_state_dim",
+        "max_action_dim",
+        "image_resolution",
+        "empty_cameras",
+        "use_relative_actions",
+        "relative_exclude_joints",
+        "min_period",
+        "max_period",
+    )
+
+    def load(self, folder: Path, config: Config) -> Policy:
+        policy = self.policy_class(config)
+        load_pi0_weights(policy, folder)
+        return policy.eval()
+
+    def settings_of_teacher(self, config: Config) -> dict[str, Any]:
+        # Rounded as the student's, both have the same VLM; to another dtype, only the expert is cast, later.
+        same = getattr(config, "teacher_dtype", None) == config.dtype
+        return {"gradient_checkpointing": False, **({"dtype": config.dtype} if same else {})}
+
+    def observe(self, policy: Policy, batch: Mapping[str, Tensor]) -> Observation:
+        images, image_masks = policy._preprocess_images(batch)
+        tokens, token_masks = batch[OBS_LANGUAGE_TOKENS], batch[OBS_LANGUAGE_ATTENTION_MASK]
+        return Observation(images, image_masks, tokens, token_masks, self._state(policy, batch))
+
+    def demonstrated_actions(self, policy: Policy, batch: Mapping[str, Tensor]) -> Tensor:
+        return policy.prepare_action({ACTION: batch[ACTION]})
+
+    def transformer(self, model: Model, with_vlm: bool) -> list[nn.Parameter]:
+        both = model.paligemma_with_expert
+        parts = [both.gemma_expert, *([both.paligemma.model.language_model] if with_vlm else [])]
+        return [
+            weight
+            for part in parts
+            for name, weight in part.named_parameters(prefix="model")
+            if not any(kept in name for kept in _FLOAT32)
+        ]
+
+    def leave_out_unused(self, model: Model) -> None:
+        # An output layer over the whole vocabulary: 263 M weights of the expert's.
+        model.paligemma_with_expert.gemma_expert.lm_head = None
+
+    def why_not_shareable(self, config: Config) -> str | None:
+        if config.gradient_checkpointing:
+            return (
+                "gradient_checkpointing recomputes the joint forward (--policy.gradient_checkpointing=false would not)"
+            )
+        return None
+
+    def _state(self, policy: Policy, batch: Mapping[str, Tensor]) -> Tensor | None:
+        return policy.prepare_state(batch)
+
+
+class Pi05Flow(Pi0Flow):
+    """π0.5: its state is a part of the instruction, in 256 bins for each dimension; all else is as in π0."""
+
+    stock_type = "pi05"
+    title = "π0.5"
+    policy_class = PI05Policy
+
+    def _state(self, policy: Policy, batch: Mapping[str, Tensor]) -> None:
+        return None
 
 
 def load_pi0_weights(policy: Policy, folder: Path) -> None:

@@ -26,76 +26,6 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from hf_memopt.lerobot.flow.flow_policy import ConditionedExpert, FlowPolicy, Observation, SharedPrefix
 
 
-class SmolVLAFlow(FlowPolicy):
-    """SmolVLA: its state is a token of the VLM's, behind images and language."""
-
-    stock_type = "smolvla"
-    title = "SmolVLA"
-    steps_field = "num_steps"
-    vlm_path = "vlm_with_expert.vlm"
-    architecture_fields = (
-        "chunk_size",
-        "max_state_dim",
-        "max_action_dim",
-        "resize_imgs_with_padding",
-        "empty_cameras",
-        "adapt_to_pi_aloha",
-        "attention_mode",
-        "prefix_length",
-        "add_image_special_tokens",
-        "num_vlm_layers",
-        "num_expert_layers",
-        "self_attn_every_n_layers",
-        "expert_width_multiplier",
-        "min_period",
-        "max_period",
-    )
-
-    def load(self, folder: Path, config: SmolVLAConfig) -> SmolVLAPolicy:
-        # lerobot would fetch the VLM's weights only to replace them.
-        config.load_vlm_weights = False
-        return SmolVLAPolicy.from_pretrained(folder, config=config, strict=True)
-
-    def name_vlm(self, config: SmolVLAConfig) -> str:
-        return f"vlm_model_name={config.vlm_model_name!r}"
-
-    def settings_of_teacher(self, config: SmolVLAConfig) -> dict[str, Any]:
-        return {"vlm_model_name": config.vlm_model_name}
-
-    def observe(self, policy: SmolVLAPolicy, batch: Mapping[str, Tensor]) -> Observation:
-        if policy.config.adapt_to_pi_aloha:  # lerobot's conversion writes into its argument
-            batch = {**batch, OBS_STATE: policy._pi_aloha_decode_state(batch[OBS_STATE].clone())}
-        images, image_masks = policy.prepare_images(batch)
-        tokens, token_masks = batch[OBS_LANGUAGE_TOKENS], batch[OBS_LANGUAGE_ATTENTION_MASK]
-        return Observation(images, image_masks, tokens, token_masks, policy.prepare_state(batch))
-
-    def demonstrated_actions(self, policy: SmolVLAPolicy, batch: Mapping[str, Tensor]) -> Tensor:
-        actions = batch[ACTION]
-        if policy.config.adapt_to_pi_aloha:  # lerobot's conversion writes into its argument
-            actions = policy._pi_aloha_encode_actions_inv(actions.clone())
-        return policy.prepare_action({ACTION: actions})
-
-    def prefix(self, model: VLAFlowMatching, observation: Observation) -> SharedPrefix:
-        return SmolVLAPrefix(model, observation)
-
-    def expert(self, model: VLAFlowMatching, prefix: SharedPrefix) -> ConditionedExpert:
-        assert isinstance(prefix, SmolVLAPrefix)
-        return SmolVLAExpert(model, prefix)
-
-    def transformer(self, model: VLAFlowMatching, with_vlm: bool) -> list[nn.Parameter]:
-        part = model.vlm_with_expert if with_vlm else model.vlm_with_expert.lm_expert
-        return list(part.parameters())
-
-    def why_not_shareable(self, config: SmolVLAConfig) -> str | None:
-        if config.prefix_length > 0:
-            return "prefix_length pads behind the state token (--policy.prefix_length=-1 would not)"
-        return None
-
-    def check_teacher(self, folder: Path, config: SmolVLAConfig) -> None:
-        if not config.use_cache:
-            raise ValueError(f"the teacher's config in {folder} has use_cache=false; SmolVLA cannot sample without it")
-
-
 class SmolVLAPrefix(SharedPrefix):
     """Computes the keys and values of the image and language tokens of one batch.
 
@@ -246,3 +176,66 @@ class _FillLastRow(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
         return None, grad[:, -1:]
+
+
+class SmolVLAFlow(FlowPolicy):
+    """SmolVLA: its state is a token of the VLM's, behind images and language."""
+
+    stock_type = "smolvla"
+    title = "SmolVLA"
+    steps_field = "num_steps"
+    vlm_path = "vlm_with_expert.vlm"
+    vlm_field = "vlm_model_name"
+    prefix = SmolVLAPrefix
+    expert = SmolVLAExpert
+    architecture_fields = (
+        "chunk_size",
+        "max_state_dim",
+        "max_action_dim",
+        "resize_imgs_with_padding",
+        "empty_cameras",
+        "adapt_to_pi_aloha",
+        "attention_mode",
+        "prefix_length",
+        "add_image_special_tokens",
+        "num_vlm_layers",
+        "num_expert_layers",
+        "self_attn_every_n_layers",
+        "expert_width_multiplier",
+        "min_period",
+        "max_period",
+    )
+
+    def load(self, folder: Path, config: SmolVLAConfig) -> SmolVLAPolicy:
+        # lerobot would fetch the VLM's weights only to replace them.
+        config.load_vlm_weights = False
+        return SmolVLAPolicy.from_pretrained(folder, config=config, strict=True)
+
+    def settings_of_teacher(self, config: SmolVLAConfig) -> dict[str, Any]:
+        return {"vlm_model_name": config.vlm_model_name}
+
+    def observe(self, policy: SmolVLAPolicy, batch: Mapping[str, Tensor]) -> Observation:
+        if policy.config.adapt_to_pi_aloha:  # lerobot's conversion writes into its argument
+            batch = {**batch, OBS_STATE: policy._pi_aloha_decode_state(batch[OBS_STATE].clone())}
+        images, image_masks = policy.prepare_images(batch)
+        tokens, token_masks = batch[OBS_LANGUAGE_TOKENS], batch[OBS_LANGUAGE_ATTENTION_MASK]
+        return Observation(images, image_masks, tokens, token_masks, policy.prepare_state(batch))
+
+    def demonstrated_actions(self, policy: SmolVLAPolicy, batch: Mapping[str, Tensor]) -> Tensor:
+        actions = batch[ACTION]
+        if policy.config.adapt_to_pi_aloha:  # lerobot's conversion writes into its argument
+            actions = policy._pi_aloha_encode_actions_inv(actions.clone())
+        return policy.prepare_action({ACTION: actions})
+
+    def transformer(self, model: VLAFlowMatching, with_vlm: bool) -> list[nn.Parameter]:
+        part = model.vlm_with_expert if with_vlm else model.vlm_with_expert.lm_expert
+        return list(part.parameters())
+
+    def why_not_shareable(self, config: SmolVLAConfig) -> str | None:
+        if config.prefix_length > 0:
+            return "prefix_length pads behind the state token (--policy.prefix_length=-1 would not)"
+        return None
+
+    def check_teacher(self, folder: Path, config: SmolVLAConfig) -> None:
+        if not config.use_cache:
+            raise ValueError(f"the teacher's config in {folder} has use_cache=false; SmolVLA cannot sample without it")

@@ -10,6 +10,8 @@ def straight(ends: Tensor) -> object:
     """Return the field of the straight lines from any point at time 1 to `ends` at time 0."""
 
     class Straight(flow_policy.ConditionedExpert):
+        def __init__(self) -> None: ...
+
         def velocity(self, x_t: Tensor, time: Tensor) -> Tensor:
             return (x_t - ends) / time[:, None, None].clamp_min(1e-6)
 
@@ -31,6 +33,8 @@ def test_from_noise_couple_is_sample_and_from_actions_the_padding_goes_to_its_no
     noise, actions = noise[:3, :2, :4], torch.zeros(3, 2, 4)
 
     class Shift(flow_policy.ConditionedExpert):
+        def __init__(self) -> None: ...
+
         def velocity(self, x_t: Tensor, time: Tensor) -> Tensor:
             return torch.ones_like(x_t)
 
