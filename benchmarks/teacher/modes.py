@@ -163,7 +163,7 @@ def offloaded(source: Source, mode: str, share_prefix: str = "off") -> Handling:
         student.memory = peaks
         return student(batch, noise=noise, time=time)[0]
 
-    return Handling(student, target, loss, report=student.teacher_report)
+    return Handling(student, target, loss, report=student.teacher.report)
 
 
 def stream_all(source: Source) -> Handling:

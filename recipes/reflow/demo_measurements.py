@@ -128,7 +128,7 @@ class Demo:
         student = SmolVLAReflowPolicy.from_pretrained(self.student_folder, config=config).train()
         with SavedBytes(student.parameters()) as saved:
             student(self.batches[0])
-        report = student.teacher_report()  # None where the student teaches itself
+        report = student.teacher.report()  # None where the student teaches itself
         prefix = flow_of(student.config).prefix(student.model, observe(student, self.batches[0]))
         return {
             "teacher weights": report.own_bytes if report else 0,

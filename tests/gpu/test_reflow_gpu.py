@@ -59,7 +59,7 @@ def runs(toy_student: Path, toy_dataset: Path, tmp_path: Path, monkeypatch: pyte
     update = SmolVLAReflowPolicy.update
 
     def noted(policy: "SmolVLAReflowPolicy") -> None:
-        report = policy.teacher_report()
+        report = policy.teacher.report()
         assert report is not None
         reports.append(report)
         update(policy)

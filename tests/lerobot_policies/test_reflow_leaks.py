@@ -27,5 +27,5 @@ def test_reflow_training_leaks_nothing(offload: str, toy_teacher: Path, toy_stud
         optimizer.zero_grad()
 
     leaks = detect_leaks(step, num_steps=36)
-    assert policy.teacher_report().mode == offload
+    assert policy.teacher.report().mode == offload
     assert not leaks.leaking, str(leaks)

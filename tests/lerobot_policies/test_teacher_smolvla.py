@@ -98,7 +98,7 @@ def test_a_student_gets_the_same_targets_from_a_streamed_teacher(
         ).train()
         seen, noise = observation(config, batch_size=2)
         targets += [student.generate_reflow_target(*seen.arguments(), noise) for _ in range(3)]
-        reports.append(student.teacher_report())
+        reports.append(student.teacher.report())
     assert all(torch.equal(target, targets[0]) for target in targets)
     resident, streamed = reports
     assert streamed.mode == "stream"
@@ -125,6 +125,6 @@ def test_at_its_published_size_a_quarter_of_a_gigabyte_is_enough(
     seen, noise = observation(config, batch_size=1)
     targets = [student.generate_reflow_target(*seen.arguments(), noise) for _ in range(2)]
     assert torch.equal(*targets)
-    report = student.teacher_report()
+    report = student.teacher.report()
     assert report.peak_device_bytes <= report.predicted_device_bytes <= most_gb * 1e9
     print(share_prefix, report)

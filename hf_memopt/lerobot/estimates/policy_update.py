@@ -1,8 +1,7 @@
 """lerobot's update of a policy on the device that Accelerate finds, from configurations alone."""
 
 import copy
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from contextlib import redirect_stdout
 from io import StringIO
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -89,17 +88,13 @@ def build_policy(config: PreTrainedConfig) -> PreTrainedPolicy:
     config.device = None  # where accelerate is
     if getattr(config, "pretrained_backbone_weights", None) is not None:
         config.pretrained_backbone_weights = None
-    with _without_downloads(), redirect_stdout(StringIO()):
-        return get_policy_class(config.type)(config)
-
-
-@contextmanager
-def _without_downloads() -> Iterator[None]:
     processor = SimpleNamespace(from_pretrained=lambda name: SimpleNamespace(tokenizer=_TOKENIZER))
-    with ExitStack() as stack:
-        stack.enter_context(weights_from_config(smolvlm_with_expert.AutoModelForImageTextToText))
-        stack.enter_context(patch.object(smolvlm_with_expert, "AutoProcessor", processor))
-        yield
+    with (
+        weights_from_config(smolvlm_with_expert.AutoModelForImageTextToText),
+        patch.object(smolvlm_with_expert, "AutoProcessor", processor),
+        redirect_stdout(StringIO()),
+    ):
+        return get_policy_class(config.type)(config)
 
 
 def batch_of(

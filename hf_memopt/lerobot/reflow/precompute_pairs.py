@@ -65,7 +65,7 @@ def precompute_for_policy(
     teacher = resolve_checkpoint(str(config.teacher_model_path))
     key = {
         **comparable_fields(config, dataset.meta.stats, Path(dataset.meta.root), teacher),
-        "shared_prefix": policy.why_prefix_not_shared is None,
+        "shared_prefix": policy.teacher.why_not_shared is None,
     }
     shape = (config.chunk_size, config.max_action_dim)
     spec = CouplingSpec(key, frames.indices, shape, config.couplings_per_frame or 1, batch_size)

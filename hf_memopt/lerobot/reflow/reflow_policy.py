@@ -20,7 +20,7 @@ from hf_memopt.lerobot.reflow.self_teacher import SelfTeacher
 from hf_memopt.lerobot.step_memory import PhaseMemory
 from hf_memopt.reflow import chunk_loss, interpolate, reflow_loss, sample_time
 from hf_memopt.units import GIB
-from hf_memopt.weights import StreamedWeights, TeacherReport
+from hf_memopt.weights import StreamedWeights
 from hf_memopt.weights.weight_files import folder_with_weights
 
 
@@ -153,10 +153,6 @@ class ReflowPolicy(nn.Module):
         self.teacher.prefetch()
         return self.teacher.sample(observation, noise, self.teacher.shared_prefix(self, observation))
 
-    def teacher_report(self) -> TeacherReport | None:
-        """Return the cost of the teacher; None before it was used and where there is none."""
-        return self.teacher.report()
-
     def memory_figures(self) -> dict[str, float]:
         """Return where memory is, in GiB, each under its name in a log; empty before the first `forward`.
 
@@ -170,7 +166,7 @@ class ReflowPolicy(nn.Module):
         """
         if self.memory is None:
             return {}
-        figures, report = self.memory.figures(), self.teacher_report()
+        figures, report = self.memory.figures(), self.teacher.report()
         if report is not None:
             figures["memory/teacher_own_gib"] = report.own_bytes / GIB
         if report is not None and self.memory.has_counters:
@@ -183,10 +179,6 @@ class ReflowPolicy(nn.Module):
             if stats.disk_bytes_written:
                 figures["memory/offload_disk_gib"] = stats.disk_bytes_held / GIB
         return figures
-
-    @property
-    def why_prefix_not_shared(self) -> str | None:
-        return self.teacher.why_not_shared
 
     def update(self) -> None:
         """Let the teacher come back: lerobot calls this after each optimizer step, when the activations are gone."""

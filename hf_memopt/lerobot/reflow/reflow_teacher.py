@@ -54,7 +54,10 @@ class ReflowTeacher(VelocityTeacher):
         """Return the teacher's policy, loaded on the first call; a frozen VLM that is bitwise the same is held once."""
         if self._policy is None:
             check_replicated(student)
-            policy = self._load_policy()
+            self.check(None)
+            policy = load_teacher(resolve_checkpoint(str(self._config.teacher_model_path)), self._config)
+            self._flow.leave_out_unused(policy.model)
+            policy.requires_grad_(False)
             self._share(why_not_shared(student, policy))
             shared = self.why_not_shared is None
             if shared and self._config.vlm_home != "device":
@@ -120,13 +123,6 @@ class ReflowTeacher(VelocityTeacher):
                 num_bytes / MIB,
                 num_bytes / 2 / MIB,
             )
-
-    def _load_policy(self) -> PreTrainedPolicy:
-        self.check(None)
-        policy = load_teacher(resolve_checkpoint(str(self._config.teacher_model_path)), self._config)
-        self._flow.leave_out_unused(policy.model)
-        policy.requires_grad_(False)
-        return policy
 
 
 def why_not_shared(student: PreTrainedPolicy, teacher: PreTrainedPolicy) -> str | None:

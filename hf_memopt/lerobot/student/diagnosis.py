@@ -31,7 +31,7 @@ def diagnose(policy: str, device: str | None = None) -> str:
     if config.couplings_path is not None:
         return _page(head, ["Teacher Model: none", f"  Targets: from {config.couplings_path}"], "the student loads")
     _make_target(student, folder)
-    report = student.teacher_report()
+    report = student.teacher.report()
     if report is None:
         own = ["Teacher Model: none", "  Targets: of the student itself"]
         return _page(head, own, "the student loads, and its own target is finite")
@@ -52,7 +52,7 @@ def teacher_lines(student: ReflowPolicy, report: TeacherReport) -> list[str]:
         f"of which {report.device_bytes / MIB:.1f} MiB on the device between targets",
         f"  Copied for one target: {report.bytes_host_to_device / MIB:.1f} MiB to the device, "
         f"{report.bytes_device_to_host / MIB:.1f} MiB back",
-        f"  Shared prefix: {shared if report.shared_bytes else f'off; {student.why_prefix_not_shared}'}",
+        f"  Shared prefix: {shared if report.shared_bytes else f'off; {student.teacher.why_not_shared}'}",
     ]
 
 

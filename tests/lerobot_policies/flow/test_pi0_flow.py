@@ -86,7 +86,7 @@ def test_the_target_is_what_stock_lerobot_samples(
     got = policy.generate_reflow_target(*observation(policy, pi_batch), noise)
     # lerobot's sampling also runs VLM and expert separately, with the same operations.
     assert torch.equal(got, want)
-    assert (policy.teacher_report().shared_bytes > 0) == (share_prefix == "on")
+    assert (policy.teacher.report().shared_bytes > 0) == (share_prefix == "on")
     assert "gemma_expert.lm_head" in str(stock.state_dict().keys())
     assert "gemma_expert.lm_head" not in str(policy.load_teacher_model().state_dict().keys())
 
@@ -101,7 +101,7 @@ def test_a_student_without_a_teacher_samples_its_own_targets(
     want = stock.model.sample_actions(*observation(stock, pi_batch), noise=noise, num_steps=3)
     assert torch.equal(policy.generate_reflow_target(*observation(policy, pi_batch), noise), want)
     policy(pi_batch, noise=noise)[0].backward()
-    assert policy.why_prefix_not_shared is None
+    assert policy.teacher.why_not_shared is None
 
 
 @pytest.mark.parametrize("share_prefix", ["on", "off"])
@@ -114,7 +114,7 @@ def test_where_the_teacher_lives_and_when_it_is_copied_changes_nothing(
         policy = pi0_toys.make_student(random_teacher, teacher_num_steps=2, **flags)
         policy.teacher = reflow_teacher.ReflowTeacher(policy.config, AdversarialCopier(schedule))
         results.append(reflow_students.second_step(policy, pi_batch, noise, time))
-        assert policy.teacher_report().mode == mode
+        assert policy.teacher.report().mode == mode
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
@@ -141,7 +141,7 @@ def test_the_setting_that_keeps_it_from_sharing_is_named(
 ) -> None:
     policy = pi0_toys.make_student(random_teacher, teacher_num_steps=1, **{flag: value})
     policy(pi_batch)[0].backward()
-    assert reason in policy.why_prefix_not_shared
+    assert reason in policy.teacher.why_not_shared
     refused = pi0_toys.make_student(random_teacher, share_prefix="on", **{flag: value})
     with pytest.raises(ValueError, match="share_prefix=on cannot be had"):
         refused(pi_batch)

@@ -139,7 +139,7 @@ def test_demonstrations_keep_their_actions_and_get_their_noise(
     assert torch.equal(valid, ~(batch["action_is_pad"] & chosen[:, None]))
     assert not valid.all()
     assert at_start is None
-    assert policy.teacher_report().device_bytes == 0
+    assert policy.teacher.report().device_bytes == 0
 
 
 @pytest.mark.parametrize("share_prefix", ["on", "off"])
@@ -184,7 +184,7 @@ def test_a_student_teaches_itself(
         torch.optim.SGD([p for p in policy.parameters() if p.grad is not None], lr=0.1).step()
         policy.zero_grad()
     assert policy.training
-    assert policy.teacher_report() is None
+    assert policy.teacher.report() is None
     assert pickle.loads(pickle.dumps(policy)).load_teacher_model() is not policy
 
 

@@ -132,7 +132,7 @@ def test_a_frames_pair_depends_on_the_frame_alone(toy_student: Path, toy_dataset
     (batch,) = measure.held_out_batches(toy_student, toy.REPO_ID, toy_dataset, [1], batch_size=5, max_observations=5)
     together = pairs_of(policy, batch)
     policy(batch)
-    assert policy.teacher_report().device_bytes == 0  # no fetch after the student's forward
+    assert policy.teacher.report().device_bytes == 0  # no fetch after the student's forward
     reverse = {key: value.flip(0) for key, value in batch.items() if isinstance(value, torch.Tensor)}
     for key in ("observation.language.tokens", "observation.language.attention_mask"):
         reverse[key] = torch.cat([reverse[key], torch.zeros_like(reverse[key][:, :3])], dim=1)
@@ -174,7 +174,7 @@ def test_copies_and_pickles_open_the_folder_anew(
     for twin in (student, copy.deepcopy(student), pickle.loads(pickle.dumps(student))):
         torch.manual_seed(0)
         losses.append(twin(batch)[0])
-        assert twin.teacher_report() is None
+        assert twin.teacher.report() is None
     assert losses[0] == losses[1] == losses[2]
 
 

@@ -65,7 +65,7 @@ def test_without_use_reflow_it_is_smolvla(make: Make, batch: Any, noise: Tensor,
     policy.update()
     phases = ("forward", "backward", "optimizer")
     assert list(policy.memory_figures()) == [f"memory/{phase}_host_rss_gib" for phase in phases]
-    assert policy.teacher_report() is None
+    assert policy.teacher.report() is None
 
 
 WAYS = {
@@ -216,7 +216,7 @@ def test_copies_and_pickles_carry_no_teacher_and_can_train(make: Make, batch: An
     policy = make()
     loss, _ = policy(batch, noise=noise, time=time)
     for twin in (copy.deepcopy(policy), pickle.loads(pickle.dumps(policy))):
-        assert twin.teacher_report() is None
+        assert twin.teacher.report() is None
         assert torch.equal(twin(batch, noise=noise, time=time)[0], loss)
         assert twin.load_teacher_model() is not policy.load_teacher_model()
         assert twin.teacher._config is twin.config

@@ -38,7 +38,7 @@ def test_an_obstacle_is_logged_with_its_flag(make: Make, setting: str, value: An
     lines = [record.message for record in caplog.records if record.message.startswith("shared prefix")]
     assert len(lines) == 1
     assert reason in lines[0]
-    assert policy.teacher_report().shared_bytes == 0
+    assert policy.teacher.report().shared_bytes == 0
 
 
 def test_another_vlm_is_an_obstacle_and_on_refuses_it(make: Make) -> None:
@@ -67,7 +67,7 @@ def test_a_teacher_is_read_from_its_checkpoint_and_a_cast_one_from_a_file_of_our
     policy = make(**flags, teacher_offload=mode, teacher_home="file")
     for _ in range(2):
         assert torch.equal(reflow_students.target(policy, batch, noise), want)
-    report = policy.teacher_report()
+    report = policy.teacher.report()
     assert (report.home, report.mode) == ("file", "stream" if mode == "auto" else mode)
     pieces = policy.teacher._offloaded._at_home._block.pieces.values()
     theirs = sum(piece.num_bytes for piece in pieces if piece.file.name.endswith("model.safetensors"))
@@ -159,7 +159,7 @@ def test_right_after_a_fault_in_any_copy(
                 losses.append(None)
         assert losses.count(None) == 1
         assert all(torch.equal(loss, want) for loss in losses if loss is not None)
-        assert policy.teacher_report().device_bytes == 0
+        assert policy.teacher.report().device_bytes == 0
 
 
 def test_right_after_a_fault_in_any_forward(make: Make, batch: Any, noise: Tensor, time: Tensor) -> None:
@@ -177,7 +177,7 @@ def test_right_after_a_fault_in_any_forward(make: Make, batch: Any, noise: Tenso
     for countdown in (1, 6, 10):  # of the ten Euler steps  # noqa: B007
         with pytest.raises(torch.OutOfMemoryError):
             policy(batch, noise=noise, time=time)
-        assert policy.teacher_report().device_bytes == 0
+        assert policy.teacher.report().device_bytes == 0
         assert torch.equal(policy(batch, noise=noise, time=time)[0], want)
 
 
@@ -185,11 +185,11 @@ def test_update_prefetches_and_the_next_step_uses_it(make: Make, batch: Any) -> 
     policy = make()
     policy.update()  # fetches nothing before the first step
     policy(batch)
-    report = policy.teacher_report()
+    report = policy.teacher.report()
     policy.update()
-    assert policy.teacher_report().device_bytes == report.host_bytes
+    assert policy.teacher.report().device_bytes == report.host_bytes
     policy(batch)
-    after = policy.teacher_report()
+    after = policy.teacher.report()
     assert after.device_bytes == 0
     assert after.bytes_host_to_device == 2 * report.host_bytes
     assert after.bytes_device_to_host == 0
@@ -202,7 +202,7 @@ def test_the_teacher_owns_only_its_expert_with_a_shared_prefix(make: Make) -> No
     own = sum(p.nbytes for p in teacher.parameters()) - sum(p.nbytes for p in vlm.parameters())
     buffers = sum(b.nbytes for b in teacher.buffers())
     num_tensors = len(list(teacher.parameters())) + len(list(teacher.buffers()))
-    report = policy.teacher_report()
+    report = policy.teacher.report()
     assert own + buffers <= report.host_bytes <= own + buffers + 256 * num_tensors
     ours = dict(policy.model.vlm_with_expert.vlm.named_parameters())
     assert all(weight.data_ptr() == ours[name].data_ptr() for name, weight in vlm.named_parameters())
@@ -216,6 +216,6 @@ def test_a_student_in_bf16_shares_a_checkpoint_that_was_saved_in_bf16(make: Make
     save_file({name: weight.bfloat16() for name, weight in load_file(file).items()}, file)
     vlm = policy.model.vlm_with_expert.vlm.to(torch.bfloat16)
     policy.load_teacher_model()
-    assert policy.why_prefix_not_shared is None
+    assert policy.teacher.why_not_shared is None
     assert next(vlm.parameters()).dtype == torch.bfloat16
     assert policy(batch)[0].isfinite()
