@@ -3,6 +3,9 @@
 import errno
 import os
 import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -23,6 +26,19 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def new_folder(output: Path) -> Iterator[Path]:
+    """Make a draft folder that becomes `output` if all goes well, and disappears otherwise."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
+    try:
+        draft.chmod(0o755)
+        yield draft
+        draft.rename(output)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
 
 
 def not_written(target: Path, error: Exception, advice: str, needed_bytes: int = 0) -> OSError:

@@ -1,8 +1,6 @@
 """One dataset of several: `--dataset.repo_id=[a,b]`, which lerobot's loop does not take."""
 
 import hashlib
-import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from lerobot.datasets import LeRobotDataset, LeRobotDatasetMetadata
 from lerobot.datasets.aggregate import aggregate_datasets
 from lerobot.utils.constants import HF_LEROBOT_HOME
 
+from hf_memopt.disk.files_on_disk import new_folder
 from hf_memopt.disk.locks import waiting_lock
 from hf_memopt.lerobot.evaluate.measure import reading_dataset
 from hf_memopt.lerobot.reflow.pair_key import dataset_sha256
@@ -55,23 +54,16 @@ def merge(named: Sequence[tuple[str, Path | None]]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     with waiting_lock(folder / f".{key}.lock"):  # the other processes of a run wait, and find it
         if not (folder / key).exists():
-            _merge_into(folder / key, sources)
+            names, roots = [source.repo_id for source in sources], [Path(source.root) for source in sources]
+            with new_folder(folder / key) as draft:
+                draft.rmdir()  # which lerobot makes itself
+                aggregate_datasets(names, f"{_FOLDER}/{key}", roots=roots, aggr_root=draft)
     return folder / key
 
 
 def _read(kind: Any, name: str, root: Path | None) -> Any:
     with reading_dataset(name, root):
         return kind(name, root=root)
-
-
-def _merge_into(output: Path, sources: Sequence[Any]) -> None:
-    draft = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
-    try:
-        names, roots = [source.repo_id for source in sources], [Path(source.root) for source in sources]
-        aggregate_datasets(names, f"{_FOLDER}/{output.name}", roots=roots, aggr_root=draft / "dataset")
-        (draft / "dataset").rename(output)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
 
 
 def _check_alike(metadata: Sequence[LeRobotDatasetMetadata]) -> None:

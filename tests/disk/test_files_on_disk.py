@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_memopt.disk.files_on_disk import not_written, put_in_place
+from hf_memopt.disk.files_on_disk import new_folder, not_written, put_in_place
 
 
 def test_contents_are_on_disk_before_the_name_and_the_name_afterwards(
@@ -45,3 +45,14 @@ def test_an_error_names_the_file_and_the_room_on_its_disk(
     assert os.strerror(code) in str(found)
     assert str(found).endswith("its disk has 1,024 bytes free. Make room")
     assert "\n" not in str(found)
+
+
+def test_new_folder_disappears_on_an_interrupt(tmp_path: Path) -> None:
+    def write_and_interrupt() -> None:
+        with new_folder(tmp_path / "deep" / "output") as draft:
+            (draft / "half").write_text("written")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_and_interrupt()
+    assert list((tmp_path / "deep").iterdir()) == []

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import shutil
-import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +17,7 @@ from lerobot.policies.pretrained import PreTrainedPolicy
 from lerobot.policies.rtc.configuration_rtc import RTCConfig
 from safetensors.torch import save_model
 
+from hf_memopt.disk.files_on_disk import new_folder
 from hf_memopt.lerobot.adapters import adapter_files, base_name, is_adapter
 from hf_memopt.lerobot.checkpoint_files import COPY_AGAIN, read_object
 from hf_memopt.lerobot.flow.known_flows import flow_of
@@ -137,20 +137,6 @@ def check_new(output: Path) -> None:
         raise ValueError(f"output={str(output)!r} exists; name a new folder or remove this one")
 
 
-@contextmanager
-def new_folder(output: Path) -> Iterator[Path]:
-    """Make a draft folder that becomes `output` if all goes well, and disappears otherwise."""
-    check_new(output)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
-    try:
-        draft.chmod(0o755)
-        yield draft
-        draft.rename(output)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
-
-
 def _guided_in(num_steps: int, rtc: RTCConfig | None) -> RTCConfig | None:
     if rtc is None:
         return None
@@ -175,6 +161,7 @@ def _stock_fields(config: PreTrainedConfig) -> dict[str, Any]:
 @contextmanager
 def _draft(output: Path, config: PreTrainedConfig, source: Path, files: Iterable[Path]) -> Iterator[Path]:
     """Yield a draft of `output` with a policy's configuration and copies of its processors' files."""
+    check_new(output)
     with new_folder(output) as draft:
         for file in files:
             target = draft / file.relative_to(source)

@@ -193,17 +193,6 @@ def test_existing_output_is_left_alone(write: Callable[..., Any], toy_student: P
     assert (output / "precious").read_text() == "data"
 
 
-def test_new_folder_disappears_on_an_interrupt(tmp_path: Path) -> None:
-    def write_and_interrupt() -> None:
-        with prepare.new_folder(tmp_path / "deep" / "output") as draft:
-            (draft / "half").write_text("written")
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        write_and_interrupt()
-    assert list((tmp_path / "deep").iterdir()) == []
-
-
 def cut_weights(folder: Path) -> None:
     file = folder / WEIGHTS_FILE
     file.write_bytes(file.read_bytes()[:-1000])
