@@ -62,7 +62,7 @@ def _of_policy(spec: JobSpec, policy: PolicyFile) -> Workload:
         raise ValueError(
             f"model={spec.model!r} is a robot policy, which needs lerobot: pip install 'hf_memopt[lerobot]'"
         )
-    made: Workload = importlib.import_module(_POLICIES).policy_workload(spec, policy)
+    made: Workload = importlib.import_module(_POLICIES).PolicyTraining(spec, policy)
     return made
 
 

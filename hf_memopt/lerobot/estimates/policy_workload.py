@@ -21,37 +21,29 @@ from hf_memopt.lerobot.estimates.training_config import DATASET, autocast, train
 _SCRIPT = "lerobot.scripts.lerobot_train"
 
 
-def policy_workload(spec: JobSpec, file: PolicyFile) -> "PolicyTraining":
-    cfg = training_config(spec, file)
-    return PolicyTraining(str(spec.model), cfg, autocast(cfg.policy, spec.precision), spec.seq_len)
-
-
 class PolicyTraining:
     """Trains as `lerobot-train` does, with the batch, the adapters and the frozen parts of its configuration.
 
     lerobot 0.6.1 updates after each batch, so `micro_batches` has no other size.
 
-    Args:
-        model: for headings.
-        cfg: the run.
-        precision: Accelerate's autocast.
-        num_tokens: of each instruction; None, as many as it may have.
-
     Raises:
-        ValueError: `num_tokens` are more than the policy takes, or it takes no instructions.
+        ValueError: see `training_config` and `autocast`; or the spec's `seq_len` has more tokens than the policy takes,
+            or it takes no instructions.
     """
 
     tokens_per_sample: int | None = None
 
-    def __init__(self, model: str, cfg: TrainPipelineConfig, precision: str, num_tokens: int | None = None) -> None:
+    def __init__(self, spec: JobSpec, file: PolicyFile) -> None:
+        self.cfg = cfg = training_config(spec, file)
+        self._precision = autocast(cfg.policy, spec.precision)
+        self._num_tokens = num_tokens = spec.seq_len
         longest = getattr(cfg.policy, "tokenizer_max_length", None)
         if num_tokens is not None and (longest is None or num_tokens > longest):
             raise ValueError(
                 f"seq_len={num_tokens}: policy type {cfg.policy.type!r} reads "
                 + ("no instructions" if longest is None else f"at most tokenizer_max_length={longest} tokens")
             )
-        self.model, self.cfg, self._precision, self._num_tokens = model, cfg, precision, num_tokens
-        self._offload = "off"
+        self.model, self._offload = str(spec.model), "off"
         get_policy_class(cfg.policy.type)  # imported before processes are forked
         self.micro_batch = self.effective_batch = int(cfg.batch_size)
         self.micro_batches = [self.micro_batch]

@@ -9,12 +9,12 @@ from late_imports import LateModule
 from hf_memopt.jobs import JobSpec
 
 policy_toys = LateModule("policy_toys")
-features = LateModule("hf_memopt.lerobot.estimates.features")
+training_config = LateModule("hf_memopt.lerobot.estimates.training_config")
 NONE = {"input_features": {}, "output_features": {}}
 
 
 def shapes(policy: Any, **said: Any) -> dict[str, tuple[int, ...]]:
-    features.set_features(policy, JobSpec("policy", **said))
+    training_config.set_features(policy, JobSpec("policy", **said))
     return {name: tuple(each.shape) for name, each in {**policy.input_features, **policy.output_features}.items()}
 
 
