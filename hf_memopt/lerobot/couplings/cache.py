@@ -29,6 +29,7 @@ class CouplingCache:
     def __init__(self, path: Path | str) -> None:
         self.folder = CouplingFolder(Path(path).expanduser())
         self.description = self.folder.description
+        self.has_observations: bool = self.description["stores_observations"]
         self._rows: Dataset = self.folder.read().with_format("torch")
         names = self._rows.with_format("torch", columns=["index"])
         self.indices: list[int] = names[: self.description["num_samples"]]["index"].tolist()
@@ -36,10 +37,6 @@ class CouplingCache:
 
     def __reduce__(self) -> Any:
         return CouplingCache, (self.folder.path,)
-
-    @property
-    def has_observations(self) -> bool:
-        return bool(self.description["stores_observations"])
 
     def check(self, expected: Mapping[str, Any]) -> None:
         """Raise a ValueError that names each field in which these couplings are not as expected."""

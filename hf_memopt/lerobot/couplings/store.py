@@ -47,10 +47,6 @@ class CouplingFolder:
         self._checked: list[_Shard] = []
         self._ends: list[int] = []
 
-    @property
-    def num_shards(self) -> int:
-        return int(self.description["num_shards"])
-
     def begin(self, description: Mapping[str, Any]) -> None:
         """Create the folder for couplings of this description, or check that it holds such couplings already.
 
@@ -117,11 +113,13 @@ class CouplingFolder:
             lock.release()
 
     def missing(self) -> list[int]:
-        return [shard for shard in range(self.num_shards) if not self._files(shard, self.description)]
+        shards = range(self.description["num_shards"])
+        return [shard for shard in shards if not self._files(shard, self.description)]
 
     def read(self) -> Dataset:
         """Map all rows from disk, of the files that this reads and checks, also if others take their names later."""
-        self._checked = [self._find(shard, self.description) for shard in self._with_bar(range(self.num_shards))]
+        shards = self._with_bar(range(self.description["num_shards"]))
+        self._checked = [self._find(shard, self.description) for shard in shards]
         parts = [Dataset.from_buffer(shard.content) for shard in self._checked]
         self._ends = list(accumulate(part.num_rows for part in parts))
         return concatenate_datasets(parts)

@@ -58,10 +58,7 @@ class Pi0Prefix(SharedPrefix):
 
 
 class Pi0Expert(ConditionedExpert):
-    """Evaluates a velocity field, given a shared prefix, which is cast to the expert's dtype where that is another.
-
-    Gradients flow to the expert and all projections.
-    """
+    """Evaluates a velocity field, given a shared prefix, which is cast to the expert's dtype where that is another."""
 
     def __init__(self, model: Model, prefix: Pi0Prefix) -> None:
         self._model, self._pad_masks = model, prefix.pad_masks

@@ -113,7 +113,6 @@ class ReflowPolicy(nn.Module):
         self.teacher.prefetch()
         prefix = self.teacher.shared_prefix(self, observation)
         self._mark("prefix")
-        # The target comes before the student's forward, so that the teacher never meets the student's activations.
         if pairs.target is None:
             pairs = self.pair_source.complete(pairs, self, observation, prefix)
         if pairs.at_start is not None:
