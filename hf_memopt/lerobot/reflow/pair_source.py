@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from lerobot.configs import PreTrainedConfig
 from lerobot.policies.pretrained import PreTrainedPolicy
 from lerobot.utils.constants import OBS_STATE
 from torch import Tensor
@@ -121,7 +120,10 @@ class SeededPairs(PairSource):
         return pairs._replace(target=torch.cat(targets))
 
     def _noise(self, student: PreTrainedPolicy, batch: dict[str, Tensor]) -> Tensor:
-        return frame_noise(student.config, batch, batch[OBS_STATE].device)
+        config = student.config
+        frames_and_draws = _frames_and_draws(batch, config.couplings_per_frame or 1)
+        seeds = [noise_seed(config.couplings_seed, *each) for each in zip(*frames_and_draws, strict=True)]
+        return draw_noise(seeds, (config.chunk_size, config.max_action_dim)).to(batch[OBS_STATE].device)
 
 
 class CachedPairs(PairSource):
@@ -146,9 +148,9 @@ class CachedPairs(PairSource):
         if noise is not None:
             raise ValueError("noise was given, and couplings_path holds the noise of each frame; pass one of them")
         cache = self._open()
-        indices = frame_indices(batch)
+        indices, draws = _frames_and_draws(batch, cache.description["num_draws"])
         inputs = None if cache.has_observations else coupling_inputs(self._config, batch)
-        coupling = cache.of(indices, draw_numbers(len(indices), cache.description["num_draws"]), inputs)
+        coupling = cache.of(indices, draws, inputs)
         device = batch["index"].device
         if cache.has_observations:
             batch = {**batch, **{name: tensor.to(device) for name, tensor in coupling.observation.items()}}
@@ -194,20 +196,9 @@ def solve(student: PreTrainedPolicy, inputs: Mapping[str, Tensor], noise: Tensor
         return teacher.sample(observation, noise, teacher.shared_prefix(student, observation))
 
 
-def frame_indices(batch: Mapping[str, Tensor]) -> list[int]:
+def _frames_and_draws(batch: Mapping[str, Tensor], num_draws: int) -> tuple[list[int], list[int]]:
+    """Return the names of a batch's frames, and which of its `num_draws` pairs each of them gets, at random."""
     if "index" not in batch:
         raise ValueError("the batch has no 'index', which names its frames; couplings need a LeRobotDataset")
-    return batch["index"].flatten().tolist()
-
-
-def frame_noise(config: PreTrainedConfig, batch: Mapping[str, Tensor], device: torch.device) -> Tensor:
-    """Draw one of each frame's `couplings_per_frame` noises, `(batch, chunk, max_action_dim)`."""
-    indices = frame_indices(batch)
-    draws = draw_numbers(len(indices), config.couplings_per_frame or 1)
-    assert config.couplings_seed is not None
-    seeds = [noise_seed(config.couplings_seed, index, draw) for index, draw in zip(indices, draws, strict=True)]
-    return draw_noise(seeds, (config.chunk_size, config.max_action_dim)).to(device)
-
-
-def draw_numbers(batch_size: int, num_draws: int) -> list[int]:
-    return torch.randint(num_draws, (batch_size,)).tolist()
+    indices = batch["index"].flatten().tolist()
+    return indices, torch.randint(num_draws, (len(indices),)).tolist()

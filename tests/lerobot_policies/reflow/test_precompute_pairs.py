@@ -159,10 +159,10 @@ def test_a_larger_batch_gives_the_same_couplings_up_to_rounding(
 
 
 def test_each_frame_gets_its_own_draws(toy_student: Path, toy_dataset: Path) -> None:
-    config = load_student(toy_student, couplings_seed=3, couplings_per_frame=2).config
-    batch = {"index": torch.tensor([4, 4, 4, 4, 4, 4, 4, 9])}
+    student = load_student(toy_student, couplings_seed=3, couplings_per_frame=2)
+    batch = {"index": torch.tensor([4, 4, 4, 4, 4, 4, 4, 9]), "observation.state": torch.zeros(8, 4)}
     torch.manual_seed(0)
-    noise = pair_source.frame_noise(config, batch, torch.device("cpu"))
+    noise = student.pair_source.draw(student, batch, None).noise
     assert len({tuple(row.flatten().tolist()) for row in noise}) == 3
 
 
