@@ -63,9 +63,6 @@ class ModelEvaluation:
     sampling_bytes: int
     success_rate: dict[int, float] = field(default_factory=dict)
 
-    def outcome(self, num_steps: int) -> Outcome:
-        return Outcome(num_steps, self.success_rate.get(num_steps), self.latency_ms[num_steps])
-
 
 @dataclass(frozen=True)
 class ReflowEvaluation:
@@ -84,9 +81,10 @@ class ReflowEvaluation:
 
     def outcomes(self, student_steps: int) -> dict[str, Outcome]:
         """Return the teacher's result with its own steps, and the student's with `student_steps`."""
+        sides = {"teacher": (self.teacher, self.teacher_num_steps), "student": (self.student, student_steps)}
         return {
-            "teacher": self.teacher.outcome(self.teacher_num_steps),
-            "student": self.student.outcome(student_steps),
+            name: Outcome(steps, side.success_rate.get(steps), side.latency_ms[steps])
+            for name, (side, steps) in sides.items()
         }
 
     def shortcoming(self, student_steps: int) -> str | None:
@@ -277,15 +275,12 @@ def _latencies_ms(
 ) -> dict[str, dict[int, float]]:
     """Return median times by policy and number of steps. Policies take turns: other load falls on all alike."""
     observations = {name: _observe_one(policy, batch) for name, policy in policies.items()}
-    medians: dict[str, dict[int, float]] = {name: {} for name in policies}
-    for num_steps in all_steps:
-        times: dict[str, list[float]] = {name: [] for name in policies}
+    times: dict[str, dict[int, list[float]]] = {name: {steps: [] for steps in all_steps} for name in policies}
+    for steps in all_steps:
         for _ in range(_NUM_LATENCY_RUNS):
             for name, policy in policies.items():
-                times[name].append(_latency_ms(policy, observations[name], noise, num_steps))
-        for name, found in times.items():
-            medians[name][num_steps] = statistics.median(found)
-    return medians
+                times[name][steps].append(_latency_ms(policy, observations[name], noise, steps))
+    return {name: {steps: statistics.median(found[steps]) for steps in all_steps} for name, found in times.items()}
 
 
 def _latency_ms(policy: PreTrainedPolicy, observation: Observation, noise: Tensor, num_steps: int) -> float:

@@ -39,16 +39,16 @@ class ReflowPolicy(nn.Module):
         source = make_pair_source(config)
         # With couplings on disk the student is its own teacher, which decides whether its prefix needs a graph.
         teacher = ReflowTeacher(config) if config.has_teacher else SelfTeacher(config)
-        if config.use_reflow and dataset_stats is not None:
-            root = getattr(kwargs.get("dataset_meta"), "root", None)
-            teacher.check(dataset_stats)
-            source.check(dataset_stats, None if root is None else Path(root))
         if dataset_stats is not None:
+            if config.use_reflow:
+                root = getattr(kwargs.get("dataset_meta"), "root", None)
+                teacher.check(dataset_stats)
+                source.check(dataset_stats, None if root is None else Path(root))
             config.check_start()
-        if dataset_stats is not None and config.pretrained_path:
-            # lerobot makes the processors next, of these very files.
-            config.pretrained_path = resolve_checkpoint(config.pretrained_path, config.pretrained_revision)
-            check_processors(config.pretrained_path)
+            if config.pretrained_path:
+                # lerobot makes the processors next, of these very files.
+                config.pretrained_path = resolve_checkpoint(config.pretrained_path, config.pretrained_revision)
+                check_processors(config.pretrained_path)
         with no_remote_code():
             super().__init__(config, **kwargs)
         self.pair_source, self.teacher = source, teacher

@@ -73,10 +73,8 @@ class VelocityTeacher(ABC):
         if why_not is not None and self._config.share_prefix == "on":
             raise ValueError(f"share_prefix=on cannot be had: {why_not}")
         self.why_not_shared = why_not
-        if why_not is None:
-            logger.info("shared prefix: on; the VLM is held and run once for student and teacher")
-        else:
-            logger.info("shared prefix: off; %s", why_not)
+        shared = "on; the VLM is held and run once for student and teacher"
+        logger.info("shared prefix: %s", shared if why_not is None else f"off; {why_not}")
 
 
 def check_replicated(student: PreTrainedPolicy) -> None:

@@ -54,7 +54,7 @@ def prepare_student(teacher: str, output: Path, **settings: Any) -> Path:
     fields = {
         "use_reflow": True,
         "teacher_model_path": reference,
-        "reflow_round": _rounds_behind(config) + 1,
+        "reflow_round": config.reflow_round + 1 if is_student(config) and config.use_reflow else 1,
         **_FRESH,
         **settings,
     }
@@ -141,11 +141,6 @@ def _guided_in(num_steps: int, rtc: RTCConfig | None) -> RTCConfig | None:
     if rtc is None:
         return None
     return dataclasses.replace(rtc, max_guidance_weight=min(rtc.max_guidance_weight, float(num_steps)))
-
-
-def _rounds_behind(config: PreTrainedConfig) -> int:
-    reflowed = is_student(config) and config.use_reflow
-    return config.reflow_round if reflowed else 0
 
 
 def _stock_config(config: PreTrainedConfig) -> Any:
