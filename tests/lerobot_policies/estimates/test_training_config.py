@@ -1,4 +1,4 @@
-"""lerobot's configuration of a run from a spec: overrides, refusals, and the autocast that lerobot's script uses."""
+"""lerobot's configuration of a run from a spec: overrides, refusals, features, and the autocast of lerobot's script."""
 
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from hf_memopt.jobs.robot_policies import policy_file
 
 policy_toys = LateModule("policy_toys")
 training_config = LateModule("hf_memopt.lerobot.estimates.training_config")
+NONE = {"input_features": {}, "output_features": {}}
 
 
 def config(model: Path, **said: Any) -> Any:
@@ -105,3 +106,34 @@ def test_autocast_follows_the_policy_where_it_says_so(toy_vlm: Path) -> None:
         autocast(policy_toys.policy_config("pi0", toy_vlm), "bf16")
     with pytest.raises(ValueError, match=r"^precision='auto' tries both"):
         autocast(policy_toys.policy_config("smolvla", toy_vlm), "auto")
+
+
+def shapes(policy: Any, **said: Any) -> dict[str, tuple[int, ...]]:
+    training_config.set_features(policy, JobSpec("policy", **said))
+    return {name: tuple(each.shape) for name, each in {**policy.input_features, **policy.output_features}.items()}
+
+
+def test_features_of_the_configuration_stay(toy_vlm: Path) -> None:
+    given = {"observation.state": (2,), "observation.images.top": (3, 32, 32), "action": (2,)}
+    assert shapes(policy_toys.policy_config("smolvla", toy_vlm)) == given
+
+
+def test_a_spec_sets_number_and_size_of_cameras(toy_vlm: Path) -> None:
+    others = {"observation.state": (2,), "action": (2,)}
+    policy = policy_toys.policy_config("smolvla", toy_vlm)
+    assert shapes(policy, image_size="48x64") == {"observation.images.top": (3, 48, 64), **others}
+    two = {f"observation.images.camera{number}": (3, 48, 64) for number in (1, 2)}
+    assert shapes(policy, images_per_sample=2) == {**two, **others}
+
+
+def test_without_features_state_and_actions_are_as_wide_as_they_may_be(toy_vlm: Path) -> None:
+    policy = policy_toys.policy_config("pi0", toy_vlm, **NONE)
+    given = {"observation.images.camera1": (3, 48, 48), "observation.state": (4,), "action": (4,)}
+    assert shapes(policy, image_size="48") == given
+
+
+def test_what_only_a_dataset_says_is_asked_for(toy_vlm: Path) -> None:
+    with pytest.raises(ValueError, match=r"^model='policy': its input_features name no camera, as lerobot takes them"):
+        shapes(policy_toys.policy_config("smolvla", toy_vlm, **NONE), images_per_sample=2)
+    with pytest.raises(ValueError, match=r"^policy type 'act': its configuration lacks observation.state, as lerobot"):
+        shapes(policy_toys.policy_config("act", toy_vlm, **NONE), image_size="48")

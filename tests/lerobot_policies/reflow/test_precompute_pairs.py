@@ -106,6 +106,18 @@ def test_a_teacher_in_its_checkpoints_files_gives_the_same_pairs(
     assert {file.name for file in (tmp_path / "cache").rglob("*.arrow")} == shards
 
 
+def test_a_teacher_from_the_hub_gives_the_same_pairs(
+    couplings: Path, toy_student: Path, toy_teacher: Path, toy_dataset: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr("hf_memopt.lerobot.policy_files.snapshot_download", lambda *_, **__: str(toy_teacher))
+    flags = (*SEEDED, *EPISODES, "--policy.teacher_model_path=toy/teacher")
+    assert precompute(toy_student, toy_dataset, tmp_path / "cache", "--shard-size", "10", flags=flags) == 0
+    assert (
+        couplings_cache.CouplingCache(tmp_path / "cache").description
+        == couplings_cache.CouplingCache(couplings).description
+    )
+
+
 def test_training_from_the_folder_is_training_online_and_needs_no_teacher(
     couplings: Path, toy_student: Path, toy_dataset: Path, tmp_path: Path
 ) -> None:
