@@ -5,7 +5,6 @@ import os
 import socket
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 from fork_server import TESTS, Call, Ended, ForkServer, called
@@ -58,12 +57,12 @@ def _server() -> ForkServer:
     return ForkServer(PRELOADED, {**os.environ, "ACCELERATE_USE_CPU": "true"})
 
 
-def torchrun(script: Path, *arguments: str) -> str:
-    """Run two processes, and return their errors; helpers beside the tests can be imported."""
+def torchrun(*command: str) -> str:
+    """Run a script, or `-m` a module, in two processes, and return their errors; helpers beside the tests can be imported."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     paths = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
     result = subprocess.run(
-        [*launch, str(script), *arguments],
+        [*launch, *command],
         capture_output=True,
         text=True,
         timeout=HANG_S,

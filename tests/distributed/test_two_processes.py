@@ -23,7 +23,7 @@ def test_two_processes_train_as_one(
     """Compare two ranks, each with two micro-batches of one frame, with one process and four frames."""
     flags = lerobot_runs.train_flags(toy_student, toy_dataset, tmp_path / "run", steps=4, batch_size=1)
     output = torchrun(
-        FOLDER / "one_rank.py",
+        str(FOLDER / "one_rank.py"),
         str(tmp_path),
         *flags,
         *lerobot_runs.PLAIN_SGD,

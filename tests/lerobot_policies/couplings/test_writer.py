@@ -116,7 +116,7 @@ def test_two_processes_precompute_for_a_policy(toy_student: Path, toy_dataset: P
     flags = [f"--policy.path={toy_student}", "--policy.device=cpu", "--policy.push_to_hub=false"]
     flags += [*smolvla_toy.dataset_flags(toy_dataset), "--policy.teacher_num_steps=2", "--dataset.episodes=[0,1]"]
     shard_size = ["--shard-size", "5"]
-    torchrun(Path(cli.__file__), "precompute", "--output", str(tmp_path / "two"), *shard_size, "--", *flags)
+    torchrun("-m", "hf_memopt.cli", "precompute", "--output", str(tmp_path / "two"), *shard_size, "--", *flags)
     assert cli.main(["precompute", "--output", str(tmp_path / "one"), *shard_size, "--", *flags]) == 0
     assert shards(tmp_path / "one") == shards(tmp_path / "two")
     one, two = (couplings_cache.CouplingCache(tmp_path / name) for name in ("one", "two"))
