@@ -3,7 +3,8 @@
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
 from accelerate.utils import is_peft_model
@@ -83,59 +84,41 @@ def attach(
         >>> trainer.train()
     """
     chosen = None if offloader is None else make_offloader(offloader)
-    with ExitStack() as on_error:
-        attached = Attachment()
-        on_error.callback(attached.remove)
+    with ExitStack() as undo:
         if selective_checkpointing:
             if trainer.model_init is not None:
                 raise ValueError(
                     "selective_checkpointing=True: model_init makes the model anew at each train(); give the trainer a "
                     "model"
                 )
-            attached.add(apply_selective_checkpointing(trainer.model))
+            undo.callback(apply_selective_checkpointing(trainer.model).remove)
         if base is not None or streams_alone(trainer):
-            attached.add(StreamedBase(trainer, base))
+            undo.callback(StreamedBase(trainer, base).remove)
         if chosen is not None:
-            attached.add(OffloadedLoss(trainer, chosen))
+            undo.callback(OffloadedLoss(trainer, chosen).remove)
         if frozen is not None:
-            attached.add(FrozenModels(trainer, frozen, frozen_home))
+            undo.callback(FrozenModels(trainer, frozen, frozen_home).remove)
         if memory:
-            attached.add(
-                RunReports(trainer, chosen, attached.lines_about_weights, is_selective=selective_checkpointing)
-            )
+            lines = partial(lines_about_weights, trainer)
+            undo.callback(RunReports(trainer, chosen, lines, is_selective=selective_checkpointing).remove)
+        others: list[TrainerCallback] = []
         if leak_check:
-            attached.add(AddedCallback(trainer, LeakDetectionCallback()))
+            others.append(LeakDetectionCallback())
         if memory_report:
-            attached.add(AddedCallback(trainer, MemoryPageCallback()))
-        on_error.pop_all()
-    return attached
-
-
-class Part(Protocol):
-    def remove(self) -> None:
-        """Restore the trainer."""
+            others.append(MemoryPageCallback())
+        for callback in others:
+            trainer.add_callback(callback)
+            undo.callback(trainer.remove_callback, callback)
+        return Attachment(undo.pop_all())
 
 
 class Attachment:
-    def __init__(self) -> None:
-        self._parts: list[Part] = []
-
-    def lines_about_weights(self) -> list[str]:
-        """Return a line for each frozen model that lives elsewhere."""
-        streamed = [str(part.weights.report()) for part in self._parts if isinstance(part, StreamedBase)]
-        return streamed + [line for part in self._parts if isinstance(part, FrozenModels) for line in part.lines()]
-
-    @property
-    def offloaders(self) -> list[ActivationOffloader]:
-        return [part.offloader for part in self._parts if isinstance(part, OffloadedLoss)]
-
-    def add(self, part: Part) -> None:
-        self._parts.append(part)
+    def __init__(self, undo: ExitStack) -> None:
+        self._undo = undo
 
     def remove(self) -> None:
         """Restore the trainer. A second call does nothing."""
-        while self._parts:
-            self._parts.pop().remove()
+        self._undo.close()
 
 
 class OffloadedLoss(TrainerCallback):
@@ -239,13 +222,11 @@ class FrozenModels(TrainerCallback):
         self._trainer.remove_callback(self)
 
 
-class AddedCallback:
-    def __init__(self, trainer: Trainer, callback: TrainerCallback) -> None:
-        self._trainer, self._callback = trainer, callback
-        trainer.add_callback(callback)
-
-    def remove(self) -> None:
-        self._trainer.remove_callback(self._callback)
+def lines_about_weights(trainer: Trainer) -> list[str]:
+    """Return a line for each frozen model that lives elsewhere."""
+    callbacks = trainer.callback_handler.callbacks
+    streamed = [str(each.weights.report()) for each in callbacks if isinstance(each, StreamedBase)]
+    return streamed + [line for each in callbacks if isinstance(each, FrozenModels) for line in each.lines()]
 
 
 def _caches_gradients(trainer: Any) -> bool:

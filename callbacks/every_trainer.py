@@ -27,7 +27,7 @@ from hf_memopt.activations import ActivationOffloader
 from hf_memopt.activations.checkpointing.selective import apply_selective_checkpointing
 from hf_memopt.activations.wrapped_module import hook_direct_calls, wrapped_module
 from hf_memopt.callbacks.arguments import MemoptArguments
-from hf_memopt.callbacks.attach import FrozenModels
+from hf_memopt.callbacks.attach import FrozenModels, OffloadedLoss
 from hf_memopt.callbacks.offloading import log_what_was_done
 from hf_memopt.callbacks.settings_text import VARIABLE
 from hf_memopt.memory import explain_oom
@@ -79,10 +79,11 @@ def attached(arguments: MemoptArguments) -> Iterator[weakref.WeakSet[ActivationO
         arguments.stream_base(given.get("model"), given.get("args"))
         make_trainer(trainer, *args, **kwargs)
         trainers.add(trainer)
-        attachment = replace(arguments, frozen="off", frozen_home="host").attach(trainer)
+        replace(arguments, frozen="off", frozen_home="host").attach(trainer)
         if arguments.frozen != "off":
-            attachment.add(FrozenModels(trainer, arguments.frozen, arguments.frozen_home, is_made=False))
-        offloaders.update(attachment.offloaders)
+            FrozenModels(trainer, arguments.frozen, arguments.frozen_home, is_made=False)
+        callbacks = trainer.callback_handler.callbacks
+        offloaders.update(each.offloader for each in callbacks if isinstance(each, OffloadedLoss))
 
     @functools.wraps(prepare)
     def prepare_and_wrap(accelerator: Accelerator, *args: Any, **kwargs: Any) -> Any:

@@ -126,7 +126,7 @@ def test_a_trainer_is_attached_to_with_the_plain_runs_weights(make: Any, tmp_pat
     assert [entry["loss"] for entry in trainer.state.log_history if "loss" in entry] == [
         entry["loss"] for entry in plain.state.log_history if "loss" in entry
     ]
-    (loss,) = (part for part in handle._parts if hasattr(part, "offloader"))
+    (loss,) = (each for each in trainer.callback_handler.callbacks if hasattr(each, "offloader"))
     assert loss.offloader.stats.bytes_moved > 0
     assert any(isinstance(each, callbacks.LeakDetectionCallback) for each in trainer.callback_handler.callbacks)
     page = (tmp_path / "out" / "report" / "report.html").read_text()
@@ -158,9 +158,9 @@ def test_everything_switched_off_attaches_nothing(make: Any) -> None:
 
 def test_attach_alone_offloads_by_plan_and_watches_memory(make: Any) -> None:
     trainer = make()
-    handle = callbacks.attach(trainer)
+    callbacks.attach(trainer)
     assert {"train", "compute_loss_context_manager"} <= set(vars(trainer))
-    (loss,) = (part for part in handle._parts if hasattr(part, "offloader"))
+    (loss,) = (each for each in trainer.callback_handler.callbacks if hasattr(each, "offloader"))
     assert loss.offloader.mode == "auto"
     assert any(isinstance(each, callbacks.MemoryLoggingCallback) for each in trainer.callback_handler.callbacks)
 

@@ -79,9 +79,9 @@ def test_weights_in_files_are_read_from_the_folder_that_they_were_loaded_from(
     monkeypatch.chdir(tmp_path)
     want = weights_after(toys.grpo(tmp_path))
     trainer = toys.grpo(tmp_path)
-    handle = callbacks.attach(trainer, offloader=None, memory=False, frozen="stream", frozen_home="file")
+    callbacks.attach(trainer, offloader=None, memory=False, frozen="stream", frozen_home="file")
     assert all(map(torch.equal, weights_after(trainer), want))
-    (part,) = handle._parts
+    part = trainer.callback_handler.callbacks[-1]
     read = {}
     for name, visits in part.visits.items():
         report = visits.teacher.report()
@@ -95,7 +95,8 @@ def test_weights_in_files_are_read_from_the_folder_that_they_were_loaded_from(
 def test_weights_that_are_frozen_in_the_policy_are_held_once(tmp_path: Path) -> None:
     trainer = toys.dpo(tmp_path)
     layer = sum(parameter.nbytes for parameter in trainer.model.model.layers[0].parameters())
-    (part,) = callbacks.attach(trainer, offloader=None, memory=False, frozen="swap")._parts
+    callbacks.attach(trainer, offloader=None, memory=False, frozen="swap")
+    part = trainer.callback_handler.callbacks[-1]
     report = part.visits["ref_model"].teacher.report()
     assert report.shared_bytes == layer
     assert report.host_bytes >= sum(each.nbytes for each in trainer.model.parameters()) - layer
@@ -105,7 +106,7 @@ def test_what_was_attached_can_be_removed(tmp_path: Path) -> None:
     trainer = toys.dpo(tmp_path)
     num_callbacks = len(trainer.callback_handler.callbacks)
     handle = callbacks.attach(trainer, offloader=None, memory=False, frozen="swap")
-    (part,) = handle._parts
+    part = trainer.callback_handler.callbacks[-1]
     handle.remove()
     trainer.train()
     assert part.visits["ref_model"].teacher.report().bytes_host_to_device == 0
