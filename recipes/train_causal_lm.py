@@ -39,12 +39,10 @@ from hf_memopt.recipes.causal_lm.options import Options, TrainingOptions, parse
 from hf_memopt.recipes.causal_lm.step import Run, make_optimizer, update
 from hf_memopt.recipes.causal_lm.workload import CausalLM
 from hf_memopt.recipes.common import loop
-from hf_memopt.recipes.common.auto_plan import apply_auto_plan
 from hf_memopt.recipes.common.comparison import Begin
 from hf_memopt.recipes.common.cost import RunCost, announce
 from hf_memopt.recipes.common.flags import as_settings
-from hf_memopt.recipes.common.out_of_memory import explained, halved_until_it_fits
-from hf_memopt.recipes.common.results import History
+from hf_memopt.recipes.common.out_of_memory import explained, train_within_memory
 
 logger = logging.getLogger("hf_memopt.recipes.train_causal_lm")
 
@@ -60,21 +58,18 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
             f"tokens and {len(blocks['test']):,} held out, vocabulary {len(tokenizer):,}"
         )
         # With --plan, micro-batch and memory flags are chosen by simulation; everything after sees the chosen ones.
-        make_workload = partial(CausalLM, options, tokenizer)
-        options, accelerator, predicted = apply_auto_plan(options, accelerator, make_workload, make_accelerator)
-        begin = options, accelerator, make_workload("no"), make_accelerator
-        options, accelerator, (history, cost) = halved_until_it_fits(
+        begin = options, accelerator, partial(CausalLM, options, tokenizer), make_accelerator
+        run, cost = train_within_memory(
             *begin, lambda accelerator, options: train(prepare(accelerator, options, tokenizer, blocks))
         )
         output, results = Path(options.training.output_dir), {}
         if accelerator.is_main_process:
             tokenizer.save_pretrained(output)
         with loop.reporting(output):
-            results = report.results(options, accelerator, history, cost)
-            loop.conclude(results, options.offload, predicted, accelerator)
+            results = report.results(run, cost)
             if accelerator.is_main_process:
                 report.write(results, output)
-    accelerator.end_training()
+    run.accelerator.end_training()
     return results
 
 
@@ -127,7 +122,7 @@ def evaluate(run: Run) -> dict[str, float]:
     return {"eval_loss": eval_loss, "perplexity": math.exp(eval_loss)}
 
 
-def train(run: Run) -> tuple[History, RunCost]:
+def train(run: Run) -> tuple[Run, RunCost]:
     training, accelerator = run.options.training, run.accelerator
     announce(run.model, run.options.offload, accelerator)
     accelerator.init_trackers("causal_lm", config=as_settings(run.options))
@@ -151,7 +146,7 @@ def train(run: Run) -> tuple[History, RunCost]:
             if loop.save_and_stop(run, checkpoints, due=due):
                 break
     save_model(run, training.output_dir)
-    return progress.history, run.end(timer)
+    return run, run.end(timer)
 
 
 def log_and_evaluate(run: Run, loss: Tensor, training: TrainingOptions) -> None:

@@ -29,11 +29,10 @@ from torch import Tensor
 from hf_memopt.command_line import one_line_errors, script_imports
 from hf_memopt.memory import LeakMonitor, MemoryLogger
 from hf_memopt.recipes.common import loop
-from hf_memopt.recipes.common.auto_plan import apply_auto_plan
 from hf_memopt.recipes.common.comparison import Begin
 from hf_memopt.recipes.common.cost import RunCost
 from hf_memopt.recipes.common.flags import as_settings
-from hf_memopt.recipes.common.out_of_memory import explained, halved_until_it_fits
+from hf_memopt.recipes.common.out_of_memory import explained, train_within_memory
 
 with script_imports("train_fluxflow", __name__):
     from hf_memopt.recipes.fluxflow import data as data
@@ -59,20 +58,17 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     accelerator = make_accelerator(options)
     output = Path(options.training.output_dir)
     with loop.writing_to(output, accelerator):
-        make_workload = partial(FluxFlow, options)
-        options, accelerator, predicted = apply_auto_plan(options, accelerator, make_workload, make_accelerator)
-        begin = options, accelerator, make_workload("no"), make_accelerator
-        options, accelerator, (run, cost) = halved_until_it_fits(*begin, lambda *given: train(prepare(*given)))
+        begin = options, accelerator, partial(FluxFlow, options), make_accelerator
+        run, cost = train_within_memory(*begin, lambda *given: train(prepare(*given)))
         results: dict[str, Any] = {}
         if accelerator.is_main_process:
             save_vae(accelerator.unwrap_model(run.gan.models.vae), run.average, output)
         with loop.reporting(output):
-            results = report.results(options, accelerator, run.gan.models, run.progress.history, cost)
-            loop.conclude(results, options.offload, predicted, accelerator)
+            results = report.results(run, cost)
             if accelerator.is_main_process:
                 images = data.panel_images(run.source, options.data, options.training.seed)
                 report.write(results, report.panels(run.gan, images), output)
-    accelerator.end_training()
+    run.accelerator.end_training()
     return results
 
 

@@ -34,12 +34,11 @@ from hf_memopt.checkpoint import endless_batches
 from hf_memopt.command_line import one_line_errors
 from hf_memopt.memory import MemoryLogger
 from hf_memopt.recipes.common import loop
-from hf_memopt.recipes.common.auto_plan import apply_auto_plan
 from hf_memopt.recipes.common.comparison import Begin
 from hf_memopt.recipes.common.cost import RunCost, StepTimer, announce
 from hf_memopt.recipes.common.flags import as_settings
 from hf_memopt.recipes.common.options import check_folder
-from hf_memopt.recipes.common.out_of_memory import explained, halved_until_it_fits
+from hf_memopt.recipes.common.out_of_memory import explained, train_within_memory
 from hf_memopt.recipes.lgt import data as data
 from hf_memopt.recipes.lgt import report as report
 from hf_memopt.recipes.lgt.evaluation import evaluate
@@ -63,23 +62,20 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
             f"Data: {data.describe(options)}; {len(train_data.styles):,} latents of {shape} in "
             f"{options.model.num_styles} styles, {len(held_out.styles):,} held out"
         )
-        make_workload = partial(LatentTransferWorkload, options)
-        options, accelerator, predicted = apply_auto_plan(options, accelerator, make_workload, make_accelerator)
         shown = data.Latents(*(each.to(accelerator.device) for each in held_out))
-        begin = options, accelerator, make_workload(), make_accelerator
-        options, accelerator, (run, cost) = halved_until_it_fits(
+        begin = options, accelerator, partial(LatentTransferWorkload, options), make_accelerator
+        run, cost = train_within_memory(
             *begin, lambda accelerator, options: train(prepare(accelerator, options, train_data), shown)
         )
         output, results = Path(saving.save_dir), {}
         if accelerator.is_main_process:
-            save_model(run.best_model(), options, output)
+            save_model(run.best_model(), run.options, output)
         with loop.reporting(output):
             results = report.results(run, shape[1] * shape[2], cost)
-            loop.conclude(results, options.offload, predicted, accelerator)
             if accelerator.is_main_process:
                 report.write(results, run, held_out, output)
         accelerator.wait_for_everyone()  # while a process is left alone, gloo can hang
-    accelerator.end_training()
+    run.accelerator.end_training()
     return results
 
 

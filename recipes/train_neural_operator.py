@@ -30,11 +30,10 @@ from hf_memopt.checkpoint import endless_batches
 from hf_memopt.command_line import one_line_errors, script_imports
 from hf_memopt.memory import MemoryLogger
 from hf_memopt.recipes.common import loop
-from hf_memopt.recipes.common.auto_plan import apply_auto_plan
 from hf_memopt.recipes.common.comparison import Begin
 from hf_memopt.recipes.common.cost import RunCost, announce
 from hf_memopt.recipes.common.flags import as_settings
-from hf_memopt.recipes.common.out_of_memory import explained, halved_until_it_fits
+from hf_memopt.recipes.common.out_of_memory import explained, train_within_memory
 
 with script_imports("train_neural_operator", __name__):
     from hf_memopt.recipes.neural_operator import data as data
@@ -59,29 +58,25 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
             f"Data: {data.describe(options.data)}; {options.data.num_train:,} samples, {samples.shape}, tested at "
             f"{', '.join(map(str, samples.tests))}"
         )
-        make_workload = partial(NeuralOperator, options)
-        options, accelerator, predicted = apply_auto_plan(options, accelerator, make_workload, make_accelerator)
         if options.training.loop == "neuralop":
             from hf_memopt.recipes.neural_operator.trainer import train_with_trainer
 
             loaders = make_loaders(options.training.batch_size, samples)
-            model, history, cost = train_with_trainer(options, samples, loaders, accelerator)
+            run, cost = train_with_trainer(options, samples, loaders, accelerator)
         else:
-            begin = options, accelerator, make_workload("no"), make_accelerator
-            options, accelerator, (run, cost) = halved_until_it_fits(
+            begin = options, accelerator, partial(NeuralOperator, options), make_accelerator
+            run, cost = train_within_memory(
                 *begin, lambda accelerator, options: train(prepare(accelerator, options, samples))
             )
-            model, history = accelerator.unwrap_model(run.model), run.progress.history
         accelerator.wait_for_everyone()
-        results: dict[str, Any] = {}
+        model, results = accelerator.unwrap_model(run.model), {}
         if accelerator.is_main_process:
             save_model(model, output)
         with loop.reporting(output):
-            results = report.results(options, accelerator, model, history, cost)
-            loop.conclude(results, options.offload, predicted, accelerator)
+            results = report.results(run, cost)
             if accelerator.is_main_process:
                 report.write(results, model, samples, output)
-    accelerator.end_training()
+    run.accelerator.end_training()
     return results
 
 

@@ -4,23 +4,19 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator
-
 from hf_memopt.recipes.causal_lm.data import describe_corpus
-from hf_memopt.recipes.causal_lm.options import Options
+from hf_memopt.recipes.causal_lm.step import Run
 from hf_memopt.recipes.common.comparison import read_costs
 from hf_memopt.recipes.common.cost import RunCost, table
-from hf_memopt.recipes.common.results import History, can_draw, drawn, plot_history, run_results, write_results
+from hf_memopt.recipes.common.results import can_draw, drawn, plot_history, run_results, write_results
 
 logger = logging.getLogger(__name__)
 
 
-def results(options: Options, accelerator: Accelerator, history: History, cost: RunCost) -> dict[str, Any]:
-    final = [entry for entry in history if "eval_loss" in entry][-1]
-    more = {"corpus": describe_corpus(options.data), "final": final}
-    return run_results(
-        options, accelerator, history, libraries=("transformers", "datasets"), training_cost=cost, **more
-    )
+def results(run: Run, cost: RunCost) -> dict[str, Any]:
+    final = [entry for entry in run.progress.history if "eval_loss" in entry][-1]
+    more = {"corpus": describe_corpus(run.options.data), "final": final}
+    return run_results(run, cost, libraries=("transformers", "datasets"), **more)
 
 
 def write(results: dict[str, Any], output: Path) -> None:

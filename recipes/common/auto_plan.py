@@ -2,7 +2,7 @@
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
@@ -138,23 +138,6 @@ class BatchInParts(RecipeWorkload):
     def num_simulated(self, options: Any, accumulation: int) -> int:
         """Return all of them, since they are parts of one batch."""
         return accumulation
-
-
-def apply_auto_plan(
-    options: Any,
-    accelerator: Accelerator,
-    make_workload: Callable[[str], RecipeWorkload],
-    make_accelerator: Callable[[Any], Accelerator],
-) -> tuple[Any, Accelerator, Row | None]:
-    """Return options, accelerator and prediction of a plan for `--plan`'s card; without it, those given and None."""
-    card = options.offload.plan
-    if card is None:
-        return options, accelerator, None
-    precision = "no" if accelerator.mixed_precision == "no" else "bf16"  # fp16 takes as much memory
-    workload = make_workload(precision)
-    best = best_row(workload, card, accelerator)
-    options = workload.with_settings(best.settings, best.micro_batch)
-    return options, make_accelerator(options), best
 
 
 def best_row(workload: Workload, card: str, state: Accelerator | PartialState) -> Row:

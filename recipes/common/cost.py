@@ -5,7 +5,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -136,10 +135,9 @@ def announce(model: nn.Module, options: OffloadOptions, accelerator: Accelerator
         )
 
 
-def warn_if_nothing_offloaded(results: dict[str, Any], options: OffloadOptions) -> None:
+def warn_if_nothing_offloaded(cost: RunCost, options: OffloadOptions, device_type: str) -> None:
     """Log why an offloader that could have moved something did not."""
-    cost: RunCost = results["training_cost"]
-    if cost.moved_mib != 0 or not options.moves_on(results["device"]):
+    if cost.moved_mib != 0 or not options.moves_on(device_type):
         return
     reasons = f"no saved storage of --offload_threshold_mb={options.offload_threshold_mb:g} MiB or more was found"
     if cost.mode == "auto":

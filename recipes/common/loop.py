@@ -17,13 +17,11 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from hf_memopt.checkpoint import Checkpoints
 from hf_memopt.disk.locks import lock_of
-from hf_memopt.jobs import Row
 from hf_memopt.memory import MemoryTracker
 from hf_memopt.memory.logger import short_figure
-from hf_memopt.recipes.common.auto_plan import log_prediction
 from hf_memopt.recipes.common.cost import RunCost, StepTimer, warn_if_nothing_offloaded
 from hf_memopt.recipes.common.finite import FiniteCheck
-from hf_memopt.recipes.common.options import OffloadOptions, RunOptions, checkpoints_folder
+from hf_memopt.recipes.common.options import RunOptions, checkpoints_folder
 from hf_memopt.recipes.common.results import History
 from hf_memopt.report.offloading import OffloadingRecord
 
@@ -113,10 +111,12 @@ class Run:
         return StepTimer(self.options.offload.offload, self.accelerator.device, self.offloader)
 
     def end(self, timer: StepTimer) -> RunCost:
-        """Return the cost of the updates, and leave the offloader's work in the run's folder, for its report."""
+        """Return the cost of the updates; leave the offloader's work in the run's folder, and warn if there is none."""
         if self.offloader is not None and self.accelerator.is_main_process:
             OffloadingRecord.of(self.offloader, facts={}).write(Path(self.options.output_dir))
-        return timer.cost()
+        cost = timer.cost()
+        warn_if_nothing_offloaded(cost, self.options.offload, self.accelerator.device.type)
+        return cost
 
     def position(self) -> dict[str, Any]:
         return asdict(self.progress)
@@ -196,8 +196,3 @@ def reporting(folder: str | Path) -> Iterator[None]:
 
 def is_due(number: int, interval: int) -> bool:
     return interval > 0 and number % interval == 0
-
-
-def conclude(results: dict[str, Any], options: OffloadOptions, predicted: Row | None, accelerator: Accelerator) -> None:
-    log_prediction(predicted, accelerator)
-    warn_if_nothing_offloaded(results, options)

@@ -1,4 +1,4 @@
-"""Handles a lack of memory: names the flags that help, or goes on with half the micro-batch."""
+"""Trains within the memory at hand: by a plan, with half the micro-batch, or with an error that names what helps."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -12,7 +12,7 @@ from torch import nn
 
 from hf_memopt.memory import explain_oom
 from hf_memopt.memory.oom import CHECKPOINTING, HALF_MICRO_BATCH, OFFLOADING
-from hf_memopt.recipes.common.auto_plan import RecipeWorkload, with_changes
+from hf_memopt.recipes.common.auto_plan import RecipeWorkload, best_row, log_prediction, with_changes
 from hf_memopt.recipes.common.options import OffloadOptions, checkpoints_folder
 
 logger = logging.getLogger(__name__)
@@ -39,26 +39,35 @@ def explained(
     return explain_oom(model, output_dir=folder, flags=flags)
 
 
-def halved_until_it_fits[R](
+def train_within_memory[R](
     options: Any,
     accelerator: Accelerator,
-    workload: RecipeWorkload,
+    make_workload: Callable[[str], RecipeWorkload],
     make_accelerator: Callable[[Any], Accelerator],
     train: Callable[[Accelerator, Any], R],
-) -> tuple[Any, Accelerator, R]:
-    """Train; with `--auto_micro_batch` begin again, where memory runs out, with micro-batches of half the size or less.
+) -> R:
+    """Train, with `--plan` after choosing micro-batch and memory flags by simulation.
 
-    An update stays the same. The run goes on from its newest checkpoint, if it has one. Not for several processes: the
-    others would wait for the one that has run out.
+    With `--auto_micro_batch` begin again, where memory runs out, with micro-batches of half the size or less. An update
+    stays the same. The run goes on from its newest checkpoint, if it has one. Not for several processes: the others
+    would wait for the one that has run out.
     """
     if options.offload.auto_micro_batch and accelerator.num_processes > 1:
         raise ValueError(
             f"auto_micro_batch=True is for one process, and there are {accelerator.num_processes}; use --plan auto, "
             "which finds the micro-batch beforehand"
         )
+    # fp16 takes as much memory as bf16.
+    workload, predicted = make_workload("no" if accelerator.mixed_precision == "no" else "bf16"), None
+    if options.offload.plan is not None:
+        predicted = best_row(workload, options.offload.plan, accelerator)
+        options = workload.with_settings(predicted.settings, predicted.micro_batch)
+        accelerator = make_accelerator(options)
     while True:
         try:
-            return options, accelerator, train(accelerator, options)
+            trained = train(accelerator, options)
+            log_prediction(predicted, accelerator)
+            return trained
         except torch.OutOfMemoryError:
             size = workload.given_micro_batch(options)
             smaller = [each for each in workload.micro_batches if 2 * each <= size]

@@ -24,11 +24,10 @@ def num_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def run_results(
-    options: Any, accelerator: Accelerator, history: History, *, libraries: Sequence[str], **more: Any
-) -> dict[str, Any]:
+def run_results(run: Any, cost: Any, libraries: Sequence[str] = (), **more: Any) -> dict[str, Any]:
     """Return the common contents of `results.json`; `libraries` add their versions, `more` the recipe's own entries."""
-    return {"mode": options.offload.offload, **environment(accelerator, libraries), "history": history, **more}
+    found = {"mode": run.options.offload.offload, **environment(run.accelerator, libraries)}
+    return {**found, "history": run.progress.history, "training_cost": cost, **more}
 
 
 def environment(accelerator: Accelerator, libraries: Sequence[str] = ()) -> dict[str, Any]:

@@ -38,9 +38,8 @@ def announce(models: Models, options: Options, accelerator: Accelerator, source:
         )
 
 
-def results(
-    options: Options, accelerator: Accelerator, models: Models, history: common.History, cost: RunCost
-) -> dict[str, Any]:
+def results(run: Any, cost: RunCost) -> dict[str, Any]:
+    options, models = run.options, run.gan.models
     more = {
         "model": options.model,
         "num_parameters": {
@@ -51,9 +50,8 @@ def results(
         "resolutions": options.resolutions,
         "levers": options.levers,
         "perceptual": None if models.perceptual is None else models.perceptual.description,
-        "training_cost": cost,
     }
-    return common.run_results(options, accelerator, history, libraries=("diffusers", "lpips"), **more)
+    return common.run_results(run, cost, libraries=("diffusers", "lpips"), **more)
 
 
 @torch.no_grad()

@@ -40,7 +40,7 @@ def results(run: Run, num_positions: int, cost: RunCost) -> dict[str, Any]:
         "memory_bytes": run.memory_bytes,
         "checklist": checklist(options, history, run.memory_bytes, num_positions, on_cpu=on_cpu),
     }
-    return run_results(options, run.accelerator, history, libraries=(), training_cost=cost, **more)
+    return run_results(run, cost, **more)
 
 
 def checklist(

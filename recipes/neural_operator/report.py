@@ -7,32 +7,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from hf_memopt.recipes.common.cost import RunCost, table
-from hf_memopt.recipes.common.results import History, drawn, num_parameters, run_results, write_results
+from hf_memopt.recipes.common.results import drawn, num_parameters, run_results, write_results
 from hf_memopt.recipes.neural_operator.data import Data, describe
-from hf_memopt.recipes.neural_operator.options import Options
+from hf_memopt.recipes.neural_operator.step import Run
 from hf_memopt.text_table import Table
 
 logger = logging.getLogger(__name__)
 
 
-def results(
-    options: Options, accelerator: Accelerator, model: nn.Module, history: History, cost: RunCost
-) -> dict[str, Any]:
+def results(run: Run, cost: RunCost) -> dict[str, Any]:
+    options = run.options
     more = {
         "loop": options.training.loop,
         "model": options.model,
-        "num_parameters": num_parameters(model),
+        "num_parameters": num_parameters(run.model),
         "data": {"source": describe(options.data), **asdict(options.data)},
         "train_loss": options.training.train_loss,
-        "final": history[-1],
-        "training_cost": cost,
+        "final": run.progress.history[-1],
     }
-    return run_results(options, accelerator, history, libraries=("neuraloperator",), **more)
+    return run_results(run, cost, libraries=("neuraloperator",), **more)
 
 
 def write(results: dict[str, Any], model: nn.Module, samples: Data, output: Path) -> None:

@@ -8,22 +8,19 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from neuralop import Trainer
-from torch import nn
 
-from hf_memopt.recipes.common.cost import RunCost, StepTimer, announce
-from hf_memopt.recipes.common.finite import FiniteCheck
+from hf_memopt.recipes.common.cost import RunCost, announce, warn_if_nothing_offloaded
 from hf_memopt.recipes.common.loop import make_schedule
-from hf_memopt.recipes.common.results import History
 from hf_memopt.recipes.neural_operator.data import Data
 from hf_memopt.recipes.neural_operator.model import make_model
 from hf_memopt.recipes.neural_operator.options import Options
-from hf_memopt.recipes.neural_operator.step import make_optimizer, relative_errors
+from hf_memopt.recipes.neural_operator.step import Run, make_optimizer, relative_errors
 
 
 def train_with_trainer(
     options: Options, samples: Data, loaders: list[Any], accelerator: Accelerator
-) -> tuple[nn.Module, History, RunCost]:
-    """Train and evaluate; return the model, the log and the cost of an update.
+) -> tuple[Run, RunCost]:
+    """Train and evaluate; return the run and the cost of an update.
 
     Its schedule advances once per epoch, and its loss is a sum over the batch, which AdamW's step hardly depends on.
     """
@@ -32,15 +29,16 @@ def train_with_trainer(
     set_seed(training.seed)
     model = make_model(options.model, *samples.shape.for_model()).to(accelerator.device)
     optimizer = make_optimizer(model, training)
-    offloader = options.offload.make_offloader(accelerator.device)
-    if offloader is not None:
-        offloader.wrap(model)  # all that Trainer needs
+    run = Run(accelerator, options, model, optimizer, processor=samples.processor)
+    run.finite = run.finite_check(model, optimizer)
+    if run.offloader is not None:
+        run.offloader.wrap(model)  # all that Trainer needs
     announce(model, options.offload, accelerator)
-    timer = StepTimer(options.offload.offload, accelerator.device, offloader)
+    timer = run.timer()
     model.register_forward_pre_hook(lambda *event: timer.begin())
     optimizer.register_step_post_hook(lambda *event: timer.end())
     used = relative_errors(len(samples.shape.sides))
-    loss = WatchedLoss(used[training.train_loss], accelerator, model, optimizer)
+    loss = WatchedLoss(used[training.train_loss], run)
     optimizer.register_step_pre_hook(lambda *event: loss.before_update())
     by_epoch = replace(training, warmup_steps=training.warmup_steps // len(loaders[0]))
     scheduler = make_schedule(optimizer, by_epoch, training.epochs, num_processes=1)
@@ -57,18 +55,18 @@ def train_with_trainer(
         warnings.filterwarnings("ignore", message=".*received unexpected keyword arguments")
         trained = trainer.train(loaders[0], tests, optimizer, scheduler, training_loss=loss, eval_losses=used)
         cost = timer.cost()
+        warn_if_nothing_offloaded(cost, options.offload, accelerator.device.type)
         errors = trainer.evaluate_all(training.epochs, used, tests, eval_modes={})
-    return model, [_entry(training.epochs, trained["avg_loss"], errors)], cost
+    run.progress.history.append(_entry(training.epochs, trained["avg_loss"], errors))
+    return run, cost
 
 
 class WatchedLoss:
     """The training loss, whose values and gradients are looked at before each update."""
 
-    def __init__(self, loss: Any, accelerator: Accelerator, model: nn.Module, optimizer: Any) -> None:
-        self._loss = loss
+    def __init__(self, loss: Any, run: Run) -> None:
+        self._loss, self._run = loss, run
         self._value = torch.zeros(())
-        self._num_updates = 0
-        self._check = FiniteCheck(accelerator, model, optimizer, lambda: self._num_updates + 1)
 
     def __call__(self, *tensors: Any, **options: Any) -> torch.Tensor:
         loss: torch.Tensor = self._loss(*tensors, **options)
@@ -76,9 +74,9 @@ class WatchedLoss:
         return loss
 
     def before_update(self) -> None:
-        self._check.end_micro_batch(self._value)
-        self._check.before_update()
-        self._num_updates += 1
+        self._run.end_micro_batch(self._value)
+        self._run.before_update()
+        self._run.progress.num_updates += 1
 
 
 def _check_launch(accelerator: Accelerator) -> None:

@@ -122,7 +122,7 @@ def test_what_cannot_be_halved_is_refused(tmp_path: Path) -> None:
     options = causal_lm_options.parse("", [*CAUSAL_LM, *flags])
     several: Any = SimpleNamespace(num_processes=2)
     with pytest.raises(ValueError, match="auto_micro_batch=True is for one process, and there are 2; use --plan auto"):
-        out_of_memory.halved_until_it_fits(options, several, None, None, None)
+        out_of_memory.train_within_memory(options, several, None, None, None)
 
 
 def test_the_smallest_micro_batch_is_not_halved(tmp_path: Path, limit: Callable[[int], None]) -> None:
