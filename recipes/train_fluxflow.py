@@ -16,14 +16,13 @@ processes and bfloat16 are accelerate's. On a CPU nothing is offloaded unless --
 import logging
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object, set_seed, tqdm
+from accelerate.utils import set_seed, tqdm
 from torch import Tensor
 
 from hf_memopt.command_line import one_line_errors, script_imports
@@ -40,14 +39,8 @@ with script_imports("train_fluxflow", __name__):
     from hf_memopt.recipes.fluxflow.losses import Figures, weights_at
     from hf_memopt.recipes.fluxflow.model import build_models, stride
     from hf_memopt.recipes.fluxflow.options import Options, parse
-    from hf_memopt.recipes.fluxflow.step import FiniteChecks, Gan, make_gan, step
-    from hf_memopt.recipes.fluxflow.training_aids import (
-        WeightAverage,
-        average_gradients,
-        make_average,
-        save_vae,
-        use_expandable_segments,
-    )
+    from hf_memopt.recipes.fluxflow.step import FiniteChecks, Run, make_optimizers, step
+    from hf_memopt.recipes.fluxflow.training_aids import make_average, save_vae, use_expandable_segments
     from hf_memopt.recipes.fluxflow.workload import FluxFlow
 
 logger = logging.getLogger("hf_memopt.recipes.train_fluxflow")
@@ -62,12 +55,12 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         run, cost = train_within_memory(*begin, lambda *given: train(prepare(*given)))
         results: dict[str, Any] = {}
         if accelerator.is_main_process:
-            save_vae(accelerator.unwrap_model(run.gan.models.vae), run.average, output)
+            save_vae(accelerator.unwrap_model(run.model.vae), run.average, output)
         with loop.reporting(output):
             results = report.results(run, cost)
             if accelerator.is_main_process:
                 images = data.panel_images(run.source, options.data, options.training.seed)
-                report.write(results, report.panels(run.gan, images), output)
+                report.write(results, report.panels(run, images), output)
     run.accelerator.end_training()
     return results
 
@@ -81,33 +74,6 @@ def make_accelerator(options: Options) -> Accelerator:
     return accelerator
 
 
-@dataclass
-class Progress(loop.Progress):
-    num_discriminator_updates: int = 0
-
-
-@dataclass(kw_only=True)
-class Run(loop.Run):
-    """The parts of a global step; models, optimizers and schedules are those of `gan`."""
-
-    gan: Gan
-    average: WeightAverage | None  # of the VAE's weights
-    source: data.Source
-    progress: Progress = field(default_factory=Progress)
-    place: tuple[int, int] = (0, 0)  # in the data, after the last whole step
-
-    def __post_init__(self) -> None:
-        self.offloader = self.gan.offloader
-
-    def position(self) -> dict[str, Any]:
-        """Add the place of each process in the data: buckets fill up at different times."""
-        return {"data": gather_object([list(self.place)]), **super().position()}
-
-    def restore(self, position: dict[str, Any]) -> None:
-        self.place = self.batches.position = tuple(position.pop("data")[self.accelerator.process_index])
-        super().restore(position)
-
-
 def prepare(accelerator: Accelerator, options: Options) -> Run:
     """Return models, optimizers, schedules and batches, the same for every call."""
     training = options.training
@@ -116,18 +82,17 @@ def prepare(accelerator: Accelerator, options: Options) -> Run:
     data.check_sizes(options, stride(models.vae))
     if models.perceptual is not None:
         models.perceptual.to(accelerator.device)
-    # Losses differentiate parts of the VAE one by one, which DDP does not see; `synchronize` exchanges gradients.
+    # Losses differentiate parts of the VAE one by one, which DDP does not see; `average_gradients` exchanges them.
     models = models._replace(
         vae=accelerator.prepare_model(models.vae, evaluation_mode=True),
         discriminator=accelerator.prepare_model(models.discriminator, evaluation_mode=True),
     )
     memory = MemoryLogger(accelerator, log_every=training.log_every, output_dir=training.output_dir)
-    hooks = {"synchronize": partial(average_gradients, accelerator), "phase": memory.phase}
-    gan = make_gan(models, options, accelerator, **hooks)
+    optimizers = make_optimizers(models, training, accelerator)
     schedulers = [
         # Of torch's optimizers: accelerate does not step these schedules, and so not once per process.
         loop.make_schedule(each.optimizer, training, training.max_steps, 1)
-        for each in gan.optimizers
+        for each in optimizers
     ]
     source = data.load(options.data, stride(models.vae), training.seed, models.vae.config.in_channels)
     loader = data.make_loader(
@@ -138,9 +103,9 @@ def prepare(accelerator: Accelerator, options: Options) -> Run:
     # All that has to be the same on all processes is made.
     set_seed(training.seed, device_specific=True)  # other latents on each process
     batches = data.EndlessBatches(loader)
-    prepared = accelerator, options, models, gan.optimizers, schedulers, batches
-    run = Run(*prepared, gan=gan, average=average, source=source, memory=memory)
-    gan.finite = FiniteChecks(*map(run.finite_check, (models.vae, models.discriminator), gan.optimizers))
+    prepared = accelerator, options, models, optimizers, schedulers, batches
+    run = Run(*prepared, average=average, source=source, memory=memory)
+    run.finite = FiniteChecks(*map(run.finite_check, (models.vae, models.discriminator), optimizers))
     return run
 
 
@@ -156,9 +121,9 @@ def train_batch(run: Run, images: Tensor) -> Figures:
     figures: Figures = {}
     for _ in range(options.training.training_steps):
         for resolution in options.resolutions:
-            scaled = data.rescaled(images, resolution / options.data.resolution, stride(run.gan.models.vae))
+            scaled = data.rescaled(images, resolution / options.data.resolution, stride(run.model.vae))
             with_r1 = progress.num_discriminator_updates % options.losses.r1_interval == 0
-            figures |= step(run.gan, scaled, weights, with_r1=with_r1)
+            figures |= step(run, scaled, weights, with_r1=with_r1)
             progress.num_discriminator_updates += 1
             if run.average is not None:
                 with run.memory.phase("average"):
@@ -171,7 +136,7 @@ def train_batch(run: Run, images: Tensor) -> Figures:
 
 def train(run: Run) -> tuple[Run, RunCost]:
     options, training = run.options, run.options.training
-    report.announce(run.gan.models, options, run.accelerator, data.describe(options.data))
+    report.announce(run.model, options, run.accelerator, data.describe(options.data))
     run.accelerator.init_trackers("fluxflow", config=as_settings(run.options))
     resumed = training.resume_from_checkpoint
     checkpoints = loop.open_checkpoints(run, training.output_dir, training.checkpoints_total_limit, resumed)
@@ -183,7 +148,7 @@ def train(run: Run) -> tuple[Run, RunCost]:
     with (
         checkpoints.stopping_on_signal(),
         loop.saving_after_errors(run, checkpoints),
-        explained(run.gan.models.vae, training.output_dir, options.offload, checkpointing),
+        explained(run.model.vae, training.output_dir, options.offload, checkpointing),
         tqdm(total=training.max_steps, initial=progress.num_updates, unit="step", desc="Training") as bar,
     ):
         for images in run.batches:

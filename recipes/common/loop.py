@@ -87,13 +87,15 @@ class Run:
     batches: Any = None  # of an epoch; None where a step is only simulated
     progress: Any = field(default_factory=Progress)
     memory: Any = field(default_factory=partial(MemoryTracker, "cpu"))  # a MemoryLogger in training
-    finite: FiniteCheck | None = None  # None where a step is only simulated, as its values are read
+    finite: Any = None  # a FiniteCheck, or one of each model; None where a step is only simulated, as it reads values
 
     def __post_init__(self) -> None:
         self.offloader = self.options.offload.make_offloader(self.accelerator.device)
 
-    def saving(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self.offloader is None else self.offloader.offload_context(self.model)
+    def saving(self, model: Any = None) -> AbstractContextManager[Any]:
+        """Return the context of a forward pass and its loss; `model` is the one that runs, if there are several."""
+        model = self.model if model is None else model
+        return nullcontext() if self.offloader is None else self.offloader.offload_context(model)
 
     def finite_check(self, model: nn.Module, optimizer: Any) -> FiniteCheck:
         return FiniteCheck(self.accelerator, model, optimizer, lambda: self.progress.num_updates + 1)

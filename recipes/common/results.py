@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +38,11 @@ def environment(accelerator: Accelerator, libraries: Sequence[str] = ()) -> dict
         "mixed_precision": accelerator.mixed_precision,
         "versions": {name: version(name) for name in ("torch", "accelerate", *libraries)},
     }
+
+
+def psnr(output: Tensor, target: Tensor) -> float:
+    """Return dB over all images in [-1, 1]."""
+    return float(10 * torch.log10(4 / (output - target).square().mean()))
 
 
 def write_results(results: dict[str, Any], folder: Path) -> None:

@@ -82,7 +82,3 @@ def _risen(step: int, num_steps: int) -> float:
 
 def hinge_loss(real_scores: Tensor, fake_scores: Tensor) -> Tensor:
     return torch.relu(1 - real_scores).mean() + torch.relu(1 + fake_scores).mean()
-
-
-def generator_hinge_loss(fake_scores: Tensor) -> Tensor:
-    return -fake_scores.mean()

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from hf_memopt.recipes.common import results as common
 from hf_memopt.recipes.common.cost import RunCost, table
-from hf_memopt.recipes.common.results import num_parameters
+from hf_memopt.recipes.common.results import num_parameters, psnr
 from hf_memopt.recipes.fluxflow.model import Models
 from hf_memopt.recipes.fluxflow.options import Options
-from hf_memopt.recipes.fluxflow.step import Gan
+from hf_memopt.recipes.fluxflow.step import Run
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +38,8 @@ def announce(models: Models, options: Options, accelerator: Accelerator, source:
         )
 
 
-def results(run: Any, cost: RunCost) -> dict[str, Any]:
-    options, models = run.options, run.gan.models
+def results(run: Run, cost: RunCost) -> dict[str, Any]:
+    options, models = run.options, run.model
     more = {
         "model": options.model,
         "num_parameters": {
@@ -55,27 +55,21 @@ def results(run: Any, cost: RunCost) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def panels(gan: Gan, images: list[Tensor]) -> Tensor:
+def panels(run: Run, images: list[Tensor]) -> Tensor:
     """Return images, then their reconstructions from mean latents, `(2 * count, 3, height, width)` in [-1, 1]."""
-    vae = gan.models.vae.eval()
+    vae = run.model.vae.eval()
     device = next(vae.parameters()).device
     batch = torch.stack(images).to(device)
-    with gan.autocast():
+    with run.accelerator.autocast():
         reconstructed = vae.decode(vae.encode(batch).latent_dist.mode()).sample
     vae.train()
     return torch.cat([batch, reconstructed.float().clamp(-1, 1)]).cpu()
 
 
-def psnr(panels: Tensor) -> float:
-    """Return dB over all reconstructions."""
-    images, reconstructed = panels.chunk(2)
-    return float(10 * torch.log10(4 / (images - reconstructed).square().mean()))
-
-
 def write(results: dict[str, Any], panels: Tensor, output: Path) -> None:
     from torchvision.utils import save_image
 
-    results["psnr_db"] = psnr(panels)
+    results["psnr_db"] = psnr(*panels.chunk(2))
     common.write_results(results, output)
     save_image(panels, output / "panels.png", nrow=len(panels) // 2, normalize=True, value_range=(-1, 1), padding=4)
     if common.can_draw("losses.png"):

@@ -1,7 +1,7 @@
 """Plans for `train_fluxflow.py`: its own update, run on fake tensors."""
 
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from accelerate import Accelerator
@@ -12,7 +12,7 @@ from hf_memopt.recipes.common.flags import read_options
 from hf_memopt.recipes.fluxflow.losses import Figures, weights_at
 from hf_memopt.recipes.fluxflow.model import build_models
 from hf_memopt.recipes.fluxflow.options import Options
-from hf_memopt.recipes.fluxflow.step import Gan, make_gan, step
+from hf_memopt.recipes.fluxflow.step import Run, make_optimizers, step
 from hf_memopt.recipes.fluxflow.training_aids import make_average
 
 __all__ = ["workload"]
@@ -43,7 +43,7 @@ class FluxFlow(BatchInParts):
     def __init__(self, options: Options, precision: str = "no", effective_batch: int | None = None) -> None:
         super().__init__(f"FluxFlow at {max(options.resolutions)}", options, precision, effective_batch)
 
-    def setup(self, options: Options, precision: str) -> tuple[Gan, Tensor, Any]:
+    def setup(self, options: Options, precision: str) -> tuple[Run, Tensor]:
         accelerator = Accelerator(mixed_precision=precision)
         models = build_models(options.model, options.losses, options.levers, options.training.seed)
         for model in filter(None, models):
@@ -52,11 +52,12 @@ class FluxFlow(BatchInParts):
         shape = options.training.batch_size, models.vae.config.in_channels, side, side
         images = torch.zeros(shape, device=accelerator.device)
         average = make_average(models.vae, options, accelerator.device)
-        return make_gan(models, options, accelerator), images, average
+        optimizers = make_optimizers(models, options.training, accelerator)
+        return Run(accelerator, options, models, optimizers, average=average), images
 
-    def step(self, state: Any) -> Figures:
-        gan, images, average = state
-        figures = step(gan, images, weights_at(10**6, gan.losses), with_r1=True)
-        if average is not None:
-            average.step()
+    def step(self, state: tuple[Run, Tensor]) -> Figures:
+        run, images = state
+        figures = step(run, images, weights_at(10**6, run.options.losses), with_r1=True)
+        if run.average is not None:
+            run.average.step()
         return figures

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from hf_memopt.command_line import check_output_folder, one_line_errors, script_imports
 from hf_memopt.recipes.common.flags import Count, Seed, TwoOrMore, flag, read_options
+from hf_memopt.recipes.common.results import psnr
 
 with script_imports("prepare", __name__):
     from PIL import Image
@@ -77,11 +78,6 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
         logger.info(f"{style}: {len(latents)} latents of {tuple(latents.shape[1:])}, decoded at {found[style]:.1f} dB")
     model.save(output)
     return found
-
-
-def psnr(output: Tensor, target: Tensor) -> float:
-    """Return dB over all images in [-1, 1]."""
-    return float(10 * torch.log10(4 / (output - target).square().mean()))
 
 
 def images_of(style: str, num: int, size: int, seed: int) -> Tensor:

@@ -70,15 +70,15 @@ def test_steps_warm_up_and_r1_are_counted(
     """Check one global step per batch, with any number of updates, and R1 at every fourth update."""
     calls: list[tuple[bool, float, int]] = []
 
-    def step(gan: Any, images: Tensor, weights: Any, *, with_r1: bool) -> dict[str, Tensor]:
+    def step(run: Any, images: Tensor, weights: Any, *, with_r1: bool) -> dict[str, Tensor]:
         calls.append((with_r1, weights.kl, images.shape[-1]))
         return {"l1": torch.zeros(())}
 
     monkeypatch.setattr("hf_memopt.recipes.train_fluxflow.step", step)
     flags = ("--r1_interval=4", "--kl_warmup_steps=10", "--kl_weight=1", f"--training_steps={training_steps}")
     run = prepared(tmp_path, *flags, "--resolutions", *map(str, resolutions))
-    run.gan.optimizers.vae.step()  # schedulers expect a step of their optimizer first
-    run.gan.optimizers.discriminator.step()
+    run.optimizer.vae.step()  # schedulers expect a step of their optimizer first
+    run.optimizer.discriminator.step()
     rates = []
     for _, images in zip(range(5), run.batches, strict=False):
         train_fluxflow.train_batch(run, images)
@@ -169,11 +169,11 @@ def test_an_error_stops_the_run_and_what_was_trained_is_saved(
 ) -> None:
     step, flags = train_fluxflow.step, ("--max_steps=6", "--resolutions", "16", "8")
 
-    def failing(gan: Any, images: Tensor, *rest: Any, **options: Any) -> dict[str, Tensor]:
+    def failing(run: Any, images: Tensor, *rest: Any, **options: Any) -> dict[str, Tensor]:
         failing.calls += 1
         if failing.calls == 7 and failure == "in the step":
             raise torch.OutOfMemoryError("out of memory")
-        return step(gan, images * float("nan") if failing.calls == 7 else images, *rest, **options)
+        return step(run, images * float("nan") if failing.calls == 7 else images, *rest, **options)
 
     failing.calls = 0
     with monkeypatch.context() as patch:
@@ -312,13 +312,13 @@ def test_float16_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_trained_vae_is_gone_on_with(whole: Path, tmp_path: Path) -> None:
     run = prepared(tmp_path, f"--vae={whole / 'vae_ema'}")
-    assert equal(run.gan.models.vae.state_dict(), weights(whole, "vae_ema"))
+    assert equal(run.model.vae.state_dict(), weights(whole, "vae_ema"))
 
 
 def test_a_report_that_fails_leaves_the_model_and_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("hf_memopt.recipes.fluxflow.report.psnr", lambda panels: 1 / 0)
+    monkeypatch.setattr("hf_memopt.recipes.fluxflow.report.psnr", lambda *images: 1 / 0)
     train(tmp_path, "--max_steps=1")
     assert weights(tmp_path)
     assert (
@@ -330,7 +330,7 @@ def test_the_vae_of_a_whole_pipeline_is_gone_on_with(whole: Path, tmp_path: Path
     shutil.copytree(whole / "vae", tmp_path / "pipeline" / "vae")
     (tmp_path / "pipeline" / "model_index.json").write_text('{"_class_name": "StableDiffusionPipeline"}')
     run = prepared(tmp_path / "run", f"--vae={tmp_path / 'pipeline'}")
-    assert equal(run.gan.models.vae.state_dict(), weights(whole))
+    assert equal(run.model.vae.state_dict(), weights(whole))
 
 
 def write_vae(folder: Path, **channels: int) -> None:

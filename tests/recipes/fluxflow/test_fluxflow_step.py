@@ -1,6 +1,8 @@
 """Tests that levers change no gradient, and that no network's update touches the other network."""
 
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 
 from hf_memopt import ActivationOffloader, SyncCopier
 from hf_memopt.memory import SavedBytes
+from hf_memopt.recipes.common.options import OffloadOptions
 from hf_memopt.training import NonFiniteGradientError
 
 finite = LateModule("hf_memopt.recipes.common.finite")
@@ -24,6 +27,11 @@ TINY = options.ModelOptions(channels=[8, 16], discriminator_channels=8, discrimi
 # Every lever at the setting that takes the most memory.
 PLAIN = options.LeverOptions(lpips_gradient="plain", decode="twice", freeze_discriminator=False)
 LOSSES = options.LossOptions()
+
+
+def noise(batch_size: int) -> Tensor:
+    """Return noise in the range of images, `(batch_size, 3, 32, 32)` in [-1, 1]."""
+    return torch.rand(batch_size, 3, 32, 32, generator=torch.Generator().manual_seed(0)) * 2 - 1
 
 
 def weights() -> Any:
@@ -44,32 +52,41 @@ class TinyPerceptual(nn.Module):
         return (self.features(output) - self.features(target)).square().mean((1, 2, 3), keepdim=True)
 
 
-def make_gan(levers: Any, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
+def make_run(
+    levers: Any, kind: Any = torch.float32, *, model: Any = TINY, micro_batch_size: int = 0, autocast: Any = nullcontext
+) -> Any:
+    """Return a run whose weights are of that dtype, or on that device."""
     torch.manual_seed(0)
-    made = fluxflow_model.build_models(more.pop("model", TINY), replace(LOSSES, lpips_weight=0.0), levers)
-    models = fluxflow_model.Models(*(each.to(dtype) for each in (made.vae, made.discriminator, TinyPerceptual())))
-    return fluxflow_step.Gan(
-        models, fluxflow_step.make_optimizers(models, options.TrainingOptions()), LOSSES, levers, **more
-    )
+    made = fluxflow_model.build_models(model, replace(LOSSES, lpips_weight=0.0), levers)
+    models = fluxflow_model.Models(*(each.to(kind) for each in (made.vae, made.discriminator, TinyPerceptual())))
+    accelerator: Any = SimpleNamespace(device=torch.device("cpu"), num_processes=1, autocast=autocast)
+    accelerator.prepare_optimizer = lambda optimizer: optimizer
+    training = options.TrainingOptions(micro_batch_size=micro_batch_size)
+    given = options.Options(model, options.DataOptions(), LOSSES, training, levers, OffloadOptions(offload="off"))
+    return fluxflow_step.Run(accelerator, given, models, fluxflow_step.make_optimizers(models, training, accelerator))
 
 
 Gradients = dict[str, Tensor | None]
 
 
-def gradients_of(levers: Any, dtype: torch.dtype = torch.float32, **more: Any) -> tuple[Gradients, Gradients]:
-    gan = make_gan(levers, dtype, **more)
+def gradients_of(
+    levers: Any, dtype: torch.dtype = torch.float32, *, offloader: ActivationOffloader | None = None, **more: Any
+) -> tuple[Gradients, Gradients]:
+    run = make_run(levers, dtype, **more)
+    run.offloader = offloader
     found: list[Gradients] = []
 
-    def take(parameters: list[nn.Parameter]) -> None:
-        named = gan.models.discriminator if not found else gan.models.vae
+    def take(accelerator: Any, parameters: list[nn.Parameter]) -> None:
+        named = run.model.discriminator if not found else run.model.vae
         found.append({name: p.grad.clone() for name, p in named.named_parameters() if p.grad is not None})
 
-    gan.synchronize = take
     torch.manual_seed(1)
-    fluxflow_step.step(gan, fluxflow_step.make_batch(3, 32, "cpu").to(dtype), weights(), with_r1=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hf_memopt.recipes.fluxflow.step.average_gradients", take)
+        fluxflow_step.step(run, noise(3).to(dtype), weights(), with_r1=True)
     discriminator, vae = found
-    assert len(vae) == len(list(gan.models.vae.parameters()))
-    assert len(discriminator) == len(list(gan.models.discriminator.parameters()))
+    assert len(vae) == len(list(run.model.vae.parameters()))
+    assert len(discriminator) == len(list(run.model.discriminator.parameters()))
     return vae, discriminator
 
 
@@ -154,31 +171,31 @@ def test_the_adversarial_loss_reaches_the_decoder_only() -> None:
     """Check with the other losses off, with one decoding and with two."""
     losses = replace(LOSSES, detail_weight=0.0, mse_weight=0.0, lpips_weight=0.0)
     for decode in ("once", "twice"):
-        gan = make_gan(replace(PLAIN, decode=decode))
-        gan.losses = losses
+        run = make_run(replace(PLAIN, decode=decode))
+        run.options = run.options._replace(losses=losses)
         backward = getattr(fluxflow_step, f"backward_decoding_{decode}")
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
                 "hf_memopt.recipes.fluxflow.step.reconstruction_loss", lambda output, *rest: (output.sum() * 0, {})
             )
-            backward(gan, fluxflow_step.make_batch(2, 32, "cpu"), fluxflow_losses.Weights(0.0, 0.5), 1.0)
-        reached = {name.split(".")[0] for name, p in gan.models.vae.named_parameters() if p.grad.any()}
+            backward(run, noise(2), fluxflow_losses.Weights(0.0, 0.5), 1.0)
+        reached = {name.split(".")[0] for name, p in run.model.vae.named_parameters() if p.grad.any()}
         assert reached == {"decoder", "post_quant_conv"}
 
 
 @pytest.mark.parametrize(("freeze", "num_stray"), [(True, 0), (False, 8)])
 @pytest.mark.parametrize("decode", ["once", "twice"])
 def test_a_frozen_discriminator_gets_no_stray_gradients(decode: str, freeze: bool, num_stray: int) -> None:
-    gan = make_gan(replace(PLAIN, decode=decode, freeze_discriminator=freeze))
-    fluxflow_step.step(gan, fluxflow_step.make_batch(2, 32, "cpu"), weights(), with_r1=False)
-    stray = [p for p in gan.models.discriminator.parameters() if p.grad is not None]
+    run = make_run(replace(PLAIN, decode=decode, freeze_discriminator=freeze))
+    fluxflow_step.step(run, noise(2), weights(), with_r1=False)
+    stray = [p for p in run.model.discriminator.parameters() if p.grad is not None]
     assert len(stray) == num_stray
-    assert all(p.requires_grad for p in gan.models.discriminator.parameters())
-    assert not any(p.grad is not None for p in gan.models.vae.parameters())
+    assert all(p.requires_grad for p in run.model.discriminator.parameters())
+    assert not any(p.grad is not None for p in run.model.vae.parameters())
 
 
 def test_freezing_ends_with_an_error_too() -> None:
-    discriminator = make_gan(PLAIN).models.discriminator
+    discriminator = make_run(PLAIN).model.discriminator
     discriminator.layers[0].bias.requires_grad_(False)
     before = [p.requires_grad for p in discriminator.parameters()]
 
@@ -196,12 +213,12 @@ def test_one_decoding_keeps_less() -> None:
     """Compare the bytes alive at the start of backward: two decodings, LPIPS and discriminator, or one decoding."""
 
     def saved(levers: Any) -> int:
-        gan = make_gan(levers)
-        counter = SavedBytes(exclude=gan.models.vae.parameters())
+        run = make_run(levers)
+        counter = SavedBytes(exclude=run.model.vae.parameters())
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(gan, "saving", lambda model: counter)
+            patch.setattr(run, "saving", lambda model: counter)
             getattr(fluxflow_step, f"backward_decoding_{levers.decode}")(
-                gan, fluxflow_step.make_batch(2, 32, "cpu"), fluxflow_losses.Weights(0.0, 0.5), 1.0
+                run, noise(2), fluxflow_losses.Weights(0.0, 0.5), 1.0
             )
         return counter.total_bytes
 
@@ -211,22 +228,23 @@ def test_one_decoding_keeps_less() -> None:
 @pytest.mark.usefixtures("on_the_cpu")
 def test_a_gradient_that_is_not_finite_is_not_applied() -> None:
     """Neither by an infinite loss of the VAE, nor by a discriminator whose hinge loss has no gradient at NaN."""
-    gan = make_gan(options.LeverOptions(freeze_discriminator=False))
+    run = make_run(options.LeverOptions(freeze_discriminator=False))
     checks = [
         finite.FiniteCheck(Accelerator(cpu=True), *pair, lambda: 7)
-        for pair in zip(gan.models[:2], gan.optimizers, strict=True)
+        for pair in zip(run.model[:2], run.optimizer, strict=True)
     ]
-    gan.finite = fluxflow_step.FiniteChecks(*checks)
-    images = fluxflow_step.make_batch(2, 32, "cpu")
-    fluxflow_step.step(gan, images, weights(), with_r1=True)
-    before = [p.detach().clone() for p in gan.models.vae.parameters()]
-    mse_weight, gan.losses = gan.losses.mse_weight, replace(LOSSES, mse_weight=float("inf"))
+    run.finite = fluxflow_step.FiniteChecks(*checks)
+    images = noise(2)
+    fluxflow_step.step(run, images, weights(), with_r1=True)
+    before = [p.detach().clone() for p in run.model.vae.parameters()]
+    given = run.options
+    run.options = given._replace(losses=replace(LOSSES, mse_weight=float("inf")))
     with pytest.raises(NonFiniteGradientError, match=r"gradient at step 7\..*\n  rank 0, micro-batch 1: decoder\."):
-        fluxflow_step.step(gan, images, weights(), with_r1=False)
-    assert all(map(torch.equal, before, gan.models.vae.parameters()))
-    gan.losses = replace(LOSSES, mse_weight=mse_weight)
+        fluxflow_step.step(run, images, weights(), with_r1=False)
+    assert all(map(torch.equal, before, run.model.vae.parameters()))
+    run.options = given
     with pytest.raises(NonFiniteGradientError, match="loss"):
-        fluxflow_step.update_discriminator(gan, [images * float("nan")], False)
+        fluxflow_step.update_discriminator(run, [images * float("nan")], False)
 
 
 @pytest.mark.parametrize("levers", [PLAIN, options.LeverOptions(checkpoint_vae=True)])
@@ -240,25 +258,15 @@ def test_bfloat16_trains_every_weight(levers: Any) -> None:
 
 def test_a_step_needs_no_values_of_tensors() -> None:
     """Run a step on the meta device, where each read of a value fails."""
-    made = make_gan(options.LeverOptions()).models
-    models = fluxflow_model.Models(*(each.to("meta") for each in made))
-    gan = fluxflow_step.Gan(
-        models, fluxflow_step.make_optimizers(models, options.TrainingOptions()), LOSSES, options.LeverOptions()
-    )
-    figures = fluxflow_step.step(gan, fluxflow_step.make_batch(2, 32, "meta"), weights(), with_r1=True)
+    run = make_run(options.LeverOptions(), "meta")
+    figures = fluxflow_step.step(run, noise(2).to("meta"), weights(), with_r1=True)
     assert all(value.device.type == "meta" and value.shape == () for value in figures.values())
 
 
 def test_spectral_normalisation_is_never_checkpointed() -> None:
     levers = options.LeverOptions(checkpoint_discriminator=True)
     with pytest.raises(ValueError, match="cannot be checkpointed: its forward writes the buffer '_u'"):
-        make_gan(levers)
+        make_run(levers)
     free = replace(TINY, spectral_norm=False)
     found, expected = gradients_of(levers, model=free), gradients_of(options.LeverOptions(), model=free)
     assert all(map(equal, found, expected))
-
-
-# ------------------------------------------------------------------------------------------------------- losses
-
-
-# -------------------------------------------------------------------------------------------------------- LPIPS
