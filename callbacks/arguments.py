@@ -2,19 +2,18 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, get_args, get_origin
 
 from torch import nn
 from transformers import HfArgumentParser, Trainer, TrainingArguments
 
-from hf_memopt.activations.offload_arguments import MODES, OffloadArguments
+from hf_memopt.activations.offload_arguments import OffloadArguments
 from hf_memopt.callbacks.attach import Attachment, attach
 from hf_memopt.callbacks.settings_text import VARIABLE, words_of
 from hf_memopt.callbacks.streamed_base import stream_base, stream_trainer
 from hf_memopt.command_line import argparse_raising, flag
 from hf_memopt.ranges import NOT_NEGATIVE, check_ranges
-from hf_memopt.weights import BASE_HOMES, TEACHER_MODES, StreamedWeights
-from hf_memopt.weights.homes import HOMES
+from hf_memopt.weights import StreamedWeights
 
 
 @dataclass
@@ -57,16 +56,10 @@ class MemoptArguments(OffloadArguments):
     def __post_init__(self) -> None:
         check_ranges(self)
         super().__post_init__()
-        choices = {
-            "offload": MODES,
-            "base": ("off", *BASE_HOMES),
-            "frozen": ("off", *TEACHER_MODES),
-            "frozen_home": HOMES,
-        }
-        for name, known in choices.items():
-            value = getattr(self, name)
-            if value not in known:
-                raise ValueError(f"{name}={value!r} is unknown; choose from {', '.join(known)}")
+        for field in fields(self):
+            value, known = getattr(self, field.name), get_args(field.type)
+            if get_origin(field.type) is Literal and value not in known:
+                raise ValueError(f"{field.name}={value!r} is unknown; choose from {', '.join(known)}")
         if self.base_budget_gib is not None and self.base == "off":
             raise ValueError(f"base_budget_gib={self.base_budget_gib} needs base=auto, host or file, and base=off")
         if self.frozen_home != "host" and self.frozen == "off":
@@ -87,10 +80,13 @@ class MemoptArguments(OffloadArguments):
 
     def attach(self, trainer: Trainer) -> Attachment:
         """Attach this to a trainer, as `hf_memopt.attach` does."""
+        base = None
+        if self.base != "off":
+            base = stream_trainer(trainer, self.base, budget_gib=self.base_budget_gib, disk=self.disk)
         return attach(
             trainer,
             offloader=self.make_offloader(trainer.args.device),
-            base=self._stream_trainer(trainer),
+            base=base,
             frozen=None if self.frozen == "off" else self.frozen,
             frozen_home=self.frozen_home,
             selective_checkpointing=self.selective_checkpointing,
@@ -98,11 +94,6 @@ class MemoptArguments(OffloadArguments):
             leak_check=self.leak_check,
             memory_report=self.memory_report,
         )
-
-    def _stream_trainer(self, trainer: Trainer) -> StreamedWeights | None:
-        if self.base == "off":
-            return None
-        return stream_trainer(trainer, self.base, budget_gib=self.base_budget_gib, disk=self.disk)
 
     @classmethod
     def from_words(cls, words: Sequence[str]) -> tuple[Self, list[str]]:

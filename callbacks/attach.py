@@ -19,7 +19,7 @@ from hf_memopt.callbacks.loss_context import enclose, enclose_calls_of
 from hf_memopt.callbacks.memory_logging import MemoryPageCallback
 from hf_memopt.callbacks.offloading import (
     ActivationOffloadCallback,
-    log_stats,
+    log_what_was_done,
     make_offloader,
     refuse_what_conflicts,
 )
@@ -149,7 +149,8 @@ class OffloadedLoss(TrainerCallback):
             self._undo_calls = enclose_calls_of(self._trainer.model, self._context_in_backward)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, *others: Any, **kwargs: Any) -> None:
-        log_stats(self.offloader, state)
+        if state.is_world_process_zero:
+            log_what_was_done(self.offloader)
 
     def remove(self) -> None:
         self._undo()

@@ -210,29 +210,26 @@ class _Clock:
     def start(self, step: int) -> None:
         self._first_step = step
         self._begun = self._since = time.monotonic()
-        self._seconds = self._all_seconds = 0.0
-        self._num_batches = self._all_batches = 0
+        self._seconds, self._num_batches = 0.0, 0
+        self._logged = 0.0, 0  # these two at the last log
 
     @property
     def seconds_per_batch(self) -> float:
-        return self._all_seconds / max(1, self._all_batches)
+        return self._seconds / max(1, self._num_batches)
 
     def count_batch(self) -> None:
-        self.leave_out(counted=True)
+        self._seconds += time.monotonic() - self._since
         self._num_batches += 1
-        self._all_batches += 1
+        self.leave_out()
 
-    def leave_out(self, *, counted: bool = False) -> None:
-        now = time.monotonic()
-        if counted:
-            self._seconds += now - self._since
-            self._all_seconds += now - self._since
-        self._since = now
+    def leave_out(self) -> None:
+        self._since = time.monotonic()
 
     def line(self, state: TrainerState, memory: str) -> str:
         """Return the line, and begin the next interval."""
-        per_batch = self._seconds / max(1, self._num_batches)
-        self._seconds, self._num_batches = 0.0, 0
+        seconds, num_batches = self._logged
+        per_batch = (self._seconds - seconds) / max(1, self._num_batches - num_batches)
+        self._logged = self._seconds, self._num_batches
         done = max(1, state.global_step - self._first_step)
         remaining = (time.monotonic() - self._begun) / done * (state.max_steps - state.global_step)
         clock = f"{remaining // 3600:02.0f}:{remaining // 60 % 60:02.0f}:{remaining % 60:02.0f}"

@@ -42,13 +42,7 @@ def advice(
 ) -> list[tuple[str, str]]:
     """Return settings to try next as commands or options, each with its reason.
 
-    Args:
-        offloader: None where activations are not offloaded.
-        model: the one that trains.
-        device_type: of its device.
-        figures: the last logged ones of `memory_metrics`.
-        base_streams: whether the frozen weights stream already.
-        is_selective: whether the model's blocks are checkpointed selectively already.
+    `figures` are the last logged ones of `memory_metrics`; the two at the end are settings that are on already.
     """
     found = [*_about_activations(offloader, device_type, is_selective)]
     if not base_streams:
@@ -127,7 +121,8 @@ def _in_context(fields: Mapping[str, Any], offloader: ActivationOffloader | None
     launched = os.environ.get(LAUNCHED)
     if launched is not None:
         settings = settings_in(os.environ.get(VARIABLE, "")) | {name: str(value) for name, value in fields.items()}
-        words = [word for name, value in settings.items() for word in _words(name, value)]
+        bare = {name: None if value == "True" else value for name, value in settings.items()}
+        words = [word for name, value in bare.items() for word in words_of_setting(name, value)]
         return f"hf-memopt launch {shlex.join(words)} {launched}"
     if set(fields) <= set(_OF_ATTACH):
         return f"hf_memopt.attach(trainer, {_call_arguments(fields)})"
@@ -152,10 +147,6 @@ def _call_arguments(values: Mapping[str, Any]) -> str:
         for name, value in values.items()
     }
     return ", ".join(f"{name}={text}" for name, text in texts.items())
-
-
-def _words(name: str, value: str | None) -> list[str]:
-    return [f"--{name}"] if value in (None, "True") else words_of_setting(name, value)
 
 
 def _proof(offloader: ActivationOffloader | None) -> Sequence[tuple[str, str]]:

@@ -47,7 +47,8 @@ class ActivationOffloadCallback(TrainerCallback):
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, *others: Any, **kwargs: Any) -> None:
         self.remove()
-        log_stats(self.offloader, state)
+        if state.is_world_process_zero:
+            log_what_was_done(self.offloader)
 
     def remove(self) -> None:
         """Take the hooks off the model."""
@@ -85,11 +86,6 @@ def refuse_what_conflicts(offloader: ActivationOffloader, args: TrainingArgument
             "mode='inputs' offloads the inputs of checkpointed layers, and there are none; set "
             f"{_checkpointing_field(args)}=True, or use mode='auto' or 'all'"
         )
-
-
-def log_stats(offloader: ActivationOffloader, state: TrainerState) -> None:
-    if state.is_world_process_zero:
-        log_what_was_done(offloader)
 
 
 def log_what_was_done(offloader: ActivationOffloader) -> None:

@@ -17,10 +17,7 @@ from hf_memopt.report.trainer_card import training_section
 class RunReports(TrainerCallback):
     """Reports the memory and time of a trainer's run, with the `MemoryLoggingCallback` that it has or gets.
 
-    Args:
-        offloader: of the trainer, None where activations stay.
-        lines_about_weights: called at the end, for frozen weights that lived elsewhere.
-        is_selective: whether the model's blocks are checkpointed selectively.
+    `lines_about_weights` is called at the end, for frozen weights that lived elsewhere.
     """
 
     def __init__(

@@ -10,10 +10,7 @@ _LISTS = ("skip",)
 
 def words_of(text: str) -> list[str]:
     """Return "offload=auto,skip=visual lm_head" as words of a command line."""
-    words: list[str] = []
-    for name, value in settings_in(text).items():
-        words += [f"--{name}"] if value is None else words_of_setting(name, value)
-    return words
+    return [word for name, value in settings_in(text).items() for word in words_of_setting(name, value)]
 
 
 def settings_in(text: str) -> dict[str, str | None]:
@@ -22,7 +19,9 @@ def settings_in(text: str) -> dict[str, str | None]:
     return {name: value if equals else None for name, equals, value in parts}
 
 
-def words_of_setting(name: str, value: str) -> list[str]:
-    """Return a field and its value, or its values, as words of a command line."""
+def words_of_setting(name: str, value: str | None) -> list[str]:
+    """Return a field and its value, its values or none, as words of a command line."""
+    if value is None:
+        return [f"--{name}"]
     values = value.split() if name in _LISTS else [value]
     return [f"--{name}", *values] if len(values) > 1 else [f"--{name}={value}"]

@@ -78,14 +78,7 @@ def stream_base(
     budget_gib: float | None = None,
     disk: str | None = None,
 ) -> StreamedWeights:
-    """Return the object by which the base of a model streams; it is made unless the model streams already.
-
-    Args:
-        model: that a trainer is about to get, or has.
-        args: the trainer's.
-        base: home of the weights.
-        budget_gib: as for `StreamedWeights`.
-        disk: likewise.
+    """Return the object by which the base of a trainer's model streams; it is made unless the model streams already.
 
     Raises:
         ValueError: the base cannot stream, or streams from another home.

@@ -12,7 +12,6 @@ from hf_memopt.ranges import COUNT_OR_ZERO, NOT_NEGATIVE
 from hf_memopt.transfer import SyncCopier
 from hf_memopt.transfer.scratch_file import check_disk
 
-MODES = ("off", "auto", "all", "inputs")
 # Fields that the offloader takes as they are.
 _PASSED_ON = (
     *("offload_threshold_mb", "prefetch_ahead", "pin_memory", "max_slowdown", "host_budget_gib"),

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from hf_memopt import ActivationOffloader, SyncCopier
-from hf_memopt.activations.offload_arguments import MODES, OffloadArguments
+from hf_memopt.activations.offload_arguments import OffloadArguments
+from hf_memopt.activations.offloader import MODES
 
 CPU = torch.device("cpu")
 # Fields with another name in the offloader, or with none.
@@ -21,11 +22,11 @@ def test_defaults_are_the_offloaders() -> None:
     options = signature(ActivationOffloader).parameters
     declared = {name: value for name, value in vars(OffloadArguments()).items() if name not in OWN}
     assert declared | {"skip": tuple(declared["skip"])} == {name: options[name].default for name in declared}
-    assert get_args(get_type_hints(OffloadArguments)["offload"]) == MODES
+    assert get_args(get_type_hints(OffloadArguments)["offload"]) == ("off", *MODES)
     assert all(each.metadata["help"] for each in fields(OffloadArguments))
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["off", *MODES])
 def test_the_mode_is_what_the_offloader_does(mode: Any) -> None:
     made = OffloadArguments(offload=mode).make_offloader(CPU)
     assert (made is None) == (mode == "off")

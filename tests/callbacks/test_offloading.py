@@ -126,8 +126,7 @@ def test_training_goes_on_exactly_after_an_exception(make: Any, place: str) -> N
         assert offloader.stats.host_bytes_live == 0
         assert not trainer.model._forward_pre_hooks
         ends.append(weights(trainer))
-    assert equal(ends[0], ends[1])
-    assert equal(ends[0], ends[2])
+    assert all(equal(ends[0], each) for each in ends[1:])
 
 
 def test_the_callback_leaves_the_model_when_told_to(make: Any) -> None:
@@ -156,8 +155,7 @@ def test_auto_find_batch_size_starts_over(make: Any) -> None:
         assert offloader.stats.host_bytes_live == 0
         assert not trainer.model._forward_pre_hooks
         ends.append(weights(trainer))
-    assert equal(ends[0], ends[1])
-    assert equal(ends[0], ends[2])
+    assert all(equal(ends[0], each) for each in ends[1:])
 
 
 @pytest.mark.parametrize("how", HOWS)
