@@ -52,8 +52,8 @@ with script_imports("reflow_smolvla", __name__):
     from hf_memopt.recipes.reflow.lerobot_loop import (
         ACCUMULATION_FLAG,
         ACCUMULATION_VARIABLE,
-        MemoryLog,
         check_windows,
+        memory_log,
         settle_accumulation,
         train,
     )
@@ -162,7 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
         flags = {OFFLOADING: "--policy.activation_offload=auto", **halving(cfg, num_accumulation_steps)}
         with explain_oom(output_dir=cfg.output_dir, flags=flags):
-            train(cfg, num_accumulation_steps, MemoryLog(cfg).after_backward)
+            train(cfg, num_accumulation_steps, memory_log(cfg))
 
 
 if __name__ == "__main__":

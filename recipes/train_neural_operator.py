@@ -38,10 +38,9 @@ from hf_memopt.recipes.common.out_of_memory import explained, train_within_memor
 with script_imports("train_neural_operator", __name__):
     from hf_memopt.recipes.neural_operator import data as data
     from hf_memopt.recipes.neural_operator import report as report
-    from hf_memopt.recipes.neural_operator.loss_scaler import ComplexGradScaler
     from hf_memopt.recipes.neural_operator.model import make_model, save_model
     from hf_memopt.recipes.neural_operator.options import Options, TrainingOptions, parse
-    from hf_memopt.recipes.neural_operator.step import Run, evaluate, make_optimizer, update
+    from hf_memopt.recipes.neural_operator.step import ComplexGradScaler, Run, evaluate, make_optimizer, update
     from hf_memopt.recipes.neural_operator.workload import NeuralOperator
 
 logger = logging.getLogger("hf_memopt.recipes.train_neural_operator")

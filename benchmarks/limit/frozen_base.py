@@ -142,7 +142,7 @@ def row_of(run: LimitedRun) -> Row:
         "reason": run.reason,
         "losses": run.losses,
         "cpu_s_until": [step["cpu_s"] for step in run.steps],
-        "s_until": [step["at_s"] - run.began_s for step in run.steps],
+        "s_until": [step["at_s"] - run.rest.at_s for step in run.steps],
         "rest_bytes": run.rest.anonymous_bytes,
         "peak_bytes": run.peak_bytes,
         **{name: run.results.get(name) for name in names},

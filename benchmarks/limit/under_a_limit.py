@@ -132,7 +132,7 @@ class Bench:
 
 def row_of(run: LimitedRun, step_s: float | None) -> Row:
     """Return the figures of one run; with `step_s`, its curve too."""
-    last_began_s = run.steps[-2]["at_s"] if len(run.steps) > 1 else run.began_s
+    last_began_s = run.steps[-2]["at_s"] if len(run.steps) > 1 else run.rest.at_s
     last_peak = max(sample.anonymous_bytes for sample in run.samples if sample.at_s >= last_began_s)
     return {
         "end": run.end,
@@ -152,7 +152,7 @@ def curve(run: LimitedRun, step_s: float) -> list[list[float]]:
 
     The step in which a run has ended by force counts as if it had taken `step_s`.
     """
-    ends = [run.began_s, *(step["at_s"] for step in run.steps)]
+    ends = [run.rest.at_s, *(step["at_s"] for step in run.steps)]
     ends += [ends[-1] + step_s, float("inf")]
     highest: dict[int, list[float]] = {}
     for sample in run.samples:

@@ -60,8 +60,17 @@ def measured(found: Demo) -> dict[str, Any]:
     return {
         **{side: {**evaluation[side], "success_rate": rates["passing_rates"][side]} for side in ("teacher", "student")},
         "zigzag_rate": rates["zigzag_rates"]["student"],
-        "peak_bytes": found.peak_bytes(),
+        "peak_bytes": peak_bytes(found),
     }
+
+
+def peak_bytes(found: Demo) -> dict[str, int]:
+    """Return the most bytes of any phase with a shared prefix, by where the teacher is between targets."""
+    shared = found.step_bytes("on")
+    saved = shared.pop("saved activations")
+    homes = {"resident": {"teacher weights": shared["teacher weights"]}, "swapped": {}}
+    by_phase = {home: found.phases(shared, saved, resident) for home, resident in homes.items()}
+    return {home: max(sum(held.values()) for held in phases.values()) for home, phases in by_phase.items()}
 
 
 def step_cpu_ms(demos: dict[str, Demo]) -> dict[str, float]:

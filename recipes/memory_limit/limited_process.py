@@ -11,7 +11,7 @@ from threading import Timer
 from typing import Any
 
 from hf_memopt.recipes.memory_limit.limits import MemoryLimit
-from hf_memopt.recipes.memory_limit.memory_samples import Sample, Sampler, read_sample
+from hf_memopt.recipes.memory_limit.memory_samples import Sample, read_sample, sampling
 
 Event = dict[str, Any]
 
@@ -23,7 +23,7 @@ class LimitedRun:
     Attributes:
         end: "finished", "raised" an error of allocation, "killed", or "too slow".
         reason: the error or the signal, None if it has finished.
-        rest: memory when the limit was set, between the set-up and the first step.
+        rest: memory when the limit was set, between the set-up and the first step, which began at `rest.at_s`.
         samples: memory from then on.
         events: of the steps and the end, as `report_steps` writes them.
     """
@@ -37,11 +37,6 @@ class LimitedRun:
     @property
     def steps(self) -> list[Event]:
         return [event for event in self.events if event["event"] == "step"]
-
-    @property
-    def began_s(self) -> float:
-        """Return the moment, of `time.monotonic`, at which the first step began."""
-        return self.rest.at_s
 
     @property
     def losses(self) -> list[float]:
@@ -111,7 +106,7 @@ def run_limited(
             events = []
             if timeout_s is not None:
                 overdue.start()
-            with Sampler(process.pid) as sampler:
+            with sampling(process.pid) as samples:
                 assert process.stdin is not None
                 process.stdin.write(b"\n")
                 process.stdin.flush()
@@ -131,7 +126,7 @@ def run_limited(
         end, reason = "too slow", f"killed after {timeout_s:.0f} s"
     if end is None or (end == "killed" and limit_bytes is None):
         raise _failed(process, log)
-    return LimitedRun(end, reason, rest, sampler.samples, events)
+    return LimitedRun(end, reason, rest, samples, events)
 
 
 def _read_event(line: str) -> Event | None:

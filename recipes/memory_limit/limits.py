@@ -16,33 +16,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from hf_memopt.transfer.host_memory import CGROUPS, MEMBERSHIP
 
 # Writes its process id into a file, which moves it into the group, and becomes the command.
 _ENTER = ["sh", "-c", 'echo $$ > "$0" && exec "$@"']
-
-
-class MemoryLimit(Protocol):
-    """A limit for the process that is started by `command`, without effect until it is `set`.
-
-    Attributes:
-        name: of the system's mechanism.
-        counted: the field of `Sample` that the limit is compared with, but for caches and the kernel's own memory.
-    """
-
-    name: str
-    counted: str
-
-    def command(self, command: Sequence[str]) -> list[str]:
-        """Return the command that starts `command` where the limit reaches it."""
-
-    def set(self, process: int, num_bytes: int) -> None:
-        """Limit the process, by its id, from now on; a ValueError if it uses more already."""
-
-    def num_kills(self) -> int:
-        """Return how many processes the system has ended at this limit."""
 
 
 class _Files(NamedTuple):
@@ -57,7 +36,12 @@ _VERSION_2 = _Files("memory.max", "memory.swap.max", False, "memory.events")
 
 
 class ControlGroup:
-    """A control group for one process, without swap."""
+    """A control group for one process, without swap, and without effect until its limit is `set`.
+
+    Attributes:
+        name: of the system's mechanism.
+        counted: the field of `Sample` that the limit is compared with, but for caches and the kernel's own memory.
+    """
 
     _numbers = itertools.count()
 
@@ -84,9 +68,11 @@ class ControlGroup:
         return None
 
     def command(self, command: Sequence[str]) -> list[str]:
+        """Return the command that starts `command` where the limit reaches it."""
         return [*_ENTER, str(self.folder / "cgroup.procs"), *command]
 
     def set(self, process: int, num_bytes: int) -> None:
+        """Limit the process, by its id, from now on; a ValueError if it uses more already."""
         try:
             (self.folder / self._files.limit).write_text(str(num_bytes))
         except OSError as error:
@@ -98,6 +84,7 @@ class ControlGroup:
             swap.write_text(str(num_bytes) if self._files.swap_follows_limit else "0")
 
     def num_kills(self) -> int:
+        """Return how many processes the system has ended at this limit."""
         fields = dict(line.split() for line in (self.folder / self._files.kills).read_text().splitlines())
         return int(fields["oom_kill"])
 
@@ -119,7 +106,7 @@ def _own_groups(root: Path, membership: Path) -> Iterator[tuple[Path, _Files]]:
 
 
 class DataLimit:
-    """The system's limit of private writable memory, `RLIMIT_DATA`."""
+    """The system's limit of private writable memory, `RLIMIT_DATA`, with the attributes of a `ControlGroup`."""
 
     name = "RLIMIT_DATA"
     counted = "private_bytes"
@@ -134,6 +121,7 @@ class DataLimit:
         return 0
 
 
+MemoryLimit = ControlGroup | DataLimit
 KINDS = ("auto", "group", "data")
 
 

@@ -2,8 +2,9 @@
 
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple
 
 from hf_memopt.units import KIB
@@ -37,27 +38,22 @@ def read_sample(process: int) -> Sample | None:
     return Sample(time.monotonic(), *figures)
 
 
-class Sampler:
-    """Context manager: a thread that appends to `samples` until the process or the context ends."""
+@contextmanager
+def sampling(process: int, interval_s: float = INTERVAL_S) -> Iterator[list[Sample]]:
+    """Yield a list to which a thread appends samples until the process or the context ends."""
+    samples: list[Sample] = []
+    stop = threading.Event()
 
-    def __init__(self, process: int, interval_s: float = INTERVAL_S) -> None:
-        self.samples: list[Sample] = []
-        self._process, self._interval_s = process, interval_s
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._read, name="memory samples")
-
-    def __enter__(self) -> "Sampler":
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _read(self) -> None:
-        while (sample := read_sample(self._process)) is not None:
-            self.samples.append(sample)
-            if self._stop.wait(self._interval_s):
+    def read() -> None:
+        while (sample := read_sample(process)) is not None:
+            samples.append(sample)
+            if stop.wait(interval_s):
                 return
+
+    thread = threading.Thread(target=read, name="memory samples")
+    thread.start()
+    try:
+        yield samples
+    finally:
+        stop.set()
+        thread.join()

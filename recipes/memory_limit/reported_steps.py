@@ -17,13 +17,9 @@ Step = Callable[[], float]  # returns its loss
 
 
 def report_steps(step: Step, num_steps: int, pipe: int, results: Callable[[], dict[str, Any]]) -> int:
-    """Run the steps between two events; return the exit status.
+    """Run the steps between two events in `pipe`, a descriptor; return the exit status.
 
-    Args:
-        step: one training step.
-        num_steps: how many.
-        pipe: descriptor to write to.
-        results: called after the last step; its entries become those of the event `finished`.
+    `results` is called after the last step; its entries become those of the event `finished`.
     """
     with os.fdopen(pipe, "w", buffering=1) as events:
 

@@ -6,7 +6,7 @@ from lerobot.utils.constants import ACTION
 from numpy.typing import NDArray
 
 from hf_memopt.recipes.metaworld_demo.environment import DrawnMetaworldEnv
-from hf_memopt.recipes.metaworld_demo.success import SuccessRate
+from hf_memopt.recipes.metaworld_demo.measurements import SuccessRate
 
 
 def success_of_mean_action(dataset: LeRobotDataset, task: str, episodes: int, first_seed: int) -> SuccessRate:

@@ -1,17 +1,19 @@
-"""Measurements of the demo in Meta-World on its policies, and their table."""
+"""Measurements of the demo in Meta-World on its policies: success rates with confidence intervals, and their table."""
 
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import sqrt
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from hf_memopt.recipes.metaworld_demo.success import SuccessRate, read_successes, with_all
 from hf_memopt.text_table import Cell, Table
 
 NUM_OBSERVATIONS = 128  # of the demonstrations, for differences between policies and for times
 REPO_ID = "local/metaworld_experts"
 STUDENTS = {"student": "student", "second": "second round"}
+Z_95 = 1.959964
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,39 @@ POLICIES = (
     *(TestedPolicy("teacher", "teacher", steps) for steps in (10, 4, 2, 1)),
     *(TestedPolicy(title, f"{name}_1step", 1) for name, title in STUDENTS.items()),
 )
+
+
+class SuccessRate(NamedTuple):
+    successes: int
+    episodes: int
+
+    @property
+    def rate(self) -> float:
+        return self.successes / self.episodes
+
+    def interval(self) -> tuple[float, float]:
+        """Return Wilson's 95 % confidence interval, which holds for rates near 0 and 1 too."""
+        n, z = self.episodes, Z_95
+        middle = self.rate + z**2 / (2 * n)
+        spread = z * sqrt(self.rate * (1 - self.rate) / n + z**2 / (4 * n**2))
+        return max(0.0, (middle - spread) / (1 + z**2 / n)), min(1.0, (middle + spread) / (1 + z**2 / n))
+
+    def in_words(self) -> str:
+        low, high = self.interval()
+        return f"{self.rate:.0%} ({low:.0%} to {high:.0%})"
+
+
+def read_successes(folder: Path) -> dict[str, SuccessRate]:
+    """Return the success rate of each task in the output folder of a `lerobot-eval`, and of `all` together."""
+    found = {}
+    for task in json.loads((folder / "eval_info.json").read_text())["per_task"]:
+        successes = task["metrics"]["successes"]
+        found[task["task_group"]] = SuccessRate(sum(successes), len(successes))
+    return with_all(found)
+
+
+def with_all(rates: dict[str, SuccessRate]) -> dict[str, SuccessRate]:
+    return {**rates, "all": SuccessRate(*(sum(column) for column in zip(*rates.values(), strict=True)))}
 
 
 def measured(output: Path, tasks: Sequence[str], episodes: int, first_seed: int) -> dict[str, Any]:

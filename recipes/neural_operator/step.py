@@ -1,14 +1,17 @@
 """One update of `train_neural_operator.py`, as its loop and its plans run it, and errors as neuralop measures them."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from neuralop import H1Loss, LpLoss
 from neuralop.training import AdamW
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.utils.data import DataLoader
 
 from hf_memopt.recipes.common import loop
@@ -20,23 +23,19 @@ Batch = dict[str, Tensor]
 _PERIODIC = ("periodic_in_x", "periodic_in_y", "periodic_in_z")
 
 
-class RelativeError:
-    """A loss of neuralop's for fields, `(samples, channels, *sides)`: a sum over samples and a mean over channels."""
-
-    def __init__(self, loss: Any) -> None:
-        self._loss = loss
-
-    def __call__(self, output: Tensor, y: Tensor, **others: Any) -> Tensor:
-        found: Tensor = self._loss(output, y, **others) / y.shape[1]
-        return found
-
-
 @cache
-def relative_errors(num_dims: int) -> dict[str, RelativeError]:
-    """Return the relative errors of fields on a grid of `num_dims` dimensions, by name."""
+def relative_errors(num_dims: int) -> dict[str, Callable[..., Tensor]]:
+    """Return neuralop's losses for fields on a grid of `num_dims` dimensions, `(samples, channels, *sides)`, by name.
+
+    Each is a sum over samples and a mean over channels.
+    """
+
+    def by_channel(loss: Any) -> Callable[..., Tensor]:
+        return lambda output, y, **others: loss(output, y, **others) / y.shape[1]
+
     # H1Loss takes fields for periodic by default, which these are not.
     edges = dict.fromkeys(_PERIODIC[:num_dims], False)
-    return {"l2": RelativeError(LpLoss(d=num_dims, p=2)), "h1": RelativeError(H1Loss(d=num_dims, **edges))}
+    return {"l2": by_channel(LpLoss(d=num_dims, p=2)), "h1": by_channel(H1Loss(d=num_dims, **edges))}
 
 
 @dataclass(kw_only=True)
@@ -60,6 +59,23 @@ class Run(loop.Run):
 def make_optimizer(model: nn.Module, training: TrainingOptions) -> Any:
     """Return neuralop's AdamW, which knows complex weights."""
     return AdamW(model.parameters(), lr=training.learning_rate, weight_decay=training.weight_decay)
+
+
+class ComplexGradScaler(GradScaler):
+    """Unscales complex gradients through real views, as torch has a kernel for those alone (pytorch/pytorch#58228)."""
+
+    def _unscale_grads_(self, optimizer: Any, *settings: Any) -> dict[torch.device, Tensor]:
+        parameters = [_as_real(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+        in_real_numbers: Any = SimpleNamespace(param_groups=[{"params": parameters}])
+        return super()._unscale_grads_(in_real_numbers, *settings)
+
+
+def _as_real(parameter: nn.Parameter) -> Tensor:
+    if parameter.grad is None or not parameter.is_complex():
+        return parameter
+    view = torch.view_as_real(parameter.detach())
+    view.grad = torch.view_as_real(parameter.grad)
+    return view
 
 
 def update(run: Run, batch: Batch) -> Tensor:

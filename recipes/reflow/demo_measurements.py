@@ -79,22 +79,14 @@ class Demo:
         The target comes before the student's forward in every design, since the student trains on it; so a teacher
         that is moved whole holds the same bytes whether it is copied back or dropped.
         """
-        joint, shared = self._step_bytes("off"), self._step_bytes("on")
+        joint, shared = self.step_bytes("off"), self.step_bytes("on")
         teacher = {"teacher weights": joint["teacher weights"]}
         own_teacher = {key: shared[key] for key in ("teacher weights", "shared prefix")}
         return {
-            "teacher resident": self._phases(teacher, joint["saved activations"], resident=teacher),
-            "teacher swapped in": self._phases(teacher, joint["saved activations"], resident={}),
-            "swap + shared prefix": self._phases(own_teacher, shared["saved activations"], resident={}),
+            "teacher resident": self.phases(teacher, joint["saved activations"], resident=teacher),
+            "teacher swapped in": self.phases(teacher, joint["saved activations"], resident={}),
+            "swap + shared prefix": self.phases(own_teacher, shared["saved activations"], resident={}),
         }
-
-    def peak_bytes(self) -> dict[str, int]:
-        """Return the most bytes of any phase with a shared prefix, by where the teacher is between targets."""
-        shared = self._step_bytes("on")
-        saved = shared.pop("saved activations")
-        homes = {"resident": {"teacher weights": shared["teacher weights"]}, "swapped": {}}
-        by_phase = {home: self._phases(shared, saved, resident) for home, resident in homes.items()}
-        return {home: max(sum(held.values()) for held in phases.values()) for home, phases in by_phase.items()}
 
     def sampled_paths(self) -> list[SampledPaths]:
         samplers = {
@@ -122,7 +114,7 @@ class Demo:
                     rates[title][name][steps] = torch.stack(answers).float().mean().item()
         return rates
 
-    def _step_bytes(self, share_prefix: str) -> dict[str, int]:
+    def step_bytes(self, share_prefix: str) -> dict[str, int]:
         config = load_config(self.student_folder)
         config.share_prefix = share_prefix
         student = SmolVLAReflowPolicy.from_pretrained(self.student_folder, config=config).train()
@@ -136,7 +128,7 @@ class Demo:
             "shared prefix": prefix.num_bytes,
         }
 
-    def _phases(self, teacher: dict[str, int], saved: int, resident: dict[str, int]) -> dict[str, dict[str, int]]:
+    def phases(self, teacher: dict[str, int], saved: int, resident: dict[str, int]) -> dict[str, dict[str, int]]:
         trained = sum(parameter.nbytes for parameter in self.student.parameters() if parameter.requires_grad)
         fixed = {"student weights": _num_bytes(self.student), "optimizer state": 2 * trained}
         step = {**fixed, **resident, "gradients": trained}

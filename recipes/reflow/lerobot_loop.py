@@ -126,30 +126,28 @@ def _observed(accelerator: Accelerator, after_backward: AfterBackward, num_batch
     return accelerator
 
 
-class MemoryLog:
-    """Writes memory by phase into the run's folder whenever lerobot logs, for `hf-memopt report`."""
+def memory_log(cfg: TrainPipelineConfig) -> AfterBackward:
+    """Return a function that writes memory by phase into the run's folder whenever lerobot logs.
 
-    def __init__(self, cfg: TrainPipelineConfig) -> None:
-        self._file = Path(cfg.output_dir) / METRICS_FILE
-        self._host = Host()
-        self._log_freq = cfg.log_freq
-        self._num_batches = resumed_step(cfg)
+    It is for `hf-memopt report`, at the end of each backward pass; the optimizer's figure is that of the batch before.
+    """
+    file, host, num_batches = Path(cfg.output_dir) / METRICS_FILE, Host(), resumed_step(cfg)
 
-    def after_backward(self, accelerator: Accelerator) -> None:
-        """Write a batch's figures at the end of its backward pass; the optimizer's is that of the batch before."""
-        for model in accelerator._models:
-            policy = accelerator.unwrap_model(model)
-            if isinstance(policy, ReflowPolicy) and accelerator.is_main_process:
-                self._end_batch(policy.memory_figures())
+    def after_backward(accelerator: Accelerator) -> None:
+        nonlocal num_batches
+        num_batches += 1
+        if not accelerator.is_main_process or cfg.log_freq <= 0 or num_batches % cfg.log_freq:
+            return
+        for policy in map(accelerator.unwrap_model, accelerator._models):
+            if isinstance(policy, ReflowPolicy):
+                figures = policy.memory_figures()
+                metrics = {**figures, "memory/host_rss_gib": host.rss_bytes() / GIB}
+                device_peaks = [gib for name, gib in figures.items() if name.endswith("_peak_gib")]
+                if device_peaks:
+                    metrics["memory/peak_allocated_gib"] = max(device_peaks)
+                append_metrics(file, num_batches, metrics)
 
-    def _end_batch(self, figures: dict[str, float]) -> None:
-        self._num_batches += 1
-        if self._log_freq > 0 and self._num_batches % self._log_freq == 0:
-            metrics = {**figures, "memory/host_rss_gib": self._host.rss_bytes() / GIB}
-            device_peaks = [gib for name, gib in figures.items() if name.endswith("_peak_gib")]
-            if device_peaks:
-                metrics["memory/peak_allocated_gib"] = max(device_peaks)
-            append_metrics(self._file, self._num_batches, metrics)
+    return after_backward
 
 
 def check_windows(cfg: TrainPipelineConfig, num_accumulation_steps: int) -> None:

@@ -11,24 +11,18 @@ from lerobot.configs.train import TrainPipelineConfig
 
 from hf_memopt.estimate.gpus import Card
 from hf_memopt.estimate.simulation.child_process import IsolatedError
-from hf_memopt.jobs import SettingsPlan, plan
-from hf_memopt.jobs.settings_table import explain, headline
-from hf_memopt.recipes.common.auto_plan import card_of
+from hf_memopt.jobs import Row, SettingsPlan, plan
+from hf_memopt.recipes.common.auto_plan import best_row, card_of
 from hf_memopt.recipes.reflow.workload import SmolVLAReflow, why_not_simulated
 from hf_memopt.units import format_gib
 from hf_memopt.weights.strategies.mode_choice import usable_bytes
 
 logger = logging.getLogger(__name__)
 
-AUTO = "auto"
-
 
 def planned_home(cfg: TrainPipelineConfig, num_accumulation_steps: int, card: str) -> str:
     """Return the `teacher_offload` with which a run is fastest of those that fit `card`, "auto" for this process's."""
-    gpu = card_of(PartialState().device) if card == AUTO else card
-    found = plan(_workload(cfg, num_accumulation_steps), gpu=gpu)
-    logger.info("Plan: %s", "\n  ".join([headline(found), *explain(found)]))
-    return _home(found)
+    return _home(best_row(_workload(cfg, num_accumulation_steps), card, PartialState()))
 
 
 def decided_home(cfg: TrainPipelineConfig, num_accumulation_steps: int) -> str:
@@ -44,7 +38,7 @@ def decided_home(cfg: TrainPipelineConfig, num_accumulation_steps: int) -> str:
     """
     policy = cfg.policy
     has_teacher = policy.use_reflow and policy.has_teacher
-    is_open = policy.teacher_offload == AUTO and policy.teacher_budget_gib is None
+    is_open = policy.teacher_offload == "auto" and policy.teacher_budget_gib is None
     if not (has_teacher and is_open) or policy.device == "cpu":
         return str(policy.teacher_offload)
     why_not = _why_not_simulated(cfg)
@@ -57,7 +51,7 @@ def decided_home(cfg: TrainPipelineConfig, num_accumulation_steps: int) -> str:
         # The run may go on all the same: it finds faults other than the simulation's itself.
         return _measured(logging.WARNING, str(error).splitlines()[0])
     logger.info("teacher_offload=auto: %s", _reason(found, cfg.batch_size))
-    return _home(found)
+    return _home(found.best)
 
 
 def _why_not_simulated(cfg: TrainPipelineConfig) -> str | None:
@@ -76,7 +70,7 @@ def _why_not_simulated(cfg: TrainPipelineConfig) -> str | None:
 
 def _measured(level: int, why: str) -> str:
     logger.log(level, "teacher_offload=auto: to be decided by what the first two optimizer steps leave; %s", why)
-    return AUTO
+    return "auto"
 
 
 def _room() -> Card:
@@ -97,16 +91,16 @@ def _workload(cfg: TrainPipelineConfig, num_accumulation_steps: int) -> SmolVLAR
     )
 
 
-def _home(found: SettingsPlan) -> str:
-    return str(found.best.settings["teacher_offload"])
+def _home(row: Row) -> str:
+    return str(row.settings["teacher_offload"])
 
 
 def _reason(found: SettingsPlan, batch_size: int) -> str:
     best, card = found.best, found.card
     too_large = [row for row in found.rows if not row.fits]
-    others = [f"; {row.settings['teacher_offload']} needs {format_gib(row.needed_bytes)}" for row in too_large]
+    others = [f"; {_home(row)} needs {format_gib(row.needed_bytes)}" for row in too_large]
     return (
-        f"{_home(found)}, by simulation of a batch of {batch_size}: predicted peak "
+        f"{_home(best)}, by simulation of a batch of {batch_size}: predicted peak "
         f"{format_gib(best.estimate.peak_bytes)}, needs {format_gib(best.needed_bytes)} of the "
         f"{format_gib(card.memory_bytes)} that {card.name} can give{''.join(others)}"
     )

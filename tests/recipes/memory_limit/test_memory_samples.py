@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from hf_memopt.recipes.memory_limit.memory_samples import Sampler, read_sample
+from hf_memopt.recipes.memory_limit.memory_samples import read_sample, sampling
 from hf_memopt.units import MIB
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -54,13 +54,13 @@ def test_a_process_that_has_ended_has_no_memory() -> None:
 
 
 def test_the_sampler_sees_a_short_peak_and_stops_with_its_context() -> None:
-    with Sampler(os.getpid(), interval_s=0.001) as sampler:
+    with sampling(os.getpid(), interval_s=0.001) as samples:
         held = bytearray(128 * MIB)
         time.sleep(0.05)
         del held
         time.sleep(0.05)
-    count = len(sampler.samples)
-    used = [sample.anonymous_bytes for sample in sampler.samples]
+    count = len(samples)
+    used = [sample.anonymous_bytes for sample in samples]
     assert max(used) - used[-1] > 100 * MIB
     time.sleep(0.02)
-    assert len(sampler.samples) == count
+    assert len(samples) == count
