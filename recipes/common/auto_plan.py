@@ -42,8 +42,8 @@ class RecipeWorkload(ABC):
     MODULE: ClassVar[str]
     # The options that hold the samples of a micro-batch and the micro-batches of an update.
     BATCH: ClassVar[tuple[str, str]]
-    # The section and the option that name the run's folder; `resume_from_checkpoint` is in the same section.
-    FOLDER: ClassVar[tuple[str, str]] = ("training", "output_dir")
+    # The option that names the checkpoint to go on from.
+    RESUMED: ClassVar[str] = "training.resume_from_checkpoint"
 
     tokens_per_sample: int | None = None
 

@@ -107,14 +107,10 @@ def _compared(name: str, options: Any, reference: Recording, recording: Recordin
     if not comparison.differences:
         return report_of(reference, recording, comparison, [], is_control=False)
 
+    present = {"plain": reference, "switched": recording}
+
     def record_again(kind: Kind, dtype: str | None) -> Recording:
-        match kind:
-            case "plain":
-                return reference
-            case "switched":
-                return recording
-            case _:
-                return _pooled(recorded, name, options, dtype)
+        return present[kind] if kind in present else _pooled(recorded, name, options, dtype)
 
     return compare_runs(record_again)
 

@@ -24,9 +24,7 @@ class FiniteCheck:
     Cost: one reduction over each gradient in every micro-batch and one over all of them per update, an all-reduce of
     4 bytes, and one wait of the host for the device per update.
 
-    Args:
-        model, optimizer: as accelerate prepared them.
-        number: returns the number of the coming update, from 1.
+    Model and optimizer are as accelerate prepared them; `number` returns the number of the coming update, from 1.
     """
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, optimizer: Any, number: Callable[[], int]) -> None:

@@ -3,7 +3,7 @@
 import difflib
 import json
 import sys
-from argparse import ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter
+from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
@@ -111,18 +111,23 @@ def _flag_name(section: str, name: str, by_section: bool) -> str:
 
 def _read[T](kind: type[T], parser: Parser, arguments: Sequence[str] | None, *, by_section: bool) -> T:
     found, unknown = parser.parse_known_args(arguments)
-    if unknown:
-        flags = {name: name for action in parser._actions for name in action.option_strings}
-        if "." not in unknown[0]:  # then it is compared with fields without their sections
-            flags = {f"--{name.removeprefix('--').rpartition('.')[2]}": name for name in flags}
-        (nearest,) = difflib.get_close_matches(unknown[0], flags, n=1, cutoff=0.0)
-        raise ValueError(f"{unknown[0]!r} is not a flag; the nearest is {flags[nearest]}. --help lists all")
+    refuse_unknown(unknown, parser)
     sections = {}
     for section, group in get_type_hints(kind).items():
         names = {each.name: _flag_name(section, each.name, by_section) for each in fields(group)}
         sections[section] = group(**{name: getattr(found, flag) for name, flag in names.items()})
         check_ranges(sections[section], names)
     return kind(**sections)
+
+
+def refuse_unknown(words: Sequence[str], parser: ArgumentParser) -> None:
+    """Refuse words that are no flags, and name the nearest one."""
+    if words:
+        flags = {name: name for action in parser._actions for name in action.option_strings}
+        if "." not in words[0]:  # then it is compared with fields without their sections
+            flags = {f"--{name.removeprefix('--').rpartition('.')[2]}": name for name in flags}
+        (nearest,) = difflib.get_close_matches(words[0], flags, n=1, cutoff=0.0)
+        raise ValueError(f"{words[0]!r} is not a flag; the nearest is {flags[nearest]}. --help lists all")
 
 
 def _words_of_file(path: Path, sections: dict[str, type]) -> Iterator[str]:

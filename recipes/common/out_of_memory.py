@@ -1,7 +1,7 @@
 """Trains within the memory at hand: by a plan, with half the micro-batch, or with an error that names what helps."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -76,11 +76,7 @@ def train_within_memory[R](
         # Only here, where the error and the frames that it holds are gone, does memory come back.
         logger.warning(f"Out of memory with micro-batches of {size}; beginning again with {max(smaller)}, more of them")
         accelerator.free_memory()
-        options = with_changes(options, {**workload.batching(max(smaller)), **resuming(workload, options)})
+        has_checkpoint = (checkpoints_folder(options.output_dir) / "latest").exists()
+        resuming = {workload.RESUMED: "latest"} if has_checkpoint else {}
+        options = with_changes(options, {**workload.batching(max(smaller)), **resuming})
         accelerator = make_accelerator(options)
-
-
-def resuming(workload: RecipeWorkload, options: Any) -> Mapping[str, Any]:
-    folder = getattr(getattr(options, workload.FOLDER[0]), workload.FOLDER[1])
-    has_one = (checkpoints_folder(folder) / "latest").exists()
-    return {f"{workload.FOLDER[0]}.resume_from_checkpoint": "latest"} if has_one else {}

@@ -120,16 +120,13 @@ def _compilation(options: Options, history: History) -> Check:
     return _judged(name, seconds > 0, f"{seconds:.1f} s of compilation, within the first epochs")
 
 
-def checklist_text(checks: list[Check]) -> str:
-    return "\n".join(align([[check.verdict, check.name, check.measured] for check in checks]))
-
-
 def write(results: dict[str, Any], run: Run, held_out: Latents, output: Path) -> None:
     options, model = run.options, run.best_model()
     assert run.bank is not None
     write_results(results, output)
     costs = table([results["training_cost"]], results["device"])
-    logger.info(f"\n{checklist_text(results['checklist'])}\n\n{costs}")
+    checks = align([[check.verdict, check.name, check.measured] for check in results["checklist"]])
+    logger.info("\n".join(["", *checks, "", costs]))
     if can_draw("panels.png"):
         evaluation.draw_curves(results["history"], output / "curves.png")
         evaluation.draw_panels(model, run.bank, held_out, options, output / "panels.png")

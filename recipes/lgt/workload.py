@@ -34,7 +34,7 @@ class LatentTransferWorkload(RecipeWorkload):
 
     MODULE = "hf_memopt.recipes.train_lgt"
     BATCH = ("training.batch_size", "training.accumulation_steps")
-    FOLDER = ("checkpoint", "save_dir")
+    RESUMED = "checkpoint.resume_from_checkpoint"
     LEVERS: ClassVar = {
         "activations": {
             "kept": {"training.use_gradient_checkpointing": False, "offload.offload": "off"},

@@ -1,6 +1,5 @@
 """The flags of `train_sft.py`: a few of its own, TRL's, and those of `MemoptArguments`."""
 
-import difflib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from trl import SFTConfig, TrlParser
 from hf_memopt.callbacks import MemoptArguments
 from hf_memopt.command_line import argparse_raising, flag
 from hf_memopt.ranges import check_ranges
-from hf_memopt.recipes.common.flags import Count, Formatter, check_card
+from hf_memopt.recipes.common.flags import Count, Formatter, check_card, refuse_unknown
 from hf_memopt.recipes.common.options import check_unused
 from hf_memopt.shipped_configs import config_file
 
@@ -81,10 +80,7 @@ def parse(description: str, arguments: Sequence[str] | None = None) -> Options:
     parser = TrlParser(kinds, description=description, formatter_class=Formatter, allow_abbrev=False)
     with argparse_raising():
         *sections, unknown = parser.parse_args_and_config(words, return_remaining_strings=True)
-    if unknown:
-        flags = [name for action in parser._actions for name in action.option_strings]
-        (nearest,) = difflib.get_close_matches(unknown[0], flags, n=1, cutoff=0.0)
-        raise ValueError(f"{unknown[0]!r} is not a flag; the nearest is {nearest}. --help lists all")
+    refuse_unknown(unknown, parser)
     sft, _, memopt = options = Options(*sections)
     check_ranges(sft)
     if sft.lora_rank is None and sft.quantize != "none":
@@ -115,20 +111,13 @@ def _check_optimizer(options: Options) -> None:
 
 
 def check_folder(options: Options) -> str | None:
-    """Return the checkpoint to resume from; refuse a folder that holds another run, as the other recipes do."""
-    output, resumed = options.training.output_dir, options.training.resume_from_checkpoint
-    check_unused(output, resumed)
-    return _trainers_checkpoint(output, resumed)
-
-
-def _trainers_checkpoint(folder: str, resumed: str | None) -> str | None:
-    """Return Trainer's checkpoint to resume from: a folder, the newest for "latest", or None for a new run."""
+    """Return the folder to resume from, if any; refuse an output folder that holds another run, as other recipes do."""
+    folder, resumed = options.training.output_dir, options.training.resume_from_checkpoint
+    check_unused(folder, resumed)
     if resumed is None:
         return None
-    output = Path(folder)
-    found = (
-        transformers.trainer_utils.get_last_checkpoint(output) if resumed == "latest" and output.is_dir() else resumed
-    )
+    newest = resumed == "latest" and Path(folder).is_dir()
+    found = transformers.trainer_utils.get_last_checkpoint(folder) if newest else resumed
     if found is None or not Path(found).is_dir():
         raise ValueError(
             f"resume_from_checkpoint={resumed!r}: no such folder; name a checkpoint-<updates> folder, or pass 'latest' "

@@ -40,10 +40,9 @@ def workload(
     given = yaml.safe_load(file.read_text())
     changes = {"given": given, "precision": precision, "effective_batch": effective_batch}
     changes = {name: value for name, value in changes.items() if value is not None}
-    if options.sft.model is not None:
-        return simulated(options, **changes)
-    _TINY_MODELS.append(TemporaryDirectory())  # its configuration is read while the plan is made
-    options.sft.model = write_tiny_model(Path(_TINY_MODELS[-1].name), options.training.seed)
+    if options.sft.model is None:
+        _TINY_MODELS.append(TemporaryDirectory())  # its configuration is read while the plan is made
+        options.sft.model = write_tiny_model(Path(_TINY_MODELS[-1].name), options.training.seed)
     return simulated(options, **changes)
 
 

@@ -21,7 +21,7 @@ from hf_memopt.recipes.lgt import data as lgt_data
 from hf_memopt.recipes.lgt import evaluation as lgt_evaluation
 from hf_memopt.recipes.lgt import report as lgt_report
 from hf_memopt.recipes.lgt.model import compile_module
-from hf_memopt.recipes.lgt.report import Check, checklist_text
+from hf_memopt.recipes.lgt.report import Check
 from hf_memopt.recipes.lgt.step import Run, build_model
 from hf_memopt.recipes.train_lgt import main, make_accelerator, prepare, update
 from hf_memopt.training import NonFiniteGradientError
@@ -68,10 +68,9 @@ def test_a_run_leaves_its_model_figures_and_memory(plain: Path) -> None:
 
 def test_the_closing_report_has_a_verdict_and_a_figure_in_each_line(plain: Path) -> None:
     checks = [Check(**check) for check in json.loads((plain / "results.json").read_text())["checklist"]]
-    assert len(checks) == 8
     assert {check.verdict for check in checks} <= {"passed", "failed", "not applicable"}
     assert all(any(letter.isdigit() for letter in check.measured) for check in checks[:-1])
-    assert len(checklist_text(checks).splitlines()) == 8
+    assert len(checks) == 8
 
 
 def test_few_latents_end_in_a_model_and_a_check_that_does_not_apply(tmp_path: Path) -> None:
