@@ -58,7 +58,7 @@ def _server() -> ForkServer:
 
 
 def torchrun(*command: str) -> str:
-    """Run a script, or `-m` a module, in two processes, and return their errors; helpers beside the tests can be imported."""
+    """Run a script, or a module behind `-m`, in two processes, and return their errors; tests can be imported."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     paths = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
     result = subprocess.run(
