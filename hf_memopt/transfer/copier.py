@@ -288,12 +288,19 @@ class _StreamTransfer:
     With `is_read` as long as this object: work of other streams may read it, of which the allocator has to be told.
     """
 
+    _is_read = False
+
     def __init__(
         self, copier: StreamCopier, finished: torch.Event, owner: torch.Stream, memory: Tensor, is_read: bool
     ) -> None:
         self._copier, self.finished, self._owner, self._is_read = copier, finished, owner, is_read
         self._memory: Tensor | None = memory
         self._ordered: list[torch.Stream] = []
+
+    def __del__(self) -> None:
+        # An interrupt has cut it off from its caller: nothing else may get its memory before the copy is over.
+        if self._is_read and not self._ordered and not driver_is_gone(self._copier._process):
+            self.finished.synchronize()
 
     def wait(self) -> None:
         compute = torch.accelerator.current_stream(self._copier.device)

@@ -129,8 +129,8 @@ class StagedDisk(_Disk):
     def __init__(self, file: TierFile, copier: Copier, staging_bytes: int, is_below_host: bool = False) -> None:
         super().__init__(file)
         self.copier, self._is_below_host = copier, is_below_host
-        self.staging = HostArena(_PageAligned(copier), staging_bytes, PAGE)
         self.staging_bytes = staging_bytes // PAGE * PAGE
+        self.staging = self._new_staging()
         # Oldest first. Each holds a block of the host memory.
         self._under_way: deque[_UnderWay] = deque()
         self._link: tuple[float, float] | None = None
@@ -199,8 +199,15 @@ class StagedDisk(_Disk):
         """Return host memory that begins with a page; waits for the oldest copies where there is none."""
         self._advance()
         while (memory := self.staging.acquire(num_bytes)) is None:
-            self._under_way.popleft().finish()
+            if self._under_way:
+                self._under_way.popleft().finish()
+            else:  # interrupts have cut copies off from this object
+                self.copier.settle()
+                self.staging = self._new_staging()
         return memory
+
+    def _new_staging(self) -> HostArena:
+        return HostArena(_PageAligned(self.copier), self.staging_bytes, PAGE)
 
     def _advance(self) -> None:
         for each in self._under_way:

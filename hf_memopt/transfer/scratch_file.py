@@ -50,14 +50,10 @@ class DiskError(OSError):
 
 
 class FileTransfer:
-    """A copy between memory and the file, in parts that several threads move.
+    """A copy between memory and the file, in parts that several threads move; each part under way has the memory."""
 
-    Holds the memory until it was waited for.
-    """
-
-    def __init__(self, file: "ScratchFile", memory: Tensor, parts: list[Future[None]]) -> None:
+    def __init__(self, file: "ScratchFile", parts: list[Future[None]]) -> None:
         self._file, self._parts = file, parts
-        self._memory: Tensor | None = memory
 
     def is_over(self) -> bool:
         return all(part.done() for part in self._parts)
@@ -69,7 +65,6 @@ class FileTransfer:
             begun = time.perf_counter()
             wait(self._parts)
             self._file.waited_s += time.perf_counter() - begun
-        self._memory = None
         for part in self._parts:
             error = part.exception()
             if error is not None:
@@ -157,13 +152,13 @@ class ScratchFile:
         self.check_process()
         first, num_bytes = memory.data_ptr() // PAGE * PAGE, memory.nbytes
 
-        def move_part(address: int, part_bytes: int) -> None:
+        def move_part(memory: Tensor, address: int, part_bytes: int) -> None:
             try:
                 move(self._file.fileno(), address, part_bytes, extent.start + address // PAGE * PAGE - first)
             except OSError as error:
                 raise self._error(f"{verb} {format_bytes(num_bytes)} failed", error) from error
 
-        return FileTransfer(self, memory, [self._threads.submit(move_part, *chunk) for chunk in chunks(memory)])
+        return FileTransfer(self, [self._threads.submit(move_part, memory, *chunk) for chunk in chunks(memory)])
 
     def _resize(self, num_bytes: int) -> None:
         more_bytes = num_bytes - self._length

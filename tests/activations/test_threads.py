@@ -1,5 +1,6 @@
-"""Tests that threads may share one offloader: each has the plain run's gradients."""
+"""Tests of one offloader on several threads and after interrupts: gradients are the plain run's."""
 
+import random
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -9,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 from adversarial_copier import AdversarialCopier
+from interrupts import Interrupter
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hf_memopt import ActivationOffloader
+from hf_memopt import ActivationOffloader, SyncCopier
 
 WIDTH, NUM_THREADS, NUM_STEPS = 64, 3, 12
 
@@ -78,3 +80,30 @@ def test_each_thread_has_the_plain_gradients(model: nn.Module, options: str, tmp
             assert all(map(torch.equal, got, plain))
     assert offloader.stats.bytes_moved > 0
     assert offloader.stats.host_bytes_live == 0
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Python swallows it in callbacks
+@pytest.mark.parametrize("options", [*OPTIONS, "disk alone"])
+def test_the_next_step_is_right_after_an_interrupt_at_any_place(model: nn.Module, options: str, tmp_path: Path) -> None:
+    arguments: dict[str, Any] = {"disk": tmp_path} if "disk" in options else {}
+    arguments |= OPTIONS.get(options, {"mode": "all"})
+    # An adversarial copy has no hold on its source, as a real one has, so that nothing may cut one off from the disk.
+    copier = {"disk alone": None, "disk": SyncCopier(), "auto and disk": SyncCopier()}.get(
+        options, AdversarialCopier("late")
+    )
+    offloader = ActivationOffloader(offload_threshold_mb=0.01, copier=copier, **arguments)
+    x = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(0))
+
+    def step() -> tuple[Tensor, ...]:
+        with offloader.offload_context(model):
+            loss = model(x).mean()
+        return torch.autograd.grad(loss, list(model.parameters()))
+
+    want = torch.autograd.grad(model(x).mean(), list(model.parameters()))
+    interrupter = Interrupter("/hf_memopt/activations/", "/hf_memopt/transfer/")
+    for _ in range(6):
+        interrupter.call(step)
+    chance = random.Random(0)
+    for place in chance.choices(range(1, interrupter.count + 1), k=40):
+        interrupter.call(step, place)
+        assert all(map(torch.equal, step(), want)), interrupter.place

@@ -68,6 +68,7 @@ def test_a_copy_waits_for_slow_compute_on_recycled_memory(network: nn.Module, x:
             assert torch.equal(module(x), want)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Python swallows it in destructors
 @pytest.mark.parametrize("mode", ["swap", "stream"])
 @pytest.mark.parametrize("home", ["host", "file"])
 def test_interrupted_copies_are_over_before_their_memory_is_given_back(

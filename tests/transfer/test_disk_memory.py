@@ -45,6 +45,18 @@ def test_copies_that_are_over_keep_no_host_memory(tmp_path: Path) -> None:
     assert all(memory.expired() for memory in copier.given)
 
 
+def test_host_memory_whose_copies_were_cut_off_is_replaced(tmp_path: Path) -> None:
+    disk = StagedDisk(ScratchFile(tmp_path), SyncCopier(), 4 * MIB)
+    for _ in range(5):
+        disk._take(MIB)  # an interrupt comes right after it
+    source = torch.arange(MIB, dtype=torch.int64).view(torch.uint8)[:MIB]
+    block = disk.acquire(MIB, source.untyped_storage())
+    assert block is not None
+    disk.write(source, block).wait()
+    disk.read(block, destination := torch.empty_like(source)).wait()
+    assert torch.equal(destination, source)
+
+
 def test_waits_for_one_copier_are_counted_once(tmp_path: Path) -> None:
     copier, file = SyncCopier(), ScratchFile(tmp_path)
     memories, _ = memories_below(torch.device("cpu"), copier, True, 64 * MIB, file)
