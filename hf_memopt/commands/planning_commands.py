@@ -137,7 +137,7 @@ def _simulate_and_print(spec: JobSpec, card: "Card | None") -> int:
     estimate = estimate.with_passes(passes / step.num_micro_batches)
     if spec.json:
         spec.json.write_text(json.dumps(estimate_report.as_json(estimate, card), indent=2) + "\n", encoding="utf-8")
-    print(f"{job.name}\n\n{estimate_report.text(estimate, card)}{_not_counted(step.num_gpus)}")
+    print(f"{job.name}\n\n{estimate.text(card)}{_not_counted(step.num_gpus)}")
     if spec.timeline:
         from hf_memopt.estimate import memory_page
 

@@ -181,7 +181,7 @@ def _run(
                 kind = categories.WORKSPACE if block.stays else categories.TEMPORARY
                 log.enter_block(block.num_bytes, kind, block.owner, stays=block.stays)
         for kind, tensors in categories.exchanged(operation):
-            labels.add_exchanged(tensors, kind)
+            labels.add_unlabelled(tensors, kind)  # some gather in place
 
     log = AllocationLog(counted, block_bytes, phases, observe)
     labels = StepLabels(log, phases)

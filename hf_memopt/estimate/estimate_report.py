@@ -136,7 +136,16 @@ class MemoryEstimate:
         Raises:
             ValueError: `gpu` is neither a known name nor a size.
         """
-        return text(self, None if gpu is None else find_card(gpu))
+        card = None if gpu is None else find_card(gpu)
+        blocks = [
+            headlines(self, card),
+            [f"Note: {note}" for note in self.notes],
+            ["At the peak, GiB", *_rows(self.breakdown)],
+            ["Most in each phase, GiB", *_rows(self.phases)],
+            ["Largest tensors at the peak, MiB", *(f"  {line}" for line in top_table(self).lines())],
+            list(_closing(self, card)),
+        ]
+        return "\n\n".join("\n".join(lines) for lines in blocks if lines)
 
     @property
     def disk_tb_per_day(self) -> float | None:
@@ -167,18 +176,6 @@ class Verdict(StrEnum):
     FITS = "fits"
     ONLY_JUST = "fits only just"
     NO = "does not fit"
-
-
-def text(estimate: MemoryEstimate, card: Card | None = None) -> str:
-    blocks = [
-        headlines(estimate, card),
-        [f"Note: {note}" for note in estimate.notes],
-        ["At the peak, GiB", *_rows(estimate.breakdown)],
-        ["Most in each phase, GiB", *_rows(estimate.phases)],
-        ["Largest tensors at the peak, MiB", *(f"  {line}" for line in top_table(estimate).lines())],
-        list(_closing(estimate, card)),
-    ]
-    return "\n\n".join("\n".join(lines) for lines in blocks if lines)
 
 
 def headlines(estimate: MemoryEstimate, card: Card | None = None) -> list[str]:

@@ -11,6 +11,7 @@ from hf_memopt.estimate.accounting.categories import CATEGORIES, UNUSED
 from hf_memopt.estimate.estimate_report import MemoryEstimate, as_facts, headlines, top_table
 from hf_memopt.report.figures import COLORS, KIND_COLORS, render_both
 from hf_memopt.report.html_page import render_page
+from hf_memopt.report.offloading import highest
 from hf_memopt.units import MIB
 
 _MAX_POINTS = 1500
@@ -36,16 +37,17 @@ def timeline(estimate: MemoryEstimate, max_points: int = _MAX_POINTS) -> MemoryT
     """
     trace = estimate.trace
     allocated = trace.held()
-    wanted = set(_highest(allocated, trace.first_step, max_points))
+    wanted = highest(allocated, max_points, trace.first_step)
+    shown = set(wanted)
     held: Counter[str] = Counter()
     rows = []
     for position, (storage, change) in enumerate(zip(trace.storages, trace.changes, strict=True)):
         held[estimate.storage_kinds[storage]] += change
-        if position in wanted:
+        if position in shown:
             rows.append(held + Counter({UNUSED: allocated[position] - held.total()}))
     ordered = sorted({kind for row in rows for kind in row}, key=CATEGORIES.index)
     by_kind = {kind: [row[kind] for row in rows] for kind in ordered if any(row[kind] for row in rows)}
-    return MemoryTimeline(sorted(wanted), by_kind, list(_spans(trace.phases, trace.first_step)))
+    return MemoryTimeline(wanted, by_kind, list(_spans(trace.phases, trace.first_step)))
 
 
 def write_timeline(estimate: MemoryEstimate, name: str, path: Path) -> Path:
@@ -61,12 +63,6 @@ def write_timeline(estimate: MemoryEstimate, name: str, path: Path) -> Path:
     )
     path.write_text(page, encoding="utf-8")
     return path
-
-
-def _highest(held: list[int], first: int, max_points: int) -> Iterator[int]:
-    width = max(1, -(-(len(held) - first) // max_points))
-    for start in range(first, len(held), width):
-        yield max(range(start, min(start + width, len(held))), key=held.__getitem__)
 
 
 def _spans(phases: tuple[str, ...], first: int) -> Iterator[Span]:

@@ -74,7 +74,7 @@ class OffloadingRecord:
             )
             for each in report.plans
         ]
-        shown = _highest([note.held for note in curve.notes])
+        shown = highest([note.held for note in curve.notes], _MAX_POINTS)
         over_pass = HeldOverPass(
             [curve.notes[place].held for place in shown],
             [curve.notes[place].plain for place in shown],
@@ -136,10 +136,10 @@ def _row(owner: str, kept: int, offloaded: int, recomputed: int) -> tuple[str, i
     return owner, kept, offloaded, recomputed
 
 
-def _highest(held: Sequence[int]) -> list[int]:
-    """Return the place of the highest value in each of `_MAX_POINTS` stretches."""
-    width = max(1, -(-len(held) // _MAX_POINTS))
-    stretches = (range(start, min(start + width, len(held))) for start in range(0, len(held), width))
+def highest(held: Sequence[int], max_points: int, first: int = 0) -> list[int]:
+    """Return the place of the highest value in each of `max_points` stretches of those from the `first` on."""
+    width = max(1, -(-(len(held) - first) // max_points))
+    stretches = (range(start, min(start + width, len(held))) for start in range(first, len(held), width))
     return [max(stretch, key=held.__getitem__) for stretch in stretches]
 
 

@@ -12,13 +12,13 @@ from hf_memopt.units import GIB, MIB, format_gib, format_ms
 
 def test_a_peak_in_the_optimizer_is_said_to_be_out_of_reach_of_checkpointing(estimated: MemoryEstimate) -> None:
     assert estimated.phase == "optimizer"
-    text = estimate_report.text(estimated)
+    text = estimated.text()
     assert text.splitlines()[1] == "The peak, 0.02 GiB allocated, is in the optimizer's update."
     assert "checkpointing and offloading cannot lower it" in text.splitlines()[2]
 
 
 def test_an_estimate_prints_itself(estimated: MemoryEstimate) -> None:
-    assert str(estimated) == estimate_report.text(estimated)
+    assert str(estimated) == estimated.text()
     assert len(repr(estimated)) < 5000  # without the trace of every allocation
 
 
@@ -29,8 +29,8 @@ def test_what_is_needed_decides_whether_it_fits(estimated: MemoryEstimate) -> No
     assert estimated.trace.fits(enough.memory_bytes - 624 * MIB)
     assert estimate_report.verdict(estimated, enough) is Verdict.FITS
     assert estimate_report.verdict(estimated, tight) is Verdict.NO
-    assert "It fits on 8GiB" in estimate_report.text(estimated, enough)
-    assert "It does not fit on 8GiB" in estimate_report.text(estimated, tight)
+    assert "It fits on 8GiB" in estimated.text(enough)
+    assert "It does not fit on 8GiB" in estimated.text(tight)
 
 
 def test_the_memory_that_nccl_takes_for_itself_may_decide(estimated: MemoryEstimate) -> None:
@@ -39,17 +39,17 @@ def test_the_memory_that_nccl_takes_for_itself_may_decide(estimated: MemoryEstim
     rooms = {0: Verdict.ONLY_JUST, 2 * GIB - 1: Verdict.ONLY_JUST, 2 * GIB: Verdict.FITS, -1: Verdict.NO}
     for room, judged in rooms.items():
         assert estimate_report.verdict(several, replace(find_card("8GiB"), memory_bytes=needed + room)) is judged
-    text = estimate_report.text(several, replace(find_card("8GiB"), memory_bytes=needed))
+    text = several.text(replace(find_card("8GiB"), memory_bytes=needed))
     assert text.startswith("It fits only just on 8GiB (0.63 GiB). The step needs 0.63 GiB. NCCL takes 0.5 to 2.0 GiB")
 
 
 def test_notes_follow_the_verdict(estimated: MemoryEstimate) -> None:
-    assert "\n\nNote: mind the gap\n\n" in estimate_report.text(replace(estimated, notes=("mind the gap",)))
+    assert "\n\nNote: mind the gap\n\n" in replace(estimated, notes=("mind the gap",)).text()
 
 
 def test_one_figure_is_called_needed(estimated: MemoryEstimate) -> None:
     card = find_card("t4")
-    text = estimate_report.text(estimated, card)
+    text = estimated.text(card)
     assert text.startswith(
         f"It fits on t4 (14.56 GiB). The step needs {format_gib(estimate_report.needed_bytes(estimated, card))}.\n"
     )
@@ -82,26 +82,26 @@ def test_a_time_has_a_range_that_is_wider_on_cards_like_no_other(gpu: str, on_wh
     expected = time_range(card)
     assert (low / estimated.step_ms, high / estimated.step_ms) == pytest.approx(expected)
     assert expected.low < 1 < expected.high
-    text = estimate_report.text(estimated, card)
+    text = estimated.text(card)
     assert f"Time of a step: {format_ms(estimated.step_ms)} ({format_ms(low)} to {format_ms(high)}: " in text
     assert on_which in text
     assert estimate_report.as_json(estimated, card)["step_range_ms"] == (low, high)
 
 
 def test_an_estimate_without_a_card_has_no_time(estimated: MemoryEstimate) -> None:
-    assert "Time of a step" not in estimate_report.text(estimated, find_card("t4"))
+    assert "Time of a step" not in estimated.text(find_card("t4"))
     with pytest.raises(ValueError, match="card='t4': the estimate knows no time"):
         estimate_report.time_text(estimated, find_card("t4"))
 
 
 def test_confidence_says_the_assumptions_and_what_to_do(estimated: MemoryEstimate) -> None:
-    assert "Confidence: high, nothing had to be assumed" in estimate_report.text(estimated)
+    assert "Confidence: high, nothing had to be assumed" in estimated.text()
     guessed = replace(estimated, confidence="medium", assumptions=("masks taken to hide nothing (2 times)",))
-    *_, confidence, assumed = estimate_report.text(guessed).splitlines()
+    *_, confidence, assumed = guessed.text().splitlines()
     assert confidence.endswith("if these assumptions hold; if you doubt one, measure a step")
     assert assumed == "  assumed: masks taken to hide nothing (2 times)"
     partly = replace(estimated, confidence="low", unreached=("head.weight",))
-    *_, confidence, unreached = estimate_report.text(partly).splitlines()
+    *_, confidence, unreached = partly.text().splitlines()
     assert confidence.startswith("Confidence: low, part of the model may not have run; see that the batch")
     assert unreached == "  1 trainable parameters got no gradient: head.weight"
-    assert estimate_report.as_facts(guessed)["confidence"] in estimate_report.text(guessed)
+    assert estimate_report.as_facts(guessed)["confidence"] in guessed.text()

@@ -85,8 +85,7 @@ class StepLabels:
         modules = [(name, thing) for name, thing in things if isinstance(thing, nn.Module)]
         for name, module in modules:
             self.add_root(module, name if len(modules) > 1 else "")
-        tensors = (thing for _, thing in things if isinstance(thing, Tensor))
-        self._log.label((tensor for tensor in tensors if self._is_unlabelled(tensor)), INPUT)
+        self.add_unlabelled((thing for _, thing in things if isinstance(thing, Tensor)), INPUT)
 
     def add_root(self, module: nn.Module, prefix: str = "") -> None:
         self._phases.add_root(module, prefix)
@@ -100,9 +99,10 @@ class StepLabels:
     def add(self, tensors: Iterable[Any], kind: str, owner: str = "") -> None:
         self._log.label(tensors, kind, owner)
 
-    def add_exchanged(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Label memory of collectives, unless it is known as something else: some gather in place."""
-        self._log.label((tensor for tensor in tensors if self._is_unlabelled(tensor)), kind)
+    def add_unlabelled(self, tensors: Iterable[Tensor], kind: str) -> None:
+        """Label tensors whose memory is not known as something else."""
+        records = ((tensor, self._log.record_of(tensor)) for tensor in tensors)
+        self._log.label((tensor for tensor, record in records if record is None or not record.kind), kind)
 
     def reach(self, parameters: Iterable[nn.Parameter]) -> None:
         """Note the gradients of parameters, which may be gone before the update."""
@@ -132,7 +132,7 @@ class StepLabels:
     def _begin_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         trained = [each for group in optimizer.param_groups for each in group["params"]]
         # Of no module, such as the copy in float32 of a rank's share.
-        self._log.label((each for each in tensors_in(trained) if self._is_unlabelled(each)), OPTIMIZER_STATE)
+        self.add_unlabelled(tensors_in(trained), OPTIMIZER_STATE)
         self.reach(trained)
         self._interrupted.append(self._phases.name)
         self._phases.name = OPTIMIZER
@@ -149,10 +149,6 @@ class StepLabels:
         record = self._log.record_of(weight)
         if record is None or record.kind not in (TEACHER, STREAMED):  # whose block holds many weights
             self._log.label([weight], kind, name)
-
-    def _is_unlabelled(self, tensor: Tensor) -> bool:
-        record = self._log.record_of(tensor)
-        return record is None or not record.kind
 
 
 def _things(value: Any, name: str) -> Iterable[tuple[str, Any]]:

@@ -14,7 +14,7 @@ from hf_memopt import StreamedWeights
 from hf_memopt.estimate import MemoryEstimate, estimate_peak_memory
 from hf_memopt.estimate.accounting.categories import FROZEN, STREAMED
 from hf_memopt.estimate.estimate import Like, simulate_step
-from hf_memopt.estimate.estimate_report import StreamedEstimate, as_facts, as_json, text
+from hf_memopt.estimate.estimate_report import StreamedEstimate, as_facts, as_json
 from hf_memopt.estimate.gpus import CARDS
 from hf_memopt.estimate.memory_below import Disk, MemoryBelow
 from hf_memopt.estimate.simulated_step import SimulatedStep
@@ -174,7 +174,7 @@ def test_copies_over_a_slow_link_or_from_a_slow_disk_set_the_time() -> None:
 def test_an_estimate_says_what_streams() -> None:
     found = replace(estimate(home="file"), streamed=StreamedEstimate(512 * MIB, 2048 * MIB, 2048 * MIB))
     line = "0.50 GiB of the device at most, 2.00 GiB brought in a step, read from files"
-    assert f"Streamed weights: {line}" in text(found)
+    assert f"Streamed weights: {line}" in found.text()
     assert as_facts(found)["streamed weights"] == line
     assert as_json(found)["streamed"]["bytes_read"] == 2048 * MIB
     assert found.with_passes(3).streamed == StreamedEstimate(512 * MIB, 6144 * MIB, 6144 * MIB)

@@ -11,7 +11,7 @@ from torch import nn
 from hf_memopt import ActivationOffloader
 from hf_memopt.estimate import MemoryEstimate, estimate_peak_memory
 from hf_memopt.estimate.estimate import simulate_step
-from hf_memopt.estimate.estimate_report import as_facts, text
+from hf_memopt.estimate.estimate_report import as_facts
 from hf_memopt.estimate.gpus import CARDS
 from hf_memopt.estimate.memory_below import Disk, MemoryBelow
 from hf_memopt.estimate.simulated_step import SimulatedStep
@@ -115,7 +115,7 @@ def test_an_estimate_says_what_the_disk_holds_and_how_much_is_written(on_disk: M
     assert on_disk.disk_tb_per_day == pytest.approx(per_day)
     held = f"{on_disk.disk_bytes / GIB:.2f} GiB; {on_disk.disk_bytes_written / GIB:.2f} GiB written in a step"
     line = f"{held}, {per_day:.2f} TB per day at this rate"
-    assert f"Disk: {line}" in text(on_disk, CARD)
+    assert f"Disk: {line}" in on_disk.text(CARD)
     assert as_facts(on_disk)["kept on the disk"] == line
     twice = on_disk.with_passes(2)
     assert twice.disk_bytes_written == 2 * on_disk.disk_bytes_written
