@@ -5,8 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hf_memopt.jobs.memory_profile import MemoryProfile, Part
-from hf_memopt.jobs.settings_table import Row
+from hf_memopt.jobs.settings_table import MemoryProfile, Part, Row
 from hf_memopt.jobs.workload import Settings
 
 
