@@ -9,16 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from hf_memopt.jobs.diffusers_models.denoiser_family import (
+    TIMES,
     DenoiserFamily,
     Inputs,
     Sizes,
     attention_layers,
     check_nothing,
     masked_text,
+    noise_loss,
     plain_prediction,
     text_alone,
 )
-from hf_memopt.jobs.diffusers_models.denoiser_losses import TIMES, noise_loss
 
 _JOINT_ATTENTION = (
     "attn.to_q,attn.to_k,attn.to_v,attn.to_out.0,attn.add_q_proj,attn.add_k_proj,attn.add_v_proj,attn.to_add_out"

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_memopt.jobs.diffusers_models.denoiser_config import PIPELINE, DenoiserConfig, default_dtype
-from hf_memopt.jobs.diffusers_models.denoiser_families import family_of
-from hf_memopt.jobs.diffusers_models.denoiser_sizes import image_size, num_frames
+from hf_memopt.jobs.diffusers_models.denoiser_families import family_of, image_size, num_frames
 from hf_memopt.jobs.hub import downloaded, read_object
 from hf_memopt.jobs.transformers_models.model_batches import Sample
 

@@ -12,11 +12,11 @@ from hf_memopt.jobs.diffusers_models.denoiser_family import (
     Inputs,
     Sizes,
     check_channels,
+    data_loss,
     masked_text,
     plain_prediction,
     text_alone,
 )
-from hf_memopt.jobs.diffusers_models.denoiser_losses import data_loss
 
 # Of Wan 2.2's 5B model, whose VAE halves each side once more.
 _CHANNELS_OF_16_PIXELS = 48

@@ -10,7 +10,7 @@ from denoiser_toys import SMALL, write_denoiser
 from late_imports import LateModule
 from torch import Tensor, nn
 
-from hf_memopt.jobs.diffusers_models import denoiser_losses
+from hf_memopt.jobs.diffusers_models import denoiser_family
 from hf_memopt.jobs.diffusers_models.denoiser_families import FAMILIES
 
 diffusers = LateModule("diffusers")
@@ -74,10 +74,10 @@ def test_models_that_reverse_time_learn_the_same_velocity() -> None:
         return FAMILIES["Lumina2Transformer2DModel"].predict(Perfect(), noisy, times, {})
 
     torch.manual_seed(0)
-    assert denoiser_losses.flow_loss(predict, data) < 1e-6
+    assert denoiser_family.flow_loss(predict, data) < 1e-6
 
 
-@pytest.mark.parametrize("loss", [denoiser_losses.noise_loss, denoiser_losses.flow_loss, denoiser_losses.data_loss])
+@pytest.mark.parametrize("loss", [denoiser_family.noise_loss, denoiser_family.flow_loss, denoiser_family.data_loss])
 def test_a_loss_is_that_of_the_script(loss: Callable[..., Tensor]) -> None:
     def predict(noisy: Tensor, times: Tensor) -> Tensor:
         return noisy.cos() * times.view(-1, 1, 1, 1) / 1000
