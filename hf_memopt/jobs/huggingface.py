@@ -236,7 +236,7 @@ class HuggingFaceModel(ModelOptions):
         )
         if not can_train(chosen):
             return [launch, settings_file, *map(Path, of_script.values())]
-        of_recipe = fields_of(chosen, checkpointing, offload, micro_batch, accumulation)
+        of_recipe = fields_of(chosen, fields)
         (folder / "sft.yaml").write_text(yaml.safe_dump(of_recipe, sort_keys=False), encoding="utf-8")
         return [launch, settings_file, folder / "sft.yaml"]
 
@@ -255,6 +255,4 @@ class HuggingFaceModel(ModelOptions):
         switches = {"offload": chosen["offload"], "base": "off" if chosen["base"] == RESIDENT else chosen["base"]}
         memopt = " ".join(f"--{name} {value}" for name, value in switches.items())
         memopt += " --selective_checkpointing" if chosen["checkpointing"] == "selective" else ""
-        task = self.kind_of_task
-        script = f"{task.script_of(chosen)} {task.script_flags(chosen, self.config)}"
-        return f"hf-memopt launch {launched} {memopt} -- {script}"
+        return f"hf-memopt launch {launched} {memopt} -- {self.kind_of_task.script(chosen, self.config)}"

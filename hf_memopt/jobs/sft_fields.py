@@ -1,5 +1,6 @@
 """The fields of the recipe `train_sft`, by which a planned training of a causal model is run."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from hf_memopt.jobs.workload import RESIDENT
@@ -29,41 +30,44 @@ def can_train(options: Any) -> bool:
     return options.kind == "causal" and is_stored and not options.optimizer_in_backward
 
 
-def fields_of(options: Any, checkpointing: str, offload: str, micro_batch: int, accumulation: int) -> dict[str, Any]:
+def trainer_fields(chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of TrainingArguments for a plan's choice."""
+    fields = {
+        "per_device_train_batch_size": chosen["micro_batch"],
+        "gradient_accumulation_steps": chosen["gradient_accumulation_steps"],
+        "gradient_checkpointing": chosen["checkpointing"] in ("full", "reentrant"),
+        "max_grad_norm": chosen["max_grad_norm"] or 0.0,
+        "optim": _name(OPTIMIZERS, chosen["optimizer"]),
+        "bf16": chosen["precision"] == "bf16",
+        "fp16": chosen["precision"] == "fp16",
+    }
+    if chosen["checkpointing"] == "reentrant":
+        fields["gradient_checkpointing_kwargs"] = {"use_reentrant": True}
+    if chosen["sync_each_batch"]:
+        fields["accelerator_config"] = SYNCED_EACH_BATCH
+    return fields
+
+
+def fields_of(options: Any, chosen: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a YAML file for `train_sft --config`."""
-    adapters = {} if options.lora_rank is None else _adapters(options)
     return {
-        "model": options.model,
-        "dtype": options.dtype,
-        "attention": options.attention,
-        "loss": options.loss,
-        "max_length": options.seq_len,
-        "per_device_train_batch_size": micro_batch,
-        "gradient_accumulation_steps": accumulation,
-        "max_grad_norm": options.max_grad_norm or 0.0,
-        "optim": _name(OPTIMIZERS, options.optimizer),
+        **{name: chosen[name] for name in ("model", "dtype", "attention", "loss", "offload", "offload_threshold_mb")},
+        "max_length": chosen["seq_len"],
+        **trainer_fields(chosen),
+        "gradient_checkpointing_kwargs": {"use_reentrant": chosen["checkpointing"] == "reentrant"},
+        "selective_checkpointing": chosen["checkpointing"] == "selective",
         "optimizer_on": "host" if options.sharing.offloads_by_torchao else "device",
-        "bf16": options.precision == "bf16",
-        "fp16": options.precision == "fp16",
-        "gradient_checkpointing": checkpointing in ("full", "reentrant"),
-        "gradient_checkpointing_kwargs": {"use_reentrant": checkpointing == "reentrant"},
-        "selective_checkpointing": checkpointing == "selective",
-        "offload": offload,
-        "offload_threshold_mb": options.offload_threshold_mb,
-        **adapters,
-        **({"accelerator_config": SYNCED_EACH_BATCH} if options.sharing.syncs_each_batch else {}),
+        **({} if chosen["lora_rank"] is None else _adapters(options, chosen)),
     }
 
 
-def _adapters(options: Any) -> dict[str, Any]:
+def _adapters(options: Any, chosen: Mapping[str, Any]) -> dict[str, Any]:
     budget = options.base_budget_gib
-    streamed = {"base": options.home} | ({} if budget is None else {"base_budget_gib": budget})
+    streamed = {"base": chosen["base"]} | ({} if budget is None else {"base_budget_gib": budget})
     return {
-        "lora_rank": options.lora_rank,
-        "lora_targets": options.lora_targets or options.kind_of_task.lora_targets(options.config),
-        "use_dora": options.use_dora,
-        "quantize": _name(STORED, options.quantize),
-        **(streamed if options.home != RESIDENT else {}),
+        **{name: chosen[name] for name in ("lora_rank", "lora_targets", "use_dora")},
+        "quantize": _name(STORED, chosen["quantize"]),
+        **(streamed if chosen["base"] != RESIDENT else {}),
     }
 
 

@@ -1,5 +1,6 @@
 """Commands that plans print, run at toy size: those of each setting of a causal model, of other tasks, of recipes."""
 
+import json
 import os
 import shlex
 import shutil
@@ -105,7 +106,8 @@ def test_reentrant_checkpoints_train(model: Path) -> None:
     """Run the fields of a choice that no plan makes by itself."""
     planned = huggingface.HuggingFaceModel(str(model), seq_len=32, effective_batch=4)
     written = planned.write({"activations": "checkpointed"}, 2, Path())
-    fields = sft_fields.fields_of(planned, "reentrant", "off", 2, 2)
+    chosen = json.loads(written[1].read_text()) | {"checkpointing": "reentrant"}
+    fields = sft_fields.fields_of(planned, chosen)
     assert fields["gradient_checkpointing_kwargs"] == {"use_reentrant": True}
     written[2].write_text(yaml.safe_dump(fields))
     short(written[2])

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from hf_memopt.jobs.diffusers_models.denoising import Denoising
-from hf_memopt.jobs.sft_fields import OPTIMIZERS, SYNCED_EACH_BATCH
+from hf_memopt.jobs.sft_fields import trainer_fields
 from hf_memopt.jobs.transformers_models.adapters import ALL_LINEAR
 from hf_memopt.jobs.transformers_models.contrastive import (
     column_batch,
@@ -31,7 +31,7 @@ from hf_memopt.jobs.transformers_models.contrastive import (
     embeds_texts,
     ranking_loss,
 )
-from hf_memopt.jobs.transformers_models.image_text.image_text_batch import describe_images, image_text_batch
+from hf_memopt.jobs.transformers_models.image_text import describe_images, image_text_batch
 from hf_memopt.jobs.transformers_models.model_batches import (
     Sample,
     image_batch,
@@ -92,27 +92,9 @@ class Task:
     def quantises(self, model: nn.Module) -> None:
         """Return nothing: transformers decides which linear layers it quantises."""
 
-    def script_of(self, chosen: Mapping[str, Any]) -> str:
-        """Return the script that trains with a plan's choice; `train.py` is one's own."""
-        return "train.py"
-
-    def script_flags(self, chosen: Mapping[str, Any], config: Any) -> str:
-        """Return flags of TrainingArguments, which transformers' example scripts take, for a plan's choice."""
-        optimizer = next(name for name, planned in OPTIMIZERS.items() if planned == chosen["optimizer"])
-        flags = {
-            "per_device_train_batch_size": chosen["micro_batch"],
-            "gradient_accumulation_steps": chosen["gradient_accumulation_steps"],
-            "gradient_checkpointing": chosen["checkpointing"] in ("full", "reentrant"),
-            "max_grad_norm": chosen["max_grad_norm"] or 0.0,
-            "optim": optimizer,
-            "bf16": chosen["precision"] == "bf16",
-            "fp16": chosen["precision"] == "fp16",
-        }
-        if chosen["checkpointing"] == "reentrant":
-            flags["gradient_checkpointing_kwargs"] = shlex.quote(json.dumps({"use_reentrant": True}))
-        if chosen["sync_each_batch"]:
-            flags["accelerator_config"] = shlex.quote(json.dumps(SYNCED_EACH_BATCH))
-        return " ".join(f"--{name} {value}" for name, value in flags.items())
+    def script(self, chosen: Mapping[str, Any], config: Any) -> str:
+        """Return the script that trains with a plan's choice, with flags; `train.py` is one's own."""
+        return f"train.py {_trainer_flags(chosen)}"
 
     def write_files(self, chosen: Mapping[str, Any], config: Any, folder: Path) -> dict[str, str]:
         """Write nothing: flags of TrainingArguments name no files."""
@@ -158,16 +140,11 @@ class Contrastive(Task):
     def loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         return ranking_loss(model, inputs)
 
-    def script_of(self, chosen: Mapping[str, Any]) -> str:
+    def script(self, chosen: Mapping[str, Any], config: Any) -> str:
         """Return the script for sentence-transformers, unless it lacks an option."""
         is_plain = (chosen["quantize"], chosen["use_dora"], chosen["optimizer_in_backward"]) == ("none", False, False)
-        return (
-            f"-m {_EMBEDDING_SCRIPT}" if is_plain and chosen["optimizer_on"] == "device" else super().script_of(chosen)
-        )
-
-    def script_flags(self, chosen: Mapping[str, Any], config: Any) -> str:
-        if self.script_of(chosen) == super().script_of(chosen):
-            return super().script_flags(chosen, config)
+        if not is_plain or chosen["optimizer_on"] != "device":
+            return super().script(chosen, config)
         about = {"model": shlex.quote(chosen["model"]), "passages": chosen["passages"], "max_length": chosen["seq_len"]}
         about |= {name: chosen[name] for name in ("dtype", "attention")}
         if chosen["gradient_cache"]:
@@ -176,7 +153,8 @@ class Contrastive(Task):
             chosen = {**chosen, "micro_batch": whole, "gradient_accumulation_steps": 1}
         if chosen["lora_rank"] is not None:
             about |= {name: chosen[name] for name in ("lora_rank", "lora_targets")}
-        return " ".join([*(f"--{name} {value}" for name, value in about.items()), super().script_flags(chosen, config)])
+        own = " ".join(f"--{name} {value}" for name, value in about.items())
+        return f"-m {_EMBEDDING_SCRIPT} {own} {_trainer_flags(chosen)}"
 
 
 # The most specific first: encoder-decoders and encoders are in the causal list too, for their decoder mode.
@@ -220,6 +198,13 @@ def task_of(config: Any, wanted: str, source: str) -> str:
         f"{source}: its configuration is of {named[0]}, whose task is not simulated; name another one if that is "
         f"meant: {known}"
     )
+
+
+def _trainer_flags(chosen: Mapping[str, Any]) -> str:
+    """Return flags of TrainingArguments, which transformers' example scripts take."""
+    fields = trainer_fields(chosen)
+    texts = (shlex.quote(json.dumps(each)) if isinstance(each, dict) else str(each) for each in fields.values())
+    return " ".join(f"--{name} {text}" for name, text in zip(fields, texts, strict=True))
 
 
 def checkpoint_layers(model: Any, use_reentrant: bool = False) -> None:

@@ -157,7 +157,7 @@ def test_flags_for_scripts_carry_reentrant_checkpoints_and_reductions_in_each_pa
     planned = huggingface.HuggingFaceModel(folder_of("bert"), seq_len=TOKENS, **shared)
     settings = planned.write({"activations": "checkpointed"}, 2, tmp_path)[1]
     chosen = json.loads(settings.read_text()) | {"checkpointing": "reentrant"}
-    flags = shlex.split(planned.kind_of_task.script_flags(chosen, planned.config))
+    _, *flags = shlex.split(planned.kind_of_task.script(chosen, planned.config))
     parser = transformers.HfArgumentParser(transformers.TrainingArguments)
     (arguments,) = parser.parse_args_into_dataclasses(flags)
     assert arguments.gradient_checkpointing_kwargs == {"use_reentrant": True}
