@@ -1,6 +1,8 @@
 """Configurations of transformers models, looked at before anything is built from them."""
 
+import difflib
 import inspect
+import json
 import re
 import traceback
 from collections.abc import Iterator, Mapping
@@ -9,17 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, PretrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, __version__
 
 from hf_memopt.estimate.simulation.child_process import is_too_large
 from hf_memopt.estimate.simulation.data_dependent import UnsupportedOperationError
 from hf_memopt.estimate.simulation.device import DEVICE_TYPE
 from hf_memopt.jobs.accelerate_config import Sharing
 from hf_memopt.jobs.diffusers_models.denoiser_config import find_denoiser
-from hf_memopt.jobs.transformers_models.config_file import NotFoundError, check_model_type, read_values
 from hf_memopt.jobs.transformers_models.published_weights import published_weights
 from hf_memopt.ranges import COUNT, COUNT_OR_ZERO
 
+_CONFIG, _ADAPTER = "config.json", "adapter_config.json"
+_OWN_STEP = "write setup and step yourself and call hf_memopt.estimate_peak_memory"
 # A layer takes some 50 ms to simulate, and no published model has a tenth as many.
 MAX_LAYERS = 1000
 
@@ -37,18 +40,22 @@ _DECISIVE = re.compile(
 _LAYERS = re.compile(r"((num|n)_)?((hidden|encoder|decoder)_)?layers?")
 
 
+class _NotFoundError(ValueError):
+    """No folder, no file, and no downloaded model has this name."""
+
+
 def read_config(model: str) -> Any:
     """Find a hub id, a folder, or a config.json, of transformers or of a denoiser."""
     if Path(model).exists() and (denoiser := find_denoiser(model)) is not None:
         return denoiser
     try:
-        values = read_values(model)
-    except NotFoundError:
+        values = _read_values(model)
+    except _NotFoundError:
         if (denoiser := find_denoiser(model)) is not None:
             return denoiser
         raise
     source = f"model={model!r}"
-    check_model_type(values, source)
+    _check_model_type(values, source)
     try:
         config = AutoConfig.from_pretrained(model, trust_remote_code=False)
     except (OSError, ValueError, TypeError, StrictDataclassError) as error:
@@ -56,6 +63,85 @@ def read_config(model: str) -> Any:
     check_sizes(config, source)
     published_weights(config, source)
     return config
+
+
+def _read_values(model: str) -> dict[str, Any]:
+    """Return the fields of a config.json: in a folder, a file, or on the hub.
+
+    Raises:
+        ValueError: there is none, it is no JSON object, or it is that of a LeRobot policy.
+    """
+    place = Path(model)
+    if place.exists():
+        values = _parsed(place if place.is_file() else _in_folder(place))
+    else:
+        try:
+            values = PretrainedConfig.get_config_dict(model)[0]
+        except (OSError, ValueError) as error:
+            raise _NotFoundError(_not_found(model, error)) from error
+    if "model_type" not in values and "type" in values:
+        raise ValueError(
+            f"model={model!r} is a LeRobot policy of type {values['type']!r}, and no transformers model; for the "
+            f"distillation of a SmolVLA give recipe='reflow_smolvla'; for another training, {_OWN_STEP}"
+        )
+    return values
+
+
+def _check_model_type(values: dict[str, Any], source: str) -> None:
+    """Raise ValueError for fields of which transformers has no class, with the remedy."""
+    model_type = values.get("model_type")
+    if model_type in CONFIG_MAPPING:
+        return
+    if "auto_map" in values:
+        raise ValueError(
+            f"{source}: transformers has no model_type={model_type!r}; the model's code lies in its repository "
+            f"(auto_map) and is not run; {_OWN_STEP}"
+        )
+    if model_type is None:
+        raise ValueError(f"{source}: its config.json has no model_type, by which transformers finds its class; add it")
+    raise ValueError(
+        f"{source}: transformers {__version__} has no model_type={model_type!r}; correct it, or update transformers"
+    )
+
+
+def _in_folder(folder: Path) -> Path:
+    if (folder / _CONFIG).is_file():
+        return folder / _CONFIG
+    if (folder / _ADAPTER).is_file():
+        adapter = _parsed(folder / _ADAPTER)
+        raise ValueError(
+            f"model={str(folder)!r} holds an adapter of PEFT; give the model that it is for, "
+            f"{adapter.get('base_model_name_or_path')}, with lora_rank={adapter.get('r')}"
+        )
+    raise ValueError(f"model={str(folder)!r}: there is no {_CONFIG} in this folder; name one with a {_CONFIG}")
+
+
+def _parsed(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        is_trailing = error.doc[error.pos :][:1] in ("}", "]") and error.doc[: error.pos].rstrip().endswith(",")
+        wrong = "a comma before the closing bracket" if is_trailing else error.msg
+        raise ValueError(f"model={str(path)!r}, line {error.lineno}: not JSON ({wrong}); correct it") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"model={str(path)!r} is no text; name a {_CONFIG}, or the folder with it") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"model={str(path)!r} holds a {type(values).__name__}, and no object with fields; correct it")
+    return values
+
+
+def _not_found(model: str, error: Exception) -> str:
+    place = Path(model)
+    siblings = [each.name for each in place.parent.iterdir()] if place.parent.is_dir() else []
+    alike = difflib.get_close_matches(place.name, siblings, n=1)
+    if alike:
+        return f"there is no folder model={model!r}; there is {place.parent / alike[0]}"
+    if place.parent != Path() and place.parent.is_dir():
+        return f"there is no folder model={model!r} in {place.parent}; name a folder with a {_CONFIG}, or a hub id"
+    return (
+        f"model={model!r}: no configuration was found; pass a folder with a {_CONFIG}, such a file, or a hub id (when "
+        f"offline, one that was downloaded before): {error}"
+    )
 
 
 def check_sizes(config: PretrainedConfig, source: str) -> None:
@@ -75,7 +161,7 @@ def unsaid_sizes(model: str, config: Any) -> tuple[str, ...]:
     """Return assumptions on the sizes that a config.json, or a part of it, leaves to its class."""
     if not isinstance(config, PretrainedConfig):
         return ()
-    return tuple(_unsaid(config, read_values(model), "the configuration"))
+    return tuple(_unsaid(config, _read_values(model), "the configuration"))
 
 
 def _unsaid(config: PretrainedConfig, values: Mapping[str, Any], part: str) -> Iterator[str]:

@@ -9,7 +9,7 @@ from late_imports import LateModule
 from hf_memopt.jobs.diffusers_models.denoiser_families import FAMILIES
 
 huggingface = LateModule("hf_memopt.jobs.huggingface")
-model_building = LateModule("hf_memopt.jobs.transformers_models.model_building")
+model_update = LateModule("hf_memopt.jobs.transformers_models.model_update")
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -17,7 +17,7 @@ model_building = LateModule("hf_memopt.jobs.transformers_models.model_building")
 def test_a_real_denoiser_learns_from_the_batch(name: str, lora_rank: int | None, tmp_path: Path) -> None:
     settings = SMALL[name] | ({} if name == "dit" else {"image_size": "64x32"})
     options = huggingface.HuggingFaceModel(write_denoiser(tmp_path, name), lora_rank=lora_rank, **settings)
-    model = model_building.build_model(options, options.config, "full")
+    model = model_update.build_model(options, options.config, "full")
     loss = options.kind_of_task.loss(model, options.batch(options.config, 2))
     loss.backward()
     assert loss.isfinite()

@@ -12,7 +12,7 @@ from late_imports import LateModule
 from transformers_toys import BATCH, estimate
 
 huggingface = LateModule("hf_memopt.jobs.huggingface")
-model_building = LateModule("hf_memopt.jobs.transformers_models.model_building")
+model_update = LateModule("hf_memopt.jobs.transformers_models.model_update")
 
 VARIANTS = [(rank, checkpointing) for rank in (None, 4) for checkpointing in ("none", "full")]
 QUICK = {("unet of SDXL", 4, "full"), ("flux", None, "none")}
@@ -29,7 +29,7 @@ def test_the_peaks_of_a_real_run(name: str, lora_rank: int | None, checkpointing
     options = huggingface.HuggingFaceModel(write_denoiser(tmp_path, name), **SMALL[name], lora_rank=lora_rank)
 
     def build() -> Workload:
-        model = model_building.build_model(options, options.config, checkpointing)
+        model = model_update.build_model(options, options.config, checkpointing)
         batch = options.batch(options.config, BATCH)
         return Workload(model, lambda: options.kind_of_task.loss(model, batch))
 

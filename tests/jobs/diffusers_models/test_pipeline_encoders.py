@@ -13,7 +13,7 @@ from estimate_runs import deviations, training
 from late_imports import LateModule
 
 huggingface = LateModule("hf_memopt.jobs.huggingface")
-model_building = LateModule("hf_memopt.jobs.transformers_models.model_building")
+model_update = LateModule("hf_memopt.jobs.transformers_models.model_update")
 pipeline_encoders = LateModule("hf_memopt.jobs.diffusers_models.pipeline_encoders")
 
 SMALL = {"image_size": "64", "text_tokens": 8}
@@ -26,7 +26,7 @@ def test_the_peaks_of_a_real_run_that_encodes(name: str, encoders: str, tmp_path
 
     def build() -> Workload:
         beside = pipeline_encoders.PipelineEncoders(options.encoder_configs, options.config, 2, options.sample)
-        model = model_building.build_model(options, options.config, "full")
+        model = model_update.build_model(options, options.config, "full")
         batch = options.batch(options.config, 2)
 
         def loss() -> torch.Tensor:

@@ -13,7 +13,7 @@ from transformers_toys import estimate
 
 diffusers = LateModule("diffusers")
 huggingface = LateModule("hf_memopt.jobs.huggingface")
-model_building = LateModule("hf_memopt.jobs.transformers_models.model_building")
+model_update = LateModule("hf_memopt.jobs.transformers_models.model_update")
 peft = LateModule("peft")
 quantised_base = LateModule("hf_memopt.estimate.simulation.quantised.quantised_base")
 quantised_linear = LateModule("hf_memopt.estimate.simulation.quantised.quantised_linear")
@@ -60,7 +60,7 @@ def test_the_layers_that_diffusers_quantises(name: str, tmp_path: Path, monkeypa
 def test_what_is_not_quantised_and_adapters_are_float32(name: str, tmp_path: Path) -> None:
     folder = write_denoiser(tmp_path, name)
     options = huggingface.HuggingFaceModel(folder, **SMALL[name], **BRAIN, quantize="nf4", lora_rank=2)
-    model = model_building.build_model(options, options.config, "full")
+    model = model_update.build_model(options, options.config, "full")
     assert {parameter.dtype for parameter in model.parameters()} == {torch.uint8, torch.float32}
     assert options.name.startswith(f"{folder} as {options.config.class_name} in nf4, the rest in float32 (PEFT's prep")
 
@@ -70,7 +70,7 @@ def test_adapters_on_whole_weights_are_as_the_scripts_have_them(
     dtype: str, expected: torch.dtype, tmp_path: Path
 ) -> None:
     options = huggingface.HuggingFaceModel(write_denoiser(tmp_path, "unet"), dtype=dtype, lora_rank=2)
-    ours = model_building.build_model(options, options.config, "none")
+    ours = model_update.build_model(options, options.config, "none")
     theirs = options.kind_of_task.build(options.config, "it", dtype=getattr(torch, dtype)).requires_grad_(False)
     theirs.add_adapter(peft.LoraConfig(target_modules=["to_q", "to_k", "to_v", "to_out.0"]))
     if dtype == "float16":

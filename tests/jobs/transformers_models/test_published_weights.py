@@ -10,8 +10,8 @@ from torch import nn
 from transformers_toys import FolderOf, estimate
 
 huggingface = LateModule("hf_memopt.jobs.huggingface")
-model_building = LateModule("hf_memopt.jobs.transformers_models.model_building")
-nf4_linear = LateModule("hf_memopt.estimate.simulation.quantised.nf4_linear")
+model_update = LateModule("hf_memopt.jobs.transformers_models.model_update")
+quantised_linear = LateModule("hf_memopt.estimate.simulation.quantised.quantised_linear")
 transformers = LateModule("transformers")
 
 NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
@@ -50,14 +50,16 @@ def test_skipped_layers_keep_their_weights_and_no_other(folder_of: FolderOf) -> 
     config["quantization_config"] = NF4
     assert model(folder_of("qwen3", **config), lora_rank=2).step_with("none", "off", 1).repeated is not None
     with torch.device("meta"):
-        built = model_building.build_model(published, published.config, "none")
+        built = model_update.build_model(published, published.config, "none")
     kinds = {name: type(layer) for name, layer in built.named_modules() if isinstance(layer, nn.Linear)}
     whole = {name for name, kind in kinds.items() if kind is nn.Linear and "lora" not in name}
     assert {name.partition("base_model.model.")[2] for name in whole} == {
         "lm_head",
         *(f"model.layers.0.mlp.{each}" for each in ("gate_proj", "up_proj", "down_proj")),
     }
-    (compute_dtype,) = {layer.compute_dtype for layer in built.modules() if isinstance(layer, nf4_linear.Nf4Linear)}
+    (compute_dtype,) = {
+        layer.compute_dtype for layer in built.modules() if isinstance(layer, quantised_linear.Nf4Linear)
+    }
     assert compute_dtype == torch.float16
 
 

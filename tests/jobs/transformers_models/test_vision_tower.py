@@ -6,7 +6,7 @@ from transformers_toys import FolderOf
 from vision_language_toys import CONFIGS, SIZES
 
 huggingface = LateModule("hf_memopt.jobs.huggingface")
-model_building = LateModule("hf_memopt.jobs.transformers_models.model_building")
+model_update = LateModule("hf_memopt.jobs.transformers_models.model_update")
 
 
 @pytest.mark.parametrize("model_type", CONFIGS)
@@ -16,7 +16,7 @@ def test_nothing_of_it_is_trained(model_type: str, lora_rank: int | None, folder
         options = huggingface.HuggingFaceModel(
             folder_of(model_type), image_size=SIZES.get(model_type), lora_rank=lora_rank, freeze_vision_tower=freeze
         )
-        model = model_building.build_model(options, options.config, "none")
+        model = model_update.build_model(options, options.config, "none")
         tower = model.get_encoder(modality="image")
         name = next(name for name, module in model.named_modules() if module is tower)
         learning = {each for each, parameter in model.named_parameters() if parameter.requires_grad}

@@ -13,7 +13,7 @@ from vision_language_toys import CONFIGS, IMAGE_TOKEN, SIZES
 from hf_memopt.estimate import estimate_peak_memory
 
 huggingface = LateModule("hf_memopt.jobs.huggingface")
-model_building = LateModule("hf_memopt.jobs.transformers_models.model_building")
+model_update = LateModule("hf_memopt.jobs.transformers_models.model_update")
 SEQ_LEN, IMAGES = 160, 2
 
 
@@ -48,7 +48,7 @@ def test_the_peaks_of_a_real_run(model_type: str, variant: str, folder_of: Folde
 
     def building(with_types: bool) -> Callable[[], Workload]:
         def build() -> Workload:
-            model = model_building.build_model(options, options.config, checkpointing)
+            model = model_update.build_model(options, options.config, checkpointing)
             batch = options.batch(options.config, BATCH)
             if with_types:
                 del batch["position_ids"]
