@@ -7,7 +7,7 @@ import torch
 import trl_trainers
 from late_imports import LateModule
 
-from hf_memopt.estimate.simulation.quantised.nf4_linear import Nf4Linear
+from hf_memopt.estimate.simulation.quantised.quantised_linear import Nf4Linear
 
 argument_file = LateModule("hf_memopt.integrations.transformers.argument_file")
 file_trainer = LateModule("hf_memopt.integrations.transformers.file_trainer")

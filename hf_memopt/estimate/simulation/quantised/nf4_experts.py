@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_memopt.estimate.simulation.quantised.nf4_linear import UnpackedProduct
+from hf_memopt.estimate.simulation.quantised.quantised_linear import UnpackedProduct
 
 # Numbers that share a scale.
 _BLOCK = 64

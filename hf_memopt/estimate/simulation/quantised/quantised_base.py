@@ -14,11 +14,14 @@ import torch
 from accelerate import Accelerator, accelerator
 from torch import Tensor, nn
 
-from hf_memopt.estimate.simulation.quantised.llm_int8_linear import LlmInt8Linear
 from hf_memopt.estimate.simulation.quantised.nf4_experts import Nf4Experts, are_experts
-from hf_memopt.estimate.simulation.quantised.nf4_linear import Nf4DoubleLinear, Nf4Linear
-from hf_memopt.estimate.simulation.quantised.quantised_linear import QuantisedLinear
-from hf_memopt.estimate.simulation.quantised.weight_only_int8_linear import WeightOnlyInt8Linear
+from hf_memopt.estimate.simulation.quantised.quantised_linear import (
+    LlmInt8Linear,
+    Nf4DoubleLinear,
+    Nf4Linear,
+    QuantisedLinear,
+    WeightOnlyInt8Linear,
+)
 
 LAYERS: dict[str, type[QuantisedLinear]] = {
     "nf4": Nf4Linear,

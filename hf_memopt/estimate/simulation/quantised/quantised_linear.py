@@ -1,7 +1,21 @@
-"""The common base of linear layers with frozen weights in few bits."""
+"""Linear layers with frozen weights in few bits, as their libraries store and multiply them.
+
+Source: `Linear4bit`, `MatMul4Bit`, `dequantize_4bit`, `Linear8bitLt`, `MatMul8bitLt`, `int8_vectorwise_quant`,
+`int8_mixed_scaled_mm`, `int8_mm_dequant` and `int8_vectorwise_dequant` of bitsandbytes 0.50.1, on CUDA; `Int8Tensor` of
+torchao 0.18.
+"""
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+# Of NF4: numbers that share a scale, and scales that share one of their own where these are quantised, too.
+_BLOCK = 64
+_BLOCK_OF_SCALES = 256
+# `llm_int8_threshold` of transformers: numbers from here on are outliers, of which inputs are taken to have none.
+_THRESHOLD = 6.0
 
 
 class QuantisedLinear(nn.Linear):
@@ -32,3 +46,152 @@ class QuantisedLinear(nn.Linear):
     def _stored(self, weight: Tensor) -> Tensor:
         """Return memory for the weight, and register its scales and other buffers."""
         raise NotImplementedError
+
+
+class Nf4Linear(QuantisedLinear):
+    """A layer of bitsandbytes whose weight has half a byte for each number (NF4), and a float32 for each 64."""
+
+    absmax: Tensor
+
+    def _stored(self, weight: Tensor) -> Tensor:
+        count, device = weight.numel(), weight.device
+        self._store_scales(-(-count // _BLOCK), device)
+        self.register_buffer("code", torch.empty(16, device=device), persistent=False)
+        return torch.empty(-(-count // (2 * self.storage.itemsize)), 1, dtype=self.storage, device=device)
+
+    def _store_scales(self, count: int, device: torch.device) -> None:
+        self.register_buffer("absmax", torch.empty(count, device=device), persistent=False)
+
+    def dequantize(self) -> Tensor:
+        return self._unpacked(self.compute_dtype)
+
+    def forward(self, input: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.to(self.compute_dtype)
+        product: Tensor = UnpackedProduct.apply(  # type: ignore[no-untyped-call]
+            input.to(self.compute_dtype), bias, self._unpacked
+        )
+        return product.to(input.dtype)
+
+    def _unpacked(self, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(self.out_features, self.in_features, dtype=dtype, device=self.weight.device)
+
+
+class Nf4DoubleLinear(Nf4Linear):
+    """The same with nested quantisation: a byte for each scale, and a float32 for each 256 scales."""
+
+    def _store_scales(self, count: int, device: torch.device) -> None:
+        self.register_buffer("absmax", torch.empty(count, dtype=torch.uint8, device=device), persistent=False)
+        nested = torch.empty(-(-count // _BLOCK_OF_SCALES), device=device)
+        self.register_buffer("absmax_of_scales", nested, persistent=False)
+        self.register_buffer("code_of_scales", torch.empty(256, device=device), persistent=False)
+
+    def _unpacked(self, dtype: torch.dtype) -> Tensor:
+        scales = self.absmax.float()  # alive while the kernel runs
+        unpacked = super()._unpacked(dtype)
+        del scales
+        return unpacked
+
+
+class UnpackedProduct(torch.autograd.Function):
+    """Makes the whole weight in each direction with `unpacked(dtype)`, and keeps the packed one alone for backward."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, bias: Tensor | None, unpacked: Callable[[torch.dtype], Tensor]) -> Tensor:
+        ctx.unpacked = unpacked
+        return nn.functional.linear(input, unpacked(input.dtype), bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (gradient,) = gradients
+        return gradient @ ctx.unpacked(gradient.dtype), None, None
+
+
+class WeightOnlyInt8Linear(QuantisedLinear):
+    """A layer of torchao's `Int8WeightOnlyConfig`, whose weight has a byte for each number, and five for each row.
+
+    It multiplies with a copy of the weight in its input's type, which autograd keeps for backward.
+    """
+
+    scale: Tensor
+    zero_point: Tensor
+
+    def _stored(self, weight: Tensor) -> Tensor:
+        device = weight.device
+        self.register_buffer("scale", torch.empty(self.out_features, 1, device=device), persistent=False)
+        zeros = torch.empty(self.out_features, 1, dtype=torch.int8, device=device)
+        self.register_buffer("zero_point", zeros, persistent=False)
+        return torch.empty(weight.shape, dtype=torch.int8, device=device)
+
+    def dequantize(self) -> Tensor:
+        centred = self.weight.to(self.compute_dtype) - self.zero_point.to(self.compute_dtype)
+        return (centred * self.scale).to(self.compute_dtype)
+
+    def forward(self, input: Tensor) -> Tensor:
+        product = torch.mm(input.reshape(-1, self.in_features), self.weight.t().to(input.dtype))
+        scaled = product * self.scale.to(product.dtype).flatten()
+        scaled = scaled.reshape(*input.shape[:-1], self.out_features)
+        if self.bias is not None:
+            scaled += self.bias
+        return scaled.to(input.dtype)
+
+
+class LlmInt8Linear(QuantisedLinear):
+    """A layer of bitsandbytes (LLM.int8) whose weight has a byte for each number, and a float32 for each row.
+
+    It multiplies whole numbers and returns its input's type, with which it also multiplies in backward.
+    """
+
+    row_scales: Tensor
+
+    def _stored(self, weight: Tensor) -> Tensor:
+        rows = torch.empty(self.out_features, device=weight.device)
+        self.register_buffer("row_scales", rows, persistent=False)
+        return torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+
+    def dequantize(self) -> Tensor:
+        return self.weight * self.row_scales.view(-1, 1) * (1 / 127)
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.bias is not None and self.bias.dtype != input.dtype:
+            self.bias.data = self.bias.data.to(input.dtype)
+        product: Tensor = _Int8Product.apply(  # type: ignore[no-untyped-call]
+            input, self.weight, self.row_scales, self.bias
+        )
+        return product
+
+
+class _Int8Product(torch.autograd.Function):
+    """Keeps its input where saved-tensor hooks do not see it: checkpointing and offloading leave it on the device."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, row_scales: Tensor, bias: Tensor | None) -> Tensor:
+        rows = input.reshape(-1, input.shape[-1])
+        whole, _scales = _quantised(rows.to(torch.float16))
+        product = _scaled_product(whole, weight, bias, input.dtype)
+        ctx.weight, ctx.row_scales, ctx.input_shape = weight, row_scales, input.shape
+        ctx.input = rows if ctx.needs_input_grad[0] else None
+        return product.reshape(*input.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        rows = gradients[0].reshape(-1, gradients[0].shape[-1]).contiguous()
+        dtype = ctx.input.dtype
+        weight = ctx.weight.to(dtype, copy=True).mul_(ctx.row_scales.unsqueeze(1).mul(1.0 / 127.0))
+        return torch.matmul(rows.to(dtype), weight).view(ctx.input_shape), None, None, None
+
+
+def _quantised(rows: Tensor) -> tuple[Tensor, Tensor]:
+    scales = torch.empty(len(rows), device=rows.device)
+    whole = torch.empty(rows.shape, dtype=torch.int8, device=rows.device)
+    outliers = rows.abs() >= _THRESHOLD
+    outliers.any()
+    return whole, scales
+
+
+def _scaled_product(whole: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    sums = torch._int_mm(whole, weight.t())
+    product = torch.empty_like(sums, dtype=torch.float16)
+    # The kernel adds a bias in float16 alone.
+    if bias is not None and bias.dtype != torch.float16:
+        product.add_(bias)
+    return product.to(dtype)

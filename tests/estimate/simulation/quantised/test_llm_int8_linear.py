@@ -1,7 +1,7 @@
 import torch
 from torch import nn
 
-from hf_memopt.estimate.simulation.quantised.llm_int8_linear import LlmInt8Linear
+from hf_memopt.estimate.simulation.quantised.quantised_linear import LlmInt8Linear
 
 ROWS, WIDTH, INNER = 3, 128, 256
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_memopt.estimate.simulation.quantised.nf4_linear import Nf4DoubleLinear, Nf4Linear
+from hf_memopt.estimate.simulation.quantised.quantised_linear import Nf4DoubleLinear, Nf4Linear
 
 WIDTH, INNER = 128, 256
 

@@ -9,8 +9,8 @@ from late_imports import LateModule
 from torch import nn
 
 from hf_memopt.estimate import MemoryEstimate, estimate_peak_memory
-from hf_memopt.estimate.simulation.quantised.nf4_linear import Nf4Linear
 from hf_memopt.estimate.simulation.quantised.quantised_base import LAYERS, adapt_as_peft_does, quantise
+from hf_memopt.estimate.simulation.quantised.quantised_linear import Nf4Linear
 
 huggingface = LateModule("hf_memopt.jobs.huggingface")
 transformers = LateModule("transformers")

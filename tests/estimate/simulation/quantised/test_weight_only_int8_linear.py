@@ -4,7 +4,7 @@ import torch
 from late_imports import LateModule
 from torch import nn
 
-from hf_memopt.estimate.simulation.quantised.weight_only_int8_linear import WeightOnlyInt8Linear
+from hf_memopt.estimate.simulation.quantised.quantised_linear import WeightOnlyInt8Linear
 
 quantization = LateModule("torchao.quantization")
 
