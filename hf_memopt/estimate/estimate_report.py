@@ -1,13 +1,14 @@
 """An estimate and its forms: words, tables and JSON."""
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
 from hf_memopt.estimate.accounting.allocation_log import BACKWARD, FORWARD, OPTIMIZER, OUTSIDE
 from hf_memopt.estimate.accounting.caching_allocator import MemoryTrace
-from hf_memopt.estimate.accounting.categories import ACTIVATION, TEMPORARY
+from hf_memopt.estimate.accounting.categories import ACTIVATION, TEMPORARY, UNUSED
 from hf_memopt.estimate.gpus import Card, allowances, find_card, nccl_bytes
 from hf_memopt.estimate.kernel_speeds import family_of
 from hf_memopt.text_table import Cell, Table, align
@@ -65,9 +66,6 @@ class StreamedEstimate:
             f"{format_gib(self.peak_bytes)} of the device at most, {format_gib(self.bytes_to_device)} brought in a "
             f"step{files}"
         )
-
-    def with_passes(self, times: float) -> "StreamedEstimate":
-        return StreamedEstimate(self.peak_bytes, round(self.bytes_to_device * times), round(self.bytes_read * times))
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +145,17 @@ class MemoryEstimate:
         ]
         return "\n\n".join("\n".join(lines) for lines in blocks if lines)
 
+    def uses_at(self, positions: Collection[int]) -> dict[int, dict[str, int]]:
+        """Return the bytes of each use after the changes of the trace at these positions."""
+        trace, held = self.trace, self.trace.held()
+        uses: dict[int, dict[str, int]] = {}
+        alive: Counter[str] = Counter()
+        for position, (storage, change) in enumerate(zip(trace.storages, trace.changes, strict=True)):
+            alive[self.storage_kinds[storage]] += change
+            if position in positions:
+                uses[position] = {**alive, UNUSED: held[position] - alive.total()}
+        return uses
+
     @property
     def disk_tb_per_day(self) -> float | None:
         """Return the terabytes (1e12 bytes) written in a day of such steps; None without a time."""
@@ -154,11 +163,12 @@ class MemoryEstimate:
 
     def with_passes(self, times: float) -> "MemoryEstimate":
         """Return it for an update that has `times` as many forward and backward passes, with no other peak."""
-        written = replace(
-            self,
-            disk_bytes_written=round(self.disk_bytes_written * times),
-            streamed=self.streamed and self.streamed.with_passes(times),
+        streamed = self.streamed and replace(
+            self.streamed,
+            bytes_to_device=round(self.streamed.bytes_to_device * times),
+            bytes_read=round(self.streamed.bytes_read * times),
         )
+        written = replace(self, disk_bytes_written=round(self.disk_bytes_written * times), streamed=streamed)
         if self.step_ms is None or self.step_range_ms is None or self.stall_ms is None:
             return written
         scaled = {phase: ms * (times if phase in (FORWARD, BACKWARD) else 1) for phase, ms in self.phases_ms.items()}

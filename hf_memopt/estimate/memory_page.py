@@ -1,13 +1,12 @@
 """A step's device memory over time, as one HTML page that needs no network."""
 
-from collections import Counter
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from hf_memopt.command_line import check_output_file
-from hf_memopt.estimate.accounting.categories import CATEGORIES, UNUSED
+from hf_memopt.estimate.accounting.categories import CATEGORIES
 from hf_memopt.estimate.estimate_report import MemoryEstimate, as_facts, headlines, top_table
 from hf_memopt.report.figures import COLORS, KIND_COLORS, render_both
 from hf_memopt.report.html_page import render_page
@@ -36,18 +35,11 @@ def timeline(estimate: MemoryEstimate, max_points: int = _MAX_POINTS) -> MemoryT
     Of each stretch it is the one that holds most, so that the peak is among them.
     """
     trace = estimate.trace
-    allocated = trace.held()
-    wanted = highest(allocated, max_points, trace.first_step)
-    shown = set(wanted)
-    held: Counter[str] = Counter()
-    rows = []
-    for position, (storage, change) in enumerate(zip(trace.storages, trace.changes, strict=True)):
-        held[estimate.storage_kinds[storage]] += change
-        if position in shown:
-            rows.append(held + Counter({UNUSED: allocated[position] - held.total()}))
-    ordered = sorted({kind for row in rows for kind in row}, key=CATEGORIES.index)
-    by_kind = {kind: [row[kind] for row in rows] for kind in ordered if any(row[kind] for row in rows)}
-    return MemoryTimeline(wanted, by_kind, list(_spans(trace.phases, trace.first_step)))
+    positions = highest(trace.held(), max_points, trace.first_step)
+    rows = list(estimate.uses_at(set(positions)).values())
+    by_kind = {kind: [row.get(kind, 0) for row in rows] for kind in CATEGORIES}
+    shown = {kind: series for kind, series in by_kind.items() if any(series)}
+    return MemoryTimeline(positions, shown, list(_spans(trace.phases, trace.first_step)))
 
 
 def write_timeline(estimate: MemoryEstimate, name: str, path: Path) -> Path:

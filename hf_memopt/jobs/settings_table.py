@@ -1,13 +1,11 @@
 """The simulated settings for a card, in words and as a table."""
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import groupby
 from typing import Any
 
-from hf_memopt.estimate.accounting.categories import UNUSED
 from hf_memopt.estimate.estimate_report import MemoryEstimate, Verdict, disk_text, time_text
 from hf_memopt.estimate.gpus import Card, allowances
 from hf_memopt.estimate.memory_below import Disk
@@ -54,24 +52,19 @@ class Row:
 
         All parts of a phase have equally many changes.
         """
-        trace, held = self.estimate.trace, self.estimate.trace.held()
-        moments = _fullest_moments(trace.phases, held, trace.first_step)
-        profile: dict[Part, Mapping[str, int]] = {}
-        alive: Counter[str] = Counter()
-        for position, (storage, change) in enumerate(zip(trace.storages, trace.changes, strict=True)):
-            alive[self.estimate.storage_kinds[storage]] += change
-            for part in moments.get(position, ()):
-                profile[part] = {**alive, UNUSED: held[position] - alive.total()}
-        return profile
+        trace = self.estimate.trace
+        moments = _fullest_moments(trace.phases, trace.held(), trace.first_step)
+        uses = self.estimate.uses_at(set(moments.values()))
+        return {part: uses[moment] for part, moment in moments.items()}
 
 
-def _fullest_moments(phases: tuple[str, ...], held: list[int], first_step: int) -> dict[int, list[Part]]:
+def _fullest_moments(phases: tuple[str, ...], held: list[int], first_step: int) -> dict[Part, int]:
     runs = {phase: list(run) for phase, run in groupby(range(first_step, len(held)), key=phases.__getitem__)}
-    moments: dict[int, list[Part]] = {}
+    moments: dict[Part, int] = {}
     for phase, run in runs.items():
         for number in range(_PARTS_OF_PHASE):
             part = run[number * len(run) // _PARTS_OF_PHASE :][: -(-len(run) // _PARTS_OF_PHASE)]
-            moments.setdefault(max(part, key=held.__getitem__), []).append((phase, number))
+            moments[phase, number] = max(part, key=held.__getitem__)
     return moments
 
 
