@@ -219,7 +219,7 @@ class PassPlanner:
     def _take_plain(self, this_pass: OffloadedPass) -> None:
         assert self.recording is not None
         self._wants_plain = False
-        if self._times.wants_plain:
+        if self._times.comparison.wants_plain:
             self._judge(self._times.compare_plain(this_pass, self.recording))
         else:
             self.recording = self._times.take_plain(self.recording, self._num_operations)
@@ -234,7 +234,7 @@ class PassPlanner:
             if self._room is not None:
                 self._room.grow(max(new / old for new, old in zip(sizes, self.recording.sizes, strict=True)))
             self.recording = grown(self.recording, sizes)
-            self._times.forget_plain()
+            self._times.comparison.plain_s = None  # it was of another size
             self._replan()
 
     def _compare(self, this_pass: OffloadedPass, plan: OffloadPlan) -> None:
@@ -256,8 +256,8 @@ class PassPlanner:
             self._maker.note_slow_copies()
             self._replan()
         else:
-            self._judge(self._times.compare_planned(ended))
-            self._wants_plain = self._times.wants_plain
+            self._judge(self._times.comparison.add_planned(ended.elapsed_s()))
+            self._wants_plain = self._times.comparison.wants_plain
 
     def _judge(self, slowdown: float | None) -> None:
         """Plan for less where passes take longer than `max_slowdown` allows, by the share `slowdown`."""

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from torch import nn
 
 from hf_memopt.activations.offloaded_pass import OffloadedPass
-from hf_memopt.activations.plan_comparison import Comparison
 from hf_memopt.activations.planner.offload_plan import OffloadPlan
 from hf_memopt.activations.recorded_pass import RecordedPass, scaled, with_cost_of_noting
 from hf_memopt.activations.saved_tensors.device_state import DeviceState
@@ -17,6 +16,52 @@ logger = logging.getLogger(__name__)
 
 # Differences put down to noise, as a share of the step.
 _TOLERATED = 0.02
+# How far a plan may miss `max_slowdown`, by the number of planned passes compared: the fewer, the more.
+_IN_TURN = {1: 0.1, 2: 0.05, 8: 0.0}
+_WITH_ONE = {2: 0.01}
+
+
+class Comparison:
+    """Times of passes that follow one plan, beside those of plain passes: `plain_s` where these do not take turns.
+
+    Single passes differ by more than a plan may miss its limit, so the fastest of several are compared. Where a plain
+    pass costs no memory, as on a CPU, planned and plain passes take turns. Elsewhere there is one plain pass.
+    """
+
+    def __init__(self, max_slowdown: float, takes_turns: bool) -> None:
+        self.plain_s: float | None = None
+        self._max_slowdown, self._takes_turns = max_slowdown, takes_turns
+        self._may_miss = _IN_TURN if takes_turns else _WITH_ONE
+        self._planned_s: list[float] = []
+        self._in_turn_s: list[float] = []
+
+    @property
+    def wants_plain(self) -> bool:
+        return self._takes_turns and len(self._in_turn_s) < len(self._planned_s)
+
+    def restart(self) -> None:
+        self._planned_s.clear()
+        self._in_turn_s.clear()
+
+    def add_planned(self, elapsed_s: float) -> float | None:
+        """Take the seconds of a planned pass; returns the slowdown, if it has just turned out to be too much."""
+        if len(self._planned_s) == max(self._may_miss):
+            return None
+        self._planned_s.append(elapsed_s)
+        return None if self._takes_turns or self.plain_s is None else self._excessive(self.plain_s)
+
+    def add_plain(self, elapsed_s: float) -> float | None:
+        self._in_turn_s.append(elapsed_s)
+        return self._excessive(min(self._in_turn_s))
+
+    def drop_planned(self) -> None:
+        """Forget the last planned pass: the plain one after it was of another size."""
+        self._planned_s.pop()
+
+    def _excessive(self, plain_s: float) -> float | None:
+        slowdown = min(self._planned_s) / plain_s - 1
+        may_miss = self._may_miss.get(len(self._planned_s))
+        return slowdown if may_miss is not None and slowdown > self._max_slowdown + may_miss else None
 
 
 class PassTimes:
@@ -26,7 +71,7 @@ class PassTimes:
         self._device = device
         # On a host's clock copies never run beside compute.
         self._has_own_time = not isinstance(device.clock, HostClock)
-        self._comparison = Comparison(max_slowdown, takes_turns)
+        self.comparison = Comparison(max_slowdown, takes_turns)
         # Whether a pass under the plan in force has been timed as a whole, without recording.
         self._is_timed = False
         self._computed_s = 0.0
@@ -46,26 +91,18 @@ class PassTimes:
 
     def begin_recording(self) -> None:
         self._is_timed = False
-        self._comparison.restart()
+        self.comparison.restart()
 
     def begin_plan(self) -> None:
         self._watched = None
-        self._comparison.restart()
+        self.comparison.restart()
         self._newly_stalled_s()
-
-    def forget_plain(self) -> None:
-        """Forget the time of the one plain pass, which was of another size."""
-        self._comparison.plain_s = None
-
-    @property
-    def wants_plain(self) -> bool:
-        return self._comparison.wants_plain
 
     def compare_plain(self, this_pass: OffloadedPass, recording: RecordedPass) -> float | None:
         """Return the share by which planned passes take longer than a plain one of equal sizes, if too much."""
         if tuple(this_pass.sizes) == recording.sizes[: len(this_pass.sizes)]:
-            return self._comparison.add_plain(self._computed_s)
-        self._comparison.drop_planned()
+            return self.comparison.add_plain(self._computed_s)
+        self.comparison.drop_planned()
         return None
 
     def take_plain(
@@ -76,7 +113,7 @@ class PassTimes:
         self._is_timed = True
         if plain_s <= 0 or recorded_s <= 0:
             return recording
-        self._comparison.plain_s = plain_s
+        self.comparison.plain_s = plain_s
         in_proportion, num = self._scaled(recording, plain_s, recorded_s), sum(num_operations.values())
         if in_proportion is None or not num:
             return in_proportion or recording
@@ -108,10 +145,6 @@ class PassTimes:
         # The new stalls include those of later passes, if the host is ahead; the time of the pass is its own.
         excess_s = min(self._newly_stalled_s() - plan.stall_s, ended.elapsed_s() - plan.predicted_step_s)
         return excess_s if excess_s > _TOLERATED * plan.predicted_step_s else 0.0
-
-    def compare_planned(self, ended: OffloadedPass) -> float | None:
-        """Return the share by which planned passes take longer, if it has just turned out that this is too much."""
-        return self._comparison.add_planned(ended.elapsed_s())
 
     def _scaled(self, recording: RecordedPass, computed_s: float, expected_s: float) -> RecordedPass | None:
         """Return the recorded times in proportion to a pass not recorded, None where they hardly differ."""

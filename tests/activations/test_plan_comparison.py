@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from hf_memopt.activations.plan_comparison import Comparison
+from hf_memopt.activations.pass_times import Comparison
 
 NUM_PAIRS = 8
 
