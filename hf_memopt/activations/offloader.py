@@ -187,7 +187,7 @@ class ActivationOffloader:
             self._lock,
             inputs_only=self.mode == "inputs",
             leave_node=None if op_tracer is None else op_tracer.leave_node,
-            skipped=self._skip.among(model),
+            is_skipped=self._skip.among(model),
         )
         try:
             with hooks, self._noting(op_tracer, owner, model):

@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_memopt.activations.offloaded_pass import OffloadedPass
 from hf_memopt.activations.saved_tensors.storages import LiveStorage
-from hf_memopt.activations.skipped_modules import SkippedCalls
 from hf_memopt.activations.stats import OffloadCounters
 from hf_memopt.autograd_state import (
     COMES_AND_GOES,
@@ -111,13 +110,13 @@ class SavedTensorHooks:
         *,
         inputs_only: bool = False,
         leave_node: Callable[[], None] | None = None,
-        skipped: SkippedCalls | None = None,
+        is_skipped: Callable[[FrameType | None], bool] | None = None,
     ) -> None:
         self._lock = lock
         self._threshold_bytes, self._fixed = threshold_bytes, fixed
         self._begin_pass, self._counters = begin_pass, counters
         self._inputs_only, self._leave_node = inputs_only, leave_node
-        self._skipped = skipped
+        self._is_skipped = is_skipped
         self._passes: dict[torch.device, OffloadedPass | None] = {}
         self._hooks: saved_tensors_hooks | None = None
         self._backward = NO_BACKWARD
@@ -169,7 +168,7 @@ class SavedTensorHooks:
         if this_pass is None or tensor._is_zerotensor():  # a zero of forward-mode AD, which has no memory
             return self._keep(tensor)
         of_function = called_from_function(caller)
-        is_skipped = self._skipped is not None and self._skipped.include(caller)
+        is_skipped = self._is_skipped is not None and self._is_skipped(caller)
         if not this_pass.is_observed:
             live = this_pass.save(tensor, key, num_bytes, of_function, is_skipped)
         else:  # our own operations are no part of the model's: neither timed nor noted

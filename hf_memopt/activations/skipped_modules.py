@@ -4,7 +4,7 @@ import fnmatch
 import logging
 import re
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -36,9 +36,10 @@ class SkippedModules:
         self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._by_class: dict[type, bool] = {}
 
-    def among(self, model: nn.Module | None) -> "SkippedCalls | None":
-        """Return the calls of skipped modules, None if nothing is skipped; without a model patterns mean classes alone.
+    def among(self, model: nn.Module | None) -> Callable[[FrameType | None], bool] | None:
+        """Return a test whether a frame runs in the call of a skipped module, at any depth; None if nothing is skipped.
 
+        Without a model patterns mean classes alone. The test costs some us per 100 frames.
         Entries that have matched no module by a model's second pass are named in a warning, once.
         """
         if not self._entries:
@@ -52,9 +53,11 @@ class SkippedModules:
         if model is not None:
             self._warn_of_unmatched(model)
         skipped.update(id(entry) for entry in self._entries if isinstance(entry, nn.Module))
-        return SkippedCalls(skipped, self)
+        return lambda frame: any(
+            id(module) in skipped or self._has_class(type(module)) for module in _modules_called(frame)
+        )
 
-    def has_class(self, kind: type[nn.Module]) -> bool:
+    def _has_class(self, kind: type[nn.Module]) -> bool:
         if kind not in self._by_class:
             self._by_class[kind] = any(_means_class(entry, kind) for entry in self._entries)
         return self._by_class[kind]
@@ -69,19 +72,6 @@ class SkippedModules:
                 type(model).__name__,
             )
         self._seen.add(model)
-
-
-class SkippedCalls:
-    """Tells whether code runs for a skipped module: one of `modules`, by id, or of a skipped class."""
-
-    def __init__(self, modules: set[int], skipped: SkippedModules) -> None:
-        self._modules, self._skipped = modules, skipped
-
-    def include(self, frame: FrameType | None) -> bool:
-        """Return whether a frame runs in the call of a skipped module, at any depth. Costs some us per 100 frames."""
-        return any(
-            id(module) in self._modules or self._skipped.has_class(type(module)) for module in _modules_called(frame)
-        )
 
 
 def _modules_called(frame: FrameType | None) -> Iterator[nn.Module]:
