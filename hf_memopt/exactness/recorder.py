@@ -20,6 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from hf_memopt.autograd_state import in_backward
 from hf_memopt.exactness.fingerprint import Fingerprint, parts_of
 from hf_memopt.exactness.recording import Phase, Recording, TensorPlace
+from hf_memopt.memory.leaks.live_storages import graph_nodes
 from hf_memopt.memory.process_peak import peak_bytes, reset_peak
 
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
@@ -426,19 +427,11 @@ def _named_tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
             yield from _named_tensors(each, f"{name}[{position}]")
 
 
-def _leaves(roots: Iterable[Tensor]) -> list[Tensor]:
+def _leaves(roots: list[Tensor]) -> list[Tensor]:
     """Return the leaves to which a backward pass from `roots` adds gradients, as far as its graph shows them."""
+    variables = (getattr(node, "variable", None) for node in graph_nodes(roots, set()))
     found: list[Tensor] = [root for root in roots if root.is_leaf and root.requires_grad]
-    stack, seen = [root.grad_fn for root in roots if root.grad_fn is not None], set()
-    while stack:
-        node: Any = stack.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if isinstance(leaf := getattr(node, "variable", None), Tensor):
-            found.append(leaf)
-        stack.extend(following for following, _ in node.next_functions if following is not None)
-    return found
+    return found + [variable for variable in variables if isinstance(variable, Tensor)]
 
 
 def _version(gradient: Tensor | None) -> tuple[int, int] | None:
