@@ -228,7 +228,13 @@ class OffloadedPass:
         if live is None:
             if stays and (action is Action.OFFLOAD or recomputation is None):
                 action = Action.KEEP
-            live = self._put(action, tensor, index, recomputation, is_pending=self._may_last(tensor, index, num_bytes))
+            is_pending = self._may_last(tensor, index, num_bytes)
+            if action is Action.RECOMPUTE and recomputation is not None:
+                live = self._recompute(tensor, index, recomputation)
+            elif action is Action.KEEP:
+                live = KeptStorage(tensor, self.device, index, is_pending)
+            else:  # also one to be computed again that came about otherwise than in the recording
+                live = self._offload(tensor, index, is_pending=is_pending)
             live.foreseen = self._foreseen
             live.is_weight = is_weight
             if live.is_pending:
@@ -268,22 +274,6 @@ class OffloadedPass:
                     self._leave(storage)
         self._pending = [weakref.ref(storage) for storage in pending if storage.is_pending]
 
-    def _put(
-        self,
-        action: Action,
-        tensor: Tensor,
-        index: int,
-        recomputation: Recomputation | None = None,
-        *,
-        is_pending: bool = False,
-    ) -> LiveStorage:
-        if action is Action.RECOMPUTE and recomputation is not None:
-            return self._recompute(tensor, index, recomputation)
-        if action is Action.KEEP:
-            return KeptStorage(tensor, self.device, index, is_pending)
-        # Also one to be computed again that came about otherwise than in the recording.
-        return self._offload(tensor, index, is_pending=is_pending)
-
     def _offload(
         self, tensor: Tensor, index: int, *, is_private: bool = False, is_pending: bool = False
     ) -> LiveStorage:
@@ -298,7 +288,7 @@ class OffloadedPass:
         if place is None and not is_pending:
             return OwnCopy(tensor, device, index) if is_private else KeptStorage(tensor, device, index)
         options = tensor, device, index, place, self._prefetcher, is_private, memory
-        offloaded = TracedStorage(*options, self._owner(index)) if self._is_traced else OffloadedStorage(*options)
+        offloaded = TracedStorage(self._owner(index), *options) if self._is_traced else OffloadedStorage(*options)
         self._movable.append(weakref.ref(offloaded))
         if not is_pending:
             self._leave(offloaded)

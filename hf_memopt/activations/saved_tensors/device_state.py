@@ -4,7 +4,8 @@ import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -159,9 +160,14 @@ class DeviceState:
         for memory in self.lower:
             memory.trim()
 
-    def tell(self) -> None:
-        """Note that the error of a copy is about to be raised."""
-        self.told_in = self.num_passes
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Note that an error of the copy inside is raised to its reader."""
+        try:
+            yield
+        except Exception:
+            self.told_in = self.num_passes
+            raise
 
     def note_failure(self, error: Exception, of_pass: int) -> None:
         """Keep the error of a copy without a reader, for `raise_failure`."""

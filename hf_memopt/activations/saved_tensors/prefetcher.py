@@ -3,7 +3,7 @@
 import itertools
 import weakref
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -44,17 +44,6 @@ def _key(sizes: dict[int, int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(sizes), tuple(sizes.values())
 
 
-class Offloaded(Protocol):
-    index: int
-
-    @property
-    def has_left(self) -> bool:
-        """Return whether the device has given up the memory that was saved."""
-
-    def prefetch(self) -> None:
-        """Start bringing the bytes back, unless they are here or on their way."""
-
-
 class Prefetcher:
     """Brings the offloaded storages of one pass back ahead of their use, in an order that is planned or learned."""
 
@@ -81,8 +70,7 @@ class Prefetcher:
             self.largest_bytes = num_bytes
         self._order = self._largest_to_fetch = None
 
-    def begin_use(self, storage: Offloaded) -> None:
-        index = storage.index
+    def begin_use(self, index: int) -> None:
         self._used_now.add(index)
         if index not in self._used:
             self._used[index] = None
@@ -133,7 +121,7 @@ class Prefetcher:
     def _fetch(self, index: int) -> bool:
         """Start bringing a storage back, if it is still to be used; returns False where there is no memory for it."""
         entry = self._storages.get(index)
-        storage: Offloaded | None = entry() if entry is not None and index not in self._used_now else None
+        storage = entry() if entry is not None and index not in self._used_now else None
         if storage is not None:
             try:
                 storage.prefetch()

@@ -10,7 +10,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -367,6 +367,7 @@ class OffloadedStorage(LiveStorage):
 
     @property
     def has_left(self) -> bool:
+        """Return whether the device has given up the memory that was saved."""
         return self._source is None
 
     def let_go(self) -> None:
@@ -377,16 +378,14 @@ class OffloadedStorage(LiveStorage):
             self._counted_bytes = 0
 
     def prefetch(self) -> None:
+        """Start bringing the bytes back, unless they are here or on their way."""
         if self._source is not None or self._memory is not None:
             return
         device, num_bytes, place = self.device, self.num_bytes, self._place
         assert place is not None
         memory = device.empty_device(num_bytes, place, self._first)
-        try:
+        with device.telling():
             self._incoming = place.memory.read(place.block, self._part(memory, place))
-        except Exception:
-            self.device.tell()
-            raise
         self._memory = memory
         self._counted_bytes = num_bytes
         device.held.add(num_bytes)
@@ -411,17 +410,14 @@ class OffloadedStorage(LiveStorage):
                 self.prefetch()  # before those that follow
         elif self.is_leaving:
             self.device.stay(self)
-        self._prefetcher.begin_use(self)
+        self._prefetcher.begin_use(self.index)
         return self._source if self._source is not None else self._arrive()
 
     def _arrive(self) -> Tensor:
         assert self._memory is not None
         assert self._incoming is not None
-        try:
+        with self.device.telling():
             self._incoming.wait()  # again for each use, which may be on another stream
-        except Exception:
-            self.device.tell()
-            raise
         return self._memory
 
     def _give_up(self) -> None:
@@ -440,11 +436,8 @@ class OffloadedStorage(LiveStorage):
         assert self._outgoing is not None
         if self.is_leaving:
             self.device.stay(self)
-        try:
+        with self.device.telling():
             self._outgoing.wait()
-        except Exception:
-            self.device.tell()
-            raise
         self._source = None
 
     @uncompiled
@@ -472,20 +465,10 @@ class TracedStorage(OffloadedStorage):
 
     __slots__ = ("_owner",)
 
-    def __init__(
-        self,
-        tensor: Tensor,
-        device: DeviceState,
-        index: int,
-        place: Place | None,
-        prefetcher: Prefetcher,
-        is_private: bool,
-        first_choice: int,
-        owner: str,
-    ) -> None:
+    def __init__(self, owner: str, tensor: Tensor, device: DeviceState, index: int, *options: Any) -> None:
         self._owner = owner
         self.index, self.num_bytes = index, tensor.untyped_storage().nbytes()
-        super().__init__(tensor, device, index, place, prefetcher, is_private, first_choice)
+        super().__init__(tensor, device, index, *options)
 
     def _start(self, source: Tensor, place: Place) -> None:
         with self._range("offload"):

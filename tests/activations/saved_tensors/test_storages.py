@@ -8,7 +8,7 @@ from device_states import above_host
 from torch import Tensor
 
 from hf_memopt.activations.saved_tensors.device_state import DeviceState
-from hf_memopt.activations.saved_tensors.prefetcher import Offloaded, Prefetcher
+from hf_memopt.activations.saved_tensors.prefetcher import Prefetcher
 from hf_memopt.activations.saved_tensors.storages import KeptStorage, OffloadedStorage, TracedStorage, traced_range
 from hf_memopt.autograd_state import bytes_of
 from hf_memopt.transfer.lower_memory import Place
@@ -32,7 +32,7 @@ class Uses(Prefetcher):
     def __init__(self) -> None:
         self.num_uses = 0
 
-    def begin_use(self, storage: Offloaded) -> None:
+    def begin_use(self, index: int) -> None:
         self.num_uses += 1
 
 
@@ -168,7 +168,7 @@ def test_a_storage_that_dies_gives_its_host_memory_back(context: DeviceState, te
 def test_copies_and_waits_are_ranges_of_the_trace(context: DeviceState, tensor: Tensor) -> None:
     place = place_for(tensor, context)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as trace:
-        storage = TracedStorage(tensor, context, 7, place, Uses(), False, 0, "layers.0.mlp")
+        storage = TracedStorage("layers.0.mlp", tensor, context, 7, place, Uses(), False, 0)
         storage.let_go()
         storage.fetch(0, True)
         with traced_range("recompute", 8, 3 * 2**20, ""):
