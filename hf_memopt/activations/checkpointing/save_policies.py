@@ -8,7 +8,6 @@ and skip the random numbers that a kept operation drew, so that dropout after it
 import itertools
 from collections import Counter
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, SelectiveCheckpointContext
 
+from hf_memopt.activations.recompute.op_tracer import written_arguments
 from hf_memopt.activations.recompute.plain_dispatch import call_as_plain
 from hf_memopt.autograd_state import VersionGuard, is_plain
 from hf_memopt.transfer.backends import PLAIN_TYPES
@@ -82,7 +82,7 @@ class KeepOutputs(TorchDispatchMode):  # type: ignore[no-untyped-call]
         position = func, self._counts[func]
         self._counts[func] += 1
         keep = self._keeps(func, args, kwargs) and may_be_kept(func, args, kwargs)
-        if places := _written_arguments(func):  # before it runs, because `set_` puts another storage in their place
+        if places := written_arguments(func):  # before it runs, because `set_` puts another storage in their place
             written = [args[place] if place < len(args) else kwargs.get(name) for place, name in places]
             self._written_at |= dict.fromkeys(_storages_of(written), len(self._outputs))
         result = _call(func, types, args, kwargs)
@@ -193,14 +193,6 @@ def _plain_tensors(values: Any) -> list[Tensor]:
 
 def _storages_of(values: Any) -> set[int]:
     return {tensor.untyped_storage()._cdata for tensor in _plain_tensors(values)}
-
-
-@cache
-def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
-    # Higher-order operators do not say.
-    arguments = func._schema.arguments if hasattr(func, "_schema") and func._schema.is_mutable else ()
-    written = [argument.alias_info is not None and argument.alias_info.is_write for argument in arguments]
-    return tuple((place, argument.name) for place, argument in enumerate(arguments) if written[place])
 
 
 def may_be_kept(func: Any, args: Any, kwargs: Any) -> bool:

@@ -136,8 +136,8 @@ class OpTracer(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         kind = _kind(func)
-        if kind.writes:
-            self._count_writes(kind, args, kwargs)
+        if places := written_arguments(func):
+            self._count_writes([args[place] if place < len(args) else kwargs.get(name) for place, name in places])
         if not PLAIN_TYPES.issuperset(types) or kind.is_view:
             return func(*args, **kwargs)
         if not kind.is_repeatable or in_backward():
@@ -172,10 +172,9 @@ class OpTracer(TorchDispatchMode):
     def is_unwritten(self, operand: TensorRef) -> bool:
         return self.num_writes(operand.key) == operand.num_writes
 
-    def _count_writes(self, kind: "_Kind", args: Any, kwargs: Any) -> None:
+    def _count_writes(self, arguments: list[Any]) -> None:
         written: list[Tensor] = []
-        map_tensors(written.append, [args[place] for place in kind.written_places if place < len(args)])
-        map_tensors(written.append, [kwargs[name] for name in kind.written_names if name in kwargs])
+        map_tensors(written.append, arguments)
         for tensor in written:
             if is_plain(tensor):
                 key = tensor.untyped_storage()._cdata
@@ -212,26 +211,23 @@ class OpTracer(TorchDispatchMode):
 class _Kind(NamedTuple):
     is_view: bool
     is_repeatable: bool
-    written_places: tuple[int, ...] = ()
-    written_names: tuple[str, ...] = ()
-
-    @property
-    def writes(self) -> bool:
-        return bool(self.written_names)
 
 
 @cache
 def _kind(func: Any) -> _Kind:
     if not isinstance(func, torch._ops.OpOverload):
         return _Kind(is_view=False, is_repeatable=False)
-    if func._schema.is_mutable:
-        arguments = list(enumerate(func._schema.arguments))
-        written = [(place, a.name) for place, a in arguments if a.alias_info is not None and a.alias_info.is_write]
-        places, names = zip(*written, strict=True) if written else ((), ())
-        return _Kind(False, False, places, names)
     is_random = torch.Tag.nondeterministic_seeded in func.tags
     is_known = func in _LIGHT or func in _HEAVY or torch.Tag.pointwise in func.tags
-    return _Kind(func.is_view, is_known and not is_random and not func.is_view)
+    return _Kind(func.is_view, is_known and not (is_random or func.is_view or func._schema.is_mutable))
+
+
+@cache
+def written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
+    """Return the place and the name of each argument that an operation writes to; higher-order operators do not say."""
+    arguments = func._schema.arguments if hasattr(func, "_schema") and func._schema.is_mutable else ()
+    written = [argument.alias_info is not None and argument.alias_info.is_write for argument in arguments]
+    return tuple((place, argument.name) for place, argument in enumerate(arguments) if written[place])
 
 
 def is_innermost(mode: TorchDispatchMode) -> bool:
