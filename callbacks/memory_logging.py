@@ -13,7 +13,7 @@ from transformers.trainer_callback import CallbackHandler
 
 from hf_memopt.memory import Counters, MemoryTracker
 from hf_memopt.memory.device_counters import device_name
-from hf_memopt.memory.logger import check_warn_at, high_memory_message, largest_of_ranks, memory_metrics, short_figure
+from hf_memopt.memory.logger import WARN_AT, high_memory_message, largest_of_ranks, memory_metrics, short_figure
 from hf_memopt.memory.metrics_file import METRICS_FILE, append_metrics
 from hf_memopt.report import read_run, write_report
 from hf_memopt.report.runs import TRAINER_FILE
@@ -45,7 +45,7 @@ class MemoryLoggingCallback(TrainerCallback):
     """
 
     def __init__(self, *, warn_at: float = 0.85, reset_peaks: bool = False, counters: Counters | None = None) -> None:
-        check_warn_at(warn_at)
+        WARN_AT.check("warn_at", warn_at)
         self._warn_at: float | None = warn_at
         self._reset_peaks = reset_peaks
         self._counters = counters

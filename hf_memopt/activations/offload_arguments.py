@@ -1,6 +1,6 @@
 """The options of `ActivationOffloader` as fields, for command lines and configuration files."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, Literal
 
 import torch
@@ -12,11 +12,8 @@ from hf_memopt.ranges import COUNT_OR_ZERO, NOT_NEGATIVE
 from hf_memopt.transfer import SyncCopier
 from hf_memopt.transfer.scratch_file import check_disk
 
-# Fields that the offloader takes as they are.
-_PASSED_ON = (
-    *("offload_threshold_mb", "prefetch_ahead", "pin_memory", "max_slowdown", "host_budget_gib"),
-    *("disk", "disk_budget_gib", "skip"),
-)
+# The other fields go to the offloader as they are.
+_OWN = {"offload", "budget_gib", "cpu_copies"}
 
 
 @dataclass
@@ -64,5 +61,5 @@ class OffloadArguments:
             mode=self.offload,
             budget_gib=self.budget_gib if self.offload == "auto" else None,
             copier=SyncCopier() if self.cpu_copies and device.type == "cpu" else None,
-            **{name: getattr(self, name) for name in _PASSED_ON},
+            **{each.name: getattr(self, each.name) for each in fields(OffloadArguments) if each.name not in _OWN},
         )

@@ -62,7 +62,8 @@ class Recording:
         precision: dtype of autocast, None without it.
         has_dropout: whether a model that was trained draws random masks.
         not_deterministic: torch's warnings of operations without a deterministic kernel.
-        peak_bytes: of the device; on a CPU under Linux, resident memory of the process.
+        peak_bytes: most memory that torch allocated on the device; on a CPU, resident memory of the process. None where
+            the system does not tell.
         step_s: seconds of each step, without those of recording it.
         recording_s: seconds of recording, in sum.
     """

@@ -30,14 +30,9 @@ _PLURALS: dict[Phase, str] = {
 
 @dataclass(frozen=True)
 class RunFigures:
-    """The cost of a run.
+    """The cost of a run, as in its `Recording`; `step_s` is that of the last step.
 
-    Attributes:
-        name: "plain", "plain again", "switched" or "plain, rounded once".
-        peak_bytes: most memory that torch allocated on the device; on a CPU, resident memory of the process. None where
-            the system does not tell.
-        step_s: seconds of the last step, without those of recording it.
-        recording_s: seconds of recording, in sum.
+    `name` is "plain", "plain again", "switched" or "plain, rounded once".
     """
 
     name: str

@@ -17,6 +17,7 @@ from hf_memopt.units import GIB, format_bytes, format_gib
 logger = logging.getLogger(__name__)
 
 PEAK_RANK = "memory/peak_rank"
+WARN_AT = Range(above=0, at_most=1, why=": a share of the device's memory")
 
 _REMEDIES = {
     "optimizer": "use a fused optimizer (optim='adamw_torch_fused', or fused=True), which needs no temporary copies of "
@@ -94,10 +95,6 @@ def phase_table(peaks: Mapping[str, PhasePeak]) -> str:
     return "\n".join(align(rows))
 
 
-def check_warn_at(warn_at: float) -> None:
-    Range(above=0, at_most=1, why=": a share of the device's memory").check("warn_at", warn_at)
-
-
 class MemoryLogger:
     """Logs memory through an `Accelerator`, to the trackers that it was given.
 
@@ -132,7 +129,7 @@ class MemoryLogger:
         counters: Counters | None = None,
     ) -> None:
         COUNT.check("log_every", log_every)
-        check_warn_at(warn_at)
+        WARN_AT.check("warn_at", warn_at)
         self.tracker = MemoryTracker(accelerator.device, reset_peaks=reset_peaks, counters=counters)
         self._accelerator = accelerator
         self._log_every = log_every

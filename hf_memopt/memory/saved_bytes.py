@@ -1,7 +1,6 @@
 """Bytes that autograd keeps for backward."""
 
 from collections.abc import Iterable, Iterator
-from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -31,10 +30,8 @@ class SavedBytes:
         self._hooks.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._hooks.__exit__(kind, error, trace)
+    def __exit__(self, *error: object) -> None:
+        self._hooks.__exit__(*error)
         self._storages.clear()
 
     def _count(self, tensor: Tensor) -> Tensor:

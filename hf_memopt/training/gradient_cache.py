@@ -126,12 +126,7 @@ class GradientCache:
 
         For training loops that call `backward` themselves: return it from a Trainer's `compute_loss`. Their loss scale
         and their division by accumulation steps reach all gradients. In evaluation it is the loss alone.
-
-        Args:
-            micro_batches: as in `backward`.
-
-        Raises:
-            ValueError: as from `backward`.
+        `micro_batches` and errors are those of `backward`.
 
         The second forward passes run inside of the backward: what they save is offloaded if `forward_fn` enters an
         `offload_context` by itself, or calls a model that an `ActivationOffloader` wraps.
@@ -149,13 +144,8 @@ class GradientCache:
     ) -> StepResult:
         """Drop gradients, run `backward`, clip, check, update: one optimizer step, as `train_step` makes it.
 
-        Gradients of `models`, and of `loss_fn` if it is a module, are clipped and checked.
-
-        Args:
-            micro_batches: as in `backward`.
-            optimizer: prepared by the accelerator.
-            max_grad_norm: clip the gradient to this L2 norm. None: do not clip.
-            scheduler: stepped after the update, and not after a skipped one.
+        Gradients of `models`, and of `loss_fn` if it is a module, are clipped and checked. `micro_batches` are as in
+        `backward`, all else is as in `train_step`.
 
         Raises:
             ValueError: as from `backward`, as from `train_step` about the accelerator and the optimizer, `models` were

@@ -77,14 +77,7 @@ class MicroBatcher:
     ) -> StepResult:
         """`hf_memopt.train_step` on a batch that is split here (`split_batch`).
 
-        Args:
-            model: prepared by the accelerator.
-            loss_fn: as in `train_step`.
-            batch: this rank's samples for one optimizer step.
-            optimizer: prepared by the accelerator.
-            weight_fn: as in `train_step`.
-            max_grad_norm: as in `train_step`.
-            scheduler: as in `train_step`.
+        `batch` has this rank's samples for one optimizer step; all else is as in `train_step`.
 
         Raises:
             torch.OutOfMemoryError: one sample does not fit, on any rank. Under FSDP2 and DeepSpeed, on the rank itself:

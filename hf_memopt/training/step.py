@@ -13,7 +13,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_memopt.memory.device_counters import Counters, counters_for
+from hf_memopt.memory.device_counters import counters_for
 from hf_memopt.memory.ranks import gather_from_ranks
 from hf_memopt.ranges import Range
 from hf_memopt.training.accumulation import engine as deepspeed_engine
@@ -33,6 +33,7 @@ from hf_memopt.training.accumulation.weights import Weighted, WeightFn, normaliz
 from hf_memopt.training.finite_check import Findings, GradientWatch, NonFiniteGradientError, scaler_takes_care
 
 LossFn = Callable[[nn.Module, Any], Tensor]
+_counters = cache(counters_for)
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,8 +232,3 @@ def open_step(
     finally:
         watch.remove()
         step.drop_gradients()
-
-
-@cache
-def _counters(device: torch.device) -> Counters | None:
-    return counters_for(device)
