@@ -171,7 +171,7 @@ def read_argument_file(path: Path, trainer: str | None = None) -> ArgumentFile:
         return ArgumentFile(path, current_names(given))
     need_trl(f"{others[0]!r} is not a field of TrainingArguments" if others else f"trainer={trainer!r}")
     found = trainer_for(given, source) if trainer is None else TRL[trainer]
-    known = _known_names(found)
+    known = set().union(*(each.names() for each in (TRL.values() if found is None else [found])))
     for name in others:
         if name not in known:
             owner = "any trainer of TRL" if found is None else f"TRL's {found.class_name}"
@@ -211,12 +211,6 @@ def _refuse(given: Mapping[str, Any]) -> None:
 
 def _names(kind: Any) -> set[str]:
     return {each.name for each in fields(kind)}
-
-
-def _known_names(trainer: TrlTrainer | None) -> set[str]:
-    if trainer is not None:
-        return trainer.names()
-    return set().union(*(each.names() for each in TRL.values()))
 
 
 def _current_name(name: str) -> str:

@@ -83,22 +83,20 @@ OF_FILES -= {"batch_size", "accumulation", "checkpointing"}
 
 
 def file_workload(spec: JobSpec) -> "FileWorkload":
+    """Make the workload of a file; without one, of the defaults of the trainer that is named."""
     changes = _changes(spec)
+    if spec.training_args is not None:
+        file = read_argument_file(spec.training_args, spec.trainer)
+    else:
+        need_trl(f"trainer={spec.trainer!r}")
+        file = ArgumentFile(trainer=TRL[str(spec.trainer)])
     return FileWorkload(
-        _file(spec),
+        file,
         changes,
         seq_len=spec.seq_len,
         task=spec.task or "auto",
         effective_batch=spec.effective_batch,
     )
-
-
-def _file(spec: JobSpec) -> ArgumentFile:
-    """Return the file; without one, the defaults of the trainer that is named."""
-    if spec.training_args is not None:
-        return read_argument_file(spec.training_args, spec.trainer)
-    need_trl(f"trainer={spec.trainer!r}")
-    return ArgumentFile(trainer=TRL[str(spec.trainer)])
 
 
 def _changes(spec: JobSpec) -> dict[str, Any]:

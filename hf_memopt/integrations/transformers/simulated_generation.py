@@ -11,6 +11,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 from torch import Tensor
 from transformers import GenerationConfig
@@ -27,14 +28,11 @@ class SimulatedGeneration:
     """Makes a trainer's completions as long as they may get, and generates before each update that it runs.
 
     With several generations in an update each of its few passes has one, since gradients are there from the second on.
-    Where a server generates nothing runs here. A trainer that is no GRPOTrainer is left as it is.
+    Where a server generates nothing runs here.
     """
 
     def __init__(self, trainer: Any) -> None:
-        self._trainer, self._is_needed = trainer, generates(trainer)
-        if not self._is_needed:
-            return
-        args = trainer.args
+        self._trainer, args = trainer, trainer.args
         self._passes = args.gradient_accumulation_steps
         self._single_turn = trainer._generate_single_turn
         self._scored, self._training_step = trainer._generate_and_score_completions, trainer.training_step
@@ -44,8 +42,7 @@ class SimulatedGeneration:
             trainer.training_step = self._step
 
     def begin_update(self) -> None:
-        if self._is_needed:
-            self._trainer._step = 0
+        self._trainer._step = 0
 
     def _step(self, *args: Any, **options: Any) -> Any:
         self.begin_update()
@@ -63,12 +60,8 @@ class SimulatedGeneration:
     def _score(self, inputs: Any) -> Any:
         """Let the trainer see how many passes an update has: it keeps probabilities if it generates more seldom."""
         args = self._trainer.args
-        simulated, args.gradient_accumulation_steps = args.gradient_accumulation_steps, self._passes
-        try:
-            with phase_named(GENERATION):
-                return self._scored(inputs)
-        finally:
-            args.gradient_accumulation_steps = simulated
+        with patch.object(args, "gradient_accumulation_steps", self._passes), phase_named(GENERATION):
+            return self._scored(inputs)
 
 
 def generates(trainer: Any) -> bool:
@@ -83,9 +76,12 @@ def _shortened(model: Any) -> Iterator[None]:
 
     def run(count: int, **options: Any) -> Any:
         remaining = iter(range(count))
-        # It reads the tokens to see whether all have ended.
-        of_transformers._has_unfinished_sequences = lambda *args, **kwargs: next(remaining, None) is not None
-        return generate(**options)
+
+        def is_unfinished(*args: Any, **kwargs: Any) -> bool:  # its own reads the tokens
+            return next(remaining, None) is not None
+
+        with patch.object(of_transformers, "_has_unfinished_sequences", is_unfinished):
+            return generate(**options)
 
     def first_and_last(
         *, input_ids: Tensor, attention_mask: Tensor, generation_config: GenerationConfig, **others: Any
@@ -107,12 +103,8 @@ def _shortened(model: Any) -> Iterator[None]:
             run(count, **last, past_key_values=cache, **options)
         return sequences[:, : num_given + 1]
 
-    model.generate = first_and_last
-    try:
+    with patch.object(model, "generate", first_and_last):
         yield
-    finally:
-        del model.generate
-        vars(of_transformers).pop("_has_unfinished_sequences", None)
 
 
 def _lengthen(cache: Cache, length: int) -> None:

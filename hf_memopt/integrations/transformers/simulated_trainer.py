@@ -4,6 +4,7 @@ import copy
 import gc
 from collections.abc import Iterator, Mapping
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from accelerate import PartialState
@@ -37,7 +38,7 @@ class SimulatedTrainer:
         args.__dict__["_setup_devices"] = device
         args.eval_on_start = args.auto_find_batch_size = args.push_to_hub = False
         args.logging_nan_inf_filter = False  # would read every loss
-        self._generation = SimulatedGeneration(trainer)
+        self._generation = SimulatedGeneration(trainer) if generates(trainer) else None
         handler = trainer.callback_handler
         on_the_host = [each for each in handler.callbacks if isinstance(each, FrozenModels)]
         for frozen in on_the_host:
@@ -55,14 +56,15 @@ class SimulatedTrainer:
         self.batches = send_to_device(window.batches, device) if window.moves else window.batches
         *others, largest = sorted(self.batches, key=num_bytes)
         # The first pass generates for all.
-        running = _Batches([*(largest if generates(trainer) else each for each in others[:1]), largest])
+        running = _Batches([*(largest if self._generation else each for each in others[:1]), largest])
         args.gradient_accumulation_steps, args.max_steps = len(running), 1
         trainer.get_train_dataloader = lambda: running
         handler.callbacks = [each for each in handler.callbacks if offloader_of(each) is not None]
 
     def step(self) -> None:
         """Make one update; the optimizer goes on where it was."""
-        self._generation.begin_update()
+        if self._generation is not None:
+            self._generation.begin_update()
         self._trainer.train()
 
 
@@ -105,14 +107,11 @@ def _renew_accelerator(trainer: Trainer) -> None:
     trainer.args.mixed_precision = "bf16" if precision == "fp16" else precision
     trainer.create_accelerator_and_postprocess()
     accelerator, state = trainer.accelerator, trainer.accelerator.state
-    plain_prepare_model, simulated_precision = accelerator.prepare_model, trainer.args.mixed_precision
+    plain_prepare_model = accelerator.prepare_model
 
     def prepare_model(*args: Any, **options: Any) -> Any:
-        state._mixed_precision = precision
-        try:
+        with patch.object(state, "_mixed_precision", precision):
             return plain_prepare_model(*args, **options)
-        finally:
-            state._mixed_precision = simulated_precision
 
     accelerator.prepare_model = prepare_model
 
