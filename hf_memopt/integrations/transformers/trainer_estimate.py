@@ -63,7 +63,6 @@ def estimate_trainer(trainer: Trainer, *, gpu: str | Card | None = None, num_bat
 
 def trainer_step(trainer: Trainer, window: TrainerWindow, repeated: RepeatedLayers | None = None) -> SimulatedStep:
     """Return the update of a trainer on the host, for one simulation, to which the trainer is lost."""
-
     num_micro_batches = min(2, len(window.batches))
 
     def setup(device: torch.device) -> tuple[Any, ...]:
@@ -83,18 +82,14 @@ def _estimate(trainer: Trainer, num_batches: int, card: Card | None) -> tuple[Me
     window = largest_window(trainer, num_batches)
     step, has_others = trainer_step(trainer, window), len(dict(modules_of(trainer))) > 1
     estimate = simulate_step(step, gpu=card).with_passes(len(window.batches) / step.num_micro_batches)
-    return _about_the_model(estimate, has_others, window), str(window)
-
-
-def _about_the_model(estimate: MemoryEstimate, has_others: bool, window: TrainerWindow) -> MemoryEstimate:
-    """Leave out gradients of other modules, which are not trained, and say if batches may be larger."""
-    prefix = f"{MODEL}." if has_others else ""
+    prefix = f"{MODEL}." if has_others else ""  # other modules are not trained, and have no gradients
     unreached = tuple(name for name in estimate.unreached if name.startswith(prefix))
     assumptions = estimate.assumptions
     if not window.is_all:
         assumptions += (f"no batch is larger than the largest of the first {window.num_seen} of the data",)
     confidence = "low" if unreached else "medium" if assumptions else "high"
-    return replace(estimate, unreached=unreached, assumptions=assumptions, confidence=confidence)
+    found = replace(estimate, unreached=unreached, assumptions=assumptions, confidence=confidence)
+    return found, str(window)
 
 
 def _plans(trainer: Trainer) -> bool:
