@@ -292,14 +292,17 @@ class _StagedRead:
         self._error: Exception | None = None
         self.is_over = False
 
-    def take_copied(self) -> Transfer:
-        """Return the second copy, for its only user to keep: it has the device's memory."""
+    def copied(self) -> Transfer:
+        """Return the second copy."""
         self._copy()
         if self._error is not None:
             raise copy.copy(self._error)
-        copied, self._copied = self._copied, None
-        assert copied is not None
-        return copied
+        assert self._copied is not None
+        return self._copied
+
+    def forget_copied(self) -> None:
+        """Leave the second copy to its only user: it has the device's memory."""
+        self._copied = None
 
     def advance(self) -> None:
         if self._fetched.is_over():
@@ -314,16 +317,16 @@ class _StagedRead:
         self._end()
 
     def _copy(self) -> None:
-        destination, self._destination = self._destination, None
-        if destination is None:
+        if self._destination is None:
             return
         try:
             self._fetched.wait()
-            self._copied = self.disk.copier.to_device(self._memory, destination)
+            self._copied = self.disk.copier.to_device(self._memory, self._destination)
             self._finished = self._copied.finished
         except Exception as error:  # raised to those who wait for the bytes
             self._error = error.with_traceback(None)
             self._end()
+        self._destination = None  # after an interrupt it is copied once more
 
     def _end(self) -> None:
         if not self.is_over:
@@ -342,7 +345,8 @@ class _ReadTransfer:
     def wait(self) -> None:
         with self._read.disk.lock:
             if self._copied is None:
-                self._copied = self._read.take_copied()
+                self._copied = self._read.copied()
+                self._read.forget_copied()
             self._copied.wait()
 
 

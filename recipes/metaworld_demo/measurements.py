@@ -81,7 +81,7 @@ def measured(output: Path, tasks: Sequence[str], episodes: int, first_seed: int)
 
     from hf_memopt.lerobot.evaluate.measure import evaluate_reflow, held_out_batches
     from hf_memopt.lerobot.policy_files import load_policy, resolve_checkpoint
-    from hf_memopt.recipes.metaworld_demo.mean_action import success_of_mean_action
+    from hf_memopt.recipes.metaworld_demo.mean_action import successes_of_mean_action
 
     torch.set_num_threads(1)
     teacher = load_policy(resolve_checkpoint(output / "teacher"))
@@ -102,7 +102,9 @@ def measured(output: Path, tasks: Sequence[str], episodes: int, first_seed: int)
             "straightness": side.normalized_straightness,
         }
     dataset = LeRobotDataset(REPO_ID, root=output / "dataset")
-    blind = {task: success_of_mean_action(dataset, task, episodes, first_seed) for task in tasks}
+    blind = {
+        task: SuccessRate(successes_of_mean_action(dataset, task, episodes, first_seed), episodes) for task in tasks
+    }
     return {"policies": policies, "mean_action": _with_intervals(with_all(blind))}
 
 
