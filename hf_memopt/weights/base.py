@@ -126,7 +126,7 @@ class StreamedWeights:
     convolutions this object makes the copies, and drops them; in other modules they stay until backward.
 
     With several ranks, every rank makes one, in the same order; they share the copy in host memory. Cost of a step:
-    each weight is brought once in forward and once in backward, and again where it is recomputed; some 0.1 ms of the
+    each weight is brought once in forward and once in backward, and again where it is recomputed; some 0.2 ms of the
     host for each call of a module with its backward.
     """
 
