@@ -198,6 +198,21 @@ def test_other_code_reads_weights_inside_of_a_visit() -> None:
         weight.sum()
 
 
+@pytest.mark.parametrize("home", ["host", "file"])
+def test_a_copy_made_in_a_visit_has_a_state_of_its_own(home: str, tmp_path: Path) -> None:
+    model = adapted()
+    layer = model.layers[0].base
+    base = streamed(model, home=home, disk=tmp_path)
+    with base.visit(model):
+        copied, want = copy.deepcopy(layer), layer.weight.clone()
+    with torch.no_grad():
+        copied.weight.add_(1)
+    assert torch.equal(copied.state_dict()["weight"], want + 1)
+    copied.load_state_dict({name: torch.zeros_like(each) for name, each in copied.state_dict().items()})
+    assert not copied.weight.any()
+    assert torch.equal(layer.state_dict()["weight"], want)
+
+
 def test_memory_that_others_hold_is_reported() -> None:
     model = adapted()
     kept = model.layers[0].base.weight.detach()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from hf_memopt.autograd_state import bytes_of
+from hf_memopt.autograd_state import COMES_AND_GOES, bytes_of
 from hf_memopt.weights.quantised import is_quantised, rewrapped
 
 REMEDY = "call remove() of its StreamedWeights first"
@@ -49,10 +49,11 @@ class ParameterGuards:
             value = rewrapped(each.parameter, lambda inner: at_home[id(inner)])
             owners.setdefault(each.owner, {})[each.attribute] = value
         for owner, found in owners.items():
-            self._handles.append(owner.register_state_dict_post_hook(partial(_supply, found, check_home)))
-            loading = _Loading(found, check_home)
-            self._handles.append(owner.register_load_state_dict_pre_hook(loading.begin))
-            self._handles.append(owner.register_load_state_dict_post_hook(loading.end))
+            state = _StateAtHome(found, check_home)
+            # torch writes an attribute of the hook, which a method has no room for.
+            self._handles.append(owner.register_state_dict_post_hook(partial(state.supply)))
+            self._handles.append(owner.register_load_state_dict_pre_hook(state.begin_loading))
+            self._handles.append(owner.register_load_state_dict_post_hook(state.end_loading))
         for name, module in self._layers:
             for method in ("merge", "unmerge"):
                 setattr(module, method, partial(_refuse, f"adapters of {name!r} cannot be merged"))
@@ -89,17 +90,10 @@ def _with_own_storage(view: Tensor) -> Tensor:
     return torch._neg_view(found) if view.is_neg() else found
 
 
-def _supply(
-    values: Mapping[str, Tensor], check: Callable[[], None], module: nn.Module, state: Any, prefix: str, metadata: Any
-) -> None:
-    check()
-    for attribute, value in values.items():
-        if prefix + attribute in state:
-            state[prefix + attribute] = rewrapped(value, _with_own_storage)
+class _StateAtHome:
+    """Saves a module's streamed weights from their home, and loads nothing in their place.
 
-
-class _Loading:
-    """Has a module load a state without its streamed weights, for which a checkpoint of the same base has nothing new.
+    A checkpoint of the same base has nothing new for them. A copy of the module has weights of its own.
 
     Args:
         values: at home, by the module's names of the weights.
@@ -109,19 +103,33 @@ class _Loading:
         self._values, self._check = values, check
         self._taken: set[str] = set()
 
-    def begin(self, module: nn.Module, state: Any, prefix: str, *others: Any) -> None:
-        for attribute, value in self._values.items():
-            name = prefix + attribute
-            if name in state:
-                self._check()
-                if not _is_equal(state[name], value):
-                    raise RuntimeError(f"frozen weight {name!r} cannot be loaded while it streams; {REMEDY}")
-                del state[name]
-                self._taken.add(name)
+    def __deepcopy__(self, memo: Any) -> "_StateAtHome":
+        return self
 
-    def end(self, module: nn.Module, incompatible: Any) -> None:
+    def supply(self, module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
+        self._check()
+        for attribute, value in self._streamed(module, state, prefix):
+            state[prefix + attribute] = rewrapped(value, _with_own_storage)
+
+    def begin_loading(self, module: nn.Module, state: Any, prefix: str, *others: Any) -> None:
+        for attribute, value in self._streamed(module, state, prefix):
+            name = prefix + attribute
+            self._check()
+            if not _is_equal(state[name], value):
+                raise RuntimeError(f"frozen weight {name!r} cannot be loaded while it streams; {REMEDY}")
+            del state[name]
+            self._taken.add(name)
+
+    def end_loading(self, module: nn.Module, incompatible: Any) -> None:
         incompatible.missing_keys[:] = [name for name in incompatible.missing_keys if name not in self._taken]
         self._taken.clear()
+
+    def _streamed(self, module: nn.Module, state: Any, prefix: str) -> list[tuple[str, Tensor]]:
+        return [
+            (attribute, value)
+            for attribute, value in self._values.items()
+            if prefix + attribute in state and hasattr(module._parameters.get(attribute), COMES_AND_GOES)
+        ]
 
 
 def _is_equal(loaded: Any, value: Tensor) -> bool:
