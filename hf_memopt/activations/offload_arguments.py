@@ -12,7 +12,7 @@ from hf_memopt.ranges import COUNT_OR_ZERO, NOT_NEGATIVE
 from hf_memopt.transfer import SyncCopier
 from hf_memopt.transfer.scratch_file import check_disk
 
-# The other fields go to the offloader as they are.
+# The other fields are passed to the offloader unchanged.
 _OWN = {"offload", "budget_gib", "cpu_copies"}
 
 

@@ -22,7 +22,7 @@ _WITH_ONE = {2: 0.01}
 
 
 class Comparison:
-    """Times of passes that follow one plan, beside those of plain passes: `plain_s` where these do not take turns.
+    """Times of passes that follow one plan, and of plain passes: `plain_s` where the two do not take turns.
 
     Single passes differ by more than a plan may miss its limit, so the fastest of several are compared. Where a plain
     pass costs no memory, as on a CPU, planned and plain passes take turns. Elsewhere there is one plain pass.

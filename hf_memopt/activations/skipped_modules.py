@@ -37,9 +37,9 @@ class SkippedModules:
         self._by_class: dict[type, bool] = {}
 
     def among(self, model: nn.Module | None) -> Callable[[FrameType | None], bool] | None:
-        """Return a test whether a frame runs in the call of a skipped module, at any depth; None if nothing is skipped.
+        """Return a predicate: does a frame run inside a call of a skipped module? None if nothing is skipped.
 
-        Without a model patterns mean classes alone. The test costs some us per 100 frames.
+        Without a model patterns mean classes alone. It costs some us per 100 frames.
         Entries that have matched no module by a model's second pass are named in a warning, once.
         """
         if not self._entries:

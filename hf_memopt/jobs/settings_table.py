@@ -48,7 +48,7 @@ class Row:
 
     @cached_property
     def profile(self) -> MemoryProfile:
-        """What is held at the fullest moment of each part of the last run of each phase.
+        """Memory in use at the fullest moment of each part of the last run of each phase.
 
         All parts of a phase have equally many changes.
         """

@@ -1,6 +1,5 @@
 """Tests of one offloader on several threads and after interrupts: gradients are the plain run's."""
 
-import random
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -101,9 +100,5 @@ def test_the_next_step_is_right_after_an_interrupt_at_any_place(model: nn.Module
 
     want = torch.autograd.grad(model(x).mean(), list(model.parameters()))
     interrupter = Interrupter("/hf_memopt/activations/", "/hf_memopt/transfer/")
-    for _ in range(6):
-        interrupter.call(step)
-    chance = random.Random(0)
-    for place in chance.choices(range(1, interrupter.count + 1), k=40):
-        interrupter.call(step, place)
-        assert all(map(torch.equal, step(), want)), interrupter.place
+    for place in interrupter.at_places(step, 40, num_warm_ups=6):
+        assert all(map(torch.equal, step(), want)), place

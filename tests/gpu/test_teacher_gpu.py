@@ -1,7 +1,6 @@
 """Tests of OffloadedTeacher on a GPU: order of the stream copier, memory, no host synchronisation."""
 
 import copy
-import random
 from pathlib import Path
 from typing import Any, cast
 
@@ -81,17 +80,17 @@ def test_interrupted_copies_are_over_before_their_memory_is_given_back(
         with torch.no_grad(), teacher.onload() as module:
             return cast(Tensor, module(x))
 
-    interrupter = Interrupter("/hf_memopt/weights/", "/hf_memopt/transfer/")
-    for _ in range(3):
-        interrupter.call(visit)
-    for place in random.Random(0).choices(range(1, interrupter.count + 1), k=12):
+    def slow_visit() -> None:
         with copier._stream_to_device:
             torch.cuda._sleep(SLEEP_CYCLES // 10)
-        interrupter.call(visit, place)
+        visit()
+
+    interrupter = Interrupter("/hf_memopt/weights/", "/hf_memopt/transfer/")
+    for place in interrupter.at_places(slow_visit, 12):
         held = torch.full((8 * 2048 * 2048,), 1.0, device="cuda")  # released memory, and more
-        assert torch.equal(visit(), want), interrupter.place
+        assert torch.equal(visit(), want), place
         torch.cuda.synchronize()
-        assert held.eq(1.0).all(), interrupter.place
+        assert held.eq(1.0).all(), place
         assert teacher.report().device_bytes == 0
 
 

@@ -2,8 +2,9 @@
 
 import dis
 import itertools
+import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cache
 from types import CodeType, FrameType
@@ -41,6 +42,14 @@ class Interrupter:
         finally:
             sys.settrace(None)
         leave_contexts_of_torch()
+
+    def at_places(self, function: Callable[[], Any], num_places: int, num_warm_ups: int = 3) -> Iterator[str]:
+        """Interrupt calls of a function at random places, after calls without interrupts; yields each place."""
+        for _ in range(num_warm_ups):
+            self.call(function)
+        for number in random.Random(0).choices(range(1, self.count + 1), k=num_places):
+            self.call(function, number)
+            yield self.place
 
     def _enter(self, frame: FrameType, event: str, argument: Any) -> Any:
         if not any(path in frame.f_code.co_filename for path in self._paths):

@@ -81,16 +81,12 @@ def test_the_next_pass_is_right_after_an_interrupt_at_any_place(kind: str, tmp_p
         loss.backward()
 
     interrupter = Interrupter("/hf_memopt/weights/", "/hf_memopt/transfer/")
-    for _ in range(3):
-        interrupter.call(step)
-    chance = random.Random(0)
-    for place in chance.choices(range(1, interrupter.count + 1), k=60):
-        interrupter.call(step, place)
+    for place in interrupter.at_places(step, 60):
         for mine, its in zip(trainable(model), weights, strict=True):
             mine.grad, mine.data = None, its.clone()
-        assert same(train(model, square_loss, base, steps=1), want), interrupter.place
+        assert same(train(model, square_loss, base, steps=1), want), place
         with base.stream():
-            assert base.report().device_bytes == 0, interrupter.place
+            assert base.report().device_bytes == 0, place
         assert copier is None or copier.live_bytes == 0
 
 

@@ -133,7 +133,7 @@ def build_model(options: ModelOptions, config: Any, checkpointing: str) -> nn.Mo
             storage=getattr(torch, options.packed_in),
         )
     if options.loss == "chunked":
-        import_fused_head()(model, outputs=("log_probs", "entropy", "is_top1"))  # as SFTTrainer asks for
+        import_fused_head()(model, outputs=("log_probs", "entropy", "is_top1"))  # the outputs that SFTTrainer requests
     if options.lora_rank is not None:
         targets = options.lora_targets or task.lora_targets(config)
         model = with_adapters(model, options.lora_rank, targets, options.use_dora, frozen, task.peft_type)

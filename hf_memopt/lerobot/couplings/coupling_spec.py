@@ -104,15 +104,15 @@ def noise_seed(seed: int, index: int, draw: int) -> int:
 
 
 def draw_noise(seeds: Sequence[int], shape: Sequence[int]) -> Tensor:
-    """Draw `(len(seeds), *shape)` on the CPU, each row of its own seed; the global random generator is left alone."""
+    """Draw `(len(seeds), *shape)` on the CPU, with one seed for each row; the global random generator is not used."""
     return torch.stack([torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) for seed in seeds])
 
 
 def observation_checksums(observation: Mapping[str, Tensor]) -> Tensor:
     """Return an integer for each sample that changes with any bit of it, `(batch,)` int64 on the CPU.
 
-    Sums of the elements' bits, each with a weight of its own position, modulo 2^64: exact on every device and in every
-    order. Zeros at the end of a row do not count. Takes one sample at a time, in 16 bytes for each of its elements.
+    Sums the elements' bits, weighted by position, modulo 2^64: exact on every device and in every order.
+    Zeros at the end of a row do not count. Takes one sample at a time, in 16 bytes for each of its elements.
     """
     batch_size = len(next(iter(observation.values())))
     totals = torch.zeros(batch_size, dtype=torch.int64)

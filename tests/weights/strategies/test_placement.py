@@ -1,7 +1,6 @@
 """Tests that swapped weights are bitwise right, travel in one copy, and survive any exception."""
 
 import copy
-import random
 from pathlib import Path
 from typing import Any
 
@@ -92,13 +91,9 @@ def test_the_next_visit_is_right_after_an_interrupt_at_any_place(
             return module(x)
 
     interrupter = Interrupter("/hf_memopt/weights/", "/hf_memopt/transfer/")
-    for _ in range(3):
-        interrupter.call(visit)
-    chance = random.Random(0)
-    for place in chance.choices(range(1, interrupter.count + 1), k=60):
-        interrupter.call(visit, place)
-        assert torch.equal(visit(), want), interrupter.place
-        assert teacher.report().device_bytes == 0, interrupter.place
+    for place in interrupter.at_places(visit, 60):
+        assert torch.equal(visit(), want), place
+        assert teacher.report().device_bytes == 0, place
 
 
 def test_prefetch_starts_one_copy_and_survives_an_exception(network: Network, x: Tensor) -> None:

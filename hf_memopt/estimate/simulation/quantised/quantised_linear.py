@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Of NF4: numbers that share a scale, and scales that share one of their own where these are quantised, too.
+# NF4: values per scale, and scales per second-level scale under double quantisation.
 _BLOCK = 64
 _BLOCK_OF_SCALES = 256
 # `llm_int8_threshold` of transformers: numbers from here on are outliers, of which inputs are taken to have none.
