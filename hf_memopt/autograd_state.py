@@ -142,6 +142,8 @@ def is_weight(tensor: Tensor) -> bool:
     return type(node).__name__ == "AccumulateGrad"
 
 
+# Classes of parameters that are plain tensors.
+PARAMETER_TYPES: set[type[Tensor]] = {nn.Parameter}
 # Set on parameters whose bytes are brought before each use.
 COMES_AND_GOES = "_hf_memopt_comes_and_goes"
 
@@ -166,7 +168,7 @@ class _Empty(dict[tuple[torch.dtype, torch.device], Tensor]):
 
     def beside(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """Return one on the device of a tensor, and fake if that is."""
-        if type(tensor) is Tensor or type(tensor) is nn.Parameter:
+        if type(tensor) is Tensor or type(tensor) in PARAMETER_TYPES:
             return self[dtype, tensor.device]
         return tensor.new_empty(0, dtype=dtype)
 
@@ -305,7 +307,7 @@ def bytes_of(tensor: Tensor) -> Tensor:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    is_of_type = type(tensor) in PLAIN_TYPES or type(tensor) is nn.Parameter
+    is_of_type = type(tensor) in PLAIN_TYPES or type(tensor) in PARAMETER_TYPES
     return is_of_type and tensor.layout is torch.strided and not tensor.is_nested and not tensor._is_zerotensor()
 
 

@@ -9,9 +9,9 @@ part is read with the pages around it to page-aligned host memory, and copied fr
 import ctypes
 import mmap
 import os
+import sys
 import threading
 import time
-import warnings
 import weakref
 import zlib
 from collections import deque
@@ -36,6 +36,7 @@ T = TypeVar("T")
 # The most that one call reads. A multiple of a page.
 PART_BYTES = 4 * MIB
 _THREADS = 4
+_MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
 # On the way to a device: half of the parts are read while the others are copied.
 _NUM_BUFFERS = 2 * _THREADS
 
@@ -150,16 +151,17 @@ class ReadFile:
             self.check()
 
     def mapped(self) -> Tensor:
-        """Return the whole file as `(num_bytes,)` uint8, read from the disk as it is touched; writing it is a fault.
+        """Return the whole file as `(num_bytes,)` uint8, read from the disk as it is touched.
 
-        So is a read behind the end of a file that has become shorter: `check` comes before each.
+        What is written stays in memory of this process. A read behind the end of a file that has become shorter is a
+        fault: `check` comes before each.
         """
         if self._mapped is None:
             self.check()
-            pages = mmap.mmap(self._file.fileno(), self.num_bytes, access=mmap.ACCESS_READ)
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message=".*not writable")
-                self._mapped = torch.frombuffer(pages, dtype=torch.uint8)
+            flags = mmap.MAP_PRIVATE | _MAP_NORESERVE  # what may be written counts as memory otherwise
+            protection = mmap.PROT_READ | mmap.PROT_WRITE
+            pages = mmap.mmap(self._file.fileno(), self.num_bytes, flags=flags, prot=protection)
+            self._mapped = torch.frombuffer(pages, dtype=torch.uint8)
         return self._mapped
 
     def _read(self, position: int, num_bytes: int, pages: Tensor) -> Tensor:

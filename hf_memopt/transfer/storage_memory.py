@@ -12,7 +12,7 @@ import mmap
 import os
 import sys
 from functools import cache
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -40,6 +40,10 @@ class StorageMemory(Protocol):
 
     block: Tensor
 
+    @property
+    def is_exported(self) -> bool:
+        """Return whether a NumPy array may have been made of the memory since it was given, which nothing guards."""
+
     def give(self) -> Tensor:
         """Return uninitialised memory to fill, `(num_bytes,)` uint8; a MemoryError or RuntimeError if there is none."""
 
@@ -63,9 +67,10 @@ class AccessGuard:
 
     def __init__(self, storage: UntypedStorage, message: str) -> None:
         torch._C._set_storage_data_ptr_access_error_msg(storage._cdata, message)
-        flags, size = _fields_of_storages()
-        self._flags = [ctypes.c_bool.from_address(storage._cdata + offset) for offset in flags]
-        self._size = ctypes.c_int64.from_address(storage._cdata + size)
+        fields = _fields_of_storages()
+        self._flags = [ctypes.c_bool.from_address(storage._cdata + offset) for offset in fields.closed]
+        self._size = ctypes.c_int64.from_address(storage._cdata + fields.size)
+        self._is_resizable = ctypes.c_bool.from_address(storage._cdata + fields.is_resizable)
         self._message = message
         self._is_shared = storage.device.type == "cuda"  # torch's answer for private memory
         # torch's own method does not handle the error, and would end the process.
@@ -79,6 +84,14 @@ class AccessGuard:
         for flag in self._flags:
             flag.value = False
 
+    @property
+    def is_exported(self) -> bool:
+        """Return whether a NumPy array may have the memory: torch forbids to resize its storage from then on."""
+        return not self._is_resizable.value
+
+    def allow_resizing(self) -> None:
+        self._is_resizable.value = True
+
     def claim_size(self, num_bytes: int) -> None:
         """Set the size of a closed storage without memory, so that views of it can be made."""
         self._size.value = num_bytes
@@ -89,31 +102,44 @@ class AccessGuard:
         return self._is_shared
 
 
+class _Fields(NamedTuple):
+    """Places of fields in torch's storage objects: the flags of a closed one, its size, whether it may be resized."""
+
+    closed: tuple[int, ...]
+    size: int
+    is_resizable: int
+
+
 @cache
-def _fields_of_storages() -> tuple[tuple[int, ...], int]:
-    """Return where in a storage object torch keeps the flags of a closed one, and its size: by closing one."""
+def _fields_of_storages() -> _Fields:
+    """Find the fields: by making an array of a storage, and by closing it."""
     num_bytes, length, word = 0x5EED5, 96, 8  # the message's pointer is the object's last field
-    storage = torch.empty(num_bytes, dtype=torch.uint8).untyped_storage()
+    tensor = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+    storage = tensor.untyped_storage()
     memory = (ctypes.c_ubyte * length).from_address(storage._cdata)
-    before = bytes(memory)
+    states = [bytes(memory)]
+    tensor.numpy()
+    states.append(bytes(memory))
     torch._C._set_storage_data_ptr_access_error_msg(storage._cdata, "closed")
-    after = bytes(memory)
+    states.append(bytes(memory))
+    before, exported, closed = states
     starts = range(0, length, word)
     sizes = [start for start in starts if int.from_bytes(before[start : start + word], "little") == num_bytes]
     pointers = {
-        start for start in starts if not any(before[start : start + word]) and any(after[start + 2 : start + word])
+        start for start in starts if not any(before[start : start + word]) and any(closed[start + 2 : start + word])
     }
     flags = tuple(
         place
         for place in range(length)
-        if (before[place], after[place]) == (0, 1) and place // word * word not in pointers
+        if (exported[place], closed[place]) == (0, 1) and place // word * word not in pointers
     )
-    is_known = len(flags) == 2 and len(sizes) == 1
+    resizable = [place for place in range(length) if (before[place], exported[place]) == (1, 0)]
+    is_known = len(flags) == 2 and len(sizes) == len(resizable) == 1
     for place in flags if is_known else ():
         memory[place] = 0
     if not is_known or storage.data_ptr() == 0:
         raise RuntimeError(f"torch {torch.__version__} keeps the state of storages in another way; use torch 2.11")
-    return flags, sizes[0]
+    return _Fields(flags, sizes[0], resizable[0])
 
 
 class ResizedMemory:
@@ -134,6 +160,10 @@ class ResizedMemory:
         self._guard = AccessGuard(self._storage, message) if can_guard else None
         self._is_there = True
         self.show()
+
+    @property
+    def is_exported(self) -> bool:
+        return self._guard is not None and self._guard.is_exported
 
     def give(self) -> Tensor:
         if self._guard is None:
@@ -162,6 +192,7 @@ class ResizedMemory:
             return
         if self._guard is not None:
             self._guard.open()
+            self._guard.allow_resizing()
             self._guard.claim_size(0)  # an interrupt may have come between this and the end of the last call
         try:
             self._storage.resize_(0)
@@ -247,6 +278,7 @@ class WholePages:
         # With a storage of its own, which has no more bytes when it is saved or copied.
         self.block = torch.frombuffer(self._mapping, dtype=torch.uint8, offset=first + offset, count=num_bytes)
         self._guard = AccessGuard(self.block.untyped_storage(), message)
+        self._guard.allow_resizing()
         start = self.pages.data_ptr()
         self._addresses, self.huge = range(start, start + size), range(start, start + size // _HUGE_PAGE * _HUGE_PAGE)
         self._spare = spare
@@ -261,6 +293,10 @@ class WholePages:
     @staticmethod
     def are_available() -> bool:
         return sys.platform == "linux"
+
+    @property
+    def is_exported(self) -> bool:
+        return self._guard.is_exported
 
     def give(self) -> Tensor:
         if not self._is_there:
@@ -280,6 +316,7 @@ class WholePages:
 
     def take(self) -> None:
         self._guard.close()
+        self._guard.allow_resizing()
         if self._is_there:
             self._is_there = False
             self._give_up()

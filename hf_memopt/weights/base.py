@@ -176,6 +176,7 @@ class StreamedWeights:
             _budget(budget_gib, chosen),
             repeats=True,
             remedy=f"read or write it inside `with base.visit(module):` of its StreamedWeights, or {REMEDY}",
+            remedy_of_writes=REMEDY,
         )
         at_home = {
             id(each.tensor): view
@@ -235,7 +236,7 @@ class StreamedWeights:
         Takes device memory for all of them at once, beyond `budget_gib` if need be.
         """
         self._home.check()
-        with self._visiting.visit(module):
+        with self._visiting.visit(module, WithStatement.of_caller()):
             yield
         self._guards.check(self._visiting.is_unchanged)
 

@@ -159,8 +159,8 @@ class HostHome:
 class FileHome:
     """A block in files. Between visits weights are mapped: the system reads pages that are touched, and may drop them.
 
-    Mapped weights cannot be written. On the CPU they are read in place, too. To read them where a file has become
-    shorter ends the process, so that each reader calls `check` right before.
+    To read mapped weights where a file has become shorter ends the process, so that each reader calls `check` right
+    before.
 
     Args:
         weights: the weights.

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_memopt.autograd_state import PARAMETER_TYPES
 from hf_memopt.transfer import Copier
 from hf_memopt.transfer.backends import PLAIN_TYPES
 
@@ -37,7 +38,7 @@ def inner_tensors(name: str, tensor: Tensor) -> Iterator[Tensor]:
     if is_quantised(tensor):
         for field in _fields(tensor)[0]:
             yield from inner_tensors(f"{name}.{field}", getattr(tensor, field))
-    elif type(tensor) in (*PLAIN_TYPES, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_meta:
+    elif type(tensor) in PLAIN_TYPES | PARAMETER_TYPES and tensor.layout is torch.strided and not tensor.is_meta:
         yield tensor
     else:
         raise ValueError(

@@ -170,10 +170,10 @@ FAULTS = {
         (BackwardVisit, "close", lambda sound: lambda self, *gradients: self.end()),
     ]),
     "a user leaves for all": Fault("needless error", 30, [(ResidentSet, "_give_up", of_all_users)]),
-    "parameters are not checked": Fault("other value", 80, [
+    "parameters are not checked": Fault("other value", 120, [
         (ParameterGuards, "check", returns(None)),
     ], only=("before unfreeze", "backward inside")),
-    "states lack the values": Fault("needless error", 10, [(guards, "_supply", returns(None))]),
+    "states lack the values": Fault("needless error", 10, [(guards._StateAtHome, "supply", returns(None))]),
     "casts are of another weight": Fault("needless error", 30, [(Visiting, "cast_of", of_another_weight)]),
 }  # fmt: skip
 

@@ -3,13 +3,16 @@
 import functools
 import threading
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from frozen_bases import WIDTH, adapted, ids, same, square_loss, streamed, trainable
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.func import functional_call, grad, jvp, vmap
+from torch.func import functional_call, grad, jvp, linearize, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 X = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(0))
@@ -64,6 +67,69 @@ def selective_checkpointing(model: nn.Module) -> list[Tensor]:
     return [x.grad]
 
 
+def selective_checkpointing_of_views(model: nn.Module) -> list[Tensor]:
+    """Save what the engine's own work consists of, too."""
+    aten = torch.ops.aten
+    saved = {aten.slice.Tensor, aten.copy_.default, aten.view.default, aten.t.default, aten.detach.default}
+
+    def policy(context: object, operation: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if operation in saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def block(x: Tensor) -> Tensor:
+        return model.layers[1](model.layers[0](x)[:, : WIDTH // 2].tanh().repeat(1, 2)).tanh()
+
+    x = X.clone().requires_grad_()
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    checkpoint(block, x, use_reentrant=False, context_fn=contexts).square().sum().backward()
+    return [x.grad]
+
+
+def captured_inputs(model: nn.Module) -> list[Tensor]:
+    """Ask for the gradient of what a hook has got, which other layers read as well."""
+    captured: list[Tensor] = []
+    hooks = [
+        layer.base.register_forward_hook(lambda module, args, output: captured.append(args[0]))
+        for layer in model.layers[1:]
+    ]
+    loss = square_loss(model)
+    for hook in hooks:
+        hook.remove()
+    return [*torch.autograd.grad(loss, captured)]
+
+
+def gradients_turned_on_inside(model: nn.Module) -> list[Tensor]:
+    layer = model.layers[0]
+    x = X.clone().requires_grad_()
+
+    def forward(x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            return kind.forward(layer, x)
+
+    kind: Any = type(layer)
+    layer.forward = forward
+    with torch.no_grad():
+        y = layer(x)
+    del layer.forward
+    return [*torch.autograd.grad(y.square().sum(), x)]
+
+
+def sparse_inputs(model: nn.Module) -> list[Tensor]:
+    x = X.relu().requires_grad_()
+    y = nn.functional.linear((x * 1).to_sparse(), model.layers[0].base.weight)
+    return [*torch.autograd.grad(y.square().sum(), x)]
+
+
+def linearized(model: nn.Module) -> list[Tensor]:
+    adapters = {name: each.detach() for name, each in model.named_parameters() if each.requires_grad}
+    tokens = ids()
+    logits, push = linearize(lambda values: functional_call(model, values, (tokens,)), adapters)
+    return [logits, push({name: torch.ones_like(each) for name, each in adapters.items()})]
+
+
+def traced(model: nn.Module) -> list[Tensor]:
+    return [make_fx(model)(ids())(ids(seed=5))]
+
+
 def other_thread(model: nn.Module) -> list[Tensor]:
     thread = threading.Thread(target=lambda: square_loss(model).backward())
     thread.start()
@@ -113,6 +179,7 @@ def take(model: nn.Module) -> list[Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # by forward-mode AD
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node:UserWarning")  # by linearize
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled:UserWarning")
 @pytest.mark.parametrize(
     "way",
@@ -125,6 +192,12 @@ def take(model: nn.Module) -> list[Tensor]:
         batched_gradients,
         inference_mode,
         selective_checkpointing,
+        selective_checkpointing_of_views,
+        captured_inputs,
+        gradients_turned_on_inside,
+        sparse_inputs,
+        linearized,
+        traced,
         other_thread,
         anomaly_detection,
         two_losses_of_one_forward,
@@ -133,10 +206,13 @@ def take(model: nn.Module) -> list[Tensor]:
     ],
     ids=lambda way: way.__name__,
 )
-def test_results_are_those_of_the_resident_run(way: Callable[[nn.Module], list[Tensor]]) -> None:
+@pytest.mark.parametrize("home", ["host", "file"])
+def test_results_are_those_of_the_resident_run(
+    way: Callable[[nn.Module], list[Tensor]], home: str, tmp_path: Path
+) -> None:
     want = way(adapted())
     model = adapted()
-    base = streamed(model)
+    base = streamed(model, home=home, disk=tmp_path)
     for _ in range(3):
         with base.stream():
             got = way(model)

@@ -1,21 +1,28 @@
-"""Parameters whose bytes are away: an operation on one is seen before it reads, and brings the bytes or raises.
+"""The classes of parameters whose bytes come and go.
 
-While its bytes are away, a parameter has another class, derived from its own, with `__torch_function__`. So torch
-hands each function that gets it to the object by which it streams. Functions of other tensors run as ever. Views that
-others hold, and nodes of autograd, do not come this way: their storage is closed (`transfer/storage_memory.py`).
+While its bytes are away, a parameter has a class derived from its own, with `__torch_function__`. So torch hands each
+function that gets it to the object by which it streams, which brings the bytes or raises. Functions of other tensors
+run as ever. Views that others hold, and nodes of autograd, do not come this way: their storage is closed
+(`transfer/storage_memory.py`).
+
+While its bytes are there, it is a `WatchedParameter`, whose writes are counted.
 """
 
+import sys
 from collections.abc import Iterable
 from functools import cache
 from types import GetSetDescriptorType
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
-from hf_memopt.autograd_state import COMES_AND_GOES
+from hf_memopt.autograd_state import COMES_AND_GOES, PARAMETER_TYPES
 from hf_memopt.uncompiled import graph_break, uncompiled
+
+_NEW_PARAMETER = nn.Parameter.__new__.__code__
 
 
 class Reader(Protocol):
@@ -24,12 +31,12 @@ class Reader(Protocol):
     def read(self, function: Any, args: Any, kwargs: Any, parameters: list[Tensor]) -> Any:
         """Return the result of a function that reads or writes parameters whose bytes are away."""
 
-    def refuse_copy(self, parameter: Tensor) -> None:
-        """Raise the error for a parameter that is being copied or pickled while its bytes are away."""
+    def bring_to_copy(self, parameter: Tensor) -> None:
+        """Bring a parameter that is being copied or pickled, or raise the error."""
 
 
 class Away:
-    """The part of such a class that is not the parameter's own."""
+    """The part of the class of a parameter that is away which is not the parameter's own."""
 
     __slots__ = ()
 
@@ -39,7 +46,7 @@ class Away:
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _without_bytes():
-            return without_reading(func, args, kwargs)
+            return call_unseen(func, args, kwargs)
         found = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Away)]
         away: Any = [each for each in found if COMES_AND_GOES in vars(each)]
         if not away:  # views, to which a subclass of tensors has handed its class down
@@ -48,27 +55,80 @@ class Away:
         reader: Reader = getattr(away[0], COMES_AND_GOES)
         return reader.read(func, args, kwargs, away)
 
-    def __deepcopy__(self, memo: Any) -> None:
-        getattr(self, COMES_AND_GOES).refuse_copy(self)
+    def __deepcopy__(self: Any, memo: Any) -> Any:
+        getattr(self, COMES_AND_GOES).bring_to_copy(self)
+        return self.__deepcopy__(memo)  # that of its present class
+
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        getattr(self, COMES_AND_GOES).bring_to_copy(self)
+        return self.__reduce_ex__(protocol)
+
+
+class WatchedParameter(nn.Parameter):
+    """A parameter whose `.data` is a view that counts writes together with it; torch counts those of `.data` apart.
+
+    Arrays on its memory hold a tensor of their own, so that they show in the storage's references.
+    """
+
+    __slots__ = ()
+
+    data = property(Tensor.detach, Tensor.data.__set__)  # type: ignore[attr-defined]
+
+    def detach(self) -> Tensor:
+        found = Tensor.detach(self)
+        if sys._getframe(1).f_code is _NEW_PARAMETER:  # which wants the class that it was given
+            found.__class__ = WatchedParameter
+        return found
+
+    def numpy(self, **options: Any) -> Any:
+        return Tensor.detach(self).numpy(**options)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return Tensor.detach(self).__dlpack__(**options)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        found = super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
+        found.__class__ = nn.Parameter
+        return found
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        getattr(self, COMES_AND_GOES).refuse_copy(self)
+        found = nn.Parameter(Tensor.detach(self), self.requires_grad)
+        vars(found).update((name, each) for name, each in vars(self).items() if name != COMES_AND_GOES)
+        return found.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+PARAMETER_TYPES.add(WatchedParameter)
+# By function of a plain parameter, that of a watched one.
+_data: Any = Tensor.data
+WATCHED: dict[Any, Any] = {
+    _data.__get__: Tensor.detach,
+    Tensor.numpy: WatchedParameter.numpy,
+    Tensor.__dlpack__: WatchedParameter.__dlpack__,
+}
 
 
 def set_away(parameters: Iterable[Tensor]) -> None:
     for parameter in parameters:
         if not isinstance(parameter, Away):
-            parameter.__class__ = _away_class(type(parameter))
+            parameter.__class__ = _away_class(_own_class(parameter))
 
 
-def set_present(parameters: Iterable[Tensor]) -> None:
+def set_present(parameters: Iterable[Tensor], are_watched: bool = True) -> None:
+    """Make parameters watched ones, or plain ones: modes that torch dispatches to take no others."""
+    are_watched = are_watched and not is_in_torch_dispatch_mode()
     for parameter in parameters:
-        if isinstance(parameter, Away):
-            parameter.__class__ = type(parameter).__bases__[1]
+        kind = _own_class(parameter)
+        parameter.__class__ = WatchedParameter if are_watched and kind is nn.Parameter else kind
 
 
-def without_reading(function: Any, args: Any, kwargs: Any) -> Any:
-    """Call a function on parameters that are away; an access to their bytes raises an error that names the weight."""
+def _own_class(parameter: Tensor) -> Any:
+    if isinstance(parameter, Away):
+        return type(parameter).__bases__[1]
+    return nn.Parameter if type(parameter) is WatchedParameter else type(parameter)
+
+
+def call_unseen(function: Any, args: Any, kwargs: Any) -> Any:
+    """Call a function on parameters that are away; an access to absent bytes raises an error that names the weight."""
     with torch._C.DisableTorchFunctionSubclass():
         return function(*args, **kwargs)
 

@@ -7,7 +7,8 @@ So each visit is noted before it is entered, under the pass that it is part of.
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -40,6 +41,7 @@ class _BackwardPass:
 
     def __init__(self, number: int, visits: "OpenVisits") -> None:
         self.number, self._visits = number, weakref.ref(visits)
+        self.thread = threading.get_ident()
 
     def __call__(self) -> None:
         visits = self._visits()
@@ -71,6 +73,17 @@ class OpenVisits:
         """Return the calls that the present pass is in, the innermost last."""
         number = current_backward()
         return self._calls[-threading.get_ident() if number == NO_BACKWARD else number]
+
+    @property
+    def threads(self) -> set[int]:
+        """Return the threads that are in calls, or run backward passes."""
+        in_calls = {-number for number, calls in list(self._calls.items()) if calls and number < 0}
+        backward = [ending() for ending in list(self._alive.values())]
+        return in_calls | {each.thread for each in backward if each is not None}
+
+    def of_present_pass(self) -> list[Any]:
+        """Return the calls that the present pass is in, and the visits that it has open as a backward pass."""
+        return [*self.calls, *self._backward.get(current_backward(), ())]
 
     def expect_end(self) -> dict["OpenVisit", None]:
         """Return the open visits of the present backward pass, whose end closes them."""
@@ -144,6 +157,9 @@ class BackwardVisit:
         self._enter, self._leave, self._others = enter, leave, others
         self._is_open = False
         self._records_graph = False
+        self._num_nodes = 0
+        # Of those after which it closes, the ones that have not run since it was opened.
+        self._waiting: set[int] = set()
 
     @uncompiled
     def open(self, *gradients: Any) -> None:
@@ -151,6 +167,7 @@ class BackwardVisit:
         if not self._is_open:
             visits[self] = None
             self._is_open = True
+            self._waiting = set(range(self._num_nodes))
             self._enter(self)
         self._records_graph = torch.is_grad_enabled()
 
@@ -161,6 +178,18 @@ class BackwardVisit:
             self._others.keep(self)
         elif self._is_open:
             self.end()
+
+    def close_after(self, nodes: Sequence[Any]) -> None:
+        """Close it when all of some nodes have run."""
+        self._num_nodes = len(nodes)
+        for number, node in enumerate(nodes):
+            node.register_hook(partial(self._node_has_run, number))
+
+    @uncompiled
+    def _node_has_run(self, number: int, *gradients: Any) -> None:
+        self._waiting.discard(number)
+        if not self._waiting:
+            self.close()
 
     def end(self) -> None:
         if self._is_open:

@@ -1,8 +1,9 @@
 """Guards of streamed parameters: their state is saved and compared at home, and nobody may change them."""
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -48,8 +49,8 @@ class ParameterGuards:
         for each in parameters:
             value = rewrapped(each.parameter, lambda inner: at_home[id(inner)])
             owners.setdefault(each.owner, {})[each.attribute] = value
-        for owner, found in owners.items():
-            state = _StateAtHome(found, check_home)
+        self._states = {owner: _StateAtHome(found, check_home) for owner, found in owners.items()}
+        for owner, state in self._states.items():
             # torch writes an attribute of the hook, which a method has no room for.
             self._handles.append(owner.register_state_dict_post_hook(partial(state.supply)))
             self._handles.append(owner.register_load_state_dict_pre_hook(state.begin_loading))
@@ -64,7 +65,7 @@ class ParameterGuards:
                 raise RuntimeError(f"frozen weight {name!r} was replaced while it streams; {REMEDY}")
             if parameter.requires_grad:
                 raise RuntimeError(f"frozen weight {name!r} requires a gradient while it streams; {REMEDY}")
-            if not is_unchanged(parameter):
+            if not is_unchanged(parameter) or self._states[owner].is_written(attribute):
                 raise RuntimeError(f"frozen weight {name!r} was written, cast or moved while it streams; {REMEDY}")
 
     def remove(self) -> None:
@@ -90,6 +91,17 @@ def _with_own_storage(view: Tensor) -> Tensor:
     return torch._neg_view(found) if view.is_neg() else found
 
 
+def _alias(handed_out: dict[int, Tensor], view: Tensor) -> Tensor:
+    """Return a tensor on the memory of a view, which counts writes together with that in `handed_out`."""
+    if id(view) not in handed_out:
+        handed_out[id(view)] = _with_own_storage(view)
+    return handed_out[id(view)].detach()
+
+
+def refuse_pickling() -> NoReturn:
+    raise TypeError("a model cannot be pickled while its weights stream; save its state_dict()")
+
+
 class _StateAtHome:
     """Saves a module's streamed weights from their home, and loads nothing in their place.
 
@@ -101,15 +113,26 @@ class _StateAtHome:
 
     def __init__(self, values: Mapping[str, Tensor], check: Callable[[], None]) -> None:
         self._values, self._check = values, check
+        # By name, and by the id of the tensor at home, what state dicts have got.
+        self._handed_out: dict[str, dict[int, Tensor]] = defaultdict(dict)
+        # By name, the tensors that state dicts have got.
+        self._own: dict[str, list[Tensor]] = {}
         self._taken: set[str] = set()
 
     def __deepcopy__(self, memo: Any) -> "_StateAtHome":
         return self
 
+    def __reduce__(self) -> Any:
+        refuse_pickling()
+
     def supply(self, module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
         self._check()
         for attribute, value in self._streamed(module, state, prefix):
-            state[prefix + attribute] = rewrapped(value, _with_own_storage)
+            state[prefix + attribute] = rewrapped(value, partial(_alias, self._handed_out[attribute]))
+
+    def is_written(self, attribute: str) -> bool:
+        """Return whether what a state dict has got was written, which no home keeps."""
+        return any(each._version for each in self._handed_out.get(attribute, {}).values())
 
     def begin_loading(self, module: nn.Module, state: Any, prefix: str, *others: Any) -> None:
         for attribute, value in self._streamed(module, state, prefix):

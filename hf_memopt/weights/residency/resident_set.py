@@ -8,6 +8,8 @@ from contextlib import ExitStack
 from hf_memopt.weights.residency.storages import CastWeight, CountedStorage, Storage
 from hf_memopt.weights.residency.visit_order import Visit, VisitOrder
 
+# The reason for which a storage stays until nobody else has tensors or arrays on it.
+HELD = "held since a visit"
 # Between them may be visits of storages that are there.
 _MAX_VISITS_AHEAD = 32
 
@@ -64,6 +66,10 @@ class ResidentSet:
         self._casts = {each for each in self._casts if each.users}
         self.device_bytes = sum(each.num_bytes for each in self.storages if each.has_memory)
         self.device_bytes += sum(each.num_bytes for each in self._casts)
+        for number in [number for number, reason in self.reasons.items() if reason == HELD]:
+            if not self.storages[number].is_held_by_others():
+                del self.reasons[number]
+                self.storages[number].stays = False
         self._unused, self._furthest, self._ahead = {}, [], set()
         self._used = {number for number, each in enumerate(self.storages) if each.users}
         for number, each in enumerate(self.storages):
@@ -241,6 +247,9 @@ class ResidentSet:
         self._unused.pop(number, None)
         self._ahead.discard(number)
         storage = self.storages[number]
+        if storage.is_exported():
+            self.keep(number, HELD)
+            return
         num_bytes = storage.num_bytes if storage.has_memory else 0
         try:
             storage.drop()

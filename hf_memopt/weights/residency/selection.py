@@ -131,11 +131,16 @@ def reads_as_a_whole(module: nn.Module) -> bool:
 
     A compiled region calls no module. PEFT's layers read the weights of their base, as DoRA does, but for plain LoRA.
     """
-    if is_compiled(module) or isinstance(module, _ATTENTION):
+    if calls_no_modules(module):
         return True
     if not isinstance(getattr(module, "base_layer", None), nn.Module):
         return False
     return not hasattr(module, "lora_A") or bool(getattr(module, "lora_variant", None))
+
+
+def calls_no_modules(module: nn.Module) -> bool:
+    """Return whether a module reads weights in a way that other classes of theirs would change, or break."""
+    return is_compiled(module) or isinstance(module, _ATTENTION)
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -44,6 +44,12 @@ class Storage(Protocol):
     def drop(self) -> None:
         """Give the memory up. Work submitted so far may still read it."""
 
+    def is_held_by_others(self) -> bool:
+        """Return whether a graph, or anybody else, has tensors on it, or one of its parameters."""
+
+    def is_exported(self) -> bool:
+        """Return whether an array may have its memory, which nothing guards."""
+
 
 class CountedStorage:
     """A storage of a forecast."""
@@ -60,6 +66,12 @@ class CountedStorage:
 
     def drop(self) -> None:
         self.has_memory = False
+
+    def is_held_by_others(self) -> bool:
+        return False
+
+    def is_exported(self) -> bool:
+        return False
 
 
 class StreamedStorage:
@@ -99,7 +111,7 @@ class StreamedStorage:
         )
         self._memory.take()
         self._versions: list[int] = []
-        self._own_holders: list[int] = []
+        self._num_own_holders = 0
         self._to_fill: Tensor | None = None
         # The copy under way, None before and after.
         self._transfer: Transfer | None = None
@@ -127,7 +139,10 @@ class StreamedStorage:
             self._memory.show()
             self._is_filled = True
             self._transfer = None
-        set_present(self._parameters)
+
+    def show(self, are_watched: bool) -> None:
+        """Let every thread read the parameters, which have arrived."""
+        set_present(self._parameters, are_watched)
 
     def rest(self) -> None:
         set_away(self._parameters)
@@ -157,17 +172,21 @@ class StreamedStorage:
             self._home.settle()
             self._is_starting = False
 
+    @property
+    def is_simulated(self) -> bool:
+        return type(self._memory.block) is not Tensor
+
     def bind(self) -> None:
         """Bind the parameters to the storage."""
         # Simulated tensors give a storage memory when they are bound to it.
-        is_absent = not self.has_memory and type(self._memory.block) is not Tensor
+        is_absent = not self.has_memory and self.is_simulated
         if is_absent:
             self._memory.give()
         bind(self._offsets, self.present)
         if is_absent:
             self._memory.take()
         self._versions = [tensor._version for tensor in self.tensors]
-        self._own_holders = self._holders()
+        self._num_own_holders = self.num_holders()
         (set_present if self._is_filled and self.users else set_away)(self._parameters)
 
     def unbind(self, tensors: Sequence[Tensor]) -> None:
@@ -183,14 +202,22 @@ class StreamedStorage:
         )
         self.bind()
 
-    def is_held_by_others(self) -> bool:
-        """Return whether a graph, or anybody else, has tensors on the storage, or one of the parameters."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return self._holders() != self._own_holders
+    def is_exported(self) -> bool:
+        return self._memory.is_exported and self.is_held_by_others()
 
-    def _holders(self) -> list[int]:
+    def is_held_by_others(self) -> bool:
+        return self.num_holders() != self._num_own_holders
+
+    def num_holders(self) -> int:
+        """Return how many references torch counts to the storage and its parameters."""
         tensors: list[Any] = self.tensors
-        return [torch._C._storage_Use_Count(self.key), *(tensor._use_count() for tensor in tensors)]
+        with torch._C.DisableTorchFunctionSubclass():
+            found: int = torch._C._storage_Use_Count(self.key) + sum(tensor._use_count() for tensor in tensors)
+            return found
+
+    def is_written(self) -> bool:
+        """Return whether somebody has written the parameters."""
+        return any(tensor._version != version for tensor, version in zip(self.tensors, self._versions, strict=True))
 
     def is_unchanged(self) -> bool:
         """Return whether the parameters are bound as this object has left them, and nobody has written them."""

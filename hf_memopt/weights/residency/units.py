@@ -4,14 +4,11 @@
     backward    close <-- nodes of those operations <-- open
 
 Each node that the call has made opens a visit before it runs: the outputs' own nodes would not do, since a write in
-place takes a view's node out of the graph, and a loss may be computed from something else than outputs. The nodes
-behind the inputs have lower numbers than those of the operations. Autograd runs the node with the highest number
-first, so when one of an input's runs, the others are over. Where all inputs are leaves or without a gradient,
-backward's end closes the visit.
+place takes a view's node out of the graph, and a loss may be computed from something else than outputs.
 
-An input that others read too, as a decoder's layers read the encoder's output, has its node run late. So a module that
-reads its input once gets a view of it, with a node of its own. Elsewhere that would change the order in which
-gradients are added up, and with it their rounding.
+The nodes of a module that calls one operator run in a row, and the last one closes the visit. Elsewhere some may not
+run, and the nodes behind the inputs close it: they have lower numbers than those of the operations, and autograd runs
+the node with the highest number first. Where all inputs are leaves or without a gradient, backward's end does.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -51,6 +48,11 @@ class Visits(Protocol):
         self, visit: Visit, user: object, cast: CastWeight | None = None, outputs: Iterable[Tensor] = ()
     ) -> None: ...
 
+    def is_written(self, visit: Visit) -> bool: ...
+
+    def refuse_writes(self, visit: Visit) -> None:
+        """Raise the error for weights of a visit that were written."""
+
     def cast_of(self, visit: Visit, weight: Any) -> CastWeight | None:
         """Return the cast that autocast would make of a weight, the only one of its visit."""
 
@@ -89,7 +91,7 @@ class Unit:
 
     def around(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Return the result of a forward that is one visit."""
-        args, kwargs = self._enter(self.module, args, kwargs) or (args, kwargs)
+        self._enter(self.module, args, kwargs)
         output = None
         try:
             output = forward(self.module, *args, **kwargs)
@@ -99,10 +101,10 @@ class Unit:
 
     @graph_break
     @uncompiled
-    def _enter(self, module: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    def _enter(self, module: Any, args: Any, kwargs: Any) -> None:
         visits = self._visits
         if module is not self.module or not visits.is_active:
-            return None
+            return
         cast = visits.cast_of(self.visit, module.weight) if self._is_one_operator else None
         enter = partial(visits.enter, self.visit, cast=cast)
         leave = partial(visits.leave, self.visit, cast=cast)
@@ -111,12 +113,8 @@ class Unit:
         enter(call)
         if cast is not None:
             call.replace_weight(cast.tensor)
-        if not torch.is_grad_enabled():
-            return None
-        if self._is_one_operator and args:
-            return (call.view_of(args[0]), *args[1:]), kwargs
-        call.close_after((args, kwargs))
-        return None
+        if torch.is_grad_enabled() and not self._is_one_operator:
+            call.close_after((args, kwargs))
 
     @graph_break
     @uncompiled
@@ -127,8 +125,11 @@ class Unit:
             while calls[-1].module is not module:  # what an exception has left
                 calls[-1].end()
                 calls.pop()
+            is_written = self._visits.is_written(self.visit)
             calls[-1].finish(args, output)
             calls.pop()
+            if is_written and output is not None:  # which it is after an exception
+                self._visits.refuse_writes(self.visit)
 
 
 def _hide(module: nn.Module, unit: Unit) -> None:
@@ -158,7 +159,6 @@ class _Call:
         self.module, self._is_one_operator = module, is_one_operator
         self._leave, self._backward = leave, backward
         self._has_replaced_weight = False
-        self._records = torch.is_grad_enabled()
         # Nodes made during the call have at least this number.
         self._first_node = next_node()
 
@@ -171,17 +171,6 @@ class _Call:
         vars(self.module)["weight"] = tensor  # found before the parameter
         self._has_replaced_weight = True
 
-    def view_of(self, tensor: Tensor) -> Tensor:
-        """Return a view of an input, whose node closes the visit in backward."""
-        # Autocast shares one copy of a leaf among its readers, and would not if one had a view.
-        if not tensor.requires_grad or tensor.is_leaf:
-            return tensor
-        view = tensor.view_as(tensor)
-        if view.grad_fn is not None:
-            view.grad_fn.register_prehook(self._backward.close)
-            self._first_node = next_node()
-        return view
-
     def close_after(self, inputs: Any) -> None:
         """Have the nodes behind inputs close the visit in backward."""
         for node in {tensor.grad_fn for tensor in tree_leaves(inputs) if isinstance(tensor, Tensor)}:
@@ -191,10 +180,13 @@ class _Call:
     def finish(self, args: Any, output: Any) -> None:
         """End the visit, and have the nodes of the call open another one in backward."""
         outputs = list(_tensors_in(output))
-        if self._records:
+        if next_node() != self._first_node:
             others = () if self._is_one_operator else self._handed_out_otherwise(args)
-            for node in self._nodes((*outputs, *others)):
+            nodes = list(self._nodes((*outputs, *others)))
+            for node in nodes:
                 node.register_prehook(self._backward.open)
+            if self._is_one_operator:
+                self._backward.close_after(nodes)
         self.end(outputs)
 
     def _handed_out_otherwise(self, args: Any) -> Iterator[Tensor]:

@@ -1,14 +1,16 @@
 """The engine of weights that are away: storages, modules that visit them, and reads that nothing announces."""
 
+import sys
 import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._python_dispatch import _disable_current_modes, is_in_torch_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
 from hf_memopt.autograd_state import COMES_AND_GOES, calling_module, in_backward, is_plain
@@ -16,13 +18,15 @@ from hf_memopt.transfer import Copier
 from hf_memopt.weights.homes import WeightsHome
 from hf_memopt.weights.packed_weights import PackedWeights
 from hf_memopt.weights.quantised import is_quantised, stored_tensors
-from hf_memopt.weights.residency.away import is_alias, without_reading
+from hf_memopt.weights.residency.away import WATCHED, Away, call_unseen, is_alias, set_present
 from hf_memopt.weights.residency.backward_visits import OpenVisits
-from hf_memopt.weights.residency.resident_set import ResidentSet
-from hf_memopt.weights.residency.selection import visits_of
+from hf_memopt.weights.residency.guards import refuse_pickling
+from hf_memopt.weights.residency.resident_set import HELD, ResidentSet
+from hf_memopt.weights.residency.selection import calls_no_modules, visits_of
 from hf_memopt.weights.residency.storages import CastWeight, StreamedStorage
 from hf_memopt.weights.residency.units import Unit
 from hf_memopt.weights.residency.visit_order import Visit
+from hf_memopt.weights.residency.with_statement import WithStatement
 
 
 class Pass:
@@ -38,6 +42,14 @@ class Pass:
         self.held: dict[int, None] = {}
         self.num_ended: int | None = None
         self.num_ended_before = num_ended
+
+
+class _OutsideVisit(NamedTuple):
+    """A visit by code that is no module's, the user of its storages."""
+
+    visit: Visit
+    thread: int
+    statement: WithStatement
 
 
 class Visiting:
@@ -56,6 +68,7 @@ class Visiting:
         budget_bytes: see `ResidentSet`.
         repeats: the same.
         remedy: the end of the message for an access to a weight that is away, outside of a pass.
+        remedy_of_writes: of the message for a weight that was written.
 
     Attributes:
         lock: of all that follows.
@@ -74,10 +87,11 @@ class Visiting:
         budget_bytes: float,
         repeats: bool,
         remedy: str,
+        remedy_of_writes: str,
     ) -> None:
         self.lock = threading.RLock()
         self._home, self._device, self._copier = home, device, copier
-        self._remedy, self._repeats = remedy, repeats
+        self._remedy, self._remedy_of_writes, self._repeats = remedy, remedy_of_writes, repeats
         self.is_active = repeats
         self._slices_of = weights.slices_of
         self.names: dict[int, str] = {}
@@ -91,6 +105,7 @@ class Visiting:
             for number, piece in enumerate(weights.slices)
         ]
         home.trim()
+        self._is_simulated = any(each.is_simulated for each in self.found)
         self.parameters = list({id(each): each for group in owners.values() for each in group}.values())
         place_of = {id(each): (storage, place) for storage in self.found for place, each in enumerate(storage.tensors)}
         self._quantised = {
@@ -112,17 +127,28 @@ class Visiting:
         self._passes: dict[int, Pass] = {}
         self._outside: dict[int, Pass] = {}
         self._over: list[Pass] = []
+        self._outside_visits: dict[int, _OutsideVisit] = {}
+        # Whether several threads are at work: then parameters look as if they were away, so that each read shows whose
+        # it is. Those of attention and of compiled regions do not, which would take another way.
+        self._are_several = False
+        self._always_shown = frozenset(
+            number for module, unit in self._units.items() if calls_no_modules(module) for number in unit.visit
+        )
         self._read_by: dict[nn.Module, dict[int, None]] = defaultdict(dict)
         self._has_failed = False
 
     def __deepcopy__(self, memo: Any) -> "Visiting":
         return self
 
+    def __reduce__(self) -> Any:
+        refuse_pickling()
+
     # -------------------------------------------------------------------------------------------- passes
 
     def begin(self, kind: str) -> Pass:
         """Begin a pass of this thread, which `end` ends."""
         with self.lock:
+            self._end_interrupted()
             has_failed = self.open_visits.close_old(self._is_held) or self._has_failed
             self._has_failed = False
             thread = threading.get_ident()
@@ -137,6 +163,7 @@ class Visiting:
             self.storages.begin(kind, has_failed)
             self._home.trim()
             self._passes[thread] = Pass(self.open_visits.num_ended)
+            self._show(())
             return self._passes[thread]
 
     def end(self, over: Pass, has_failed: bool, needs_backward: bool) -> None:
@@ -158,26 +185,48 @@ class Visiting:
                 self._end_pass()
 
     @contextmanager
-    def visit(self, module: nn.Module) -> Iterator[None]:
-        """Keep the weights of a module, and of those inside, on the device."""
+    def visit(self, module: nn.Module, statement: WithStatement) -> Iterator[None]:
+        """Keep the weights of a module, and of those inside, on the device, for code in a statement."""
         numbers = tuple(
             dict.fromkeys(
                 number for parameter in module.parameters() for number in self._slices_of.get(id(parameter), ())
             )
         )
-        user = object()
+        with self.lock:
+            self._end_interrupted()
+            user = _OutsideVisit(numbers, threading.get_ident(), statement)
+            self._outside_visits[id(user)] = user
+        before: list[int] = []
         try:
             self.enter(numbers, user, is_model=False)
+            before.extend(self.found[number].num_holders() for number in numbers)
             yield
         finally:
             try:
-                # Backward may read them after the visit. Checkpointing keeps parameters themselves, which nobody sees.
-                if in_backward():
-                    self._hold(numbers)
-                elif torch.is_grad_enabled() and threading.get_ident() in self._passes:
-                    self._hold([number for number in numbers if self._is_held(number)])
+                self._hold_after(numbers, before)
             finally:
                 self.leave(numbers, user)
+                del self._outside_visits[id(user)]
+
+    def _hold_after(self, numbers: Visit, before: list[int]) -> None:
+        """Hold weights that may be read after a visit; `before` it, they had so many holders."""
+        if in_backward():
+            self._hold(numbers)
+        elif torch.is_grad_enabled() and threading.get_ident() in self._passes:
+            # Checkpointing keeps parameters themselves, which nobody sees.
+            self._hold([number for number in numbers if self._is_held(number)])
+        else:
+            with self.lock:
+                for number, num_holders in zip(numbers, before, strict=False):
+                    if self.found[number].num_holders() > num_holders:
+                        self.storages.keep(number, HELD)
+
+    def _end_interrupted(self) -> None:
+        """End visits of which an interrupt has cut off the end."""
+        for key, each in list(self._outside_visits.items()):
+            if not each.statement.may_be_running():
+                self.leave(each.visit, each)
+                del self._outside_visits[key]
 
     def bind(self) -> None:
         for storage in self.found:
@@ -232,6 +281,7 @@ class Visiting:
             self._units.popitem()[1].remove()
         for parameter in self.parameters:
             vars(parameter).pop(COMES_AND_GOES, None)
+        set_present(self.parameters, are_watched=False)
 
     def names_of_resident(self) -> dict[str, tuple[str, ...]]:
         return {
@@ -246,9 +296,12 @@ class Visiting:
 
         Raises RuntimeError outside of a pass; inside, brings them first, or looks rows of a table up at home.
         """
+        numbers = dict.fromkeys(number for each in parameters for number in self._slices_of[id(each)])
+        if self._are_several and self._has_entered(numbers):
+            return call_unseen(WATCHED.get(function, function), args, kwargs)
         if not self._is_in_pass():
             if is_alias(function):
-                return without_reading(function, args, kwargs)
+                return call_unseen(function, args, kwargs)
             raise RuntimeError(self._message(self._name_of(parameters[0])))
         table = _looked_up(function, args, kwargs)
         if table is not None and table[0] is parameters[0]:
@@ -258,16 +311,21 @@ class Visiting:
             raise RuntimeError(
                 f"call the attention module itself, not its forward(): {self._message(self._name_of(parameters[0]))}"
             )
-        numbers = dict.fromkeys(number for each in parameters for number in self._slices_of[id(each)])
         module = calling_module()
         if module in self._modules:
             self._read_by[module].update(numbers)
         self._hold(numbers)
+        function = WATCHED.get(function, function)
+        if any(isinstance(each, Away) for each in parameters):
+            return call_unseen(function, args, kwargs)
         return function(*args, **kwargs)
 
-    def refuse_copy(self, parameter: Tensor) -> None:
-        name = self._name_of(parameter)
-        raise RuntimeError(f"frozen weight {name!r} cannot be copied while its weights stream; {self._remedy}")
+    def bring_to_copy(self, parameter: Tensor) -> None:
+        if self._is_in_pass():
+            self._hold(self._slices_of[id(parameter)])
+        if isinstance(parameter, Away):
+            name = self._name_of(parameter)
+            raise RuntimeError(f"frozen weight {name!r} cannot be copied while its weights stream; {self._remedy}")
 
     def _message(self, name: str) -> str:
         return (
@@ -284,6 +342,13 @@ class Visiting:
             or (self.is_active and not self._repeats)
             or calling_module() in self._modules
         )
+
+    def _has_entered(self, numbers: Iterable[int]) -> bool:
+        """Return whether this thread is in visits of storages."""
+        thread = threading.get_ident()
+        visits = [each for each in list(self._outside_visits.values()) if each.thread == thread]
+        own = {*self.open_visits.of_present_pass(), self._passes.get(thread), self._outside.get(thread), *visits}
+        return not any(own.isdisjoint(self.found[number].users) for number in numbers)
 
     def _hold(self, numbers: Iterable[int]) -> None:
         """Have storages on the device until the present pass and its backward are over."""
@@ -306,7 +371,8 @@ class Visiting:
     def _rows(self, table: Tensor, indices: Tensor) -> Tensor:
         (number,) = self._slices_of[id(table)]
         place = next(place for place, each in enumerate(self.found[number].tensors) if each is table)
-        return self._home.rows(number, place, indices)
+        with torch._C._DisableFuncTorch(), self._without_modes():
+            return self._home.rows(number, place, indices)
 
     # -------------------------------------------------------------------------------------------- visits
 
@@ -327,15 +393,46 @@ class Visiting:
                 self._add_unit(module, wanted)
 
     def enter(self, visit: Visit, user: object, cast: CastWeight | None = None, is_model: bool = True) -> None:
-        with self.lock, torch._C._DisableFuncTorch():  # which forbids writes to memory that it does not track
+        # `torch.func` forbids writes to memory that it does not track; modes would see copies, and record them.
+        with self.lock, torch._C._DisableFuncTorch(), self._without_modes():
             self.storages.enter(visit, user, cast, is_model)
+            self._show(visit)
 
     def leave(self, visit: Visit, user: object, cast: CastWeight | None = None, outputs: Iterable[Tensor] = ()) -> None:
-        with self.lock:
+        with self.lock, self._without_modes():
             self._keep_handed_out(visit, outputs)
             self.storages.leave(visit, user, cast)
             if not self._passes and not in_backward():
                 self._home.trim()
+
+    def _show(self, visit: Visit) -> None:
+        """Let threads read the weights of a visit without asking, unless there are several."""
+        threads = (
+            self._passes.keys() | self.open_visits.threads | {each.thread for each in self._outside_visits.values()}
+        )
+        if len(threads) > 1 and not self._are_several:
+            for storage in self.found:
+                storage.rest()
+        self._are_several = len(threads) > 1
+        for number in visit:
+            if number in self._always_shown:
+                self.found[number].show(are_watched=False)
+            elif not self._are_several and self.found[number].users:
+                self.found[number].show(are_watched=True)
+
+    def _without_modes(self) -> AbstractContextManager[Any]:
+        """Enclose work that modes of torch's dispatcher must not see, where it is not simulated by one."""
+        is_seen = is_in_torch_dispatch_mode() and not self._is_simulated
+        return _disable_current_modes() if is_seen else nullcontext()
+
+    def is_written(self, visit: Visit) -> bool:
+        return any(self.found[number].is_written() for number in visit)
+
+    def refuse_writes(self, visit: Visit) -> None:
+        number = next(number for number in visit if self.found[number].is_written())
+        raise RuntimeError(
+            f"frozen weight {self.names[number]!r} was written while it streams; {self._remedy_of_writes}"
+        )
 
     def _is_held(self, number: int) -> bool:
         return self.found[number].is_held_by_others()
@@ -374,7 +471,8 @@ class Visiting:
         with self.lock:
             key = id(weight), dtype
             if key not in self._casts:
-                self._casts[key] = CastWeight(storage.present[0], dtype, self._copier, storage.message)
+                with self._without_modes():
+                    self._casts[key] = CastWeight(storage.present[0], dtype, self._copier, storage.message)
             return self._casts[key]
 
 
@@ -402,13 +500,20 @@ class _BackwardReads(Pass):
 
 
 def _looked_up(function: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor] | None:
-    """Return table and indices of an embedding that is read in few rows; None for any other function."""
+    """Return table and indices of an embedding that is read in few rows; None for any other function.
+
+    What torch traces needs the function itself: the rows would be a constant of the trace.
+    """
+    tracing = sys.modules.get("torch.fx.experimental.proxy_tensor")
+    if tracing is not None and tracing.get_proxy_mode() is not None:
+        return None
     names = {functional.embedding: ("input", "weight", "padding_idx", "max_norm"), torch.embedding: ("weight", "input")}
     given = dict(zip(names.get(function, ()), args, strict=False)) | kwargs
     table, indices = given.get("weight"), given.get("input", given.get("indices"))
     if table is None or indices is None or given.get("max_norm") is not None:
         return None
-    if table.dim() != 2 or not is_plain(indices) or indices.numel() >= table.shape[0]:
+    is_read_on_the_host = is_plain(indices) and not torch._C._functorch.is_functorch_wrapped_tensor(indices)
+    if table.dim() != 2 or not is_read_on_the_host or indices.numel() >= table.shape[0]:
         return None
     return table, indices
 

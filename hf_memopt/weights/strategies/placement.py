@@ -1,10 +1,44 @@
 """The interface of strategies for a teacher's weights, and the simple ones: resident and swapped."""
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_memopt.transfer import Copier, Transfer
 from hf_memopt.weights.homes import WeightsHome
 from hf_memopt.weights.packed_weights import PackedWeights, bind, views
+from hf_memopt.weights.quantised import inner_tensors
+from hf_memopt.weights.residency.away import set_present
+
+REMEDY_OF_WRITES = "nothing keeps what is written to it; write it before the teacher is made, or use mode='resident'"
+
+
+class WriteGuard:
+    """Notices writes of a module's weights since `begin`, those through `.data` too.
+
+    Args:
+        module: whose parameters become watched ones.
+        weights: those of the module that are offloaded.
+    """
+
+    def __init__(self, module: nn.Module, weights: PackedWeights) -> None:
+        self._named = [
+            (name, tensor)
+            for name, parameter in module.named_parameters()
+            if id(parameter) in weights.slices_of
+            for tensor in inner_tensors(name, parameter)
+        ]
+        set_present(each for each in module.parameters() if id(each) in weights.slices_of)
+        self.begin()
+
+    def begin(self) -> None:
+        self._versions = [0 if tensor.is_inference() else tensor._version for _, tensor in self._named]
+
+    def check(self, when: str) -> None:
+        """Raise RuntimeError, once, for a weight that was written since."""
+        versions = self._versions
+        self.begin()
+        for (name, _), before, now in zip(self._named, versions, self._versions, strict=True):
+            if before != now:
+                raise RuntimeError(f"teacher weight {name!r} was written {when}; {REMEDY_OF_WRITES}")
 
 
 class WeightPlacement:

@@ -10,7 +10,7 @@ from hf_memopt.weights.packed_weights import PackedWeights
 from hf_memopt.weights.residency.resident_set import forecast
 from hf_memopt.weights.residency.visit_order import Visit
 from hf_memopt.weights.residency.visiting import Visiting
-from hf_memopt.weights.strategies.placement import WeightPlacement
+from hf_memopt.weights.strategies.placement import REMEDY_OF_WRITES, WeightPlacement
 
 
 class StreamedVisits(WeightPlacement):
@@ -51,6 +51,7 @@ class StreamedVisits(WeightPlacement):
             self._budget_bytes,
             repeats=False,
             remedy="call the teacher, and read its weights, inside `with teacher.onload():`",
+            remedy_of_writes=REMEDY_OF_WRITES,
         )
         self._visiting.finish(home.views, has_failed=False)
 
