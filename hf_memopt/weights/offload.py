@@ -26,7 +26,7 @@ from hf_memopt.weights.residency.selection import why_they_stay
 from hf_memopt.weights.sharing import SharedWeights
 from hf_memopt.weights.strategies.auto import AutoWeights
 from hf_memopt.weights.strategies.mode_choice import TEACHER_MODES, TeacherMode, choose_at_start
-from hf_memopt.weights.strategies.placement import ResidentWeights, SwappedWeights, WeightPlacement
+from hf_memopt.weights.strategies.placement import ResidentWeights, SwappedWeights, WeightPlacement, WriteGuard
 from hf_memopt.weights.strategies.shared_base import SharedBase, is_part_of
 from hf_memopt.weights.strategies.stream import StreamedVisits
 
@@ -116,9 +116,8 @@ class OffloadedTeacher:
 
     Args:
         module: the teacher, frozen and put into evaluation mode here, and owned by this object from now on. Usable on
-            the CPU between visits, unless quantised; to write a weight whose home is a file is a memory fault. If it is
-            the student itself, a PEFT model also given as `share_with`, the teacher is its base, with adapters disabled
-            (see `SharedBase`).
+            the CPU between visits, unless quantised. If it is the student itself, a PEFT model also given as
+            `share_with`, the teacher is its base, with adapters disabled (see `SharedBase`).
         device: where the teacher runs.
         mode: `"swap"`, the weights visit the device in one block; `"stream"`, they pass through a small ring of blocks
             as they are used (see `StreamedVisits`); `"resident"`, they stay on `device`; `"auto"`, resident on the
@@ -173,6 +172,7 @@ class OffloadedTeacher:
         self._staying_bytes = 0
         self._home = "file" if home == "file" else "cpu"
         self._at_home: WeightsHome | None = None
+        self._writes: WriteGuard | None = None
         self._copier = copier_for(self.device, purpose="teacher") if copier is None else copier
         if share_with is not None and is_part_of(module, share_with):
             self._shared = SharedWeights(module, None)
@@ -193,6 +193,8 @@ class OffloadedTeacher:
             make = partial(make_home, self._weights, home, self.device, self._copier, files, disk)
             budget_bytes = None if budget_gib is None else int(budget_gib * GIB)
             self._placement = self._place(mode, budget_bytes, home, make)
+            if self._placement.mode != "resident":
+                self._writes = WriteGuard(module, self._weights)
             self._weights.drop_sources()
             return_freed_memory()
         logger.info("teacher: %s; %s", self._placement.mode, self._placement.reason)
@@ -209,7 +211,8 @@ class OffloadedTeacher:
         May be nested. The module is back on the host afterwards, also after an error inside or in the copy.
 
         Raises:
-            RuntimeError: shared weights of the student have been changed (see `SharedWeights.bind`).
+            RuntimeError: shared weights of the student have been changed (see `SharedWeights.bind`); weights were
+                written in a visit, or between two with `home="file"`. Nothing keeps that, but in mode resident.
         """
         finished = False
         try:
@@ -217,7 +220,12 @@ class OffloadedTeacher:
                 self._visits += 1
                 if self._visits == 1:
                     self._shared.bind()
-                    self._placement.onload()
+                    if self._writes is not None and self._home == "file":
+                        self._writes.check("between visits")
+                    if self._writes is not None:
+                        self._writes.begin()
+                    with torch.inference_mode(False):  # in which writes are not counted
+                        self._placement.onload()
             yield self._module
             finished = True
         finally:
@@ -225,6 +233,8 @@ class OffloadedTeacher:
                 self._visits -= 1
                 if self._visits == 0:
                     self._placement.evict(finished)
+                    if self._writes is not None and self._placement.mode != "resident" and finished:
+                        self._writes.check("in a visit")
 
     def prefetch(self) -> None:
         """Start the copy for the next visit, if it is not under way. Takes the teacher's device memory from now on."""

@@ -1,7 +1,10 @@
 import copy
 import dataclasses
 import pickle
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -34,6 +37,40 @@ def test_the_next_visit_is_right_after_a_fault_in_any_forward(
         assert teacher.report().device_bytes == 0
         with teacher.onload() as module:
             assert torch.equal(module(x), want)
+
+
+WRITES = {
+    "itself": lambda weight: weight.mul_(2),
+    "data": lambda weight: weight.data.mul_(2),
+    "detached": lambda weight: weight.detach().mul_(2),
+}
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("home", ["host", "file"])
+@pytest.mark.parametrize("mode", ["swap", "stream", "resident"])
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_a_written_weight_is_kept_or_an_error(
+    network: Network, x: Tensor, mode: Any, write: Callable[[Any], Any], home: Any, context: Any, tmp_path: Path
+) -> None:
+    plain = copy.deepcopy(network)
+    disk = tmp_path if home == "file" else None
+    teacher = OffloadedTeacher(network, device="cpu", mode=mode, home=home, copier=SyncCopier(), disk=disk)
+    weight, its = next(network.parameters()), next(plain.parameters())
+    with context():
+        with nullcontext() if mode == "resident" else pytest.raises(RuntimeError, match="was written in a visit"):
+            with teacher.onload():
+                write(weight)
+        if mode == "resident":
+            write(its.detach())
+        with teacher.onload() as module:
+            assert torch.equal(module(x), plain(x))
+    write(weight)
+    write(its.detach())
+    is_kept = home == "host" or mode == "resident"
+    with nullcontext() if is_kept else pytest.raises(RuntimeError, match="was written between visits"):
+        with teacher.onload() as module:
+            assert torch.equal(module(x), plain(x))
 
 
 def test_nested_visits_leave_once(network: Network, x: Tensor) -> None:
