@@ -71,6 +71,9 @@ class AccessGuard:
         self._flags = [ctypes.c_bool.from_address(storage._cdata + offset) for offset in fields.closed]
         self._size = ctypes.c_int64.from_address(storage._cdata + fields.size)
         self._is_resizable = ctypes.c_bool.from_address(storage._cdata + fields.is_resizable)
+        self._allocator = ctypes.c_void_p.from_address(storage._cdata + fields.allocator)
+        # Memory of another owner has none, and torch would ask that.
+        self._own_allocator = self._allocator.value or fields.allocator_of_host
         self._message = message
         self._is_shared = storage.device.type == "cuda"  # torch's answer for private memory
         # torch's own method does not handle the error, and would end the process.
@@ -91,6 +94,7 @@ class AccessGuard:
 
     def allow_resizing(self) -> None:
         self._is_resizable.value = True
+        self._allocator.value = self._own_allocator  # `share_memory_` has taken it away
 
     def claim_size(self, num_bytes: int) -> None:
         """Set the size of a closed storage without memory, so that views of it can be made."""
@@ -103,16 +107,18 @@ class AccessGuard:
 
 
 class _Fields(NamedTuple):
-    """Places of fields in torch's storage objects: the flags of a closed one, its size, whether it may be resized."""
+    """Places of fields in torch's storage objects, the flags of a closed one among them, and the value of one."""
 
     closed: tuple[int, ...]
     size: int
     is_resizable: int
+    allocator: int
+    allocator_of_host: int
 
 
 @cache
 def _fields_of_storages() -> _Fields:
-    """Find the fields: by making an array of a storage, and by closing it."""
+    """Find the fields: by making an array of a storage, by closing it, and in storages of other owners."""
     num_bytes, length, word = 0x5EED5, 96, 8  # the message's pointer is the object's last field
     tensor = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
     storage = tensor.untyped_storage()
@@ -134,12 +140,21 @@ def _fields_of_storages() -> _Fields:
         if (exported[place], closed[place]) == (0, 1) and place // word * word not in pointers
     )
     resizable = [place for place in range(length) if (before[place], exported[place]) == (1, 0)]
-    is_known = len(flags) == 2 and len(sizes) == len(resizable) == 1
+    others = torch.empty(1, dtype=torch.uint8, device="cpu"), torch.frombuffer(bytearray(1), dtype=torch.uint8)
+    words = [(ctypes.c_uint64 * (length // word)).from_address(each.untyped_storage()._cdata) for each in others]
+    allocators = [
+        start
+        for start, its, foreign in zip(starts, *words, strict=True)
+        if int.from_bytes(before[start : start + word], "little") == its != foreign == 0
+        and start // word * word not in {place // word * word for place in resizable}
+    ]
+    is_known = len(flags) == 2 and len(sizes) == len(resizable) == len(allocators) == 1
     for place in flags if is_known else ():
         memory[place] = 0
     if not is_known or storage.data_ptr() == 0:
         raise RuntimeError(f"torch {torch.__version__} keeps the state of storages in another way; use torch 2.11")
-    return _Fields(flags, sizes[0], resizable[0])
+    allocator = allocators[0]
+    return _Fields(flags, sizes[0], resizable[0], allocator, words[0][allocator // word])
 
 
 class ResizedMemory:
@@ -277,7 +292,8 @@ class WholePages:
         self.address = self._to_fill.data_ptr()
         # With a storage of its own, which has no more bytes when it is saved or copied.
         self.block = torch.frombuffer(self._mapping, dtype=torch.uint8, offset=first + offset, count=num_bytes)
-        self._guard = AccessGuard(self.block.untyped_storage(), message)
+        self._storage, self._message = self.block.untyped_storage(), message
+        self._guard = AccessGuard(self._storage, message)
         self._guard.allow_resizing()
         start = self.pages.data_ptr()
         self._addresses, self.huge = range(start, start + size), range(start, start + size // _HUGE_PAGE * _HUGE_PAGE)
@@ -313,6 +329,9 @@ class WholePages:
 
     def show(self) -> None:
         self._guard.open()
+        if self._storage.data_ptr() != self.address:
+            self._guard.close()
+            raise RuntimeError(f"{self._message}; its memory was exchanged")
 
     def take(self) -> None:
         self._guard.close()

@@ -5,6 +5,7 @@ import io
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -160,10 +161,37 @@ def test_a_write_is_an_error(write: Callable[[nn.Parameter], object], where: str
 def test_a_write_of_a_state_dict_is_an_error(home: str, tmp_path: Path) -> None:
     model = adapted()
     base = streamed(model, home=home, disk=tmp_path)
-    for value in model.state_dict().values():
+    with torch.inference_mode():
+        state = model.state_dict()
+    with base.stream():
+        pass
+    for value in state.values():
         value.mul_(0.5)
     with pytest.raises(RuntimeError, match=r"table\.weight' was written"), base.stream():
         pass
+
+
+@pytest.mark.parametrize("home", ["host", "file"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda weight: weight.untyped_storage().resize_(100_000),
+        lambda weight: weight.untyped_storage().resize_(0),
+        lambda weight: weight.share_memory_(),
+    ],
+    ids=["longer", "empty", "shared"],
+)
+def test_memory_that_was_exchanged_is_brought_again_or_an_error(
+    change: Callable[[nn.Parameter], object], home: str, tmp_path: Path
+) -> None:
+    model, plain = adapted(), adapted()
+    base = streamed(model, home=home, disk=tmp_path)
+    with base.visit(model):
+        change(model.layers[0].base.weight)
+    with nullcontext() if home == "host" else pytest.raises(RuntimeError, match=r"layers\.0.*its memory was exchanged"):
+        for _ in range(2):
+            with base.stream():
+                assert torch.equal(model(ids()), plain(ids()))
 
 
 @pytest.mark.parametrize("home", ["host", "file"])

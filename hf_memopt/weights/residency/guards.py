@@ -94,7 +94,8 @@ def _with_own_storage(view: Tensor) -> Tensor:
 def _alias(handed_out: dict[int, Tensor], view: Tensor) -> Tensor:
     """Return a tensor on the memory of a view, which counts writes together with that in `handed_out`."""
     if id(view) not in handed_out:
-        handed_out[id(view)] = _with_own_storage(view)
+        with torch.inference_mode(False):  # in which writes are not counted
+            handed_out[id(view)] = _with_own_storage(view)
     return handed_out[id(view)].detach()
 
 
