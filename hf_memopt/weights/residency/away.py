@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable
 from functools import cache
 from types import GetSetDescriptorType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -107,24 +107,35 @@ WATCHED: dict[Any, Any] = {
 }
 
 
-def set_away(parameters: Iterable[Tensor]) -> None:
-    for parameter in parameters:
-        if not isinstance(parameter, Away):
-            parameter.__class__ = _away_class(_own_class(parameter))
+class Classes(NamedTuple):
+    """A parameter, and its classes: while it is away, while it is there, and for modes that know no other."""
+
+    parameter: Tensor
+    away: Any
+    watched: Any
+    plain: Any
+
+    @classmethod
+    def of(cls, parameter: Tensor) -> "Classes":
+        kind: Any = type(parameter)
+        kind = nn.Parameter if kind is WatchedParameter else kind.__bases__[1] if issubclass(kind, Away) else kind
+        return cls(parameter, _away_class(kind), WatchedParameter if kind is nn.Parameter else kind, kind)
 
 
-def set_present(parameters: Iterable[Tensor], are_watched: bool = True) -> None:
-    """Make parameters watched ones, or plain ones: modes that torch dispatches to take no others."""
-    are_watched = are_watched and not is_in_torch_dispatch_mode()
-    for parameter in parameters:
-        kind = _own_class(parameter)
-        parameter.__class__ = WatchedParameter if are_watched and kind is nn.Parameter else kind
+def set_away(found: Iterable[Classes]) -> None:
+    for each in found:
+        each.parameter.__class__ = each.away
 
 
-def _own_class(parameter: Tensor) -> Any:
-    if isinstance(parameter, Away):
-        return type(parameter).__bases__[1]
-    return nn.Parameter if type(parameter) is WatchedParameter else type(parameter)
+def set_present(found: Iterable[Classes]) -> None:
+    is_seen = is_in_torch_dispatch_mode()
+    for each in found:
+        each.parameter.__class__ = each.plain if is_seen else each.watched
+
+
+def set_plain(found: Iterable[Classes]) -> None:
+    for each in found:
+        each.parameter.__class__ = each.plain
 
 
 def call_unseen(function: Any, args: Any, kwargs: Any) -> Any:

@@ -14,7 +14,7 @@ from hf_memopt.transfer import Copier, Transfer
 from hf_memopt.transfer.storage_memory import ResizedMemory
 from hf_memopt.weights.homes import WeightsHome
 from hf_memopt.weights.packed_weights import WeightSlice, bind, views
-from hf_memopt.weights.residency.away import set_away, set_present
+from hf_memopt.weights.residency.away import Classes, set_away, set_plain, set_present
 
 
 class Storage(Protocol):
@@ -101,7 +101,7 @@ class StreamedStorage:
         self.tensors = [each.tensor for each in piece.offsets]
         self.users: set[object] = set()
         self.stays = self.has_memory = False
-        self._parameters = parameters
+        self._classes = [Classes.of(each) for each in parameters]
         self._start, self._home, self._copier = piece.start, home, copier
         self._memory = home.memory(piece, device, message)
         self.key: int = self._memory.block.untyped_storage()._cdata
@@ -140,15 +140,15 @@ class StreamedStorage:
             self._is_filled = True
             self._transfer = None
 
-    def show(self, are_watched: bool) -> None:
+    def show(self, are_watched: bool = True) -> None:
         """Let every thread read the parameters, which have arrived."""
-        set_present(self._parameters, are_watched)
+        (set_present if are_watched else set_plain)(self._classes)
 
     def rest(self) -> None:
-        set_away(self._parameters)
+        set_away(self._classes)
 
     def drop(self) -> None:
-        set_away(self._parameters)
+        set_away(self._classes)
         self._is_filled = False
         self._settle()
         error: Exception | None = None
@@ -187,11 +187,11 @@ class StreamedStorage:
             self._memory.take()
         self._versions = [tensor._version for tensor in self.tensors]
         self._num_own_holders = self.num_holders()
-        (set_present if self._is_filled and self.users else set_away)(self._parameters)
+        (set_present if self._is_filled and self.users else set_away)(self._classes)
 
     def unbind(self, tensors: Sequence[Tensor]) -> None:
         """Bind the parameters to other memory, which does not come and go."""
-        set_present(self._parameters)
+        set_present(self._classes)
         bind(self._offsets, tensors)
 
     def follow(self, place: int, tensor: Tensor) -> None:
@@ -217,7 +217,7 @@ class StreamedStorage:
 
     def is_written(self) -> bool:
         """Return whether somebody has written the parameters."""
-        return any(tensor._version != version for tensor, version in zip(self.tensors, self._versions, strict=True))
+        return [tensor._version for tensor in self.tensors] != self._versions
 
     def is_unchanged(self) -> bool:
         """Return whether the parameters are bound as this object has left them, and nobody has written them."""

@@ -18,7 +18,7 @@ from hf_memopt.transfer import Copier
 from hf_memopt.weights.homes import WeightsHome
 from hf_memopt.weights.packed_weights import PackedWeights
 from hf_memopt.weights.quantised import is_quantised, stored_tensors
-from hf_memopt.weights.residency.away import WATCHED, Away, call_unseen, is_alias, set_present
+from hf_memopt.weights.residency.away import WATCHED, Away, Classes, call_unseen, is_alias, set_plain
 from hf_memopt.weights.residency.backward_visits import OpenVisits
 from hf_memopt.weights.residency.guards import refuse_pickling
 from hf_memopt.weights.residency.resident_set import HELD, ResidentSet
@@ -27,6 +27,8 @@ from hf_memopt.weights.residency.storages import CastWeight, StreamedStorage
 from hf_memopt.weights.residency.units import Unit
 from hf_memopt.weights.residency.visit_order import Visit
 from hf_memopt.weights.residency.with_statement import WithStatement
+
+_NOTHING = nullcontext()
 
 
 class Pass:
@@ -128,9 +130,9 @@ class Visiting:
         self._outside: dict[int, Pass] = {}
         self._over: list[Pass] = []
         self._outside_visits: dict[int, _OutsideVisit] = {}
-        # Whether several threads are at work: then parameters look as if they were away, so that each read shows whose
-        # it is. Those of attention and of compiled regions do not, which would take another way.
-        self._are_several = False
+        # The thread that is at work, None where several are: then parameters look as if they were away, so that each
+        # read shows whose it is. Those of attention and of compiled regions do not, which would take another way.
+        self._only_thread: int | None = -1
         self._always_shown = frozenset(
             number for module, unit in self._units.items() if calls_no_modules(module) for number in unit.visit
         )
@@ -281,7 +283,7 @@ class Visiting:
             self._units.popitem()[1].remove()
         for parameter in self.parameters:
             vars(parameter).pop(COMES_AND_GOES, None)
-        set_present(self.parameters, are_watched=False)
+        set_plain(map(Classes.of, self.parameters))
 
     def names_of_resident(self) -> dict[str, tuple[str, ...]]:
         return {
@@ -297,7 +299,7 @@ class Visiting:
         Raises RuntimeError outside of a pass; inside, brings them first, or looks rows of a table up at home.
         """
         numbers = dict.fromkeys(number for each in parameters for number in self._slices_of[id(each)])
-        if self._are_several and self._has_entered(numbers):
+        if self._only_thread is None and self._has_entered(numbers):
             return call_unseen(WATCHED.get(function, function), args, kwargs)
         if not self._is_in_pass():
             if is_alias(function):
@@ -407,23 +409,25 @@ class Visiting:
 
     def _show(self, visit: Visit) -> None:
         """Let threads read the weights of a visit without asking, unless there are several."""
-        threads = (
-            self._passes.keys() | self.open_visits.threads | {each.thread for each in self._outside_visits.values()}
-        )
-        if len(threads) > 1 and not self._are_several:
-            for storage in self.found:
-                storage.rest()
-        self._are_several = len(threads) > 1
+        thread = threading.get_ident()
+        if thread != self._only_thread:
+            outside = {each.thread for each in self._outside_visits.values()}
+            are_several = bool((self._passes.keys() | self.open_visits.threads | outside) - {thread})
+            if are_several and self._only_thread is not None:
+                for storage in self.found:
+                    storage.rest()
+            self._only_thread = None if are_several else thread
         for number in visit:
+            storage = self.found[number]
             if number in self._always_shown:
-                self.found[number].show(are_watched=False)
-            elif not self._are_several and self.found[number].users:
-                self.found[number].show(are_watched=True)
+                storage.show(are_watched=False)
+            elif self._only_thread is not None and storage.users:
+                storage.show()
 
     def _without_modes(self) -> AbstractContextManager[Any]:
         """Enclose work that modes of torch's dispatcher must not see, where it is not simulated by one."""
         is_seen = is_in_torch_dispatch_mode() and not self._is_simulated
-        return _disable_current_modes() if is_seen else nullcontext()
+        return _disable_current_modes() if is_seen else _NOTHING
 
     def is_written(self, visit: Visit) -> bool:
         return any(self.found[number].is_written() for number in visit)

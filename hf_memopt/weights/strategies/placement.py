@@ -6,7 +6,7 @@ from hf_memopt.transfer import Copier, Transfer
 from hf_memopt.weights.homes import WeightsHome
 from hf_memopt.weights.packed_weights import PackedWeights, bind, views
 from hf_memopt.weights.quantised import inner_tensors
-from hf_memopt.weights.residency.away import set_present
+from hf_memopt.weights.residency.away import Classes, set_present
 
 REMEDY_OF_WRITES = "nothing keeps what is written to it; write it before the teacher is made, or use mode='resident'"
 
@@ -26,7 +26,7 @@ class WriteGuard:
             if id(parameter) in weights.slices_of
             for tensor in inner_tensors(name, parameter)
         ]
-        set_present(each for each in module.parameters() if id(each) in weights.slices_of)
+        set_present(Classes.of(each) for each in module.parameters() if id(each) in weights.slices_of)
         self.begin()
 
     def begin(self) -> None:
