@@ -24,6 +24,7 @@ from hf_memopt.weights.homes import make_home
 from hf_memopt.weights.packed_weights import PackedWeights
 from hf_memopt.weights.quantised import claim_device, return_second_tensors, stored_tensors
 from hf_memopt.weights.residency.guards import REMEDY, ParameterGuards
+from hf_memopt.weights.residency.model_state import ModelState
 from hf_memopt.weights.residency.selection import Selection, is_compiled, select
 from hf_memopt.weights.residency.visiting import Visiting
 from hf_memopt.weights.residency.with_statement import WithStatement
@@ -35,6 +36,8 @@ BaseHome = Literal["auto", "host", "file"]
 BASE_HOMES: tuple[str, ...] = get_args(BaseHome)
 # The attribute of a model that holds the object by which its weights stream.
 _STREAMED = "_hf_memopt_streamed_weights"
+# The one in which DistributedDataParallel finds the names of parameters that it leaves alone.
+_IGNORED = "_ddp_params_and_buffers_to_ignore"
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,8 @@ class StreamedWeights:
 
     Between passes a weight is away: a read or write raises a RuntimeError that names it, except inside of `visit`.
 
+    An exception or an interrupt in the constructor leaves the model as it was.
+
     Make it before a `Trainer`, an optimizer or `DistributedDataParallel` gets the model: those would move all weights
     to the device. The weights are on `device` from then on, as far as anybody can see, and others follow them there.
 
@@ -155,46 +160,18 @@ class StreamedWeights:
             )
         self.device = _device_of(model) if device is None else torch.device(device)
         self._copier = copier_for(self.device, purpose="base") if copier is None else copier
-        claim_device(model, self._copier)
-        return_second_tensors(model)
-        chosen = select(model)
-        weights = PackedWeights(model, exclude=chosen.others, inner_of=stored_tensors)
-        self._home_name = _home_of(home, self.device, weights.num_bytes)
-        where = loaded_from(model) if files is None else files
-        self._home = make_home(weights, self._home_name, self.device, self._copier, where, disk)
-        self._sources = _own_memory(weights)
-        weights.drop_sources()
-        self._streamed_bytes = weights.num_bytes
         self._model = model
-        self._resident = chosen.resident_bytes
-        self._visiting = Visiting(
-            model,
-            weights,
-            self._home,
-            self.device,
-            self._copier,
-            _budget(budget_gib, chosen),
-            repeats=True,
-            remedy=f"read or write it inside `with base.visit(module):` of its StreamedWeights, or {REMEDY}",
-            remedy_of_writes=REMEDY,
-        )
-        at_home = {
-            id(each.tensor): view
-            for piece, values in zip(weights.slices, self._home.views, strict=True)
-            for each, view in zip(piece.offsets, values, strict=True)
-        }
-        self._guards = ParameterGuards(model, chosen.streamed, at_home, self._home.check)
-        self._names = {reason: tuple(named) for reason, named in chosen.resident.items() if reason != "small"}
-        self._visiting.bind()
         # By thread, of the outermost `stream()`. One that was interrupted as it ended may still stand here.
         self._outermost: dict[int, WithStatement] = {}
-        _ignore_in_ddp(model, [each.name for each in chosen.streamed])
-        for tensor in chosen.others:
-            if tensor.device != self.device:
-                tensor.data = tensor.to(self.device)
-        setattr(model, _STREAMED, self)
-        return_freed_memory()
-        logger.info("frozen weights: %s stream from %s", format_bytes(weights.num_bytes), self._home_name)
+        undo = ModelState(model).put_back
+        try:
+            self._begin(model, home, budget_gib, files, disk)
+            undo = self.remove  # the memory that the weights had is freed
+            return_freed_memory()
+            logger.info("frozen weights: %s stream from %s", format_bytes(self._streamed_bytes), self._home_name)
+        except BaseException:  # an interrupt, too
+            undo()
+            raise
 
     @contextmanager
     def stream(self, path: str = "") -> Iterator[None]:
@@ -271,10 +248,59 @@ class StreamedWeights:
         """
         self._guards.remove()
         self._visiting.restore()
+        _ignore_in_ddp(self._model, set(getattr(self._model, _IGNORED, ())) - self._ignored.keys())
+        for parameter in self._ignored.values():
+            vars(parameter).pop("_ddp_ignored", None)
         vars(self._model).pop(_STREAMED, None)
 
     def __deepcopy__(self, memo: dict[int, object]) -> "StreamedWeights":
         return self
+
+    def _begin(
+        self,
+        model: nn.Module,
+        home: BaseHome,
+        budget_gib: float | None,
+        files: Iterable[str | os.PathLike[str]] | None,
+        disk: str | os.PathLike[str] | None,
+    ) -> None:
+        claim_device(model, self._copier)
+        return_second_tensors(model)
+        chosen = select(model)
+        weights = PackedWeights(model, exclude=chosen.others, inner_of=stored_tensors)
+        self._home_name = _home_of(home, self.device, weights.num_bytes)
+        where = loaded_from(model) if files is None else files
+        self._home = make_home(weights, self._home_name, self.device, self._copier, where, disk)
+        self._sources = _own_memory(weights)
+        weights.drop_sources()
+        self._streamed_bytes = weights.num_bytes
+        self._resident = chosen.resident_bytes
+        self._visiting = Visiting(
+            model,
+            weights,
+            self._home,
+            self.device,
+            self._copier,
+            _budget(budget_gib, chosen),
+            repeats=True,
+            remedy=f"read or write it inside `with base.visit(module):` of its StreamedWeights, or {REMEDY}",
+            remedy_of_writes=REMEDY,
+        )
+        at_home = {
+            id(each.tensor): view
+            for piece, values in zip(weights.slices, self._home.views, strict=True)
+            for each, view in zip(piece.offsets, values, strict=True)
+        }
+        self._guards = ParameterGuards(model, chosen.streamed, at_home, self._home.check)
+        self._names = {reason: tuple(named) for reason, named in chosen.resident.items() if reason != "small"}
+        self._visiting.bind()
+        others = set(getattr(model, _IGNORED, ()))
+        self._ignored = {each.name: each.parameter for each in chosen.streamed if each.name not in others}
+        _ignore_in_ddp(model, others | self._ignored.keys())
+        for tensor in chosen.others:
+            if tensor.device != self.device:
+                tensor.data = tensor.to(self.device)
+        setattr(model, _STREAMED, self)
 
     @contextmanager
     def _pass(self, path: str) -> Iterator[None]:
@@ -354,8 +380,7 @@ def _refuse_streamed(model: nn.Module) -> None:
             raise ValueError(f"model: {name!r} streams already; use that StreamedWeights, or call its remove() first")
 
 
-def _ignore_in_ddp(model: nn.Module, names: list[str]) -> None:
-    """Have DistributedDataParallel leave streamed weights alone: it would broadcast them."""
-    ignored = {*names, *getattr(model, "_ddp_params_and_buffers_to_ignore", ())}
+def _ignore_in_ddp(model: nn.Module, names: Iterable[str]) -> None:
+    """Have DistributedDataParallel leave these weights alone: it would broadcast those that stream."""
     set_ignored: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
-    set_ignored(model, sorted(ignored))
+    set_ignored(model, sorted(names))

@@ -16,6 +16,7 @@ from adversarial_copier import AdversarialCopier, InjectedError
 from frozen_bases import LAYER_BYTES, ROWS, WIDTH, AdaptedLinear, adapted, ids, same, square_loss, streamed, train
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parallel import DistributedDataParallel
 
 from hf_memopt import ActivationOffloader, StreamedWeights, SyncCopier
 from hf_memopt.transfer.storage_memory import WholePages
@@ -543,6 +544,16 @@ def test_remove_gives_ordinary_parameters_back() -> None:
     assert same(train(model, square_loss), train(plain, square_loss))
     copy.deepcopy(model).load_state_dict(plain.state_dict())
     assert base.report().device_bytes == base.report().streamed_bytes
+
+
+def test_parameters_given_back_are_trained_by_ddp_as_others_are() -> None:
+    model: Any = adapted()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["table.weight"])
+    base = streamed(model)
+    assert "head.weight" in model._ddp_params_and_buffers_to_ignore
+    base.remove()
+    assert model._ddp_params_and_buffers_to_ignore == ["table.weight"]
+    assert [name for name, each in model.named_parameters() if hasattr(each, "_ddp_ignored")] == ["table.weight"]
 
 
 @pytest.mark.parametrize("steps", [1, 2])

@@ -51,6 +51,16 @@ def test_weights_quantised_with_torchao_stream(method: str, checkpointing: str, 
     assert base.report().device_bytes == 0
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_refused_budget_leaves_quantised_weights_as_they_were() -> None:
+    model = with_adapters(tiny_llama(to_int8), "lora")
+    before = [*model.parameters()]
+    with pytest.raises(ValueError, match=r"budget_gib=0\.0 is less than"):
+        StreamedWeights(model, home="host", device="cpu", budget_gib=0.0)
+    assert all(its is mine for its, mine in zip(model.parameters(), before, strict=True))
+    assert same(two_steps(model), two_steps(with_adapters(tiny_llama(to_int8), "lora")))
+
+
 def test_adapters_are_saved_loaded_and_switched_off(tmp_path: Path) -> None:
     import peft
 
