@@ -51,7 +51,7 @@ def forget_failed_backward() -> None:
     """
     if not in_backward():
         with torch.inference_mode(False), torch.enable_grad():
-            _backward(torch.zeros((), requires_grad=True) * 1)
+            _backward(torch.zeros((), device="cpu", requires_grad=True) * 1)
 
 
 def calling_module() -> nn.Module | None:
@@ -232,7 +232,7 @@ def num_tensors_on(key: int) -> int:
 @cache
 def _references_besides_tensors() -> int:
     """Return the references to a storage whose Python object was asked for once, other than by its tensors."""
-    tensor = torch.empty(1)
+    tensor = torch.empty(1, device="cpu")
     num_references: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
     return num_references - 1
 

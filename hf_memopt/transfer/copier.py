@@ -98,7 +98,7 @@ class SyncCopier:
         self._stall_s = 0.0
 
     def empty_host(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8)
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
     def empty_device(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
@@ -205,7 +205,7 @@ class StreamCopier:
         self._writing.wait()
         if self._pin_memory:
             return pinned_empty(num_bytes, self.device)
-        return torch.empty(num_bytes, dtype=torch.uint8)
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
     def empty_device(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)

@@ -35,7 +35,7 @@ def pinned_empty(num_bytes: int, device: torch.device) -> Tensor:
     if device.type != "cuda":
         return _pinned_by_torch(num_bytes)
     if num_bytes == 0:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     pages = Pages(-1, num_bytes)
     if num_bytes >= _LARGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without them
@@ -153,10 +153,10 @@ def _clear_last_error(device: torch.device) -> None:
 
 def _pinned_by_torch(num_bytes: int) -> Tensor:
     try:
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
     except RuntimeError as error:
         _warn_pageable(str(error))
-        return torch.empty(num_bytes, dtype=torch.uint8)
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
 
 @cache

@@ -124,8 +124,8 @@ class StreamedWeights:
     Raises:
         DiskError: a file of the weights cannot be read or written.
         ValueError: unknown home; negative budget, or one below what stays on the device anyway; no frozen weights;
-            sharded ones, or a model split over several devices; a model compiled as one region; weights that stream
-            already.
+            sharded ones, or ones made in inference mode; a model split over several devices, or compiled as one region;
+            weights that stream already.
 
     Autocast copies a weight of another dtype for each use, and autograd keeps the copy. For linear layers and
     convolutions this object makes the copies, and drops them; in other modules they stay until backward.
@@ -165,7 +165,8 @@ class StreamedWeights:
         self._outermost: dict[int, WithStatement] = {}
         undo = ModelState(model).put_back
         try:
-            self._begin(model, home, budget_gib, files, disk)
+            with torch.inference_mode(False):  # autograd saves weights in later passes
+                self._begin(model, home, budget_gib, files, disk)
             undo = self.remove  # the memory that the weights had is freed
             return_freed_memory()
             logger.info("frozen weights: %s stream from %s", format_bytes(self._streamed_bytes), self._home_name)

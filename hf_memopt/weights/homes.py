@@ -202,13 +202,13 @@ class FileHome:
         device, indices = indices.device, indices.cpu()
         piece, table = self._slices[slice_number], self.views[slice_number][place]
         found, offset = self._block.pieces[piece.start], piece.offsets[place]
-        looked_up(torch.empty(1).expand(len(table)), indices)  # raises where an index is wrong
+        looked_up(torch.empty(1, device="cpu").expand(len(table)), indices)  # raises where an index is wrong
         if not table[0].is_contiguous():
-            memory = torch.empty(piece.num_bytes, dtype=torch.uint8)
+            memory = torch.empty(piece.num_bytes, dtype=torch.uint8, device="cpu")
             found.file.gather([(found.position, found.num_bytes)], memory)
             (whole,) = views([offset._replace(start=offset.start - piece.start)], memory)
             return looked_up(whole, indices).to(device)
-        rows = torch.empty((*indices.shape, *table.shape[1:]), dtype=table.dtype)
+        rows = torch.empty((*indices.shape, *table.shape[1:]), dtype=table.dtype, device="cpu")
         start, step = found.position + offset.start - piece.start, table.stride(0) * table.itemsize
         num_bytes = table[0].nbytes
         ranges = ((start + index * step, num_bytes) for index in indices.flatten().tolist())

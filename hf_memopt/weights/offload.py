@@ -147,6 +147,7 @@ class OffloadedTeacher:
     accelerate's offloading of frozen weights (its pull request 1711: no copy back).
     """
 
+    @torch.inference_mode(False)  # autograd may save weights in later visits
     def __init__(
         self,
         module: nn.Module,

@@ -1,7 +1,7 @@
 """Small models with a frozen base and adapters that train, and their gradients with and without streaming."""
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -58,6 +58,24 @@ def adapted(checkpointing: str = "none") -> Adapted:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return Adapted(checkpointing)
+
+
+@contextmanager
+def default_device(name: str) -> Iterator[None]:
+    """Have new tensors on a device, as scripts do that call `torch.set_default_device`."""
+    torch.set_default_device(name)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+# In which weights may begin to stream.
+MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "inference mode": torch.inference_mode,
+    "meta": lambda: torch.device("meta"),
+    "default device": lambda: default_device("meta"),
+}
 
 
 def ids(batch: int = 2, seed: int = 1) -> Tensor:

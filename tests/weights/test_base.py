@@ -13,7 +13,20 @@ from typing import Any
 import pytest
 import torch
 from adversarial_copier import AdversarialCopier, InjectedError
-from frozen_bases import LAYER_BYTES, ROWS, WIDTH, AdaptedLinear, adapted, ids, same, square_loss, streamed, train
+from frozen_bases import (
+    LAYER_BYTES,
+    MODES,
+    ROWS,
+    WIDTH,
+    AdaptedLinear,
+    adapted,
+    default_device,
+    ids,
+    same,
+    square_loss,
+    streamed,
+    train,
+)
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
@@ -456,6 +469,53 @@ def test_a_checkpoint_with_the_same_base_loads_while_it_streams() -> None:
         assert not [*loaded.missing_keys, *loaded.unexpected_keys]
     assert model.load_state_dict({}, strict=False).missing_keys == list(model.state_dict())
     assert same(train(model, square_loss, base), train(other, square_loss))
+
+
+@pytest.mark.parametrize("home", ["host", "file"])
+@pytest.mark.parametrize("mode", MODES)
+def test_weights_that_begin_to_stream_in_any_mode_train_the_same(mode: str, home: str, tmp_path: Path) -> None:
+    model = adapted()
+    with MODES[mode]():
+        with pytest.raises(ValueError, match="safetensors"):
+            streamed(model, home="file", files=[tmp_path])
+        base = streamed(model, home=home, disk=tmp_path)
+    assert same(train(model, square_loss, base), train(adapted(), square_loss))
+
+
+@pytest.mark.parametrize("home", ["host", "file"])
+def test_a_default_device_may_stay_set(home: str, tmp_path: Path) -> None:
+    tokens = ids()
+
+    def loss(model: nn.Module) -> Tensor:
+        return model(tokens).square().mean()
+
+    model, plain = adapted(), adapted()
+    want = train(plain, loss)
+    with default_device("meta"):
+        base = streamed(model, home=home, disk=tmp_path)
+        assert same(train(model, loss, base), want)
+        with pytest.raises(IndexError), base.stream():
+            model(tokens + ROWS)
+        base.remove()
+    assert same([*model.parameters()], [*plain.parameters()])
+
+
+@pytest.mark.parametrize("home", ["host", "file"])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_training_after_an_evaluation_in_inference_mode(autocast: bool, home: str, tmp_path: Path) -> None:
+    loss = partial(square_loss, autocast=autocast)
+    model = adapted()
+    base = streamed(model, home=home, disk=tmp_path)
+    with torch.inference_mode(), base.stream():
+        loss(model)
+    assert same(train(model, loss, base), train(adapted(), loss))
+
+
+def test_a_model_made_in_inference_mode_is_refused() -> None:
+    with torch.inference_mode():
+        model = adapted()
+    with pytest.raises(ValueError, match=r"'table\.weight' was made in torch\.inference_mode\(\)"):
+        streamed(model)
 
 
 def test_a_model_streams_once_and_knows_by_what() -> None:

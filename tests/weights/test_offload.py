@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from adversarial_copier import AdversarialCopier
+from frozen_bases import MODES
 from late_imports import LateModule
 from teacher_toys import Network
 from torch import Tensor, nn
@@ -127,6 +128,23 @@ def test_a_report_prints_what_a_user_asks_first(network: Network, x: Tensor) -> 
     )
     expected = dataclasses.replace(report, predicted_device_bytes=2**20, predicted_stall_ms=1.26)
     assert str(expected).endswith("\n  predicted: at most 1.0 MiB on cpu, 1.3 ms of waiting per visit")
+
+
+@pytest.mark.parametrize("home", ["host", "file"])
+@pytest.mark.parametrize("mode", ["resident", "swap", "stream"])
+@pytest.mark.parametrize("context", MODES)
+def test_a_teacher_made_in_any_mode_passes_gradients(
+    context: str, mode: Any, home: Any, network: Network, x: Tensor
+) -> None:
+    def gradient(module: nn.Module) -> Tensor:
+        inputs = x.clone().requires_grad_()
+        return torch.autograd.grad(module(inputs).square().sum(), inputs)[0]
+
+    want = gradient(network)
+    with MODES[context]():
+        teacher = OffloadedTeacher(network, device="cpu", mode=mode, home=home, copier=SyncCopier())
+    with teacher.onload() as module:
+        assert torch.equal(gradient(module), want)
 
 
 def test_unknown_mode_is_refused(network: Network) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import MutableMapping
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -13,6 +14,7 @@ _OF_ALL_MODULES = frozenset(vars(nn.Module()))
 class ModelState:
     """Classes, attributes and hooks of modules and tensors, and the memory of tensors, which it keeps."""
 
+    @torch.inference_mode(False)
     def __init__(self, model: nn.Module) -> None:
         modules = [*model.modules()]
         tensors: list[Any] = [*model.parameters(), *model.buffers()]

@@ -40,11 +40,17 @@ def select(model: nn.Module) -> Selection:
     """Return the parameters that stream.
 
     Raises:
-        ValueError: there is no frozen weight, or one cannot stream (sharded, sparse or on the meta device).
+        ValueError: there is no frozen weight, or one cannot stream (sharded, sparse, on the meta device, or made in
+            inference mode).
     """
     frozen: dict[nn.Parameter, int] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
+            if parameter.is_inference():
+                raise ValueError(
+                    f"frozen weight {name!r} was made in torch.inference_mode(), and autograd cannot save it; load the "
+                    "model outside of that mode"
+                )
             frozen[parameter] = sum(
                 {inner.data_ptr(): inner.nbytes for inner in stored_tensors(name, parameter)}.values()
             )

@@ -241,6 +241,7 @@ class CastWeight:
         users: those that rely on it at the moment.
     """
 
+    @torch.inference_mode(False)  # autograd saves it in later passes
     def __init__(self, original: Tensor, dtype: torch.dtype, copier: Copier, message: str) -> None:
         self.num_bytes = original.numel() * dtype.itemsize
         self.users: set[object] = set()
