@@ -29,6 +29,21 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "prefix": ("PrefixTuningConfig", {"task_type": "CAUSAL_LM", "num_virtual_tokens": 4}),
     "norms": ("LNTuningConfig", {"target_modules": ["input_layernorm"]}),
 }
+# Of parameters that no module of their own has, in `tiny_mixtral`.
+OF_EXPERTS: dict[str, Any] = {
+    "r": 4,
+    "target_modules": ["q_proj"],
+    "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
+    "init_lora_weights": False,
+}
+
+
+def tiny_mixtral() -> Any:
+    import transformers
+
+    torch.manual_seed(0)
+    shape = SHAPE | {"num_local_experts": 4, "num_experts_per_tok": 2}
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**shape)).requires_grad_(False)
 
 
 def tiny_llama(prepare: Callable[[nn.Module], object] = lambda model: None) -> Any:
@@ -48,7 +63,7 @@ def with_adapters(model: Any, method: str, checkpointing: str = "none") -> Any:
         reentrant = checkpointing == "reentrant"
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
         model.enable_input_require_grads()
-    name, settings = METHODS[method]
+    name, settings = (METHODS | {"lora of experts": ("LoraConfig", OF_EXPERTS)})[method]
     torch.manual_seed(1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from adapters import METHODS, tiny_llama, two_steps, with_adapters
+from adapters import METHODS, tiny_llama, tiny_mixtral, two_steps, with_adapters
 from adversarial_copier import AdversarialCopier
 from frozen_bases import same
 from torch import nn
@@ -36,6 +36,20 @@ def test_gradients_are_those_of_the_resident_run(method: str, checkpointing: str
     assert same(two_steps(model, base, autocast), want)
     assert base.report().device_bytes == 0
     assert base.report().peak_device_bytes < 0.3 * base.report().streamed_bytes
+
+
+@pytest.mark.parametrize("home", ["host", "file"])
+@pytest.mark.parametrize("checkpointing", KINDS)
+def test_adapters_of_parameters_train_the_same(checkpointing: str, home: str) -> None:
+    def build() -> nn.Module:
+        return with_adapters(tiny_mixtral(), "lora of experts", checkpointing)
+
+    want = two_steps(build())
+    model = build()
+    base = StreamedWeights(model, home=home, device="cpu")
+    assert same(two_steps(model, base), want)
+    assert base.report().resident.keys() == {"small"}
+    assert base.report().device_bytes == 0
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -80,6 +80,11 @@ class WatchedParameter(nn.Parameter):
             found.__class__ = WatchedParameter
         return found
 
+    def set_(self: Tensor, *source: Any, **options: Any) -> Tensor:
+        """Set it to memory, but not to its own, as torch does to parametrize it: that would count as a write."""
+        is_same = len(source) == 1 and source[0] is self
+        return self if is_same else Tensor.set_(self, *source, **options)
+
     def numpy(self, **options: Any) -> Any:
         return Tensor.detach(self).numpy(**options)
 
@@ -102,6 +107,7 @@ PARAMETER_TYPES.add(WatchedParameter)
 _data: Any = Tensor.data
 WATCHED: dict[Any, Any] = {
     _data.__get__: Tensor.detach,
+    Tensor.set_: WatchedParameter.set_,
     Tensor.numpy: WatchedParameter.numpy,
     Tensor.__dlpack__: WatchedParameter.__dlpack__,
 }

@@ -135,13 +135,15 @@ def visits_of(model: nn.Module, slices_of: Mapping[int, tuple[int, ...]]) -> dic
 def reads_as_a_whole(module: nn.Module) -> bool:
     """Return whether code of a module may read the weights of modules inside, other than by calling them.
 
-    A compiled region calls no module. PEFT's layers read the weights of their base, as DoRA does, but for plain LoRA.
+    A compiled region calls no module. PEFT's layers read the weights of their base, as DoRA does, but for plain LoRA
+    of a module: that of a parameter (`target_parameters`) has a parametrization read it.
     """
     if calls_no_modules(module):
         return True
     if not isinstance(getattr(module, "base_layer", None), nn.Module):
         return False
-    return not hasattr(module, "lora_A") or bool(getattr(module, "lora_variant", None))
+    is_lora_of_module = hasattr(module, "lora_A") and not hasattr(module, "parameter_name")
+    return not is_lora_of_module or bool(getattr(module, "lora_variant", None))
 
 
 def calls_no_modules(module: nn.Module) -> bool:
