@@ -2,13 +2,17 @@
 
 import functools
 import threading
+from collections import UserDict, deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+import numpy
 import pytest
 import torch
-from frozen_bases import WIDTH, adapted, ids, same, square_loss, streamed, trainable
+from frozen_bases import WIDTH, adapted, ids, same, square_loss, streamed, train, trainable
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, jvp, linearize, vmap
@@ -223,6 +227,60 @@ def test_results_are_those_of_the_resident_run(
     loss.backward()
     with base.stream():
         assert base.report().device_bytes == 0
+
+
+@dataclass(slots=True)
+class InSlots:
+    found: Tensor
+
+
+class InPrivateSlots:
+    """An object that has its tensor under a mangled name, and an empty slot."""
+
+    __slots__ = ("__found", "empty")
+
+    def __init__(self, found: Tensor) -> None:
+        self.__found = found
+
+    def take(self) -> Tensor:
+        return self.__found
+
+
+class HandsOut(nn.Module):
+    """A layer that hands its result out in an object."""
+
+    def __init__(self, pack: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH), requires_grad=False)
+        self._pack = pack
+
+    def forward(self, x: Tensor) -> Any:
+        return self._pack(x @ self.weight)
+
+
+@pytest.mark.parametrize(
+    ("pack", "take"),
+    [
+        (InSlots, lambda handed: handed.found),
+        (InPrivateSlots, InPrivateSlots.take),
+        (lambda y: deque([y]), lambda handed: handed[0]),
+        (lambda y: MappingProxyType({"a": 1, "y": y}), lambda handed: handed["y"]),
+        (lambda y: {"y": y}.values(), lambda handed: next(iter(handed))),
+        (lambda y: UserDict(y=[InSlots(y)]), lambda handed: handed["y"][0].found),
+        (lambda y: deque([*range(990), y]), lambda handed: handed[-1]),
+        (lambda y: [numpy.zeros(10), b"bytes", y], lambda handed: handed[-1]),
+    ],
+)
+def test_results_may_be_in_any_container(pack: Callable[[Tensor], Any], take: Callable[[Any], Tensor]) -> None:
+    def make() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), HandsOut(pack))
+
+    def loss(model: nn.Module) -> Tensor:
+        return take(model(X)).square().mean()
+
+    model = make()
+    assert same(train(model, loss, streamed(model)), train(make(), loss))
 
 
 def test_a_graph_of_gradients_may_wait_for_another_forward() -> None:

@@ -11,8 +11,10 @@ run, and the nodes behind the inputs close it: they have lower numbers than thos
 the node with the highest number first. Where all inputs are leaves or without a gradient, backward's end does.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+import copyreg
+from collections.abc import Buffer, Callable, Collection, Iterable, Iterator, Mapping
 from functools import cache, partial, wraps
+from itertools import islice
 from typing import Any, Protocol
 
 import torch
@@ -30,6 +32,8 @@ from hf_memopt.weights.residency.visit_order import Visit
 _ONE_OPERATOR = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 # Objects that are searched for tensors: how deep, and how many of one container.
 _DEPTH, _MOST = 4, 1000
+# Text, numbers and memory, and modules, which hand their own results out.
+_WITHOUT_TENSORS = (str, int, float, Buffer, range, nn.Module, type)
 # Attributes of every module, which hold no results of calls.
 _OF_ALL_MODULES = frozenset(vars(nn.Module()))
 # The attribute of a module whose class visits.
@@ -215,16 +219,20 @@ class _Call:
 
 
 def _tensors_in(found: Any, depth: int = _DEPTH) -> Iterator[Tensor]:
-    """Yield the tensors in an object: in containers, and in the attributes of objects of any class but modules."""
+    """Yield the tensors in an object: in collections, and in the attributes of objects of any class but modules."""
     if isinstance(found, Tensor):
         yield found
         return
-    if depth == 0 or isinstance(found, str | bytes | int | float | nn.Module | type) or callable(found):
+    if depth == 0 or isinstance(found, _WITHOUT_TENSORS) or callable(found):
         return
-    inside: Any = getattr(found, "__dict__", {}).values()
-    if isinstance(found, dict):
-        inside = [*inside, *found.values()]
-    elif isinstance(found, list | tuple | set | frozenset):
-        inside = [*inside, *found]
-    for _, each in zip(range(_MOST), inside, strict=False):
+    kind: Any = type(found)
+    inside = [*getattr(found, "__dict__", {}).values(), *(getattr(found, name, None) for name in _slots_of(kind))]
+    if isinstance(found, Collection):
+        inside += islice(found.values() if isinstance(found, Mapping) else found, _MOST)
+    for each in inside[:_MOST]:
         yield from _tensors_in(each, depth - 1)
+
+
+@cache
+def _slots_of(kind: Any) -> Any:
+    return copyreg._slotnames(kind)  # type: ignore[attr-defined]
