@@ -216,7 +216,7 @@ class StreamedWeights:
         self._home.check()
         with self._visiting.visit(module, WithStatement.of_caller()):
             yield
-        self._guards.check(self._visiting.is_unchanged)
+        self._guards.check()
 
     def report(self) -> WeightsReport:
         """Return the costs so far."""
@@ -292,7 +292,7 @@ class StreamedWeights:
             for piece, values in zip(weights.slices, self._home.views, strict=True)
             for each, view in zip(piece.offsets, values, strict=True)
         }
-        self._guards = ParameterGuards(model, chosen.streamed, at_home, self._home.check)
+        self._guards = ParameterGuards(chosen.streamed, at_home, self._home.check, self._visiting.is_unchanged)
         self._names = {reason: tuple(named) for reason, named in chosen.resident.items() if reason != "small"}
         self._visiting.bind()
         others = set(getattr(model, _IGNORED, ()))
@@ -306,7 +306,7 @@ class StreamedWeights:
     @contextmanager
     def _pass(self, path: str) -> Iterator[None]:
         self._visiting.follow_quantised()
-        self._guards.check(self._visiting.is_unchanged)
+        self._guards.check()
         self._home.check()
         trains, has_failed = torch.is_grad_enabled(), True
         begun = self._visiting.begin(f"{'training' if trains else 'evaluation'} {path}")

@@ -1,6 +1,7 @@
 """Tests of PEFT's adapters on a frozen base that streams."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -106,14 +107,22 @@ def test_a_base_is_saved_whole(tmp_path: Path) -> None:
     assert same([*loaded.parameters()], [*tiny_llama().parameters()])
 
 
+@pytest.mark.filterwarnings("ignore:All adapters are already merged:UserWarning")
+@pytest.mark.parametrize("home", ["host", "file"])
+@pytest.mark.parametrize("is_early", [False, True])
 @pytest.mark.parametrize("safely", [False, True])
-def test_adapters_are_merged_after_remove_only(safely: bool) -> None:
-    model, plain = (with_adapters(tiny_llama(), "lora") for _ in range(2))
-    base = StreamedWeights(model, home="host", device="cpu")
-    with pytest.raises(RuntimeError, match=r"layers.0.*cannot be merged while its weights stream; call remove\(\)"):
-        model.merge_adapter()
-    with pytest.raises(RuntimeError, match="cannot be merged"):
+def test_adapters_are_merged_after_remove(safely: bool, is_early: bool, home: Any, tmp_path: Path) -> None:
+    """What is merged in a visit is an error, and there after `remove`."""
+    plain, model = with_adapters(tiny_llama(), "lora"), with_adapters(tiny_llama(), "lora")
+    base = StreamedWeights(model, home=home, device="cpu", disk=tmp_path)
+    with pytest.raises(RuntimeError, match=r"layers.0.*is away"):
         model.merge_and_unload(safe_merge=safely)
+    if is_early:
+        with pytest.raises(RuntimeError, match=r"layers.0.*was written.*call remove\(\)"), base.visit(model):
+            model.merge_adapter(safe_merge=safely)
+        with pytest.raises(RuntimeError, match=r"was written"):
+            model.state_dict()
+        plain.merge_adapter(safe_merge=safely)
     base.remove()
     merged = [model.merge_and_unload(safe_merge=safely) for model in (model, plain)]
     assert same(*([*each.parameters()] for each in merged))

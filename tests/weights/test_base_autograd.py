@@ -283,6 +283,32 @@ def test_results_may_be_in_any_container(pack: Callable[[Tensor], Any], take: Ca
     assert same(train(model, loss, streamed(model)), train(make(), loss))
 
 
+class Collects(nn.Module):
+    """A layer that puts its result into a list that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH), requires_grad=False)
+
+    def forward(self, x: Tensor, found: list[Tensor]) -> None:
+        found.append(x @ self.weight)
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_results_may_be_put_into_a_given_container(by_name: bool) -> None:
+    torch.manual_seed(0)
+    first, layer = nn.Linear(WIDTH, WIDTH), Collects()
+    model, found = nn.ModuleList([first, layer]), []
+
+    def loss(model: nn.Module) -> Tensor:
+        found.clear()
+        layer(first(X), found=found) if by_name else layer(first(X), found)
+        return found[0].square().mean()
+
+    want = train(model, loss)
+    assert same(train(model, loss, streamed(model)), want)
+
+
 def test_a_graph_of_gradients_may_wait_for_another_forward() -> None:
     def penalised(model: nn.Module) -> list[Tensor]:
         x = X.clone().requires_grad_()

@@ -137,7 +137,7 @@ def test_memory_that_others_hold_is_reported() -> None:
 def test_a_write_is_an_error(write: Callable[[nn.Parameter], object], where: str, home: str, tmp_path: Path) -> None:
     model = adapted()
     base = streamed(model, home=home, disk=tmp_path)
-    layer = model.layers[0].base
+    layer, want = model.layers[0].base, adapted().layers[0].base.weight
 
     def run() -> None:
         if where == "visit":
@@ -155,6 +155,10 @@ def test_a_write_is_an_error(write: Callable[[nn.Parameter], object], where: str
         layer.register_forward_pre_hook(lambda module, args: (write(module.weight), None)[1])
     with pytest.raises(RuntimeError, match=r"layers\.0\.base\.weight' was written"), torch.no_grad():
         run()
+    base.remove()
+    with torch.no_grad():
+        write(want)
+    assert torch.equal(layer.weight, want)
 
 
 @pytest.mark.parametrize("home", ["host", "file"])

@@ -27,58 +27,50 @@ class StreamedParameter(NamedTuple):
 class ParameterGuards:
     """Guards the parameters as long as they stream.
 
-    A state dict gets their values at home, read only. Loading other values and merging them raise a RuntimeError that
-    names the weight. `check` finds those that were replaced, unfrozen, written, cast or moved.
+    A state dict gets their values at home. Loading other values raises a RuntimeError that names the weight. `check`
+    finds those that were replaced, unfrozen, written, cast or moved.
 
     Args:
         at_home: by the id of a plain tensor, the same tensor at its home.
         check_home: raises an error if the home has changed.
+        is_unchanged: whether a parameter is bound as it was, and nobody has written it.
     """
 
     def __init__(
         self,
-        model: nn.Module,
         parameters: Sequence[StreamedParameter],
         at_home: Mapping[int, Tensor],
         check_home: Callable[[], None],
+        is_unchanged: Callable[[nn.Parameter], bool],
     ) -> None:
-        self._parameters = parameters
+        self._parameters, self._is_unchanged = parameters, is_unchanged
         self._handles: list[RemovableHandle] = []
-        self._layers = [(name, module) for name, module in model.named_modules() if _merges(module)]
-        owners: dict[Any, dict[str, Tensor]] = {}
+        self._states: dict[nn.Module, _StateAtHome] = {}
         for each in parameters:
-            value = rewrapped(each.parameter, lambda inner: at_home[id(inner)])
-            owners.setdefault(each.owner, {})[each.attribute] = value
-        self._states = {owner: _StateAtHome(found, check_home) for owner, found in owners.items()}
+            state = self._states.setdefault(each.owner, _StateAtHome(check_home, self._check))
+            state.add(each, rewrapped(each.parameter, lambda inner: at_home[id(inner)]))
         for owner, state in self._states.items():
             # torch writes an attribute of the hook, which a method has no room for.
             self._handles.append(owner.register_state_dict_post_hook(partial(state.supply)))
             self._handles.append(owner.register_load_state_dict_pre_hook(state.begin_loading))
             self._handles.append(owner.register_load_state_dict_post_hook(state.end_loading))
-        for name, module in self._layers:
-            for method in ("merge", "unmerge"):
-                setattr(module, method, partial(_refuse, f"adapters of {name!r} cannot be merged"))
 
-    def check(self, is_unchanged: Callable[[nn.Parameter], bool]) -> None:
-        for name, owner, attribute, parameter in self._parameters:
-            if owner._parameters.get(attribute) is not parameter:
-                raise RuntimeError(f"frozen weight {name!r} was replaced while it streams; {REMEDY}")
-            if parameter.requires_grad:
-                raise RuntimeError(f"frozen weight {name!r} requires a gradient while it streams; {REMEDY}")
-            if not is_unchanged(parameter) or self._states[owner].is_written(attribute):
-                raise RuntimeError(f"frozen weight {name!r} was written, cast or moved while it streams; {REMEDY}")
+    def check(self) -> None:
+        for each in self._parameters:
+            self._check(each)
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
-        for _, module in self._layers:
-            for method in ("merge", "unmerge"):
-                vars(module).pop(method, None)
 
-
-def _merges(module: nn.Module) -> bool:
-    """Return whether this is one of PEFT's layers, which merge adapters into the weights of their base layer."""
-    return isinstance(getattr(module, "base_layer", None), nn.Module) and callable(getattr(module, "merge", None))
+    def _check(self, each: StreamedParameter) -> None:
+        name, owner, attribute, parameter = each
+        if owner._parameters.get(attribute) is not parameter:
+            raise RuntimeError(f"frozen weight {name!r} was replaced while it streams; {REMEDY}")
+        if parameter.requires_grad:
+            raise RuntimeError(f"frozen weight {name!r} requires a gradient while it streams; {REMEDY}")
+        if not self._is_unchanged(parameter) or self._states[owner].is_written(attribute):
+            raise RuntimeError(f"frozen weight {name!r} was written, cast or moved while it streams; {REMEDY}")
 
 
 def _with_own_storage(view: Tensor) -> Tensor:
@@ -109,16 +101,20 @@ class _StateAtHome:
     A checkpoint of the same base has nothing new for them. A copy of the module has weights of its own.
 
     Args:
-        values: at home, by the module's names of the weights.
+        check_home: raises an error if the home has changed.
+        check: raises one if a parameter has.
     """
 
-    def __init__(self, values: Mapping[str, Tensor], check: Callable[[], None]) -> None:
-        self._values, self._check = values, check
+    def __init__(self, check_home: Callable[[], None], check: Callable[[StreamedParameter], None]) -> None:
+        self._check_home, self._check = check_home, check
+        self._values: dict[str, tuple[StreamedParameter, Tensor]] = {}
         # By name, and by the id of the tensor at home, what state dicts have got.
         self._handed_out: dict[str, dict[int, Tensor]] = defaultdict(dict)
-        # By name, the tensors that state dicts have got.
-        self._own: dict[str, list[Tensor]] = {}
         self._taken: set[str] = set()
+
+    def add(self, parameter: StreamedParameter, value: Tensor) -> None:
+        """Add a parameter, with its value at home."""
+        self._values[parameter.attribute] = parameter, value
 
     def __deepcopy__(self, memo: Any) -> "_StateAtHome":
         return self
@@ -127,18 +123,20 @@ class _StateAtHome:
         refuse_pickling()
 
     def supply(self, module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
-        self._check()
-        for attribute, value in self._streamed(module, state, prefix):
-            state[prefix + attribute] = rewrapped(value, partial(_alias, self._handed_out[attribute]))
+        self._check_home()
+        for parameter, value in self._streamed(module, state, prefix):
+            self._check(parameter)
+            handed_out = self._handed_out[parameter.attribute]
+            state[prefix + parameter.attribute] = rewrapped(value, partial(_alias, handed_out))
 
     def is_written(self, attribute: str) -> bool:
         """Return whether what a state dict has got was written, which no home keeps."""
         return any(each._version for each in self._handed_out.get(attribute, {}).values())
 
     def begin_loading(self, module: nn.Module, state: Any, prefix: str, *others: Any) -> None:
-        for attribute, value in self._streamed(module, state, prefix):
-            name = prefix + attribute
-            self._check()
+        for parameter, value in self._streamed(module, state, prefix):
+            name = prefix + parameter.attribute
+            self._check_home()
             if not _is_equal(state[name], value):
                 raise RuntimeError(f"frozen weight {name!r} cannot be loaded while it streams; {REMEDY}")
             del state[name]
@@ -148,10 +146,10 @@ class _StateAtHome:
         incompatible.missing_keys[:] = [name for name in incompatible.missing_keys if name not in self._taken]
         self._taken.clear()
 
-    def _streamed(self, module: nn.Module, state: Any, prefix: str) -> list[tuple[str, Tensor]]:
+    def _streamed(self, module: nn.Module, state: Any, prefix: str) -> list[tuple[StreamedParameter, Tensor]]:
         return [
-            (attribute, value)
-            for attribute, value in self._values.items()
+            found
+            for attribute, found in self._values.items()
             if prefix + attribute in state and hasattr(module._parameters.get(attribute), COMES_AND_GOES)
         ]
 
@@ -160,7 +158,3 @@ def _is_equal(loaded: Any, value: Tensor) -> bool:
     if is_quantised(value) or is_quantised(loaded) or loaded.dtype != value.dtype:
         return False
     return torch.equal(loaded.to(value.device), value)
-
-
-def _refuse(problem: str, *args: Any, **kwargs: Any) -> None:
-    raise RuntimeError(f"{problem} while its weights stream; {REMEDY}")

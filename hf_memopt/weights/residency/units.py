@@ -52,10 +52,8 @@ class Visits(Protocol):
         self, visit: Visit, user: object, cast: CastWeight | None = None, outputs: Iterable[Tensor] = ()
     ) -> None: ...
 
-    def is_written(self, visit: Visit) -> bool: ...
-
     def refuse_writes(self, visit: Visit) -> None:
-        """Raise the error for weights of a visit that were written."""
+        """Raise RuntimeError if weights of a visit were written."""
 
     def cast_of(self, visit: Visit, weight: Any) -> CastWeight | None:
         """Return the cast that autocast would make of a weight, the only one of its visit."""
@@ -81,7 +79,7 @@ class Unit:
             _hide(module, self)
         else:
             self._handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
-            self._handles.append(module.register_forward_hook(self._leave, always_call=True))
+            self._handles.append(module.register_forward_hook(self._leave, with_kwargs=True, always_call=True))
 
     def __deepcopy__(self, memo: Any) -> "Unit":
         """Return the same object: it ignores the calls of a copied module."""
@@ -100,7 +98,7 @@ class Unit:
         try:
             output = forward(self.module, *args, **kwargs)
         finally:
-            self._leave(self.module, args, output)
+            self._leave(self.module, args, kwargs, output)
         return output
 
     @graph_break
@@ -122,17 +120,16 @@ class Unit:
 
     @graph_break
     @uncompiled
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         # Runs too where an exception came before the module was entered.
         calls = self._visits.open_visits.calls
         if any(call.module is module for call in calls):
             while calls[-1].module is not module:  # what an exception has left
                 calls[-1].end()
                 calls.pop()
-            is_written = self._visits.is_written(self.visit)
-            calls[-1].finish(args, output)
+            calls[-1].finish((args, kwargs), output)
             calls.pop()
-            if is_written and output is not None:  # which it is after an exception
+            if output is not None:  # which it is after an exception
                 self._visits.refuse_writes(self.visit)
 
 
@@ -181,11 +178,11 @@ class _Call:
             if node is not None:
                 node.register_prehook(self._backward.close)
 
-    def finish(self, args: Any, output: Any) -> None:
+    def finish(self, inputs: Any, output: Any) -> None:
         """End the visit, and have the nodes of the call open another one in backward."""
         outputs = list(_tensors_in(output))
         if next_node() != self._first_node:
-            others = () if self._is_one_operator else self._handed_out_otherwise(args)
+            others = () if self._is_one_operator else self._handed_out_otherwise(inputs)
             nodes = list(self._nodes((*outputs, *others)))
             for node in nodes:
                 node.register_prehook(self._backward.open)
@@ -193,10 +190,10 @@ class _Call:
                 self._backward.close_after(nodes)
         self.end(outputs)
 
-    def _handed_out_otherwise(self, args: Any) -> Iterator[Tensor]:
+    def _handed_out_otherwise(self, inputs: Any) -> Iterator[Tensor]:
         """Yield the tensors that others find in the module's attributes, or in a container that they have passed."""
         attributes = {name: each for name, each in vars(self.module).items() if name not in _OF_ALL_MODULES}
-        return _tensors_in((args, attributes))
+        return _tensors_in((inputs, attributes))
 
     def end(self, outputs: Iterable[Tensor] = ()) -> None:
         if self._has_replaced_weight:

@@ -402,6 +402,9 @@ class Visiting:
 
     def leave(self, visit: Visit, user: object, cast: CastWeight | None = None, outputs: Iterable[Tensor] = ()) -> None:
         with self.lock, self._without_modes():
+            for number in visit:
+                if self.found[number].is_written():  # which `remove` then puts onto the device
+                    self.storages.keep(number, "written")
             self._keep_handed_out(visit, outputs)
             self.storages.leave(visit, user, cast)
             if not self._passes and not in_backward():
@@ -429,14 +432,11 @@ class Visiting:
         is_seen = is_in_torch_dispatch_mode() and not self._is_simulated
         return _disable_current_modes() if is_seen else _NOTHING
 
-    def is_written(self, visit: Visit) -> bool:
-        return any(self.found[number].is_written() for number in visit)
-
     def refuse_writes(self, visit: Visit) -> None:
-        number = next(number for number in visit if self.found[number].is_written())
-        raise RuntimeError(
-            f"frozen weight {self.names[number]!r} was written while it streams; {self._remedy_of_writes}"
-        )
+        for number in visit:
+            if self.found[number].is_written():
+                name = self.names[number]
+                raise RuntimeError(f"frozen weight {name!r} was written while it streams; {self._remedy_of_writes}")
 
     def _is_held(self, number: int) -> bool:
         return self.found[number].is_held_by_others()
