@@ -250,8 +250,8 @@ class StreamedWeights:
         self._guards.remove()
         self._visiting.restore()
         _ignore_in_ddp(self._model, set(getattr(self._model, _IGNORED, ())) - self._ignored.keys())
-        for parameter in self._ignored.values():
-            vars(parameter).pop("_ddp_ignored", None)
+        while self._ignored:
+            vars(self._ignored.popitem()[1]).pop("_ddp_ignored", None)
         vars(self._model).pop(_STREAMED, None)
 
     def __deepcopy__(self, memo: dict[int, object]) -> "StreamedWeights":
