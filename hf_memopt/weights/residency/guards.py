@@ -45,7 +45,7 @@ class ParameterGuards:
     ) -> None:
         self._parameters, self._is_unchanged = parameters, is_unchanged
         self._handles: list[RemovableHandle] = []
-        self._states: dict[nn.Module, _StateAtHome] = {}
+        self._states: dict[Any, _StateAtHome] = {}
         for each in parameters:
             state = self._states.setdefault(each.owner, _StateAtHome(check_home, self._check))
             state.add(each, rewrapped(each.parameter, lambda inner: at_home[id(inner)]))
