@@ -217,7 +217,8 @@ class StreamedStorage:
 
     def is_written(self) -> bool:
         """Return whether somebody has written the parameters."""
-        return [tensor._version for tensor in self.tensors] != self._versions
+        with torch._C.DisableTorchFunctionSubclass():
+            return [tensor._version for tensor in self.tensors] != self._versions
 
     def is_unchanged(self) -> bool:
         """Return whether the parameters are bound as this object has left them, and nobody has written them."""
