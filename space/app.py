@@ -11,6 +11,7 @@ import html
 import json
 import os
 import re
+import resource
 import shlex
 import shutil
 import signal
@@ -32,9 +33,13 @@ from hf_memopt.jobs.spec import CHOICES, FIELDS
 
 LINE = [sys.executable, "-m", "hf_memopt.cli"]
 LIMIT_S = 600
+LIMIT_BYTES = 8 * 2**30
+# Questions that wait for their turn; later visitors are told to come back.
+MAX_WAITING = 20
 EVERY_S = 1.0
 ADAPTERS = {"all weights": "none", "LoRA": "none", "LoRA on 8 bits": "int8", "QLoRA (NF4)": "nf4"}
 HUB, FILE = "hub id", "config.json"
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
 TITLE = "Does my training fit?"
 EXPLANATION = f"""# {TITLE}
 Whole training steps of a transformers model, run on tensors without memory by CUDA's rules. No weight is downloaded and
@@ -158,9 +163,14 @@ def plan(
 
 
 def name_of(source: str, model: str, config: str | None) -> str:
-    if source == FILE and not config:
-        raise ValueError(f"Upload the model's config.json, or choose “{HUB}”.")
-    return "config.json" if source == FILE else model.strip()
+    """Return the model's id on the hub, which is no path of the host, or the name of the file that was uploaded."""
+    if source == FILE:
+        if not config:
+            raise ValueError(f"Upload the model's config.json, or choose “{HUB}”.")
+        return "config.json"
+    if not HUB_ID.fullmatch(model.strip()):
+        raise ValueError(f"model={model!r} is no hub id such as Qwen/Qwen3-8B; name one, or upload a config.json")
+    return model.strip()
 
 
 @contextmanager
@@ -178,8 +188,11 @@ def run(asked: Question, folder: Path) -> Generator[Answer, None, Reply]:
     said, complained = folder / "stdout.txt", folder / "stderr.txt"
     started = time.monotonic()
     with said.open("w") as stdout, complained.open("w") as stderr:
-        running = subprocess.Popen(line, cwd=folder, stdout=stdout, stderr=stderr, start_new_session=True)
+        running = subprocess.Popen(
+            line, cwd=folder, env=environment(), stdout=stdout, stderr=stderr, start_new_session=True
+        )
         try:
+            limit_memory(running)
             while running.poll() is None:
                 seconds = time.monotonic() - started
                 if seconds > LIMIT_S:
@@ -190,6 +203,18 @@ def run(asked: Question, folder: Path) -> Generator[Answer, None, Reply]:
             end(running)
     failed = running.returncode != 0
     return Reply((complained if failed else said).read_text(), failed)
+
+
+def environment() -> dict[str, str]:
+    """Return the host's environment without its account on the hub, whose private models are none of a visitor's."""
+    kept = {name: value for name, value in os.environ.items() if "TOKEN" not in name}
+    return kept | {"HF_HUB_DISABLE_IMPLICIT_TOKEN": "1"}
+
+
+def limit_memory(running: "subprocess.Popen[bytes]") -> None:
+    if hasattr(resource, "prlimit"):  # Linux
+        with contextlib.suppress(ProcessLookupError):
+            resource.prlimit(running.pid, resource.RLIMIT_DATA, (LIMIT_BYTES, LIMIT_BYTES))
 
 
 def wait(running: "subprocess.Popen[bytes]") -> None:
@@ -307,4 +332,4 @@ def make_app() -> gr.Blocks:
 
 
 if __name__ == "__main__":
-    make_app().launch(css=CSS)
+    make_app().queue(max_size=MAX_WAITING).launch(css=CSS, max_file_size="1mb")

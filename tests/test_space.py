@@ -106,14 +106,22 @@ def test_a_plan_is_a_table_and_a_command(app: ModuleType, config: str) -> None:
     assert "--effective-batch=4" in command
 
 
-@pytest.mark.parametrize("model", ["--recipe=train_lgt", "--json=/tmp/x", "../../etc", "; rm -rf /", ""])
-@pytest.mark.usefixtures("in_this_process")
-def test_no_model_is_anything_but_a_model(app: ModuleType, model: str) -> None:
+@pytest.mark.parametrize("model", [
+    *("--recipe=train_lgt", "--json=/tmp/x", "; rm -rf /", "", "a/b@main", "gpt2\n--json=x", "x" * 300, "\x1b[31mred"),
+    *("../../etc", ".", "..", "/etc/passwd", "~/.bashrc", "a/../b", "a/b/c", "./a", "a//b", "file:///etc", "C:\\x"),
+])  # fmt: skip
+def test_no_model_is_anything_but_a_model(app: ModuleType, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "run", None)
     for ask in (app.estimate, app.plan):
-        verdict, said, _, _ = last(ask(*form(app, model=model)))
+        verdict, said, used, _ = last(ask(*form(app, model=model)))
         assert verdict == app.NO_ANSWER
-        assert f"model={model!r}" in as_read(said) or "name a" in said
-        assert len(said.splitlines()) == 1
+        assert f"model={model!r} is no hub id" in as_read(said)
+        assert used == ""
+
+
+@pytest.mark.parametrize("model", ["gpt2", "Qwen/Qwen3-8B", "meta-llama/Llama-3.1-8B", " a_b/c.d "])
+def test_ids_of_the_hub_are_models(app: ModuleType, model: str) -> None:
+    assert app.name_of(app.HUB, model, None) == model.strip()
 
 
 @pytest.mark.usefixtures("in_this_process")
@@ -202,6 +210,17 @@ def test_a_command_that_is_given_up_ends(
     next(running)
     running.close()
     assert started[0].returncode == -signal.SIGKILL
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing limits the memory of another process")
+def test_a_command_has_little_memory_and_no_account(
+    command: Callable[[str], Iterator[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    reply = reply_of(command("import time\ntime.sleep(0.5)\nbytearray(9 * 2**30)"))
+    assert reply.failed
+    assert "MemoryError" in reply.text
+    assert reply_of(command("import os\nprint('secret' in os.environ.values())")) == ("False\n", False)
 
 
 def test_an_answer_that_takes_too_long_is_given_up(
