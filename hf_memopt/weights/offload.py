@@ -26,7 +26,13 @@ from hf_memopt.weights.residency.selection import why_they_stay
 from hf_memopt.weights.sharing import SharedWeights
 from hf_memopt.weights.strategies.auto import AutoWeights
 from hf_memopt.weights.strategies.mode_choice import TEACHER_MODES, TeacherMode, choose_at_start
-from hf_memopt.weights.strategies.placement import ResidentWeights, SwappedWeights, WeightPlacement, WriteGuard
+from hf_memopt.weights.strategies.placement import (
+    REMEDY_OF_WRITES,
+    ResidentWeights,
+    SwappedWeights,
+    WeightPlacement,
+    WriteGuard,
+)
 from hf_memopt.weights.strategies.shared_base import SharedBase, is_part_of
 from hf_memopt.weights.strategies.stream import StreamedVisits
 
@@ -147,6 +153,11 @@ class OffloadedTeacher:
     accelerate's offloading of frozen weights (its pull request 1711: no copy back).
     """
 
+    # Of weights that move.
+    _writes: WriteGuard | None = None
+    # The name of one that was written in a visit.
+    _lost_write: str | None = None
+
     @torch.inference_mode(False)  # autograd may save weights in later visits
     def __init__(
         self,
@@ -173,7 +184,6 @@ class OffloadedTeacher:
         self._staying_bytes = 0
         self._home = "file" if home == "file" else "cpu"
         self._at_home: WeightsHome | None = None
-        self._writes: WriteGuard | None = None
         self._copier = copier_for(self.device, purpose="teacher") if copier is None else copier
         if share_with is not None and is_part_of(module, share_with):
             self._shared = SharedWeights(module, None)
@@ -194,8 +204,8 @@ class OffloadedTeacher:
             make = partial(make_home, self._weights, home, self.device, self._copier, files, disk)
             budget_bytes = None if budget_gib is None else int(budget_gib * GIB)
             self._placement = self._place(mode, budget_bytes, home, make)
-            if self._placement.mode != "resident":
-                self._writes = WriteGuard(module, self._weights)
+            if self._writes is not None:
+                self._writes.note()
             self._weights.drop_sources()
             return_freed_memory()
         logger.info("teacher: %s; %s", self._placement.mode, self._placement.reason)
@@ -221,25 +231,34 @@ class OffloadedTeacher:
                 self._visits += 1
                 if self._visits == 1:
                     self._shared.bind()
-                    if self._writes is not None and self._home == "file":
-                        self._writes.check("between visits")
-                    if self._writes is not None:
-                        self._writes.begin()
+                    self._refuse_lost_write()
                     with torch.inference_mode(False):  # in which writes are not counted
+                        if self._writes is not None:
+                            self._writes.keep_writes()
+                            self._writes.forget()
                         self._placement.onload()
+                    if self._placement.mode == "resident":
+                        self._writes = None
+                    if self._writes is not None:
+                        self._writes.note()
             yield self._module
             finished = True
         finally:
             with self._lock:
                 self._visits -= 1
                 if self._visits == 0:
+                    if self._writes is not None:
+                        self._lost_write = self._writes.written()
+                        self._writes.forget()
                     self._placement.evict(finished)
-                    if self._writes is not None and self._placement.mode != "resident" and finished:
-                        self._writes.check("in a visit")
+                    if self._writes is not None:
+                        self._writes.note()
+                    if finished:
+                        self._refuse_lost_write()
 
     def prefetch(self) -> None:
         """Start the copy for the next visit, if it is not under way. Takes the teacher's device memory from now on."""
-        with self._lock:
+        with self._lock, torch.inference_mode(False):
             self._placement.prefetch()
 
     def report(self) -> TeacherReport:
@@ -262,6 +281,11 @@ class OffloadedTeacher:
             **placement.predictions(),  # type: ignore[arg-type]
         )
 
+    def _refuse_lost_write(self) -> None:
+        name, self._lost_write = self._lost_write, None
+        if name is not None:
+            raise RuntimeError(f"teacher weight {name!r} was written in a visit; {REMEDY_OF_WRITES}")
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "OffloadedTeacher":
         return self
 
@@ -280,6 +304,7 @@ class OffloadedTeacher:
             weights.pack(block)
             return ResidentWeights(weights, block, reason)
         place = make()
+        self._writes = WriteGuard(self._module, weights, place, self._shared.parameters)
         if home == "file":  # a home in host memory is given back where the weights become resident
             self._at_home = place
         if first == "swap":

@@ -117,7 +117,7 @@ def memory_ranges(tensors: list[Tensor]) -> list[MemoryRange]:
     ranges: list[MemoryRange] = []
     for tensor in sorted(tensors, key=lambda each: (str(each.device), each.data_ptr())):
         begin = tensor.data_ptr()
-        end = begin + _span_bytes(tensor)
+        end = begin + span_bytes(tensor)
         if ranges and tensor.device == ranges[-1].tensors[0].device and begin < ranges[-1].end:
             ranges[-1].end = max(ranges[-1].end, end)
             ranges[-1].tensors.append(tensor)
@@ -140,7 +140,7 @@ def _packed(ranges: list[MemoryRange]) -> list[WeightSlice]:
     return slices
 
 
-def _span_bytes(tensor: Tensor) -> int:
+def span_bytes(tensor: Tensor) -> int:
     """Return the bytes from a tensor's first element to the end of its last one."""
     steps = ((length - 1) * step for length, step in zip(tensor.size(), tensor.stride(), strict=True))
     return (sum(steps) + 1) * tensor.itemsize

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from hf_memopt.autograd_state import COMES_AND_GOES
 from hf_memopt.transfer.backends import PLAIN_TYPES
+from hf_memopt.weights.residency.away import Classes, set_present
 
 
 class SharedWeights:
@@ -24,6 +25,7 @@ class SharedWeights:
             partner = students.get(name)
             if partner is not None and can_share(parameter, partner):
                 self._pairs.append((name, parameter, partner, partner._version))
+        set_present(Classes.of(partner) for _, _, partner, _ in self._pairs)  # so that writes of `.data` count
         self.bind()
         storages = [parameter.untyped_storage() for parameter in self.parameters]
         self.num_bytes = sum({each.data_ptr(): each.nbytes() for each in storages}.values())
@@ -31,7 +33,8 @@ class SharedWeights:
     def bind(self) -> None:
         """Point the teacher at the student's memory; RuntimeError if that was written, cast or unfrozen since."""
         for name, parameter, partner, version in self._pairs:
-            if partner._version != version or partner.requires_grad or partner.dtype != parameter.dtype:
+            is_written = partner._version != version or not _is_equal(parameter, partner)
+            if is_written or partner.requires_grad or partner.dtype != parameter.dtype:
                 raise RuntimeError(
                     f"the student's weight {name!r} was frozen and equal to the teacher's when the teacher was loaded, "
                     "but has been written, cast or unfrozen since; load the teacher again (or do not share its weights)"
@@ -43,6 +46,12 @@ class SharedWeights:
     def parameters(self) -> list[nn.Parameter]:
         """The teacher's parameters that own no memory."""
         return [parameter for _, parameter, _, _ in self._pairs]
+
+
+def _is_equal(teacher: Tensor, student: Tensor) -> bool:
+    """Return whether the student's memory is what the teacher has had, or has its bits, as after a move."""
+    is_same = teacher.untyped_storage()._cdata == student.untyped_storage()._cdata
+    return is_same or teacher.dtype != student.dtype or torch.equal(teacher.to(student.device), student)
 
 
 def can_share(teacher: Tensor, student: Tensor) -> bool:

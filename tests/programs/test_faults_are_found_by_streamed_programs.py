@@ -22,7 +22,6 @@ from hf_memopt.transfer.file_reader import DirectReads
 from hf_memopt.transfer.storage_memory import AccessGuard, ResizedMemory
 from hf_memopt.weights.residency import guards, selection, storages, units, visiting
 from hf_memopt.weights.residency.backward_visits import BackwardVisit, OpenVisits
-from hf_memopt.weights.residency.guards import ParameterGuards
 from hf_memopt.weights.residency.resident_set import ResidentSet
 from hf_memopt.weights.residency.units import _Call
 from hf_memopt.weights.residency.visiting import Visiting
@@ -170,9 +169,6 @@ FAULTS = {
         (BackwardVisit, "close", lambda sound: lambda self, *gradients: self.end()),
     ]),
     "a user leaves for all": Fault("needless error", 30, [(ResidentSet, "_give_up", of_all_users)]),
-    "parameters are not checked": Fault("other value", 120, [
-        (ParameterGuards, "check", returns(None)),
-    ], only=("before unfreeze", "backward inside")),
     "states lack the values": Fault("needless error", 10, [(guards._StateAtHome, "supply", returns(None))]),
     "casts are of another weight": Fault("needless error", 30, [(Visiting, "cast_of", of_another_weight)]),
 }  # fmt: skip

@@ -134,6 +134,41 @@ def traced(model: nn.Module) -> list[Tensor]:
     return [make_fx(model)(ids())(ids(seed=5))]
 
 
+def weights_in_hooks_under_autocast(model: nn.Module) -> list[Tensor]:
+    """Read the weight before and after each call, and in a forward that was replaced while the weights stream."""
+    norms: list[Tensor] = []
+    layers = [layer.base for layer in model.layers]
+    hooks = [each.register_forward_pre_hook(lambda module, args: norms.append(module.weight.norm())) for each in layers]
+    hooks += [each.register_forward_hook(lambda module, args, y: norms.append(module.weight.norm())) for each in layers]
+    first: Any = layers[0]
+    kind: Any = type(first)
+
+    def in_float32(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return nn.functional.linear(x.float(), first.weight) / first.weight.norm()
+
+    first.forward = in_float32
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = square_loss(model)
+    loss.backward()
+    del first.forward
+    for hook in hooks:
+        hook.remove()
+    assert type(first) is kind
+    return [loss.detach(), *norms, *take(model)]
+
+
+def hessian(model: nn.Module) -> list[Tensor]:
+    x = torch.full((WIDTH,), 0.1)
+    return [torch.autograd.functional.hessian(lambda x: model.layers[0](x).tanh().square().sum(), x)]
+
+
+def products_with_one_graph_of_gradients(model: nn.Module) -> list[Tensor]:
+    x = X.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(nn.Sequential(*model.layers[:2])(x).tanh().sum(), x, create_graph=True)
+    return [torch.autograd.grad(gradient, x, vector, retain_graph=True)[0] for vector in (X, X.sin(), X.cos())]
+
+
 def other_thread(model: nn.Module) -> list[Tensor]:
     thread = threading.Thread(target=lambda: square_loss(model).backward())
     thread.start()
@@ -201,6 +236,9 @@ def take(model: nn.Module) -> list[Tensor]:
         gradients_turned_on_inside,
         sparse_inputs,
         linearized,
+        weights_in_hooks_under_autocast,
+        hessian,
+        products_with_one_graph_of_gradients,
         traced,
         other_thread,
         anomaly_detection,

@@ -20,17 +20,20 @@ from torch.optim.swa_utils import AveragedModel
 from hf_memopt import StreamedWeights
 
 
+@pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("home", ["host", "file"])
-def test_threads_may_share_a_model(home: str, tmp_path: Path) -> None:
+def test_threads_may_share_a_model(home: str, autocast: bool, tmp_path: Path) -> None:
     plain, model = adapted(), adapted()
     base = streamed(model, home=home, disk=tmp_path)
 
     def gradients(of: nn.Module, seed: int) -> list[Tensor]:
         tokens = ids(seed=seed % 5)
+        precision = torch.autocast("cpu", torch.bfloat16, enabled=autocast)
         if seed % 3 == 0:
-            with torch.no_grad():
+            with torch.no_grad(), precision:
                 return [of(tokens)]
-        loss = of(tokens).square().mean()
+        with precision:
+            loss = of(tokens).square().mean()
         return [loss.detach(), *torch.autograd.grad(loss, trainable(of))]
 
     def streamed_gradients(seed: int) -> list[Tensor]:
@@ -236,6 +239,51 @@ def test_arrays_keep_the_memory_that_they_read(
     found.clear()
     with base.stream():
         assert base.report().device_bytes == 0
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+@pytest.mark.parametrize("home", ["host", "file"])
+def test_a_write_by_an_array_is_an_error(is_kept: bool, home: str, tmp_path: Path) -> None:
+    model, plain = adapted(), adapted()
+    base = streamed(model, home=home, disk=tmp_path)
+    layer, found = model.layers[0].base, []
+
+    def write() -> None:
+        with base.visit(layer):
+            array = layer.weight.numpy()
+            array[0] = 1
+            if is_kept:
+                found.append(array)
+            del array
+        found.clear()
+        for _ in range(2):
+            with base.stream():
+                model(ids())
+
+    with pytest.raises(RuntimeError, match=r"layers\.0\.base\.weight' was written"):
+        write()
+    base.remove()
+    plain.layers[0].base.weight.numpy()[0] = 1
+    assert torch.equal(model(ids()), plain(ids()))
+
+
+@pytest.mark.parametrize("home", ["host", "file"])
+def test_nothing_is_left_of_reads_on_threads_and_of_older_graphs(home: str, tmp_path: Path) -> None:
+    model = adapted()
+    output = model(ids())
+    base = streamed(model, home=home, disk=tmp_path)
+    layer = model.layers[0].base
+    hook = model.layers[1].register_forward_hook(lambda *given: layer.weight.norm())
+    thread = threading.Thread(target=lambda: model(ids()))
+    thread.start()
+    thread.join()
+    hook.remove()
+    with base.visit(layer):
+        layer.weight.numpy().sum()
+    del output
+    for _ in range(2):
+        with base.stream():
+            assert base.report().device_bytes == 0
 
 
 @pytest.mark.parametrize("home", ["host", "file"])

@@ -2,7 +2,7 @@ import copy
 import dataclasses
 import pickle
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ WRITES = {
     "itself": lambda weight: weight.mul_(2),
     "data": lambda weight: weight.data.mul_(2),
     "detached": lambda weight: weight.detach().mul_(2),
+    "bound": lambda weight: setattr(weight, "data", weight.data * 2),
 }
 
 
@@ -54,7 +55,7 @@ WRITES = {
 def test_a_written_weight_is_kept_or_an_error(
     network: Network, x: Tensor, mode: Any, write: Callable[[Any], Any], home: Any, context: Any, tmp_path: Path
 ) -> None:
-    plain = copy.deepcopy(network)
+    plain = copy.deepcopy(network).requires_grad_(False)
     disk = tmp_path if home == "file" else None
     teacher = OffloadedTeacher(network, device="cpu", mode=mode, home=home, copier=SyncCopier(), disk=disk)
     weight, its = next(network.parameters()), next(plain.parameters())
@@ -63,15 +64,47 @@ def test_a_written_weight_is_kept_or_an_error(
             with teacher.onload():
                 write(weight)
         if mode == "resident":
-            write(its.detach())
+            write(its)
         with teacher.onload() as module:
             assert torch.equal(module(x), plain(x))
     write(weight)
-    write(its.detach())
+    write(its)
     is_kept = home == "host" or mode == "resident"
     with nullcontext() if is_kept else pytest.raises(RuntimeError, match="was written between visits"):
         with teacher.onload() as module:
             assert torch.equal(module(x), plain(x))
+
+
+@pytest.mark.parametrize("home", ["host", "file"])
+@pytest.mark.parametrize("mode", ["swap", "stream"])
+def test_a_write_is_an_error_after_an_exception_too(network: Network, mode: Any, home: Any, tmp_path: Path) -> None:
+    disk = tmp_path if home == "file" else None
+    teacher = OffloadedTeacher(network, device="cpu", mode=mode, home=home, copier=SyncCopier(), disk=disk)
+    with suppress(KeyboardInterrupt), torch.no_grad(), teacher.onload() as module:
+        next(module.parameters()).mul_(2)
+        raise KeyboardInterrupt
+    with pytest.raises(RuntimeError, match="was written in a visit"), teacher.onload():
+        pass
+    with teacher.onload():
+        pass
+    network.double()
+    with pytest.raises(RuntimeError, match=r"was (cast|written)"), teacher.onload():
+        pass
+
+
+@pytest.mark.parametrize("home", ["host", "file"])
+@pytest.mark.parametrize("mode", ["swap", "stream"])
+def test_arrays_outlive_visits(network: Network, x: Tensor, mode: Any, home: Any, tmp_path: Path) -> None:
+    plain = copy.deepcopy(network)
+    disk = tmp_path if home == "file" else None
+    teacher = OffloadedTeacher(network, device="cpu", mode=mode, home=home, copier=SyncCopier(), disk=disk)
+    found = []
+    for _ in range(3):
+        with teacher.onload() as module:
+            found.append(next(module.parameters()).detach().numpy())
+            assert torch.equal(module(x), plain(x))
+    want = next(plain.parameters()).detach()
+    assert all(torch.equal(torch.from_numpy(each.copy()), want) for each in found)
 
 
 def test_nested_visits_leave_once(network: Network, x: Tensor) -> None:

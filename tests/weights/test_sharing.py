@@ -48,9 +48,11 @@ def test_sharing_follows_the_student_when_it_moves(pair: tuple[Network, Network]
     [
         lambda weight: weight.requires_grad_(True),
         lambda weight: weight.add_(1),
+        lambda weight: weight.data.add_(1),
+        lambda weight: setattr(weight, "data", weight.data + 1),
         lambda weight: setattr(weight, "data", weight.data.double()),
     ],
-    ids=["unfrozen", "written", "cast"],
+    ids=["unfrozen", "written", "data written", "bound", "cast"],
 )
 def test_changed_shared_weights_are_refused(pair: tuple[Network, Network], change: object) -> None:
     teacher, student = pair
@@ -58,3 +60,11 @@ def test_changed_shared_weights_are_refused(pair: tuple[Network, Network], chang
     change(student.embed.weight)
     with pytest.raises(RuntimeError, match=r"'embed.weight'.*load the teacher again"), offloaded.onload():
         pass
+
+
+@pytest.mark.parametrize("mode", ["swap", "stream"])
+def test_a_write_of_a_shared_weight_in_a_visit_is_an_error(pair: tuple[Network, Network], mode: str) -> None:
+    teacher, student = pair
+    offloaded = OffloadedTeacher(teacher, device="cpu", mode=mode, share_with=student, copier=SyncCopier())
+    with pytest.raises(RuntimeError, match=r"'embed.weight' was written in a visit"), offloaded.onload() as module:
+        module.embed.weight.mul_(2)

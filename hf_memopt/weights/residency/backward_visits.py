@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch.autograd import Variable
 
-from hf_memopt.autograd_state import NO_BACKWARD, current_backward
+from hf_memopt.autograd_state import NO_BACKWARD, current_backward, graph_is_retained
 from hf_memopt.uncompiled import uncompiled
 from hf_memopt.weights.residency.visit_order import Visit
 
@@ -104,6 +104,9 @@ class OpenVisits:
         self.discard(visit)
         self._kept[visit] = self.num_ended + 1
 
+    def is_kept(self, visit: OpenVisit) -> bool:
+        return visit in self._kept
+
     def close_calls(self) -> bool:
         """End the calls that an interrupt or an error has left on this thread; returns whether there were any."""
         return self._end_calls(-threading.get_ident())
@@ -164,17 +167,18 @@ class BackwardVisit:
     @uncompiled
     def open(self, *gradients: Any) -> None:
         visits = self._others.expect_end()
-        if not self._is_open:
+        if self not in visits:
             visits[self] = None
-            self._is_open = True
             self._waiting = set(range(self._num_nodes))
+        if not self._is_open:
+            self._is_open = True
             self._enter(self)
         self._records_graph = torch.is_grad_enabled()
 
     @uncompiled
     def close(self, *gradients: Any) -> None:
-        """Close it, unless the pass records a graph: nodes that nothing announces then go on to read the weights."""
-        if self._is_open and self._records_graph:
+        """Close it, unless the pass records a graph, whose nodes nothing announces, or leaves one to another pass."""
+        if self._is_open and (self._records_graph or (self._others.is_kept(self) and graph_is_retained())):
             self._others.keep(self)
         elif self._is_open:
             self.end()

@@ -10,6 +10,8 @@ from hf_memopt.weights.residency.visit_order import Visit, VisitOrder
 
 # The reason for which a storage stays until nobody else has tensors or arrays on it.
 HELD = "held since a visit"
+# That of one whose bytes the home does not have.
+WRITTEN = "written"
 # Between them may be visits of storages that are there.
 _MAX_VISITS_AHEAD = 32
 
@@ -247,8 +249,9 @@ class ResidentSet:
         self._unused.pop(number, None)
         self._ahead.discard(number)
         storage = self.storages[number]
-        if storage.is_exported():
-            self.keep(number, HELD)
+        reason = HELD if storage.is_exported() else WRITTEN if storage.has_changed_by_arrays() else None
+        if reason is not None:
+            self.keep(number, reason)
             return
         num_bytes = storage.num_bytes if storage.has_memory else 0
         try:

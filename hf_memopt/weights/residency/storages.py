@@ -13,7 +13,7 @@ from torch import Tensor
 from hf_memopt.transfer import Copier, Transfer
 from hf_memopt.transfer.storage_memory import ResizedMemory
 from hf_memopt.weights.homes import WeightsHome
-from hf_memopt.weights.packed_weights import WeightSlice, bind, views
+from hf_memopt.weights.packed_weights import WeightSlice, bind, span_bytes, views
 from hf_memopt.weights.residency.away import Classes, set_away, set_plain, set_present
 
 
@@ -50,6 +50,9 @@ class Storage(Protocol):
     def is_exported(self) -> bool:
         """Return whether an array may have its memory, which nothing guards."""
 
+    def has_changed_by_arrays(self) -> bool:
+        """Return whether its memory has other bytes than the home, where an array has had it."""
+
 
 class CountedStorage:
     """A storage of a forecast."""
@@ -71,6 +74,9 @@ class CountedStorage:
         return False
 
     def is_exported(self) -> bool:
+        return False
+
+    def has_changed_by_arrays(self) -> bool:
         return False
 
 
@@ -117,6 +123,8 @@ class StreamedStorage:
         self._transfer: Transfer | None = None
         self._is_starting = False
         self._is_filled = False
+        # By an array, whose writes torch does not count.
+        self._has_changed = False
 
     def fetch(self) -> None:
         self._settle()
@@ -186,7 +194,8 @@ class StreamedStorage:
         if is_absent:
             self._memory.take()
         self._versions = [tensor._version for tensor in self.tensors]
-        self._num_own_holders = self.num_holders()
+        if not self._num_own_holders:
+            self._num_own_holders = self.num_holders()
         (set_present if self._is_filled and self.users else set_away)(self._classes)
 
     def unbind(self, tensors: Sequence[Tensor]) -> None:
@@ -205,8 +214,19 @@ class StreamedStorage:
     def is_exported(self) -> bool:
         return self._memory.is_exported and self.is_held_by_others()
 
+    def has_changed_by_arrays(self) -> bool:
+        if self._memory.is_exported and self._is_filled and not self._has_changed:
+            fresh = self._copier.empty_device(self.num_bytes)
+            self._home.to_device(self._start, fresh).wait()
+            end = max(each.start - self._start + span_bytes(each.tensor) for each in self._offsets)
+            self._has_changed = not torch.equal(fresh[:end], self._memory.block[:end])
+            self._copier.release(fresh)
+        return self._has_changed
+
     def is_held_by_others(self) -> bool:
-        return self.num_holders() != self._num_own_holders
+        num_holders = self.num_holders()
+        self._num_own_holders = min(self._num_own_holders, num_holders)  # a graph older than this object may go
+        return num_holders > self._num_own_holders
 
     def num_holders(self) -> int:
         """Return how many references torch counts to the storage and its parameters."""
@@ -218,12 +238,12 @@ class StreamedStorage:
     def is_written(self) -> bool:
         """Return whether somebody has written the parameters."""
         with torch._C.DisableTorchFunctionSubclass():
-            return [tensor._version for tensor in self.tensors] != self._versions
+            return self._has_changed or [tensor._version for tensor in self.tensors] != self._versions
 
     def is_unchanged(self) -> bool:
         """Return whether the parameters are bound as this object has left them, and nobody has written them."""
         with torch._C.DisableTorchFunctionSubclass():
-            return all(
+            return not self._has_changed and all(
                 tensor.dtype == view.dtype
                 and tensor._version == version
                 and tensor.untyped_storage()._cdata == self.key

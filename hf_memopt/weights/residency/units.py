@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
@@ -55,6 +56,9 @@ class Visits(Protocol):
     def refuse_writes(self, visit: Visit) -> None:
         """Raise RuntimeError if weights of a visit were written."""
 
+    def may_be_cast(self, visit: Visit, weight: Any) -> bool:
+        """Return whether a weight is the only one of its visit, and autocast casts such."""
+
     def cast_of(self, visit: Visit, weight: Any) -> CastWeight | None:
         """Return the cast that autocast would make of a weight, the only one of its visit."""
 
@@ -75,9 +79,12 @@ class Unit:
         self._visits = visits
         self._is_one_operator = type(module) in _ONE_OPERATOR and "forward" not in vars(module)
         self._handles: list[RemovableHandle] = []
-        if is_hidden:
-            _hide(module, self)
-        else:
+        self._is_hidden = is_hidden
+        if is_hidden or (self._is_one_operator and visits.may_be_cast(visit, module.weight)):
+            kind: Any = type(module)
+            vars(module)[_UNIT] = self
+            module.__class__ = _visiting_class(kind)
+        if not is_hidden:
             self._handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
             self._handles.append(module.register_forward_hook(self._leave, with_kwargs=True, always_call=True))
 
@@ -88,18 +95,36 @@ class Unit:
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
-        if vars(self.module).pop(_UNIT, None) is not None:
-            self.module.__class__ = type(self.module).__bases__[0]
+        kind: Any = type(self.module)
+        if vars(self.module).pop(_UNIT, None) is not None and kind is _visiting_class(kind.__bases__[0]):
+            self.module.__class__ = kind.__bases__[0]
 
-    def around(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Return the result of a forward that is one visit."""
+    def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Return the result of the forward of the module's own class."""
+        if not self._is_hidden:
+            return self._forward(forward, args, kwargs)
         self._enter(self.module, args, kwargs)
         output = None
         try:
-            output = forward(self.module, *args, **kwargs)
+            output = self._forward(forward, args, kwargs)
         finally:
             self._leave(self.module, args, kwargs, output)
         return output
+
+    def _forward(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        cast = self._cast_of_call() if self._is_one_operator else None
+        return forward(self.module, *args, **kwargs) if cast is None else _operate(self.module, cast, *args, **kwargs)
+
+    @graph_break
+    @uncompiled
+    def _cast_of_call(self) -> Tensor | None:
+        """Return the tensor that the present call computes with in the weight's place.
+
+        Autograd saves that tensor. Of a parameter bound to other memory it would save the parameter, and read in
+        backward the memory to which that is bound then.
+        """
+        calls = self._visits.open_visits.calls
+        return calls[-1].cast if calls and calls[-1].module is self.module else None
 
     @graph_break
     @uncompiled
@@ -110,11 +135,10 @@ class Unit:
         cast = visits.cast_of(self.visit, module.weight) if self._is_one_operator else None
         enter = partial(visits.enter, self.visit, cast=cast)
         leave = partial(visits.leave, self.visit, cast=cast)
-        call = _Call(module, self._is_one_operator, leave, BackwardVisit(self.visit, enter, leave, visits.open_visits))
+        backward = BackwardVisit(self.visit, enter, leave, visits.open_visits)
+        call = _Call(module, self._is_one_operator, leave, backward, None if cast is None else cast.tensor)
         visits.open_visits.calls.append(call)
         enter(call)
-        if cast is not None:
-            call.replace_weight(cast.tensor)
         if torch.is_grad_enabled() and not self._is_one_operator:
             call.close_after((args, kwargs))
 
@@ -133,11 +157,12 @@ class Unit:
                 self._visits.refuse_writes(self.visit)
 
 
-def _hide(module: nn.Module, unit: Unit) -> None:
-    """Have a module's forward visit, by a class derived from its own."""
-    kind: Any = type(module)
-    vars(module)[_UNIT] = unit
-    module.__class__ = _visiting_class(kind)
+def _operate(module: Any, weight: Tensor, input: Tensor) -> Tensor:
+    """Do what the forward of a module of one operator does, with another weight."""
+    if isinstance(module, nn.Linear):
+        return functional.linear(input, weight, module.bias)
+    result: Tensor = module._conv_forward(input, weight, module.bias)
+    return result
 
 
 @cache
@@ -146,7 +171,7 @@ def _visiting_class(kind: Any) -> Any:
         unit: Unit = vars(self)[_UNIT]
         if unit.module is not self:  # a copy of the module
             return kind.forward(self, *args, **kwargs)
-        return unit.around(kind.forward, args, kwargs)
+        return unit.run(kind.forward, args, kwargs)
 
     return type(kind)(kind.__name__, (kind,), {"forward": wraps(kind.forward)(forward), "__module__": kind.__module__})
 
@@ -155,22 +180,17 @@ class _Call:
     """One call of a module: leaves its visit when it ends, and has its nodes open another one in backward."""
 
     def __init__(
-        self, module: nn.Module, is_one_operator: bool, leave: Callable[..., None], backward: BackwardVisit
+        self,
+        module: nn.Module,
+        is_one_operator: bool,
+        leave: Callable[..., None],
+        backward: BackwardVisit,
+        cast: Tensor | None,
     ) -> None:
-        self.module, self._is_one_operator = module, is_one_operator
+        self.module, self.cast, self._is_one_operator = module, cast, is_one_operator
         self._leave, self._backward = leave, backward
-        self._has_replaced_weight = False
         # Nodes made during the call have at least this number.
         self._first_node = next_node()
-
-    def replace_weight(self, tensor: Tensor) -> None:
-        """Have the module see another tensor as its weight until the call ends.
-
-        Autograd saves that tensor. Of a parameter bound to other memory it would save the parameter, and read in
-        backward the memory to which that is bound then.
-        """
-        vars(self.module)["weight"] = tensor  # found before the parameter
-        self._has_replaced_weight = True
 
     def close_after(self, inputs: Any) -> None:
         """Have the nodes behind inputs close the visit in backward."""
@@ -196,8 +216,6 @@ class _Call:
         return _tensors_in((inputs, attributes))
 
     def end(self, outputs: Iterable[Tensor] = ()) -> None:
-        if self._has_replaced_weight:
-            vars(self.module).pop("weight", None)
         self._leave(self, outputs=outputs)
 
     def _nodes(self, tensors: Iterable[Tensor]) -> Iterator[Any]:

@@ -21,7 +21,7 @@ from hf_memopt.weights.quantised import is_quantised, stored_tensors
 from hf_memopt.weights.residency.away import WATCHED, Away, Classes, call_unseen, is_alias, set_plain
 from hf_memopt.weights.residency.backward_visits import OpenVisits
 from hf_memopt.weights.residency.guards import refuse_pickling
-from hf_memopt.weights.residency.resident_set import HELD, ResidentSet
+from hf_memopt.weights.residency.resident_set import HELD, WRITTEN, ResidentSet
 from hf_memopt.weights.residency.selection import calls_no_modules, visits_of
 from hf_memopt.weights.residency.storages import CastWeight, StreamedStorage
 from hf_memopt.weights.residency.units import Unit
@@ -154,12 +154,13 @@ class Visiting:
             has_failed = self.open_visits.close_old(self._is_held) or self._has_failed
             self._has_failed = False
             thread = threading.get_ident()
-            for each in [*self._over, self._passes.get(thread), self._outside.get(thread)]:
+            gone = {thread, *self._outside} - {each.ident for each in threading.enumerate()} | {thread}
+            before = [self._passes.get(thread), *(self._outside.pop(each, None) for each in gone)]
+            for each in [*self._over, *before]:
                 if each is not None and (
                     each.num_ended != self.open_visits.num_ended or not any(map(self._is_held, each.held))
                 ):
                     self._release(each)
-            self._outside.pop(thread, None)
             self._over = [each for each in self._over if each.held]
             self._extend_units()
             self.storages.begin(kind, has_failed)
@@ -401,10 +402,10 @@ class Visiting:
             self._show(visit)
 
     def leave(self, visit: Visit, user: object, cast: CastWeight | None = None, outputs: Iterable[Tensor] = ()) -> None:
-        with self.lock, self._without_modes():
+        with self.lock, torch._C._DisableFuncTorch(), self._without_modes():
             for number in visit:
                 if self.found[number].is_written():  # which `remove` then puts onto the device
-                    self.storages.keep(number, "written")
+                    self.storages.keep(number, WRITTEN)
             self._keep_handed_out(visit, outputs)
             self.storages.leave(visit, user, cast)
             if not self._passes and not in_backward():
@@ -463,15 +464,19 @@ class Visiting:
             if is_plain(memory) and memory.untyped_storage()._cdata in keys:
                 self.storages.keep(keys[memory.untyped_storage()._cdata], "returned by its module")
 
+    def may_be_cast(self, visit: Visit, weight: Any) -> bool:
+        is_alone = len(visit) == 1 and all(tensor is weight for tensor in self.found[visit[0]].tensors)
+        return is_alone and weight.is_floating_point() and weight.dtype is not torch.float64
+
     def cast_of(self, visit: Visit, weight: Any) -> CastWeight | None:
         """Return the cast that autocast would make of a weight, the only one of its visit."""
         kind = weight.device.type
-        if not torch.is_autocast_enabled(kind) or not weight.is_floating_point() or weight.dtype is torch.float64:
+        if not torch.is_autocast_enabled(kind):
             return None
         dtype = torch.get_autocast_dtype(kind)
-        storage = self.found[visit[0]]
-        if weight.dtype is dtype or len(visit) > 1 or not all(tensor is weight for tensor in storage.tensors):
+        if weight.dtype is dtype or not self.may_be_cast(visit, weight):
             return None
+        storage = self.found[visit[0]]
         with self.lock:
             key = id(weight), dtype
             if key not in self._casts:
@@ -509,7 +514,7 @@ def _looked_up(function: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor] |
     What torch traces needs the function itself: the rows would be a constant of the trace.
     """
     tracing = sys.modules.get("torch.fx.experimental.proxy_tensor")
-    if tracing is not None and tracing.get_proxy_mode() is not None:
+    if torch._C._get_tracing_state() or (tracing is not None and tracing.get_proxy_mode() is not None):
         return None
     names = {functional.embedding: ("input", "weight", "padding_idx", "max_norm"), torch.embedding: ("weight", "input")}
     given = dict(zip(names.get(function, ()), args, strict=False)) | kwargs

@@ -1,5 +1,7 @@
 """The interface of strategies for a teacher's weights, and the simple ones: resident and swapped."""
 
+from collections.abc import Sequence
+
 from torch import Tensor, nn
 
 from hf_memopt.transfer import Copier, Transfer
@@ -12,33 +14,64 @@ REMEDY_OF_WRITES = "nothing keeps what is written to it; write it before the tea
 
 
 class WriteGuard:
-    """Notices writes of a module's weights since `begin`, those through `.data` too.
+    """Notices what is written to a teacher's weights, and bound to them, in visits and between.
 
     Args:
         module: whose parameters become watched ones.
-        weights: those of the module that are offloaded.
+        weights: those that are offloaded.
+        home: theirs.
+        shared: parameters in the student's memory.
     """
 
-    def __init__(self, module: nn.Module, weights: PackedWeights) -> None:
+    def __init__(
+        self, module: nn.Module, weights: PackedWeights, home: WeightsHome, shared: Sequence[nn.Parameter]
+    ) -> None:
+        tensors = [each.tensor for each in weights.offsets]
+        self._at_home = list(zip(tensors, (view for piece in home.views for view in piece), strict=True))
+        self._keeps_writes = not home.file_bytes
+        guarded = {id(each) for each in (*tensors, *shared)}
         self._named = [
             (name, tensor)
             for name, parameter in module.named_parameters()
-            if id(parameter) in weights.slices_of
-            for tensor in inner_tensors(name, parameter)
+            for tensor in (inner_tensors(name, parameter) if id(parameter) in weights.slices_of else [parameter])
+            if id(tensor) in guarded
         ]
-        set_present(Classes.of(each) for each in module.parameters() if id(each) in weights.slices_of)
-        self.begin()
+        self._names = {id(tensor): name for name, tensor in self._named}
+        set_present(Classes.of(each) for each in module.parameters() if id(each) in {*weights.slices_of, *guarded})
+        self.note()
 
-    def begin(self) -> None:
-        self._versions = [0 if tensor.is_inference() else tensor._version for _, tensor in self._named]
+    def note(self) -> None:
+        self._states = self._present_states()
 
-    def check(self, when: str) -> None:
-        """Raise RuntimeError, once, for a weight that was written since."""
-        versions = self._versions
-        self.begin()
-        for (name, _), before, now in zip(self._named, versions, self._versions, strict=True):
-            if before != now:
-                raise RuntimeError(f"teacher weight {name!r} was written {when}; {REMEDY_OF_WRITES}")
+    def forget(self) -> None:
+        """Begin a change of what the weights are bound to, after which `note` follows, unless an interrupt comes."""
+        self._states = []
+
+    def written(self) -> str | None:
+        """Return the name of a weight that was written, or bound to other memory, since `note`."""
+        changed = zip(self._named, self._states, self._present_states(), strict=False)
+        return next((name for (name, _), before, now in changed if before != now), None)
+
+    def keep_writes(self) -> None:
+        """Have the home keep what was written since the last visit; RuntimeError where it cannot."""
+        name = self.written()
+        if name is not None and not self._keeps_writes:
+            self.note()
+            raise RuntimeError(f"teacher weight {name!r} was written between visits; {REMEDY_OF_WRITES}")
+        for tensor, view in self._at_home if name is not None else ():
+            if tensor.untyped_storage()._cdata != view.untyped_storage()._cdata:
+                if (tensor.dtype, tensor.device, tensor.shape) != (view.dtype, view.device, view.shape):
+                    raise RuntimeError(
+                        f"teacher weight {self._names[id(tensor)]!r} was cast, moved or resized between visits; make "
+                        "the teacher of the module as it is now"
+                    )
+                view.copy_(tensor)
+
+    def _present_states(self) -> list[tuple[int, int]]:
+        return [
+            (0 if tensor.is_inference() else tensor._version, tensor.untyped_storage()._cdata)
+            for _, tensor in self._named
+        ]
 
 
 class WeightPlacement:
