@@ -31,6 +31,7 @@ from hf_memopt.callbacks.attach import FrozenModels, OffloadedLoss
 from hf_memopt.callbacks.offloading import log_what_was_done
 from hf_memopt.callbacks.settings_text import VARIABLE
 from hf_memopt.memory import explain_oom
+from hf_memopt.process_trees import end_with_command
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ def main(words: Sequence[str]) -> None:
     arguments = MemoptArguments.from_text(os.environ.get(VARIABLE, ""))
     if list(words[:2]) in ([], ["-m"]):
         raise ValueError("name a SCRIPT and its arguments, or -m MODULE and its arguments")
+    end_with_command()
     show_messages()
     with attached(arguments), explain_oom() if arguments.memory_log else nullcontext():
         run_script(words)

@@ -21,6 +21,7 @@ from hf_memopt.callbacks.every_trainer import attached, run_script, show_message
 from hf_memopt.callbacks.switches import SwitchedArguments, SwitchError, Switches, set_torch_flags
 from hf_memopt.exactness.recorder import Recorder, RecordingEnds
 from hf_memopt.exactness.recording import Recording
+from hf_memopt.process_trees import end_with_command
 from hf_memopt.training.repeatable import deterministic_kernels
 
 # Holds an `Order` as JSON.
@@ -78,6 +79,7 @@ def mistake_file(folder: Path) -> Path:
 
 def main(words: Sequence[str]) -> None:
     order = Order.from_environment()
+    end_with_command(removing=Path(order.folder).parent)
     show_messages()
     set_seed(order.seed)
     try:
@@ -96,7 +98,9 @@ def _recorded(order: Order, words: Sequence[str]) -> Recording:
     recorder = Recorder(order.num_steps, perturbed=order.perturbed)
     with ExitStack() as stack:
         enter = stack.enter_context
-        forced = {**_FORCED, "output_dir": enter(tempfile.TemporaryDirectory(prefix="hf-memopt-verify-"))}
+        # In the command's own folder, which goes with it.
+        output = enter(tempfile.TemporaryDirectory(dir=Path(order.folder).parent))
+        forced = {**_FORCED, "output_dir": output}
         arguments = SwitchedArguments(
             switches.arguments, forced, is_switched=order.is_switched, must_change=switches.are_fields_alone
         )

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from hf_memopt import __version__
 from hf_memopt.command_line import TRACEBACK_FLAG, Parser, one_line_errors
+from hf_memopt.process_trees import end_tree_on_signals
 
 _COMMANDS = {
     "smolvla_commands": ("prepare-student", "precompute", "evaluate", "export"),
@@ -37,6 +38,8 @@ hf-memopt --help lists all commands, COMMAND --help the options of one; hf-memop
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand and return its exit status; user errors go to standard error and give 2."""
+    if arguments is None:
+        end_tree_on_signals()
     given = list(sys.argv[1:] if arguments is None else arguments)
     command = next((argument for argument in given if argument != TRACEBACK_FLAG), "")
     return one_line_errors(f"hf-memopt {command}".rstrip(), _run, given)

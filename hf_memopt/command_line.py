@@ -3,6 +3,7 @@
 import argparse
 import errno
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -54,14 +55,19 @@ _REMEDIES = {
 def one_line_errors(program: str, main: Callable[[list[str]], Any], arguments: Sequence[str] | None = None) -> int:
     """Run `main` and return its exit status; a user's mistake goes to standard error as one line and gives 2.
 
-    So does training that diverged (FloatingPointError), which gives 1. `--traceback`, which `main` does not see, lets
-    both escape; the line mentions it where another library found the mistake. Everything that is not known to come from
-    bad input escapes in any case.
+    So does training that diverged (FloatingPointError), which gives 1, and Ctrl-C, which gives 130. `--traceback`,
+    which `main` does not see, lets all escape; the line mentions it where another library found the mistake. Everything
+    that is not known to come from bad input escapes in any case.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     passed_on = [argument for argument in given if argument != TRACEBACK_FLAG]
     try:
         status = main(passed_on)
+    except KeyboardInterrupt:
+        if passed_on != given:
+            raise
+        sys.stderr.write(f"{program}: interrupted\n")
+        return 128 + signal.SIGINT
     except Exception as error:
         line = None if passed_on != given else _line(error)
         if line is None:

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from hf_memopt.process_trees import COMMAND
+
 _DESCRIPTION = """\
 Start SCRIPT, or -m MODULE, with accelerate launch. hf_memopt.attach is called on every Trainer and TRL
 trainer that it makes. The models that an Accelerator prepares offload what their forward passes save."""
@@ -74,7 +76,8 @@ def _launch(parsed: argparse.Namespace) -> int:
     launcher = [sys.executable, "-m", "accelerate.commands.launch", *accelerates]
     command = [*launcher, "-m", "hf_memopt.callbacks.every_trainer", *script]
     rest = shlex.join([*accelerates, "--", *script])
-    return subprocess.run(command, env=os.environ | {VARIABLE: arguments.to_text(), LAUNCHED: rest}).returncode
+    environment = {VARIABLE: arguments.to_text(), LAUNCHED: rest, COMMAND: str(os.getpid())}
+    return subprocess.run(command, env=os.environ | environment).returncode
 
 
 def cut_at_script(words: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from hf_memopt.command_line import Parser, number
 from hf_memopt.commands.launch_command import check_script, cut_at_script
+from hf_memopt.process_trees import COMMAND
 from hf_memopt.ranges import COUNT, SEED
 
 if TYPE_CHECKING:
@@ -143,6 +144,7 @@ class ScriptRuns:
             **os.environ,
             **(self.switches.environment if is_switched else {}),
             VARIABLE: order.to_text(),
+            COMMAND: str(os.getpid()),
         }
         launcher = [sys.executable, "-m", "accelerate.commands.launch", "--quiet", *self.accelerates]
         words = [*self.script, *(self.switches.script if is_switched else [])]

@@ -28,6 +28,7 @@ from hf_memopt.exactness.recording import Recording
 from hf_memopt.exactness.report import VerifyReport, report_of
 from hf_memopt.exactness.runs import Kind, compare_runs
 from hf_memopt.jobs.workload import PASSES_OF_AUTO
+from hf_memopt.process_trees import begin_child
 from hf_memopt.recipes.common.cost import RunCost, mib, table
 from hf_memopt.recipes.common.loop import Run
 from hf_memopt.recipes.common.results import environment
@@ -97,7 +98,8 @@ def _in_a_new_process(name: str, options: Any, num_steps: int) -> tuple[RunCost,
 
 def _pooled[T](function: Callable[..., T], *given: Any) -> T:
     # A forked process would have this one's memory, and could not use an accelerator that this one has used.
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, context, initializer=begin_child, initargs=(os.getpid(),)) as pool:
         return pool.submit(function, *given).result()
 
 

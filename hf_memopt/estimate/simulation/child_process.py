@@ -7,8 +7,6 @@ import logging
 import multiprocessing
 import os
 import pickle
-import threading
-import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -17,11 +15,12 @@ from typing import cast
 
 import torch
 
+from hf_memopt.process_trees import begin_child
+
 # torch's engine in a child of a process whose threads for devices have started.
 _FORKED_TOO_LATE = "autograd's threading in combination with fork"
 # torch about a tensor of 2^63 bytes or numbers, or more.
 TOO_LARGE = ("Storage size calculation overflowed", "numel: integer multiplication overflow")
-_WATCH_EVERY_S = 0.5
 
 
 def is_too_large(error: BaseException) -> bool:
@@ -114,7 +113,7 @@ class _Isolated[Result]:
 
 def _child(function: Callable[[], object], receiver: Connection, sender: Connection, parent: int) -> None:
     receiver.close()  # or the pipe would have a reader for ever
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    begin_child(parent)
     torch.set_num_threads(1)
     gc.freeze()  # imported objects stay, and take a third of a second to look through each time
     gc.enable()  # cycles of tensors die in a simulation too, also where the command line has switched collection off
@@ -126,13 +125,6 @@ def _child(function: Callable[[], object], receiver: Connection, sender: Connect
         error, trace = caught, traceback.format_exc()
     sender.send_bytes(_pickled(result, error, trace))
     sender.close()
-
-
-def _end_with(parent: int) -> None:
-    """End this process when its parent has died, also amid work, or blocked on a pipe that a sibling has inherited."""
-    while os.getppid() == parent:
-        time.sleep(_WATCH_EVERY_S)
-    os._exit(1)
 
 
 def _pickled(result: object, error: Exception | None, trace: str) -> bytes:

@@ -1,0 +1,92 @@
+"""Commands that end with the training that they have started, and training that ends with its command."""
+
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+# The variable that has the number of the command's process, for the scripts that it launches.
+COMMAND = "HF_MEMOPT_COMMAND"
+# What training may take to end, with a checkpoint, before it is killed.
+_GRACE_S = 60
+_WATCH_EVERY_S = 0.5
+
+
+def end_tree_on_signals() -> None:
+    """Have SIGTERM, SIGHUP and Ctrl-C end this process's children first, and then it, with status 128 + signal.
+
+    The children get the signal, unless they have got Ctrl-C from their terminal. A second one kills them.
+    """
+    for name in ("SIGTERM", "SIGHUP", "SIGINT"):
+        number = getattr(signal, name, None)
+        if number is not None and signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, _end_tree)
+
+
+def _end_tree(number: int, frame: FrameType | None) -> NoReturn:
+    import psutil
+
+    tree = psutil.Process().children(recursive=True)
+
+    def send(sent: int) -> None:
+        for each in tree:
+            with suppress(psutil.NoSuchProcess):
+                each.send_signal(sent)
+
+    for each in (signal.SIGTERM, signal.SIGINT, number):
+        signal.signal(each, lambda *_: send(signal.SIGKILL))
+    if number != signal.SIGINT or not _is_in_foreground():
+        send(number)
+    psutil.wait_procs(tree, timeout=None if number == signal.SIGINT else _GRACE_S)
+    send(signal.SIGKILL)
+    raise SystemExit(128 + number)
+
+
+def _is_in_foreground() -> bool:
+    """Return whether a terminal sends Ctrl-C to this process and its children alike."""
+    try:
+        return os.tcgetpgrp(sys.stderr.fileno()) == os.getpgrp()
+    except (AttributeError, OSError, ValueError):  # no terminal, or another system
+        return False
+
+
+def end_with_command(removing: Path | None = None) -> None:
+    """Have this process end with the command that `COMMAND` names, if it does, and remove a folder of the command's."""
+    if COMMAND in os.environ:
+        end_with(int(os.environ[COMMAND]), removing)
+
+
+def begin_child(parent: int) -> None:
+    """Have this process, which computes for a parent, end with it, and at signals without a word."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
+    end_with(parent)
+
+
+def end_with(process: int, removing: Path | None = None) -> None:
+    """Have this process end, by SIGTERM, within a second after another one, given by its number, has ended.
+
+    Amid work too, or blocked on a pipe. Where SIGTERM does not end it, as in a script that saves a checkpoint then, it
+    is killed a minute later.
+    """
+    threading.Thread(target=_end_with, args=(process, removing), daemon=True).start()
+
+
+def _end_with(process: int, removing: Path | None) -> None:
+    import psutil
+
+    with suppress(psutil.NoSuchProcess):
+        other = psutil.Process(process)
+        while other.is_running() and other.status() != psutil.STATUS_ZOMBIE:
+            time.sleep(_WATCH_EVERY_S)
+    if removing is not None:
+        shutil.rmtree(removing, ignore_errors=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(_GRACE_S)
+    os._exit(1)

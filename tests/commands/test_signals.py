@@ -1,0 +1,70 @@
+"""Signals end a command with the training that it has started, and its folders."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from patience import HANG_S
+
+SCRIPT = """
+import os, time
+from pathlib import Path
+Path("begun").touch()
+time.sleep(600)
+"""
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + HANG_S
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("command_name", "name"),
+    [("launch", "SIGTERM"), ("launch", "SIGKILL"), ("verify", "SIGHUP"), ("verify", "SIGINT"), ("verify", "SIGKILL")],
+)
+def test_training_ends_with_its_command(command_name: str, name: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    folders = tmp_path / "folders"
+    folders.mkdir()
+    number = getattr(signal, name)
+    flags = ["--switch=gradient_checkpointing=true"] if command_name == "verify" else []
+    line = [sys.executable, "-m", "hf_memopt.cli", command_name, *flags, "--cpu", "--", "train.py"]
+    with (tmp_path / "log").open("w") as log:
+        command = subprocess.Popen(
+            line,
+            cwd=tmp_path,
+            env=os.environ | {"TMPDIR": str(folders)},
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    wait_for(lambda: (tmp_path / "begun").exists() or command.poll() is not None)
+    tree = psutil.Process(command.pid).children(recursive=True)
+    assert len(tree) >= 2, (tmp_path / "log").read_text()
+    command.send_signal(number)
+    assert command.wait(HANG_S) == (-number if name == "SIGKILL" else 128 + number)
+    wait_for(lambda: not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in tree))
+    assert not [*folders.glob("hf-memopt-*")]
+    assert "hf_memopt/cli.py" not in (tmp_path / "log").read_text()  # no traceback of the command
+
+
+def test_ctrl_c_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    from hf_memopt.command_line import one_line_errors
+
+    def main(arguments: list[str]) -> None:
+        raise KeyboardInterrupt
+
+    assert one_line_errors("program", main, []) == 130
+    assert capsys.readouterr().err == "program: interrupted\n"
+    with pytest.raises(KeyboardInterrupt):
+        one_line_errors("program", main, ["--traceback"])
