@@ -7,9 +7,9 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -56,17 +56,6 @@ class Order:
     switches: list[str]
     is_switched: bool
 
-    @classmethod
-    def from_environment(cls) -> Self:
-        return cls(**json.loads(os.environ[VARIABLE]))
-
-    def to_text(self) -> str:
-        return json.dumps(asdict(self))
-
-    @property
-    def file(self) -> Path:
-        return recording_file(Path(self.folder), int(os.environ.get("RANK", "0")))
-
 
 def recording_file(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.json"
@@ -78,7 +67,7 @@ def mistake_file(folder: Path) -> Path:
 
 
 def main(words: Sequence[str]) -> None:
-    order = Order.from_environment()
+    order = Order(**json.loads(os.environ[VARIABLE]))
     end_with_command(removing=Path(order.folder).parent)
     show_messages()
     set_seed(order.seed)
@@ -87,7 +76,7 @@ def main(words: Sequence[str]) -> None:
     except SwitchError as error:
         mistake_file(Path(order.folder)).write_text(str(error), encoding="utf-8")
         raise
-    recording.write(order.file)
+    recording.write(recording_file(Path(order.folder), int(os.environ.get("RANK", "0"))))
 
 
 def _recorded(order: Order, words: Sequence[str]) -> Recording:

@@ -143,7 +143,7 @@ class ScriptRuns:
             "PYTHONHASHSEED": str(self.seed),
             **os.environ,
             **(self.switches.environment if is_switched else {}),
-            VARIABLE: order.to_text(),
+            VARIABLE: json.dumps(vars(order)),
             COMMAND: str(os.getpid()),
         }
         launcher = [sys.executable, "-m", "accelerate.commands.launch", "--quiet", *self.accelerates]

@@ -113,7 +113,8 @@ def compare(plain: Recording, switched: Recording, yardstick: Recording | None =
         num_compared[place.phase] += 1
         if ours is None or theirs is None or not _same(ours, theirs):
             found = _difference(place, ours, theirs, measure.get(place), plain.precision)
-            if place.phase in _OF_THE_END and all(_is_of_end(each, place.step) for each in differences):
+            of_end = (each.place.step == place.step and each.place.phase in _OF_THE_END for each in differences)
+            if place.phase in _OF_THE_END and all(of_end):
                 before = switched.before(place)
                 is_skipped = before is not None and theirs is not None and before.sha256 == theirs.sha256
                 found = replace(found, follows_from_equal=True, of_yardstick=None if is_skipped else found.of_yardstick)
@@ -139,10 +140,6 @@ def _same(first: Fingerprint, second: Fingerprint) -> bool:
 def _is_updated(plain: Recording, place: TensorPlace) -> bool:
     before = plain.before(place)
     return place.phase == "weight" and before is not None and before.sha256 != plain.tensors[place].sha256
-
-
-def _is_of_end(found: Difference, step: int) -> bool:
-    return found.place.step == step and found.place.phase in _OF_THE_END
 
 
 def _has_other_shape(found: Difference) -> bool:

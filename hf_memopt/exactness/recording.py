@@ -4,13 +4,13 @@ import json
 import os
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 from hf_memopt.exactness.fingerprint import Fingerprint
 
 Phase = Literal["start", "input", "loss", "gradient", "result", "weight", "optimizer"]
 # In the order of a step.
-PHASES: tuple[Phase, ...] = ("start", "input", "loss", "gradient", "result", "weight", "optimizer")
+PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
 @dataclass(frozen=True)

@@ -116,14 +116,9 @@ class VerifyReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything in JSON's types; infinite numbers as text."""
-        return {
-            **{name: getattr(self, name) for name in ("verdict", "equal", "headline", "num_steps", "num_gradients")},
-            "first": _difference(self.first),
-            "worst": _difference(self.worst),
-            **{name: getattr(self, name) for name in ("losses_equal", "differing", "compared", "not_compared")},
-            "advice": self.advice,
-            "runs": [vars(run) for run in self.runs],
-        }
+        found = {"verdict": self.verdict, "equal": self.equal, "headline": self.headline, **vars(self)}
+        differences = {"first": _difference(self.first), "worst": _difference(self.worst)}
+        return {**found, **differences, "runs": [vars(run) for run in self.runs]}
 
     def _shares(self) -> Iterator[str]:
         for phase in PHASES:

@@ -125,5 +125,9 @@ def r1_penalty(scores: Tensor, images: Tensor) -> Tensor:
             "logit per image or more, the batch first"
         )
     (gradient,) = torch.autograd.grad(scores.reshape(len(scores), -1).mean(1).sum(), images, create_graph=True)
-    wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-    return wide.reshape(len(wide), -1).square().sum(1).mean()
+    return wide(gradient).reshape(len(gradient), -1).square().sum(1).mean()
+
+
+def wide(values: Tensor) -> Tensor:
+    """Return in float32 a tensor that autocast has left in half precision; others as they are."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))

@@ -31,6 +31,7 @@ from hf_memopt.training.accumulation.rank_exchange import (
 )
 from hf_memopt.training.accumulation.weights import Weighted, WeightFn, normalized_weights
 from hf_memopt.training.finite_check import Findings, GradientWatch, NonFiniteGradientError, scaler_takes_care
+from hf_memopt.training.loss_terms import wide
 
 LossFn = Callable[[nn.Module, Any], Tensor]
 _counters = cache(counters_for)
@@ -173,7 +174,7 @@ class OpenStep:
             self.watch.end_micro_batch()
             # A weight of 0 stands for a loss that may be NaN, and NaN times 0 would be NaN.
             if weight:
-                total = total + loss.detach().to(torch.promote_types(loss.dtype, torch.float32)) * weight
+                total = total + wide(loss.detach()) * weight
         return total
 
     def update(self, loss: Tensor, num_micro_batches: int) -> StepResult:

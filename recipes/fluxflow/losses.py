@@ -10,14 +10,9 @@ from torch.nn import functional
 from hf_memopt.activations import SelectiveCheckpoint
 from hf_memopt.recipes.fluxflow.model import PerceptualLoss
 from hf_memopt.recipes.fluxflow.options import LeverOptions, LossOptions
-from hf_memopt.training.loss_terms import chunked_loss
+from hf_memopt.training.loss_terms import chunked_loss, wide
 
 Figures = dict[str, Tensor]
-
-
-def wide(values: Tensor) -> Tensor:
-    """Return in float32 a tensor that autocast has left in half precision."""
-    return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def detail_weighted_l1(output: Tensor, target: Tensor, detail_weight: float) -> Tensor:

@@ -23,12 +23,11 @@ from hf_memopt.recipes.fluxflow.losses import (
     hinge_loss,
     kl_divergence,
     reconstruction_loss,
-    wide,
 )
 from hf_memopt.recipes.fluxflow.model import Models
 from hf_memopt.recipes.fluxflow.options import TrainingOptions
 from hf_memopt.recipes.fluxflow.training_aids import WeightAverage, average_gradients
-from hf_memopt.training.loss_terms import r1_penalty
+from hf_memopt.training.loss_terms import r1_penalty, wide
 
 
 class Optimizers(NamedTuple):

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from hf_memopt.training.loss_terms import wide
+
 
 def sliced_wasserstein(
     output: Tensor, target: Tensor, *, patch_size: int = 3, num_projections: int = 64, max_samples: int = 8192
@@ -41,7 +43,7 @@ def self_similarity_difference(output: Tensor, content: Tensor, max_positions: i
     4 MiB per sample and matrix. With `max_positions` only so many are compared, drawn anew in each call.
     """
     with full_precision(output):
-        ours, theirs = (_at_least_float32(latents).flatten(2) for latents in (output, content))
+        ours, theirs = (wide(latents).flatten(2) for latents in (output, content))
         num_positions = ours.shape[2]
         if max_positions is not None and max_positions < num_positions:
             chosen = torch.randperm(num_positions, device=ours.device)[:max_positions]
@@ -55,14 +57,10 @@ def full_precision(tensor: Tensor) -> Any:
 
 def _patches(latents: Tensor, size: int) -> Tensor:
     """Return one patch for each position of each sample: `(batch * height * width, channels * size * size)`."""
-    unfolded = F.unfold(_at_least_float32(latents), size, padding=size // 2)
+    unfolded = F.unfold(wide(latents), size, padding=size // 2)
     return unfolded.transpose(1, 2).flatten(0, 1)
 
 
 def _similarities(latents: Tensor) -> Tensor:
     directions = F.normalize(latents, dim=1)
     return directions.transpose(1, 2) @ directions
-
-
-def _at_least_float32(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

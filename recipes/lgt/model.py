@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_memopt.ranges import COUNT
 from hf_memopt.recipes.lgt.options import ModelOptions, Options
+from hf_memopt.training.loss_terms import wide
 
 Velocity = Callable[[Tensor, Tensor], Tensor]
 
@@ -66,8 +67,7 @@ class LatentTransfer(nn.Module):
             return found
 
         moved = euler(velocity, latents, time, num_steps, legacy_dt=self._legacy_dt)
-        start = first[0].to(torch.promote_types(first[0].dtype, torch.float32))
-        return moved, start.square().mean(dim=(1, 2, 3))
+        return moved, wide(first[0]).square().mean(dim=(1, 2, 3))
 
     def _velocity(self, *inputs: Tensor) -> Tensor:
         if self.checkpointing and torch.is_grad_enabled():

@@ -15,13 +15,12 @@ INTERVAL_S = 0.004
 class Sample(NamedTuple):
     """Memory of a process at a moment.
 
-    `anonymous_bytes` belong to no file, so that without swap the system cannot take them back; `resident_bytes` are
-    those and pages of files; `private_bytes` are private and writable, touched or not, which `RLIMIT_DATA` limits.
+    `anonymous_bytes` belong to no file, so that without swap the system cannot take them back; `private_bytes` are
+    private and writable, touched or not, which `RLIMIT_DATA` limits.
     """
 
     at_s: float  # of `time.monotonic`, whose zero all processes share
     anonymous_bytes: int
-    resident_bytes: int
     private_bytes: int
 
 
@@ -34,7 +33,7 @@ def read_sample(process: int) -> Sample | None:
     fields = dict(line.split(":", 1) for line in status.splitlines())
     if "RssAnon" not in fields:  # has ended, and has not been waited for yet
         return None
-    figures = (KIB * int(fields[name].split()[0]) for name in ("RssAnon", "VmRSS", "VmData"))
+    figures = (KIB * int(fields[name].split()[0]) for name in ("RssAnon", "VmData"))
     return Sample(time.monotonic(), *figures)
 
 

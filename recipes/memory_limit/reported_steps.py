@@ -10,8 +10,9 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
+
+import psutil
 
 Step = Callable[[], float]  # returns its loss
 
@@ -28,7 +29,8 @@ def report_steps(step: Step, num_steps: int, pipe: int, results: Callable[[], di
 
         report("rest")
         sys.stdin.readline()
-        begun_s, begun_cpu_s, begun_bytes = time.perf_counter(), time.process_time(), written_bytes()
+        sent_to_disks = psutil.Process().io_counters  # mapped pages that this process has dirtied included
+        begun_s, begun_cpu_s, begun_bytes = time.perf_counter(), time.process_time(), sent_to_disks().write_bytes
         try:
             for _ in range(num_steps):
                 report("step", loss=step(), cpu_s=time.process_time() - begun_cpu_s)
@@ -40,7 +42,7 @@ def report_steps(step: Step, num_steps: int, pipe: int, results: Callable[[], di
         costs = {
             "cpu_s": time.process_time() - begun_cpu_s,
             "wall_s": time.perf_counter() - begun_s,
-            "written_bytes": written_bytes() - begun_bytes,
+            "written_bytes": sent_to_disks().write_bytes - begun_bytes,
         }
         report("finished", **costs, **results())
     return 0
@@ -51,9 +53,3 @@ def is_out_of_memory(error: Exception) -> bool:
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     return isinstance(error, MemoryError) or "can't allocate memory" in str(error)
-
-
-def written_bytes() -> int:
-    """Return how many bytes this process has sent to disks, mapped pages that it has dirtied included."""
-    lines = Path("/proc/self/io").read_text().splitlines()
-    return int(dict(line.split(": ") for line in lines)["write_bytes"])

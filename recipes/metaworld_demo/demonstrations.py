@@ -1,4 +1,4 @@
-"""Demonstrations of Meta-World's scripted experts, as a LeRobotDataset."""
+"""Demonstrations of Meta-World's scripted experts, as a LeRobotDataset, and a baseline: their mean action, repeated."""
 
 import warnings
 from collections.abc import Sequence
@@ -63,3 +63,26 @@ def _expert_action(environment: DrawnMetaworldEnv) -> NDArray[np.float32]:
         warnings.filterwarnings("ignore", "Constant")  # "may be too high": the environment clips, and so does this
         action = environment.expert_policy.get_action(environment.last_state)
     return np.clip(action, -1, 1).astype(np.float32)
+
+
+def successes_of_mean_action(dataset: LeRobotDataset, task: str, episodes: int, first_seed: int) -> int:
+    """Return in how many of the episodes a task succeeds with the mean of its demonstrations' actions in every step.
+
+    A task that this solves proves nothing about a policy: it need not look. Costs about a millisecond a step.
+    """
+    environment = DrawnMetaworldEnv(task)
+    action = mean_action(dataset, environment.task_description)
+    return sum(_succeeds(environment, action, first_seed + index) for index in range(episodes))
+
+
+def mean_action(dataset: LeRobotDataset, description: str) -> NDArray[np.float32]:
+    columns = dataset.hf_dataset.with_format("numpy")
+    chosen = np.asarray(columns["task_index"]) == dataset.meta.get_task_index(description)
+    mean: NDArray[np.float32] = np.asarray(columns[ACTION])[chosen].mean(axis=0)
+    return mean
+
+
+def _succeeds(environment: DrawnMetaworldEnv, action: NDArray[np.float32], seed: int) -> bool:
+    environment.reset(seed=seed)
+    # In steps that follow a success lerobot's environment has begun another episode: stop there.
+    return any(environment.step(action)[2] for _ in range(environment._max_episode_steps))

@@ -81,7 +81,7 @@ def measured(output: Path, tasks: Sequence[str], episodes: int, first_seed: int)
 
     from hf_memopt.lerobot.evaluate.measure import evaluate_reflow, held_out_batches
     from hf_memopt.lerobot.policy_files import load_policy, resolve_checkpoint
-    from hf_memopt.recipes.metaworld_demo.mean_action import successes_of_mean_action
+    from hf_memopt.recipes.metaworld_demo.demonstrations import successes_of_mean_action
 
     torch.set_num_threads(1)
     teacher = load_policy(resolve_checkpoint(output / "teacher"))

@@ -1,5 +1,6 @@
 """Scripts that are recorded in this process. Whole runs of `verify`: commands/test_verify_command.py."""
 
+import json
 import random
 import sys
 from collections.abc import Callable
@@ -60,7 +61,7 @@ def record(
         output = tmp_path / "output"
         (tmp_path / "script.py").write_text(script)
         order = recorded_script.Order(str(tmp_path), steps, None, 0, list(texts), is_switched)
-        monkeypatch.setenv(recorded_script.VARIABLE, order.to_text())
+        monkeypatch.setenv(recorded_script.VARIABLE, json.dumps(vars(order)))
         with arguments_put_back():
             recorded_script.main([str(tmp_path / "script.py"), *(words or (str(output),))])
         return Recording.read(tmp_path / "rank-0.json"), output
@@ -185,11 +186,3 @@ def test_torch_and_accelerate_are_put_back(record: Any) -> None:
     before = seams()
     record(LOOP, "no", texts=("offload=off",))
     assert seams() == before
-
-
-def test_an_order_is_read_as_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    order = recorded_script.Order("folder", 3, "bfloat16", 7, ["a=b"], True)
-    monkeypatch.setenv(recorded_script.VARIABLE, order.to_text())
-    monkeypatch.setenv("RANK", "3")
-    assert recorded_script.Order.from_environment() == order
-    assert order.file == Path("folder/rank-3.json")

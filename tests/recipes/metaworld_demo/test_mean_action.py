@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 from late_imports import LateModule
 
-MODULE = "hf_memopt.recipes.metaworld_demo.mean_action"
-mean_action = LateModule(MODULE)
-demonstrations = LateModule("hf_memopt.recipes.metaworld_demo.demonstrations")
+MODULE = "hf_memopt.recipes.metaworld_demo.demonstrations"
+demonstrations = LateModule(MODULE)
 measurements = LateModule("hf_memopt.recipes.metaworld_demo.measurements")
 lerobot_dataset = LateModule("lerobot.datasets.lerobot_dataset")
 
@@ -28,7 +27,7 @@ def test_the_mean_is_of_one_tasks_frames(dataset: Any) -> None:
     for description in dataset.meta.tasks.index:
         chosen = actions[tasks == dataset.meta.get_task_index(description)]
         assert 0 < len(chosen) < len(actions)
-        assert np.array_equal(mean_action.mean_action(dataset, description), chosen.mean(axis=0))
+        assert np.array_equal(demonstrations.mean_action(dataset, description), chosen.mean(axis=0))
 
 
 def test_the_same_movement_presses_a_handle_and_standing_still_does_not(
@@ -36,7 +35,5 @@ def test_the_same_movement_presses_a_handle_and_standing_still_does_not(
 ) -> None:
     # About the mean of 40 demonstrations.
     for action, successes in (((-0.04, 0.06, -0.41, -1.0), 3), ((0.0, 0.0, 0.0, 0.0), 0)):
-        monkeypatch.setattr(
-            "hf_memopt.recipes.metaworld_demo.mean_action.mean_action", lambda *_, action=action: np.float32(action)
-        )
-        assert mean_action.successes_of_mean_action(dataset, TASKS[0], 3, 100_000) == successes
+        monkeypatch.setattr(f"{MODULE}.mean_action", lambda *_, action=action: np.float32(action))
+        assert demonstrations.successes_of_mean_action(dataset, TASKS[0], 3, 100_000) == successes
