@@ -17,7 +17,7 @@ from hf_memopt.memory.logger import WARN_AT, high_memory_message, largest_of_ran
 from hf_memopt.memory.metrics_file import METRICS_FILE, append_metrics
 from hf_memopt.report import read_run, write_report
 from hf_memopt.report.runs import TRAINER_FILE
-from hf_memopt.report.trainer_card import training_facts
+from hf_memopt.report.tables import training_facts
 
 logger = logging.getLogger(__name__)
 
@@ -178,7 +178,10 @@ class MemoryPageCallback(TrainerCallback):
 class _ModelWatch:
     def __init__(self, model: nn.Module | None, tracker: MemoryTracker | None) -> None:
         self._tracker = tracker
-        self._handles = [] if model is None else self._register(model)
+        self._handles: list[Any] = []
+        if model is not None:
+            self._handles.append(model.register_forward_pre_hook(self._begin_forward, prepend=True))
+            self._handles.append(model.register_forward_hook(self._end_forward))
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -187,10 +190,6 @@ class _ModelWatch:
     def __reduce__(self) -> Any:
         # Copies and pickles of the model carry its hooks, and are not to be watched.
         return _ModelWatch, (None, None)
-
-    def _register(self, model: nn.Module) -> list[Any]:
-        before = model.register_forward_pre_hook(self._begin_forward, prepend=True)
-        return [before, model.register_forward_hook(self._end_forward)]
 
     def _begin_forward(self, model: nn.Module, inputs: Any) -> None:
         if self._tracker is not None:

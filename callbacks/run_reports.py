@@ -11,7 +11,7 @@ from hf_memopt.callbacks.memory_logging import MemoryLoggingCallback
 from hf_memopt.callbacks.next_settings import advice
 from hf_memopt.memory import explain_oom
 from hf_memopt.report.offloading import OFFLOADING_FILE, OffloadingRecord, in_words
-from hf_memopt.report.trainer_card import training_section
+from hf_memopt.report.tables import training_section
 
 
 class RunReports(TrainerCallback):

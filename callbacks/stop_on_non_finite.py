@@ -37,7 +37,7 @@ class StopOnNonFiniteCallback(TrainerCallback):
     """
 
     def __init__(self) -> None:
-        self._watch: GradientWatch | None = None
+        self._watch: Any = None  # a GradientWatch, while training goes on
 
     def on_train_begin(self, args: TrainingArguments, *others: Any, model: nn.Module, **kwargs: Any) -> None:
         if args.deepspeed is not None:
@@ -50,10 +50,10 @@ class StopOnNonFiniteCallback(TrainerCallback):
         self._watch = GradientWatch(model)
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-        self._running_watch().begin_step()
+        self._watch.begin_step()
 
     def on_substep_end(self, *args: Any, **kwargs: Any) -> None:
-        self._running_watch().end_micro_batch()
+        self._watch.end_micro_batch()
 
     def on_pre_optimizer_step(
         self,
@@ -64,12 +64,11 @@ class StopOnNonFiniteCallback(TrainerCallback):
         optimizer: Any,
         **kwargs: Any,
     ) -> None:
-        watch = self._running_watch()
-        watch.end_micro_batch()
+        self._watch.end_micro_batch()
         largest = largest_magnitude(model.parameters())
         if finite_on_all_ranks([largest], args.device) or scaler_takes_care(optimizer):
             return
-        findings = gather_from_ranks(watch.findings())
+        findings = gather_from_ranks(self._watch.findings())
         self.remove()
         raise NonFiniteGradientError(state.global_step + 1, findings)
 
@@ -81,7 +80,3 @@ class StopOnNonFiniteCallback(TrainerCallback):
         if self._watch is not None:
             self._watch.remove()
             self._watch = None
-
-    def _running_watch(self) -> GradientWatch:
-        assert self._watch is not None, "Trainer calls on_train_begin before any step"
-        return self._watch

@@ -116,11 +116,6 @@ def halving(cfg: TrainPipelineConfig, num_accumulation_steps: int) -> dict[str, 
     return {HALF_MICRO_BATCH: f"{words}: updates of the same samples in more forward passes"}
 
 
-def check_numbers(cfg: TrainPipelineConfig) -> None:
-    for name, allowed in RANGES.items():
-        allowed.check(name, attrgetter(name)(cfg))
-
-
 def check_dataset(dataset: DatasetConfig) -> None:
     """Read its metadata, so that data of another format are one line here and no traceback of the loop's."""
     names = {name: getattr(dataset, name) for name in ("root", "revision", "repo_type")}
@@ -144,7 +139,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"policy type {kind!r}: this recipe trains {' and '.join(f'{name}_reflow' for name in STOCK_TYPES)}"
         )
     cfg.policy.check_start()
-    check_numbers(cfg)
+    for name, allowed in RANGES.items():
+        allowed.check(name, attrgetter(name)(cfg))
     check_dataset(cfg.dataset)
     num_accumulation_steps = settle_accumulation(cfg, num_accumulation_steps)
     check_windows(cfg, num_accumulation_steps)
@@ -153,10 +149,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # lerobot sets logging up later.
     logging.basicConfig(format="%(message)s")
     logging.getLogger("hf_memopt").setLevel(logging.INFO)
-    if card is None:
-        put_teacher(cfg, decided_home(cfg, num_accumulation_steps))
-    else:
-        put_teacher(cfg, planned_home(cfg, num_accumulation_steps, card))
+    given = cfg, num_accumulation_steps
+    put_teacher(cfg, decided_home(*given) if card is None else planned_home(*given, card))
     with warnings.catch_warnings():
         # The schedule counts batches, so it moves before the first update; torch takes that for a mistake.
         warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")

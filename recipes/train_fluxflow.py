@@ -39,7 +39,7 @@ with script_imports("train_fluxflow", __name__):
     from hf_memopt.recipes.fluxflow.losses import Figures, weights_at
     from hf_memopt.recipes.fluxflow.model import build_models, stride
     from hf_memopt.recipes.fluxflow.options import Options, parse
-    from hf_memopt.recipes.fluxflow.step import FiniteChecks, Run, make_optimizers, step
+    from hf_memopt.recipes.fluxflow.step import OfBoth, Run, make_optimizers, step
     from hf_memopt.recipes.fluxflow.training_aids import make_average, save_vae, use_expandable_segments
     from hf_memopt.recipes.fluxflow.workload import FluxFlow
 
@@ -105,7 +105,7 @@ def prepare(accelerator: Accelerator, options: Options) -> Run:
     batches = data.EndlessBatches(loader)
     prepared = accelerator, options, models, optimizers, schedulers, batches
     run = Run(*prepared, average=average, source=source, memory=memory)
-    run.finite = FiniteChecks(*map(run.finite_check, (models.vae, models.discriminator), optimizers))
+    run.finite = OfBoth(*map(run.finite_check, (models.vae, models.discriminator), optimizers))
     return run
 
 

@@ -94,7 +94,7 @@ class OffloadingRecord:
             return cls(
                 dict(found["facts"]),
                 None if found["stats"] is None else OffloadStats(**found["stats"]),
-                [PlanTable(each["summary"], [_row(*row) for row in each["rows"]]) for each in found["plans"]],
+                [PlanTable(each["summary"], [(a, b, c, d) for a, b, c, d in each["rows"]]) for each in found["plans"]],
                 found["note"],
                 HeldOverPass(**found["over_pass"]),
                 found["weights"],
@@ -130,10 +130,6 @@ def in_words(stats: OffloadStats) -> list[str]:
         _figures("forward and backward", format_ms, predicted=stats.predicted_step_ms, measured=stats.measured_step_ms),
     ]
     return [phrase for phrase in phrases if phrase]
-
-
-def _row(owner: str, kept: int, offloaded: int, recomputed: int) -> tuple[str, int, int, int]:
-    return owner, kept, offloaded, recomputed
 
 
 def highest(held: Sequence[int], max_points: int, first: int = 0) -> list[int]:

@@ -1,13 +1,13 @@
-"""A run's figures as rows, for the page's tables and first lines."""
+"""A run's figures as rows and in words, for the page's tables and first lines, and for model cards."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hf_memopt.report.offloading import PlanTable
 from hf_memopt.report.outcome import gain_line, outcome_line
-from hf_memopt.report.runs import DEVICE_PEAK, Run, memory_column
+from hf_memopt.report.runs import DEVICE_PEAK, Run, memory_column, phase_peaks
 from hf_memopt.text_table import Cell, Table
-from hf_memopt.units import GIB, format_bytes, unit_for
+from hf_memopt.units import GIB, format_bytes, format_ms, unit_for
 
 _MODE_COLUMNS = {
     "peak MiB": "peak_mib",
@@ -23,6 +23,7 @@ _MODE_COLUMNS = {
     "pass ms": "measured_step_ms",
     "predicted ms": "predicted_step_ms",
 }
+_MEMORY = "memory/"
 
 
 def headlines(run: Run) -> list[str]:
@@ -153,3 +154,39 @@ def _phase_headline(run: Run) -> Iterator[str]:
     elif run.timeline and not (run.modes or run.holders or run.offloading):
         host_gib = max(record["memory/host_rss_gib"] for record in run.timeline)
         yield f"The most host memory that the process held at a logged step: {format_bytes(GIB * host_gib)}."
+
+
+def training_facts(
+    history: Sequence[Mapping[str, Any]], *, device: str, update: str, seconds_per_batch: float
+) -> dict[str, str] | None:
+    """Return device, memory and time in words, or None where the log has no memory figures yet.
+
+    The history is a Trainer's log; `seconds_per_batch` are of forward, backward and the update alone.
+    """
+    logged = [entry for entry in history if any(name.startswith(_MEMORY) for name in entry)]
+    if not logged:
+        return None
+    return {
+        "device": device,
+        "peak memory": _peak(logged),
+        "update": update,
+        "time": f"{format_ms(1e3 * seconds_per_batch)} for each forward and backward, with its share of the update",
+    }
+
+
+def training_section(facts: Mapping[str, str]) -> str:
+    """Return facts as a section of a model card, in Markdown."""
+    lines = [f"| {name} | {fact} |" for name, fact in facts.items()]
+    return "\n".join(["## Memory and time in training", "", "| | |", "|---|---|", *lines, "", "Measured by hf_memopt."])
+
+
+def _peak(logged: Sequence[Mapping[str, Any]]) -> str:
+    allocated, reserved, host = (
+        max((entry[_MEMORY + name] for entry in logged if _MEMORY + name in entry), default=None)
+        for name in ("peak_allocated_gib", "reserved_gib", "host_rss_gib")
+    )
+    if allocated is None:
+        return f"{host:.2f} GiB of host memory, by the process"
+    phases = phase_peaks(logged[-1])
+    where = f", in {max(phases, key=lambda phase: phase.at_least_gib).name}" if phases else ""
+    return f"{allocated:.2f} GiB allocated{where}; {reserved:.2f} GiB reserved"

@@ -11,12 +11,13 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
-from hf_memopt.training.accumulation.ddp import check_first_window, check_not_joined
 from hf_memopt.training.accumulation.engine import begin_window, engine_of
 from hf_memopt.training.accumulation.rank_exchange import (
     backward_from_outputs,
     backward_to_outputs,
     check_distributed_type,
+    check_first_window,
+    check_not_joined,
     exchange_if,
     exchanges_each_batch,
     gathers_weights,

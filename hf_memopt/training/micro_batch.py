@@ -17,8 +17,13 @@ from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_memopt.ranges import COUNT
-from hf_memopt.training.accumulation.ddp import check_exchange_after_backward, check_not_joined
-from hf_memopt.training.accumulation.rank_exchange import check_distributed_type, gathers_weights, max_over_ranks
+from hf_memopt.training.accumulation.rank_exchange import (
+    check_distributed_type,
+    check_exchange_after_backward,
+    check_not_joined,
+    gathers_weights,
+    max_over_ranks,
+)
 from hf_memopt.training.accumulation.splitting import num_samples, split_batch, take
 from hf_memopt.training.accumulation.weights import WeightFn, normalized_weights
 from hf_memopt.training.repeatable import BufferState, RandomState

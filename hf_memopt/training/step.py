@@ -17,11 +17,12 @@ from hf_memopt.memory.device_counters import counters_for
 from hf_memopt.memory.ranks import gather_from_ranks
 from hf_memopt.ranges import Range
 from hf_memopt.training.accumulation import engine as deepspeed_engine
-from hf_memopt.training.accumulation.ddp import check_first_window, check_not_joined
 from hf_memopt.training.accumulation.engine import engine_of
 from hf_memopt.training.accumulation.rank_exchange import (
     backward,
     check_distributed_type,
+    check_first_window,
+    check_not_joined,
     drop_gradients,
     exchange_if,
     exchanges_each_batch,

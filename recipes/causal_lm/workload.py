@@ -15,7 +15,7 @@ from hf_memopt.recipes.causal_lm import data as data
 from hf_memopt.recipes.causal_lm.model import make_model
 from hf_memopt.recipes.causal_lm.options import Options
 from hf_memopt.recipes.causal_lm.step import Batch, Run, make_optimizer, update
-from hf_memopt.recipes.common.auto_plan import Changes, RecipeWorkload
+from hf_memopt.recipes.common.auto_plan import RecipeWorkload, activation_levers
 from hf_memopt.recipes.common.flags import read_options
 
 __all__ = ["workload"]
@@ -31,23 +31,12 @@ def workload(config_path: str | Path, *, precision: str = "no", effective_batch:
     return CausalLM(options, tokenizer, precision, effective_batch)
 
 
-def _activations(checkpointed: bool, offload: str) -> Changes:
-    return {"model.gradient_checkpointing": checkpointed, "offload.offload": offload}
-
-
 class CausalLM(RecipeWorkload):
     """A causal language model with the flags of its recipe; `tokenizer` gives one from scratch its vocabulary."""
 
     MODULE = "hf_memopt.recipes.train_causal_lm"
     BATCH = ("training.per_device_batch_size", "training.gradient_accumulation_steps")
-    LEVERS: ClassVar = {
-        "activations": {
-            "kept": _activations(False, "off"),
-            "offloaded where free": _activations(False, "auto"),
-            "checkpointed": _activations(True, "off"),
-            "checkpointed, inputs offloaded": _activations(True, "inputs"),
-        }
-    }
+    LEVERS: ClassVar = {"activations": activation_levers("model.gradient_checkpointing")}
 
     def __init__(
         self, options: Options, tokenizer: Any, precision: str = "no", effective_batch: int | None = None

@@ -2,7 +2,7 @@
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
@@ -16,6 +16,7 @@ from hf_memopt.estimate.gpus import DEFAULT_CARD, Card, card_named
 from hf_memopt.estimate.simulated_step import SimulatedStep
 from hf_memopt.jobs import Row, plan
 from hf_memopt.jobs.accelerate_config import write_accelerate_config
+from hf_memopt.jobs.model_levers import ACTIVATIONS
 from hf_memopt.jobs.settings_table import explain, headline
 from hf_memopt.jobs.workload import Lever, Settings, Workload, divisors, num_steps
 from hf_memopt.memory.device_counters import counters_for
@@ -27,14 +28,12 @@ logger = logging.getLogger(__name__)
 PRECISION = "mixed_precision"
 PRECISIONS = ("no", "bf16")
 
+WAYS = ("kept", "offloaded where free", "checkpointed", "checkpointed, inputs offloaded")
 Changes = Mapping[str, Any]  # "section.field" of the options, and its value
 
 
 class RecipeWorkload(ABC):
-    """A recipe's own step on fake tensors, with options that depend on levers.
-
-    `precision` is "no", "bf16", or "auto" to try both; `effective_batch` counts samples per update, None as in options.
-    """
+    """A recipe's own step on fake tensors, with options that depend on levers."""
 
     # Each lever's values and the options that they change, from the fastest to the most frugal.
     LEVERS: ClassVar[Mapping[str, Mapping[str, Changes]]]
@@ -138,6 +137,12 @@ class BatchInParts(RecipeWorkload):
     def num_simulated(self, options: Any, accumulation: int) -> int:
         """Return all of them, since they are parts of one batch."""
         return accumulation
+
+
+def activation_levers(checkpointing: str, names: Sequence[str] = WAYS) -> dict[str, Changes]:
+    """Return ways with saved activations by name; the option `checkpointing` has a model's blocks computed again."""
+    ways = {name: ACTIVATIONS[name] for name in names}
+    return {name: {checkpointing: how == "full", "offload.offload": mode} for name, (how, mode) in ways.items()}
 
 
 def best_row(workload: Workload, card: str, state: Accelerator | PartialState) -> Row:

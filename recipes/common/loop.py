@@ -20,10 +20,10 @@ from hf_memopt.disk.locks import lock_of
 from hf_memopt.memory import MemoryTracker
 from hf_memopt.memory.logger import short_figure
 from hf_memopt.recipes.common.cost import RunCost, StepTimer, warn_if_nothing_offloaded
-from hf_memopt.recipes.common.finite import FiniteCheck
 from hf_memopt.recipes.common.options import RunOptions, checkpoints_folder
 from hf_memopt.recipes.common.results import History
 from hf_memopt.report.offloading import OffloadingRecord
+from hf_memopt.training.finite_check import FiniteCheck
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 from hf_memopt.recipes.common import loop
-from hf_memopt.recipes.common.finite import FiniteCheck
 from hf_memopt.recipes.fluxflow.losses import (
     Figures,
     Weights,
@@ -27,17 +26,15 @@ from hf_memopt.recipes.fluxflow.losses import (
 from hf_memopt.recipes.fluxflow.model import Models
 from hf_memopt.recipes.fluxflow.options import TrainingOptions
 from hf_memopt.recipes.fluxflow.training_aids import WeightAverage, average_gradients
+from hf_memopt.training.finite_check import FiniteCheck
 from hf_memopt.training.loss_terms import r1_penalty, wide
 
 
-class Optimizers(NamedTuple):
+class OfBoth(NamedTuple):
+    """Optimizers, or checks, of the two networks."""
+
     vae: Any
     discriminator: Any
-
-
-class FiniteChecks(NamedTuple):
-    vae: FiniteCheck
-    discriminator: FiniteCheck
 
 
 @dataclass
@@ -63,9 +60,9 @@ class Run(loop.Run):
         super().restore(position)
 
 
-def make_optimizers(models: Models, training: TrainingOptions, accelerator: Accelerator) -> Optimizers:
+def make_optimizers(models: Models, training: TrainingOptions, accelerator: Accelerator) -> OfBoth:
     vae, discriminator = models.vae.parameters(), models.discriminator.parameters()
-    return Optimizers(
+    return OfBoth(
         accelerator.prepare_optimizer(torch.optim.AdamW(vae, training.learning_rate)),
         accelerator.prepare_optimizer(
             torch.optim.AdamW(discriminator, training.discriminator_learning_rate, betas=(0.5, 0.999))

@@ -7,7 +7,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from hf_memopt.recipes.common.auto_plan import BatchInParts
+from hf_memopt.recipes.common.auto_plan import BatchInParts, activation_levers
 from hf_memopt.recipes.common.flags import read_options
 from hf_memopt.recipes.fluxflow.losses import Figures, weights_at
 from hf_memopt.recipes.fluxflow.model import build_models
@@ -31,12 +31,7 @@ class FluxFlow(BatchInParts):
 
     MODULE = "hf_memopt.recipes.train_fluxflow"
     LEVERS: ClassVar = {
-        "activations": {
-            "kept": {"levers.checkpoint_vae": False, "offload.offload": "off"},
-            "offloaded where free": {"levers.checkpoint_vae": False, "offload.offload": "auto"},
-            "checkpointed": {"levers.checkpoint_vae": True, "offload.offload": "off"},
-            "checkpointed, inputs offloaded": {"levers.checkpoint_vae": True, "offload.offload": "inputs"},
-        },
+        "activations": activation_levers("levers.checkpoint_vae"),
         "average": {"on the device": {"levers.ema_on_cpu": False}, "on the host": {"levers.ema_on_cpu": True}},
     }
 

@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from torch.optim.swa_utils import AveragedModel
 
 from hf_memopt.jobs.workload import Settings, divisors
-from hf_memopt.recipes.common.auto_plan import PRECISION, RecipeWorkload, with_changes
+from hf_memopt.recipes.common.auto_plan import PRECISION, WAYS, RecipeWorkload, activation_levers, with_changes
 from hf_memopt.recipes.lgt.data import Batch, make_batch
 from hf_memopt.recipes.lgt.options import Options, parse
 from hf_memopt.recipes.lgt.step import Run, build_model, build_optimizer, update_weights
@@ -35,13 +35,7 @@ class LatentTransferWorkload(RecipeWorkload):
     MODULE = "hf_memopt.recipes.train_lgt"
     BATCH = ("training.batch_size", "training.accumulation_steps")
     RESUMED = "checkpoint.resume_from_checkpoint"
-    LEVERS: ClassVar = {
-        "activations": {
-            "kept": {"training.use_gradient_checkpointing": False, "offload.offload": "off"},
-            "offloaded where free": {"training.use_gradient_checkpointing": False, "offload.offload": "auto"},
-            "checkpointed": {"training.use_gradient_checkpointing": True, "offload.offload": "off"},
-        }
-    }
+    LEVERS: ClassVar = {"activations": activation_levers("training.use_gradient_checkpointing", WAYS[:3])}
 
     def __init__(self, options: Options, precision: str | None = None, effective_batch: int | None = None) -> None:
         training = options.training

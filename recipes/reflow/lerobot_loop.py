@@ -24,7 +24,7 @@ from hf_memopt.lerobot.reflow.reflow_policy import ReflowPolicy
 from hf_memopt.memory.device_counters import Host
 from hf_memopt.memory.metrics_file import METRICS_FILE, append_metrics
 from hf_memopt.ranges import COUNT
-from hf_memopt.recipes.common.finite import FiniteCheck
+from hf_memopt.training.finite_check import FiniteCheck
 from hf_memopt.units import GIB
 
 LOOP_ACCUMULATES = find_spec("lerobot.configs.accelerator") is not None
@@ -32,7 +32,7 @@ LOOP_ACCUMULATES = find_spec("lerobot.configs.accelerator") is not None
 ACCUMULATION_FLAG = "gradient_accumulation_steps"
 ACCUMULATION_VARIABLE = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 
-AfterBackward = Callable[[Accelerator], None]
+AfterBackward = Callable[[Accelerator, int], None]
 
 
 class AccumulatingAccelerator(Accelerator):
@@ -84,7 +84,7 @@ def settle_accumulation(cfg: TrainPipelineConfig, asked: int) -> int:
 
 
 def train(cfg: TrainPipelineConfig, num_accumulation_steps: int, after_backward: AfterBackward) -> None:
-    """Run lerobot's loop; `after_backward` is called with its accelerator at the end of each backward pass."""
+    """Run lerobot's loop; `after_backward` gets the accelerator and the number of the batch after each backward."""
     begun = resumed_step(cfg)
     if not LOOP_ACCUMULATES:
         accelerator = make_accelerator(cfg.policy.dtype, cfg.policy.device, num_accumulation_steps)
@@ -120,7 +120,7 @@ def _observed(accelerator: Accelerator, after_backward: AfterBackward, num_batch
         backward(loss, **kwargs)
         check.end_micro_batch(loss)
         check.before_update()
-        after_backward(accelerator)
+        after_backward(accelerator, num_batches)
 
     accelerator.backward = observed
     return accelerator
@@ -131,11 +131,9 @@ def memory_log(cfg: TrainPipelineConfig) -> AfterBackward:
 
     It is for `hf-memopt report`, at the end of each backward pass; the optimizer's figure is that of the batch before.
     """
-    file, host, num_batches = Path(cfg.output_dir) / METRICS_FILE, Host(), resumed_step(cfg)
+    file, host = Path(cfg.output_dir) / METRICS_FILE, Host()
 
-    def after_backward(accelerator: Accelerator) -> None:
-        nonlocal num_batches
-        num_batches += 1
+    def after_backward(accelerator: Accelerator, num_batches: int) -> None:
         if not accelerator.is_main_process or cfg.log_freq <= 0 or num_batches % cfg.log_freq:
             return
         for policy in map(accelerator.unwrap_model, accelerator._models):

@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from hf_memopt.report.trainer_card import training_facts, training_section
+from hf_memopt.report.tables import training_facts, training_section
 
 FACTS: dict[str, Any] = {
     "device": "NVIDIA H200",

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hf_memopt.training import NonFiniteGradientError
 
-finite = LateModule("hf_memopt.recipes.common.finite")
+finite = LateModule("hf_memopt.training.finite_check")
 
 pytestmark = pytest.mark.usefixtures("on_the_cpu")
 

@@ -16,7 +16,7 @@ from hf_memopt.memory import SavedBytes
 from hf_memopt.recipes.common.options import OffloadOptions
 from hf_memopt.training import NonFiniteGradientError
 
-finite = LateModule("hf_memopt.recipes.common.finite")
+finite = LateModule("hf_memopt.training.finite_check")
 fluxflow_losses = LateModule("hf_memopt.recipes.fluxflow.losses")
 fluxflow_model = LateModule("hf_memopt.recipes.fluxflow.model")
 options = LateModule("hf_memopt.recipes.fluxflow.options")
@@ -233,7 +233,7 @@ def test_a_gradient_that_is_not_finite_is_not_applied() -> None:
         finite.FiniteCheck(Accelerator(cpu=True), *pair, lambda: 7)
         for pair in zip(run.model[:2], run.optimizer, strict=True)
     ]
-    run.finite = fluxflow_step.FiniteChecks(*checks)
+    run.finite = fluxflow_step.OfBoth(*checks)
     images = noise(2)
     fluxflow_step.step(run, images, weights(), with_r1=True)
     before = [p.detach().clone() for p in run.model.vae.parameters()]

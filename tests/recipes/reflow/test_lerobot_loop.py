@@ -83,18 +83,18 @@ def config(dtype: str = "float32", steps: int = 1) -> Any:
 def test_a_window_makes_one_update_whoever_accumulates(
     num_accumulation_steps: int, dtype: str, seen: list[Accelerator], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    after: list[Accelerator] = []
+    after: list[tuple[Accelerator, int]] = []
     with lerobot_runs.new_process(()):
         monkeypatch.setenv(lerobot_loop.ACCUMULATION_VARIABLE, "3")  # the recipe has read the variable before
         cfg = config(dtype)
         lerobot_loop.settle_accumulation(cfg, num_accumulation_steps)
-        lerobot_loop.train(cfg, num_accumulation_steps, after.append)
+        lerobot_loop.train(cfg, num_accumulation_steps, lambda *given: after.append(given))
         (accelerator,) = seen
         # From 0.6.2 on, the policy itself applies autocast.
         bf16 = dtype == "bfloat16" and not lerobot_loop.LOOP_ACCUMULATES
         assert accelerator.mixed_precision == ("bf16" if bf16 else "no")
     assert accelerator.updates == ([0, -1, -2, -3, -4] if num_accumulation_steps == 1 else [0, 0, -1, -1, -2])
-    assert after == [accelerator] * NUM_BATCHES
+    assert after == [(accelerator, number) for number in range(1, NUM_BATCHES + 1)]
     assert (type(accelerator) is Accelerator) == lerobot_loop.LOOP_ACCUMULATES
     assert lerobot_loop.lerobot_train.make_accelerator is next_make_accelerator
 

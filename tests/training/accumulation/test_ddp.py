@@ -10,7 +10,11 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_memopt.training.accumulation.ddp import check_exchange_after_backward, check_first_window, check_not_joined
+from hf_memopt.training.accumulation.rank_exchange import (
+    check_exchange_after_backward,
+    check_first_window,
+    check_not_joined,
+)
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
