@@ -58,13 +58,7 @@ def verify(plain: Callable[[], Any], switched: Callable[[], Any], steps: int = 2
     state, known = _State(), KnownModels()
 
     def record(kind: Kind, dtype: str | None) -> Recording:
-        recorder = Recorder(
-            perturbed=dtype,
-            known=known,
-            on_model=state.add_model,
-            on_leaves=state.add_leaves,
-            on_optimizer=state.add_optimizer,
-        )
+        recorder = Recorder(perturbed=dtype, known=known, keeper=state)
         step = switched if kind == "switched" else plain
         _forget_compiled()
         try:

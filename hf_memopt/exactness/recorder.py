@@ -5,7 +5,7 @@ import itertools
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, Self
@@ -70,8 +70,8 @@ class Recorder:
             leave them.
         known: models of earlier runs, and the names of their tensors; this run's are added. Without it, names begin
             anew.
-        on_model, on_leaves, on_optimizer: called before a run may change them: models with their weights
-            and buffers, other leaves, and optimizers.
+        keeper: its `add_model`, `add_leaves` and `add_optimizer` are called before a run may change models with their
+            weights and buffers, other leaves, and optimizers.
     """
 
     def __init__(
@@ -80,14 +80,12 @@ class Recorder:
         *,
         perturbed: str | None = None,
         known: KnownModels | None = None,
-        on_model: Callable[[nn.Module], None] = lambda model: None,
-        on_leaves: Callable[[Iterable[Tensor]], None] = lambda leaves: None,
-        on_optimizer: Callable[[Optimizer], None] = lambda optimizer: None,
+        keeper: Any = None,
     ) -> None:
         self.recording = Recording()
         self._num_steps, self._perturbed = num_steps, perturbed
         self._known = known or KnownModels()
-        self._on_model, self._on_leaves, self._on_optimizer = on_model, on_leaves, on_optimizer
+        self._keeper = keeper
         self._models: list[nn.Module] = []
         self._optimizers: list[Optimizer] = []
         self._begun: dict[nn.Module, list[list[tuple[str, Fingerprint]]]] = {}  # weights before a model's first pass
@@ -186,7 +184,7 @@ class Recorder:
     def _record_end(self) -> None:
         with self._recording() as began:
             self.recording.step_s.append(began - self._began)
-            for name, tensor in self._named_weights():
+            for name, tensor in itertools.chain.from_iterable(map(self._named, self._models)):
                 self._add("weight", name, tensor, micro_batch=0)
             for name, tensor in self._named_states():
                 self._add("optimizer", name, tensor, micro_batch=0)
@@ -251,7 +249,8 @@ class Recorder:
         """Take the fingerprints of a model's weights before its first pass, and perturb them if this run does."""
         if model in self._begun:
             return
-        self._on_model(model)
+        if self._keeper is not None:
+            self._keeper.add_model(model)
         self.recording.has_dropout |= any(map(_draws_masks, model.modules()))
         self._begun[model] = [list(_fingerprints(tensor)) for _, tensor in _weights_of(model)]
         if self._perturbed is not None:
@@ -269,7 +268,8 @@ class Recorder:
             self._add_models_of(all_leaves)
             named = set(self._input_leaves).union(*map(_ids, self._models))
             leaves = [leaf for leaf in all_leaves if id(leaf) not in named and _has_memory(leaf)]
-            self._on_leaves([*leaves, *(leaf for _, leaf in self._input_leaves.values())])
+            if self._keeper is not None:
+                self._keeper.add_leaves([*leaves, *(leaf for _, leaf in self._input_leaves.values())])
             return {leaf: _version(leaf.grad) for leaf in [*leaves, *self._known.leaves]}
 
     def _add_models_of(self, leaves: Iterable[Tensor]) -> None:
@@ -310,7 +310,8 @@ class Recorder:
     def _before_update(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not any(optimizer is each for each in self._optimizers):
             self._optimizers.append(optimizer)
-            self._on_optimizer(optimizer)
+            if self._keeper is not None:
+                self._keeper.add_optimizer(optimizer)
 
     def _after_update(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not any(optimizer is each for each in self._updated):
@@ -324,10 +325,6 @@ class Recorder:
                 if parameter.requires_grad and id(parameter) not in seen:
                     seen.add(id(parameter))
                     yield name, parameter
-
-    def _named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        for model in self._models:
-            yield from self._named(model)
 
     def _named(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """Yield trained parameters, then buffers."""

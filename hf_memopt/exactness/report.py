@@ -27,6 +27,34 @@ _PLURALS: dict[Phase, str] = {
     "optimizer": "optimizer states",
 }
 
+# Likely causes of a difference between two plain runs, by the phase of the first one.
+_NOT_REPEATABLE: dict[Phase, str] = {
+    "start": "weights are initialised before a seed is set; call transformers.set_seed(0) first",
+    "input": "data differ from run to run: set a seed for shuffling and for augmentation, also in the workers of data "
+    "loaders, and begin each run at the first batch",
+    "loss": "the forward pass draws random numbers that no seed reaches, or its kernels are not deterministic: set the "
+    "seed of each generator (torch, numpy, random), and name attn_implementation='sdpa' or 'eager'",
+}
+_UPDATE_NOT_REPEATABLE = (
+    "kernels of backward or of the update are not deterministic: use torch's own attention and optimizer; or a "
+    "schedule of learning rates or a gradient scaler goes on from run to run: make it anew in each"
+)
+# Likely causes of a difference between the plain and the switched run, likewise.
+_FAULTS: dict[Phase, str] = {
+    "start": "the models begin with different weights: the switch draws random numbers before they are initialised",
+    "input": "the runs see different data: their order, the collator, or a generator that the switch advances",
+    "loss": "the forward pass differs: random masks drawn from another state, other kernels, or lower precision",
+    "gradient": "the forward pass is equal and backward is not: tensors that came back wrong or late (a stale copy, a "
+    "copy that was not awaited), or recomputation that is not the forward pass again",
+    "result": "the returned values",
+    "weight": "gradients are equal and the update is not: the optimizer's precision or kernels, clipping, or the "
+    "learning rate",
+}
+_WITH_DROPOUT: dict[Phase, str] = {
+    "loss": "; train with dropout 0 to tell these apart",
+    "gradient": "; train with dropout 0: if that is equal, masks were drawn again",
+}
+
 
 @dataclass(frozen=True)
 class RunFigures:
@@ -158,24 +186,7 @@ def _advice_on_control(plain: Recording, comparison: RunComparison) -> str:
             f"torch has no deterministic kernel here for {', '.join(plain.not_deterministic)}: replace these "
             "operations, or run on another device"
         )
-    match comparison.first.place.phase:
-        case "start":
-            return "weights are initialised before a seed is set; call transformers.set_seed(0) first"
-        case "input":
-            return (
-                "data differ from run to run: set a seed for shuffling and for augmentation, also in the workers of "
-                "data loaders, and begin each run at the first batch"
-            )
-        case "loss":
-            return (
-                "the forward pass draws random numbers that no seed reaches, or its kernels are not deterministic: "
-                "set the seed of each generator (torch, numpy, random), and name attn_implementation='sdpa' or 'eager'"
-            )
-        case _:
-            return (
-                "kernels of backward or of the update are not deterministic: use torch's own attention and optimizer; "
-                "or a schedule of learning rates or a gradient scaler goes on from run to run: make it anew in each"
-            )
+    return _NOT_REPEATABLE.get(comparison.first.place.phase, _UPDATE_NOT_REPEATABLE)
 
 
 def _advice(plain: Recording, switched: Recording, comparison: RunComparison) -> str:
@@ -198,36 +209,12 @@ def _advice(plain: Recording, switched: Recording, comparison: RunComparison) ->
 
 
 def _usual_faults(plain: Recording, place: TensorPlace) -> str:
-    is_trained = any(each.phase == "gradient" and each.name == place.name for each in plain.tensors)
-    match place.phase:
-        case "start":
-            return (
-                "the models begin with different weights: the switch draws random numbers before they are initialised"
-            )
-        case "input":
-            return "the runs see different data: their order, the collator, or a generator that the switch advances"
-        case "loss":
-            return (
-                "the forward pass differs: random masks drawn from another state, other kernels, or lower precision"
-                + ("; train with dropout 0 to tell these apart" if plain.has_dropout else "")
-            )
-        case "gradient":
-            return (
-                "the forward pass is equal and backward is not: tensors that came back wrong or late (a stale copy, a "
-                "copy that was not awaited), or recomputation that is not the forward pass again"
-            ) + ("; train with dropout 0: if that is equal, masks were drawn again" if plain.has_dropout else "")
-        case "result":
-            return "the returned values"
-        case "weight" if not is_trained:
-            return (
-                "gradients are equal and this buffer is not: statistics that the switch updates once more, by running "
-                "the forward pass again, or not at all"
-            )
-        case _:
-            return (
-                "gradients are equal and the update is not: the optimizer's precision or kernels, clipping, or the "
-                "learning rate"
-            )
+    if place.phase == "weight" and place.name not in {each.name for each in plain.tensors if each.phase == "gradient"}:
+        return (
+            "gradients are equal and this buffer is not: statistics that the switch updates once more, by running the "
+            "forward pass again, or not at all"
+        )
+    return _FAULTS.get(place.phase, _FAULTS["weight"]) + _WITH_DROPOUT.get(place.phase, "") * plain.has_dropout
 
 
 def _recognised(plain: Recording, switched: Recording, found: Difference) -> str:

@@ -4,16 +4,31 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Timer
-from typing import Any
+from typing import Any, NamedTuple
 
 from hf_memopt.recipes.memory_limit.limits import MemoryLimit
-from hf_memopt.recipes.memory_limit.memory_samples import Sample, read_sample, sampling
+from hf_memopt.units import KIB
 
 Event = dict[str, Any]
+INTERVAL_S = 0.004  # between samples of memory
+
+
+class Sample(NamedTuple):
+    """Memory of a process at a moment.
+
+    `anonymous_bytes` belong to no file, so that without swap the system cannot take them back; `private_bytes` are
+    private and writable, touched or not, which `RLIMIT_DATA` limits.
+    """
+
+    at_s: float  # of `time.monotonic`, whose zero all processes share
+    anonymous_bytes: int
+    private_bytes: int
 
 
 @dataclass(frozen=True)
@@ -94,7 +109,7 @@ def run_limited(
             pass_fds=[writable],
         )
     os.close(writable)
-    overdue = Timer(timeout_s or 0.0, process.kill)
+    overdue = threading.Timer(timeout_s or 0.0, process.kill)
     with process, os.fdopen(readable) as lines:
         try:
             begun, rest = _read_event(lines.readline()), read_sample(process.pid)
@@ -151,3 +166,37 @@ def _end(status: int, events: Sequence[Event], is_over_limit: bool) -> tuple[str
 def _failed(process: subprocess.Popen[bytes], log: Path) -> RuntimeError:
     tail = log.read_text(errors="replace")[-3000:]
     return RuntimeError(f"the process ended with status {process.returncode}; the end of its output, in {log}:\n{tail}")
+
+
+def read_sample(process: int) -> Sample | None:
+    """Return the memory of a process now, by its id; None if it has ended."""
+    try:
+        status = Path(f"/proc/{process}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    fields = dict(line.split(":", 1) for line in status.splitlines())
+    if "RssAnon" not in fields:  # has ended, and has not been waited for yet
+        return None
+    figures = (KIB * int(fields[name].split()[0]) for name in ("RssAnon", "VmData"))
+    return Sample(time.monotonic(), *figures)
+
+
+@contextmanager
+def sampling(process: int, interval_s: float = INTERVAL_S) -> Iterator[list[Sample]]:
+    """Yield a list to which a thread appends samples until the process or the context ends."""
+    samples: list[Sample] = []
+    stop = threading.Event()
+
+    def read() -> None:
+        while (sample := read_sample(process)) is not None:
+            samples.append(sample)
+            if stop.wait(interval_s):
+                return
+
+    thread = threading.Thread(target=read, name="memory samples")
+    thread.start()
+    try:
+        yield samples
+    finally:
+        stop.set()
+        thread.join()

@@ -13,16 +13,21 @@ import importlib.util
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from hf_memopt.command_line import number, one_line_errors, script_imports
 from hf_memopt.ranges import COUNT
+from hf_memopt.recipes.common.results import drawn
+from hf_memopt.recipes.metaworld_demo import REPO_ID
 from hf_memopt.recipes.reflow import demo_commands as commands
 
 with script_imports("demo_metaworld", __name__):
-    from hf_memopt.recipes.metaworld_demo.measurements import POLICIES, REPO_ID, STUDENTS, TestedPolicy, measured, table
+    from hf_memopt.recipes.metaworld_demo.measurements import POLICIES, STUDENTS, TestedPolicy, measured, table
     from hf_memopt.recipes.reflow import smolvla_toy as toy
 
 # The mean action, repeated, solves neither: `results.json` says how often.
@@ -33,6 +38,7 @@ TEACHER_LEARNING_RATE = 1.5e-3  # lower than that of the students, since the VLM
 STUDENT_STEPS = 600
 FIRST_TEST_SEED = 100_000  # far from the demonstrations' scenes
 PARALLEL_EPISODES = 10
+NUM_PICTURES = 8  # of an episode in the film strip
 
 OUTPUTS = (
     *("vlm", "dataset", "teacher", "couplings", "student_init", "student", "student_1step"),
@@ -44,7 +50,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     check(options.tasks)
     from hf_memopt.recipes.metaworld_demo.demonstrations import record
-    from hf_memopt.recipes.metaworld_demo.film_strip import draw_film_strip
 
     begun = time.perf_counter()
     output = options.output
@@ -192,6 +197,35 @@ def videos(output: Path, names: Sequence[str]) -> dict[str, Path]:
         for task in names
         for policy in shown
     }
+
+
+def draw_film_strip(videos: Mapping[str, Path], file: Path) -> None:
+    """Draw a row for each video, by its title."""
+    with drawn(file, len(videos), NUM_PICTURES, figsize=(NUM_PICTURES, 1.25 * len(videos)), squeeze=False) as grid:
+        for row, (title, video) in zip(grid, videos.items(), strict=True):
+            frames, seconds = read_video(video)
+            for axes, index in zip(row, evenly(len(frames)), strict=True):
+                axes.imshow(frames[index])
+                axes.set(xticks=[], yticks=[])
+                axes.set_xlabel(f"{index * seconds / len(frames):.2f} s", fontsize=7)
+            # A title wider than its picture would push the next one away; so an empty one keeps the height for it.
+            row[0].text(0, 1.08, title, transform=row[0].transAxes, fontsize=8).set_in_layout(False)
+            row[1].set_title(" ", fontsize=8)
+
+
+def evenly(num_frames: int) -> Sequence[int]:
+    return [round(each) for each in np.linspace(0, num_frames - 1, NUM_PICTURES)]
+
+
+def read_video(file: Path) -> tuple[list[NDArray[np.uint8]], float]:
+    import av
+
+    with av.open(str(file)) as container:
+        frames: list[Any] = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+        rate = container.streams.video[0].average_rate
+    if not frames or rate is None:
+        raise ValueError(f"{file} holds no pictures; evaluate again")
+    return frames, len(frames) / float(rate)
 
 
 if __name__ == "__main__":

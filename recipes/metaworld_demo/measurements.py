@@ -8,10 +8,10 @@ from math import sqrt
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hf_memopt.recipes.metaworld_demo import REPO_ID
 from hf_memopt.text_table import Cell, Table
 
 NUM_OBSERVATIONS = 128  # of the demonstrations, for differences between policies and for times
-REPO_ID = "local/metaworld_experts"
 STUDENTS = {"student": "student", "second": "second round"}
 Z_95 = 1.959964
 

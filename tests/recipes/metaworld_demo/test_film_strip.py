@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from late_imports import LateModule
 
-film_strip = LateModule("hf_memopt.recipes.metaworld_demo.film_strip")
+demo = LateModule("hf_memopt.recipes.metaworld_demo.demo")
 io_utils = LateModule("lerobot.utils.io_utils")
 
 
@@ -16,7 +16,7 @@ def write_video(file: Path, num_frames: int) -> Path:
 
 
 def test_all_frames_of_a_video_are_read_in_order(tmp_path: Path) -> None:
-    frames, seconds = film_strip.read_video(write_video(tmp_path / "a.mp4", 40))
+    frames, seconds = demo.read_video(write_video(tmp_path / "a.mp4", 40))
     assert (len(frames), seconds) == (40, 0.5)
     brightness = [frame.mean() for frame in frames]
     assert brightness[0] < 10
@@ -24,15 +24,15 @@ def test_all_frames_of_a_video_are_read_in_order(tmp_path: Path) -> None:
 
 
 def test_pictures_are_evenly_spaced_and_a_short_video_repeats_some() -> None:
-    assert list(film_strip.evenly(15)) == [0, 2, 4, 6, 8, 10, 12, 14]
-    assert list(film_strip.evenly(1)) == [0] * 8
+    assert list(demo.evenly(15)) == [0, 2, 4, 6, 8, 10, 12, 14]
+    assert list(demo.evenly(1)) == [0] * 8
 
 
 def test_a_row_for_each_video(tmp_path: Path) -> None:
     from PIL import Image
 
     videos = {"teacher": write_video(tmp_path / "a.mp4", 40), "student": write_video(tmp_path / "b.mp4", 3)}
-    film_strip.draw_film_strip(videos, tmp_path / "strip.png")
+    demo.draw_film_strip(videos, tmp_path / "strip.png")
     with Image.open(tmp_path / "strip.png") as image:
         assert image.size == (800, 250)
 
@@ -40,4 +40,4 @@ def test_a_row_for_each_video(tmp_path: Path) -> None:
 def test_a_file_that_is_no_video_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.mp4").write_bytes(b"nothing")
     with pytest.raises(ValueError, match="Invalid data"):
-        film_strip.read_video(tmp_path / "a.mp4")
+        demo.read_video(tmp_path / "a.mp4")

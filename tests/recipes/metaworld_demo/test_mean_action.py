@@ -8,7 +8,6 @@ from late_imports import LateModule
 
 MODULE = "hf_memopt.recipes.metaworld_demo.demonstrations"
 demonstrations = LateModule(MODULE)
-measurements = LateModule("hf_memopt.recipes.metaworld_demo.measurements")
 lerobot_dataset = LateModule("lerobot.datasets.lerobot_dataset")
 
 TASKS = ("handle-press-v3", "button-press-topdown-v3")
@@ -18,7 +17,7 @@ TASKS = ("handle-press-v3", "button-press-topdown-v3")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Any:
     pytest.importorskip("metaworld", reason="the extra 'metaworld' is not installed")
     root = demonstrations.record(tmp_path_factory.mktemp("blind") / "dataset", TASKS, 2, seed=0)
-    return lerobot_dataset.LeRobotDataset(measurements.REPO_ID, root=root)
+    return lerobot_dataset.LeRobotDataset(demonstrations.REPO_ID, root=root)
 
 
 def test_the_mean_is_of_one_tasks_frames(dataset: Any) -> None:

@@ -10,7 +10,6 @@ from late_imports import LateModule
 
 environment = LateModule("hf_memopt.recipes.metaworld_demo.environment")
 demonstrations = LateModule("hf_memopt.recipes.metaworld_demo.demonstrations")
-measurements = LateModule("hf_memopt.recipes.metaworld_demo.measurements")
 env_utils = LateModule("lerobot.envs.utils")
 lerobot_dataset = LateModule("lerobot.datasets.lerobot_dataset")
 
@@ -82,7 +81,7 @@ def test_an_episode_of_the_expert_ends_at_the_goal(reach: Any) -> None:
 
 def test_recorded_frames_are_what_the_environment_showed(tmp_path: Path) -> None:
     root = demonstrations.record(tmp_path / "dataset", [TASK, "drawer-close-v3"], 1, seed=7)
-    dataset = lerobot_dataset.LeRobotDataset(measurements.REPO_ID, root=root)
+    dataset = lerobot_dataset.LeRobotDataset(demonstrations.REPO_ID, root=root)
     assert dataset.num_episodes == 2
     reach = environment.DrawnMetaworldEnv(TASK)
     frames = demonstrations.expert_episode(reach, 7, np.random.default_rng(7))
