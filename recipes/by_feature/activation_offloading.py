@@ -34,16 +34,11 @@ def train(offloader: ActivationOffloader) -> nn.Sequential:
     return model
 
 
-def main() -> None:
-    plain = train(ActivationOffloader(enabled=False))
-    # "all" offloads every tensor above the threshold; "auto", the default, plans. A CPU has no other memory to offload
-    # to, so that nothing is moved there; a SyncCopier moves it all the same, to try it out.
-    offloader = ActivationOffloader(mode="all", offload_threshold_mb=0.5, copier=None if on_gpu else SyncCopier())
-    offloaded = train(offloader)
-    print(f"{offloader.stats.bytes_moved / 2**20:.0f} MiB went to host memory and came back")  # hf_memopt
-    equal = all(map(torch.equal, plain.parameters(), offloaded.parameters()))
-    print(f"Weights equal to those without offloading: {equal}")
-
-
-if __name__ == "__main__":
-    main()
+plain = train(ActivationOffloader(enabled=False))
+# "all" offloads every tensor above the threshold; "auto", the default, plans. A CPU has no other memory to offload
+# to, so that nothing is moved there; a SyncCopier moves it all the same, to try it out.
+offloader = ActivationOffloader(mode="all", offload_threshold_mb=0.5, copier=None if on_gpu else SyncCopier())
+offloaded = train(offloader)
+print(f"{offloader.stats.bytes_moved / 2**20:.0f} MiB went to host memory and came back")  # hf_memopt
+equal = all(map(torch.equal, plain.parameters(), offloaded.parameters()))
+print(f"Weights equal to those without offloading: {equal}")

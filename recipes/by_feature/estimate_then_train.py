@@ -16,14 +16,8 @@ BATCH, LENGTH = 8, 512
 
 def setup(device: torch.device) -> tuple[LlamaForCausalLM, torch.optim.Optimizer, torch.Tensor]:
     """Build everything on `device`: a real one, or the estimate's, which has no memory."""
-    config = LlamaConfig(
-        vocab_size=1024,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        use_cache=False,
-    )
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=1024, use_cache=False, **sizes)
     with device:
         model = LlamaForCausalLM(config)
         tokens = torch.randint(1024, (BATCH, LENGTH))

@@ -15,26 +15,21 @@ def network(width: int) -> nn.Sequential:
     return nn.Sequential(nn.Linear(32, width), nn.GELU(), nn.Linear(width, width), nn.GELU(), nn.Linear(width, 8))
 
 
-def main() -> None:
-    torch.manual_seed(0)
-    # hf_memopt: "swap" brings all weights at once, "stream" a few at a time, and "auto" chooses
-    teacher = OffloadedTeacher(network(1024), device=device, mode="swap")
-    student = network(64).to(device)
-    optimizer = torch.optim.AdamW(student.parameters(), lr=1e-3)
-    generator = torch.Generator().manual_seed(1)
-    for step in range(100):
-        x = torch.randn(256, 32, generator=generator).to(device)
-        with teacher.onload() as model, torch.no_grad():  # hf_memopt: the weights are on the device here, and only here
-            target = model(x)
-        loss = (student(x) - target).square().mean()
-        loss.backward()
-        teacher.prefetch()  # hf_memopt: the next visit's copy starts now, beside the optimizer's step
-        optimizer.step()
-        optimizer.zero_grad()
-        if step % 20 == 19:
-            print(f"step {step + 1:3}  loss {loss.item():.5f}")
-    print(teacher.report())  # hf_memopt: bytes copied, and how long compute waited for them
-
-
-if __name__ == "__main__":
-    main()
+torch.manual_seed(0)
+# hf_memopt: "swap" brings all weights at once, "stream" a few at a time, and "auto" chooses
+teacher = OffloadedTeacher(network(1024), device=device, mode="swap")
+student = network(64).to(device)
+optimizer = torch.optim.AdamW(student.parameters(), lr=1e-3)
+generator = torch.Generator().manual_seed(1)
+for step in range(100):
+    x = torch.randn(256, 32, generator=generator).to(device)
+    with teacher.onload() as model, torch.no_grad():  # hf_memopt: the weights are on the device here, and only here
+        target = model(x)
+    loss = (student(x) - target).square().mean()
+    loss.backward()
+    teacher.prefetch()  # hf_memopt: the next visit's copy starts now, beside the optimizer's step
+    optimizer.step()
+    optimizer.zero_grad()
+    if step % 20 == 19:
+        print(f"step {step + 1:3}  loss {loss.item():.5f}")
+print(teacher.report())  # hf_memopt: bytes copied, and how long compute waited for them

@@ -34,15 +34,10 @@ def leaking_step() -> None:
     kept_losses.append(step())
 
 
-def main() -> None:
-    with explain_oom(model, output_dir="outputs/memory_reports"):  # hf_memopt: adds a report to an OutOfMemoryError
-        for _ in range(10):
-            step()
-    for phase, peak in tracker.peaks.items():
-        print(f"{phase:10} {peak.certain_bytes / 2**20:8.1f} MiB")  # of the GPU; of host memory where there is none
-    print(f"\nA step that is right:\n{detect_leaks(step)}")  # hf_memopt: runs it sixty times
-    print(f"\nOne that keeps its losses:\n{detect_leaks(leaking_step)}")  # hf_memopt
-
-
-if __name__ == "__main__":
-    main()
+with explain_oom(model, output_dir="outputs/memory_reports"):  # hf_memopt: adds a report to an OutOfMemoryError
+    for _ in range(10):
+        step()
+for phase, peak in tracker.peaks.items():
+    print(f"{phase:10} {peak.certain_bytes / 2**20:8.1f} MiB")  # of the GPU; of host memory where there is none
+print(f"\nA step that is right:\n{detect_leaks(step)}")  # hf_memopt: runs it sixty times
+print(f"\nOne that keeps its losses:\n{detect_leaks(leaking_step)}")  # hf_memopt

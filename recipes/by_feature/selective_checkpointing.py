@@ -14,14 +14,8 @@ device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 def make_model() -> LlamaForCausalLM:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        use_cache=False,
-    )
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=64, use_cache=False, **sizes)
     return LlamaForCausalLM(config).to(device).train()
 
 
@@ -36,15 +30,10 @@ def gradients(model: LlamaForCausalLM, policy: str) -> list[torch.Tensor]:
     return found
 
 
-def main() -> None:
-    model = make_model()
-    plain = gradients(model, "none")
-    for policy in ("heavy_ops", "all"):
-        handle = apply_selective_checkpointing(model, policy)  # hf_memopt: one line, before training
-        equal = all(map(torch.equal, gradients(model, policy), plain))
-        print(f"           gradients equal to the plain ones: {equal}")
-        handle.remove()
-
-
-if __name__ == "__main__":
-    main()
+model = make_model()
+plain = gradients(model, "none")
+for policy in ("heavy_ops", "all"):
+    handle = apply_selective_checkpointing(model, policy)  # hf_memopt: one line, before training
+    equal = all(map(torch.equal, gradients(model, policy), plain))
+    print(f"           gradients equal to the plain ones: {equal}")
+    handle.remove()

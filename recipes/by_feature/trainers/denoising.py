@@ -60,21 +60,16 @@ def train(name: str, offloader: ActivationOffloader, num_steps: int = 12) -> nn.
     return accelerator.unwrap_model(model)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", choices=["unet", "dit"], default="unet", help="which of diffusers' models")
-    name = parser.parse_args().model
-    on_cpu = not torch.accelerator.is_available()
-    plain = train(name, ActivationOffloader(enabled=False))
-    # A GPU needs no more than ActivationOffloader(). A CPU moves nothing by itself; this shows the copies of a GPU.
-    offloader = ActivationOffloader(
-        offload_threshold_mb=0.0, mode="all" if on_cpu else "auto", copier=SyncCopier() if on_cpu else None
-    )
-    offloaded = train(name, offloader)
-    print(f"{offloader.stats.bytes_moved / 2**20:.1f} MiB went to host memory and came back")
-    equal = all(map(torch.equal, plain.parameters(), offloaded.parameters()))
-    print(f"Weights equal to those without offloading: {equal}")
-
-
-if __name__ == "__main__":
-    main()
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("--model", choices=["unet", "dit"], default="unet", help="which of diffusers' models")
+name = parser.parse_args().model
+on_cpu = not torch.accelerator.is_available()
+plain = train(name, ActivationOffloader(enabled=False))
+# A GPU needs no more than ActivationOffloader(). A CPU moves nothing by itself; this shows the copies of a GPU.
+offloader = ActivationOffloader(
+    offload_threshold_mb=0.0, mode="all" if on_cpu else "auto", copier=SyncCopier() if on_cpu else None
+)
+offloaded = train(name, offloader)
+print(f"{offloader.stats.bytes_moved / 2**20:.1f} MiB went to host memory and came back")
+equal = all(map(torch.equal, plain.parameters(), offloaded.parameters()))
+print(f"Weights equal to those without offloading: {equal}")

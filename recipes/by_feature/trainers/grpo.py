@@ -53,23 +53,18 @@ def make_trainer(folder: str) -> Any:
     return GRPOTrainer(model, share_of_left, args=settings, train_dataset=prompts, processing_class=make_tokenizer())
 
 
-def main() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        plain, trainer = make_trainer(folder), make_trainer(folder)
-        # attach(trainer) is all that a GPU needs. A CPU moves nothing by itself; a SyncCopier shows a GPU's copies.
-        offloader = ActivationOffloader(
-            offload_threshold_mb=0.0, mode="all" if on_cpu else "auto", copier=SyncCopier() if on_cpu else None
-        )
-        attach(trainer, offloader=offloader)  # hf_memopt: the loss alone; generation is left as it is
-        for each in (plain, trainer):
-            torch.manual_seed(1)  # the completions are drawn
-            each.train()
-    rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
-    print(f"Mean reward {rewards[0]:.2f}, later {rewards[-1]:.2f}")
-    print(f"{offloader.stats.bytes_moved / 2**20:.1f} MiB went to host memory and came back")  # hf_memopt
-    equal = all(map(torch.equal, plain.model.parameters(), trainer.model.parameters()))
-    print(f"Weights equal to those without offloading: {equal}")
-
-
-if __name__ == "__main__":
-    main()
+with tempfile.TemporaryDirectory() as folder:
+    plain, trainer = make_trainer(folder), make_trainer(folder)
+    # attach(trainer) is all that a GPU needs. A CPU moves nothing by itself; a SyncCopier shows a GPU's copies.
+    offloader = ActivationOffloader(
+        offload_threshold_mb=0.0, mode="all" if on_cpu else "auto", copier=SyncCopier() if on_cpu else None
+    )
+    attach(trainer, offloader=offloader)  # hf_memopt: the loss alone; generation is left as it is
+    for each in (plain, trainer):
+        torch.manual_seed(1)  # the completions are drawn
+        each.train()
+rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
+print(f"Mean reward {rewards[0]:.2f}, later {rewards[-1]:.2f}")
+print(f"{offloader.stats.bytes_moved / 2**20:.1f} MiB went to host memory and came back")  # hf_memopt
+equal = all(map(torch.equal, plain.model.parameters(), trainer.model.parameters()))
+print(f"Weights equal to those without offloading: {equal}")

@@ -55,18 +55,13 @@ def train(folder: str, callbacks: list[object]) -> Denoiser:
     return model
 
 
-def main() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        plain = train(folder, [])
-        # A GPU needs no more than ActivationOffloading(). A CPU moves nothing by itself; this shows the copies.
-        offloader = ActivationOffloader(
-            offload_threshold_mb=0.0, mode="all" if on_cpu else "auto", copier=SyncCopier() if on_cpu else None
-        )
-        offloaded = train(folder, [ActivationOffloading(offloader)])  # hf_memopt
-    print(f"{offloader.stats.bytes_moved / 2**20:.1f} MiB went to host memory and came back")
-    equal = all(map(torch.equal, plain.parameters(), offloaded.parameters()))
-    print(f"Weights equal to those without offloading: {equal}")
-
-
-if __name__ == "__main__":
-    main()
+with tempfile.TemporaryDirectory() as folder:
+    plain = train(folder, [])
+    # A GPU needs no more than ActivationOffloading(). A CPU moves nothing by itself; this shows the copies.
+    offloader = ActivationOffloader(
+        offload_threshold_mb=0.0, mode="all" if on_cpu else "auto", copier=SyncCopier() if on_cpu else None
+    )
+    offloaded = train(folder, [ActivationOffloading(offloader)])  # hf_memopt
+print(f"{offloader.stats.bytes_moved / 2**20:.1f} MiB went to host memory and came back")
+equal = all(map(torch.equal, plain.parameters(), offloaded.parameters()))
+print(f"Weights equal to those without offloading: {equal}")

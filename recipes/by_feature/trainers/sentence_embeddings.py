@@ -62,14 +62,9 @@ def train(folder: Path, micro_batch_size: int | None) -> Any:
     return trainer
 
 
-def main() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        plain, cached = train(Path(folder), None), train(Path(folder), 8)
-    losses = [entry["loss"] for entry in cached.state.log_history if "loss" in entry]
-    print(f"Loss {losses[0]:.3f}, later {losses[-1]:.3f}")
-    pairs = zip(plain.model.parameters(), cached.model.parameters(), strict=True)
-    print(f"Largest difference of a weight: {max((one - other).abs().max().item() for one, other in pairs):.0e}")
-
-
-if __name__ == "__main__":
-    main()
+with tempfile.TemporaryDirectory() as folder:
+    plain, cached = train(Path(folder), None), train(Path(folder), 8)
+losses = [entry["loss"] for entry in cached.state.log_history if "loss" in entry]
+print(f"Loss {losses[0]:.3f}, later {losses[-1]:.3f}")
+pairs = zip(plain.model.parameters(), cached.model.parameters(), strict=True)
+print(f"Largest difference of a weight: {max((one - other).abs().max().item() for one, other in pairs):.0e}")
