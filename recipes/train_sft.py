@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import PartialState
 from datasets import Dataset, load_dataset
 from transformers import AutoTokenizer, Trainer, set_seed
@@ -29,11 +28,10 @@ from hf_memopt.recipes.common.flags import explained
 from hf_memopt.recipes.common.loop import reporting, writing_to
 
 with script_imports("train_sft", __name__):
-    from trl import SFTTrainer
-
     from hf_memopt.recipes.sft.base_model import load_model, with_adapters
     from hf_memopt.recipes.sft.conversations import as_prompts, make_conversations, write_tiny_model
-    from hf_memopt.recipes.sft.options import Options, SftOptions, check_folder, parse
+    from hf_memopt.recipes.sft.options import Options, check_folder, parse
+    from hf_memopt.recipes.sft.trainer import optimizer_of, trainer_kind
     from hf_memopt.recipes.sft.workload import apply_plan
 
 logger = logging.getLogger("hf_memopt.recipes.train_sft")
@@ -55,8 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
         set_seed(training.seed)
         model = with_adapters(load_model(sft), sft)
         memopt.stream_base(model, training)  # hf_memopt: before the trainer moves all weights to the device
-        kind = FullLogitsTrainer if sft.loss == "full" else SFTTrainer
-        trainer = kind(model, training, train_dataset=rows, processing_class=tokenizer, **optimizer_of(sft, training))
+        trainer = trainer_kind(sft)(
+            model, training, train_dataset=rows, processing_class=tokenizer, **optimizer_of(sft, training)
+        )
         memopt.attach(trainer)  # hf_memopt: offloading, memory in the log, a report where memory runs out
         if not trainer.is_deepspeed_enabled:  # whose engine updates before Trainer could stop it
             trainer.add_callback(StopOnNonFiniteCallback())  # hf_memopt
@@ -99,26 +98,6 @@ def read_rows(options: Options, has_template: bool) -> Dataset:
     # Of completions TRL masks the prompt by itself, and refuses this flag.
     options.training.assistant_only_loss &= "messages" in columns
     return rows
-
-
-class FullLogitsTrainer(SFTTrainer):
-    """Computes the loss as a plain Trainer does: from the logits of all tokens at once, without TRL's metrics."""
-
-    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        return Trainer.compute_loss(self, model, {**inputs, "use_cache": False}, *args, **kwargs)
-
-
-def optimizer_of(sft: SftOptions, training: Any) -> dict[str, Any]:
-    """Return the trainer's argument for an optimizer on the host: torchao's, whose state never leaves host memory."""
-    if sft.optimizer_on == "device":
-        return {}
-    from torchao.optim import CPUOffloadOptimizer
-
-    betas = training.adam_beta1, training.adam_beta2
-    settings = {"lr": training.learning_rate, "betas": betas, "eps": training.adam_epsilon}
-    # Accelerate loads each optimizer's own state, after which torchao's would ignore learning rates of small weights.
-    kind = {"optimizer_class": torch.optim.AdamW, "minimal_size": 0}
-    return {"optimizer_cls_and_kwargs": (CPUOffloadOptimizer, kind | settings)}
 
 
 def announce(trainer: Trainer, options: Options) -> None:
