@@ -119,17 +119,13 @@ def simulate_step(
         try:
             estimate = _estimate(_repeated(simulated.repeated, gpu), gpu, simulated.assumptions)
             # A few layers do not show a limit that all of them together meet.
-            if below.host_bytes is None or estimate.host_bytes <= _roomy(below.host_bytes):
+            room = below.host_bytes and host_bytes_beside_staging(default_host_budget(below.host_bytes))
+            if room is None or estimate.host_bytes <= room:
                 return replace(estimate, notes=simulated.notes)
         except NotRepeatedError as error:
             logger.debug("all layers are simulated: %s", error)
     estimate = _estimate(_run(simulated, gpu, below=below), gpu, simulated.assumptions)
     return replace(estimate, notes=simulated.notes)
-
-
-def _roomy(host_bytes: int) -> int:
-    """Return how much of a host may be in use without any storage having met its limit."""
-    return host_bytes_beside_staging(default_host_budget(host_bytes))
 
 
 def _repeated(repeated: RepeatedLayers, gpu: str | Card | None) -> _Run:

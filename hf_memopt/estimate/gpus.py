@@ -145,7 +145,8 @@ def card_named(name: str) -> Card | None:
 def _named(words: list[str], sizes: list[str]) -> Card | None:
     wanted, gigabytes = "".join(words), [int(size.removesuffix("gb")) for size in sizes]
     named = [card for card in CARDS.values() if wanted in _names(card)]
-    fitting = [card for card in named if all(_is_size(card, size) for size in gigabytes)]
+    # Cards report up to an eighth less than the size that they are sold with.
+    fitting = [card for card in named if all(7 / 8 * size < card.memory_bytes / GIB < size for size in gigabytes)]
     return min(fitting, key=lambda card: card.memory_bytes, default=None)
 
 
@@ -158,11 +159,6 @@ def _names(card: Card) -> Iterator[str]:
     yield plain
     yield plain.removeprefix("rtx")
     yield f"rtx{plain}"
-
-
-def _is_size(card: Card, gigabytes: int) -> bool:
-    """Return whether a card is sold with this size; it reports up to an eighth less."""
-    return 7 / 8 * gigabytes < card.memory_bytes / GIB < gigabytes
 
 
 def _card_from(text: str) -> Card:

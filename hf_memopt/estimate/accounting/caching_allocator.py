@@ -30,16 +30,16 @@ class OutOfDeviceMemoryError(MemoryError):
     """The modelled device has no room."""
 
 
+@dataclass(slots=True, eq=False)
 class MemoryBlock:
     """A piece of a segment; its neighbours there may be free or not."""
 
-    __slots__ = ("address", "following", "free", "num_bytes", "pool", "previous")
-
-    def __init__(self, address: int, num_bytes: int, pool: Pool) -> None:
-        self.address, self.num_bytes, self.pool = address, num_bytes, pool
-        self.free = True
-        self.previous: MemoryBlock | None = None
-        self.following: MemoryBlock | None = None
+    address: int
+    num_bytes: int
+    pool: Pool
+    free: bool = True
+    previous: "MemoryBlock | None" = None
+    following: "MemoryBlock | None" = None
 
 
 class CachingAllocator:

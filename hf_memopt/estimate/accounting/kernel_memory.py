@@ -58,7 +58,9 @@ class KernelMemory:
         if packet is _aten._ctc_loss_backward:
             yield KernelBlock("CTC's backward", args[6].nbytes, stays=False)
         if packet in _SCATTERS:
-            yield KernelBlock("masked_scatter's prefix sum", _scatter_bytes(args[1], operation.outputs[0]), stays=False)
+            mask, result = args[1], operation.outputs[0]
+            is_whole = mask.shape == result.shape and mask.is_contiguous()
+            yield KernelBlock("masked_scatter's prefix sum", (8 if is_whole else 9) * result.numel(), stays=False)
         if packet not in _PRODUCTS:
             return
         libraries = {"cuBLAS": self._cublas_bytes}
@@ -69,11 +71,6 @@ class KernelMemory:
             if handle not in self._taken:
                 self._taken.add(handle)
                 yield KernelBlock(library, num_bytes, stays=True)
-
-
-def _scatter_bytes(mask: Tensor, result: Tensor) -> int:
-    is_whole = mask.shape == result.shape and mask.is_contiguous()
-    return (8 if is_whole else 9) * result.numel()
 
 
 def _adds_a_bias(bias: Tensor, left: Tensor, right: Tensor) -> bool:

@@ -11,10 +11,11 @@ which really has one more, change by change. Where they differ, nothing is repea
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache
 from itertools import groupby
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from hf_memopt.estimate.accounting.allocation_history import AllocationHistory, Change, StorageRecord
@@ -55,32 +56,22 @@ class Layers:
         return 2 * self.reach + 1
 
     def group_of(self, place: str) -> int | None:
-        if place not in self._groups:
-            found = self._pattern.search(place)
-            self._groups[place] = int(found[2]) // self.period if found else None
-        return self._groups[place]
+        cut = _cut_at_number(self.name, place)
+        return None if cut is None else cut[1] // self.period
 
     def renamed(self, place: str, num_groups: int) -> str:
-        if num_groups == 0 or self.group_of(place) is None:
+        cut = _cut_at_number(self.name, place)
+        if num_groups == 0 or cut is None:
             return place
-        if (place, num_groups) not in self._renamed:
-            self._renamed[place, num_groups] = self._pattern.sub(
-                lambda found: f"{found[1]}{int(found[2]) + num_groups * self.period}", place
-            )
-        return self._renamed[place, num_groups]
+        before, number, behind = cut
+        return f"{before}{number + num_groups * self.period}{behind}"
 
-    # Many changes have the same place.
-    @cached_property
-    def _groups(self) -> dict[str, int | None]:
-        return {}
 
-    @cached_property
-    def _renamed(self) -> dict[tuple[str, int], str]:
-        return {}
-
-    @cached_property
-    def _pattern(self) -> re.Pattern[str]:
-        return re.compile(rf"((?:^|\.){re.escape(self.name)}\.)(\d+)(?=\.|$)")
+@cache  # many changes have the same place
+def _cut_at_number(layers: str, place: str) -> tuple[str, int, str] | None:
+    """Return the parts of a place before and behind the number of its layer, and that; None outside of the layers."""
+    found = re.fullmatch(rf"((?:.*?\.)?{re.escape(layers)}\.)(\d+)((?:\..*)?)", place)
+    return (found[1], int(found[2]), found[3]) if found else None
 
 
 class _Role(NamedTuple):
@@ -101,12 +92,9 @@ class _Run(NamedTuple):
     end: int
 
 
-@dataclass(frozen=True)
-class Growth:
-    """The growth of storages outside of the repeated layers with each group, by index: bytes, and each length."""
-
-    bytes: dict[int, int]
-    shapes: dict[int, tuple[int, ...]]
+# The growth of storages outside of the repeated layers with each group, by index: bytes, and each length.
+Growth = Mapping[int, tuple[int, tuple[int, ...]]]
+_NONE: Growth = MappingProxyType({})
 
 
 def growth(shorter: AllocationHistory, longer: AllocationHistory, layers: Layers) -> Growth:
@@ -116,15 +104,15 @@ def growth(shorter: AllocationHistory, longer: AllocationHistory, layers: Layers
         raise NotRepeatedError(f"{len(longer.changes)} changes where {len(added.changes)} were expected")
     if (added.backwards, added.step_begins) != (longer.backwards, longer.step_begins):
         raise NotRepeatedError("passes begin elsewhere")
-    found = Growth({}, {})
+    found: dict[int, tuple[int, tuple[int, ...]]] = {}
     for index, (ours, theirs) in enumerate(zip(added.records, longer.records, strict=True)):
         if _identity(ours) != _identity(theirs) or len(ours.shape) != len(theirs.shape):
             raise NotRepeatedError(f"{theirs} where {ours} was expected")
         if ours.requested_bytes != theirs.requested_bytes:
-            found.bytes[index] = theirs.requested_bytes - ours.requested_bytes
-            found.shapes[index] = tuple(b - a for a, b in zip(ours.shape, theirs.shape, strict=True))
+            lengths = tuple(b - a for a, b in zip(ours.shape, theirs.shape, strict=True))
+            found[index] = theirs.requested_bytes - ours.requested_bytes, lengths
     for position, (our, their) in enumerate(zip(added.changes, longer.changes, strict=True)):
-        same_bytes = our.num_bytes == their.num_bytes or our.storage in found.bytes
+        same_bytes = our.num_bytes == their.num_bytes or our.storage in found
         if (our.storage, our.phase) != (their.storage, their.phase) or not same_bytes:
             raise NotRepeatedError(f"change {position}: {their} where {our} was expected")
     return found
@@ -138,7 +126,7 @@ def _identity(record: StorageRecord) -> tuple[object, ...]:
 
 
 def add_groups(
-    history: AllocationHistory, layers: Layers, num_groups: int, each_adds: Growth | None = None
+    history: AllocationHistory, layers: Layers, num_groups: int, each_adds: Growth = _NONE
 ) -> AllocationHistory:
     """Return the history of a model with more groups of layers; other storages grow with each of them.
 
@@ -147,7 +135,7 @@ def add_groups(
             further group would not have.
     """
     runs = _runs(history, layers)
-    result = _Longer(history, runs, layers, num_groups, each_adds or Growth({}, {}))
+    result = _Longer(history, runs, layers, num_groups, each_adds)
     for run, ascends in zip(runs, _directions(runs, layers.template), strict=True):
         shift = num_groups if run.group is not None and run.group > layers.template else 0
         if run.group != layers.template:
@@ -299,12 +287,13 @@ class _Longer:
         return group + shift, role
 
     def _grown(self, index: int, record: StorageRecord) -> StorageRecord:
-        if index not in self._each_adds.bytes:
+        if index not in self._each_adds:
             return record
-        requested = record.requested_bytes + self._num_groups * self._each_adds.bytes[index]
+        more_bytes, more_lengths = self._each_adds[index]
+        requested = record.requested_bytes + self._num_groups * more_bytes
         rounded = (
             requested if record.on_host or not self.history.in_blocks else -(-requested // BLOCK_BYTES) * BLOCK_BYTES
         )
-        lengths = zip(record.shape, self._each_adds.shapes[index], strict=True)
+        lengths = zip(record.shape, more_lengths, strict=True)
         shape = tuple(length + self._num_groups * more for length, more in lengths)
         return replace(record, requested_bytes=requested, num_bytes=rounded, shape=shape)

@@ -37,6 +37,7 @@ _SHRUNK = (
     _aten.soft_margin_loss.default,
 )
 _SPLITS = (_aten.split_with_sizes, _aten.unsafe_split_with_sizes, _aten.split_with_sizes_copy)
+_WITHOUT_FAKE = (UnsupportedOperatorException, NotImplementedError)
 _NUMBER = "a whole number read from a tensor taken as 1"
 _EVEN_PARTS = "a split by numbers read from a tensor taken to be even, so that experts get equal shares of the tokens"
 # Checks pass: masks are full, the arguments of distributions are valid.
@@ -88,7 +89,8 @@ class DataDependentOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
         except DynamicOutputShapeException:
             return self._selection(function, args, kwargs)
         except Exception as error:  # an operation's fake implementation may raise any type
-            if _lacks_fake(error):
+            # Custom operators of torch.library have a fake implementation that says that there is none.
+            if isinstance(error, _WITHOUT_FAKE) or "no fake impl registered" in str(error):
                 raise UnsupportedOperationError(
                     f"{self._place(function)}: torch has no fake implementation of this operation for these arguments "
                     f"({error}), so its memory cannot be simulated; register one with torch.library.register_fake, or "
@@ -204,12 +206,6 @@ class DataDependentOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().split("\n", 1)[0]
-
-
-def _lacks_fake(error: Exception) -> bool:
-    """Custom operators of torch.library have a fake implementation that says that there is none."""
-    known = UnsupportedOperatorException, NotImplementedError
-    return isinstance(error, known) or "no fake impl registered" in str(error)
 
 
 def _grouped_mm(function: Any, args: Any, kwargs: Any) -> Tensor:

@@ -16,7 +16,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 from unittest.mock import patch
 
@@ -36,7 +36,7 @@ from hf_memopt.estimate.gpus import DEFAULT_CARD
 from hf_memopt.estimate.simulation.data_dependent import DataDependentOps
 from hf_memopt.estimate.simulation.fake_mode import SimulatedTensors
 from hf_memopt.estimate.simulation.kernels import attention, autocast
-from hf_memopt.estimate.simulation.virtual_base import VirtualBase
+from hf_memopt.estimate.simulation.virtual_base import VirtualBase, VirtualFileHome
 from hf_memopt.estimate.simulation.virtual_disk import VirtualDisk
 from hf_memopt.estimate.simulation.virtual_time import (
     FIRST_STREAM,
@@ -141,7 +141,8 @@ def simulation(
         enter = stack.enter_context
         # Results are the same beside a GPU, and no driver is woken in a forked process.
         enter(patch.object(torch.cuda, "is_available", lambda: False))
-        enter(_deny_tracing())
+        # transformers builds explicit attention masks for traces, for which it takes fake tensors.
+        enter(patched_everywhere("is_tracing", seam.is_tracing, lambda tensor=None: False, "transformers."))
         enter(torch.autograd.set_multithreading_enabled(False))
         if like == "cuda":
             enter(autocast.shared_casts())
@@ -190,7 +191,7 @@ def _simulated_type(
         is_unlimited=True,
         free_host_bytes=free_host_bytes,
         open_file=disk.open_file,
-        home_in_files=base.home_in_files,
+        home_in_files=partial(VirtualFileHome, base),
     )
 
 
@@ -205,14 +206,12 @@ def _formatted(tensor: Tensor, specification: str) -> str:
 
 
 @contextmanager
-def _deny_tracing() -> Iterator[None]:
-    """Have transformers build no explicit attention masks, as it does for traces, for which it takes fake tensors."""
-    holders = [module for name, module in sys.modules.items() if name.startswith("transformers.")]
-    is_tracing = seam.is_tracing
+def patched_everywhere(name: str, plain: Any, replacement: Any, prefix: str = "") -> Iterator[None]:
+    """Replace a function in all modules that have it under its name, or in those whose own names have a prefix."""
     with ExitStack() as stack:
-        for holder in holders:
-            if vars(holder).get("is_tracing") is is_tracing:
-                stack.enter_context(patch.object(holder, "is_tracing", lambda tensor=None: False))
+        for path, module in list(sys.modules.items()):
+            if path.startswith(prefix) and vars(module).get(name) is plain:
+                stack.enter_context(patch.object(module, name, replacement))
         yield
 
 

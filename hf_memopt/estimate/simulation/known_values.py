@@ -31,7 +31,8 @@ _MAX_GUESSED_BYTES = 512 * MIB
 def value_of(tensor: Any) -> Tensor | None:
     """Return the values of a tensor, on the CPU, if they are known."""
     value: Tensor | None = getattr(tensor, _VALUE, None)
-    return None if value is None or _is_outdated(value) else value
+    is_forgotten = value is not None and value.numel() > 0 and value.untyped_storage().nbytes() == 0
+    return None if is_forgotten else value
 
 
 def guess_of(*args: Any) -> str | None:
@@ -148,7 +149,3 @@ def _forget(tensor: Tensor) -> None:
     if value is not None:
         with unset_fake_temporarily():
             value.untyped_storage().resize_(0)
-
-
-def _is_outdated(value: Tensor) -> bool:
-    return value.numel() > 0 and value.untyped_storage().nbytes() == 0

@@ -19,7 +19,7 @@ _HOST = torch.device("cpu")
 
 
 class VirtualBase:
-    """Makes the copiers of streamed weights, and their homes in files that do not exist.
+    """Makes the copiers of streamed weights, and reads their files.
 
     Args:
         clock: of the run.
@@ -41,13 +41,6 @@ class VirtualBase:
         self.is_used = True
         return _BaseCopier(self, device)
 
-    def home_in_files(self, weights: PackedWeights, device: torch.device, copier: Copier) -> "VirtualFileHome":
-        return VirtualFileHome(self, weights, device, copier)
-
-    def bring(self, destination: Tensor) -> None:
-        self.step_bytes_brought += destination.nbytes
-        self.label(destination)
-
     def read(self, num_bytes: int) -> VirtualTransfer:
         self.step_bytes_read += num_bytes
         return self.disk.reads.copy(num_bytes)
@@ -62,7 +55,8 @@ class _BaseCopier(VirtualCopier):
         self._base = base
 
     def to_device(self, source: Tensor, destination: Tensor) -> VirtualTransfer:
-        self._base.bring(destination)
+        self._base.step_bytes_brought += destination.nbytes
+        self._base.label(destination)
         return super().to_device(source, destination)
 
     def release(self, buffer: Tensor) -> None:
@@ -71,7 +65,7 @@ class _BaseCopier(VirtualCopier):
 
 
 class VirtualFileHome:
-    """A `WeightsHome` in files of which nothing is read.
+    """A `WeightsHome` in files that do not exist.
 
     Reads pass through a ring in host memory part by part, so that a copy ends with the last part after its read.
     """

@@ -45,7 +45,6 @@ class VirtualDisk:
             and files of weights are read at that speed.
 
     Attributes:
-        clock: of the run.
         reads: the queue of all reads.
     """
 

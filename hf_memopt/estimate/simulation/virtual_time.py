@@ -70,14 +70,12 @@ class VirtualClock:
         return self._of_streams.get(stream, 0.0) if stream else self.now_s
 
     def hold_stream(self, stream: int, moment_s: float) -> None:
-        """Let a stream wait until a moment."""
         if stream:
             self._of_streams[stream] = max(self.time_of(stream), moment_s)
         else:
             self.wait_until(moment_s)
 
     def hold_host(self, moment_s: float) -> None:
-        """Let the host wait until a moment."""
         self.host_s = max(self.host_s, moment_s)
 
     def end_step(self, phase: str) -> None:
@@ -124,7 +122,6 @@ class VirtualClock:
             self.now_s = ended_s
 
     def work_on_host(self, num_bytes: int) -> None:
-        """Let the host read and write so many bytes of its memory."""
         self.host_s += num_bytes / self._host_bytes_per_s
 
     def _book(self, phase: str) -> None:

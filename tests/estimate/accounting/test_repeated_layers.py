@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hf_memopt.estimate.accounting.allocation_history import AllocationHistory
-from hf_memopt.estimate.accounting.repeated_layers import Growth, Layers, NotRepeatedError, add_groups, growth
+from hf_memopt.estimate.accounting.repeated_layers import Layers, NotRepeatedError, add_groups, growth
 from hf_memopt.estimate.estimate import _run
 from hf_memopt.estimate.simulated_step import SimulatedStep
 from hf_memopt.estimate.simulation.child_process import run_isolated
@@ -113,7 +113,7 @@ def test_added_layers_are_those_of_a_larger_model(build: Callable[[int], nn.Modu
 
 def test_nothing_added_changes_nothing() -> None:
     found = history(partial(Stack, 3))
-    assert plain(add_groups(found, LAYERS, 0, Growth({}, {}))) == plain(found)
+    assert plain(add_groups(found, LAYERS, 0)) == plain(found)
 
 
 @pytest.mark.parametrize("build", [Uneven, Crossing], ids=["each does more", "work between the layers"])

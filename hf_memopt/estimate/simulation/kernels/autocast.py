@@ -65,7 +65,9 @@ def register(device_type: str) -> list[torch.library.Library]:
     )
     for names, policy in policies:
         for name in names:
-            rules.impl(name, casts.kernel(_overload(name), policy))  # type: ignore[no-untyped-call]
+            packet, _, overload = name.partition(".")
+            operation = getattr(getattr(_aten, packet), overload or "default")
+            rules.impl(name, casts.kernel(operation, policy))  # type: ignore[no-untyped-call]
     return [fallthrough, rules]
 
 
@@ -154,8 +156,3 @@ class _Casts:
         if isinstance(value, list | tuple):
             return [self._cast_each(each, dtype) for each in value]
         return cast(value, dtype, self.device_type)
-
-
-def _overload(name: str) -> Any:
-    packet, _, overload = name.partition(".")
-    return getattr(getattr(_aten, packet), overload or "default")

@@ -56,11 +56,9 @@ def quantise(
     quantises = quantises or _as_transformers_does(model, kept)
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear) and quantises(name):
-            parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, LAYERS[how](module, compute_dtype, storage))
+            model.set_submodule(name, LAYERS[how](module, compute_dtype, storage))
         if how == "nf4-experts" and are_experts(module):
-            parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, Nf4Experts(module, compute_dtype))
+            model.set_submodule(name, Nf4Experts(module, compute_dtype))
     packed = {id(layer.weight) for layer in model.modules() if isinstance(layer, QuantisedLinear)}
     for parameter in model.parameters():
         parameter.requires_grad_(False)

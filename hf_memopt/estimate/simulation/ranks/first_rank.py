@@ -6,7 +6,6 @@ process is rank 0, whose shards are the largest where a length cannot be divided
 """
 
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -24,6 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from hf_memopt.estimate.accounting.categories import COMMUNICATION, StepLabels
+from hf_memopt.estimate.simulation.device import patched_everywhere
 from hf_memopt.estimate.simulation.virtual_disk import VirtualDisk
 from hf_memopt.estimate.simulation.virtual_time import VirtualEvent
 
@@ -68,8 +68,7 @@ def first_of(
         yield
 
 
-@contextmanager
-def meshes_with_values() -> Iterator[None]:
+def meshes_with_values() -> Any:
     """Give device meshes the numbers of their ranks, in host memory that no mode sees."""
     plain = device_mesh.init_device_mesh
 
@@ -77,11 +76,7 @@ def meshes_with_values() -> Iterator[None]:
         with _disable_current_modes():
             return plain(*args, **kwargs)
 
-    with ExitStack() as stack:
-        for holder in list(sys.modules.values()):
-            if vars(holder).get("init_device_mesh") is plain:
-                stack.enter_context(patch.object(holder, "init_device_mesh", init_device_mesh))
-        yield
+    return patched_everywhere("init_device_mesh", plain, init_device_mesh)
 
 
 def unseen_shape_propagation() -> Any:

@@ -117,7 +117,6 @@ def zero_without_values(labels: StepLabels, disk: VirtualDisk) -> Iterator[None]
             enter(patch.object(optimizer, "_has_inf_or_nan", staticmethod(_looked_through(optimizer._has_inf_or_nan))))
             enter(_wrapped(optimizer, "reduce_ready_partitions_and_remove_grads", _gradient_labelled(labels)))
             enter(_wrapped(optimizer, "independent_gradient_partition_epilogue", _sums_labelled(labels)))
-            enter(_wrapped(optimizer, "step", _ended_on_host(disk)))
         enter(_wrapped(DeepSpeedEngine, "__init__", _partitions_labelled(labels)))
         enter(_wrapped(PartitionedParameterCoordinator, "fetch_sub_module", _gathered_labelled(labels)))
         yield
@@ -135,16 +134,6 @@ def _finite(method: Any, optimizer: Any, *args: Any, **kwargs: Any) -> bool:
         return bool(method(optimizer, *args, **kwargs))
 
 
-def _ended_on_host(disk: VirtualDisk) -> Callable[..., None]:
-    """A step returns when the host has done its work."""
-
-    def step(method: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        method(optimizer, *args, **kwargs)
-        disk.clock.end_step(OPTIMIZER)
-
-    return step
-
-
 def _looked_through(has_inf_or_nan: Callable[..., Any]) -> Callable[..., bool]:
     def finite(gradient: Tensor, *args: Any) -> bool:
         has_inf_or_nan(gradient, *args)
@@ -155,11 +144,12 @@ def _looked_through(has_inf_or_nan: Callable[..., Any]) -> Callable[..., bool]:
 
 @contextmanager
 def updates_labelled(labels: StepLabels) -> Iterator[None]:
-    """Count all of DeepSpeed's step to the update: it unscales, and copies updated weights."""
+    """Count all of DeepSpeed's step to the update: it unscales, copies updated weights, and waits for the host."""
 
     def step(method: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         with labels.updating():
             method(optimizer, *args, **kwargs)
+        VirtualEvent.clock.end_step(OPTIMIZER)
 
     with ExitStack() as stack:
         for optimizer in _OPTIMIZERS:
