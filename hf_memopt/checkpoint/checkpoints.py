@@ -82,7 +82,7 @@ class Checkpoints:
     @property
     def has_latest(self) -> bool:
         """Return whether there is a checkpoint to resume from, valid or not."""
-        return files.has_latest(self.folder)
+        return os.path.lexists(self.folder / files.LATEST)
 
     def save(self, step: int, position: dict[str, Any]) -> Path:
         """Save the state after `step` updates, unless it is saved already, and return the checkpoint's folder.

@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -70,13 +70,9 @@ def is_own(folder: Path, checkpoint: Path) -> bool:
 def read_latest(folder: Path) -> Pointer | None:
     """Return the contents of `latest`; None where there is no such file. ValueError if it is damaged."""
     pointer = _pointer(folder)
-    if pointer is None and has_latest(folder):
+    if pointer is None and os.path.lexists(folder / LATEST):
         raise ValueError(f"{folder / LATEST} is damaged: it should name a checkpoint; {_remedy(folder)}")
     return pointer
-
-
-def has_latest(folder: Path) -> bool:
-    return os.path.lexists(folder / LATEST)
 
 
 def verified(folder: Path, name: str | Path) -> tuple[Path, Manifest]:
@@ -197,18 +193,14 @@ def _steps(folder: Path) -> list[tuple[int, Path]]:
 
 
 def _remedy(folder: Path) -> str:
-    valid = [path.name for _, path in _steps(folder) if _complaint(path) is None]
+    valid = []
+    for _, path in _steps(folder):
+        with suppress(ValueError):
+            _intact(path)
+            valid.append(path.name)
     if not valid:
         return f"there is no valid checkpoint in {folder}: start anew, or restore one from a copy"
     return f"valid in {folder}: {', '.join(valid)}. Resume from one of them by its path, or restore a copy"
-
-
-def _complaint(checkpoint: Path) -> str | None:
-    try:
-        _intact(checkpoint)
-    except ValueError as error:
-        return str(error)
-    return None
 
 
 def _intact(checkpoint: Path) -> Manifest:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -60,13 +61,9 @@ def check_random_states(checkpoint: Path, process_index: int, device: torch.devi
 @contextmanager
 def weights_only() -> Iterator[None]:
     """Have torch load tensors and plain values alone inside, even if its callers ask for more."""
-    before = {name: os.environ.pop(name, None) for name in (_FORCE, _FORCE_NOT)}
-    os.environ[_FORCE] = "1"
-    try:
+    with patch.dict(os.environ, {_FORCE: "1"}):
+        os.environ.pop(_FORCE_NOT, None)
         yield
-    finally:
-        del os.environ[_FORCE]
-        os.environ.update({name: value for name, value in before.items() if value is not None})
 
 
 class _IndexUnpickler(pickle.Unpickler):

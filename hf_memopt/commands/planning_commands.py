@@ -6,7 +6,7 @@ import json
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,20 +46,6 @@ _OF_PLAN = (
 )
 
 
-@contextmanager
-def _without_collecting() -> Iterator[None]:
-    """Look for no garbage: imports make a million objects that stay, and searching them took a quarter of the time.
-
-    The objects there in the end are not looked through when the process ends, either.
-    """
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()
-
-
 def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     _add_estimate(commands)
     _add_plan(commands)
@@ -82,12 +68,17 @@ def _add_job(parser: argparse.ArgumentParser, groups: _Groups, of_job: Callable[
         add_flags(parser.add_argument_group(title) if title else parser, *names)
     flags = [name for _, names in groups for name in names]
 
-    @_without_collecting()
     def run(parsed: argparse.Namespace) -> int:
-        spec = spec_of(parsed)
-        # Errors call fields by their flags, but for those whose value is from a file.
-        with flags_named({name for name in flags if name in parsed or name not in spec.said()}):
-            return of_job(spec)
+        # Imports make a million objects that stay, and searching them for garbage took a quarter of the time.
+        gc.disable()
+        try:
+            spec = spec_of(parsed)
+            # Errors call fields by their flags, but for those whose value is from a file.
+            with flags_named({name for name in flags if name in parsed or name not in spec.said()}):
+                return of_job(spec)
+        finally:
+            gc.freeze()  # so that they are not looked through when the process ends, either
+            gc.enable()
 
     parser.set_defaults(run=run)
 
@@ -157,15 +148,13 @@ def _simulate_and_print(spec: JobSpec, card: "Card | None") -> int:
 @contextmanager
 def _files_of(spec: JobSpec) -> Iterator[None]:
     """Ask the hub inside only if it answers, and only where a spec may name a model on it."""
-    is_local = spec.model is None or Path(spec.model).expanduser().exists()
-    if is_local and not spec.is_of_trainer:
-        _show_progress("reading the configuration")
-        yield
-        return
-    from hf_memopt.jobs.hub import offline_if_unreachable
+    hub: AbstractContextManager[None] = nullcontext()
+    if spec.is_of_trainer or not (spec.model is None or Path(spec.model).expanduser().exists()):
+        from hf_memopt.jobs.hub import offline_if_unreachable
 
-    _show_progress("asking the model hub")
-    with offline_if_unreachable(spec.model):
+        _show_progress("asking the model hub")
+        hub = offline_if_unreachable(spec.model)
+    with hub:
         _show_progress("reading the configuration")
         yield
 
@@ -223,7 +212,8 @@ def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
 
 def _plan(spec: JobSpec) -> int:
     check_output_file("json", spec.json)
-    folder = spec.output or _default_folder(spec)
+    source = spec.model or spec.training_args or spec.config or spec.recipe or "plan"
+    folder = spec.output or Path("plans") / Path(source).expanduser().absolute().with_suffix("").name
     check_output_folder("output", folder)
     if spec.gpu is None:
         raise ValueError("a plan is for a card: name one, or a size such as 8GiB, with --gpu")
@@ -244,11 +234,6 @@ def _plan(spec: JobSpec) -> int:
         spec.json.write_text(json.dumps(as_json(found), indent=2) + "\n", encoding="utf-8")
     _write(job, found, folder)
     return 0
-
-
-def _default_folder(spec: JobSpec) -> Path:
-    source = spec.model or spec.training_args or spec.config or spec.recipe or "plan"
-    return Path("plans") / Path(source).expanduser().absolute().with_suffix("").name
 
 
 def _write(job: "Workload", found: "SettingsPlan", folder: Path) -> None:

@@ -71,17 +71,13 @@ def _draw(figure: Any, shown: MemoryTimeline, estimate: MemoryEstimate) -> None:
     axes.stackplot(shown.positions, *series, labels=list(shown.bytes_by_kind), colors=colors, step="post")
     peak_bytes, peak_at = estimate.trace.peak()
     axes.plot([peak_at], [peak_bytes / MIB], "v", color=COLORS[4], label=f"peak: {peak_bytes / MIB:,.1f} MiB")
-    _mark_phases(axes, shown.spans)
-    axes.set(ylabel="MiB of tensors", xlabel="allocations and releases", ylim=(0, 1.12 * peak_bytes / MIB))
-    axes.margins(x=0)
-    axes.grid(visible=False, axis="x")
-    figure.legend(loc="outside lower center", ncols=5)
-
-
-def _mark_phases(axes: Any, spans: list[Span]) -> None:
-    whole = spans[-1].end - spans[0].start
-    for span in spans:
+    whole = shown.spans[-1].end - shown.spans[0].start
+    for span in shown.spans:
         axes.axvspan(span.start, span.end, color=COLORS[6], alpha=_SHADES.get(span.phase, 0.0), linewidth=0, zorder=0)
         if span.end - span.start > 0.04 * whole:
             middle = (span.start + span.end) / 2
             axes.text(middle, 0.985, span.phase, ha="center", va="top", transform=axes.get_xaxis_transform())
+    axes.set(ylabel="MiB of tensors", xlabel="allocations and releases", ylim=(0, 1.12 * peak_bytes / MIB))
+    axes.margins(x=0)
+    axes.grid(visible=False, axis="x")
+    figure.legend(loc="outside lower center", ncols=5)

@@ -80,16 +80,12 @@ class Sharing:
 
     @property
     def offloads_by_fsdp(self) -> bool:
+        """Gradients are reduced in each pass then: FSDP2 else keeps them whole on the device in between."""
         return self.engine in (FSDP2, FSDP2_NO_RESHARD) and self.optimizer_on == HOST
 
     @property
     def offloads_by_torchao(self) -> bool:
         return self.engine == DDP and self.optimizer_on == HOST
-
-    @property
-    def syncs_each_batch(self) -> bool:
-        """Return whether gradients are reduced in each pass: FSDP2 else keeps them whole on the device in between."""
-        return self.offloads_by_fsdp
 
     @property
     def has_group(self) -> bool:
@@ -114,20 +110,13 @@ class Sharing:
 _NAMES = {HOST: "host", NVME: "NVMe disk"}
 
 
-def check_options(
-    sharing: Sharing,
-    *,
-    effective_batch: int,
-    optimizer: str,
-    quantize: str = "none",
-    precision: str = "no",
-    max_grad_norm: float | None = None,
-) -> None:
-    """Refuse options that do not go together with an engine, or are not simulated with it."""
+def check_options(options: Any) -> None:
+    """Refuse `ModelOptions` that do not go together with an engine, or are not simulated with it."""
+    sharing, optimizer, quantize = options.sharing, options.optimizer, options.quantize
     engine, num_gpus = sharing.engine, sharing.num_gpus
-    if effective_batch % num_gpus:
+    if options.effective_batch % num_gpus:
         raise ValueError(
-            f"effective_batch={effective_batch} cannot be divided by num_gpus={num_gpus}; use a multiple of it"
+            f"effective_batch={options.effective_batch} cannot be divided by num_gpus={num_gpus}; use a multiple of it"
         )
     if sharing.is_zero and optimizer not in _OF_TORCH:
         raise ValueError(
@@ -150,19 +139,14 @@ def check_options(
             f"optimizer={optimizer!r} with optimizer_on={sharing.optimizer_on!r}: the engines that keep its state "
             "there have AdamW alone; use 'adamw'"
         )
-    if sharing.offloads_by_torchao:
-        _check_torchao(precision, max_grad_norm)
-
-
-def _check_torchao(precision: str, max_grad_norm: float | None) -> None:
-    """Refuse steps that change gradients before the update: `CPUOffloadOptimizer` takes them in backward."""
-    if max_grad_norm is not None:
+    # `CPUOffloadOptimizer` takes gradients in backward, before a step may change them.
+    if sharing.offloads_by_torchao and options.max_grad_norm is not None:
         raise ValueError(
-            f"max_grad_norm={max_grad_norm} with optimizer_on='host': torchao's CPUOffloadOptimizer has the gradients "
-            f"on the host before they are clipped, and ignores it; give max_grad_norm=none, or engine={FSDP2!r} or "
-            f"{ZERO2!r}"
+            f"max_grad_norm={options.max_grad_norm} with optimizer_on='host': torchao's CPUOffloadOptimizer has the "
+            f"gradients on the host before they are clipped, and ignores it; give max_grad_norm=none, or "
+            f"engine={FSDP2!r} or {ZERO2!r}"
         )
-    if precision == "fp16":
+    if sharing.offloads_by_torchao and options.precision == "fp16":
         raise ValueError(
             "precision='fp16' with optimizer_on='host': torchao's CPUOffloadOptimizer takes gradients before the loss "
             "scaler has divided them; use bf16"
@@ -224,7 +208,7 @@ def accelerator_for(
             cpu_offload=sharing.offloads_by_fsdp,
         )
     windows = GradientAccumulationPlugin(
-        num_steps=num_micro_batches, sync_with_dataloader=False, sync_each_batch=sharing.syncs_each_batch
+        num_steps=num_micro_batches, sync_with_dataloader=False, sync_each_batch=sharing.offloads_by_fsdp
     )
     return Accelerator(
         mixed_precision=precision, gradient_accumulation_plugin=windows, fsdp_plugin=sharding, deepspeed_plugin=zero

@@ -60,8 +60,7 @@ def told_by_few(
 ) -> SimulatedStep:
     if layers is None:
         return step_of(config, None)
-    few = RepeatedLayers(layers, lambda count: step_of(with_num_layers(config, layers, count), None))
-    return step_of(config, few)
+    return step_of(config, RepeatedLayers(layers, lambda count: step_of(with_num_layers(config, layers, count), None)))
 
 
 def _outer_lists(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.ModuleList]]:

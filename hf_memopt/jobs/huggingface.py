@@ -174,10 +174,7 @@ class HuggingFaceModel(ModelOptions):
             import_host_optimizer()
         if self.optimizer in WITH_TABLES:
             make_tables()
-        # Which small weights stay depends on the whole model, and the next layers' are fetched ahead.
-        differs = self._treats_layers_differently or self.home != RESIDENT
-        layers = None if differs else under_offloading(self._equal_layers, offload)
-
+        layers = under_offloading(self._equal_layers, offload) if self._treats_layers_alike else None
         notes = tuple(self._notes(checkpointing, offload))
 
         def step_of(config: Any, repeated: RepeatedLayers | None) -> SimulatedStep:
@@ -203,11 +200,13 @@ class HuggingFaceModel(ModelOptions):
         return replace(shared, largest_weight=max(weight.numel() for weight in self._without_memory.parameters()))
 
     @property
-    def _treats_layers_differently(self) -> bool:
-        """Return whether equal layers do not repeat each other: their memory is freed in another order."""
+    def _treats_layers_alike(self) -> bool:
+        """Return whether equal layers repeat each other: their memory is freed in the same order."""
         # DDP cuts buckets across layers; FSDP2 gathers and frees otherwise at the ends, and DeepSpeed looks far ahead.
         differs = self.optimizer_in_backward or self.quantize == "int8" or not self.published.treats_layers_alike
-        return differs or self.sharing.has_group or self.optimizer_on != "device"
+        # Which small weights stay depends on the whole model, and the next layers' are fetched ahead.
+        differs = differs or self.home != RESIDENT
+        return not (differs or self.sharing.has_group or self.optimizer_on != "device")
 
     @cached_property
     def _equal_layers(self) -> Layers | None:
@@ -226,7 +225,7 @@ class HuggingFaceModel(ModelOptions):
         fields = asdict(chosen) | {"micro_batch": micro_batch, "gradient_accumulation_steps": accumulation}
         fields |= {"lora_targets": self.lora_targets or self.kind_of_task.lora_targets(self.config)}
         fields |= {"task": self.kind, "checkpointing": checkpointing, "offload": offload, "base": chosen.home}
-        fields |= {"sync_each_batch": chosen.sharing.syncs_each_batch}
+        fields |= {"sync_each_batch": chosen.sharing.offloads_by_fsdp}
         of_script = self.kind_of_task.write_files(fields, self.config, folder)
         fields |= of_script
         launch, settings_file = folder / "accelerate.yaml", folder / "settings.json"

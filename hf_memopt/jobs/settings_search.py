@@ -96,7 +96,7 @@ def plan(
         workload.tokens_per_sample,
     )
     if not result.best.fits:
-        raise _nothing_fits(result)
+        raise _nothing_fits(result, below)
     return result
 
 
@@ -342,8 +342,7 @@ def _combinations(levers: Sequence[Lever]) -> Iterator[Settings]:
         yield {lever.name: value for lever, value in zip(levers, values, strict=True)}
 
 
-def _nothing_fits(result: SettingsPlan) -> NothingFitsError:
-    below = MemoryBelow(result.host_bytes, result.disk)
+def _nothing_fits(result: SettingsPlan, below: MemoryBelow) -> NothingFitsError:
     holding = [row for row in result.rows if below.holds(row.estimate.host_bytes, row.estimate.disk_bytes)]
     smallest = min(holding or result.rows, key=lambda row: row.needed_bytes)
     estimate = smallest.estimate

@@ -155,24 +155,21 @@ def as_json(plan: SettingsPlan) -> dict[str, Any]:
     }
 
 
+# In a row's JSON, by their names there.
+_OF_ESTIMATE = (
+    *("peak_bytes", "host_bytes", "disk_bytes", "disk_bytes_written", "disk_tb_per_day"),
+    *("phase", "breakdown", "confidence"),
+)
+
+
 def _row_as_json(row: Row) -> dict[str, Any]:
     estimate = row.estimate
     return {
         "settings": dict(row.settings),
-        "micro_batch": row.micro_batch,
-        "accumulation": row.accumulation,
-        "verdict": row.verdict,
-        "update_ms": row.update_ms,
+        **{name: getattr(row, name) for name in ("micro_batch", "accumulation", "verdict", "update_ms")},
         "update_range_ms": estimate.step_range_ms,
         "needed_bytes": row.needed_bytes,
-        "peak_bytes": estimate.peak_bytes,
-        "host_bytes": estimate.host_bytes,
-        "disk_bytes": estimate.disk_bytes,
-        "disk_bytes_written": estimate.disk_bytes_written,
-        "disk_tb_per_day": estimate.disk_tb_per_day,
-        "phase": estimate.phase,
-        "breakdown": estimate.breakdown,
-        "confidence": estimate.confidence,
+        **{name: getattr(estimate, name) for name in _OF_ESTIMATE},
         "assumptions": list(estimate.assumptions),
     }
 

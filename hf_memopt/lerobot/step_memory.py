@@ -43,11 +43,9 @@ class PhaseMemory:
     def mark_after_backward(self, loss: Tensor) -> None:
         """Record the memory at the end of the backward pass from `loss` as the phase `backward`."""
         if loss.requires_grad:
-            loss.register_hook(self._at_start_of_backward)  # type: ignore[no-untyped-call]
+            queue = torch.autograd.Variable._execution_engine.queue_callback
+            loss.register_hook(lambda grad: queue(partial(self.mark, "backward")))  # type: ignore[no-untyped-call]
 
     def figures(self) -> dict[str, float]:
         """Return each phase's newest figure in GiB: `memory/<phase>_peak_gib`, or `..._host_rss_gib` on the CPU."""
         return dict(self._figures)
-
-    def _at_start_of_backward(self, grad: Tensor) -> None:
-        torch.autograd.Variable._execution_engine.queue_callback(partial(self.mark, "backward"))

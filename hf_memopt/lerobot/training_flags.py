@@ -24,7 +24,10 @@ def read_training_flags() -> TrainPipelineConfig:
     with complaints_as_errors(), redirect_stderr(printed):
         cfg = _parsed()
         _validate(cfg)
-        _make_paths_absolute(cfg)
+        # Paths are saved in each checkpoint, which may be used from another directory.
+        cfg.output_dir = Path(cfg.output_dir).absolute()
+        if cfg.dataset.root is not None:
+            cfg.dataset.root = str(Path(cfg.dataset.root).expanduser().absolute())
     sys.stderr.write(printed.getvalue())
     return cfg
 
@@ -55,13 +58,6 @@ def _validate(cfg: TrainPipelineConfig) -> None:
             f"output_dir={str(cfg.output_dir)!r} exists; name a new folder, or go on with the run in it: --resume=true "
             "--config_path=FOLDER/checkpoints/last/pretrained_model/train_config.json"
         ) from error
-
-
-def _make_paths_absolute(cfg: TrainPipelineConfig) -> None:
-    # They are saved in each checkpoint, which may be used from another directory.
-    cfg.output_dir = Path(cfg.output_dir).absolute()
-    if cfg.dataset.root is not None:
-        cfg.dataset.root = str(Path(cfg.dataset.root).expanduser().absolute())
 
 
 def _innermost(error: BaseException) -> str:

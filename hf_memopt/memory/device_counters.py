@@ -42,15 +42,12 @@ class Counters(Protocol):
 
     def read(self) -> DeviceMemory:
         """Return the allocator's books, which are kept on the host as memory is requested."""
-        ...
 
     def reset_peaks(self) -> None:
         """Let the peak begin again at the bytes allocated now, for every reader of this counter."""
-        ...
 
     def free_and_total(self) -> tuple[int, int]:
         """Return free and total memory of the device in bytes, over all processes."""
-        ...
 
 
 class AcceleratorCounters:

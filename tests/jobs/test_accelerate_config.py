@@ -5,6 +5,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -234,11 +235,9 @@ KEPT: dict[str, tuple[Sharing, bool, bool, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("sharing", "has_group", "syncs_each_batch", "text"), KEPT.values(), ids=KEPT)
-def test_a_sharing_says_who_keeps_things_where(
-    sharing: Sharing, has_group: bool, syncs_each_batch: bool, text: str
-) -> None:
-    assert (sharing.has_group, sharing.syncs_each_batch, str(sharing)) == (has_group, syncs_each_batch, text)
+@pytest.mark.parametrize(("sharing", "has_group", "offloads", "text"), KEPT.values(), ids=KEPT)
+def test_a_sharing_says_who_keeps_things_where(sharing: Sharing, has_group: bool, offloads: bool, text: str) -> None:
+    assert (sharing.has_group, sharing.offloads_by_fsdp, str(sharing)) == (has_group, offloads, text)
     keepers = sharing.offloads_by_torchao, sharing.offloads_by_fsdp, sharing.is_zero
     assert sum(keepers) == (sharing.optimizer_on != "device")
 
@@ -277,10 +276,10 @@ def test_a_sharing_says_who_keeps_things_where(
     ],
 )
 def test_options_that_an_engine_cannot_run_are_refused(sharing: Sharing, options: dict[str, Any], message: str) -> None:
-    good = {"effective_batch": 8, "optimizer": "adamw"}
-    check_options(sharing, **good)
+    good = {"effective_batch": 8, "optimizer": "adamw", "quantize": "none", "precision": "no", "max_grad_norm": None}
+    check_options(SimpleNamespace(sharing=sharing, **good))
     with pytest.raises(ValueError, match=f"^{message}"):
-        check_options(sharing, **good | options)
+        check_options(SimpleNamespace(sharing=sharing, **good | options))
 
 
 def test_each_gpu_has_its_share_of_an_update() -> None:

@@ -53,17 +53,13 @@ class StepLabels:
     @contextmanager
     def following(self) -> Iterator[None]:
         """Follow modules and optimizers through torch's global hooks."""
-        handles: Iterable[Any] = (
+        with (
             register_module_forward_pre_hook(self._enter_module),
             register_module_forward_hook(self._leave_module, always_call=True),
             register_optimizer_step_pre_hook(self._begin_update),
             register_optimizer_step_post_hook(self._end_update),
-        )
-        try:
+        ):
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def add_state(self, state: Any) -> None:
         things = list(_things(state, ""))

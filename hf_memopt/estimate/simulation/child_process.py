@@ -88,22 +88,22 @@ class _Isolated[Result]:
         finally:
             self.receiver.close()
         self._process.join()
+        if error is None:
+            return result  # type: ignore[no-any-return]
         if isinstance(error, ValueError):
             error.add_note(trace)
             raise error
-        if error is not None and _FORKED_TOO_LATE in str(error):
+        if _FORKED_TOO_LATE in str(error):
             raise ValueError(
                 "autograd has started its threads for devices in this process, after which it does not survive a fork: "
                 "backward has run on an accelerator, or, on a machine without one, after torch.compile or a "
                 "FakeTensorMode; estimate and plan before the first backward, or in a process of their own"
             )
-        if error is not None and is_too_large(error):
+        if is_too_large(error):
             raise ValueError(
                 f"a tensor of this step is larger than any memory ({error}); use smaller sizes or a smaller batch"
             )
-        if error is not None:
-            raise IsolatedError(f"{type(error).__name__}: {error}\n\n{trace}")
-        return result  # type: ignore[no-any-return]
+        raise IsolatedError(f"{type(error).__name__}: {error}\n\n{trace}")
 
     def stop(self) -> None:
         self._process.kill()

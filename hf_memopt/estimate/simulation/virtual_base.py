@@ -19,7 +19,7 @@ _HOST = torch.device("cpu")
 
 
 class VirtualBase:
-    """Makes the copiers of streamed weights, and reads their files.
+    """Makes the copiers of streamed weights, and counts what they bring.
 
     Args:
         clock: of the run.
@@ -40,10 +40,6 @@ class VirtualBase:
     def make_copier(self, device: torch.device) -> "_BaseCopier":
         self.is_used = True
         return _BaseCopier(self, device)
-
-    def read(self, num_bytes: int) -> VirtualTransfer:
-        self.step_bytes_read += num_bytes
-        return self.disk.reads.copy(num_bytes)
 
     def begin_step(self) -> None:
         self.step_bytes_brought = self.step_bytes_read = 0
@@ -81,7 +77,9 @@ class VirtualFileHome:
         self.views = [[_unread(each) for each in piece.offsets] for piece in weights.slices]
 
     def to_device(self, start: int, destination: Tensor) -> VirtualTransfer:
-        read, copy = self._base.read(destination.nbytes), self._copier.to_device(destination, destination)
+        self._base.step_bytes_read += destination.nbytes
+        read = self._base.disk.reads.copy(destination.nbytes)
+        copy = self._copier.to_device(destination, destination)
         assert isinstance(copy, VirtualTransfer)
         last_s = min(PART_BYTES, destination.nbytes) / self._base.clock.card.link_bytes_per_s
         return VirtualTransfer(self._base.clock, max(copy.ended_s, read.ended_s + last_s))

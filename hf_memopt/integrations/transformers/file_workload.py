@@ -18,6 +18,7 @@ from hf_memopt.estimate.accounting.repeated_layers import Layers
 from hf_memopt.estimate.simulated_step import RepeatedLayers, SimulatedStep
 from hf_memopt.integrations.transformers.argument_file import (
     MODEL_FIELDS,
+    OPTIMIZERS,
     ArgumentFile,
     current_names,
     read_argument_file,
@@ -26,6 +27,7 @@ from hf_memopt.integrations.transformers.file_trainer import attention, make_tra
 from hf_memopt.integrations.transformers.trainer_batches import largest_window
 from hf_memopt.integrations.transformers.trainer_estimate import trainer_step
 from hf_memopt.integrations.transformers.trl_trainers import TRL, need_trl
+from hf_memopt.jobs import sft_fields
 from hf_memopt.jobs.accelerate_config import write_accelerate_config
 from hf_memopt.jobs.equal_layers import equal_layers, told_by_few, under_offloading
 from hf_memopt.jobs.model_levers import ACTIVATIONS
@@ -65,14 +67,7 @@ _VALUES: dict[str, dict[Any, dict[str, Any]]] = {
         }
         for name in ("none", "nf4", "nf4-double", "int8")
     },
-    "optimizer": {
-        "adamw": {"optim": "adamw_torch_fused"},
-        "adamw-foreach": {"optim": "adamw_torch"},
-        "adamw-8bit": {"optim": "adamw_torch_8bit"},
-        "adamw-4bit": {"optim": "adamw_torch_4bit"},
-        "adafactor": {"optim": "adafactor"},
-        "sgd": {"optim": "sgd"},
-    },
+    "optimizer": {planned: {"optim": name} for name, planned in sft_fields.OPTIMIZERS.items() if name in OPTIMIZERS},
 }
 # These say nothing about the training, or the workload takes them itself.
 _OTHERS = {"training_args", "trainer", "seq_len", "task", "effective_batch", "offload", "gpu"}

@@ -6,7 +6,7 @@ from hf_memopt.jobs.diffusers_models.denoiser_config import DenoiserConfig
 from hf_memopt.jobs.diffusers_models.denoiser_family import DenoiserFamily, Sizes
 from hf_memopt.jobs.diffusers_models.image_families import IMAGES
 from hf_memopt.jobs.diffusers_models.video_families import VIDEOS
-from hf_memopt.jobs.transformers_models.model_batches import Sample
+from hf_memopt.jobs.transformers_models.model_batches import OWN_STEP, Sample
 
 FAMILIES = IMAGES | VIDEOS
 
@@ -20,8 +20,7 @@ def family_of(config: Any) -> DenoiserFamily:
     if config.class_name not in FAMILIES:
         raise ValueError(
             f"task='denoising': what {config.class_name} takes beside latents is not known, as it is for "
-            f"{', '.join(FAMILIES)}; write setup and step yourself and call "
-            "hf_memopt.estimate_peak_memory"
+            f"{', '.join(FAMILIES)}; {OWN_STEP}"
         )
     return FAMILIES[config.class_name]
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers.image_processing_utils import select_best_resolution
 
-from hf_memopt.jobs.transformers_models.model_batches import WITH_TYPES, Batch, Sample
+from hf_memopt.jobs.transformers_models.model_batches import OWN_STEP, WITH_TYPES, Batch, Sample
 
 Size = tuple[int, int]  # height and width
 # These make positions in time, height and width number by number, which are given instead.
@@ -79,8 +79,7 @@ def image_layout(config: Any, size: Size | None) -> ImageLayout:
     if config.model_type not in LAYOUTS:
         raise ValueError(
             f"task='image-text-to-text': how many tokens an image of model_type={config.model_type!r} takes is its "
-            f"processor's choice, which is known for {', '.join(LAYOUTS)}; write setup and step yourself and call "
-            "hf_memopt.estimate_peak_memory"
+            f"processor's choice, which is known for {', '.join(LAYOUTS)}; {OWN_STEP}"
         )
     return LAYOUTS[config.model_type](config, size)
 
@@ -91,7 +90,7 @@ def _one_size(config: Any, size: Size | None) -> ImageLayout:
     if vision.model_type == "pixtral":
         raise ValueError(
             "task='image-text-to-text': images of a 'pixtral' vision tower have sizes of their own in a batch, which "
-            "are not simulated; write setup and step yourself and call hf_memopt.estimate_peak_memory"
+            f"are not simulated; {OWN_STEP}"
         )
     side, patches = _side(vision), _patches(vision)
     if size not in (None, (side, side)):

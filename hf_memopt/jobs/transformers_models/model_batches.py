@@ -10,6 +10,8 @@ from torch import Tensor
 Batch = dict[str, Tensor]
 # These refuse to train without the types of tokens: 1 for those of images.
 WITH_TYPES = ("gemma3", "paligemma")
+# The remedy where a command cannot tell how a model trains.
+OWN_STEP = "write setup and step yourself and call hf_memopt.estimate_peak_memory"
 _IMAGE_SIZE = re.compile(r"([1-9]\d{0,4})(?:x([1-9]\d{0,4}))?")
 
 
@@ -90,8 +92,7 @@ def spectrogram_batch(config: Any, num_samples: int, sample: Sample) -> Batch:
     if config.model_type != "whisper":
         raise ValueError(
             f"task='speech-seq2seq': model_type={config.model_type!r} does not say in its configuration how long its "
-            "inputs are, as whisper does; write setup and step yourself and call "
-            "hf_memopt.estimate_peak_memory"
+            f"inputs are, as whisper does; {OWN_STEP}"
         )
     features = torch.zeros(num_samples, config.num_mel_bins, 2 * config.max_source_positions)
     return {"input_features": features, "labels": torch.zeros(num_samples, sample.seq_len, dtype=torch.long)}
@@ -102,8 +103,7 @@ def waveform_batch(config: Any, num_samples: int, sample: Sample) -> Batch:
     if not (hasattr(config, "conv_kernel") and hasattr(config, "conv_stride")):
         raise ValueError(
             f"task='ctc': model_type={config.model_type!r} has no conv_kernel and conv_stride in its configuration, "
-            "which tell how much sound a frame is, as in wav2vec2; write setup and step yourself and call "
-            "hf_memopt.estimate_peak_memory"
+            f"which tell how much sound a frame is, as in wav2vec2; {OWN_STEP}"
         )
     length = sample.seq_len
     for kernel, stride in zip(reversed(config.conv_kernel), reversed(config.conv_stride), strict=True):

@@ -18,11 +18,11 @@ from hf_memopt.estimate.simulation.data_dependent import UnsupportedOperationErr
 from hf_memopt.estimate.simulation.device import DEVICE_TYPE
 from hf_memopt.jobs.accelerate_config import Sharing
 from hf_memopt.jobs.diffusers_models.denoiser_config import find_denoiser
+from hf_memopt.jobs.transformers_models.model_batches import OWN_STEP
 from hf_memopt.jobs.transformers_models.published_weights import published_weights
 from hf_memopt.ranges import COUNT, COUNT_OR_ZERO
 
 _CONFIG, _ADAPTER = "config.json", "adapter_config.json"
-_OWN_STEP = "write setup and step yourself and call hf_memopt.estimate_peak_memory"
 # A layer takes some 50 ms to simulate, and no published model has a tenth as many.
 MAX_LAYERS = 1000
 
@@ -82,7 +82,7 @@ def _read_values(model: str) -> dict[str, Any]:
     if "model_type" not in values and "type" in values:
         raise ValueError(
             f"model={model!r} is a LeRobot policy of type {values['type']!r}, and no transformers model; for the "
-            f"distillation of a SmolVLA give recipe='reflow_smolvla'; for another training, {_OWN_STEP}"
+            f"distillation of a SmolVLA give recipe='reflow_smolvla'; for another training, {OWN_STEP}"
         )
     return values
 
@@ -95,7 +95,7 @@ def _check_model_type(values: dict[str, Any], source: str) -> None:
     if "auto_map" in values:
         raise ValueError(
             f"{source}: transformers has no model_type={model_type!r}; the model's code lies in its repository "
-            f"(auto_map) and is not run; {_OWN_STEP}"
+            f"(auto_map) and is not run; {OWN_STEP}"
         )
     if model_type is None:
         raise ValueError(f"{source}: its config.json has no model_type, by which transformers finds its class; add it")
@@ -212,8 +212,7 @@ def training(source: str) -> Iterator[None]:
             raise
         raise ValueError(
             f"{source}: the model cannot be trained with this configuration and batch: {place} raises "
-            f"{type(error).__name__} ({' '.join(str(error).split())}); if plain training runs, write setup and step "
-            "yourself and call hf_memopt.estimate_peak_memory"
+            f"{type(error).__name__} ({' '.join(str(error).split())}); if plain training runs, {OWN_STEP}"
         ) from error
 
 

@@ -111,14 +111,7 @@ class ModelOptions:
         object.__setattr__(self, "dtype", self._resolved_dtype())
         object.__setattr__(self, "quantize", self._resolved_quantize())
         object.__setattr__(self, "kbit_preparation", self._resolved_preparation())
-        check_options(
-            self.sharing,
-            effective_batch=self.effective_batch,
-            optimizer=self.optimizer,
-            quantize=self.quantize,
-            precision=self.precision,
-            max_grad_norm=self.max_grad_norm,
-        )
+        check_options(self)
         check_zero(self.engine, self.dtype, self.precision)
         self._check_adapters()
         self._check_base()

@@ -59,7 +59,7 @@ class ModelUpdate:
         if options.gradient_cache:
             self._cached = options.effective_batch // micro_batch, num_micro_batches
         # Accelerate reads `sync_each_batch` where there are several processes; Trainer does so in one, too.
-        self._unsynced = [] if options.sharing.syncs_each_batch else [self._model]
+        self._unsynced = [] if options.sharing.offloads_by_fsdp else [self._model]
         self._max_grad_norm = options.max_grad_norm
         self._num_micro_batches = windows
         self._offloader = None

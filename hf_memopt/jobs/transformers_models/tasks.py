@@ -33,6 +33,7 @@ from hf_memopt.jobs.transformers_models.contrastive import (
 )
 from hf_memopt.jobs.transformers_models.image_text import describe_images, image_text_batch
 from hf_memopt.jobs.transformers_models.model_batches import (
+    OWN_STEP,
     Sample,
     image_batch,
     sequence_batch,
@@ -83,10 +84,7 @@ class Task:
     def loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         loss: Tensor | None = getattr(model(**inputs), "loss", None)
         if loss is None:
-            raise ValueError(
-                "the model makes no loss from labels alone; write setup and step yourself and call "
-                "hf_memopt.estimate_peak_memory"
-            )
+            raise ValueError(f"the model makes no loss from labels alone; {OWN_STEP}")
         return loss
 
     def quantises(self, model: nn.Module) -> None:
@@ -182,7 +180,7 @@ def task_of(config: Any, wanted: str, source: str) -> str:
     if not possible:
         raise ValueError(
             f"{source}: transformers has no class of model_type={config.model_type!r} for any task of "
-            f"{', '.join(TASKS)}; write setup and step yourself and call hf_memopt.estimate_peak_memory"
+            f"{', '.join(TASKS)}; {OWN_STEP}"
         )
     if wanted != "auto":
         raise ValueError(

@@ -10,6 +10,7 @@ from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from httpx import HTTPError
@@ -151,7 +152,9 @@ def held_out_batches(
     preprocess, _ = load_processors(config, folder, overrides)
     with reading_dataset(repo_id, root):
         metadata = LeRobotDatasetMetadata(repo_id, root=root)
-        _check_episodes(repo_id, metadata.total_episodes, episodes or ())
+        count = metadata.total_episodes
+        if missing := sorted(episode for episode in episodes or () if episode >= count):
+            raise ValueError(f"episodes={missing}: dataset {repo_id!r} has {count}, numbered 0 to {count - 1}")
         _check_sizes(repo_id, metadata.features, config)
         timestamps = resolve_delta_timestamps(config, metadata)
         chosen = None if episodes is None else list(episodes)
@@ -159,11 +162,6 @@ def held_out_batches(
     indices = torch.linspace(0, len(dataset) - 1, min(len(dataset), max_observations)).round().long().tolist()
     loader = torch.utils.data.DataLoader(torch.utils.data.Subset(dataset, indices), batch_size=batch_size)
     return [preprocess(batch) for batch in loader]
-
-
-def _check_episodes(repo_id: str, count: int, episodes: Sequence[int]) -> None:
-    if missing := sorted(episode for episode in episodes if episode >= count):
-        raise ValueError(f"episodes={missing}: dataset {repo_id!r} has {count}, numbered 0 to {count - 1}")
 
 
 def _check_sizes(repo_id: str, features: Mapping[str, Any], config: PreTrainedConfig) -> None:
@@ -245,18 +243,14 @@ def sample_trajectory(policy: PreTrainedPolicy, observation: Observation, noise:
 
 @contextmanager
 def _sampling(policy: PreTrainedPolicy, num_steps: int, recorder: SimpleNamespace | None = None) -> Iterator[None]:
-    steps_field = flow_of(policy.config).steps_field
-    before = policy.training, getattr(policy.config, steps_field), policy.model.rtc_processor
+    training = policy.training
+    with_steps = patch.object(policy.config, flow_of(policy.config).steps_field, num_steps)
     policy.eval()
-    setattr(policy.config, steps_field, num_steps)
-    policy.model.rtc_processor = recorder
     try:
-        with torch.no_grad():
+        with with_steps, patch.object(policy.model, "rtc_processor", recorder), torch.no_grad():
             yield
     finally:
-        policy.train(before[0])
-        setattr(policy.config, steps_field, before[1])
-        policy.model.rtc_processor = before[2]
+        policy.train(training)
 
 
 def _spread(policy: PreTrainedPolicy, observation: Observation, noise: Tensor, num_steps: int, dims: int) -> float:

@@ -69,7 +69,8 @@ def precompute_for_policy(
     }
     shape = (config.chunk_size, config.max_action_dim)
     spec = CouplingSpec(key, frames.indices, shape, config.couplings_per_frame or 1, batch_size)
-    rank, world_size = _rank()
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
 
     def ask(inputs: Any, noise: Tensor) -> Tensor:
         return solve(policy, inputs, noise.to(config.device)).cpu()
@@ -82,8 +83,8 @@ def precompute_for_policy(
             output,
             shard_size=shard_size,
             store_observations=store_observations,
-            rank=rank,
-            world_size=world_size,
+            rank=int(os.environ.get("RANK", "0")),
+            world_size=int(os.environ.get("WORLD_SIZE", "1")),
         )
 
 
@@ -138,13 +139,6 @@ def _check(cfg: TrainPipelineConfig) -> PreTrainedConfig:
         )
     config.couplings_seed = 0 if config.couplings_seed is None else config.couplings_seed
     return config
-
-
-def _rank() -> tuple[int, int]:
-    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    return rank, world_size
 
 
 @contextmanager

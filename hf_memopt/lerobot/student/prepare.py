@@ -14,7 +14,6 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import HFValidationError
 from lerobot.configs import PreTrainedConfig
 from lerobot.policies.pretrained import PreTrainedPolicy
-from lerobot.policies.rtc.configuration_rtc import RTCConfig
 from safetensors.torch import save_model
 
 from hf_memopt.disk.files_on_disk import new_folder
@@ -82,7 +81,10 @@ def export_student(policy: str, output: Path, num_steps: int, card: str, *, adap
     config = load_config(folder)
     if adapter_only and not is_adapter(folder):
         raise ValueError(f"adapter_only: {folder} holds whole weights and no adapter; leave --adapter-only out")
-    steps = {flow_of(config).steps_field: num_steps, "rtc_config": _guided_in(num_steps, config.rtc_config)}
+    rtc = config.rtc_config
+    if rtc is not None:
+        rtc = dataclasses.replace(rtc, max_guidance_weight=min(rtc.max_guidance_weight, float(num_steps)))
+    steps = {flow_of(config).steps_field: num_steps, "rtc_config": rtc}
     fields = {**_stock_fields(config), **_FRESH, **steps, "use_peft": adapter_only}
     exported = _stock_config(config)(**fields)
     acting = check_acts(folder)
@@ -135,12 +137,6 @@ def push_to_hub(folder: Path, repo_id: str, private: bool = False) -> str:
 def check_new(output: Path) -> None:
     if output.exists():
         raise ValueError(f"output={str(output)!r} exists; name a new folder or remove this one")
-
-
-def _guided_in(num_steps: int, rtc: RTCConfig | None) -> RTCConfig | None:
-    if rtc is None:
-        return None
-    return dataclasses.replace(rtc, max_guidance_weight=min(rtc.max_guidance_weight, float(num_steps)))
 
 
 def _stock_config(config: PreTrainedConfig) -> Any:

@@ -98,7 +98,8 @@ def cast(value: Any, dtype: torch.dtype, device_type: str) -> Any:
         return value
     if value.dtype in (dtype, torch.float64):
         return value
-    if not (torch.is_autocast_cache_enabled() and dtype in _HALVES and _is_weight(value)):
+    is_weight = value.dtype == torch.float32 and value.requires_grad and value.is_leaf and not value._is_view()
+    if not (is_weight and dtype in _HALVES and torch.is_autocast_cache_enabled()):
         return value.to(dtype)
     reference, copy = _cast_weights.get(id(value), (None, value))
     if reference is None or reference() is not value or copy.dtype != dtype:
@@ -106,10 +107,6 @@ def cast(value: Any, dtype: torch.dtype, device_type: str) -> Any:
             copy = value.to(dtype)
         _cast_weights[id(value)] = (weakref.ref(value), copy)
     return copy
-
-
-def _is_weight(value: Tensor) -> bool:
-    return value.dtype == torch.float32 and value.requires_grad and value.is_leaf and not value._is_view()
 
 
 class _Casts:

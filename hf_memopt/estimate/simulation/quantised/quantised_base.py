@@ -14,13 +14,14 @@ import torch
 from accelerate import Accelerator, accelerator
 from torch import Tensor, nn
 
-from hf_memopt.estimate.simulation.quantised.nf4_experts import Nf4Experts, are_experts
 from hf_memopt.estimate.simulation.quantised.quantised_linear import (
     LlmInt8Linear,
     Nf4DoubleLinear,
+    Nf4Experts,
     Nf4Linear,
     QuantisedLinear,
     WeightOnlyInt8Linear,
+    are_experts,
 )
 
 LAYERS: dict[str, type[QuantisedLinear]] = {

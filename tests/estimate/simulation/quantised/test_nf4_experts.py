@@ -7,8 +7,8 @@ import torch
 from late_imports import LateModule
 
 from hf_memopt.estimate import estimate_peak_memory
-from hf_memopt.estimate.simulation.quantised.nf4_experts import Nf4Experts, are_experts
 from hf_memopt.estimate.simulation.quantised.quantised_base import stored
+from hf_memopt.estimate.simulation.quantised.quantised_linear import Nf4Experts, are_experts
 
 huggingface = LateModule("hf_memopt.jobs.huggingface")
 transformers = LateModule("transformers")
