@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
-from datasets import Dataset, load_dataset
+from datasets import Dataset
 from transformers import AutoTokenizer, Trainer, set_seed
 
 from hf_memopt.callbacks import StopOnNonFiniteCallback
 from hf_memopt.command_line import one_line_errors, script_imports
 from hf_memopt.recipes.common.auto_plan import log_prediction
+from hf_memopt.recipes.common.datasets_by_name import dataset_by_name
 from hf_memopt.recipes.common.flags import explained
 from hf_memopt.recipes.common.loop import reporting, writing_to
 
@@ -87,8 +88,7 @@ def read_rows(options: Options, has_template: bool) -> Dataset:
         rows = make_conversations(512, options.training.seed)
         rows = rows if has_template else as_prompts(rows)
     else:
-        with explained(f"dataset={name!r} cannot be loaded"):
-            rows = load_dataset(name, split=split)
+        rows = dataset_by_name(name, split)
     columns = set(rows.column_names)
     if not (columns >= {"messages"} or columns >= {"prompt", "completion"}):
         raise ValueError(

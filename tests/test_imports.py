@@ -59,6 +59,7 @@ LIBRARIES = {
         "torch",
         "httpx",
         "accelerate",
+        "datasets",
         "deepspeed",
         "transformers",
         "diffusers",

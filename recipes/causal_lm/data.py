@@ -14,11 +14,11 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
-from datasets import Dataset, DatasetDict, load_dataset
-from datasets.exceptions import DatasetsError
+from datasets import Dataset, DatasetDict
 from transformers import AutoTokenizer, GPT2Tokenizer, PreTrainedTokenizerBase
 
 from hf_memopt.recipes.causal_lm.options import DataOptions, ModelOptions
+from hf_memopt.recipes.common.datasets_by_name import dataset_by_name
 from hf_memopt.recipes.common.flags import explained
 
 # Tests and applications, and modules that some distributions install separately.
@@ -67,12 +67,7 @@ def _docstrings(source: bytes) -> Iterator[str]:
 
 
 def _read_dataset(options: DataOptions, name: str) -> Dataset:
-    given = f"dataset={name!r}, dataset_config={options.dataset_config!r}, split={options.split!r}"
-    with explained(
-        f"{given} cannot be loaded; pass what `datasets.load_dataset` takes", (OSError, ValueError, DatasetsError)
-    ):
-        found = load_dataset(name, options.dataset_config, split=options.split, trust_remote_code=False)
-    assert isinstance(found, Dataset)  # a split was named
+    found = dataset_by_name(name, options.split, options.dataset_config)
     if options.text_column not in found.column_names:
         raise ValueError(f"text_column={options.text_column!r} is not in {name!r}; choose from {found.column_names}")
     return found.select_columns(options.text_column).rename_column(options.text_column, "text")

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from hf_memopt.recipes.common.datasets_by_name import dataset_by_name
-from hf_memopt.recipes.common.flags import explained
 from hf_memopt.recipes.common.loop import pins_memory
 from hf_memopt.recipes.fluxflow.options import MIN_LPIPS_SIZE, DataOptions, Options
 from hf_memopt.recipes.landscapes.draw import landscape, painted
@@ -46,21 +45,17 @@ def load(options: DataOptions, stride: int, seed: int, channels: int = 3) -> Sou
     if columns is not None and options.image_column not in columns:
         raise ValueError(f"image_column={options.image_column!r}: the dataset has the columns {', '.join(columns)}")
     samples = samples.select_columns(options.image_column)
-    # Read as they are: PIL's own conversion cuts off the values above 255 of other kinds.
-    samples = samples.cast_column(options.image_column, datasets.Image())
     for sample in samples.take(1):
         in_8_bits(sample[options.image_column])
     return Source(samples, options.image_column, buckets, channels)
 
 
 def _open(options: DataOptions) -> Any:
+    # Images are read as they are: PIL's own conversion cuts off the values above 255 of other kinds.
+    how: dict[str, Any] = {"streaming": options.streaming, "image_column": options.image_column}
     if options.dataset is not None:
-        with explained(f"dataset={options.dataset!r} cannot be loaded"):
-            return dataset_by_name(options.dataset, options.split, options.dataset_config, streaming=options.streaming)
-    with explained(f"image_folder={options.image_folder!r} cannot be loaded"):
-        return datasets.load_dataset(
-            "imagefolder", data_dir=options.image_folder, split=options.split, streaming=options.streaming
-        )
+        return dataset_by_name(options.dataset, options.split, options.dataset_config, **how)
+    return dataset_by_name(str(options.image_folder), options.split, field="image_folder", kind="imagefolder", **how)
 
 
 def describe(options: DataOptions) -> str:

@@ -10,8 +10,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_memopt.recipes.common.datasets_by_name import dataset_by_name
-from hf_memopt.recipes.common.flags import explained
 from hf_memopt.recipes.lgt.options import DataOptions, Options
 from hf_memopt.training import split_batch
 
@@ -113,8 +111,9 @@ def _read_file(file: Path) -> Iterator[Tensor]:
 
 
 def _from_dataset(data: DataOptions) -> Latents:
-    with explained(f"data.dataset={data.dataset!r} cannot be loaded"):
-        rows = dataset_by_name(str(data.dataset), data.split)
+    from hf_memopt.recipes.common.datasets_by_name import dataset_by_name  # takes a second
+
+    rows = dataset_by_name(str(data.dataset), data.split, field="data.dataset")
     columns = rows.with_format("torch", columns=[data.latent_column, data.style_column])[:]
     return Latents(columns[data.latent_column].float(), columns[data.style_column].long())
 

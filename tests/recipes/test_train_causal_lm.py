@@ -226,7 +226,8 @@ def test_a_run_that_offloads_nothing_says_why(tmp_path: Path, caplog: pytest.Log
     [
         (["--text_file=missing.txt"], r"text_file='missing.txt' cannot be read"),
         ([f"--text_file={sys.executable}"], r"text_file=.* cannot be read as UTF-8"),
-        (["--dataset=missing/dataset"], r"dataset='missing/dataset'.* cannot be loaded"),
+        (["--dataset=missing/dataset"], r"dataset='missing/dataset' cannot be loaded"),
+        (["--dataset=pandas"], r"dataset='pandas' cannot be loaded: a loader of the datasets library"),
         (["--dataset=x", "--text_file=y"], "exclude each other"),
         (["--model=missing/model"], r"='missing/model' cannot be loaded"),
         (["--config_overrides=hidden=3"], "qwen3 has no setting 'hidden'"),

@@ -289,6 +289,8 @@ def test_an_average_in_host_memory_is_the_same(whole: Path, tmp_path: Path) -> N
         (["--prefetch_factor=4"], "prefetch_factor=4 needs --num_workers"),
         (["--streaming"], "streaming=True needs --dataset or --image_folder"),
         (["--image_folder=a", "--dataset=b"], "give one of them"),
+        (["--dataset=pandas"], "dataset='pandas' cannot be loaded: a loader of the datasets library"),
+        (["--image_folder=pandas"], "image_folder='pandas' cannot be loaded: a loader of the datasets library"),
         (["--resolutions", "32"], "resolutions: 32 must lie between 1"),
         (["--resolutions", "8", "--lpips_weight=1"], "resolutions: 8 must lie between 16, the smallest image"),
     ],

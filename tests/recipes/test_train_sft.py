@@ -196,6 +196,7 @@ REFUSED = {
     ("--plan=8GiB", "--optim=lomo"): "optim='lomo' is not simulated; choose from adamw_torch_fused",
     ("--model=/nowhere",): "model='/nowhere' cannot be loaded",
     ("--dataset=/nowhere",): "dataset='/nowhere' cannot be loaded",
+    ("--dataset=pandas",): "dataset='pandas' cannot be loaded: a loader of the datasets library",
     ("--budget_gib=1", "--offload=all"): "budget_gib=1.0 needs offload=auto",
     ("--resume_from_checkpoint=/nowhere",): "resume_from_checkpoint='/nowhere': no such folder",
     ("--resume_from_checkpoint=latest",): "resume_from_checkpoint='latest': no such folder",

@@ -5,9 +5,11 @@ the fields below and those of SentenceTransformerTrainingArguments. The dataset'
 answers it, and any number of passages that do not.
 """
 
+import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
+
+from hf_memopt.command_line import one_line_errors
 
 ALL_LINEAR = "all-linear"
 
@@ -16,7 +18,7 @@ ALL_LINEAR = "all-linear"
 class EmbeddingArguments:
     model: str = field(metadata={"help": "hub id or folder"})
     dataset: str | None = field(
-        default=None, metadata={"help": "hub id, or a file of JSON lines; without one, texts that are made up"}
+        default=None, metadata={"help": "hub id, folder or file; without one, texts that are made up"}
     )
     passages: int = field(default=1, metadata={"help": "of made-up texts, for each query"})
     max_length: int | None = field(default=None, metadata={"help": "tokens of a text; longer ones are cut"})
@@ -58,19 +60,20 @@ def _add_adapters(model: Any, rank: int, targets: str) -> None:
 
 
 def _rows(about: EmbeddingArguments, arguments: Any) -> Any:
-    from datasets import Dataset, load_dataset
+    from datasets import Dataset
+
+    from hf_memopt.jobs.datasets_by_name import dataset_by_name
 
     if about.dataset is None:
         columns = ("query", "answer", *(f"negative{number}" for number in range(about.passages - 1)))
         length, number = about.max_length or 128, 4 * arguments.per_device_train_batch_size
         return Dataset.from_dict({name: [f"{name} {row} " * length for row in range(number)] for name in columns})
-    if Path(about.dataset).is_file():
-        return load_dataset("json", data_files=about.dataset, split="train")
-    return load_dataset(about.dataset, split="train")
+    return dataset_by_name(about.dataset, "train")
 
 
 if __name__ == "__main__":
     from sentence_transformers import SentenceTransformerTrainingArguments
     from transformers import HfArgumentParser
 
-    main(*HfArgumentParser((EmbeddingArguments, SentenceTransformerTrainingArguments)).parse_args_into_dataclasses())
+    parser = HfArgumentParser((EmbeddingArguments, SentenceTransformerTrainingArguments))
+    sys.exit(one_line_errors("train", lambda given: main(*parser.parse_args_into_dataclasses(given))))

@@ -4,16 +4,22 @@
 ORPOConfig, ModelConfig and ScriptArguments.
 """
 
+import sys
 from typing import Any
+
+from hf_memopt.command_line import one_line_errors
 
 
 def main(script: Any, arguments: Any, about: Any) -> None:
-    from datasets import load_dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import get_peft_config, get_quantization_config
     from trl.experimental.orpo import ORPOTrainer
 
-    tokenizer = AutoTokenizer.from_pretrained(about.model_name_or_path, revision=about.model_revision)
+    from hf_memopt.jobs.datasets_by_name import dataset_by_name
+
+    tokenizer = AutoTokenizer.from_pretrained(
+        about.model_name_or_path, revision=about.model_revision, trust_remote_code=False
+    )
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     model = AutoModelForCausalLM.from_pretrained(
@@ -22,12 +28,14 @@ def main(script: Any, arguments: Any, about: Any) -> None:
         attn_implementation=about.attn_implementation,
         dtype=about.dtype,
         quantization_config=get_quantization_config(about),
+        trust_remote_code=False,
     )
-    dataset = load_dataset(script.dataset_name, name=script.dataset_config)
     trainer = ORPOTrainer(
         model=model,
         args=arguments,
-        train_dataset=dataset[script.dataset_train_split],
+        train_dataset=dataset_by_name(
+            script.dataset_name, script.dataset_train_split, script.dataset_config, field="dataset_name"
+        ),
         processing_class=tokenizer,
         peft_config=get_peft_config(about),
     )
@@ -40,4 +48,4 @@ if __name__ == "__main__":
     from trl.experimental.orpo import ORPOConfig
 
     parser = TrlParser((ScriptArguments, ORPOConfig, ModelConfig))
-    main(*parser.parse_args_and_config(fail_with_unknown_args=False)[:3])
+    sys.exit(one_line_errors("train_orpo", lambda given: main(*parser.parse_args_and_config(given, False, False)[:3])))

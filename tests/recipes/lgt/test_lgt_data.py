@@ -123,6 +123,8 @@ def test_a_saved_dataset_without_the_split_is_refused(tmp_path: Path) -> None:
     datasets.DatasetDict({"first": rows, "second": rows}).save_to_disk(tmp_path / "latents")
     with pytest.raises(ValueError, match=r"data.dataset=.* cannot be loaded: split='train': it has first, second"):
         lgt_data.load(tiny(data__dataset=str(tmp_path / "latents")))
+    with pytest.raises(ValueError, match=r"data.dataset='pandas' cannot be loaded: a loader of the datasets library"):
+        lgt_data.load(tiny(data__dataset="pandas"))
 
 
 def test_data_that_cannot_be_had_are_refused(tmp_path: Path) -> None:
