@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import re
 import sys
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Iterator, Sequence
@@ -160,6 +161,16 @@ def explained(refusal: str, caught: tuple[type[Exception], ...] = (OSError, Valu
         yield
     except caught as error:
         raise ValueError(f"{refusal}: {error}") from error
+
+
+@contextmanager
+def readable(file: Path) -> Iterator[None]:
+    """Raise a ValueError that names the file, for whatever a reader raises at one that is damaged or holds objects."""
+    try:
+        yield
+    except Exception as error:
+        why = re.split(r"[.;:]?\s*(?:\n|\. |$)", str(error))[0]  # libraries go on with the way to run a file's code
+        raise ValueError(f"{file} cannot be read ({type(error).__name__}: {why}); store plain numbers in it") from error
 
 
 def as_settings(options: Any, *, by_section: bool = False) -> dict[str, Any]:

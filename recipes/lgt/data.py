@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 
+from hf_memopt.recipes.common.flags import readable
 from hf_memopt.recipes.lgt.options import DataOptions, Options
 from hf_memopt.training import split_batch
 
@@ -94,7 +95,8 @@ def _read_file(file: Path) -> Iterator[Tensor]:
     Raises:
         ValueError: something in it is no tensor of floating-point numbers with three or four dimensions.
     """
-    held = load_file(file) if file.suffix == ".safetensors" else torch.load(file, weights_only=True)
+    with readable(file):
+        held = load_file(file) if file.suffix == ".safetensors" else torch.load(file, weights_only=True)
     named = (
         held.items() if isinstance(held, dict) else enumerate(held) if isinstance(held, list | tuple) else [("", held)]
     )

@@ -1,13 +1,15 @@
 """Fields in the user's own files: torch's, HDF5 or NumPy's, with or without channels, on a grid of any dimension."""
 
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from hf_memopt.recipes.common.flags import readable
 from hf_memopt.recipes.neural_operator.options import DataOptions
 
 _SUFFIXES = (".pt", ".h5", ".hdf5", ".npz")  # .npy has one array, so that a file of its own holds each key
@@ -115,32 +117,40 @@ def _read_arrays(
             f"(.h5, .npz, or {files[keys[0]].name} beside {files[keys[1]].name} serve as well), or leave --data_folder "
             "out to generate data"
         )
-    arrays = {key: _loaded(each)[:num_samples] for key, each in files.items()}
-    return files[keys[0]], {key: torch.from_numpy(array.copy()) for key, array in arrays.items()}
+    arrays = {}
+    for key, each in files.items():
+        with readable(each):
+            arrays[key] = torch.from_numpy(np.load(each, mmap_mode="r", allow_pickle=False)[:num_samples].copy())
+    return files[keys[0]], arrays
 
 
 def _of_file(file: Path, keys: tuple[str, str], num_samples: int | None) -> dict[str, Tensor]:
-    if file.suffix == ".pt":
-        found = torch.load(file, map_location="cpu", weights_only=True)
+    with readable(file):
+        opened = _opened(file)
+    with opened as found:
         _check_keys(found, keys, file)
-        return {key: torch.as_tensor(found[key])[:num_samples] for key in keys}
-    with closing(_opened(file)) as found:
-        _check_keys(found, keys, file)
-        return {key: torch.from_numpy(found[key][:num_samples]) for key in keys}
+        with readable(file):
+            return {key: torch.as_tensor(found[key][:num_samples]) for key in keys}
 
 
 def _opened(file: Path) -> Any:
+    if file.suffix == ".pt":
+        return nullcontext(torch.load(file, map_location="cpu", weights_only=True))
     if file.suffix == ".npz":
-        return _loaded(file)
+        return np.load(file, allow_pickle=False)
     import h5py
 
-    return h5py.File(file, "r")
+    opened = h5py.File(file, "r")
 
+    def outside(name: str, link: Any) -> str | None:
+        held = opened[name] if isinstance(link, h5py.HardLink) else link
+        is_elsewhere = isinstance(held, h5py.Dataset) and bool(held.is_virtual or held.external)
+        return name if is_elsewhere or isinstance(held, h5py.ExternalLink) else None
 
-def _loaded(file: Path) -> Any:
-    import numpy as np
-
-    return np.load(file, mmap_mode="r" if file.suffix == ".npy" else None, allow_pickle=False)
+    # HDF5 would show them as this file's own, and fill values where the other file is missing.
+    if (name := opened.visititems_links(outside)) is not None:
+        raise ValueError(f"the numbers of {name!r} lie elsewhere: an external link, virtual dataset or raw storage")
+    return opened
 
 
 def _check_keys(found: Any, keys: tuple[str, str], file: Path) -> None:

@@ -1,5 +1,6 @@
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -71,6 +72,11 @@ def test_latents_with_a_gradient_are_read_without(tmp_path: Path) -> None:
 GOOD = torch.ones(4, 4, 8, 8)
 
 
+class Code:
+    def __reduce__(self) -> Any:
+        return breakpoint, ()
+
+
 @pytest.mark.parametrize(
     ("photo", "said"),
     [
@@ -82,10 +88,11 @@ GOOD = torch.ones(4, 4, 8, 8)
             r"holds 'label', torch.int64, \(1,\); each entry must",
         ),
         ("photo", r"photo/a.pt holds str; each entry must be latents"),
+        (Code(), r"photo/a.pt cannot be read \(UnpicklingError: Weights only load failed\); store plain numbers"),
     ],
 )
 def test_files_of_something_else_are_named(photo: object, said: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=f"data.data_root: .*{said}"):
+    with pytest.raises(ValueError, match=said):
         lgt_data.load(write_styles(tmp_path, photo, GOOD))
 
 

@@ -1,5 +1,6 @@
 """Tests of the user's own fields: formats, names of arrays, channels, dimensions, and their refusals."""
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -151,3 +152,81 @@ def test_plans_know_the_shape(tmp_path: Path) -> None:
     options = DataOptions(data_folder=str(write(tmp_path, fields(3, 16, 12), fields(16, 12))))
     assert data.shape_of(options, 4) == (3, 1, (16, 12))
     assert data.shape_of(DataOptions(resolution=20), 4) == (1, 1, (20, 20))
+
+
+def linked(opened: Any, other: Path) -> None:
+    opened["x"] = h5py.ExternalLink(other, "x")
+
+
+def linked_group(opened: Any, other: Path) -> None:
+    opened["g"] = h5py.ExternalLink(other, "/")
+    opened["x"] = h5py.SoftLink("/g/x")
+
+
+def linked_deep(opened: Any, other: Path) -> None:
+    opened["a/b/c"] = h5py.ExternalLink(other, "x")
+    opened["x"] = h5py.SoftLink("/a/b/c")
+
+
+def virtual(opened: Any, other: Path) -> None:
+    layout = h5py.VirtualLayout((NUM, 16, 16), "f4")
+    layout[:] = h5py.VirtualSource(other, "x", (NUM, 16, 16))
+    opened.create_virtual_dataset("x", layout)
+
+
+def raw(opened: Any, other: Path) -> None:
+    opened.create_dataset("x", (NUM, 16, 16), "f4", external=[(other, 0, h5py.h5f.UNLIMITED)])
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+@pytest.mark.parametrize("write_x", [linked, linked_group, linked_deep, virtual, raw])
+def test_numbers_in_other_files_are_refused(write_x: Any, is_there: bool, tmp_path: Path) -> None:
+    other = tmp_path / "other.h5"
+    if is_there:
+        with h5py.File(other, "w") as opened:
+            opened["x"] = np.ones((NUM, 16, 16), np.float32)
+    (tmp_path / "data").mkdir()
+    for split in ("train", "test"):
+        with h5py.File(tmp_path / "data" / f"darcy_{split}_16.h5", "w") as opened:
+            opened["y"] = np.ones((NUM, 16, 16), np.float32)
+            write_x(opened, other)
+    with pytest.raises(
+        ValueError, match=r"_16.h5 cannot be read \(ValueError: the numbers of '[xgabc/]+' lie elsewhere: .*; store"
+    ):
+        load(tmp_path / "data")
+
+
+def test_groups_links_and_compression_within_a_file_are_read(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        with h5py.File(tmp_path / f"darcy_{split}_16.h5", "w") as opened:
+            opened.create_dataset("a/u", data=np.ones((NUM, 16, 16)), chunks=(1, 16, 16), compression="gzip")
+            opened["a/again"], opened["linked"] = opened["a"], h5py.SoftLink("/a/u")
+    assert load(tmp_path, input_key="a/u", output_key="linked").shape == (1, 1, (16, 16))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # numpy leaves a damaged file open
+@pytest.mark.parametrize("kind", ["pt", "h5", "npz", "npy"])
+@pytest.mark.parametrize("defect", ["objects", "truncated", "of another kind", "structured"])
+def test_what_holds_no_numbers_is_one_line_that_names_the_file(kind: str, defect: str, tmp_path: Path) -> None:
+    array: Any = np.ones((NUM, 16, 16))
+    if defect == "objects":
+        array = np.array(["a"] * NUM, dtype=object if kind != "h5" else h5py.string_dtype())
+    elif defect == "structured":
+        array = np.zeros((NUM, 16), [("a", "f4"), ("b", "i4")])
+    write(tmp_path, array, array, kind=kind)
+    for file in tmp_path.iterdir():
+        content = file.read_bytes()
+        file.write_bytes({"truncated": content[: len(content) // 3], "of another kind": b"{}"}.get(defect, content))
+    with pytest.raises(ValueError, match=rf"darcy_train_16\w*\.{kind} cannot be read \(") as caught:
+        load(tmp_path)
+    assert not any(part in str(caught.value) for part in ("\n", "\x1b", "weights_only=False"))
+    del caught
+    gc.collect()
+
+
+def test_a_group_is_no_field(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        with h5py.File(tmp_path / f"darcy_{split}_16.h5", "w") as opened:
+            opened["x/a"], opened["y"] = np.ones(3), np.ones((NUM, 16, 16))
+    with pytest.raises(ValueError, match=r"darcy_train_16.h5 cannot be read \("):
+        load(tmp_path)
