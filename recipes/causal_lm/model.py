@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_memopt.jobs.transformers_models.hub_code import check_code
 from hf_memopt.jobs.transformers_models.model_config import building, check_sizes
 from hf_memopt.jobs.transformers_models.tasks import checkpoint_layers
 from hf_memopt.recipes.causal_lm.options import ModelOptions
@@ -21,6 +22,7 @@ def make_model(options: ModelOptions, tokenizer: PreTrainedTokenizerBase, block_
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     else:
         with explained(f"model={options.model!r} cannot be loaded; pass a hub id or folder of a causal LM"):
+            check_code(AutoConfig.from_pretrained(options.model, trust_remote_code=False), "its config.json")
             model = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype, trust_remote_code=False)
     longest = getattr(model.config, "max_position_embeddings", None)
     if longest is not None and block_size > longest:
@@ -47,6 +49,7 @@ def _new_config(options: ModelOptions, tokenizer: PreTrainedTokenizerBase) -> An
     source = f"config_overrides={options.config_overrides!r}"
     with building(source):
         config = AutoConfig.for_model(options.model_type, **{**tokens, **overrides})
+    check_code(config, source)
     check_sizes(config, source)
     return config
 

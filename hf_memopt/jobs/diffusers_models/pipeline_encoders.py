@@ -13,6 +13,7 @@ from transformers.modeling_utils import local_torch_dtype
 from hf_memopt.jobs.diffusers_models.denoiser_config import PIPELINE, DenoiserConfig
 from hf_memopt.jobs.diffusers_models.denoiser_families import family_of, image_size, num_frames
 from hf_memopt.jobs.hub import downloaded, read_object
+from hf_memopt.jobs.transformers_models.hub_code import check_code
 from hf_memopt.jobs.transformers_models.model_batches import Sample
 
 _VAE = "vae"
@@ -51,7 +52,8 @@ class EncoderConfig:
         else:
             import transformers
 
-            config = transformers.AutoConfig.from_pretrained(self.path)
+            config = transformers.AutoConfig.from_pretrained(self.path, trust_remote_code=False)
+            check_code(config, str(self.path))
             model = getattr(transformers, self.class_name)._from_config(config, dtype=dtype)
         return model.requires_grad_(False).eval()
 

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, __version__
 
 from hf_memopt.estimate.simulation.child_process import is_too_large
@@ -18,6 +17,7 @@ from hf_memopt.estimate.simulation.data_dependent import UnsupportedOperationErr
 from hf_memopt.estimate.simulation.device import DEVICE_TYPE
 from hf_memopt.jobs.accelerate_config import Sharing
 from hf_memopt.jobs.diffusers_models.denoiser_config import find_denoiser
+from hf_memopt.jobs.transformers_models.hub_code import check_code, no_hub_kernels
 from hf_memopt.jobs.transformers_models.model_batches import OWN_STEP
 from hf_memopt.jobs.transformers_models.published_weights import published_weights
 from hf_memopt.ranges import COUNT, COUNT_OR_ZERO
@@ -58,8 +58,9 @@ def read_config(model: str) -> Any:
     _check_model_type(values, source)
     try:
         config = AutoConfig.from_pretrained(model, trust_remote_code=False)
-    except (OSError, ValueError, TypeError, StrictDataclassError) as error:
+    except Exception as error:  # a forged file can raise anything
         raise ValueError(f"{source}: transformers refuses its config.json: {' '.join(str(error).split())}") from error
+    check_code(config, source)
     check_sizes(config, source)
     published_weights(config, source)
     return config
@@ -158,10 +159,12 @@ def check_sizes(config: PretrainedConfig, source: str) -> None:
 
 
 def unsaid_sizes(model: str, config: Any) -> tuple[str, ...]:
-    """Return assumptions on the sizes that a config.json, or a part of it, leaves to its class."""
+    """Return assumptions on the code and the sizes that a config.json, or a part of it, leaves to its class."""
     if not isinstance(config, PretrainedConfig):
         return ()
-    return tuple(_unsaid(config, _read_values(model), "the configuration"))
+    values = _read_values(model)
+    ignored = f"code of its own (auto_map) is not run; transformers' {type(config).__name__} was taken"
+    return (*_unsaid(config, values, "the configuration"), *([ignored] if "auto_map" in values else []))
 
 
 def _unsaid(config: PretrainedConfig, values: Mapping[str, Any], part: str) -> Iterator[str]:
@@ -203,7 +206,8 @@ def building(source: str) -> Iterator[None]:
 def training(source: str) -> Iterator[None]:
     """Turn an error of the model's own code into one line; errors of the simulation are such lines already."""
     try:
-        yield
+        with no_hub_kernels():
+            yield
     except UnsupportedOperationError:
         raise
     except Exception as error:

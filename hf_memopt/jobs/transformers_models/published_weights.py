@@ -82,7 +82,7 @@ def published_weights(config: Any, source: str) -> PublishedWeights:
 
 def _of_bitsandbytes(said: Mapping[str, Any], source: str) -> PublishedWeights:
     skipped = said.get("llm_int8_skip_modules")
-    kept = None if skipped is None else tuple(skipped)
+    kept = tuple(map(str, skipped)) if isinstance(skipped, list) else None
     if said.get("load_in_8bit"):
         for name, only in (("llm_int8_threshold", _THRESHOLD), ("llm_int8_has_fp16_weight", False)):
             if said.get(name, only) != only:

@@ -31,6 +31,7 @@ from hf_memopt.jobs.transformers_models.contrastive import (
     embeds_texts,
     ranking_loss,
 )
+from hf_memopt.jobs.transformers_models.hub_code import no_hub_kernels
 from hf_memopt.jobs.transformers_models.image_text import describe_images, image_text_batch
 from hf_memopt.jobs.transformers_models.model_batches import (
     OWN_STEP,
@@ -102,7 +103,7 @@ class Task:
         return None if type(config) not in self.auto._model_mapping else str(self._class(config).__name__)
 
     def build(self, config: Any, source: str, **options: Any) -> nn.Module:
-        with building(source):
+        with building(source), no_hub_kernels():
             found = self._class(config)
             # As `from_pretrained` does where the class is one for text alone.
             is_for_text = found.config_class is config.sub_configs.get("text_config")

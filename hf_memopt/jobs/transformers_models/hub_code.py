@@ -1,0 +1,27 @@
+"""Kernels of the hub, which transformers downloads and imports for a model, if the package `kernels` is installed."""
+
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest.mock import patch
+
+from transformers import PretrainedConfig
+
+
+def check_code(config: PretrainedConfig, source: str) -> None:
+    """Raise ValueError if a configuration names a kernel of the hub, such as kernels-community/flash-attn."""
+    for name, value in vars(config).items():
+        if isinstance(value, PretrainedConfig):
+            check_code(value, f"{source}: {name}")
+        elif name.endswith("_implementation_internal") and "/" in str(value):
+            field = name.removeprefix("_").removesuffix("_internal")
+            raise ValueError(
+                f"{source}: {field}={value!r} is code of the hub, which is not run; remove it, or name sdpa"
+            )
+
+
+def no_hub_kernels() -> AbstractContextManager[Any]:
+    """Have models do without kernels of the hub inside, also without those that their classes name."""
+    from transformers.integrations import hub_kernels
+
+    refusal = FileNotFoundError("kernels are code of the hub, which no estimate runs")
+    return patch.object(hub_kernels, "get_kernel_hub", create=True, side_effect=refusal)
