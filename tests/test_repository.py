@@ -30,6 +30,19 @@ def test_called_targets_exist_and_nothing_that_ci_runs_is_left_out() -> None:
     assert made((ROOT / ".ci" / "run").read_text()) <= called
 
 
+def test_actions_are_pinned_by_commit_with_their_tag() -> None:
+    used = [use for file in WORKFLOWS for use in re.findall(r"uses:(.*)", file.read_text())]
+    assert len(used) > 20
+    assert [use for use in used if not re.fullmatch(r" [\w-]+/[\w-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", use)] == []
+
+
+def test_what_may_publish_runs_in_an_environment_that_people_approve() -> None:
+    for workflow in map(yaml.safe_load, (file.read_text() for file in WORKFLOWS)):
+        assert workflow["permissions"] == {"contents": "read"}
+        writers = [job for job in workflow["jobs"].values() if "write" in job.get("permissions", {}).values()]
+        assert all(job["environment"] in ("release", "github-pages") for job in writers)
+
+
 def targets_of_matrices(workflow: Path) -> set[str]:
     jobs = yaml.safe_load(workflow.read_text())["jobs"].values()
     return {name for job in jobs for name in job.get("strategy", {}).get("matrix", {}).get("target", [])}

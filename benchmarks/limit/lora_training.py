@@ -53,7 +53,7 @@ class Training:
 
     def _set_up(self) -> None:
         torch.manual_seed(0)
-        base = AutoModelForCausalLM.from_pretrained(self._base, dtype=torch.bfloat16)
+        base = AutoModelForCausalLM.from_pretrained(self._base, dtype=torch.bfloat16, trust_remote_code=False)
         if self._kind.is_copied:
             for weight in base.parameters():
                 weight.data = weight.data.clone()

@@ -49,7 +49,7 @@ def recorded(measured: Measurement, folder: Path) -> RecordedWork:
     if not path.exists():
         work = run_isolated(lambda: _record(measured))
         np.savez_compressed(path, longer=work.longer, shorter=work.shorter, num_more=work.num_more)
-    with np.load(path) as file:
+    with np.load(path, allow_pickle=False) as file:
         return RecordedWork(file["longer"], file["shorter"], int(file["num_more"]))
 
 

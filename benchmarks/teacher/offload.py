@@ -21,6 +21,7 @@ import torch
 import transformers
 from packaging.version import Version
 from torch import Tensor, nn
+from transformers.initialization import no_init_weights
 
 from benchmarks.cells import Cell, Report, Row, UnavailableError, own_failures, run_cells
 from benchmarks.common import current_device, host_rss_bytes, pinned_bytes, results_path
@@ -74,8 +75,8 @@ def measure(settings: dict[str, Any], folder: Path) -> Row:
     answer, found = steps_of(handling, work, device, settings)
     kept = folder / f"answer-{settings['dtype']}-{settings['batch_size']}.pt"
     if settings["mode"] == "resident":
-        write_whole(answer, kept)
-    reference = torch.load(kept, weights_only=False) if kept.exists() else None
+        write_whole((answer.target, answer.loss), kept)
+    reference = Answer(*torch.load(kept, weights_only=True)) if kept.exists() else None
     return {"num_parameters": num_parameters, **found, **compare(answer, reference)}
 
 
@@ -86,9 +87,12 @@ def start(size: Size, folder: Path) -> tuple[SmolVLAReflowPolicy, Path]:
         unfinished = Path(tempfile.mkdtemp(dir=folder))
         policy = build_policy(size, folder)
         policy.save_pretrained(unfinished / "checkpoint")
-        torch.save(policy, unfinished / "policy.pt")
+        torch.save(policy.state_dict(), unfinished / "policy.pt")
         unfinished.rename(made)
-    return torch.load(made / "policy.pt", weights_only=False, mmap=True), made / "checkpoint"
+    with no_init_weights():
+        policy = build_policy(size, folder)
+    policy.load_state_dict(torch.load(made / "policy.pt", weights_only=True, mmap=True), assign=True)
+    return policy, made / "checkpoint"
 
 
 def write_whole(value: object, path: Path) -> None:

@@ -29,7 +29,7 @@ def write_toy(folder: str) -> None:
 def train(name: str, tokens: torch.Tensor, streams: bool) -> list[torch.Tensor]:
     """Return the adapters' weights."""
     # In the file's own dtype transformers maps the weights, which takes no memory.
-    model = AutoModelForCausalLM.from_pretrained(name, dtype="auto")
+    model = AutoModelForCausalLM.from_pretrained(name, dtype="auto", trust_remote_code=False)
     torch.manual_seed(0)
     model = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear"))
     base = None
@@ -60,7 +60,8 @@ def main() -> None:
     with open(__file__, "rb") as file:
         text = file.read()  # to learn by heart
     if model:
-        tokens = torch.tensor(AutoTokenizer.from_pretrained(model)(text.decode()).input_ids)
+        tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+        tokens = torch.tensor(tokenizer(text.decode()).input_ids)
         train(model, tokens[: len(tokens) // LENGTH * LENGTH].view(-1, LENGTH), streams=True)
         return
     tokens = torch.tensor(list(text[: len(text) // LENGTH * LENGTH])).view(-1, LENGTH)
