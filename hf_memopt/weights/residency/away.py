@@ -50,7 +50,7 @@ class Away:
         found = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Away)]
         away: Any = [each for each in found if COMES_AND_GOES in vars(each)]
         if not away:  # views, to which a subclass of tensors has handed its class down
-            set_present(found)  # type: ignore[arg-type]
+            set_plain(map(Classes.of, found))  # type: ignore[arg-type]
             return func(*args, **kwargs)
         reader: Reader = getattr(away[0], COMES_AND_GOES)
         return reader.read(func, args, kwargs, away)

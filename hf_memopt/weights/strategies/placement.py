@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 
 from hf_memopt.transfer import Copier, Transfer
@@ -68,10 +69,11 @@ class WriteGuard:
                 view.copy_(tensor)
 
     def _present_states(self) -> list[tuple[int, int]]:
-        return [
-            (0 if tensor.is_inference() else tensor._version, tensor.untyped_storage()._cdata)
-            for _, tensor in self._named
-        ]
+        with torch._C.DisableTorchFunctionSubclass():
+            return [
+                (0 if tensor.is_inference() else tensor._version, tensor.untyped_storage()._cdata)
+                for _, tensor in self._named
+            ]
 
 
 class WeightPlacement:
