@@ -9,7 +9,9 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import field
+from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 from unittest.mock import patch
 
@@ -55,19 +57,16 @@ _REMEDIES = {
 def one_line_errors(program: str, main: Callable[[list[str]], Any], arguments: Sequence[str] | None = None) -> int:
     """Run `main` and return its exit status; a user's mistake goes to standard error as one line and gives 2.
 
-    So does training that diverged (FloatingPointError), which gives 1, and Ctrl-C, which gives 130. `--traceback`,
-    which `main` does not see, lets all escape; the line mentions it where another library found the mistake. Everything
-    that is not known to come from bad input escapes in any case.
+    So does training that diverged (FloatingPointError), which gives 1. `--traceback`, which `main` does not see, lets
+    both escape; the line mentions it where another library found the mistake. Everything that is not known to come from
+    bad input escapes in any case. Where `main` is the program's own, Ctrl-C ends it with a line and the status 130.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     passed_on = [argument for argument in given if argument != TRACEBACK_FLAG]
+    if arguments is None and passed_on == given:
+        signal.signal(signal.SIGINT, partial(_end, program))
     try:
         status = main(passed_on)
-    except KeyboardInterrupt:
-        if passed_on != given:
-            raise
-        sys.stderr.write(f"{program}: interrupted\n")
-        return 128 + signal.SIGINT
     except Exception as error:
         line = None if passed_on != given else _line(error)
         if line is None:
@@ -75,6 +74,11 @@ def one_line_errors(program: str, main: Callable[[list[str]], Any], arguments: S
         _say(program, line, error)
         return 1 if isinstance(error, FloatingPointError) else 2
     return status if isinstance(status, int) else 0
+
+
+def _end(program: str, number: int, frame: FrameType | None) -> NoReturn:
+    sys.stderr.write(f"{program}: interrupted\n")
+    raise SystemExit(128 + number)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import hf_memopt
 
 # From the bottom up; parts on one line do not import each other. A new part is added here and to LIBRARIES.
 LAYERS = (
-    ("disk", "ranges", "shipped_configs", "text_table", "units"),
+    ("disk", "process_trees", "ranges", "shipped_configs", "text_table", "units"),
     ("command_line",),
     ("transfer", "reflow"),
     ("autograd_state", "uncompiled"),
@@ -37,6 +37,7 @@ LAYER = {part: height for height, parts in enumerate(LAYERS) for part in parts}
 
 # The libraries that each part may import besides the standard library; recipes may import any.
 LIBRARIES = {
+    "process_trees": {"psutil"},
     "ranges": set(),
     "shipped_configs": set(),
     "text_table": set(),
@@ -107,7 +108,7 @@ LAZY = ("", "cli", "commands")
 # The libraries that the lazy parts use themselves, within functions only.
 OF_LAZY = {"cli": {"shtab"}}
 # Modules that the lazy parts may import at once; `tests/jobs/test_spec.py` checks that the last imports no library.
-LIGHT = ("hf_memopt.ranges", "hf_memopt.command_line", "hf_memopt.jobs.spec")
+LIGHT = ("hf_memopt.ranges", "hf_memopt.command_line", "hf_memopt.process_trees", "hf_memopt.jobs.spec")
 
 
 class Import(NamedTuple):

@@ -12,6 +12,8 @@ import psutil
 import pytest
 from patience import HANG_S
 
+from hf_memopt.command_line import one_line_errors
+
 SCRIPT = """
 import os, time
 from pathlib import Path
@@ -58,13 +60,15 @@ def test_training_ends_with_its_command(command_name: str, name: str, tmp_path: 
     assert "hf_memopt/cli.py" not in (tmp_path / "log").read_text()  # no traceback of the command
 
 
-def test_ctrl_c_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    from hf_memopt.command_line import one_line_errors
-
-    def main(arguments: list[str]) -> None:
-        raise KeyboardInterrupt
-
-    assert one_line_errors("program", main, []) == 130
-    assert capsys.readouterr().err == "program: interrupted\n"
-    with pytest.raises(KeyboardInterrupt):
-        one_line_errors("program", main, ["--traceback"])
+@pytest.mark.parametrize("flags", [[], ["--traceback"]])
+def test_ctrl_c_is_one_line(
+    flags: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["program", *flags])
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(KeyboardInterrupt if flags else SystemExit):
+            one_line_errors("program", lambda arguments: signal.raise_signal(signal.SIGINT))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert capsys.readouterr().err == ("" if flags else "program: interrupted\n")

@@ -16,7 +16,6 @@ from frozen_bases import WIDTH, adapted, ids, same, square_loss, streamed, train
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, jvp, linearize, vmap
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 X = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(0))
@@ -131,6 +130,8 @@ def linearized(model: nn.Module) -> list[Tensor]:
 
 
 def traced(model: nn.Module) -> list[Tensor]:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
     return [make_fx(model)(ids())(ids(seed=5))]
 
 

@@ -1,13 +1,14 @@
 """Configurations of diffusers' denoisers: found in a pipeline's folder, on the hub, or in a file."""
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers.modeling_utils import local_torch_dtype
 
 from hf_memopt.jobs.hub import downloaded, read_object
 
@@ -38,7 +39,7 @@ class DenoiserConfig:
 
     def build(self, source: str, dtype: torch.dtype, **changes: Any) -> nn.Module:
         try:
-            with local_torch_dtype(dtype):
+            with default_dtype(dtype):
                 model: nn.Module = _class(self.class_name).from_config(self.values | changes)
         except Exception as error:
             raise ValueError(
@@ -55,6 +56,16 @@ def kept_in_float32(model: nn.Module, name: str) -> bool:
     """Return whether diffusers loads the part of a model with this name in float32 and never quantises it."""
     kept = getattr(model, "_keep_in_fp32_modules", None) or ()
     return any(each in name.split(".") for each in kept)
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def find_denoiser(model: str) -> DenoiserConfig | None:

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_utils import local_torch_dtype
 
-from hf_memopt.jobs.diffusers_models.denoiser_config import PIPELINE, DenoiserConfig
+from hf_memopt.jobs.diffusers_models.denoiser_config import PIPELINE, DenoiserConfig, default_dtype
 from hf_memopt.jobs.diffusers_models.denoiser_families import family_of, image_size, num_frames
 from hf_memopt.jobs.hub import downloaded, read_object
 from hf_memopt.jobs.transformers_models.hub_code import check_code
@@ -47,7 +46,7 @@ class EncoderConfig:
         if self.is_vae:
             import diffusers
 
-            with local_torch_dtype(dtype):
+            with default_dtype(dtype):
                 model = getattr(diffusers, self.class_name).from_config(read_object(self.path))
         else:
             import transformers
