@@ -32,7 +32,14 @@ def end_tree_on_signals() -> None:
 def _end_tree(number: int, frame: FrameType | None) -> NoReturn:
     import psutil
 
-    tree = psutil.Process().children(recursive=True)
+    def ends_with_parent(process: psutil.Process) -> bool:
+        """Return whether this is Python's own process for shared memory, which ignores signals."""
+        try:
+            return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
+        except psutil.Error:  # it has ended
+            return True
+
+    tree = [each for each in psutil.Process().children(recursive=True) if not ends_with_parent(each)]
 
     def send(sent: int) -> None:
         for each in tree:
