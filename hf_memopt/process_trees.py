@@ -13,13 +13,13 @@ from typing import NoReturn
 
 # The variable that has the number of the command's process, for the scripts that it launches.
 COMMAND = "HF_MEMOPT_COMMAND"
-# What training may take to end, with a checkpoint, before it is killed.
+# Seconds in which training may save a checkpoint and end, before it is killed.
 _GRACE_S = 60
 _WATCH_EVERY_S = 0.5
 
 
 def end_tree_on_signals() -> None:
-    """Have SIGTERM, SIGHUP and Ctrl-C end this process's children first, and then it, with status 128 + signal.
+    """Install handlers: SIGTERM, SIGHUP and Ctrl-C end the children first, then this process with status 128 + signal.
 
     The children get the signal, unless they have got Ctrl-C from their terminal. A second one kills them.
     """
@@ -64,20 +64,20 @@ def _is_in_foreground() -> bool:
 
 
 def end_with_command(removing: Path | None = None) -> None:
-    """Have this process end with the command that `COMMAND` names, if it does, and remove a folder of the command's."""
+    """End this process when the command named by `COMMAND` has ended, if it is set, and remove the command's folder."""
     if COMMAND in os.environ:
         end_with(int(os.environ[COMMAND]), removing)
 
 
 def begin_child(parent: int) -> None:
-    """Have this process, which computes for a parent, end with it, and at signals without a word."""
+    """Set up a worker process: it ends when its parent has ended, and at signals without a traceback."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
     end_with(parent)
 
 
 def end_with(process: int, removing: Path | None = None) -> None:
-    """Have this process end, by SIGTERM, within a second after another one, given by its number, has ended.
+    """End this process by SIGTERM within a second after another one, given by its number, has ended.
 
     Amid work too, or blocked on a pipe. Where SIGTERM does not end it, as in a script that saves a checkpoint then, it
     is killed a minute later.

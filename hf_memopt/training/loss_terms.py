@@ -129,5 +129,5 @@ def r1_penalty(scores: Tensor, images: Tensor) -> Tensor:
 
 
 def wide(values: Tensor) -> Tensor:
-    """Return in float32 a tensor that autocast has left in half precision; others as they are."""
+    """Cast a tensor in half precision, as autocast returns it, to float32; return others unchanged."""
     return values.to(torch.promote_types(values.dtype, torch.float32))

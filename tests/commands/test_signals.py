@@ -4,13 +4,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
-from patience import HANG_S
+from patience import HANG_S, wait_for
 
 from hf_memopt.command_line import one_line_errors
 
@@ -20,13 +18,6 @@ from pathlib import Path
 Path("begun").touch()
 time.sleep(600)
 """
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + HANG_S
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.1)
 
 
 @pytest.mark.e2e

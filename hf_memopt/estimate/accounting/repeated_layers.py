@@ -69,7 +69,7 @@ class Layers:
 
 @cache  # many changes have the same place
 def _cut_at_number(layers: str, place: str) -> tuple[str, int, str] | None:
-    """Return the parts of a place before and behind the number of its layer, and that; None outside of the layers."""
+    """Split a place at the number of its layer; return the part before, the number and the rest, None outside."""
     found = re.fullmatch(rf"((?:.*?\.)?{re.escape(layers)}\.)(\d+)((?:\..*)?)", place)
     return (found[1], int(found[2]), found[3]) if found else None
 

@@ -20,7 +20,7 @@ def check_code(config: PretrainedConfig, source: str) -> None:
 
 
 def no_hub_kernels() -> AbstractContextManager[Any]:
-    """Have models do without kernels of the hub inside, also without those that their classes name."""
+    """Disable the kernels of the hub in models made inside, those that their classes name included."""
     from transformers.integrations import hub_kernels
 
     refusal = FileNotFoundError("kernels are code of the hub, which no estimate runs")

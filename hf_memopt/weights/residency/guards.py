@@ -134,9 +134,11 @@ class _StateAtHome:
         return any(each._version for each in self._handed_out.get(attribute, {}).values())
 
     def begin_loading(self, module: nn.Module, state: Any, prefix: str, *others: Any) -> None:
-        for parameter, value in self._streamed(module, state, prefix):
-            name = prefix + parameter.attribute
+        streamed = self._streamed(module, state, prefix)
+        if streamed:
             self._check_home()
+        for parameter, value in streamed:
+            name = prefix + parameter.attribute
             if not _is_equal(state[name], value):
                 raise RuntimeError(f"frozen weight {name!r} cannot be loaded while it streams; {REMEDY}")
             del state[name]

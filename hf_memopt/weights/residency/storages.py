@@ -243,11 +243,9 @@ class StreamedStorage:
     def is_unchanged(self) -> bool:
         """Return whether the parameters are bound as this object has left them, and nobody has written them."""
         with torch._C.DisableTorchFunctionSubclass():
-            return not self._has_changed and all(
-                tensor.dtype == view.dtype
-                and tensor._version == version
-                and tensor.untyped_storage()._cdata == self.key
-                for tensor, view, version in zip(self.tensors, self.present, self._versions, strict=True)
+            return not self.is_written() and all(
+                tensor.dtype == view.dtype and tensor.untyped_storage()._cdata == self.key
+                for tensor, view in zip(self.tensors, self.present, strict=True)
             )
 
 

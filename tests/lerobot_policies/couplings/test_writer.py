@@ -3,15 +3,14 @@
 import multiprocessing
 import os
 import random
-import time
-from collections.abc import Callable, Set
+from collections.abc import Set
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from late_imports import LateModule
-from patience import HANG_S
+from patience import HANG_S, wait_for
 from ranks import torchrun
 
 from hf_memopt import cli
@@ -60,13 +59,6 @@ def kill_at_random(folder: Path, num_kills: int, whole: dict[str, bytes]) -> tup
 
 def has_moved_on(folder: Path, before: Set[str], process: Any) -> bool:
     return shards(folder).keys() != before or not process.is_alive()
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    limit = time.monotonic() + HANG_S
-    while not condition():
-        assert time.monotonic() < limit
-        time.sleep(0.005)
 
 
 @pytest.mark.e2e
