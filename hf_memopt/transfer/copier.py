@@ -12,6 +12,7 @@ to device                                  -> host to x' |
 
 import os
 import time
+from abc import abstractmethod
 from collections import deque
 from typing import Protocol, runtime_checkable
 
@@ -88,31 +89,40 @@ class Copier(Protocol):
         """Milliseconds for which compute waited for copies, of those that have finished."""
 
 
-class SyncCopier:
-    """Copies at once, while the host waits: on the CPU, where it is the reference for all others, or on `device`."""
+class _OwnCopier(Copier):
+    """The parts that both kinds share."""
 
-    def __init__(self, device: torch.device | str = "cpu") -> None:
+    def __init__(self, device: torch.device | str) -> None:
         self.device = torch.device(device)
-        self.bytes_to_device = 0
-        self.bytes_to_host = 0
-        self._stall_s = 0.0
-
-    def empty_host(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+        self.bytes_to_device = self.bytes_to_host = 0
 
     def empty_device(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
     def release(self, buffer: Tensor) -> None:
-        """Do nothing: memory returns to the allocator with its last reference."""
+        """Do nothing: the allocator reuses memory in the order of the compute stream."""
 
     def to_device(self, source: Tensor, destination: Tensor) -> DeviceCopy:
         self.bytes_to_device += source.nbytes
-        return self._copy(source, destination)
+        return self._copy(source, destination, is_read=True)
 
     def to_host(self, source: Tensor, destination: Tensor) -> DeviceCopy:
         self.bytes_to_host += source.nbytes
-        return self._copy(source, destination)
+        return self._copy(source, destination, is_read=False)
+
+    @abstractmethod
+    def _copy(self, source: Tensor, destination: Tensor, is_read: bool) -> DeviceCopy: ...
+
+
+class SyncCopier(_OwnCopier):
+    """Copies at once, while the host waits: on the CPU, where it is the reference for all others, or on `device`."""
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        super().__init__(device)
+        self._stall_s = 0.0
+
+    def empty_host(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
     def settle(self) -> None:
         """Do nothing: no copy is under way."""
@@ -120,7 +130,7 @@ class SyncCopier:
     def stall_ms(self) -> float:
         return 1e3 * self._stall_s
 
-    def _copy(self, source: Tensor, destination: Tensor) -> DeviceCopy:
+    def _copy(self, source: Tensor, destination: Tensor, is_read: bool) -> DeviceCopy:
         start = time.perf_counter()
         destination.copy_(source)
         self._stall_s += time.perf_counter() - start
@@ -169,7 +179,7 @@ class HostBuffersInFlight:
             finished.synchronize()
 
 
-class StreamCopier:
+class StreamCopier(_OwnCopier):
     """Copies on side streams of an accelerator, one for each direction, without ever blocking the host.
 
     Args:
@@ -184,10 +194,8 @@ class StreamCopier:
     def __init__(self, device: torch.device | str, pin_memory: bool = True) -> None:
         self._process = os.getpid()
         self._reading, self._writing = HostBuffersInFlight(), HostBuffersInFlight()
-        self.device = torch.device(device)
+        super().__init__(device)
         self._pin_memory = pin_memory
-        self.bytes_to_device = 0
-        self.bytes_to_host = 0
         self._stream_to_device = torch.Stream(self.device)
         self._stream_to_host = torch.Stream(self.device)
         self._compute: torch.Stream | None = None
@@ -207,20 +215,6 @@ class StreamCopier:
             return pinned_empty(num_bytes, self.device)
         return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
-    def empty_device(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-
-    def release(self, buffer: Tensor) -> None:
-        """Do nothing: the allocator reuses memory in the order of the compute stream."""
-
-    def to_device(self, source: Tensor, destination: Tensor) -> DeviceCopy:
-        self.bytes_to_device += source.nbytes
-        return self._copy(source, destination, self._stream_to_device)
-
-    def to_host(self, source: Tensor, destination: Tensor) -> DeviceCopy:
-        self.bytes_to_host += source.nbytes
-        return self._copy(source, destination, self._stream_to_host)
-
     def settle(self) -> None:
         self._stream_to_device.synchronize()
         self._stream_to_host.synchronize()
@@ -236,7 +230,8 @@ class StreamCopier:
             self._stall_ms += before.elapsed_time(after)
         return self._stall_ms
 
-    def _copy(self, source: Tensor, destination: Tensor, stream: torch.Stream) -> DeviceCopy:
+    def _copy(self, source: Tensor, destination: Tensor, is_read: bool) -> DeviceCopy:
+        stream = self._stream_to_device if is_read else self._stream_to_host
         # Looked up at every use: the caller may have entered another stream since the last copy.
         compute = torch.accelerator.current_stream(self.device)
         if self._compute is None or compute != self._compute:  # `stream != None` is False, too
@@ -250,7 +245,6 @@ class StreamCopier:
             except RuntimeError:
                 stream.synchronize()  # there is no event that tells when the copy is over
                 raise
-        is_read = stream is self._stream_to_device
         # The copier keeps the host's end, which its owner may drop at any time; the transfer keeps the device's.
         ends, host, memory = (self._reading, source, destination) if is_read else (self._writing, destination, source)
         self._drop_finished()

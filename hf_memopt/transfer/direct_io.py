@@ -21,7 +21,7 @@ from typing import IO
 import torch
 from torch import Tensor
 
-from hf_memopt.transfer.host_arena import HostAllocator
+from hf_memopt.transfer.copier import Copier
 from hf_memopt.units import format_bytes
 
 PAGE = 4096
@@ -61,9 +61,9 @@ class _PageEnds(threading.local):
 _ends = _PageEnds()
 
 
-def page_aligned(allocator: HostAllocator, num_bytes: int) -> Tensor:
-    """Return host memory of an allocator, `(num_bytes,)` uint8, that begins with a page."""
-    memory = allocator.empty_host(num_bytes + PAGE)
+def page_aligned(copier: Copier, num_bytes: int) -> Tensor:
+    """Return host memory of a copier, `(num_bytes,)` uint8, that begins with a page."""
+    memory = copier.empty_host(num_bytes + PAGE)
     first = -memory.data_ptr() % PAGE
     return memory[first : first + num_bytes]
 

@@ -9,7 +9,7 @@ import logging
 import threading
 from collections import deque
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from hf_memopt.transfer.direct_io import PAGE, page_aligned, private_pages
 from hf_memopt.transfer.disk_space import Extent
 from hf_memopt.transfer.host_arena import HostArena
 from hf_memopt.transfer.link import measure_link
-from hf_memopt.transfer.lower_memory import TierName
+from hf_memopt.transfer.lower_memory import LowerMemory
 from hf_memopt.transfer.tier import Tier
 from hf_memopt.transfer.tier_file import FileCopy, TierFile
 
@@ -30,39 +30,20 @@ logger = logging.getLogger(__name__)
 _FIRST_WEAR_LINE, _WEAR_LINE_EVERY = 10, 1000
 
 
-class _Disk:
+class _Disk(LowerMemory):
     """The parts that both kinds share."""
 
-    name: TierName = "disk"
+    name = "disk"
 
     def __init__(self, file: TierFile) -> None:
+        super().__init__(file.space)
         self.file = file
         self.num_passes = 0
-        self.failures: list[tuple[Exception, int]] = []
 
     def begin_pass(self) -> None:
         self.num_passes += 1
         if self.num_passes == _FIRST_WEAR_LINE or self.num_passes % _WEAR_LINE_EVERY == 0:
             logger.info("activation offloading: %s", self.file.wear())
-
-    @property
-    def bytes_live(self) -> int:
-        return self.file.space.bytes_live
-
-    @property
-    def bytes_held(self) -> int:
-        return self.file.space.bytes_held
-
-    @property
-    def host_bytes_held(self) -> int:
-        return 0
-
-    @property
-    def num_allocations(self) -> int:
-        return self.file.space.num_allocations
-
-    def trim(self) -> None:
-        self.file.space.trim()
 
 
 @dataclass(eq=False)
@@ -132,7 +113,7 @@ class StagedDisk(_Disk):
         self.staging_bytes = staging_bytes // PAGE * PAGE
         self.staging = self._new_staging()
         # Oldest first. Each holds a block of the host memory.
-        self._under_way: deque[_UnderWay] = deque()
+        self._under_way: deque[_StagedWrite | _StagedRead] = deque()
         self._link: tuple[float, float] | None = None
         self.lock = threading.RLock()
 
@@ -148,7 +129,7 @@ class StagedDisk(_Disk):
     @property
     def bytes_live(self) -> int:
         writes = [each for each in tuple(self._under_way) if isinstance(each, _StagedWrite)]
-        return self.file.space.bytes_live - sum(write.extent.num_bytes for write in writes if write.is_abandoned)
+        return super().bytes_live - sum(write.extent.num_bytes for write in writes if write.is_abandoned)
 
     def release(self, block: StagedBlock) -> None:
         with self.lock:
@@ -207,22 +188,12 @@ class StagedDisk(_Disk):
         return memory
 
     def _new_staging(self) -> HostArena:
-        return HostArena(_PageAligned(self.copier), self.staging_bytes, PAGE)
+        return HostArena(self.copier, self.staging_bytes, PAGE, partial(page_aligned, self.copier))
 
     def _advance(self) -> None:
         for each in self._under_way:
             each.advance()
         self._under_way = deque(each for each in self._under_way if not each.is_over)
-
-
-class _UnderWay(Protocol):
-    is_over: bool
-
-    def advance(self) -> None:
-        """Go on as far as is possible without waiting."""
-
-    def finish(self) -> None:
-        """Wait on the host until the host memory is free again; an error is kept for those who ask for the bytes."""
 
 
 class _StagedWrite:
@@ -245,12 +216,14 @@ class _StagedWrite:
             raise copy.copy(self._error)  # one that is raised has frames, and these keep their storages
 
     def advance(self) -> None:
+        """Go on as far as is possible without waiting."""
         if self._stored is None and not self.is_over and self._copied.finished.query():
             self._store()
         if self._stored is not None and self._stored.is_over():
             self.finish()
 
     def finish(self) -> None:
+        """Wait on the host until the host memory is free again; an error is kept for those who ask for the bytes."""
         if self.is_over:
             return
         try:
@@ -348,16 +321,3 @@ class _ReadTransfer:
                 self._copied = self._read.copied()
                 self._read.forget_copied()
             self._copied.wait()
-
-
-class _PageAligned:
-    """Host memory of a copier that begins with a page, so that it can be written to a file as it is."""
-
-    def __init__(self, copier: Copier) -> None:
-        self._copier = copier
-
-    def empty_host(self, num_bytes: int) -> Tensor:
-        return page_aligned(self._copier, num_bytes)
-
-    def release(self, buffer: Tensor) -> None:
-        self._copier.release(buffer)

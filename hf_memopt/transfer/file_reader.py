@@ -223,18 +223,9 @@ def _state(file: FileIO | IO[bytes]) -> _State:
 
 
 class Piece(NamedTuple):
-    """Bytes of a block, from `start` on, that lie in a file from `position` on."""
+    """Bytes of a block, or of memory to read to, from `start` on, that lie in a file from `position` on."""
 
     start: int
-    num_bytes: int
-    file: ReadFile
-    position: int
-
-
-class FilePart(NamedTuple):
-    """Bytes that one call reads: their offset in the destination, and their place in a file."""
-
-    offset: int
     num_bytes: int
     file: ReadFile
     position: int
@@ -267,8 +258,11 @@ class BlockInFiles:
         for file in self.files:
             file.check()
 
-    def parts(self, start: int, num_bytes: int) -> list[FilePart]:
-        """Cut the bytes from `start` on into parts, at whole pages of their files, and count them as read."""
+    def parts(self, start: int, num_bytes: int) -> list[Piece]:
+        """Cut the bytes from `start` on into parts, each for one call to read, and count them as read.
+
+        They are cut at whole pages of their files, and begin anew at 0.
+        """
         self.check()
         found = []
         for run in self._runs:
@@ -276,7 +270,7 @@ class BlockInFiles:
             ahead = run.position - run.start
             while begin < end:
                 cut = min(end, ((begin + ahead) // PART_BYTES + 1) * PART_BYTES - ahead)
-                found.append(FilePart(begin - start, cut - begin, run.file, begin + ahead))
+                found.append(Piece(begin - start, cut - begin, run.file, begin + ahead))
                 begin = cut
         self.bytes_read += sum(part.num_bytes for part in found)
         return found
@@ -380,14 +374,14 @@ class DirectReads:
         self._block.settle()
 
 
-def _read_part(part: FilePart, destination: Tensor) -> None:
+def _read_part(part: Piece, destination: Tensor) -> None:
     found = part.file.read(part.position, part.num_bytes, _own.pages)
-    ctypes.memmove(destination.data_ptr() + part.offset, found.data_ptr(), part.num_bytes)
+    ctypes.memmove(destination.data_ptr() + part.start, found.data_ptr(), part.num_bytes)
 
 
-def _read_in_place(part: FilePart, pages: Tensor) -> None:
+def _read_in_place(part: Piece, pages: Tensor) -> None:
     # Parts are cut at pages of the file, so that no two share one of these.
-    part.file.read(part.position, part.num_bytes, pages[-(-part.offset // PAGE) * PAGE :])
+    part.file.read(part.position, part.num_bytes, pages[-(-part.start // PAGE) * PAGE :])
 
 
 class _DirectRead:
@@ -416,8 +410,8 @@ class StagedReads:
         self.host_bytes = staging_bytes(block.num_bytes)
         # With parts that were not copied yet.
         self._unfinished: dict[_StagedRead, None] = {}
-        self._queued: deque[tuple[_StagedRead, FilePart]] = deque()
-        self._reading: deque[tuple[_StagedRead, FilePart, Tensor, _Read[Tensor]]] = deque()
+        self._queued: deque[tuple[_StagedRead, Piece]] = deque()
+        self._reading: deque[tuple[_StagedRead, Piece, Tensor, _Read[Tensor]]] = deque()
         self._copying: deque[tuple[StreamEvent, Tensor]] = deque()
         self._free = list(self._buffers)
         self._is_changing = False
@@ -500,7 +494,7 @@ class StagedReads:
 class _StagedRead:
     """A read, of which `num_left` parts are still to be copied to the device."""
 
-    def __init__(self, reads: StagedReads, parts: Sequence[FilePart], destination: Tensor) -> None:
+    def __init__(self, reads: StagedReads, parts: Sequence[Piece], destination: Tensor) -> None:
         self.parts = parts
         self._reads, self._destination = reads, destination
 
@@ -510,8 +504,8 @@ class _StagedRead:
         self.copies: list[DeviceCopy] = []
         self.error: Exception | None = None
 
-    def destination_of(self, part: FilePart) -> Tensor:
-        return self._destination[part.offset : part.offset + part.num_bytes]
+    def destination_of(self, part: Piece) -> Tensor:
+        return self._destination[part.start : part.start + part.num_bytes]
 
     def wait(self) -> None:
         self._reads.finish(self)

@@ -3,10 +3,13 @@
 import logging
 import time
 import weakref
-from typing import ClassVar, NamedTuple, Protocol
+from collections.abc import Callable
+from operator import attrgetter
+from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
+from hf_memopt.transfer.copier import Copier
 from hf_memopt.units import format_bytes, format_ms
 
 logger = logging.getLogger(__name__)
@@ -17,14 +20,6 @@ _ALIGNMENT = 64
 _HEADROOM = 1.125
 # Memory held beyond this many times the need is given back.
 _SLACK = 1.5
-
-
-class HostAllocator(Protocol):
-    """The part of `Copier` that host memory comes from."""
-
-    def empty_host(self, num_bytes: int) -> Tensor: ...
-
-    def release(self, buffer: Tensor) -> None: ...
 
 
 class HostHoldings(NamedTuple):
@@ -57,16 +52,24 @@ class HostArena:
     the largest need, and nothing more is taken once needs have ceased to grow.
 
     Args:
-        allocator: a copier, which gives pinned memory where it can.
+        copier: gives pinned memory where it can.
         budget_bytes: limit of the memory held; None, no limit.
         alignment: blocks begin at multiples of it, counted from the beginning of a region.
+        empty_host: makes the memory of a region; None, the copier does.
     """
 
     _of_process: ClassVar[weakref.WeakSet["HostArena"]] = weakref.WeakSet()
     _num_of_process: ClassVar[int] = 0
 
-    def __init__(self, allocator: HostAllocator, budget_bytes: int | None = None, alignment: int = _ALIGNMENT) -> None:
-        self._allocator, self._alignment = allocator, alignment
+    def __init__(
+        self,
+        copier: Copier,
+        budget_bytes: int | None = None,
+        alignment: int = _ALIGNMENT,
+        empty_host: Callable[[int], Tensor] | None = None,
+    ) -> None:
+        self._copier, self._alignment = copier, alignment
+        self._empty_host = copier.empty_host if empty_host is None else empty_host
         self._budget_bytes = budget_bytes
         self._regions: dict[Region, Tensor] = {}
         # Free blocks by size; they become extents when another size is asked for.
@@ -102,7 +105,7 @@ class HostArena:
 
     def release(self, block: Tensor) -> None:
         """Take back a block. Destructors call this at any moment, in the arena's methods or the backward thread too."""
-        self._allocator.release(block)
+        self._copier.release(block)
         num_bytes = block.nbytes
         self.bytes_live -= num_bytes
         self._blocks.setdefault(num_bytes, []).append(block)
@@ -139,7 +142,8 @@ class HostArena:
     def _cut(self, num_bytes: int) -> Tensor | None:
         self._join()
         size = self._aligned(num_bytes)
-        extent = min((each for each in self._extents if each.num_bytes >= size), key=_num_bytes, default=None)
+        fitting = [each for each in self._extents if each.num_bytes >= size]
+        extent = min(fitting, key=attrgetter("num_bytes"), default=None)
         is_scattered = self._sizes_change and len(self._regions) > 1
         if extent is None or (is_scattered and self.bytes_live == 0):
             extent = self._grow(size)
@@ -182,7 +186,7 @@ class HostArena:
             return None
         self._drop(free)
         begun = time.perf_counter()
-        region = self._allocator.empty_host(wanted)
+        region = self._empty_host(wanted)
         self._new_s += time.perf_counter() - begun
         self._new_bytes += wanted
         self.num_allocations += 1
@@ -211,7 +215,3 @@ class HostArena:
             self._extents.remove(extent)
             del self._regions[extent.region]
             self.bytes_held -= extent.num_bytes
-
-
-def _num_bytes(extent: FreeExtent) -> int:
-    return extent.num_bytes

@@ -3,8 +3,8 @@
 import statistics
 from collections.abc import Callable
 
-from hf_memopt.transfer import Copier, Transfer
 from hf_memopt.transfer.clock import Clock
+from hf_memopt.transfer.copier import Copier, Transfer
 from hf_memopt.units import MIB
 
 PROBE_BYTES = 16 * MIB

@@ -1,21 +1,21 @@
 """The memories below the device in one form: blocks of them, and copies to and from the device."""
 
-from typing import Any, Literal, NamedTuple, Protocol
+from abc import ABC, abstractmethod
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hf_memopt.transfer.clock import Clock
 from hf_memopt.transfer.copier import Copier, Transfer
+from hf_memopt.transfer.disk_space import DiskSpace
 from hf_memopt.transfer.host_arena import HostArena
 from hf_memopt.transfer.link import measure_link
-from hf_memopt.transfer.tier import Tier
-
-TierName = Literal["host", "disk"]
+from hf_memopt.transfer.tier import Tier, TierName
 
 
-class LowerMemory(Protocol):
-    """Memory below the device. Copies obey the rules of `Copier`.
+class LowerMemory(ABC):
+    """Memory below the device, whose blocks `space` hands out. Copies obey the rules of `Copier`.
 
     Attributes:
         bytes_live: of the blocks in use.
@@ -27,44 +27,60 @@ class LowerMemory(Protocol):
     """
 
     name: TierName
-    failures: list[tuple[Exception, int]]
+
+    def __init__(self, space: HostArena | DiskSpace) -> None:
+        self._space = space
+        self.failures: list[tuple[Exception, int]] = []
 
     @property
-    def bytes_live(self) -> int: ...
+    def bytes_live(self) -> int:
+        return self._space.bytes_live
 
     @property
-    def bytes_held(self) -> int: ...
+    def bytes_held(self) -> int:
+        return self._space.bytes_held
 
     @property
-    def host_bytes_held(self) -> int: ...
+    def host_bytes_held(self) -> int:
+        return 0
 
     @property
-    def num_allocations(self) -> int: ...
-
-    def acquire(self, num_bytes: int, storage: torch.UntypedStorage) -> Any:
-        """Return a block, with `nbytes`, for a part of a storage; None where there is no room for it."""
-
-    def release(self, block: Any) -> None:
-        """Take back a block once its copies are over. Destructors call this at any moment."""
-
-    def write(self, source: Tensor, block: Any) -> Transfer:
-        """Start copying `(num_bytes,)` uint8 from the device."""
-
-    def read(self, block: Any, destination: Tensor) -> Transfer:
-        """Start copying `(num_bytes,)` uint8 to the device."""
-
-    def empty_device(self, num_bytes: int, block: Any, first: int) -> Tensor:
-        """Uninitialised device memory, `(num_bytes,)` uint8; the bytes of `block` can be read from byte `first` on."""
-
-    def begin_pass(self) -> None:
-        """Note that a pass begins."""
+    def num_allocations(self) -> int:
+        return self._space.num_allocations
 
     def trim(self) -> None:
         """Give back memory that recent passes have not needed."""
+        self._space.trim()
 
+    @abstractmethod
+    def acquire(self, num_bytes: int, storage: torch.UntypedStorage) -> Any:
+        """Return a block, with `nbytes`, for a part of a storage; None where there is no room for it."""
+
+    @abstractmethod
+    def release(self, block: Any) -> None:
+        """Take back a block once its copies are over. Destructors call this at any moment."""
+
+    @abstractmethod
+    def write(self, source: Tensor, block: Any) -> Transfer:
+        """Start copying `(num_bytes,)` uint8 from the device."""
+
+    @abstractmethod
+    def read(self, block: Any, destination: Tensor) -> Transfer:
+        """Start copying `(num_bytes,)` uint8 to the device."""
+
+    @abstractmethod
+    def empty_device(self, num_bytes: int, block: Any, first: int) -> Tensor:
+        """Uninitialised device memory, `(num_bytes,)` uint8; the bytes of `block` can be read from byte `first` on."""
+
+    @abstractmethod
+    def begin_pass(self) -> None:
+        """Note that a pass begins."""
+
+    @abstractmethod
     def stall_ms(self) -> float:
         """Milliseconds for which compute waited for copies."""
 
+    @abstractmethod
     def tier(self, clock: Clock) -> Tier:
         """Return the figures that plans need, measured once."""
 
@@ -83,32 +99,20 @@ class Place(NamedTuple):
         self.memory.release(self.block)
 
 
-class LowerHost:
+class LowerHost(LowerMemory):
     """Host memory, as a copier reaches it."""
 
-    name: TierName = "host"
+    name = "host"
 
     def __init__(self, copier: Copier, budget_bytes: int | None) -> None:
         self._copier, self._budget_bytes = copier, budget_bytes
-        self.failures: list[tuple[Exception, int]] = []
         self._arena = HostArena(copier, budget_bytes)
+        super().__init__(self._arena)
         self._tier: Tier | None = None
-
-    @property
-    def bytes_live(self) -> int:
-        return self._arena.bytes_live
-
-    @property
-    def bytes_held(self) -> int:
-        return self._arena.bytes_held
 
     @property
     def host_bytes_held(self) -> int:
         return self._arena.bytes_held
-
-    @property
-    def num_allocations(self) -> int:
-        return self._arena.num_allocations
 
     def acquire(self, num_bytes: int, storage: torch.UntypedStorage) -> Tensor | None:
         return self._arena.acquire(num_bytes)
@@ -127,9 +131,6 @@ class LowerHost:
 
     def begin_pass(self) -> None:
         self._arena.log_growth()
-
-    def trim(self) -> None:
-        self._arena.trim()
 
     def stall_ms(self) -> float:
         return self._copier.stall_ms()

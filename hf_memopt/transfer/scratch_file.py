@@ -6,7 +6,6 @@ import functools
 import logging
 import os
 import re
-import statistics
 import tempfile
 import time
 import weakref
@@ -18,6 +17,7 @@ from typing import IO, NamedTuple
 
 from torch import Tensor
 
+from hf_memopt.transfer.clock import WallClock
 from hf_memopt.transfer.direct_io import (
     PAGE,
     bypass_page_cache,
@@ -28,6 +28,7 @@ from hf_memopt.transfer.direct_io import (
     write_memory,
 )
 from hf_memopt.transfer.disk_space import DiskSpace, Extent
+from hf_memopt.transfer.link import bytes_per_s
 from hf_memopt.units import MIB, format_bytes
 
 logger = logging.getLogger(__name__)
@@ -93,10 +94,8 @@ class ScratchFile:
         DiskError: there can be no file in the folder.
 
     Attributes:
-        space: hands out the extents of the file.
-        bytes_written: in whole pages; `bytes_read` likewise.
+        bytes_written: in whole pages.
         is_direct: whether it is read and written past the page cache.
-        waited_s: seconds for which callers have waited for reads and writes.
         write_bytes_per_s: measured once, with 16 MiB at a time; `read_bytes_per_s` likewise.
     """
 
@@ -106,7 +105,7 @@ class ScratchFile:
             raise DiskError(None, f"disk={folder}: needs Linux or macOS, whose Python can read a file into memory")
         self.waited_s = 0.0
         self._process = os.getpid()
-        self._length = self.bytes_written = self.bytes_read = 0
+        self._length = self.bytes_written = 0
         try:
             self._file = nameless_file(self.folder)
         except OSError as error:
@@ -118,7 +117,7 @@ class ScratchFile:
         warn_of_file_system(self.folder)
         self.is_direct = self._bypass_page_cache()
         self.write_bytes_per_s, self.read_bytes_per_s = self._measure()
-        self.bytes_written = self.bytes_read = 0
+        self.bytes_written = 0
         self._begun_s = time.monotonic()
         self.space = DiskSpace(PAGE, self._resize, budget_bytes)
 
@@ -129,7 +128,6 @@ class ScratchFile:
 
     def read(self, extent: Extent, destination: Tensor) -> FileTransfer:
         """Start reading to contiguous host memory."""
-        self.bytes_read += extent.num_bytes
         return self._start(read_memory, "reading", destination, extent)
 
     def summary(self) -> str:
@@ -180,14 +178,18 @@ class ScratchFile:
             if error.errno not in REFUSALS:
                 raise self._error(f"writing {format_bytes(PAGE)} failed", error) from error
             bypass_page_cache(self._file.fileno(), False)
-            _warn_of_page_cache(self.folder)
+            _warn(
+                f"disk={self.folder}: the file system has no direct I/O, so bytes pass through the page cache, which "
+                "takes time and memory of its own"
+            )
             return False
         return True
 
     def _measure(self) -> tuple[float, float]:
         self._resize(_PROBE_BYTES)
         memory, whole = private_pages(_PROBE_BYTES), Extent(0, _PROBE_BYTES, _PROBE_BYTES)
-        speeds = _bytes_per_s(lambda: self.write(memory, whole)), _bytes_per_s(lambda: self.read(whole, memory))
+        speed = functools.partial(bytes_per_s, num_bytes=_PROBE_BYTES, clock=WallClock(), repeats=_PROBES)
+        speeds = speed(lambda: self.write(memory, whole)), speed(lambda: self.read(whole, memory))
         self._resize(0)
         return speeds
 
@@ -244,15 +246,6 @@ def _end(file: IO[bytes], threads: ThreadPoolExecutor) -> None:
 _open_files: "weakref.WeakSet[ScratchFile]" = weakref.WeakSet()
 
 
-def _bytes_per_s(start: Callable[[], FileTransfer]) -> float:
-    seconds = []
-    for _ in range(1 + _PROBES):
-        begun = time.perf_counter()
-        start().wait()
-        seconds.append(time.perf_counter() - begun)
-    return _PROBE_BYTES / statistics.median(seconds[1:])
-
-
 def warn_of_file_system(folder: Path) -> None:
     """Warn, once, of a folder in memory or on a network."""
     kind = file_system(folder)
@@ -260,13 +253,6 @@ def warn_of_file_system(folder: Path) -> None:
         _warn(f"disk={folder} lies on {kind}, which is host memory: nothing is saved. Name a folder on a local disk")
     elif kind in _ON_NETWORK:
         _warn(f"disk={folder} lies on a network ({kind}), and every step waits for it. Name a folder on a local disk")
-
-
-def _warn_of_page_cache(folder: Path) -> None:
-    _warn(
-        f"disk={folder}: the file system has no direct I/O, so bytes pass through the page cache, which takes time and "
-        "memory of its own"
-    )
 
 
 @functools.cache

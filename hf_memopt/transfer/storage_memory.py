@@ -158,13 +158,7 @@ def _fields_of_storages() -> _Fields:
 
 
 class ResizedMemory:
-    """Memory of torch's allocator for the device, which may keep it.
-
-    Args:
-        num_bytes: of the block.
-        device: of the block.
-        message: of the error that an access to absent memory raises.
-    """
+    """Memory of torch's allocator, which may keep it; an access while it is absent raises `message`."""
 
     def __init__(self, num_bytes: int, device: torch.device, message: str) -> None:
         self._num_bytes = num_bytes

@@ -5,6 +5,8 @@ from typing import Literal
 
 from hf_memopt.ranges import POSITIVE
 
+TierName = Literal["host", "disk"]
+
 
 @dataclass(frozen=True)
 class Tier:
@@ -19,7 +21,7 @@ class Tier:
         wears: whether writing uses it up, so that the bytes written are worth a line in a report.
     """
 
-    name: Literal["host", "disk"]
+    name: TierName
     write_bytes_per_s: float
     read_bytes_per_s: float
     budget_bytes: int | None = None

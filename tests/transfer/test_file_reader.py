@@ -131,7 +131,7 @@ def test_no_more_than_the_ring_is_read_ahead(path: Path, monkeypatch: pytest.Mon
 def test_neighbours_are_read_together(path: Path) -> None:
     file = opened(path)
     block = BlockInFiles([Piece(0, 100, file, 512), Piece(256, 100, file, 768), Piece(512, 100, file, 4096)])
-    assert [(part.offset, part.num_bytes, part.position) for part in block.parts(0, 612)] == [
+    assert [(part.start, part.num_bytes, part.position) for part in block.parts(0, 612)] == [
         (0, 356, 512),
         (512, 100, 4096),
     ]
