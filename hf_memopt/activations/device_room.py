@@ -45,7 +45,9 @@ class DeviceRoom:
         """
         memory = self._counters.read()
         free_bytes, total_bytes = self._counters.free_and_total()
-        capacity = min(memory.reserved_bytes + free_bytes // _ranks_per_device(), self._share(total_bytes))
+        if self._device.type == "cuda":
+            total_bytes = int(torch.cuda.get_per_process_memory_fraction(self._device) * total_bytes)
+        capacity = min(memory.reserved_bytes + free_bytes // _ranks_per_device(), total_bytes)
         return int(USABLE * capacity) - self._other_bytes - (memory.allocated_bytes - self._begun_bytes)
 
     def grow(self, ratio: float) -> None:
@@ -69,11 +71,6 @@ class DeviceRoom:
 
     def ran_out(self) -> bool:
         return self._counters.read().num_ooms > self._num_ooms
-
-    def _share(self, total_bytes: int) -> int:
-        if self._device.type != "cuda":
-            return total_bytes
-        return int(torch.cuda.get_per_process_memory_fraction(self._device) * total_bytes)
 
 
 def room_on(device: torch.device) -> DeviceRoom | None:

@@ -178,7 +178,11 @@ class ActivationOffloader:
                     planner.review()
                 op_tracer = self._op_tracer(model, owner, fixed)
             else:
-                op_tracer = self._go_on(begun, model, fixed)
+                op_tracer = begun.op_tracer
+                if begun.recorder is not None:
+                    begun.recorder.name_modules(model)
+                if op_tracer is not None:
+                    op_tracer.weights |= fixed
         hooks = SavedTensorHooks(
             self._threshold_bytes,
             fixed,
@@ -305,13 +309,6 @@ class ActivationOffloader:
                 if planner.open_pass is not None:
                     return model, planner.open_pass
         return None
-
-    def _go_on(self, begun: OffloadedPass, model: nn.Module | None, fixed: frozenset[int]) -> OpTracer | None:
-        if begun.recorder is not None:
-            begun.recorder.name_modules(model)
-        if begun.op_tracer is not None:
-            begun.op_tracer.weights |= fixed
-        return begun.op_tracer
 
     def _begin_pass(self, owner: nn.Module, device: torch.device, op_tracer: OpTracer | None) -> OffloadedPass | None:
         state = self._state_of(device)

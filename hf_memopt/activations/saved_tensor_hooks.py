@@ -164,7 +164,9 @@ class SavedTensorHooks:
             return self._save(tensor, key, num_bytes, caller)
 
     def _save(self, tensor: Tensor, key: int, num_bytes: int, caller: FrameType | None) -> Payload:
-        this_pass = self._passes.get(tensor.device) or self._begin(tensor.device)
+        if tensor.device not in self._passes:
+            self._passes[tensor.device] = self._begin_pass(tensor.device)
+        this_pass = self._passes[tensor.device]
         if this_pass is None or tensor._is_zerotensor():  # a zero of forward-mode AD, which has no memory
             return self._keep(tensor)
         of_function = called_from_function(caller)
@@ -195,11 +197,6 @@ class SavedTensorHooks:
         hooks, self._hooks = self._hooks, None
         if hooks is not None:
             hooks.__exit__()
-
-    def _begin(self, device: torch.device) -> OffloadedPass | None:
-        if device not in self._passes:
-            self._passes[device] = self._begin_pass(device)
-        return self._passes[device]
 
     def _keep(self, tensor: Tensor) -> Kept:
         self._counters.bytes_kept += tensor.nbytes

@@ -22,6 +22,7 @@ from hf_memopt.autograd_state import VersionGuard, is_plain
 from hf_memopt.transfer.backends import PLAIN_TYPES
 
 Policy = Callable[..., CheckpointPolicy | bool]
+_KEEP = (True, CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 _Position = tuple[Any, int]  # an operation, and how many times it ran before in the region
 
 HEAVY_OPS = frozenset(
@@ -81,7 +82,8 @@ class KeepOutputs(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         position = func, self._counts[func]
         self._counts[func] += 1
-        keep = self._keeps(func, args, kwargs) and may_be_kept(func, args, kwargs)
+        answer = self._policy(SelectiveCheckpointContext(is_recompute=False), func, *args, **kwargs)
+        keep = answer in _KEEP and may_be_kept(func, args, kwargs)
         if places := written_arguments(func):  # before it runs, because `set_` puts another storage in their place
             written = [args[place] if place < len(args) else kwargs.get(name) for place, name in places]
             self._written_at |= dict.fromkeys(_storages_of(written), len(self._outputs))
@@ -91,7 +93,10 @@ class KeepOutputs(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._aliases |= {key: [] for key in self._outputs[-1].storages}
         # The result of a view has the version counter of its argument.
         elif self._outputs and not getattr(func, "is_view", False):
-            self._note_aliases(result)
+            for tensor in _plain_tensors(result):
+                key = tensor.untyped_storage()._cdata
+                if key in self._aliases:
+                    self._aliases[key].append(tensor)
         return result
 
     def save(self) -> None:
@@ -101,16 +106,6 @@ class KeepOutputs(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not was_written and output.has_its_versions():
                 aliases = [alias for key in output.storages for alias in self._aliases[key]]
                 self.kept[output.position] = _Kept(output.result, aliases)
-
-    def _keeps(self, func: Any, args: Any, kwargs: Any) -> bool:
-        answer = self._policy(SelectiveCheckpointContext(is_recompute=False), func, *args, **kwargs)
-        return answer in (True, CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
-
-    def _note_aliases(self, result: Any) -> None:
-        for tensor in _plain_tensors(result):
-            key = tensor.untyped_storage()._cdata
-            if key in self._aliases:
-                self._aliases[key].append(tensor)
 
 
 class ReplayOutputs(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -62,13 +62,13 @@ class _Polish:
         # storages are kept as far as both allow.
         candidate = self._keep_offloaded(candidate)
         candidate = self._narrow(candidate)
-        recomputed = self._change(candidate, self._with(candidate, self._cheapest, _OFFLOAD), _RECOMPUTE)
+        recomputed = self._change(candidate, self._cheapest, _OFFLOAD, _RECOMPUTE)
         if recomputed is not candidate:
             candidate = self._narrow(self._keep_offloaded(recomputed))
-        self._change(candidate, self._with(candidate, self._cheapest[::-1], _RECOMPUTE), _KEEP)
+        self._change(candidate, self._cheapest[::-1], _RECOMPUTE, _KEEP)
 
     def _keep_offloaded(self, candidate: Candidate) -> Candidate:
-        return self._change(candidate, self._with(candidate, self._soonest_used, _OFFLOAD), _KEEP)
+        return self._change(candidate, self._soonest_used, _OFFLOAD, _KEEP)
 
     def _narrow(self, candidate: Candidate) -> Candidate:
         """Copies that run less far ahead or behind leave room to keep more."""
@@ -81,14 +81,12 @@ class _Polish:
                     in_flight, prefetch = candidate.in_flight_bytes, candidate.prefetch_bytes
         return candidate
 
-    def _with(self, candidate: Candidate, order: Sequence[int], action: int) -> list[int]:
-        return [index for index in order if candidate.actions[index] == action]
+    def _change(self, candidate: Candidate, order: Sequence[int], before: int, action: int) -> Candidate:
+        """Give an action in place of another to as many storages as the limits allow: with more memory never to fewer.
 
-    def _change(self, candidate: Candidate, indices: list[int], action: int) -> Candidate:
-        """Give an action to as many storages as the limits allow: with more memory never to fewer.
-
-        First to the longest first part of the list; the one that does not fit is left out, and smaller ones follow.
+        First to the longest first part of them; the one that does not fit is left out, and smaller ones follow.
         """
+        indices = [index for index in order if candidate.actions[index] == before]
         while indices and self._trials.num_left:
             candidate, count = self._trials.change_first(candidate, indices, action, self._limits.allow)
             room = self._limits.peak_bytes - candidate.peak_bytes

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import combinations, product
 
 from hf_memopt.activations.planner.candidates import Candidate, CopyWindow, Thresholds, Trials
@@ -95,9 +96,9 @@ class _Search:
             self._improve([step for move in moves for step in (move, self._change_one)])
             self._improve([self._change_one, self._any_window, self._fill, self._avoid_stalls])
             if len(self._profile.storages) <= _MAX_STORAGES_IN_ANY_WAY:
-                self._improve([self._change_any, self._avoid_stalls])
+                self._improve([partial(self._change_all_ways, num_storages=1), self._avoid_stalls])
             if len(self._profile.storages) <= _MAX_STORAGES_IN_PAIRS:
-                self._improve([self._change_two])
+                self._improve([partial(self._change_all_ways, num_storages=2)])
 
     def _fill(self, member: Candidate) -> None:
         """Keep the storages that save most time per byte, up to the peak of the front's next member."""
@@ -223,30 +224,23 @@ class _Search:
                 if num_tried == _CHANGES_PER_VISIT:
                     break
 
-    def _change_any(self, member: Candidate) -> None:
-        for index in range(len(member.actions)):
-            self._change_all_ways(member, (index,))
-
-    def _change_two(self, member: Candidate) -> None:
-        # Room or time that one change gives may be needed for the other.
-        for pair in combinations(range(len(member.actions)), 2):
-            self._change_all_ways(member, pair)
-
-    def _change_all_ways(self, member: Candidate, indices: tuple[int, ...]) -> None:
-        for actions in product(*(self._choices[index] for index in indices)):
-            changed = bytearray(member.actions)
-            for index, action in zip(indices, actions, strict=True):
-                changed[index] = action
-            for window in self._trials.windows:
-                self._trials.evaluate(bytes(changed), window)
+    def _change_all_ways(self, member: Candidate, num_storages: int) -> None:
+        # Room or time that one change gives may be needed for another.
+        for indices in combinations(range(len(member.actions)), num_storages):
+            for actions in product(*(self._choices[index] for index in indices)):
+                changed = bytearray(member.actions)
+                for index, action in zip(indices, actions, strict=True):
+                    changed[index] = action
+                for window in self._trials.windows:
+                    self._trials.evaluate(bytes(changed), window)
 
     def _likely_changes(self, member: Candidate) -> list[tuple[int, float, int, int]]:
         """Return `(peak_bytes, step_s, storage, action)` of changes, estimated; the best for the front now first."""
         step_within = self._trials.front.step_within
         changes = []
         for index, before in enumerate(member.actions):
-            for action in _CHOICES:
-                if action != before and (action != _RECOMPUTE or self._profile.storages[index].recompute_s is not None):
+            for action in self._choices[index]:
+                if action != before:
                     peak_bytes, step_s = self._estimate(member, index, action)
                     gain = step_within(peak_bytes) - step_s
                     if gain > 0:

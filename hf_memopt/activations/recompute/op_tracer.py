@@ -7,7 +7,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage, nn
@@ -65,7 +65,7 @@ class TensorRef:
         # As long as this exists, no other storage is given the same key.
         self._storage = StoragePin.of(storage)
         self._tensor = weakref.ref(tensor)
-        is_weight = self.key in weights or is_parameter(tensor)
+        is_weight = self.key in weights or isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
         # Not a view with its history, which would keep the gradient accumulator of a pass that is over.
         has_base = tensor.grad_fn is not None and tensor._base is not None
         self.weight = (tensor._base if has_base else tensor) if is_weight else None
@@ -135,12 +135,11 @@ class OpTracer(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        kind = _kind(func)
         if places := written_arguments(func):
             self._count_writes([args[place] if place < len(args) else kwargs.get(name) for place, name in places])
-        if not PLAIN_TYPES.issuperset(types) or kind.is_view:
+        if not PLAIN_TYPES.issuperset(types) or getattr(func, "is_view", False):
             return func(*args, **kwargs)
-        if not kind.is_repeatable or in_backward():
+        if not _is_repeatable(func) or in_backward():
             return call_as_plain(func, args, kwargs)
         start = self._clock.mark() if self._clock else None
         result = func(*args, **kwargs)
@@ -208,18 +207,13 @@ class OpTracer(TorchDispatchMode):
             self._records[output.untyped_storage()._cdata] = record
 
 
-class _Kind(NamedTuple):
-    is_view: bool
-    is_repeatable: bool
-
-
 @cache
-def _kind(func: Any) -> _Kind:
+def _is_repeatable(func: Any) -> bool:
     if not isinstance(func, torch._ops.OpOverload):
-        return _Kind(is_view=False, is_repeatable=False)
+        return False
     is_random = torch.Tag.nondeterministic_seeded in func.tags
     is_known = func in _LIGHT or func in _HEAVY or torch.Tag.pointwise in func.tags
-    return _Kind(func.is_view, is_known and not (is_random or func.is_view or func._schema.is_mutable))
+    return is_known and not (is_random or func.is_view or func._schema.is_mutable)
 
 
 @cache
@@ -233,10 +227,6 @@ def written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
 def is_innermost(mode: TorchDispatchMode) -> bool:
     depth = torch._C._len_torch_dispatch_stack()
     return depth > 0 and torch._C._get_dispatch_stack_at(depth - 1) is mode
-
-
-def is_parameter(tensor: Tensor) -> bool:
-    return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
 
 
 def map_tensors(function: Callable[[Any], Any], value: Any, kind: Any = Tensor) -> Any:
