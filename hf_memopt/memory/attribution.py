@@ -49,7 +49,8 @@ def live_tensors(model: nn.Module | None, device_type: str) -> list[LiveTensors]
     for address, items in held.items():
         tensor = items[0].tensor
         storage = tensor.untyped_storage()
-        if storage.device.type == device_type and storage.nbytes() and not _is_wrapper(tensor):
+        is_wrapper = is_traceable_wrapper_subclass(tensor)
+        if storage.device.type == device_type and storage.nbytes() and not is_wrapper:
             # The first that knows it: names from the model and the optimizers, the tensor's own type, then the autograd
             # graph. A tensor that an operation saved may be a parameter, and counts as one.
             kind, owner = named.get(address) or _use_by_type(items) or saved.get(address) or (OTHER, "")
@@ -93,10 +94,6 @@ def plain_tensors(thing: Any) -> Iterator[Tensor]:
     """Yield the tensors that hold an object's data: its parts if it only wraps tensors, as sharded ones do."""
     if issubclass(type(thing), Tensor):
         yield from filter(torch._C._has_storage, unwrapped(thing))
-
-
-def _is_wrapper(thing: Any) -> bool:
-    return is_traceable_wrapper_subclass(thing)
 
 
 def _use_by_type(items: list[Held]) -> Use | None:

@@ -43,7 +43,7 @@ def chunked_loss(loss_fn: Callable[..., Tensor], output: Tensor, *targets: Tenso
     for part, *part_targets in zip(*(torch.split(each, chunk_size) for each in (output, *targets)), strict=True):
         chunk = part.detach().requires_grad_(differentiated)
         # These hooks hide the chunk from outer ones: offloading tensors that are used at once would only cost time.
-        with saved_tensors_hooks(_itself, _itself):
+        with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
             value = loss_fn(chunk, *part_targets).mean() * (len(part) / len(output))
         if differentiated:
             gradients += torch.autograd.grad(value, chunk)
@@ -66,10 +66,6 @@ class _InjectedGradient(torch.autograd.Function):
     def backward(ctx: Any, factor: Tensor) -> tuple[Tensor, None, None]:
         (gradient,) = ctx.saved_tensors
         return gradient * factor, None, None
-
-
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _check_chunks(loss_fn: Any, output: Tensor, targets: tuple[Tensor, ...], chunk_size: int) -> None:

@@ -3,8 +3,7 @@
 import logging
 import math
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -91,8 +90,9 @@ class MicroBatcher:
                 first exchange, which a step of `train_step` on one micro-batch has to make.
         """
         if gathers_weights(self._accelerator):
-            micro_batches = list(split_batch(batch, self.micro_batch_size))
-            with self._explaining_out_of_memory():
+            size = self.micro_batch_size
+            micro_batches = list(split_batch(batch, size))
+            try:
                 return train_step(
                     self._accelerator,
                     model,
@@ -103,6 +103,14 @@ class MicroBatcher:
                     max_grad_norm=max_grad_norm,
                     scheduler=scheduler,
                 )
+            except RuntimeError as error:
+                if is_out_of_memory(error) and size > 1:
+                    error.add_note(
+                        f"micro_batch_size={size} does not fit, and MicroBatcher cannot halve it under FSDP2 and "
+                        f"DeepSpeed, whose ranks wait for each other: begin with {math.ceil(size / 2)}, or with what "
+                        "hf-memopt plan says"
+                    )
+                raise
         check_exchange_after_backward([model])
         with open_step(self._accelerator, model, optimizer, max_grad_norm, scheduler) as step:
 
@@ -116,20 +124,6 @@ class MicroBatcher:
             self._use(size)
             _sum_gradients(self._accelerator, model)
             return step.update(loss, num_micro_batches)
-
-    @contextmanager
-    def _explaining_out_of_memory(self) -> Iterator[None]:
-        size = self.micro_batch_size
-        try:
-            yield
-        except RuntimeError as error:
-            if is_out_of_memory(error) and size > 1:
-                error.add_note(
-                    f"micro_batch_size={size} does not fit, and MicroBatcher cannot halve it under FSDP2 and "
-                    f"DeepSpeed, whose ranks wait for each other: begin with {math.ceil(size / 2)}, or with what "
-                    "hf-memopt plan says"
-                )
-            raise
 
     def _use(self, size: int) -> None:
         if size < self.micro_batch_size and self._accelerator.is_main_process:

@@ -87,7 +87,13 @@ class LeakMonitor:
         now = time.perf_counter()
         # So that a look costs at most a hundredth of the time in between.
         self._next_look_s = now + (now - start) / _MAX_OVERHEAD
-        return self._announce() if leaking else None
+        if not leaking:
+            return None
+        self._found = _report(self._ages)
+        if self._raises:
+            raise MemoryLeakError(self._found)
+        logger.warning("%s", self._found)
+        return self._found
 
     def report(self) -> LeakReport | None:
         """Return the report; None while there is no verdict."""
@@ -97,13 +103,6 @@ class LeakMonitor:
         if self._every_n_steps is None:
             return time.perf_counter() >= self._next_look_s
         return self._num_steps % self._every_n_steps == 0
-
-    def _announce(self) -> LeakReport:
-        self._found = _report(self._ages)
-        if self._raises:
-            raise MemoryLeakError(self._found)
-        logger.warning("%s", self._found)
-        return self._found
 
 
 def _report(ages: StorageAges) -> LeakReport:

@@ -13,8 +13,6 @@ from hf_memopt.units import format_bytes
 
 _MAX_CULPRITS = 6
 
-UNSEEN_ON_CPU = "Not seen on the CPU: memory that neither Python nor an autograd graph reaches."
-
 
 @dataclass(frozen=True)
 class Culprit:
@@ -86,7 +84,7 @@ class LeakReport:
             held = format_bytes(self.offload.num_bytes)
             lines.append(f"Offloading holds {held} of host memory, taken {self.offload.num_allocations} times of late.")
         if not self.sees_allocator:
-            lines.append(UNSEEN_ON_CPU)
+            lines.append("Not seen on the CPU: memory that neither Python nor an autograd graph reaches.")
         return "\n".join(lines)
 
 
