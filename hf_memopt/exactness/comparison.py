@@ -119,9 +119,9 @@ def compare(plain: Recording, switched: Recording, yardstick: Recording | None =
                 is_skipped = before is not None and theirs is not None and before.sha256 == theirs.sha256
                 found = replace(found, follows_from_equal=True, of_yardstick=None if is_skipped else found.of_yardstick)
             differences.append(found)
-    reshaped = [each for each in differences if each.place.phase == "input" and _has_other_shape(each)]
+    reshaped = list(filter(None, (_reshaped(each) for each in differences if each.place.phase == "input")))
     if reshaped:
-        not_compared.append(f"inputs: {_shapes(reshaped[0])}")
+        not_compared.append(f"inputs: {reshaped[0]}")
         differences = [each for each in differences if each.place.phase != "input"]
         del num_compared["input"]
     return RunComparison(
@@ -142,13 +142,10 @@ def _is_updated(plain: Recording, place: TensorPlace) -> bool:
     return place.phase == "weight" and before is not None and before.sha256 != plain.tensors[place].sha256
 
 
-def _has_other_shape(found: Difference) -> bool:
-    return found.plain is not None and found.switched is not None and found.plain.shape != found.switched.shape
-
-
-def _shapes(found: Difference) -> str:
-    assert found.plain is not None
-    assert found.switched is not None
+def _reshaped(found: Difference) -> str:
+    """Say how the shapes of a tensor differ; nothing where they do not."""
+    if found.plain is None or found.switched is None or found.plain.shape == found.switched.shape:
+        return ""
     return f"{found.place} has the shape {found.switched.shape} instead of {found.plain.shape}"
 
 

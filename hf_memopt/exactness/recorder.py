@@ -35,24 +35,14 @@ class KnownModels:
     """Models of several runs, so that those which run the same model give its tensors the same names."""
 
     def __init__(self) -> None:
-        self.models: list[nn.Module] = []
-        self._numbers: dict[int, int] = {}  # of models, by id
+        self.numbers: dict[nn.Module, int] = {}
         self.names: MutableMapping[Tensor, str] = WeakTensorKeyDictionary()
         self.leaves: MutableMapping[Tensor, str] = WeakTensorKeyDictionary()  # outside of models
-
-    def add(self, model: nn.Module, number: int) -> None:
-        """Give a model its number, or leave it the one of an earlier run."""
-        if id(model) not in self._numbers:
-            self.models.append(model)
-            self._numbers[id(model)] = number
-
-    def number(self, model: nn.Module) -> int:
-        return self._numbers[id(model)]
 
     def whole(self, module: nn.Module) -> nn.Module:
         """Return the model of which a module is a part, or which it wraps, or else the module."""
         parameters = _ids(module)
-        return next((model for model in self.models if parameters <= _ids(model)), module)
+        return next((model for model in self.numbers if parameters <= _ids(model)), module)
 
 
 class Recorder:
@@ -134,11 +124,8 @@ class Recorder:
         enter = self._active.enter_context
         enter(patch.object(nn.Module, "__call__", call_recorded))
         enter(patch.object(torch.autograd, "backward", backward_recorded))
-        for register, hook in (
-            (register_optimizer_step_pre_hook, self._before_update),
-            (register_optimizer_step_post_hook, self._after_update),
-        ):
-            self._active.callback(register(hook).remove)
+        self._active.callback(register_optimizer_step_pre_hook(self._before_update).remove)
+        self._active.callback(register_optimizer_step_post_hook(self._after_update).remove)
         enter(self._warnings())
         reset_peak(self._device)
         self._began = time.perf_counter()
@@ -163,7 +150,7 @@ class Recorder:
         whole = self._known.whole(module)
         if not any(whole is model for model in self._models):
             self._models.append(whole)
-        self._known.add(whole, len(self._models))
+        self._known.numbers.setdefault(whole, len(self._models))  # a model keeps the one of an earlier run
         return whole
 
     def note_precision(self, dtype: torch.dtype) -> None:
@@ -201,7 +188,7 @@ class Recorder:
         with self._recording():
             model = self._added(module)
             self._start()
-            call = self._next_call(self._known.number(model))
+            call = self._next_call(self._known.numbers[model])
             for name, tensor in [*_named_tensors(args, ""), *_named_tensors(kwargs, "")]:
                 self._add("input", name + call, tensor, self._micro_batch + 1)
                 if tensor.is_leaf and tensor.requires_grad:
@@ -275,7 +262,7 @@ class Recorder:
     def _add_models_of(self, leaves: Iterable[Tensor]) -> None:
         """Add models of earlier runs whose weights this run reads without calling them."""
         read = set(map(id, leaves))
-        for model in self._known.models:
+        for model in list(self._known.numbers):
             if not read.isdisjoint(_ids(model)):
                 self.add_model(model)
         self._start()
@@ -328,7 +315,7 @@ class Recorder:
 
     def _named(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """Yield trained parameters, then buffers."""
-        number = self._known.number(model)
+        number = self._known.numbers[model]
         prefix = f"model {number}: " if number > 1 else ""
         for name, tensor in _weights_of(model):
             yield self._known.names.setdefault(tensor, prefix + name), tensor
