@@ -5,7 +5,6 @@
 It needs `pip install ".[app]"`, no GPU and no weights. Each question is one run of a command, which the page shows.
 """
 
-import contextlib
 import functools
 import html
 import json
@@ -20,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,6 +48,9 @@ FIRST = f"Press “{ASK}” for the verdict, “{SEARCH}” for the fastest sett
 NO_ANSWER, STOPPED, WORKING = "### No answer", "### Stopped", "### Working"
 # What is asked most, where it is not the command's own default.
 USUAL = {"dtype": "bfloat16", "precision": "bf16", "checkpointing": "full"}
+# The form has another field for `quantize`, and asks about one GPU.
+SHARED = ("task", "dtype", "precision", "attention", "loss", "optimizer")
+ACTIVATIONS = ("checkpointing", "offload")
 SETTINGS = """### Settings, the fastest that fit first
 The command below writes the files that the run needs."""
 # A table's columns stand at least two spaces apart.
@@ -113,8 +115,8 @@ def words_of(gpu: str, seq_len: float, learns: str, rank: float, *choices: str) 
         words += [f"--lora-rank={whole(rank)}"]
     if ADAPTERS[learns] != "none":
         words += [f"--quantize={ADAPTERS[learns]}"]
-    chosen = zip(SHARED.items(), choices, strict=True)
-    return words + [f"--{name}={value}" for (name, (values, _)), value in chosen if value != values[0]]
+    chosen = zip(SHARED, choices, strict=True)
+    return words + [f"--{name}={value}" for name, value in chosen if value != CHOICES[name][0]]
 
 
 @answered
@@ -192,15 +194,20 @@ def run(asked: Question, folder: Path) -> Generator[Answer, None, Reply]:
             line, cwd=folder, env=environment(), stdout=stdout, stderr=stderr, start_new_session=True
         )
         try:
-            limit_memory(running)
+            if hasattr(resource, "prlimit"):  # Linux
+                with suppress(ProcessLookupError):
+                    resource.prlimit(running.pid, resource.RLIMIT_DATA, (LIMIT_BYTES, LIMIT_BYTES))
             while running.poll() is None:
                 seconds = time.monotonic() - started
                 if seconds > LIMIT_S:
                     return Reply(f"No answer within {LIMIT_S} s. Run the command below on your own machine.", True)
                 yield f"{WORKING}: {seconds:.0f} s", text_html(last_line(complained)), asked.shown, ""
-                wait(running)
+                with suppress(subprocess.TimeoutExpired):
+                    running.wait(EVERY_S)
         finally:
-            end(running)
+            with suppress(ProcessLookupError):
+                os.killpg(running.pid, signal.SIGKILL)  # and the processes that it has started
+            running.wait()
     failed = running.returncode != 0
     return Reply((complained if failed else said).read_text(), failed)
 
@@ -209,24 +216,6 @@ def environment() -> dict[str, str]:
     """Return the host's environment without its account on the hub, whose private models are none of a visitor's."""
     kept = {name: value for name, value in os.environ.items() if "TOKEN" not in name}
     return kept | {"HF_HUB_DISABLE_IMPLICIT_TOKEN": "1"}
-
-
-def limit_memory(running: "subprocess.Popen[bytes]") -> None:
-    if hasattr(resource, "prlimit"):  # Linux
-        with contextlib.suppress(ProcessLookupError):
-            resource.prlimit(running.pid, resource.RLIMIT_DATA, (LIMIT_BYTES, LIMIT_BYTES))
-
-
-def wait(running: "subprocess.Popen[bytes]") -> None:
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        running.wait(EVERY_S)
-
-
-def end(running: "subprocess.Popen[bytes]") -> None:
-    """End a command with the processes that it has started."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(running.pid, signal.SIGKILL)
-    running.wait()
 
 
 def last_line(file: Path) -> str:
@@ -257,18 +246,9 @@ def frame_html(page: str) -> str:
     return f'<iframe srcdoc="{page}" onload="{fit}" style="width: 100%; height: 900px; border: 0"></iframe>'
 
 
-def with_texts(*names: str) -> dict[str, tuple[tuple[str, ...], str]]:
-    return {name: (CHOICES[name], FIELDS[name].options["help"]) for name in names}
-
-
-# The form has another field for `quantize`, and asks about one GPU.
-SHARED = with_texts("task", "dtype", "precision", "attention", "loss", "optimizer")
-ACTIVATIONS = with_texts("checkpointing", "offload")
-
-
-def choice(name: str, choices: tuple[tuple[str, ...], str]) -> gr.Dropdown:
-    values, text = choices
-    return gr.Dropdown(list(values), value=USUAL.get(name, values[0]), label=name, info=text)
+def choice(name: str) -> gr.Dropdown:
+    values = CHOICES[name]
+    return gr.Dropdown(list(values), value=USUAL.get(name, values[0]), label=name, info=FIELDS[name].options["help"])
 
 
 def shown_source(source: str) -> tuple[Any, Any]:
@@ -298,9 +278,9 @@ def make_app() -> gr.Blocks:
                 seq_len = gr.Number(4096, label="tokens per sample", precision=0, minimum=1)
                 batch = gr.Number(1, label="samples per forward pass", precision=0, minimum=1)
                 passes = gr.Number(1, label="forward passes per update", precision=0, minimum=1)
-                activations = [choice(name, choices) for name, choices in ACTIVATIONS.items()]
+                activations = [choice(name) for name in ACTIVATIONS]
                 with gr.Accordion("Weights, precision, optimizer", open=False):
-                    shared = [choice(name, choices) for name, choices in SHARED.items()]
+                    shared = [choice(name) for name in SHARED]
             with gr.Column(scale=2):
                 with gr.Row():
                     ask = gr.Button(ASK, variant="primary")
