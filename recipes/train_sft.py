@@ -23,8 +23,8 @@ from transformers import AutoTokenizer, Trainer, set_seed
 
 from hf_memopt.callbacks import StopOnNonFiniteCallback
 from hf_memopt.command_line import one_line_errors, script_imports
+from hf_memopt.jobs.datasets_by_name import dataset_by_name
 from hf_memopt.recipes.common.auto_plan import log_prediction
-from hf_memopt.recipes.common.datasets_by_name import dataset_by_name
 from hf_memopt.recipes.common.flags import explained
 from hf_memopt.recipes.common.loop import reporting, writing_to
 

@@ -22,10 +22,7 @@ __all__ = ["workload"]
 
 
 def workload(config_path: str | Path, *, precision: str = "no", effective_batch: int | None = None) -> "CausalLM":
-    """Return the workload of a configuration file, as for `train_causal_lm.py --config_path FILE`.
-
-    `precision` is "no", "bf16", or "auto" to try both; `effective_batch` counts blocks per update, None as in the file.
-    """
+    """Return the workload of `train_causal_lm.py --config_path FILE`; `effective_batch` counts blocks."""
     options = read_options(Options, "", ["--config_path", str(config_path)])
     tokenizer = data.make_tokenizer(options.model, data.read_texts(options.data))
     return CausalLM(options, tokenizer, precision, effective_batch)

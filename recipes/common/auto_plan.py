@@ -33,7 +33,11 @@ Changes = Mapping[str, Any]  # "section.field" of the options, and its value
 
 
 class RecipeWorkload(ABC):
-    """A recipe's own step on fake tensors, with options that depend on levers."""
+    """A recipe's own step on fake tensors, with options that depend on levers.
+
+    `precision` is "no", "bf16", or "auto" to try both; `effective_batch` counts samples per update, None as `options`
+    say.
+    """
 
     # Each lever's values and the options that they change, from the fastest to the most frugal.
     LEVERS: ClassVar[Mapping[str, Mapping[str, Changes]]]

@@ -14,7 +14,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from hf_memopt.recipes.common.datasets_by_name import dataset_by_name
+from hf_memopt.jobs.datasets_by_name import dataset_by_name
 from hf_memopt.recipes.common.loop import pins_memory
 from hf_memopt.recipes.fluxflow.options import MIN_LPIPS_SIZE, DataOptions, Options
 from hf_memopt.recipes.landscapes.draw import landscape, painted
@@ -223,6 +223,5 @@ def drawn_images(count: int, resolution: int, seed: int) -> datasets.Dataset:
 
 
 def _drawn(numbers: random.Random, resolution: int) -> Image.Image:
-    ratio = numbers.choice(DRAWN_RATIOS)
-    size = round(resolution * math.sqrt(ratio)), round(resolution / math.sqrt(ratio))
+    size = bucket(resolution, numbers.choice(DRAWN_RATIOS), stride=1)
     return painted(landscape(size, numbers), numbers)

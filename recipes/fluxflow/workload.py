@@ -19,10 +19,7 @@ __all__ = ["workload"]
 
 
 def workload(config_path: str | Path, *, precision: str = "no", effective_batch: int | None = None) -> "FluxFlow":
-    """Return the workload of a configuration file, as for `train_fluxflow.py --config_path FILE`.
-
-    `precision` is "no", "bf16", or "auto" to try both; `effective_batch` counts images per update, None as in the file.
-    """
+    """Return the workload of `train_fluxflow.py --config_path FILE`; `effective_batch` counts images."""
     return FluxFlow(read_options(Options, "", ["--config_path", str(config_path)]), precision, effective_batch)
 
 

@@ -21,10 +21,7 @@ _MOST_PASSES = 8
 def workload(
     config_path: str | Path, *, precision: str | None = None, effective_batch: int | None = None
 ) -> "LatentTransferWorkload":
-    """Return the workload of a configuration file, as for `train_lgt.py --config_path FILE`.
-
-    `precision` is "no", "bf16", or "auto" to try both; `effective_batch` counts latents per update; None, as the file.
-    """
+    """Return the workload of `train_lgt.py --config_path FILE`; `effective_batch` counts latents."""
     options = parse("", ["--config_path", str(config_path)])
     return LatentTransferWorkload(options, precision, effective_batch)
 

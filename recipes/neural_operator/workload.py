@@ -5,13 +5,11 @@ from typing import ClassVar
 
 import torch
 from accelerate import Accelerator
-from neuralop.data.transforms.data_processors import DefaultDataProcessor
-from neuralop.data.transforms.normalizers import UnitGaussianNormalizer
 from torch import Tensor
 
 from hf_memopt.recipes.common.auto_plan import BatchInParts, Changes
 from hf_memopt.recipes.common.flags import read_options
-from hf_memopt.recipes.neural_operator.data import shape_of
+from hf_memopt.recipes.neural_operator.data import make_processor, shape_of
 from hf_memopt.recipes.neural_operator.model import make_model
 from hf_memopt.recipes.neural_operator.options import Options
 from hf_memopt.recipes.neural_operator.step import Batch, Run, make_optimizer, update
@@ -20,10 +18,7 @@ __all__ = ["workload"]
 
 
 def workload(config_path: str | Path, *, precision: str = "no", effective_batch: int | None = None) -> "NeuralOperator":
-    """Return the workload of a configuration file, as for `train_neural_operator.py --config_path FILE`.
-
-    `precision` is "no", "bf16", or "auto" to try both; `effective_batch` counts samples per update, None as the file.
-    """
+    """Return the workload of `train_neural_operator.py --config_path FILE`; `effective_batch` counts samples."""
     return NeuralOperator(read_options(Options, "", ["--config_path", str(config_path)]), precision, effective_batch)
 
 
@@ -60,19 +55,11 @@ class NeuralOperator(BatchInParts):
             name: torch.zeros(options.training.batch_size, number, *self._shape.sides, device=accelerator.device)
             for name, number in channels.items()
         }
-        run = Run(accelerator, options, model, optimizer, schedule, processor=_processor(batch["y"]))
-        return run, batch
+        processor = make_processor(torch.zeros(2, self._shape.out_channels, *[1] * len(self._shape.sides)))
+        processor.to(accelerator.device)
+        processor.train()
+        return Run(accelerator, options, model, optimizer, schedule, processor=processor), batch
 
     def step(self, state: tuple[Run, Batch]) -> Tensor:
         run, batch = state
         return update(run, dict(batch))
-
-
-def _processor(y: Tensor) -> DefaultDataProcessor:
-    """Return a processor as `make_processor` fits it to solutions: they are normalised, inputs are not."""
-    size = (1, y.shape[1], *[1] * (y.ndim - 2))
-    axes = [axis for axis in range(y.ndim) if axis != 1]
-    normalizer = UnitGaussianNormalizer(mean=torch.zeros(size), std=torch.ones(size), dim=axes)
-    processor = DefaultDataProcessor(in_normalizer=None, out_normalizer=normalizer).to(y.device)
-    processor.train()
-    return processor
