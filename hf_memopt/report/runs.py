@@ -113,7 +113,6 @@ class Run:
 
     @property
     def host_varies(self) -> bool:
-        """Return whether the host's does."""
         return self._varies("memory/host_rss_gib")
 
     def _varies(self, key: str) -> bool:
@@ -309,20 +308,15 @@ def _policies(results: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
 
 
 def _timeline(folder: Path) -> list[dict[str, float]]:
-    timeline = [record for record in _records(folder) if "memory/host_rss_gib" in record]
+    metrics = next((folder / place for place in _METRICS_PLACES if (folder / place).exists()), None)
+    records = _trainer_history(folder) if metrics is None else read_metrics(metrics)
+    timeline = [record for record in records if "memory/host_rss_gib" in record]
     for record in timeline:
         if not all(isinstance(record.get(key), int | float) for key in record if key.startswith(("memory/", "step"))):
             raise ValueError(
                 f"{folder}: a memory figure of step {record.get('step')} is not a number; remove that record"
             )
     return timeline
-
-
-def _records(folder: Path) -> list[dict[str, float]]:
-    for place in _METRICS_PLACES:
-        if (folder / place).exists():
-            return read_metrics(folder / place)
-    return _trainer_history(folder)
 
 
 def _losses(results: Mapping[str, Any], folder: Path) -> tuple[dict[str, list[tuple[float, float]]], str]:

@@ -126,7 +126,6 @@ def print_summary(results: dict[str, Any]) -> None:
 
 
 def draw(runs: Runs, allowance: int, file: Path) -> None:
-    """Draw memory in the first steps, and all losses."""
     with drawn(file, 1, 2, 120, figsize=(11, 4)) as (memory, loss):
         for name, run in runs.items():
             start_s, rest = run.samples[0].at_s, run.rest.anonymous_bytes

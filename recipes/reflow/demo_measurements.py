@@ -10,14 +10,9 @@ from typing import NamedTuple
 import torch
 from lerobot.datasets import LeRobotDatasetMetadata
 from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
-from torch import Tensor, nn
+from torch import Tensor
 
-from hf_memopt.lerobot.evaluate.measure import (
-    ReflowEvaluation,
-    evaluate_reflow,
-    held_out_batches,
-    sample_trajectory,
-)
+from hf_memopt.lerobot.evaluate.measure import ReflowEvaluation, evaluate_reflow, held_out_batches, sample_trajectory
 from hf_memopt.lerobot.flow.known_flows import flow_of, observe
 from hf_memopt.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
 from hf_memopt.lerobot.policy_files import load_config, load_policy, resolve_checkpoint
@@ -130,7 +125,8 @@ class Demo:
 
     def phases(self, teacher: dict[str, int], saved: int, resident: dict[str, int]) -> dict[str, dict[str, int]]:
         trained = sum(parameter.nbytes for parameter in self.student.parameters() if parameter.requires_grad)
-        fixed = {"student weights": _num_bytes(self.student), "optimizer state": 2 * trained}
+        weights = sum(tensor.nbytes for tensor in (*self.student.parameters(), *self.student.buffers()))
+        fixed = {"student weights": weights, "optimizer state": 2 * trained}
         step = {**fixed, **resident, "gradients": trained}
         return {
             "teacher": {**fixed, **teacher},
@@ -170,7 +166,3 @@ def learning_curve(log: str, log_freq: int) -> list[tuple[int, float]]:
     """Read (step, mean loss since the last) from the lines that lerobot logs every `log_freq` steps."""
     losses = re.findall(r"step:\S+ .*? loss:([\d.]+)", log)
     return [((index + 1) * log_freq, float(loss)) for index, loss in enumerate(losses)]
-
-
-def _num_bytes(module: nn.Module) -> int:
-    return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))

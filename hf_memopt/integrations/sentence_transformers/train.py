@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any
 
-from hf_memopt.command_line import one_line_errors
+from hf_memopt.command_line import flag, one_line_errors
 
 ALL_LINEAR = "all-linear"
 
@@ -17,18 +17,14 @@ ALL_LINEAR = "all-linear"
 @dataclass
 class EmbeddingArguments:
     model: str = field(metadata={"help": "hub id or folder"})
-    dataset: str | None = field(
-        default=None, metadata={"help": "hub id, folder or file; without one, texts that are made up"}
-    )
-    passages: int = field(default=1, metadata={"help": "of made-up texts, for each query"})
-    max_length: int | None = field(default=None, metadata={"help": "tokens of a text; longer ones are cut"})
-    dtype: str = field(default="float32", metadata={"help": "of the weights"})
-    attention: str = field(default="auto", metadata={"help": "auto: transformers' choice"})
-    micro_batch_size: int | None = field(
-        default=None, metadata={"help": "texts of a column that run at a time, with CachedLoss (default: all)"}
-    )
-    lora_rank: int | None = field(default=None, metadata={"help": "train adapters of this rank"})
-    lora_targets: str = field(default=ALL_LINEAR, metadata={"help": "layers that get adapters, with commas between"})
+    dataset: str | None = flag(None, "hub id, folder or file; without one, texts that are made up")
+    passages: int = flag(1, "of made-up texts, for each query")
+    max_length: int | None = flag(None, "tokens of a text; longer ones are cut")
+    dtype: str = flag("float32", "of the weights")
+    attention: str = flag("auto", "auto: transformers' choice")
+    micro_batch_size: int | None = flag(None, "texts of a column that run at a time, with CachedLoss (default: all)")
+    lora_rank: int | None = flag(None, "train adapters of this rank")
+    lora_targets: str = flag(ALL_LINEAR, "layers that get adapters, with commas between")
 
 
 def main(about: EmbeddingArguments, arguments: Any) -> Any:
