@@ -28,10 +28,7 @@ class StreamedBase(TrainerCallback):
             raise ValueError(f"base={base!r}: the trainer's base streams already; remove() the earlier handle first")
         self.weights = _streamed_weights(trainer, base)
         self._trainer, self._restores = trainer, base is not None
-        self._undo = [
-            enclose(trainer, self.weights.stream),
-            enclose_calls(trainer.model, self.weights.stream),
-        ]
+        self._undo = [enclose(trainer, self.weights.stream), enclose_calls(trainer.model, self.weights.stream)]
         trainer.add_callback(self)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, *others: Any, **kwargs: Any) -> None:

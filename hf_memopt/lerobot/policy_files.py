@@ -17,20 +17,9 @@ from torch import Tensor
 
 from hf_memopt.disk.digests import files_sha256
 from hf_memopt.lerobot.adapters import ADAPTER_CONFIG_FILE, adapter_files, base_name, is_adapter, merged
-from hf_memopt.lerobot.checkpoint_files import (
-    COPY_AGAIN,
-    check_header,
-    file_in,
-    no_remote_code,
-    read_object,
-)
+from hf_memopt.lerobot.checkpoint_files import COPY_AGAIN, check_header, file_in, no_remote_code, read_object
 from hf_memopt.lerobot.flow.known_flows import POLICY_TYPES, flow_of
-from hf_memopt.lerobot.processors import (
-    POSTPROCESSOR_FILE,
-    PREPROCESSOR_FILE,
-    check_processors,
-    read_steps,
-)
+from hf_memopt.lerobot.processors import POSTPROCESSOR_FILE, PREPROCESSOR_FILE, check_processors, read_steps
 
 WEIGHTS_FILE = "model.safetensors"
 CONFIG_FILE = "config.json"

@@ -7,13 +7,7 @@ import torch
 from lerobot.configs import PreTrainedConfig
 from lerobot.policies import make_pre_post_processors
 
-from hf_memopt.lerobot.checkpoint_files import (
-    COPY_AGAIN,
-    check_header,
-    file_in,
-    no_remote_code,
-    read_object,
-)
+from hf_memopt.lerobot.checkpoint_files import COPY_AGAIN, check_header, file_in, no_remote_code, read_object
 
 PREPROCESSOR_FILE = "policy_preprocessor.json"
 POSTPROCESSOR_FILE = "policy_postprocessor.json"

@@ -6,12 +6,7 @@ from typing import Annotated, Literal, NamedTuple
 
 from hf_memopt.ranges import Range
 from hf_memopt.recipes.common.flags import Count, CountOrZero, HeldOut, NotNegative, Positive, flag, read_options
-from hf_memopt.recipes.common.options import (
-    OffloadOptions,
-    RunOptions,
-    check_folder,
-    check_offloading,
-)
+from hf_memopt.recipes.common.options import OffloadOptions, RunOptions, check_folder, check_offloading
 
 BlockSize = Annotated[int, Range(at_least=2, whole=True, why=": each token is predicted from those before")]
 # About 4 million parameters with the default tokenizer.

@@ -21,11 +21,7 @@ from hf_memopt.lerobot.policy_files import (
     load_teacher,
     resolve_checkpoint,
 )
-from hf_memopt.lerobot.reflow.velocity_teacher import (
-    VelocityTeacher,
-    check_replicated,
-    why_student_cannot_share,
-)
+from hf_memopt.lerobot.reflow.velocity_teacher import VelocityTeacher, check_replicated, why_student_cannot_share
 from hf_memopt.transfer import Copier
 from hf_memopt.units import MIB
 from hf_memopt.weights import OffloadedTeacher, TeacherReport

@@ -11,11 +11,7 @@ from torch import Tensor
 
 from hf_memopt.lerobot.flow.flow_policy import Observation, SharedPrefix
 from hf_memopt.lerobot.flow.reflow_options import ReflowOptions
-from hf_memopt.lerobot.reflow.velocity_teacher import (
-    VelocityTeacher,
-    check_replicated,
-    why_student_cannot_share,
-)
+from hf_memopt.lerobot.reflow.velocity_teacher import VelocityTeacher, check_replicated, why_student_cannot_share
 
 _NUM_STEPS = 2  # as in SnapFlow, arXiv 2604.05656
 

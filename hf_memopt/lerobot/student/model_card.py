@@ -16,12 +16,7 @@ from hf_memopt.lerobot.checkpoint_files import file_in, read_object
 from hf_memopt.lerobot.evaluate.measure import ReflowEvaluation, evaluate_reflow, held_out_batches
 from hf_memopt.lerobot.flow.known_flows import flow_of
 from hf_memopt.lerobot.flow.reflow_options import is_student
-from hf_memopt.lerobot.policy_files import (
-    load_config,
-    load_policy,
-    load_teacher,
-    resolve_checkpoint,
-)
+from hf_memopt.lerobot.policy_files import load_config, load_policy, load_teacher, resolve_checkpoint
 from hf_memopt.lerobot.processors import check_processors
 from hf_memopt.memory.metrics_file import METRICS_FILE, read_metrics
 from hf_memopt.report.outcome import gain_line, outcome_line
