@@ -3,7 +3,6 @@
 import os
 import shutil
 import signal
-import sys
 import threading
 import time
 from contextlib import suppress
@@ -58,8 +57,9 @@ def _end_tree(number: int, frame: FrameType | None) -> NoReturn:
 def _is_in_foreground() -> bool:
     """Return whether a terminal sends Ctrl-C to this process and its children alike."""
     try:
-        return os.tcgetpgrp(sys.stderr.fileno()) == os.getpgrp()
-    except (AttributeError, OSError, ValueError):  # no terminal, or another system
+        with open("/dev/tty") as terminal:
+            return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
+    except (AttributeError, OSError):  # no terminal, or another system
         return False
 
 
@@ -77,7 +77,7 @@ def begin_child(parent: int) -> None:
 
 
 def end_with(process: int, removing: Path | None = None) -> None:
-    """End this process by SIGTERM within a second after another one, given by its number, has ended.
+    """End this process, and those that it has started, by SIGTERM within a second after another one has ended.
 
     Amid work too, or blocked on a pipe. Where SIGTERM does not end it, as in a script that saves a checkpoint then, it
     is killed a minute later.
@@ -94,6 +94,8 @@ def _end_with(process: int, removing: Path | None) -> None:
             time.sleep(_WATCH_EVERY_S)
     if removing is not None:
         shutil.rmtree(removing, ignore_errors=True)
-    os.kill(os.getpid(), signal.SIGTERM)
+    for each in (*psutil.Process().children(recursive=True), psutil.Process()):
+        with suppress(psutil.NoSuchProcess):
+            each.terminate()
     time.sleep(_GRACE_S)
     os._exit(1)

@@ -14,6 +14,7 @@ from unittest.mock import patch
 import datasets
 from datasets import data_files, packaged_modules
 from datasets.features.features import _visit
+from datasets.utils.file_utils import SINGLE_FILE_COMPRESSION_EXTENSION_TO_PROTOCOL as _COMPRESSIONS
 from huggingface_hub.constants import HF_HUB_CACHE
 from huggingface_hub.utils._validators import validate_repo_id
 
@@ -77,10 +78,12 @@ def _load(name: str, split: str, config: str | None, streaming: bool, kind: str 
         rows = _saved(root, split)
         return rows.to_iterable_dataset() if streaming else rows, ()
     if place.is_file():
-        kind, more = packaged_modules._EXTENSION_TO_MODULE.get(root.suffix, (root.suffix, {}))
+        *_, suffix = ("", *(each for each in place.suffixes if each[1:] not in _COMPRESSIONS))
+        kind, more = packaged_modules._EXTENSION_TO_MODULE.get(suffix, (place.suffix, {}))
         _check_kind(kind)
-        source = {"path": kind, "data_dir": str(root.parent), "data_files": glob.escape(root.name), **more}
-        homes = (f"{root.parent}/",)
+        folder = place.parent.resolve()
+        source = {"path": kind, "data_dir": str(folder), "data_files": glob.escape(place.name), **more}
+        homes = (os.path.join(folder, ""), str(root))  # in the hub's cache, files are links to blobs
     elif place.is_dir():
         source = {"path": kind, "data_dir": str(root)} if kind else source
         if root.parent.name == "snapshots":  # of the hub's cache, where files are links to blobs
@@ -117,7 +120,7 @@ def _resolved(homes: tuple[str, ...], resolve: Any, pattern: str, base_path: str
 
 def _check_places(homes: tuple[str, ...], places: Iterable[str]) -> None:
     for place in places:
-        *archives, file = place.split("::")  # zip://file.csv::archive.zip
+        *archives, file = place.split("::") if "://" in place else [place]  # zip://file.csv::archive.zip
         real = file if "://" in file else os.path.realpath(file)
         is_within = real.startswith(homes) and ".." not in real.split("/")
         if not is_within or any(not each.startswith("zip://") for each in archives):

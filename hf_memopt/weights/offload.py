@@ -22,6 +22,7 @@ from hf_memopt.units import GIB
 from hf_memopt.weights.homes import HOMES, Home, WeightsHome, make_home
 from hf_memopt.weights.packed_weights import PackedWeights
 from hf_memopt.weights.quantised import claim_device, inner_tensors, is_quantised
+from hf_memopt.weights.residency.away import Classes, set_plain
 from hf_memopt.weights.residency.selection import why_they_stay
 from hf_memopt.weights.sharing import SharedWeights
 from hf_memopt.weights.strategies.auto import AutoWeights
@@ -381,8 +382,9 @@ class VisitsByCall:
         teacher.module.forward = self._visit
 
     def remove(self) -> None:
-        """Restore the module's own `forward`. The module is on the host, and stays frozen."""
+        """Restore `forward` and the parameters' class. The module is on the host, and stays frozen."""
         module = self.teacher.module
+        set_plain(map(Classes.of, module.parameters()))
         del module.forward
         if self._replaced is not None:
             module.forward = self._replaced

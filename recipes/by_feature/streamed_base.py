@@ -29,7 +29,9 @@ def write_toy(folder: str) -> None:
 def train(name: str, tokens: torch.Tensor, streams: bool) -> list[torch.Tensor]:
     """Return the adapters' weights."""
     # In the file's own dtype transformers maps the weights, which takes no memory.
-    model = AutoModelForCausalLM.from_pretrained(name, dtype="auto", trust_remote_code=False)
+    model = AutoModelForCausalLM.from_pretrained(
+        name, dtype="auto", attn_implementation="sdpa", trust_remote_code=False
+    )
     torch.manual_seed(0)
     model = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear"))
     base = None

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_memopt.jobs.transformers_models.hub_code import check_code
+from hf_memopt.jobs.transformers_models.hub_code import check_code, check_model
 from hf_memopt.jobs.transformers_models.model_config import building, check_sizes
 from hf_memopt.jobs.transformers_models.tasks import checkpoint_layers
 from hf_memopt.recipes.causal_lm.options import ModelOptions
@@ -22,7 +22,7 @@ def make_model(options: ModelOptions, tokenizer: PreTrainedTokenizerBase, block_
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     else:
         with explained(f"model={options.model!r} cannot be loaded; pass a hub id or folder of a causal LM"):
-            check_code(AutoConfig.from_pretrained(options.model, trust_remote_code=False), "its config.json")
+            check_model(options.model)
             model = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype, trust_remote_code=False)
     longest = getattr(model.config, "max_position_embeddings", None)
     if longest is not None and block_size > longest:

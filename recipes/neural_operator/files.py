@@ -130,7 +130,11 @@ def _of_file(file: Path, keys: tuple[str, str], num_samples: int | None) -> dict
     with opened as found:
         _check_keys(found, keys, file)
         with readable(file):
-            return {key: torch.as_tensor(found[key][:num_samples]) for key in keys}
+            arrays = {key: torch.as_tensor(found[key][:num_samples]) for key in keys}
+            for key, array in arrays.items():
+                if array.is_meta or array.is_quantized:
+                    raise TypeError(f"{key!r} holds no numbers of its own")
+        return arrays
 
 
 def _opened(file: Path) -> Any:

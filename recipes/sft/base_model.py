@@ -14,7 +14,7 @@ from transformers import (
     TorchAoConfig,
 )
 
-from hf_memopt.jobs.transformers_models.hub_code import check_code
+from hf_memopt.jobs.transformers_models.hub_code import check_model
 from hf_memopt.recipes.common.flags import explained
 from hf_memopt.recipes.sft.options import SftOptions
 
@@ -24,7 +24,7 @@ def load_model(options: SftOptions) -> PreTrainedModel:
     attention = None if options.attention == "auto" else options.attention
     quantization = _quantization(options.quantize, dtype)
     with explained(f"model={options.model!r} cannot be loaded; pass a hub id or folder of a causal LM"):
-        check_code(AutoConfig.from_pretrained(options.model, trust_remote_code=False), "its config.json")
+        check_model(str(options.model))
         quantization = quantization or dequantization(str(options.model))
         model = AutoModelForCausalLM.from_pretrained(
             options.model,

@@ -1,5 +1,6 @@
 """Tests of datasets by name: of the safe kinds, and refused where they would run code or read files elsewhere."""
 
+import gzip
 import json
 import os
 import pickle
@@ -214,6 +215,8 @@ def rows_of(kind: str, rows: Path) -> str:
         file.write_text("text\tother\ninside\t1\n")
     elif kind == "txt":
         file.write_text("inside")
+    elif kind == "txt.gz":
+        file.write_bytes(gzip.compress(b"inside"))
     elif kind == "saved":
         table.with_format("numpy").save_to_disk(rows)
     else:
@@ -222,7 +225,7 @@ def rows_of(kind: str, rows: Path) -> str:
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-@pytest.mark.parametrize("kind", ["csv", "tsv", "jsonl", "parquet", "txt", "saved", "split"])
+@pytest.mark.parametrize("kind", ["csv", "tsv", "jsonl", "parquet", "txt", "txt.gz", "saved", "split"])
 def test_files_and_folders_of_data_are_read(kind: str, streaming: bool, place: Path) -> None:
     file = rows_of(kind, place / "rows")
     for name in {file, "rows"}:
@@ -251,6 +254,10 @@ def test_images_of_a_folder_and_links_in_the_hubs_cache(streaming: bool, place: 
     for how in ({}, {"kind": "imagefolder"}):
         (row,) = dataset_by_name(str(snapshot), "train", streaming=streaming, image_column="image", **how)
         assert row["image"].size == (2, 2)
+    (blobs / "8").write_text("inside")
+    (snapshot / "b.txt").symlink_to(blobs / "8")
+    (row,) = dataset_by_name(str(snapshot / "b.txt"), "train", streaming=streaming)
+    assert row == {"text": "inside"}
 
 
 def test_values_stay_values() -> None:

@@ -32,7 +32,9 @@ def main(about: EmbeddingArguments, arguments: Any) -> Any:
     from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 
     from hf_memopt.integrations.sentence_transformers.cached_loss import CachedLoss
+    from hf_memopt.jobs.transformers_models.hub_code import check_model
 
+    check_model(about.model)
     asked = {} if about.attention == "auto" else {"attn_implementation": about.attention}
     model = SentenceTransformer(about.model, model_kwargs={"dtype": about.dtype, **asked})
     if about.max_length is not None:

@@ -16,7 +16,9 @@ def main(script: Any, arguments: Any, about: Any) -> None:
     from trl.experimental.orpo import ORPOTrainer
 
     from hf_memopt.jobs.datasets_by_name import dataset_by_name
+    from hf_memopt.jobs.transformers_models.hub_code import check_model
 
+    check_model(about.model_name_or_path, about.model_revision)
     tokenizer = AutoTokenizer.from_pretrained(
         about.model_name_or_path, revision=about.model_revision, trust_remote_code=False
     )

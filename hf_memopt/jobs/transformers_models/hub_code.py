@@ -1,10 +1,13 @@
 """Kernels of the hub, which transformers downloads and imports for a model, if the package `kernels` is installed."""
 
+import json
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from transformers import PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
+from transformers.utils import find_adapter_config_file
 
 
 def check_code(config: PretrainedConfig, source: str) -> None:
@@ -17,6 +20,14 @@ def check_code(config: PretrainedConfig, source: str) -> None:
             raise ValueError(
                 f"{source}: {field}={value!r} is code of the hub, which is not run; remove it, or name sdpa"
             )
+
+
+def check_model(name: str, revision: str = "main") -> None:
+    """Raise ValueError if a model's configuration names a kernel of the hub, or that of the base of an adapter."""
+    adapter = find_adapter_config_file(name, revision=revision)
+    if adapter is not None:
+        name, revision = json.loads(Path(adapter).read_text())["base_model_name_or_path"], "main"
+    check_code(AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False), "its config.json")
 
 
 def no_hub_kernels() -> AbstractContextManager[Any]:

@@ -204,6 +204,16 @@ def test_groups_links_and_compression_within_a_file_are_read(tmp_path: Path) -> 
     assert load(tmp_path, input_key="a/u", output_key="linked").shape == (1, 1, (16, 16))
 
 
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+@pytest.mark.parametrize("kind", ["meta", "quantised"])
+def test_tensors_without_numbers_are_refused(kind: str, tmp_path: Path) -> None:
+    array = torch.ones(NUM, 16, 16)
+    hollow = array.to("meta") if kind == "meta" else torch.quantize_per_tensor(array, 1.0, 0, torch.qint8)
+    write(tmp_path, hollow, array)
+    with pytest.raises(ValueError, match=r"darcy_train_16\.pt cannot be read \(TypeError: 'x' holds no numbers"):
+        load(tmp_path)
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # numpy leaves a damaged file open
 @pytest.mark.parametrize("kind", ["pt", "h5", "npz", "npy"])
 @pytest.mark.parametrize("defect", ["objects", "truncated", "of another kind", "structured"])

@@ -1,7 +1,9 @@
-"""Checkpoints that `train_sft.py` loads in another form than they were published in."""
+"""Checkpoints that `train_sft.py` loads in another form than they were published in, and what no script loads."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +14,8 @@ base_model = LateModule("hf_memopt.recipes.sft.base_model")
 sft_options = LateModule("hf_memopt.recipes.sft.options")
 causal_lm_model = LateModule("hf_memopt.recipes.causal_lm.model")
 causal_lm_options = LateModule("hf_memopt.recipes.causal_lm.options")
+embeddings = LateModule("hf_memopt.integrations.sentence_transformers.train")
+train_orpo = LateModule("hf_memopt.integrations.transformers.train_orpo")
 transformers = LateModule("transformers")
 
 
@@ -31,12 +35,25 @@ def test_4_bits_are_packed_in_the_dtype_of_the_others(monkeypatch: pytest.Monkey
     assert found.bnb_4bit_quant_storage == torch.bfloat16
 
 
-def test_recipes_refuse_kernels_of_the_hub(tmp_path: Path) -> None:
+LOADERS: dict[str, Callable[[str], Any]] = {
+    "train_sft": lambda name: base_model.load_model(sft_options.SftOptions(model=name)),
+    "train_causal_lm": lambda name: causal_lm_model.make_model(causal_lm_options.ModelOptions(model=name), None, 8),
+    "sentence_transformers": lambda name: embeddings.main(embeddings.EmbeddingArguments(model=name), None),
+    "train_orpo": lambda name: train_orpo.main(
+        None, None, SimpleNamespace(model_name_or_path=name, model_revision="main")
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:You are importing from 'trl.experimental'")
+@pytest.mark.parametrize("is_adapter", [False, True], ids=["model", "adapter"])
+@pytest.mark.parametrize("script", LOADERS)
+def test_recipes_refuse_kernels_of_the_hub(script: str, is_adapter: bool, tmp_path: Path) -> None:
     tiny = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "attn_implementation": "a/b"}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **tiny}))
-    for load in (
-        lambda: base_model.load_model(sft_options.SftOptions(model=str(tmp_path))),
-        lambda: causal_lm_model.make_model(causal_lm_options.ModelOptions(model=str(tmp_path)), None, 8),
-    ):
-        with pytest.raises(ValueError, match=r"cannot be loaded.*: attn_implementation='a/b' is code of the hub"):
-            load()
+    folder, adapter = tmp_path / "model", tmp_path / "adapter"
+    for each, more in ((folder, {}), (adapter, {"attn_implementation": "sdpa"})):
+        each.mkdir()
+        (each / "config.json").write_text(json.dumps({"model_type": "llama", **tiny, **more}))
+    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(folder)}))
+    with pytest.raises(ValueError, match=r"attn_implementation='a/b' is code of the hub"):
+        LOADERS[script](str(adapter if is_adapter else folder))
