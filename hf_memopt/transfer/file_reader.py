@@ -29,6 +29,7 @@ from hf_memopt.transfer.copier import Copier, DeviceCopy, StreamEvent, Transfer
 from hf_memopt.transfer.direct_io import PAGE, bypass_page_cache, close_in_forks, page_aligned, private_pages
 from hf_memopt.transfer.scratch_file import REFUSALS, DiskError
 from hf_memopt.transfer.storage_memory import SparePages, WholePages
+from hf_memopt.transfer.threads import Call, Threads
 from hf_memopt.units import MIB, format_bytes
 
 T = TypeVar("T")
@@ -249,9 +250,8 @@ class BlockInFiles:
         self.bytes_read = 0
         self.waited_s = 0.0
         self._runs = _joined(pieces)
-        self._under_way: deque[_Read[Any]] = deque()
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="hf_memopt files")
-        weakref.finalize(self, self._threads.shutdown, wait=False)  # each read under way has a thread and its memory
+        self._under_way: deque[Call[Any]] = deque()
+        self._threads = Threads(_THREADS)
 
     def check(self) -> None:
         """Raise DiskError if a file has changed, and in a fork (see `ReadFile.check`)."""
@@ -275,10 +275,10 @@ class BlockInFiles:
         self.bytes_read += sum(part.num_bytes for part in found)
         return found
 
-    def submit(self, function: Callable[..., T], *arguments: Any) -> "_Read[T]":
+    def submit(self, function: Callable[..., T], *arguments: Any) -> Call[T]:
         while self._under_way and self._under_way[0].done():
             self._under_way.popleft()
-        read = _Read(partial(function, *arguments))
+        read = Call(partial(function, *arguments))
         self._under_way.append(read)
         self._threads.submit(read)
         return read
@@ -289,46 +289,11 @@ class BlockInFiles:
             self._threads.submit(read)  # the interrupt may have come before the first time
             read.wait()
 
-    def wait(self, reads: Iterable["_Read[Any]"]) -> None:
+    def wait(self, reads: Iterable[Call[Any]]) -> None:
         begun = time.perf_counter()
         for read in reads:
             read.wait()
         self.waited_s += time.perf_counter() - begun
-
-
-class _Read[T]:
-    """A call that another thread makes, once. An interrupt does not tear the wait for it apart, as a `Future`'s."""
-
-    def __init__(self, call: Callable[[], T]) -> None:
-        self._call = call
-        self._is_taken = threading.Lock()
-        self._result: T | None = None
-        self._error: BaseException | None = None
-        self._under_way = threading.Lock()
-        self._under_way.acquire()
-
-    def __call__(self) -> None:
-        if not self._is_taken.acquire(blocking=False):
-            return
-        try:
-            self._result = self._call()
-        except BaseException as error:  # raised to those who wait
-            self._error = error
-        finally:
-            self._under_way.release()
-
-    def done(self) -> bool:
-        return not self._under_way.locked()
-
-    def wait(self) -> None:
-        with self._under_way:
-            pass
-
-    def result(self) -> T:
-        self.wait()
-        if self._error is not None:
-            raise self._error
-        return self._result  # type: ignore[return-value]
 
 
 def staging_bytes(block_bytes: int) -> int:
@@ -385,7 +350,7 @@ def _read_in_place(part: Piece, pages: Tensor) -> None:
 
 
 class _DirectRead:
-    def __init__(self, block: BlockInFiles, parts: list["_Read[None]"], pages: WholePages | None = None) -> None:
+    def __init__(self, block: BlockInFiles, parts: list[Call[None]], pages: WholePages | None = None) -> None:
         self._block, self._parts, self._pages = block, parts, pages
 
     def wait(self) -> None:
@@ -411,7 +376,7 @@ class StagedReads:
         # With parts that were not copied yet.
         self._unfinished: dict[_StagedRead, None] = {}
         self._queued: deque[tuple[_StagedRead, Piece]] = deque()
-        self._reading: deque[tuple[_StagedRead, Piece, Tensor, _Read[Tensor]]] = deque()
+        self._reading: deque[tuple[_StagedRead, Piece, Tensor, Call[Tensor]]] = deque()
         self._copying: deque[tuple[StreamEvent, Tensor]] = deque()
         self._free = list(self._buffers)
         self._is_changing = False

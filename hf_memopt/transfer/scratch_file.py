@@ -10,7 +10,6 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from io import FileIO
 from pathlib import Path
 from typing import IO, NamedTuple
@@ -29,6 +28,7 @@ from hf_memopt.transfer.direct_io import (
 )
 from hf_memopt.transfer.disk_space import DiskSpace, Extent
 from hf_memopt.transfer.link import bytes_per_s
+from hf_memopt.transfer.threads import Call, Threads
 from hf_memopt.units import MIB, format_bytes
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class DiskError(OSError):
 class FileTransfer:
     """A copy between memory and the file, in parts that several threads move; each part under way has the memory."""
 
-    def __init__(self, file: "ScratchFile", parts: list[Future[None]]) -> None:
+    def __init__(self, file: "ScratchFile", parts: list[Call[None]]) -> None:
         self._file, self._parts = file, parts
 
     def is_over(self) -> bool:
@@ -64,7 +64,8 @@ class FileTransfer:
         self._file.check_process()
         if not self.is_over():
             begun = time.perf_counter()
-            wait(self._parts)
+            for part in self._parts:
+                part.wait()
             self._file.waited_s += time.perf_counter() - begun
         for part in self._parts:
             error = part.exception()
@@ -110,8 +111,8 @@ class ScratchFile:
             self._file = nameless_file(self.folder)
         except OSError as error:
             raise self._error("cannot make a file", error) from error
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="hf_memopt disk")
-        weakref.finalize(self, _end, self._file, self._threads)
+        self._threads = Threads(_THREADS)
+        weakref.finalize(self, self._file.close)  # each transfer keeps this object, so that none is under way
         close_in_forks(self._file)
         _open_files.add(self)
         warn_of_file_system(self.folder)
@@ -156,7 +157,10 @@ class ScratchFile:
             except OSError as error:
                 raise self._error(f"{verb} {format_bytes(num_bytes)} failed", error) from error
 
-        return FileTransfer(self, [self._threads.submit(move_part, memory, *chunk) for chunk in chunks(memory)])
+        calls = [Call(functools.partial(move_part, memory, *chunk)) for chunk in chunks(memory)]
+        for call in calls:
+            self._threads.submit(call)
+        return FileTransfer(self, calls)
 
     def _resize(self, num_bytes: int) -> None:
         more_bytes = num_bytes - self._length
@@ -236,11 +240,6 @@ def file_system(folder: Path) -> str:
 def nameless_file(folder: Path) -> FileIO | IO[bytes]:
     """Make a file that is gone once no process has it open; an OSError where the folder can have none."""
     return tempfile.TemporaryFile(dir=folder, prefix="hf_memopt-", buffering=0)
-
-
-def _end(file: IO[bytes], threads: ThreadPoolExecutor) -> None:
-    threads.shutdown(wait=False)  # each transfer keeps the object, so that none is under way
-    file.close()
 
 
 _open_files: "weakref.WeakSet[ScratchFile]" = weakref.WeakSet()

@@ -1,0 +1,75 @@
+"""Threads that read and write files, and stay usable after an interrupt at any moment."""
+
+import _thread
+import threading
+import weakref
+from collections.abc import Callable
+from queue import SimpleQueue
+
+
+class Call[T]:
+    """A call that another thread makes, once."""
+
+    def __init__(self, call: Callable[[], T]) -> None:
+        self._call = call
+        self._is_taken = threading.Lock()
+        self._result: T | None = None
+        self._error: BaseException | None = None
+        self._under_way = threading.Lock()
+        self._under_way.acquire()
+
+    def __call__(self) -> None:
+        if not self._is_taken.acquire(blocking=False):
+            return
+        call, under_way = self._call, self._under_way
+        del self._call  # with the memory that it moves
+        try:
+            self._result = call()
+        except BaseException as error:  # raised to those who wait
+            self._error = error
+            del self  # the error's traceback has this frame
+        finally:
+            under_way.release()
+
+    def done(self) -> bool:
+        return not self._under_way.locked()
+
+    def wait(self) -> None:
+        with self._under_way:
+            pass
+
+    def exception(self) -> BaseException | None:
+        self.wait()
+        return self._error
+
+    def result(self) -> T:
+        if (error := self.exception()) is not None:
+            raise error
+        return self._result  # type: ignore[return-value]
+
+
+class Threads:
+    """A few threads that make calls, until this object is gone.
+
+    `concurrent.futures` takes its locks in Python, so that Ctrl-C can come between taking one and the note that it has
+    to be released; the next call would wait forever. The locks and the queue here are taken in C.
+    """
+
+    def __init__(self, num_threads: int) -> None:
+        self._num_to_start = num_threads
+        self._calls: SimpleQueue[Call[object] | None] = SimpleQueue()
+        weakref.finalize(self, self._calls.put, None)
+
+    def submit(self, call: Call[object]) -> None:
+        """Have a thread make a call, after those that were submitted before; RuntimeError if no thread starts."""
+        if self._num_to_start:
+            _thread.start_new_thread(_make_calls, (self._calls,))
+            self._num_to_start -= 1
+        self._calls.put(call)
+
+
+def _make_calls(calls: "SimpleQueue[Call[object] | None]") -> None:
+    while (call := calls.get()) is not None:
+        call()
+        del call  # with the memory that it moves
+    calls.put(None)  # for the next thread
