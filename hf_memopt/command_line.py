@@ -63,7 +63,7 @@ def one_line_errors(program: str, main: Callable[[list[str]], Any], arguments: S
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     passed_on = [argument for argument in given if argument != TRACEBACK_FLAG]
-    if arguments is None and passed_on == given:
+    if arguments is None and passed_on == given and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, partial(_end, program))
     try:
         status = main(passed_on)
