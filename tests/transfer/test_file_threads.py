@@ -1,13 +1,13 @@
 """Threads that make calls: results, errors, and interrupts at any place."""
 
-import _thread
 import gc
+import sys
 import threading
 import weakref
 
 import pytest
 from interrupts import Interrupter
-from patience import wait_for
+from patience import HANG_S, wait_for
 
 from hf_memopt.transfer.threads import Call, Threads
 
@@ -33,15 +33,20 @@ def test_errors_are_raised_to_those_who_wait_and_end_no_thread() -> None:
 
 
 def test_threads_end_with_their_object() -> None:
-    before = _thread._count()
-    threads = Threads(3)
-    for _ in range(5):
-        threads.submit(Call(lambda: None))
-    threads.submit(last := Call(lambda: None))
-    last.wait()
-    assert _thread._count() == before + 3
+    threads, all_at_work = Threads(3), threading.Barrier(3)
+
+    def identity() -> int:
+        all_at_work.wait(HANG_S)
+        return threading.get_ident()
+
+    calls = [Call(identity) for _ in range(3)]
+    for call in calls:
+        threads.submit(call)
+    identities = {call.result() for call in calls}
+    assert len(identities) == 3
+    assert identities <= sys._current_frames().keys()
     del threads
-    wait_for(lambda: _thread._count() == before)
+    wait_for(lambda: identities.isdisjoint(sys._current_frames()))
 
 
 def test_a_call_that_was_made_holds_no_memory() -> None:
