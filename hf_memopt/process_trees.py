@@ -5,10 +5,14 @@ import shutil
 import signal
 import threading
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    import psutil
 
 # The variable that has the number of the command's process, for the scripts that it launches.
 COMMAND = "HF_MEMOPT_COMMAND"
@@ -40,18 +44,21 @@ def _end_tree(number: int, frame: FrameType | None) -> NoReturn:
 
     tree = [each for each in psutil.Process().children(recursive=True) if not ends_with_parent(each)]
 
-    def send(sent: int) -> None:
-        for each in tree:
-            with suppress(psutil.NoSuchProcess):
-                each.send_signal(sent)
-
     for each in (signal.SIGTERM, signal.SIGINT, number):
-        signal.signal(each, lambda *_: send(signal.SIGKILL))
+        signal.signal(each, lambda *_: _send(tree, signal.SIGKILL))
     if number != signal.SIGINT or not _is_in_foreground():
-        send(number)
+        _send(tree, number)
     psutil.wait_procs(tree, timeout=None if number == signal.SIGINT else _GRACE_S)
-    send(signal.SIGKILL)
+    _send(tree, signal.SIGKILL)
     raise SystemExit(128 + number)
+
+
+def _send(processes: "Iterable[psutil.Process]", number: int) -> None:
+    import psutil
+
+    for each in processes:
+        with suppress(psutil.NoSuchProcess):
+            each.send_signal(number)
 
 
 def _is_in_foreground() -> bool:
@@ -94,8 +101,6 @@ def _end_with(process: int, removing: Path | None) -> None:
             time.sleep(_WATCH_EVERY_S)
     if removing is not None:
         shutil.rmtree(removing, ignore_errors=True)
-    for each in (*psutil.Process().children(recursive=True), psutil.Process()):
-        with suppress(psutil.NoSuchProcess):
-            each.terminate()
+    _send([*psutil.Process().children(recursive=True), psutil.Process()], signal.SIGTERM)
     time.sleep(_GRACE_S)
     os._exit(1)

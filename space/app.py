@@ -48,7 +48,7 @@ FIRST = f"Press “{ASK}” for the verdict, “{SEARCH}” for the fastest sett
 NO_ANSWER, STOPPED, WORKING = "### No answer", "### Stopped", "### Working"
 # What is asked most, where it is not the command's own default.
 USUAL = {"dtype": "bfloat16", "precision": "bf16", "checkpointing": "full"}
-# The form has another field for `quantize`, and asks about one GPU.
+# Flags that `estimate` and `plan` share. `quantize` follows from "what learns"; the number of GPUs is not asked for.
 SHARED = ("task", "dtype", "precision", "attention", "loss", "optimizer")
 ACTIVATIONS = ("checkpointing", "offload")
 SETTINGS = """### Settings, the fastest that fit first

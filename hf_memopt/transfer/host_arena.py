@@ -55,7 +55,7 @@ class HostArena:
         copier: gives pinned memory where it can.
         budget_bytes: limit of the memory held; None, no limit.
         alignment: blocks begin at multiples of it, counted from the beginning of a region.
-        empty_host: makes the memory of a region; None, the copier does.
+        empty_host: allocates a region; None, `copier.empty_host` does.
     """
 
     _of_process: ClassVar[weakref.WeakSet["HostArena"]] = weakref.WeakSet()

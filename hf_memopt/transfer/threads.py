@@ -61,7 +61,7 @@ class Threads:
         weakref.finalize(self, self._calls.put, None)
 
     def submit(self, call: Call[object]) -> None:
-        """Have a thread make a call, after those that were submitted before; RuntimeError if no thread starts."""
+        """Queue a call for the next free thread; raises RuntimeError if a thread cannot be started."""
         if self._num_to_start:
             _thread.start_new_thread(_make_calls, (self._calls,))
             self._num_to_start -= 1
