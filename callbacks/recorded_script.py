@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import accelerate.commands.launch
 import torch
 from accelerate import Accelerator
 from torch import nn
 from transformers import set_seed
 
-from hf_memopt.callbacks.every_trainer import attached, run_script, show_messages
+from hf_memopt.callbacks.arguments import MemoptArguments
+from hf_memopt.callbacks.every_trainer import NOTHING_ATTACHED, Attached, attached, run_script, show_messages
 from hf_memopt.callbacks.switches import SwitchedArguments, SwitchError, Switches, set_torch_flags
 from hf_memopt.exactness.recorder import Recorder, RecordingEnds
 from hf_memopt.exactness.recording import Recording
@@ -44,6 +46,7 @@ class Order:
     Attributes:
         folder: each rank writes `rank-N.json` into it.
         perturbed: name of the dtype to whose last place each weight is changed; None leaves them.
+        in_float32: whether autocast and TF32 are off.
         seed: of all generators before the script begins.
         switches: their texts.
         is_switched: whether they are on; in a plain run their names and values are only checked.
@@ -52,6 +55,7 @@ class Order:
     folder: str
     num_steps: int
     perturbed: str | None
+    in_float32: bool
     seed: int
     switches: list[str]
     is_switched: bool
@@ -84,7 +88,9 @@ def _recorded(order: Order, words: Sequence[str]) -> Recording:
     memopt = switches.make_memopt() if order.is_switched else None
     if order.is_switched:
         set_torch_flags(switches.torch_flags)
-    recorder = Recorder(order.num_steps, perturbed=order.perturbed)
+    else:
+        switches.check_that_they_change()
+    recorder = Recorder(order.num_steps, perturbed=order.perturbed, in_float32=order.in_float32)
     with ExitStack() as stack:
         enter = stack.enter_context
         # In the command's own folder, which goes with it.
@@ -95,7 +101,8 @@ def _recorded(order: Order, words: Sequence[str]) -> Recording:
         )
         arguments.install()
         enter(deterministic_kernels())
-        offloaders = set() if memopt is None else enter(attached(memopt))
+        found = Attached() if memopt is None else enter(attached(memopt))
+        enter(patch.object(accelerate.commands.launch, "launch_command", _refuse_launch))
         enter(_models_named(recorder))
         try:
             with recorder:
@@ -111,12 +118,29 @@ def _recorded(order: Order, words: Sequence[str]) -> Recording:
                 f"switch={name}={value} reaches nothing: the script makes no TrainingArguments or TRL config; use "
                 "script:WORD, env:NAME=VALUE or torch:MODULE.FLAG=VALUE"
             )
-        if memopt is not None and memopt.offload != "off" and not any(each.stats.bytes_moved for each in offloaders):
-            raise SwitchError(
-                f"switch=offload={memopt.offload} moved no bytes: storages below offload_threshold_mb="
-                f"{memopt.offload_threshold_mb:g} MiB stay; add --switch offload_threshold_mb=0"
-            )
+        if memopt is not None:
+            _check_effect(switches, memopt, found)
     return recorder.recording
+
+
+def _refuse_launch(*args: Any) -> None:
+    raise SwitchError(
+        "the script starts another one in processes that are not recorded; name that one, such as -m trl.scripts.sft "
+        "for trl sft"
+    )
+
+
+def _check_effect(switches: Switches, memopt: MemoptArguments, found: Attached) -> None:
+    texts = " ".join(f"{name}={value}" for name, value in switches.ours.items())
+    if not found.is_any:
+        raise SwitchError(f"switch={texts} reaches nothing: {NOTHING_ATTACHED}")
+    if found.unreached:
+        raise SwitchError(f"switch={found.unreached[0]}")
+    if memopt.offload != "off" and not any(each.stats.bytes_moved for each in found.offloaders):
+        raise SwitchError(
+            f"switch=offload={memopt.offload} moved no bytes: storages below offload_threshold_mb="
+            f"{memopt.offload_threshold_mb:g} MiB stay; add --switch offload_threshold_mb=0"
+        )
 
 
 @contextmanager

@@ -35,9 +35,10 @@ A SWITCH is one of
   torch:MODULE.FLAG=VALUE  a flag of torch: torch:_functorch.config.activation_memory_budget=0.5
   script:WORD              a word for the script's own command line: script:--attention=sdpa
 
-Other FLAGS are those of accelerate launch. The script runs three times: plain, plain again as a control, and switched;
-a fourth time, with weights changed by one rounding, where the switched run differs. Each run stops after --steps. A
-script's Trainer saves, evaluates and reports nothing meanwhile.
+Other FLAGS are those of accelerate launch. The script runs three times: plain, plain again as a control, and switched.
+Where the switched run differs, one or two more runs show how far rounding reaches: both in float32 if they compute in
+lower precision, or else the plain one with weights changed by one rounding. Each run stops after --steps. A script's
+Trainer saves, evaluates and reports nothing meanwhile.
 
 The exit status is 0 if all bits are equal, 1 if they differ, by rounding too, and 2 if they could not be compared.
 
@@ -134,10 +135,10 @@ class ScriptRuns:
         from hf_memopt.exactness.recording import Recording
         from hf_memopt.exactness.runs import merged
 
-        is_switched = kind == "switched"
+        is_switched, in_float32 = kind.startswith("switched"), kind.endswith("in float32")
         folder = self.folder / kind.replace(", ", " ").replace(" ", "-")
         folder.mkdir()
-        order = Order(str(folder), self.num_steps, dtype, self.seed, self.texts, is_switched)
+        order = Order(str(folder), self.num_steps, dtype, in_float32, self.seed, self.texts, is_switched)
         environment = {
             "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # without it, matrix products on CUDA are not deterministic
             "PYTHONHASHSEED": str(self.seed),

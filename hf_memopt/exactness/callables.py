@@ -58,8 +58,8 @@ def verify(plain: Callable[[], Any], switched: Callable[[], Any], steps: int = 2
     state, known = _State(), KnownModels()
 
     def record(kind: Kind, dtype: str | None) -> Recording:
-        recorder = Recorder(perturbed=dtype, known=known, keeper=state)
-        step = switched if kind == "switched" else plain
+        recorder = Recorder(perturbed=dtype, in_float32=kind.endswith("in float32"), known=known, keeper=state)
+        step = switched if kind.startswith("switched") else plain
         _forget_compiled()
         try:
             with deterministic_kernels(), recorder:
@@ -69,7 +69,7 @@ def verify(plain: Callable[[], Any], switched: Callable[[], Any], steps: int = 2
         finally:
             state.restore()
         if not any(place.phase in ("loss", "result") for place in recorder.recording.tensors):
-            name = "switched" if kind == "switched" else "plain"
+            name = "switched" if kind.startswith("switched") else "plain"
             raise ValueError(f"{name}() ran nothing backward and returned no tensors; have it make a training step")
         return recorder.recording
 
@@ -80,8 +80,9 @@ class _State:
     """Models, other leaves, optimizers and generators as a first run found them."""
 
     def __init__(self) -> None:
-        self._owners: list[tuple[dict[str, Any], dict[str, Any]]] = []  # parameters and buffers of modules
-        self._tensors: dict[int, tuple[_Kept, Tensor | None]] = {}
+        # Parameters and buffers of modules, and whether they train.
+        self._modules: dict[nn.Module, tuple[dict[str, Any], dict[str, Any], bool]] = {}
+        self._tensors: dict[int, tuple[_Kept, Tensor | None, bool]] = {}
         self._optimizers: dict[int, tuple[Optimizer, _OptimizerState]] = {}
         self._random = RandomState(torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu"))
         # Loaded by a program that draws from it.
@@ -90,27 +91,32 @@ class _State:
 
     def add_model(self, model: nn.Module) -> None:
         for module in model.modules():
-            self._owners += [(held, dict(held)) for held in (module._parameters, module._buffers)]
+            if module not in self._modules:  # a later run may have exchanged them
+                self._modules[module] = dict(module._parameters), dict(module._buffers), module.training
         self.add_leaves([*model.parameters(), *model.buffers()])
 
     def add_leaves(self, leaves: Iterable[Tensor]) -> None:
         for leaf in leaves:
             if id(leaf) not in self._tensors:
                 gradient = leaf.grad if leaf.is_leaf else None
-                self._tensors[id(leaf)] = _Kept(leaf), None if gradient is None else gradient.to("cpu", copy=True)
+                kept = None if gradient is None else gradient.to("cpu", copy=True)
+                self._tensors[id(leaf)] = _Kept(leaf), kept, leaf.requires_grad
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         if id(optimizer) not in self._optimizers:
             self._optimizers[id(optimizer)] = optimizer, _OptimizerState(optimizer)
 
     def restore(self) -> None:
-        for held, before in self._owners:
-            held.clear()
-            held.update(before)
+        for module, (parameters, buffers, is_training) in self._modules.items():
+            for held, before in ((module._parameters, parameters), (module._buffers, buffers)):
+                held.clear()
+                held.update(before)
+            module.training = is_training
         with torch.no_grad():
-            for kept, gradient in self._tensors.values():
+            for kept, gradient, requires_grad in self._tensors.values():
                 tensor = kept.restored()
                 if tensor.is_leaf:
+                    tensor.requires_grad_(requires_grad)
                     tensor.grad = None if gradient is None else gradient.to(tensor.device, copy=True)
             for optimizer, state in self._optimizers.values():
                 state.restore(optimizer)
@@ -125,7 +131,11 @@ class _OptimizerState:
     def __init__(self, optimizer: Optimizer) -> None:
         self._state = {parameter: tree_map(_kept, state) for parameter, state in optimizer.state.items()}
         self._groups = [
-            {name: tree_map(_kept, value) for name, value in group.items() if name != "params"}
+            (
+                group,
+                list(group["params"]),
+                {name: tree_map(_kept, each) for name, each in group.items() if name != "params"},
+            )
             for group in optimizer.param_groups
         ]
 
@@ -133,8 +143,10 @@ class _OptimizerState:
         optimizer.state.clear()
         for parameter, state in self._state.items():
             optimizer.state[parameter] = tree_map(_restored, state)
-        for group, before in zip(optimizer.param_groups, self._groups, strict=True):
-            group.update(tree_map(_restored, before))
+        optimizer.param_groups[:] = [group for group, *_ in self._groups]
+        for group, parameters, options in self._groups:
+            group.clear()
+            group.update(tree_map(_restored, options), params=parameters)
 
 
 class _Kept:

@@ -1,8 +1,8 @@
-"""Compares two recordings bit by bit, and judges the size of differences by that of one rounding of the weights."""
+"""Compares two recordings bit by bit, and judges differences by the rounding that these runs have anyway."""
 
 import math
-from collections import Counter
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -11,15 +11,42 @@ import torch
 from hf_memopt.exactness.fingerprint import Fingerprint
 from hf_memopt.exactness.recording import Phase, Recording, TensorPlace
 
-Verdict = Literal["equal", "rounding", "different"]
+Verdict = Literal["equal", "rounding", "small", "different"]
 
-# Differences of at most so many times the change by one rounding of all weights have the size of rounding.
-ROUNDINGS_ALLOWED = 10.0
+# The limits stand between what innocent changes and faults reach in tests/exactness/judged_changes.py.
+# Times the change by one rounding of all weights.
+ROUNDINGS_ALLOWED = 6.0
+# What is left in float32, in units of the rounding of float16: TF32 leaves half of that.
+SHARE_ALLOWED = 2.4
+# The same of an update, in units of any precision's rounding: Adam makes whole updates of gradients that are noise.
+SHARE_OF_UPDATE_ALLOWED = 1.5
+# Differences of all gradients of a backward pass along these gradients, in standard errors of chance.
+ERRORS_ALLOWED = 25.0
+# Rounding itself has a bias of that size.
+LEAST_FACTOR = 1e-6
+# Significant bits of bfloat16, and of float16 and TF32.
+_BITS_OF_LOW_PRECISION = (8, 11)
+# Tensors with fewer elements can escape rounding by chance.
+_FEW = 16
 # Leaves of which a switch may need more: a reentrant checkpoint needs an input that has a gradient.
 _OUTSIDE_OF_MODELS = ("input ", "leaf ")
-_OF_THE_END: tuple[Phase, ...] = ("weight", "optimizer")
+_OF_THE_END: tuple[Phase, ...] = ("setting", "weight", "optimizer")
 # One run may hold some of them elsewhere: ZeRO-3 shows its weights first in the forward pass, and buffers at once.
-_HELD_ELSEWHERE: tuple[Phase, ...] = ("start", "input", "optimizer")
+_HELD_ELSEWHERE: tuple[Phase, ...] = ("start", "input", "setting", "optimizer")
+
+
+@dataclass(frozen=True)
+class Yardstick:
+    """Runs that show how far rounding reaches.
+
+    Attributes:
+        plain: a run with the same data that rounds otherwise than the plain one: from weights that are changed by one
+            rounding, or, with `switched`, in float32.
+        switched: the switched run in float32. A difference by rounding vanishes there, and one by a fault stays.
+    """
+
+    plain: Recording
+    switched: Recording | None = None
 
 
 @dataclass(frozen=True)
@@ -30,10 +57,11 @@ class Difference:
         relative: norm of the difference as a share of the plain tensor's norm, estimated; infinite for tensors of other
             shapes, of which one run lacks one, or with elements that are not finite.
         roundings: the same in units of the precision in which the plain tensor is stored.
-        of_yardstick: the same as a multiple of the change that one rounding of all weights makes to this tensor; None
-            without such a yardstick, and for weights that had no update.
-        follows_from_equal: whether it is of the first update that differs, after equal gradients. Rounding of weights
-            before the forward pass is no measure of that: it can be larger than the whole update.
+        of_yardstick: the size as a multiple of `unit`; of a weight, that of its update's difference. None where nothing
+            shows the size of rounding.
+        allowed: the largest multiple that rounding has.
+        unit: the size of rounding here, in words.
+        systematic: what shows that a difference of the size of rounding is none; empty if nothing does.
     """
 
     place: TensorPlace
@@ -41,14 +69,21 @@ class Difference:
     switched: Fingerprint | None
     relative: float
     roundings: float
-    of_yardstick: float | None
-    follows_from_equal: bool = False
+    of_yardstick: float | None = None
+    allowed: float = 0.0
+    unit: str = ""
+    systematic: str = ""
 
     @property
-    def is_rounding(self) -> bool:
-        if self.place.phase == "start" or self.of_yardstick is None:
-            return False
-        return (self.roundings if self.follows_from_equal else self.of_yardstick) <= ROUNDINGS_ALLOWED
+    def verdict(self) -> Verdict:
+        if self.of_yardstick is None or not self.of_yardstick <= self.allowed:
+            return "different"
+        return "small" if self.systematic else "rounding"
+
+    @property
+    def excess(self) -> float:
+        """The size as a multiple of what is allowed; 0 where nothing shows that."""
+        return 0.0 if self.of_yardstick is None else self.of_yardstick / self.allowed
 
 
 @dataclass(frozen=True)
@@ -70,38 +105,42 @@ class RunComparison:
 
     @property
     def verdict(self) -> Verdict:
-        if not self.differences:
-            return "equal"
-        return "rounding" if all(each.is_rounding for each in self.differences) else "different"
+        found = {each.verdict for each in self.differences}
+        order: tuple[Verdict, ...] = ("different", "small", "rounding")
+        return next((each for each in order if each in found), "equal")
 
     @property
     def first(self) -> Difference | None:
-        """The first difference that has not the size of rounding, or else the first one."""
-        beyond = (each for each in self.differences if not each.is_rounding)
-        return next(beyond, self.differences[0] if self.differences else None)
+        """The first difference of those that decide the verdict."""
+        return next((each for each in self.differences if each.verdict == self.verdict), None)
 
     @property
     def worst(self) -> Difference | None:
-        """The largest difference, in units of the yardstick where there is one."""
-        return max(self.differences, key=lambda each: (each.of_yardstick or 0.0, each.relative), default=None)
+        """The largest difference, as a multiple of what is allowed where there is a yardstick."""
+        return max(self.differences, key=lambda each: (each.excess, each.relative), default=None)
 
 
-def compare(plain: Recording, switched: Recording, yardstick: Recording | None = None) -> RunComparison:
-    """Compare the tensors of two recordings by their bits.
+def compare(plain: Recording, switched: Recording, yardstick: Yardstick | None = None) -> RunComparison:
+    """Compare the tensors of two recordings by their bits; without a yardstick, each difference is a fault.
 
     Runs that cut a step into different numbers of micro-batches are compared by the last gradients of each step, and
     by the tensors of the update.
     """
     cuts = [Counter(place.step for place in each.tensors if place.phase == "loss") for each in (plain, switched)]
-    aligned = cuts[0] == cuts[1]
-    first, second = (_last_of_steps(each) if not aligned else each.tensors for each in (plain, switched))
-    measure = {} if yardstick is None else (yardstick.tensors if aligned else _last_of_steps(yardstick))
+    is_aligned = cuts[0] == cuts[1]
+    if not is_aligned:
+        plain, switched = _last_of_steps(plain), _last_of_steps(switched)
+        yardstick = yardstick and Yardstick(*(each and _last_of_steps(each) for each in vars(yardstick).values()))
+    first, second = plain.tensors, switched.tensors
     lacking = _lacking(first, second)
     if not any(_is_updated(plain, place) and place in second for place in first):
         lacking.pop("gradient", None)  # no weight shows that there were gradients
     not_compared = [f"{phase}: {reason}" for phase, reason in lacking.items()]
-    if not aligned:
+    if not is_aligned:
         not_compared.append("inputs and losses: the runs cut their steps into different numbers of micro-batches")
+    gradients = [found for place, found in first.items() if place.phase == "gradient"]
+    if gradients and not any(each.norm or each.num_not_finite for each in gradients):
+        not_compared.append("gradients: all of them are zero, which proves nothing")
     differences: list[Difference] = []
     num_compared = Counter[Phase]()
     for place in first | second:
@@ -112,25 +151,138 @@ def compare(plain: Recording, switched: Recording, yardstick: Recording | None =
             continue
         num_compared[place.phase] += 1
         if ours is None or theirs is None or not _same(ours, theirs):
-            found = _difference(place, ours, theirs, measure.get(place), plain.precision)
-            of_end = (each.place.step == place.step and each.place.phase in _OF_THE_END for each in differences)
-            if place.phase in _OF_THE_END and all(of_end):
-                before = switched.before(place)
-                is_skipped = before is not None and theirs is not None and before.sha256 == theirs.sha256
-                found = replace(found, follows_from_equal=True, of_yardstick=None if is_skipped else found.of_yardstick)
-            differences.append(found)
+            differences.append(_difference(place, ours, theirs))
     reshaped = list(filter(None, (_reshaped(each) for each in differences if each.place.phase == "input")))
     if reshaped:
         not_compared.append(f"inputs: {reshaped[0]}")
         differences = [each for each in differences if each.place.phase != "input"]
         del num_compared["input"]
+    if yardstick is not None:
+        differences = _Judge(plain, switched, yardstick).judged(differences, look_at_bits=is_aligned)
     return RunComparison(
         differences,
         dict(num_compared),
         num_gradients=len({place.name for place in first if place.phase == "gradient" and place in second}),
         not_compared=not_compared,
-        has_other_layout=not aligned or bool(reshaped),
+        has_other_layout=not is_aligned or bool(reshaped),
     )
+
+
+class _Judge:
+    """Holds the size of differences against that of rounding, and looks whether small ones are random."""
+
+    def __init__(self, plain: Recording, switched: Recording, yardstick: Yardstick) -> None:
+        self._plain, self._switched, self._rounded = plain, switched, yardstick.plain
+        self._is_in_float32 = yardstick.switched is not None
+        self._pair = (yardstick.plain, yardstick.switched) if yardstick.switched else (plain, switched)
+        self._alike = defaultdict[tuple[Phase, str], list[TensorPlace]](list)
+        for place in plain.tensors:
+            self._alike[place.phase, place.name].append(place)
+
+    def judged(self, differences: list[Difference], look_at_bits: bool) -> list[Difference]:
+        factors = self._factors([each.place for each in differences if each.place.phase == "gradient"])
+        computed = {each.place.step for each in differences if each.place.phase not in _OF_THE_END}
+        found = []
+        for each in differences:
+            place, systematic = each.place, ""
+            if place.phase == "gradient" and (place.step, place.micro_batch) in factors:
+                factor = factors[place.step, place.micro_batch]
+                systematic = f"gradients are {factor:.5g} times the plain ones, on the whole"
+            elif place.phase == "gradient" and place.micro_batch == 1 and look_at_bits:
+                systematic = other_precision(each)
+            sized = self._after_equal_gradients if min(computed, default=math.inf) > place.step else self._sized
+            found.append(replace(sized(each), systematic=systematic))
+        return found
+
+    def _after_equal_gradients(self, found: Difference) -> Difference:
+        """Compare an update with the rounding of its arithmetic: that of weights before a forward pass is larger."""
+        place, ours, theirs = found.place, _quantity(self._plain, found.place), _quantity(self._switched, found.place)
+        if place.phase == "setting" or ours is None or theirs is None or self._is_skipped(found):
+            return found
+        ratio = _ratio(ours.distance(theirs), self._arithmetic(place))
+        return replace(found, of_yardstick=ratio, allowed=1.0, unit="times the rounding of the update")
+
+    def _sized(self, found: Difference) -> Difference:
+        place = found.place
+        base, other, plain = (_quantity(each, place) for each in (*self._pair, self._plain))
+        if place.phase in ("start", "setting") or base is None or other is None or plain is None:
+            return found
+        alike = self._alike[place.phase, place.name] if plain.num_elements < _FEW else [place]
+        change = max(self._change(each) for each in alike)
+        if not math.isfinite(change):  # a rounded run that overflows is no measure
+            return found
+        allowed, unit = ROUNDINGS_ALLOWED, "times the change by one rounding of all weights"
+        least = self._arithmetic(place)
+        if place.phase == "weight":
+            least = max(least, 3 * plain.norm / math.sqrt(plain.num_elements))
+        if self._is_in_float32:
+            allowed = SHARE_ALLOWED * _eps("float16") / _eps(self._plain.precision or "float32")
+            if place.phase == "weight":
+                allowed = SHARE_OF_UPDATE_ALLOWED
+            unit = f"times the rounding of {self._plain.precision}, left in float32"
+        ratio = _ratio(base.distance(other), max(change * plain.norm, least / allowed))
+        return replace(found, of_yardstick=ratio, allowed=allowed, unit=unit)
+
+    def _change(self, place: TensorPlace) -> float:
+        """Return by how much another rounding changes a tensor of the plain run, as a share of it."""
+        plain, rounded = _quantity(self._plain, place), _quantity(self._rounded, place)
+        return math.nan if plain is None or rounded is None else plain.relative(rounded)
+
+    def _arithmetic(self, place: TensorPlace) -> float:
+        """Return the norm of the largest difference that other arithmetic makes of equal operands."""
+        plain = self._plain.tensors[place]
+        if place.phase != "weight":
+            return ROUNDINGS_ALLOWED * _eps(plain.dtype) * plain.norm
+        update = _quantity(self._plain, place)
+        assert update is not None
+        return max(_eps(plain.dtype) / 2 * plain.norm, ROUNDINGS_ALLOWED * _eps("float32") * update.norm)
+
+    def _is_skipped(self, found: Difference) -> bool:
+        before = self._switched.before(found.place) if found.place.phase == "weight" else None
+        return before is not None and found.switched is not None and before.sha256 == found.switched.sha256
+
+    def _factors(self, places: Iterable[TensorPlace]) -> dict[tuple[int, int], float]:
+        """Return the factors by backward pass where differences of gradients lie along them, beyond chance.
+
+        By chance the share of a gradient in its difference has, from sketches of m sums, a standard error of the
+        relative difference divided by the root of m. Shares are averaged with the inverse squares of these as weights.
+        """
+        sums = defaultdict[tuple[int, int], list[float]](lambda: [0.0, 0.0])
+        for place in places:
+            ours, theirs = (each.tensors.get(place) for each in self._pair)
+            if ours is not None and theirs is not None and 0 < ours.relative(theirs) < math.inf:
+                weight = len(ours.sketch) / ours.relative(theirs) ** 2
+                of_pass = sums[place.step, place.micro_batch]
+                of_pass[0] += weight * ours.along(theirs.minus(ours))
+                of_pass[1] += weight
+        shares = {key: (along / weight, 1 / math.sqrt(weight)) for key, (along, weight) in sums.items()}
+        return {
+            key: 1 + share
+            for key, (share, error) in shares.items()
+            if abs(share) > max(ERRORS_ALLOWED * error, LEAST_FACTOR)
+        }
+
+
+def _quantity(recording: Recording, place: TensorPlace) -> Fingerprint | None:
+    """Return what is judged at a place: of a weight, its update."""
+    found, before = recording.tensors.get(place), recording.before(place)
+    if place.phase != "weight" or found is None:
+        return found
+    return None if before is None or before.shape != found.shape else found.minus(before)
+
+
+def _ratio(size: float, unit: float) -> float:
+    return size / unit if unit else math.inf if size else 0.0
+
+
+def other_precision(found: Difference) -> str:
+    """Return a sentence if the elements of one tensor alone have the few significant bits of a lower precision."""
+    if found.plain is None or found.switched is None or found.plain.dtype != found.switched.dtype:
+        return ""
+    ours, theirs = found.plain.num_bits, found.switched.num_bits
+    if ours == theirs or min(ours, theirs) not in _BITS_OF_LOW_PRECISION:
+        return ""
+    return f"its elements have {theirs} significant bits instead of {ours}"
 
 
 def _same(first: Fingerprint, second: Fingerprint) -> bool:
@@ -149,24 +301,11 @@ def _reshaped(found: Difference) -> str:
     return f"{found.place} has the shape {found.switched.shape} instead of {found.plain.shape}"
 
 
-def _difference(
-    place: TensorPlace,
-    plain: Fingerprint | None,
-    switched: Fingerprint | None,
-    perturbed: Fingerprint | None,
-    precision: str | None,
-) -> Difference:
+def _difference(place: TensorPlace, plain: Fingerprint | None, switched: Fingerprint | None) -> Difference:
     if plain is None or switched is None:
-        return Difference(place, plain, switched, math.inf, math.inf, None)
+        return Difference(place, plain, switched, math.inf, math.inf)
     relative = plain.relative(switched)
-    eps = _eps(plain.dtype)
-    of_yardstick = None
-    if perturbed is not None:
-        # One tensor can escape the change of the weights by chance, but no run is more exact than its arithmetic.
-        least = max(eps, _eps(precision or plain.dtype))
-        change = plain.relative(perturbed)
-        of_yardstick = relative / max(change, least) if math.isfinite(change) else None
-    return Difference(place, plain, switched, relative, relative / eps, of_yardstick)
+    return Difference(place, plain, switched, relative, relative / _eps(plain.dtype))
 
 
 def _eps(dtype: str) -> float:
@@ -184,6 +323,7 @@ def _lacking(first: Mapping[TensorPlace, Fingerprint], second: Mapping[TensorPla
         "weight": "the switched run holds its weights elsewhere",
         "optimizer": "the optimizers keep different states",
         "input": "the runs call their models with other arguments",
+        "setting": "the optimizers have other options",
     }
     return {
         phase: reason
@@ -193,14 +333,15 @@ def _lacking(first: Mapping[TensorPlace, Fingerprint], second: Mapping[TensorPla
     }
 
 
-def _last_of_steps(recording: Recording) -> dict[TensorPlace, Fingerprint]:
+def _last_of_steps(recording: Recording) -> Recording:
     """Return the start, the last gradients of each step, and the tensors of its update."""
     last: Counter[int] = Counter()
     for place in recording.tensors:
         if place.phase == "loss":  # a forward pass that nothing runs backward has inputs alone
             last[place.step] = max(last[place.step], place.micro_batch)
-    return {
+    tensors = {
         TensorPlace(place.step, 0, place.phase, place.name): found
         for place, found in recording.tensors.items()
         if place.phase not in ("input", "loss") and place.micro_batch in (0, last[place.step])
     }
+    return replace(recording, tensors=tensors)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,6 +28,9 @@ class Fingerprint:
 
     Attributes:
         num_not_finite: elements that are infinite or no number; the norm and the sketch leave them out.
+        sketch: `NUM_SUMS` sums, or the elements themselves if they are fewer.
+        num_bits: significant bits of the elements of a float32 tensor, at most 24: 8 if all come from bfloat16; 0 for
+            other dtypes and for powers of two.
     """
 
     dtype: str
@@ -35,15 +39,19 @@ class Fingerprint:
     norm: float
     num_not_finite: int
     sketch: tuple[float, ...]
+    num_bits: int = 0
 
     @classmethod
     def of(cls, tensor: Tensor) -> Self:
         """Take the fingerprint of a dense tensor. Costs one copy to the host, some MiB at a time."""
         digest = hashlib.sha256()
         sums, squares, num_not_finite, position = torch.zeros(NUM_SUMS, dtype=torch.float64, device=_HOST), 0.0, 0, 0
+        mantissas = 0
         for piece in _pieces(tensor.detach()):
             on_host = piece.resolve_conj().resolve_neg().cpu().contiguous()
             digest.update(on_host.view(torch.uint8).numpy())
+            if tensor.dtype == torch.float32:
+                mantissas |= int(np.bitwise_or.reduce(on_host.view(torch.int32).numpy())) & 0x7FFFFF
             values = (torch.view_as_real(on_host).flatten() if on_host.is_complex() else on_host).double()
             square = float(values.dot(values))
             if not math.isfinite(square):
@@ -60,7 +68,8 @@ class Fingerprint:
             sha256=digest.hexdigest(),
             norm=math.sqrt(squares),
             num_not_finite=num_not_finite,
-            sketch=tuple(sums.tolist()),
+            sketch=tuple(sums[:position].tolist()),
+            num_bits=25 - (mantissas & -mantissas).bit_length() if mantissas else 0,
         )
 
     @property
@@ -83,6 +92,15 @@ class Fingerprint:
         sketch = tuple(map(float.__sub__, self.sketch, other.sketch))
         return replace(self, sha256="", norm=math.hypot(*sketch), sketch=sketch)
 
+    def along(self, other: "Fingerprint") -> float:
+        """Return the multiple of this tensor that is nearest to the other one."""
+        return math.sumprod(self.sketch, other.sketch) / math.sumprod(self.sketch, self.sketch)
+
+    def is_parallel(self, other: "Fingerprint") -> bool:
+        """Return whether most of the other tensor is a multiple of this one."""
+        product = math.hypot(*self.sketch) * math.hypot(*other.sketch)
+        return bool(product) and abs(math.sumprod(self.sketch, other.sketch)) > 0.9 * product
+
     def relative(self, other: "Fingerprint") -> float:
         """Return the norm of the difference as a share of this tensor's norm."""
         distance = self.distance(other)
@@ -94,7 +112,7 @@ class Fingerprint:
         """Return the number by which this tensor is multiplied in the other one, if the other one is its multiple."""
         if not math.isfinite(self.distance(other)) or not any(self.sketch) or not any(other.sketch):
             return None
-        factor = math.sumprod(self.sketch, other.sketch) / math.sumprod(self.sketch, self.sketch)
+        factor = self.along(other)
         rest = math.dist([factor * each for each in self.sketch], other.sketch)
         return factor if rest <= 1e-3 * math.hypot(*other.sketch) else None
 

@@ -58,6 +58,7 @@ class Recorder:
         num_steps: raise `RecordingEnds` when so many steps have ended. None, record all.
         perturbed: name of a dtype, by one rounding of which all weights are changed before the first step. None,
             leave them.
+        in_float32: switch off each autocast, and TF32.
         known: models of earlier runs, and the names of their tensors; this run's are added. Without it, names begin
             anew.
         keeper: its `add_model`, `add_leaves` and `add_optimizer` are called before a run may change models with their
@@ -69,11 +70,12 @@ class Recorder:
         num_steps: int | None = None,
         *,
         perturbed: str | None = None,
+        in_float32: bool = False,
         known: KnownModels | None = None,
         keeper: Any = None,
     ) -> None:
         self.recording = Recording()
-        self._num_steps, self._perturbed = num_steps, perturbed
+        self._num_steps, self._perturbed, self._in_float32 = num_steps, perturbed, in_float32
         self._known = known or KnownModels()
         self._keeper = keeper
         self._models: list[nn.Module] = []
@@ -81,6 +83,7 @@ class Recorder:
         self._begun: dict[nn.Module, list[list[tuple[str, Fingerprint]]]] = {}  # weights before a model's first pass
         self._started: set[int] = set()  # models of which these are recorded
         self._updated: list[Optimizer] = []  # in this step
+        self._sums: dict[int, tuple[int, complex]] = {}  # of weights before an update, until an optimizer is called
         self._step, self._micro_batch = 1, 0
         self._num_calls = Counter[int]()  # in this micro-batch, by model
         self._depth_of_calls, self._is_without_graph, self._is_over = 0, False, False
@@ -90,6 +93,7 @@ class Recorder:
 
     def __enter__(self) -> Self:
         recorder, call, backward = self, nn.Module.__call__, torch.autograd.backward
+        autocast: Any = torch.autocast.__enter__
 
         @functools.wraps(call)
         def call_recorded(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -103,8 +107,6 @@ class Recorder:
                     return call(module, *args, **kwargs)
             if recorder._depth_of_calls == 0:
                 recorder._before_forward(module, args, kwargs)
-            if torch.is_autocast_enabled(recorder._device.type):
-                recorder.note_precision(torch.get_autocast_dtype(recorder._device.type))
             recorder._depth_of_calls += 1
             try:
                 return call(module, *args, **kwargs)
@@ -121,7 +123,16 @@ class Recorder:
             backward(roots, *args, **kwargs)
             recorder._after_backward(leaves)
 
+        @functools.wraps(autocast)
+        def autocast_noted(context: Any) -> Any:
+            if context._enabled:
+                recorder.note_precision(context.fast_dtype)
+                context._enabled = not recorder._in_float32
+            return autocast(context)
+
         enter = self._active.enter_context
+        enter(patch.object(torch.autocast, "__enter__", autocast_noted))
+        self._active.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
         enter(patch.object(nn.Module, "__call__", call_recorded))
         enter(patch.object(torch.autograd, "backward", backward_recorded))
         self._active.callback(register_optimizer_step_pre_hook(self._before_update).remove)
@@ -137,7 +148,7 @@ class Recorder:
         self._active.close()
         self._is_over = True
         self.recording.peak_bytes = peak_bytes(self._device)
-        if self._updated and not isinstance(error, Exception):
+        if not isinstance(error, Exception) and self._has_updated():
             self._record_end()
 
     def add_model(self, module: nn.Module) -> None:
@@ -175,7 +186,7 @@ class Recorder:
                 self._add("weight", name, tensor, micro_batch=0)
             for name, tensor in self._named_states():
                 self._add("optimizer", name, tensor, micro_batch=0)
-            self._updated, self._micro_batch = [], 0
+            self._updated, self._sums, self._micro_batch = [], {}, 0
             self._num_calls.clear()
             self._step += 1
         self._began = time.perf_counter()
@@ -183,8 +194,13 @@ class Recorder:
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not _is_trained(module):
             return
-        if self._updated:
+        if self._has_updated():
             self.end_step()
+        if torch.get_float32_matmul_precision() != "highest":
+            if self.recording.precision is None:
+                self.note_precision(torch.float16)
+            if self._in_float32:
+                torch.set_float32_matmul_precision("highest")
         with self._recording():
             model = self._added(module)
             self._start()
@@ -195,6 +211,21 @@ class Recorder:
                     self._input_leaves[id(tensor)] = f"input {name}{call}", tensor
         if not self.recording.step_s and self._micro_batch == 0:
             self._began = time.perf_counter()  # loading and the like are no part of the first step
+
+    def _has_updated(self) -> bool:
+        """Return whether a step has ended: by optimizers, or in a program that has none by a change of its weights."""
+        if self._updated or self._optimizers or not self._sums:
+            return bool(self._updated)
+        return any(self._sums.get(key, now) != now for key, now in self._sums_of_weights().items())
+
+    def _sums_of_weights(self) -> dict[int, tuple[int, complex]]:
+        weights = [*(each for _, each in self._named_parameters()), *self._known.leaves]
+        parts = [(id(weight), part.detach()) for weight in weights for _, part in parts_of(weight)]
+        return {
+            key: (part.numel(), part.sum(dtype=torch.complex128 if part.is_complex() else torch.float64).item())
+            for key, part in parts
+            if part.device.type != "meta"
+        }
 
     def _next_call(self, model: int) -> str:
         """Return the end of the names of a model's inputs."""
@@ -239,12 +270,12 @@ class Recorder:
         if self._keeper is not None:
             self._keeper.add_model(model)
         self.recording.has_dropout |= any(map(_draws_masks, model.modules()))
-        self._begun[model] = [list(_fingerprints(tensor)) for _, tensor in _weights_of(model)]
         if self._perturbed is not None:
             _perturb(model, getattr(torch, self._perturbed))
+        self._begun[model] = [list(_fingerprints(tensor)) for _, tensor in _weights_of(model)]
 
     def _before_backward(self, roots: list[Tensor]) -> Mapping[Tensor, Any]:
-        if self._updated:  # by a program that calls no modules
+        if self._has_updated():  # in a program that calls no modules
             self.end_step()
         with self._recording():
             self._micro_batch += 1
@@ -284,6 +315,8 @@ class Recorder:
                 if leaf.grad is not None:
                     self._add("gradient", name, leaf.grad, self._micro_batch)
             self._input_leaves.clear()
+            if not self._optimizers:
+                self._sums = self._sums_of_weights()
 
     def _name_leaves(self, leaves: Iterable[Tensor]) -> None:
         """Number leaves; those of earlier passes keep their names."""
@@ -299,6 +332,12 @@ class Recorder:
             self._optimizers.append(optimizer)
             if self._keeper is not None:
                 self._keeper.add_optimizer(optimizer)
+        with self._recording():
+            names = self._names_of_parameters()
+            for group in optimizer.param_groups:
+                for option, value in _named_numbers(group):
+                    for parameter in group["params"]:
+                        self._add("setting", f"{option} of {names[id(parameter)]}", value, micro_batch=0)
 
     def _after_update(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not any(optimizer is each for each in self._updated):
@@ -320,16 +359,22 @@ class Recorder:
         for name, tensor in _weights_of(model):
             yield self._known.names.setdefault(tensor, prefix + name), tensor
 
-    def _named_states(self) -> Iterator[tuple[str, Tensor]]:
-        names = {id(parameter): name for name, parameter in self._named_parameters()}
+    def _names_of_parameters(self) -> dict[int, str]:
+        """Return the names of the parameters of models and optimizers, by id."""
+        names = {}
         for number, optimizer in enumerate(self._optimizers, start=1):
-            if not any(optimizer is each for each in self._updated):
-                continue
-            parameters = [each for group in optimizer.param_groups for each in group["params"]]
+            parameters = (each for group in optimizer.param_groups for each in group["params"])
             for position, parameter in enumerate(parameters):
-                name = names.get(id(parameter), f"parameter {position} of optimizer {number}")
-                for key, state in _named_tensors(optimizer.state.get(parameter, {}), ""):
-                    yield f"{key} of {name}", state
+                names[id(parameter)] = f"parameter {position} of optimizer {number}"
+        return names | {id(parameter): name for name, parameter in self._named_parameters()}
+
+    def _named_states(self) -> Iterator[tuple[str, Tensor]]:
+        names = self._names_of_parameters()
+        for optimizer in self._optimizers:
+            if any(optimizer is each for each in self._updated):
+                for parameter, state in optimizer.state.items():
+                    for key, tensor in _named_tensors(state, ""):
+                        yield f"{key} of {names[id(parameter)]}", tensor
 
     def _add(self, phase: Phase, name: str, tensor: Tensor, micro_batch: int) -> None:
         for suffix, found in _fingerprints(tensor):
@@ -409,6 +454,15 @@ def _named_tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
     elif isinstance(value, list | tuple):
         for position, each in enumerate(value):
             yield from _named_tensors(each, f"{name}[{position}]")
+
+
+def _named_numbers(group: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the numbers among the options of a group of parameters, such as its learning rate."""
+    for option, value in group.items():
+        values = {f"{option}[{number}]": each for number, each in enumerate(value)} if isinstance(value, tuple) else {}
+        for name, each in (values or {option: value}).items():
+            if isinstance(each, int | float | Tensor) and not isinstance(each, bool):
+                yield name, torch.as_tensor(each, dtype=torch.float64, device="cpu")
 
 
 def _leaves(roots: list[Tensor]) -> list[Tensor]:

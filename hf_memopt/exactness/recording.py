@@ -8,7 +8,7 @@ from typing import Any, Literal, Self, get_args
 
 from hf_memopt.exactness.fingerprint import Fingerprint
 
-Phase = Literal["start", "input", "loss", "gradient", "result", "weight", "optimizer"]
+Phase = Literal["start", "input", "loss", "gradient", "setting", "result", "weight", "optimizer"]
 # In the order of a step.
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
@@ -20,7 +20,7 @@ class TensorPlace:
     Attributes:
         step: from 1 on; 0 before the first.
         micro_batch: backward passes of the step so far, this one included; 0 for tensors of a step's end.
-        name: of the parameter, buffer, argument or state.
+        name: of the parameter, buffer, argument, state, or setting of an optimizer.
     """
 
     step: int
@@ -32,7 +32,7 @@ class TensorPlace:
     def order(self) -> tuple[int, bool, int, int]:
         """A key by which places are in the order of a run."""
         phase = PHASES.index(self.phase)
-        return self.step, phase >= PHASES.index("result"), self.micro_batch, phase
+        return self.step, phase >= PHASES.index("setting"), self.micro_batch, phase
 
     def __str__(self) -> str:
         micro_batch = f"micro-batch {self.micro_batch} of step {self.step}" if self.micro_batch else f"step {self.step}"
@@ -45,6 +45,8 @@ class TensorPlace:
                 return f"{self.name} of {micro_batch}"
             case "gradient":
                 return f"gradient of {self.name} after backward of {micro_batch}"
+            case "setting":
+                return f"{self.name} in {micro_batch}"
             case "result":
                 return f"{f'result {self.name}'.strip()} of {micro_batch}"
             case "weight":
@@ -59,7 +61,7 @@ class Recording:
 
     Attributes:
         tensors: by place, in the order in which they were recorded.
-        precision: dtype of autocast, None without it.
+        precision: dtype of autocast, or float16 for TF32, whose significant bits are as many; None without them.
         has_dropout: whether a model that was trained draws random masks.
         not_deterministic: torch's warnings of operations without a deterministic kernel.
         peak_bytes: most memory that torch allocated on the device; on a CPU, resident memory of the process. None where

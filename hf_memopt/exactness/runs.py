@@ -1,18 +1,24 @@
 """The order in which runs are recorded and compared."""
 
+import statistics
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
-from hf_memopt.exactness.comparison import compare
+from hf_memopt.exactness.comparison import Yardstick, compare
 from hf_memopt.exactness.recording import Recording
 from hf_memopt.exactness.report import RunFigures, VerifyReport, report_of
 
-Kind = Literal["plain", "plain again", "switched", "plain, rounded once"]
+Kind = Literal["plain", "plain again", "switched", "plain, in float32", "switched, in float32", "plain, rounded once"]
+# Gradients with more significant bits than those of float16 are computed in float32.
+_BITS_OF_FLOAT32 = 12
 
 
 def compare_runs(record: Callable[[Kind, str | None], Recording]) -> VerifyReport:
-    """Compare a plain run with itself, then with the switched one; where they differ, measure by a rounded run.
+    """Compare a plain run with itself, then with the switched one; where they differ, by a yardstick.
+
+    Runs in lower precision are made again in float32, where rounding vanishes. If that is not possible, or they
+    compute in float32 already, the plain run is made again from weights that are changed by one rounding.
 
     `record` makes a run of a kind and returns its recording. To a run that is rounded it gets the name of the dtype to
     whose last place each weight is changed.
@@ -33,9 +39,26 @@ def compare_runs(record: Callable[[Kind, str | None], Recording]) -> VerifyRepor
     switched = recorded("switched")
     comparison = compare(plain, switched)
     if comparison.differences:
-        rounded = recorded("plain, rounded once", plain.precision or "float64")  # or the weights' own, if coarser
-        comparison = compare(plain, switched, rounded)
+        yardstick, reason = _in_float32(plain, recorded) if plain.precision is not None else (None, "")
+        if yardstick is None:  # rounded to the weights' own dtype, if that is coarser
+            yardstick = Yardstick(recorded("plain, rounded once", plain.precision or "float64"))
+        comparison = compare(plain, switched, yardstick)
+        comparison.not_compared.extend([reason] if reason else [])
     return report_of(plain, switched, comparison, runs, is_control=False)
+
+
+def _in_float32(plain: Recording, recorded: Callable[[Kind], Recording]) -> tuple[Yardstick | None, str]:
+    """Return the runs in float32, or the reason why there are none."""
+    try:
+        found = recorded("plain, in float32")
+        bits = [each.num_bits for place, each in found.tensors.items() if place.phase == "gradient"]
+        if not bits or statistics.median(bits) < _BITS_OF_FLOAT32:
+            return None, "in float32: the weights themselves, or what computes with them, have a lower precision"
+        if not compare(plain, found).differences:
+            return None, ""
+        return Yardstick(found, recorded("switched, in float32")), ""
+    except Exception as error:  # a program may rely on the lower precision
+        return None, f"in float32: {type(error).__name__}: {error}"
 
 
 def merged(ranks: list[Recording]) -> Recording:

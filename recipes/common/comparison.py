@@ -69,7 +69,7 @@ def compare(name: str, arguments: Sequence[str], modes: Sequence[str], num_steps
             reference = recording
             cost.compared = "reference"
         elif reference is not None and recording is not None:
-            report = _compared(name, in_mode(options, modes[0]), reference, recording)
+            report = _compared(name, options, (modes[0], mode), reference, recording)
             cost.compared, cost.equal = report.words, report.equal
             if not report.equal:
                 print(f"mode {mode}: {report.answer}")
@@ -103,7 +103,9 @@ def _pooled[T](function: Callable[..., T], *given: Any) -> T:
         return pool.submit(function, *given).result()
 
 
-def _compared(name: str, options: Any, reference: Recording, recording: Recording) -> VerifyReport:
+def _compared(
+    name: str, options: Any, modes: tuple[str, str], reference: Recording, recording: Recording
+) -> VerifyReport:
     """Compare a mode's recording with the reference, of which more runs are made only if the two differ."""
     comparison = verify_recordings(reference, recording)
     if not comparison.differences:
@@ -112,7 +114,8 @@ def _compared(name: str, options: Any, reference: Recording, recording: Recordin
     present = {"plain": reference, "switched": recording}
 
     def record_again(kind: Kind, dtype: str | None) -> Recording:
-        return present[kind] if kind in present else _pooled(recorded, name, options, dtype)
+        mode = in_mode(options, modes[1] if kind.startswith("switched") else modes[0])
+        return present[kind] if kind in present else _pooled(recorded, name, mode, dtype, kind.endswith("in float32"))
 
     return compare_runs(record_again)
 
@@ -130,9 +133,9 @@ def measure(name: str, options: Any, num_steps: int) -> tuple[RunCost, dict[str,
     return cost, environment(Accelerator()), recording
 
 
-def recorded(name: str, options: Any, perturbed: str | None) -> Recording:
-    """Record updates of a recipe; with the name of a dtype, from weights that are changed by one rounding in it."""
-    return _recorded(_begin(name, options), options, perturbed)
+def recorded(name: str, options: Any, perturbed: str | None, in_float32: bool) -> Recording:
+    """Record updates of a recipe, as a `Recorder` does with these arguments."""
+    return _recorded(_begin(name, options), options, perturbed, in_float32)
 
 
 def _begin(name: str, options: Any) -> Begin:
@@ -156,8 +159,8 @@ def _timed(begin: Begin, options: Any, num_steps: int) -> RunCost:
     return timer.cost()
 
 
-def _recorded(begin: Begin, options: Any, perturbed: str | None = None) -> Recording:
-    recorder = Recorder(perturbed=perturbed)
+def _recorded(begin: Begin, options: Any, perturbed: str | None = None, in_float32: bool = False) -> Recording:
+    recorder = Recorder(perturbed=perturbed, in_float32=in_float32)
     with deterministic_kernels(), recorder:
         run, updates = begin(options)
         for _ in range(NUM_CHECKED):

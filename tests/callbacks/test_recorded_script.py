@@ -56,11 +56,16 @@ def record(
     monkeypatch.setenv("RANK", "0")
 
     def record(
-        script: str, *words: str, texts: tuple[str, ...] = (), is_switched: bool = True, steps: int = 2
+        script: str,
+        *words: str,
+        texts: tuple[str, ...] = (),
+        is_switched: bool = True,
+        steps: int = 2,
+        in_float32: bool = False,
     ) -> tuple[Recording, Path]:
         output = tmp_path / "output"
         (tmp_path / "script.py").write_text(script)
-        order = recorded_script.Order(str(tmp_path), steps, None, 0, list(texts), is_switched)
+        order = recorded_script.Order(str(tmp_path), steps, None, in_float32, 0, list(texts), is_switched)
         monkeypatch.setenv(recorded_script.VARIABLE, json.dumps(vars(order)))
         with arguments_put_back():
             recorded_script.main([str(tmp_path / "script.py"), *(words or (str(output),))])
@@ -107,7 +112,7 @@ def test_a_switch_that_changes_the_training_is_seen(record: Any) -> None:
     switched, _ = record(TRAINER, texts=texts)
     first = compare(plain, switched).first
     assert first is not None
-    assert (first.place.step, first.place.phase) == (1, "weight")
+    assert (first.place.step, first.place.phase) == (1, "setting")
 
 
 def test_a_loop_with_an_accelerator_is_named_after_what_it_prepares(record: Any) -> None:
@@ -186,3 +191,55 @@ def test_torch_and_accelerate_are_put_back(record: Any) -> None:
     before = seams()
     record(LOOP, "no", texts=("offload=off",))
     assert seams() == before
+
+
+BY_HAND = """
+import torch
+model = torch.nn.Linear(4, 4)
+for step in range(100):
+    for micro_batch in range(2):
+        model(torch.ones(1, 4) * step).square().sum().backward()
+    with torch.no_grad():
+        for each in model.parameters():
+            each -= 0.1 * each.grad
+            each.grad = None
+"""
+
+
+def test_updates_by_hand_end_steps(record: Any) -> None:
+    found, _ = record(BY_HAND)
+    assert found.num_steps == 2
+    assert names(found, "loss") == ["loss", "loss"]
+    assert names(found, "weight") == ["weight", "bias"]
+
+
+@pytest.mark.parametrize("text", ["offload=all", "selective_checkpointing=true", "base=file"])
+def test_a_switch_that_reaches_no_model_is_refused(text: str, record: Any) -> None:
+    complaint = f"switch={text} reaches nothing: the script makes no Trainer and prepares no model .*offload_context"
+    with pytest.raises(switches.SwitchError, match=complaint):
+        record(BY_HAND, texts=(text,))
+
+
+def test_a_switch_that_reaches_trainers_alone_is_refused_in_a_loop(record: Any) -> None:
+    with pytest.raises(switches.SwitchError, match=r"switch=base=file reaches Trainers alone, not this loop"):
+        record(LOOP, "no", texts=("base=file",))
+
+
+def test_a_script_that_launches_another_one_is_refused(record: Any) -> None:
+    script = "from accelerate.commands.launch import launch_command\nlaunch_command(None)"
+    with pytest.raises(switches.SwitchError, match=r"processes that are not recorded; name that one"):
+        record(script)
+
+
+@pytest.mark.parametrize("text", ["env:MARK=on", "torch:_functorch.config.activation_memory_budget=1.0"])
+def test_a_switch_that_changes_nothing_is_refused(text: str, record: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MARK", "on")
+    with pytest.raises(switches.SwitchError, match=f"switch={text}: the plain run has that value already"):
+        record(LOOP, "no", texts=(text,), is_switched=False)
+
+
+def test_autocast_of_the_accelerator_is_off_in_float32(record: Any) -> None:
+    found, _ = record(LOOP, "bf16", in_float32=True)
+    bits = [each.num_bits for place, each in found.tensors.items() if place.phase == "gradient"]
+    assert found.precision == "bfloat16"
+    assert sorted(bits)[len(bits) // 2] > 20

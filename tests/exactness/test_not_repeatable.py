@@ -60,7 +60,7 @@ def test_a_schedule_that_goes_on() -> None:
         schedule.step()
 
     report = refused(step)
-    assert str(report.first and report.first.place) == "0.weight after step 2"
+    assert str(report.first and report.first.place) == "lr of 0.weight in step 2"
     assert "a schedule of learning rates" in report.advice
 
 

@@ -270,3 +270,77 @@ def test_deterministic_kernels_that_a_program_has_switched_on_stay_so() -> None:
         assert not torch.is_deterministic_algorithms_warn_only_enabled()
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(50, WIDTH), nn.Linear(WIDTH, 50)
+        self.head.weight = self.table.weight
+        self.register_buffer("scale", torch.tensor(3.14159265))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.head(torch.tanh(self.table(tokens) * self.scale))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+def exchange_buffer(model: Any) -> None:
+    model.scale = model.scale.bfloat16().float()
+
+
+def untie(model: Any) -> None:
+    model.head.weight = nn.Parameter(model.table.weight.detach().clone())
+
+
+def freeze(model: Any) -> None:
+    model.eval()
+    model.table.weight.requires_grad_(False)
+
+
+def freeze_and_fail(model: Any) -> None:
+    freeze(model)
+    raise RuntimeError("failed")
+
+
+@pytest.mark.parametrize("change", [exchange_buffer, untie, freeze, freeze_and_fail])
+def test_what_a_switched_function_exchanges_is_put_back(change: Callable[[Any], None]) -> None:
+    model, tokens = Tied(), torch.arange(50).reshape(2, 25)
+    before = model.table.weight, model.scale, model.scale.clone()
+
+    def step(before_step: Callable[[Any], None] = lambda model: None) -> None:
+        before_step(model)
+        model(tokens).backward()
+        model.zero_grad()
+
+    for _ in range(2):
+        if change is freeze_and_fail:
+            with pytest.raises(RuntimeError, match="failed"):
+                verify(step, lambda: step(change))
+        else:
+            assert verify(step, lambda: step(change)).verdict == "different"
+        assert model.table.weight is model.head.weight is before[0]
+        assert model.scale is before[1]
+        assert torch.equal(model.scale, before[2])
+        assert model.training
+        assert model.table.training
+        assert model.table.weight.requires_grad
+
+
+def test_groups_and_options_that_a_switched_function_changes_are_put_back() -> None:
+    training = Training(tiny_net(dropout=0.0))
+    more = nn.Parameter(torch.ones(3))
+
+    def switched() -> None:
+        optimizer = training.optimizer
+        optimizer.param_groups[0]["betas"] = (0.5, 0.5)
+        optimizer.param_groups[0]["params"] = list(reversed(optimizer.param_groups[0]["params"]))
+        if len(optimizer.param_groups) == 1:
+            optimizer.add_param_group({"params": [more]})
+        training()
+
+    with unchanged(training):
+        before = list(map(id, training.optimizer.param_groups[0]["params"]))
+        report = verify(training, switched)
+        assert [list(map(id, group["params"])) for group in training.optimizer.param_groups] == [before]
+    assert str(report.first and report.first.place) == "betas[0] of 0.weight in step 1"
+    assert report.advice.startswith("betas[0] is 0.5 instead of 0.9")

@@ -1,5 +1,6 @@
 """The recorder by itself: where steps end, what counts as a forward pass, and how tensors are named."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -177,7 +178,7 @@ def test_a_rounding_changes_each_weight_by_one_unit_of_the_coarser_dtype(dtype: 
     assert 0.4 < signs.float().mean() < 0.6
 
 
-def test_the_start_is_recorded_before_it_is_rounded() -> None:
+def test_the_start_is_recorded_after_it_is_rounded() -> None:
     model = tiny_net()
     with Recorder() as plain:
         model(batches()[0]).sum().backward()
@@ -187,4 +188,83 @@ def test_the_start_is_recorded_before_it_is_rounded() -> None:
         [found for place, found in each.recording.tensors.items() if place.phase == "start"]
         for each in (plain, rounded)
     ]
-    assert starts[0] == starts[1]
+    changes = [ours.relative(theirs) / torch.finfo(torch.float32).eps for ours, theirs in zip(*starts, strict=True)]
+    assert all(0.5 < change < 2 for change in changes)
+
+
+@pytest.mark.parametrize("through", ["weight", "data"])
+def test_updates_by_hand_end_steps(through: str) -> None:
+    model, outside = tiny_net(), torch.ones(WIDTH, requires_grad=True)
+
+    def update() -> None:
+        for each in (*model.parameters(), outside):
+            assert each.grad is not None
+            with torch.no_grad():
+                (each if through == "weight" else each.data).sub_(0.1 * each.grad)
+            each.grad = None
+
+    def train_by_hand() -> None:
+        for _ in range(5):
+            for _ in range(3):
+                (model(batches()[0]) * outside).square().mean().backward()
+            update()
+
+    with pytest.raises(RecordingEnds), Recorder(2) as recorder:
+        train_by_hand()
+    assert recorder.recording.num_steps == 2
+    assert names(recorder, "loss", 2) == ["loss"] * 3
+
+
+def test_the_last_update_by_hand_is_recorded() -> None:
+    weight = torch.ones(WIDTH, requires_grad=True)
+    with Recorder() as recorder:
+        for _ in range(2):
+            weight.square().sum().backward()
+            weight.data.sub_(weight.grad)
+            weight.grad = None
+    assert [place.step for place in recorder.recording.tensors if place.phase == "loss"] == [1, 2]
+
+
+def test_settings_are_those_of_the_update() -> None:
+    model = tiny_net()
+    optimizer = torch.optim.AdamW([{"params": model[0].parameters()}, {"params": model[3].weight, "lr": 0.5}], lr=0.1)
+    with Recorder() as recorder:
+        train(model, optimizer, 1)
+        optimizer.param_groups[0]["lr"] *= 0.5
+        train(model, optimizer, 1)
+    found = {str(place): each.value for place, each in recorder.recording.tensors.items() if place.phase == "setting"}
+    assert found["lr of 0.bias in step 1"] == 0.1
+    assert found["lr of 0.bias in step 2"] == 0.05
+    assert found["lr of 3.weight in step 2"] == 0.5
+    assert found["betas[1] of 3.weight in step 1"] == 0.999
+    assert not any("foreach" in place or "3.bias" in place for place in found)
+
+
+@pytest.fixture
+def tf32() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+def test_float32_is_that_of_all_regions(tf32: None) -> None:
+    model = nn.Linear(64, 64)
+    found = []
+    for in_float32 in (False, True):
+        with Recorder(in_float32=in_float32) as recorder:
+            with torch.autocast("cpu", torch.bfloat16):
+                model(torch.ones(1, 64)).float().square().sum().backward()
+            found.append(torch.get_float32_matmul_precision())
+        assert torch.get_float32_matmul_precision() == "high"
+        gradients = [each for place, each in recorder.recording.tensors.items() if place.phase == "gradient"]
+        assert {each.num_bits > 11 for each in gradients} == {in_float32}
+        assert recorder.recording.precision == "bfloat16"
+        model.zero_grad()
+    assert found == ["high", "highest"]
+
+
+def test_tf32_is_a_lower_precision(tf32: None) -> None:
+    with Recorder() as recorder:
+        nn.Linear(4, 4)(torch.ones(1, 4)).sum().backward()
+    assert recorder.recording.precision == "float16"

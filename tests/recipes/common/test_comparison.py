@@ -106,7 +106,7 @@ def test_modes_that_differ_are_found(
         mode = options.offload.offload
         return comparison.RunCost(mode, step_ms=1.0), {"device": "cpu"}, recorded(weights[mode])
 
-    def again(function: Any, name: str, options: Any, perturbed: str | None) -> Recording:
+    def again(function: Any, name: str, options: Any, perturbed: str | None, *others: Any) -> Recording:
         return recorded(1.0 if perturbed is None else 1.0 + torch.finfo(torch.float32).eps)
 
     monkeypatch.setattr("hf_memopt.recipes.common.comparison._in_a_new_process", measured)

@@ -1,0 +1,177 @@
+"""Likely causes of a difference, by what the tensors show and by the place where they differ first."""
+
+import math
+from dataclasses import replace
+
+from hf_memopt.exactness.comparison import Difference, RunComparison, other_precision
+from hf_memopt.exactness.recording import Phase, Recording, TensorPlace
+
+# Of a difference between two plain runs, by the phase of the first one.
+_NOT_REPEATABLE: dict[Phase, str] = {
+    "start": "weights are initialised before a seed is set; call transformers.set_seed(0) first",
+    "input": "data differ from run to run: set a seed for shuffling and for augmentation, also in the workers of data "
+    "loaders, and begin each run at the first batch",
+    "loss": "the forward pass draws random numbers that no seed reaches, or its kernels are not deterministic: set the "
+    "seed of each generator (torch, numpy, random), and name attn_implementation='sdpa' or 'eager'",
+}
+_UPDATE_NOT_REPEATABLE = (
+    "kernels of backward or of the update are not deterministic: use torch's own attention and optimizer; or a "
+    "schedule of learning rates or a gradient scaler goes on from run to run: make it anew in each"
+)
+# Of a difference between the plain and the switched run, likewise.
+_FAULTS: dict[Phase, str] = {
+    "start": "the models begin with different weights: the switch draws random numbers before they are initialised",
+    "input": "the runs see different data: their order, the collator, or a generator that the switch advances",
+    "loss": "the forward pass or the loss differs: a term or a sample that is missing or counted twice, labels, random "
+    "masks drawn from another state, other kernels, or lower precision",
+    "gradient": "the forward pass is equal and backward is not: tensors that came back wrong or late (a stale copy, a "
+    "copy that was not awaited), or recomputation that is not the forward pass again",
+    "result": "the returned values",
+    "weight": "gradients are equal and the update is not: the optimizer's precision or kernels, clipping, the learning "
+    "rate, or weight decay",
+}
+_SETTINGS = {
+    "lr": "the learning rate or its schedule, such as one that goes on with each micro-batch",
+    "weight_decay": "weight decay, or which parameters it is for",
+}
+_WITH_DROPOUT: dict[Phase, str] = {
+    "loss": "; train with dropout 0 to tell these apart",
+    "gradient": "; train with dropout 0: if that is equal, masks were drawn again",
+}
+_WEIGHING = "how losses are divided and micro-batches weighed"
+
+
+def advice_on_control(plain: Recording, comparison: RunComparison) -> str:
+    """Return likely causes of a difference between two plain runs."""
+    if comparison.first is None:
+        return ""
+    if plain.not_deterministic:
+        return (
+            f"torch has no deterministic kernel here for {', '.join(plain.not_deterministic)}: replace these "
+            "operations, or run on another device"
+        )
+    return _NOT_REPEATABLE.get(comparison.first.place.phase, _UPDATE_NOT_REPEATABLE)
+
+
+def advice_on_switch(plain: Recording, switched: Recording, comparison: RunComparison) -> str:
+    """Return likely causes of a difference between the plain and the switched run."""
+    first = comparison.first
+    if first is None:
+        return ""
+    if comparison.verdict == "rounding" and (not _has_other_dtype(first) or first.relative):
+        return (
+            "nothing, if rounding is allowed: another kernel or another order of sums. Differences are random, and as "
+            "small as other rounding makes them here"
+        )
+    for found in (first, comparison.differences[0]):
+        if cause := _recognised(plain, switched, found, comparison):
+            return cause
+    if comparison.has_other_layout:
+        masks = ", or random masks, which another layout draws anew: train with dropout 0" * plain.has_dropout
+        return (
+            "the runs arrange their inputs in other ways: other data, or losses that are weighed in another way" + masks
+        )
+    # What is computed first is the cause of what follows, though it may be as small as rounding.
+    phase = comparison.differences[0].place.phase
+    return _FAULTS.get(phase, _FAULTS["weight"]) + _WITH_DROPOUT.get(phase, "") * plain.has_dropout
+
+
+def _recognised(plain: Recording, switched: Recording, found: Difference, comparison: RunComparison) -> str:
+    """Return the fault if the switched tensor shows which one it is."""
+    ours, theirs, place = found.plain, found.switched, found.place
+    if theirs is None or ours is None:
+        return f"only one run has this tensor: {'the switched' if ours is None else 'the plain'} one"
+    if theirs.num_not_finite and not ours.num_not_finite:
+        return f"{theirs.num_not_finite} of its elements are infinite or no numbers in the switched run alone"
+    if not found.relative and _has_other_dtype(found):
+        return f"the values are equal, but stored as {theirs.dtype} instead of {ours.dtype}"
+    match place.phase:
+        case "setting" if ours.value is not None and theirs.value is not None:
+            option = place.name.partition(" of ")[0]
+            cause = _SETTINGS.get(option, "options of the optimizer")
+            return f"{option} is {theirs.value:.6g} instead of {ours.value:.6g}: {cause}"
+        case "loss" if not comparison.has_other_layout:
+            return _of_losses(plain, switched)
+        case "gradient":
+            more = (each.place.name for each in comparison.differences if each.plain is None)
+            if (name := next(more, None)) is not None:
+                return f"the switched run trains {name} too: weights that are tied in the plain run, or frozen"
+            return _of_gradient(plain, switched, found)
+        case "weight" | "optimizer":
+            return _of_update(plain, switched, place)
+        case _ if found.systematic or other_precision(found):
+            return f"{other_precision(found)}: it is rounded to a lower precision"
+    return ""
+
+
+def _of_losses(plain: Recording, switched: Recording) -> str:
+    """Return what all losses have in common: a factor, or a term."""
+    places = [place for place in plain.tensors if place.phase == "loss" and place in switched.tensors]
+    pairs = [(plain.tensors[place].value, switched.tensors[place].value) for place in places]
+    values = [(ours, theirs) for ours, theirs in pairs if ours and theirs is not None and ours != theirs]
+    if len(values) < max(2, len(pairs)):
+        return ""
+    terms = [theirs - ours for ours, theirs in values]
+    shares = [(theirs - ours) / ours for ours, theirs in values]
+    spread, nearest = min(
+        ((max(each) - min(each)) / abs(math.fsum(each) / len(each)), each) for each in (terms, shares)
+    )
+    if spread > 0.05:
+        return ""
+    if nearest is shares:
+        return f"the loss is {1 + shares[0]:.6g} times the plain one: {_WEIGHING}"
+    return f"the loss is {abs(terms[0]):.4g} {'more' if terms[0] > 0 else 'less'} each time: a term that one run lacks"
+
+
+def _of_gradient(plain: Recording, switched: Recording, found: Difference) -> str:
+    """Return what a backward pass did to a gradient, or what had happened to it before."""
+    place, (before, other) = found.place, (each.before(found.place) for each in (plain, switched))
+    if other is not None and found.switched is not None and other.sha256 == found.switched.sha256:
+        return "backward added nothing: the gradient is that of the pass before"
+    ours, theirs = (each.tensors.get(place) for each in (plain, switched))  # none of a step's last pass
+    if ours is not None and theirs is not None and math.isfinite(ours.distance(theirs)):
+        pairs = ((ours, before), (theirs, other))
+        share_of_plain, share_of_switched = (now if then is None else now.minus(then) for now, then in pairs)
+        factor = share_of_plain.factor_to(share_of_switched)
+        if factor is not None and abs(factor - 1) > 1e-3:
+            share = "the gradient" if place.micro_batch <= 1 else "this micro-batch's share of the gradient"
+            return f"{share} is {factor:.4g} times the plain one: {_WEIGHING}"
+        change = theirs.minus(ours)
+        if before is not None and before.is_parallel(change):
+            return (
+                f"this micro-batch's share is right, and what was there before is {1 + before.along(change):.4g} "
+                "times the plain gradient: it was clipped, scaled or zeroed before accumulation ended"
+            )
+    if found.systematic == other_precision(found) != "":
+        return f"{found.systematic}: an autocast region that one run leaves out, or a copy in a lower precision"
+    return f"{found.systematic}: {_WEIGHING}" if found.systematic else ""
+
+
+def _of_update(plain: Recording, switched: Recording, place: TensorPlace) -> str:
+    """Return what an update after equal gradients has in common with the plain one."""
+    before, weights = plain.before(place), [each.tensors[place] for each in (plain, switched)]
+    skipped = switched.before(place)
+    if place.phase == "weight" and skipped is not None and skipped.sha256 == weights[1].sha256:
+        return "the update was skipped: the weight is the one before it"
+    if place.phase == "weight" and place.name not in {each.name for each in plain.tensors if each.phase == "gradient"}:
+        return (
+            "gradients are equal and this buffer is not: statistics that the switch updates once more, by running the "
+            "forward pass again, or not at all"
+        )
+    name = f"exp_avg of {place.name}" if place.phase == "weight" else place.name
+    ours, theirs = (each.tensors.get(replace(place, phase="optimizer", name=name)) for each in (plain, switched))
+    factor = ours.factor_to(theirs) if ours is not None and theirs is not None and "exp_avg of" in name else None
+    if factor is not None and abs(factor - 1) > 1e-3:
+        return f"the optimizer got {factor:.4g} times the plain gradient: clipping, or a scale that is not taken out"
+    if before is None or weights[0].shape != before.shape:
+        return ""
+    update, change = weights[0].minus(before), weights[1].minus(weights[0])
+    if update.is_parallel(change):
+        return f"the update is {1 + update.along(change):.4g} times the plain one: the learning rate or its schedule"
+    if before.is_parallel(change):
+        return f"the weight itself, times {before.along(change):.3g}, is added to the update: weight decay"
+    return ""
+
+
+def _has_other_dtype(found: Difference) -> bool:
+    return found.plain is not None and found.switched is not None and found.plain.dtype != found.switched.dtype
