@@ -14,7 +14,7 @@ import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -34,6 +34,10 @@ from hf_memopt.memory import explain_oom
 from hf_memopt.process_trees import end_with_command
 
 logger = logging.getLogger(__name__)
+NOTHING_ATTACHED = (
+    "the script makes no Trainer and prepares no model with an Accelerator; in its loop enter "
+    "ActivationOffloader.offload_context() around forward pass and loss"
+)
 
 
 def main(words: Sequence[str]) -> None:
@@ -57,26 +61,39 @@ def run_script(words: Sequence[str]) -> None:
         runpy.run_path(words[0], run_name="__main__")
 
 
+@dataclass
+class Attached:
+    """What a script's Trainers and Accelerators have got.
+
+    Attributes:
+        offloaders: of all models.
+        is_any: whether the script has made a Trainer, or prepared a model that is trained with an Accelerator.
+        unreached: a line for each option in use that does nothing here.
+    """
+
+    offloaders: weakref.WeakSet[ActivationOffloader] = field(default_factory=weakref.WeakSet)
+    is_any: bool = False
+    unreached: list[str] = field(default_factory=list)
+
+
 @contextmanager
-def attached(arguments: MemoptArguments) -> Iterator[weakref.WeakSet[ActivationOffloader]]:
+def attached(arguments: MemoptArguments) -> Iterator[Attached]:
     """Attach to every Trainer and every Accelerator that is used inside.
 
     A Trainer gets the parts that `arguments.attach` adds: its base streams before it moves the model, and its frozen
     models are taken when training begins, since TRL's trainers get them after `Trainer.__init__`. The models that an
     Accelerator of its own prepares, and that have something to train, are wrapped in an offloader each, which sees
-    their forward pass alone; its figures are logged. Yields all offloaders, as they are made.
+    their forward pass alone; its figures are logged.
     """
     trainers: weakref.WeakSet[Trainer] = weakref.WeakSet()
-    offloaders: weakref.WeakSet[ActivationOffloader] = weakref.WeakSet()
     of_accelerators: list[ActivationOffloader] = []
-    unreached, has_reached = _of_trainers_alone(arguments), False
+    found = Attached()
     make_trainer, prepare = Trainer.__init__, Accelerator.prepare
     signature = inspect.signature(make_trainer)
 
     @functools.wraps(make_trainer)
     def make_and_attach(trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        nonlocal has_reached
-        has_reached = True
+        found.is_any = True
         given = signature.bind(trainer, *args, **kwargs).arguments
         arguments.stream_base(given.get("model"), given.get("args"))
         make_trainer(trainer, *args, **kwargs)
@@ -85,33 +102,31 @@ def attached(arguments: MemoptArguments) -> Iterator[weakref.WeakSet[ActivationO
         if arguments.frozen != "off":
             FrozenModels(trainer, arguments.frozen, arguments.frozen_home, is_made=False)
         callbacks = trainer.callback_handler.callbacks
-        offloaders.update(each.offloader for each in callbacks if isinstance(each, OffloadedLoss))
+        found.offloaders.update(each.offloader for each in callbacks if isinstance(each, OffloadedLoss))
 
     @functools.wraps(prepare)
     def prepare_and_wrap(accelerator: Accelerator, *args: Any, **kwargs: Any) -> Any:
-        nonlocal has_reached
         prepared = prepare(accelerator, *args, **kwargs)
         if not any(trainer.accelerator is accelerator for trainer in trainers):
             for model in prepared if isinstance(prepared, tuple) else (prepared,):
                 if _is_trained(model):
-                    has_reached = True
+                    if not found.unreached:
+                        found.unreached = _of_trainers_alone(arguments)
+                        for line in found.unreached:
+                            logger.warning("%s", line)
+                    found.is_any = True
                     of_accelerators.extend(_wrap(model, arguments, accelerator))
-            offloaders.update(of_accelerators)
-            while has_reached and unreached:
-                logger.warning("%s", unreached.pop(0))
+            found.offloaders.update(of_accelerators)
         return prepared
 
     with patch.object(Trainer, "__init__", make_and_attach), patch.object(Accelerator, "prepare", prepare_and_wrap):
         try:
-            yield offloaders
+            yield found
         finally:  # many scripts end with sys.exit
             for offloader in of_accelerators:
                 log_what_was_done(offloader)
-            if not has_reached and isinstance(sys.exception(), SystemExit | None):
-                logger.warning(
-                    "nothing was attached: the script has made no Trainer, and prepared no model with an Accelerator; "
-                    "in a loop of its own use ActivationOffloader.offload_context"
-                )
+            if not found.is_any and isinstance(sys.exception(), SystemExit | None):
+                logger.warning("nothing was attached: %s", NOTHING_ATTACHED)
 
 
 def _of_trainers_alone(arguments: MemoptArguments) -> list[str]:

@@ -3,6 +3,7 @@
 import ast
 import difflib
 import functools
+import os
 import pkgutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -75,6 +76,16 @@ class Switches:
     def are_fields_alone(self) -> bool:
         """True if fields of the script's arguments alone are switched."""
         return not (self.environment or self.torch_flags or self.ours or self.script)
+
+    def check_that_they_change(self) -> None:
+        """Raise SwitchError for a variable, or a flag of torch, that has its value in the plain run already."""
+        texts = [f"env:{name}={value}" for name, value in self.environment.items() if os.environ.get(name) == value]
+        for name, text in self.torch_flags.items():
+            owner, attribute, value = _torch_flag(name, text)
+            if getattr(owner, attribute) == value:
+                texts.append(f"torch:{name}={text}")
+        if texts:
+            raise SwitchError(f"switch={texts[0]}: the plain run has that value already; name another one")
 
     def make_memopt(self) -> MemoptArguments | None:
         """Return the arguments of this library if a switch names one; on a CPU, copies are performed."""

@@ -142,12 +142,12 @@ def test_a_switch_does_what_it_names_and_changes_no_bit(
     options = {"logging_steps": 1, **about.options}
     want = weights_after(TRAINERS[trainer](tmp_path, **options))
     flags = {"offload": "off", "memory_log": False, "offload_threshold_mb": 0.0, **about.flags}
-    with every_trainer.attached(callbacks.MemoptArguments(**flags)) as offloaders:
+    with every_trainer.attached(callbacks.MemoptArguments(**flags)) as attached:
         made = TRAINERS[trainer](tmp_path, **options)
         found = weights_after(made)
     assert found.keys() == want.keys()
     assert all(torch.equal(found[name], want[name]) for name in want)
-    assert about.done(Run(made, list(offloaders))) > 0
+    assert about.done(Run(made, list(attached.offloaders))) > 0
 
 
 def test_every_flag_is_in_the_table() -> None:
