@@ -1,0 +1,69 @@
+"""No innocent change of a training step is a fault to `verify`, and no fault that people reported is rounding."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from judged_changes import FAULTS, INNOCENT, PRECISIONS, judged, precisions_of
+
+CAUSES = {
+    "loss times 126/127": "the loss is 0.992126 times the plain one",
+    "loss times 0.97": "the loss is 0.97 times the plain one",
+    "label smoothing 0.01": "the forward pass or the loss differs",
+    "auxiliary loss dropped": "less each time: a term that one run lacks",
+    "one label of 126 lost": "the runs see different data",
+    "clipping before accumulation ends": "it was clipped, scaled or zeroed before accumulation ended",
+    "clipping at another norm": "the optimizer got 1.04 times the plain gradient: clipping",
+    "weight decay on norms": "weight_decay is 0.01 instead of 0:",
+    "weight decay on norms, by hand": "is added to the update: weight decay",
+    "weight decay dropped": "weight_decay is 0 instead of 0.01:",
+    "schedule at double speed": "the learning rate or its schedule",
+    "first micro-batch lost in one weight": "it was clipped, scaled or zeroed before accumulation ended",
+    "optimizer state in bfloat16": "gradients are equal and the update is not",
+    "a stale activation": "a stale copy",
+    "dropout drawn again": "masks were drawn again",
+    "tied weights untied": "the switched run trains lm_head.weight too: weights that are tied",
+    "frequencies in bfloat16": "rounded to a lower precision",
+    "an inner autocast ignored in backward": "an autocast region that one run leaves out",
+}
+SLOW = ("inductor", "TF32", "four micro-batches", "loss by logsumexp", "eager experts")
+INNOCENT_CASES = [
+    pytest.param(name, precision, marks=pytest.mark.slow if name in SLOW or precision == "float16" else ())
+    for name in INNOCENT
+    for precision in precisions_of(name)
+]
+FAULTY_CASES = [
+    pytest.param(name, precision, marks=pytest.mark.slow if precision == "float16" else ())
+    for name in FAULTS
+    for precision in precisions_of(name)
+]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(("name", "precision"), INNOCENT_CASES)
+def test_an_innocent_change_is_rounding(name: str, precision: str) -> None:
+    report = judged(INNOCENT[name], PRECISIONS[precision])
+    assert report.verdict in ("equal", "rounding"), report
+    assert report.worst is None or report.worst.excess < 0.9
+
+
+@pytest.mark.parametrize(("name", "precision"), FAULTY_CASES)
+def test_a_fault_is_none(name: str, precision: str) -> None:
+    report = judged(FAULTS[name], PRECISIONS[precision])
+    assert report.verdict in ("small", "different"), report
+    assert CAUSES.get(name, "") in report.advice
+    assert len(report.runs) <= 5
+
+
+def test_factors_of_gradients_in_bfloat16_without_autocast_are_found() -> None:
+    make, *steps = FAULTS["label smoothing 0.01"]
+    report = judged((lambda: make().bfloat16(), *steps), None)
+    assert report.verdict == "small", report
+    assert "times the plain ones, on the whole: how losses are divided" in report.advice
