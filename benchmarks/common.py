@@ -161,3 +161,9 @@ def results_path(theme: str, device: torch.device) -> Path:
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     head, *lines = align([header, *rows], "<>")
     print("\n".join([head, "-" * max(map(len, (head, *lines))), *lines]))
+
+
+def print_rows(rows: Sequence[dict[str, str]]) -> None:
+    """Print a table of rows with named cells, and a dash for each cell that a row lacks."""
+    header = list(dict.fromkeys(name for row in rows for name in row))
+    print_table(header, [[row.get(name, "-") for name in header] for row in rows])

@@ -29,7 +29,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
-from benchmarks.common import MIB, environment, print_table, results_path, write_results
+from benchmarks.common import MIB, environment, print_rows, results_path, write_results
 from benchmarks.timing import median_and_spread
 from hf_memopt import GradientCache
 from hf_memopt.integrations.sentence_transformers import CachedLoss
@@ -38,7 +38,6 @@ CPU = torch.device("cpu")
 WORDS = ["[PAD]", "[UNK]", *(f"w{number}" for number in range(1000))]
 THEIRS = "CachedMultipleNegativesRankingLoss"
 TARGET = 1.0  # upper limit of our time over theirs
-HEADER = ["kind", "CPU ms / step", "of theirs", "peak of saved MiB", "loss"]
 Step = Callable[[], float]
 
 
@@ -181,17 +180,17 @@ def run(sizes: dict[str, int], num_rounds: int) -> dict[str, Any]:
 
 def print_report(results: dict[str, Any]) -> None:
     rows = [
-        [
-            name,
-            f"{found['cpu_ms']['median']:.0f}",
-            f"{found['of_theirs']:.2f}",
-            f"{found['saved_peak_bytes'] / MIB:.1f}",
-            f"{found['loss']:.5f}",
-        ]
+        {
+            "kind": name,
+            "CPU ms / step": f"{found['cpu_ms']['median']:.0f}",
+            "of theirs": f"{found['of_theirs']:.2f}",
+            "peak of saved MiB": f"{found['saved_peak_bytes'] / MIB:.1f}",
+            "loss": f"{found['loss']:.5f}",
+        }
         for name, found in results["kinds"].items()
     ]
     print(f"{results['sizes']}, medians of {results['num_rounds']} rounds")
-    print_table(HEADER, rows)
+    print_rows(rows)
 
 
 def main(arguments: list[str] | None = None) -> None:

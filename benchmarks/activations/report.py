@@ -3,24 +3,9 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from benchmarks.common import MIB, print_table
+from benchmarks.common import MIB, print_rows
 from benchmarks.targets import Verdict, formatted, ratio
 
-HEADER = [
-    "mode",
-    "step ms",
-    "/ none",
-    "tokens/s",
-    "saved GiB",
-    "/ all",
-    "peak GiB",
-    "reserved",
-    "predicted",
-    "stall ms",
-    "first s",
-    "host GiB",
-    "gradients",
-]
 # Of `QUANTITIES`. `tokens` restricts a target to one length.
 PLANNED = [f"ours auto {percent} %" for percent in (10, 20, 35)]
 TARGETS: list[dict[str, Any]] = [
@@ -50,7 +35,7 @@ def print_report(results: dict[str, Any]) -> None:
         by_mode = {cell["mode"]: cell for cell in cells if cell["num_tokens"] == num_tokens}
         saved = next((cell["saved_bytes"] for cell in by_mode.values() if "saved_bytes" in cell), None)
         print(f"\n{num_tokens} tokens, {formatted(ratio(saved, MIB), '{:.1f}')} MiB saved by autograd")
-        print_table(HEADER, [_row(mode, by_mode) for mode in by_mode])
+        print_rows([_row(mode, by_mode) for mode in by_mode])
         for mode, cell in by_mode.items():
             if "error" in cell:
                 print(f"{mode}: {cell['error'].splitlines()[0]}")
@@ -75,24 +60,24 @@ def _link(gb_per_s: dict[str, float] | None) -> str:
     return f"link {gb_per_s['to_host']:.0f} GB/s to the host, {gb_per_s['to_device']:.0f} GB/s to the device"
 
 
-def _row(mode: str, cells: Cells) -> list[str]:
+def _row(mode: str, cells: Cells) -> dict[str, str]:
     cell = cells[mode]
     saved = saved_peak_bytes(cell)
-    return [
-        mode,
-        formatted(_step_ms(cell), "{:.1f}"),
-        formatted(_step_over("none")(cell, cells), "{:.2f}"),
-        formatted(cell.get("tokens_per_s"), "{:,.0f}"),
-        formatted(ratio(saved, 2**30), "{:.3g}"),
-        formatted(ratio(saved, cell.get("saved_bytes")), "{:.3f}"),
-        formatted(ratio(cell.get("peak_bytes"), 2**30), "{:.2f}"),
-        formatted(ratio(cell.get("reserved_bytes"), 2**30), "{:.2f}"),
-        _predicted(cell),
-        formatted(cell.get("stall_ms"), "{:.1f}"),
-        formatted(cell.get("first_step_s") if "step_ms" in cell else None, "{:.1f}"),
-        formatted(ratio(cell.get("host_bytes"), 2**30), "{:.3g}"),
-        {True: "equal", False: "different", None: "-"}[cell.get("gradients_equal")],
-    ]
+    return {
+        "mode": mode,
+        "step ms": formatted(_step_ms(cell), "{:.1f}"),
+        "/ none": formatted(_step_over("none")(cell, cells), "{:.2f}"),
+        "tokens/s": formatted(cell.get("tokens_per_s"), "{:,.0f}"),
+        "saved GiB": formatted(ratio(saved, 2**30), "{:.3g}"),
+        "/ all": formatted(ratio(saved, cell.get("saved_bytes")), "{:.3f}"),
+        "peak GiB": formatted(ratio(cell.get("peak_bytes"), 2**30), "{:.2f}"),
+        "reserved": formatted(ratio(cell.get("reserved_bytes"), 2**30), "{:.2f}"),
+        "predicted": _predicted(cell),
+        "stall ms": formatted(cell.get("stall_ms"), "{:.1f}"),
+        "first s": formatted(cell.get("first_step_s") if "step_ms" in cell else None, "{:.1f}"),
+        "host GiB": formatted(ratio(cell.get("host_bytes"), 2**30), "{:.3g}"),
+        "gradients": {True: "equal", False: "different", None: "-"}[cell.get("gradients_equal")],
+    }
 
 
 def saved_peak_bytes(cell: Cell) -> int | None:
@@ -110,10 +95,6 @@ def _predicted(cell: Cell) -> str:
     return f"{step:.1f} ms {peak:.3g} GiB" if "step_ms" in cell else f"{peak:.3g} GiB"
 
 
-def _peak_over_budget(cell: Cell, cells: Cells) -> float | None:
-    return ratio(saved_peak_bytes(cell), cell.get("budget_bytes"))
-
-
 def _prediction_error(cell: Cell, cells: Cells) -> float | None:
     found = ratio(cell.get("predicted_step_ms"), _step_ms(cell))
     return None if found is None else abs(found - 1)
@@ -129,22 +110,14 @@ def _step_over(other: str) -> Callable[[Cell, Cells], float | None]:
     return lambda cell, cells: ratio(_step_ms(cell), _step_ms(cells.get(other, {})))
 
 
-def _saved_over_trl(cell: Cell, cells: Cells) -> float | None:
-    return ratio(saved_peak_bytes(cell), saved_peak_bytes(cells.get("TRL", {})))
-
-
-def _late_host_allocations(cell: Cell, cells: Cells) -> float | None:
-    return cell.get("late_host_allocations")
-
-
 QUANTITIES: dict[str, Callable[[Cell, Cells], float | None]] = {
-    "peak / budget": _peak_over_budget,
+    "peak / budget": lambda cell, cells: ratio(saved_peak_bytes(cell), cell.get("budget_bytes")),
     "error of predicted step": _prediction_error,
     "step / checkpointing": _step_over("checkpointing"),
     "overhead / checkpointing's": _overhead_over_checkpointing,
     "step / TRL": _step_over("TRL"),
-    "saved / TRL": _saved_over_trl,
-    "host allocations after step 2": _late_host_allocations,
+    "saved / TRL": lambda cell, cells: ratio(saved_peak_bytes(cell), saved_peak_bytes(cells.get("TRL", {}))),
+    "host allocations after step 2": lambda cell, cells: cell.get("late_host_allocations"),
 }
 
 

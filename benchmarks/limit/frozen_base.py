@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import MIB, environment, print_table, results_path, write_results
+from benchmarks.common import MIB, environment, print_rows, results_path, write_results
 from benchmarks.limit.lora_kinds import KINDS, NO_LIMIT
 from hf_memopt.recipes.memory_limit import limits
 from hf_memopt.recipes.memory_limit.limited_process import LimitedRun, run_limited
@@ -37,7 +37,6 @@ from hf_memopt.units import GIB
 ENVIRONMENT = {"OMP_WAIT_POLICY": "passive", "MALLOC_MMAP_THRESHOLD_": str(2**16)}
 # A run is ended after so many times the time of the run without a limit, at least so many seconds.
 TOO_SLOW, TOO_SLOW_S = 5, 60.0
-HEADER = ["kind", "end", "peak MiB", "CPU s / step", "s / step", "GiB read / step", "first step s", "adapters"]
 
 Row = dict[str, Any]
 
@@ -182,22 +181,21 @@ def print_report(results: dict[str, Any]) -> None:
     runs = f"medians of {num_runs} runs" if num_runs > 1 else "one run"
     limit, budget = f"{size['limit_gib']:g} GiB", f"budget {size['budget_gib']:g} GiB"
     print(f"LoRA of a base of {base:.2f} GiB in {limit}, {size['num_tokens']} tokens a step, {budget}: {runs}")
-    print_table(HEADER, [_cells(row) for row in results["rows"]])
+    print_rows([_cells(row) for row in results["rows"]])
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: Row) -> dict[str, str]:
     end = " or ".join(row["ends"]) + ("" if row["ends"] == ["finished"] else f" in step {row['num_steps'] + 1}")
-    cells = [row["kind"], end, f"{row['peak_bytes'] / MIB:.0f}"]
+    cells = {"kind": row["kind"], "end": end, "peak MiB": f"{row['peak_bytes'] / MIB:.0f}"}
     if row["cpu_s"] is None:
-        return [*cells, *["-"] * 5]
-    return [
-        *cells,
-        f"{row['cpu_s']:.1f}",
-        f"{row['wall_s']:.1f}",
-        f"{row['read_bytes'] / GIB:.2f}",
-        f"{row['first_step_s']:.1f}",
-        "equal" if row["adapters_equal"] else "DIFFER",
-    ]
+        return cells
+    return cells | {
+        "CPU s / step": f"{row['cpu_s']:.1f}",
+        "s / step": f"{row['wall_s']:.1f}",
+        "GiB read / step": f"{row['read_bytes'] / GIB:.2f}",
+        "first step s": f"{row['first_step_s']:.1f}",
+        "adapters": "equal" if row["adapters_equal"] else "DIFFER",
+    }
 
 
 def run(options: argparse.Namespace, output: Path) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import MIB, environment, print_table, results_path, write_results
+from benchmarks.common import MIB, environment, print_rows, results_path, write_results
 from benchmarks.limit.kinds import KINDS, NO_LIMIT
 from benchmarks.limit.workloads import WORKLOADS
 from hf_memopt.recipes.memory_limit import limits
@@ -46,20 +46,6 @@ POINTS_PER_STEP = 40
 TOO_SLOW, TOO_SLOW_S = 4, 60.0
 # Kinds whose first run with the first allocator keeps its curve.
 DRAWN = (NO_LIMIT, "plain", "ours, budget", "ours, all")
-HEADER = [
-    "kind",
-    "glibc",
-    "end",
-    "peak MiB",
-    "over rest",
-    "saved",
-    "CPU s / step",
-    "of plain",
-    "later",
-    "s / step",
-    "GiB / step",
-    "weights",
-]
 
 Row = dict[str, Any]
 
@@ -195,29 +181,31 @@ def print_report(results: dict[str, Any]) -> None:
     for name, found in results["workloads"].items():
         rest, limit, budget = (found[key] / MIB for key in ("rest_bytes", "allowance_bytes", "budget_bytes"))
         print(f"\n{name}: {rest:.0f} MiB at rest, {limit:.0f} more allowed ({found['limit']}), budget {budget:.0f}")
-        print_table(HEADER, [_cells(row, results["num_steps"], found["rows"]) for row in found["rows"]])
+        print_rows([_named_cells(row, results["num_steps"], found["rows"]) for row in found["rows"]])
 
 
-def _cells(row: Row, num_steps: int, rows: list[Row]) -> list[str]:
-    peak = [f"{row['peak_bytes'] / MIB:.0f}", f"{row['over_rest_bytes'] / MIB:.0f}"]
-    peak.append("-" if row["saved_gib"] is None else f"{1024 * row['saved_gib']:.0f}")
+def _named_cells(row: Row, num_steps: int, rows: list[Row]) -> dict[str, str]:
     ends = sorted(set(row["ends"]))
     end = " or ".join(ends) if ends == ["finished"] else f"{' or '.join(ends)} in step {row['num_steps'] + 1}"
+    cells = {
+        "kind": row["kind"],
+        "glibc": row["allocator"],
+        "end": end,
+        "peak MiB": f"{row['peak_bytes'] / MIB:.0f}",
+        "over rest": f"{row['over_rest_bytes'] / MIB:.0f}",
+        "saved": "-" if row["saved_gib"] is None else f"{1024 * row['saved_gib']:.0f}",
+    }
     if row["cpu_s"] is None:
-        return [row["kind"], row["allocator"], end, *peak, *["-"] * 6]
+        return cells
     plain = next(each for each in rows if each["kind"] == NO_LIMIT and each["allocator"] == row["allocator"])
-    return [
-        row["kind"],
-        row["allocator"],
-        end,
-        *peak,
-        f"{row['cpu_s'] / num_steps:.2f}",
-        f"{row['cpu_s'] / plain['cpu_s']:.2f}",
-        f"{row['later_cpu_s'] / plain['later_cpu_s']:.2f}",
-        f"{row['wall_s'] / num_steps:.2f}",
-        f"{row['written_bytes'] / num_steps / 2**30:.2f}",
-        "equal" if row["weights_equal"] else "DIFFER",
-    ]
+    return cells | {
+        "CPU s / step": f"{row['cpu_s'] / num_steps:.2f}",
+        "of plain": f"{row['cpu_s'] / plain['cpu_s']:.2f}",
+        "later": f"{row['later_cpu_s'] / plain['later_cpu_s']:.2f}",
+        "s / step": f"{row['wall_s'] / num_steps:.2f}",
+        "GiB / step": f"{row['written_bytes'] / num_steps / 2**30:.2f}",
+        "weights": "equal" if row["weights_equal"] else "DIFFER",
+    }
 
 
 def run(options: argparse.Namespace, output: Path) -> dict[str, Any]:

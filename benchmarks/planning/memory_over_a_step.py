@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.common import MIB, environment, print_table, results_path, write_results
+from benchmarks.common import MIB, environment, print_rows, results_path, write_results
 from hf_memopt import ActivationOffloader, SyncCopier, estimate_peak_memory
 
 BATCH, LENGTH, VOCABULARY = 8, 256, 1024
@@ -205,16 +205,16 @@ def _draw(found: dict[str, dict[str, Any]], path: Path) -> Path:
 
 def print_report(results: dict[str, Any]) -> None:
     rows = [
-        [
-            name,
-            f"{row['predicted_peak_bytes'] / MIB:.2f}",
-            f"{row['measured_peak_bytes'] / MIB:.2f}",
-            "yes" if row["weights_equal"] else "NO",
-        ]
+        {
+            "technique": name,
+            "predicted MiB": f"{row['predicted_peak_bytes'] / MIB:.2f}",
+            "measured MiB": f"{row['measured_peak_bytes'] / MIB:.2f}",
+            "weights equal": "yes" if row["weights_equal"] else "NO",
+        }
         for name, row in results["techniques"].items()
     ]
     print(f"peak of a small Llama's step on a CPU: {results['layers']} layers, budget {results['budget_mib']} MiB")
-    print_table(["technique", "predicted MiB", "measured MiB", "weights equal"], rows)
+    print_rows(rows)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.common import MIB, print_table
+from benchmarks.common import MIB, print_rows
 from benchmarks.targets import Verdict, formatted, ratio
 
 # Upper limits of a mode's quantity over another mode's.
@@ -14,22 +14,6 @@ TARGETS: list[dict[str, Any]] = [
     {"mode": "swap+shared", "over": "seed", "quantity": "step_ms", "at_most": 0.6},
     {"mode": "swap+shared", "over": "seed", "quantity": "peak_bytes", "at_most": 0.5},
 ]
-HEADER = [
-    "mode",
-    "step ms",
-    "/ resident",
-    "samples/s",
-    "peak GiB",
-    "/ seed",
-    "reserved",
-    "stall ms",
-    "first s",
-    "to device MiB",
-    "to host MiB",
-    "target",
-    "loss",
-]
-_DIRECTIONS = ("host_to_device", "device_to_host")
 
 Cell = dict[str, Any]
 Cells = dict[str, Cell]
@@ -39,7 +23,7 @@ def print_report(results: dict[str, Any]) -> None:
     for dtype, batch_size, cells in _groups(results["cells"]):
         size = results["size"] if "size" in results else next(iter(cells.values()))["size"]
         print(f"\n{size} SmolVLA, {dtype}, batch {batch_size}, {results['hardware']['name']}")
-        print_table(HEADER, [_row(name, cells) for name in cells])
+        print_rows([_row(name, cells) for name in cells])
         for name, cell in cells.items():
             if "error" in cell:
                 print(f"{name}: {cell['error'].splitlines()[0]}")
@@ -62,23 +46,24 @@ def _verdicts(targets: list[dict[str, Any]], cells: Cells) -> Iterator[Verdict]:
             yield Verdict(what, _over(cells, target["mode"], target["over"], target["quantity"]), target["at_most"])
 
 
-def _row(name: str, cells: Cells) -> list[str]:
+def _row(name: str, cells: Cells) -> dict[str, str]:
     cell = cells[name]
     moved = _moved(cell.get("traffic_bytes", {}))
-    return [
-        name,
-        formatted(_quantity(cell, "step_ms"), "{:.1f}"),
-        formatted(_over(cells, name, "resident", "step_ms"), "{:.2f}"),
-        formatted(cell.get("samples_per_s"), "{:.1f}"),
-        formatted(ratio(cell.get("peak_bytes"), 2**30), "{:.2f}"),
-        formatted(_over(cells, name, "seed", "peak_bytes"), "{:.2f}"),
-        formatted(ratio(cell.get("reserved_bytes"), 2**30), "{:.2f}"),
-        formatted(cell.get("stall_ms"), "{:.1f}"),
-        formatted(cell.get("first_step_s") if "step_ms" in cell else None, "{:.1f}"),
-        *(formatted(ratio(moved.get(way), MIB), "{:.1f}") for way in _DIRECTIONS),
-        _likeness(cell, "target_equal", "target_max_difference"),
-        _likeness(cell, "loss_equal", "loss_difference"),
-    ]
+    return {
+        "mode": name,
+        "step ms": formatted(_quantity(cell, "step_ms"), "{:.1f}"),
+        "/ resident": formatted(_over(cells, name, "resident", "step_ms"), "{:.2f}"),
+        "samples/s": formatted(cell.get("samples_per_s"), "{:.1f}"),
+        "peak GiB": formatted(ratio(cell.get("peak_bytes"), 2**30), "{:.2f}"),
+        "/ seed": formatted(_over(cells, name, "seed", "peak_bytes"), "{:.2f}"),
+        "reserved": formatted(ratio(cell.get("reserved_bytes"), 2**30), "{:.2f}"),
+        "stall ms": formatted(cell.get("stall_ms"), "{:.1f}"),
+        "first s": formatted(cell.get("first_step_s") if "step_ms" in cell else None, "{:.1f}"),
+        "to device MiB": formatted(ratio(moved.get("host_to_device"), MIB), "{:.1f}"),
+        "to host MiB": formatted(ratio(moved.get("device_to_host"), MIB), "{:.1f}"),
+        "target": _likeness(cell, "target_equal", "target_max_difference"),
+        "loss": _likeness(cell, "loss_equal", "loss_difference"),
+    }
 
 
 def _moved(traffic: dict[str, Any]) -> dict[str, int]:

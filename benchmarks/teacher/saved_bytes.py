@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.common import MIB, environment, print_table, results_path, write_results
+from benchmarks.common import MIB, environment, print_rows, results_path, write_results
 from benchmarks.teacher.smolvla import SIZES, Size, build_policy, draw_noise_and_time, make_batch, observe
 from hf_memopt.lerobot.flow.flow_policy import Observation
 from hf_memopt.lerobot.flow.smolvla_flow import SmolVLAExpert, SmolVLAPrefix
@@ -27,7 +27,6 @@ from hf_memopt.reflow import interpolate, reflow_loss
 # Upper limits of saved bytes, shared prefix over joint forward, at the published size. With a trained state projection
 # 0.40 allows a copy of the prefix in every layer, to append the state token; 0.33 allows none.
 TARGET_RATIOS = {"frozen": [0.31], "trained": [0.40, 0.33]}
-HEADER = ["state projection", "joint MiB", "shared MiB", "ratio", "targets", "loss diff", "max rel grad diff"]
 
 CPU = torch.device("cpu")
 Gradients = dict[str, Tensor]
@@ -109,20 +108,19 @@ def print_report(results: dict[str, Any]) -> None:
         f"counted, for SmolVLA with {results['num_parameters'] / 1e6:.0f} million parameters in {results['dtype']}, "
         f"a batch of {results['batch_size']}"
     )
-    rows = []
-    for case, found in results["state_projection"].items():
-        rows.append(
-            [
-                case,
-                f"{found['joint_bytes'] / MIB:.1f}",
-                f"{found['shared_bytes'] / MIB:.1f}",
-                f"{found['ratio']:.3f}",
-                _verdicts(found["ratio"], results["target_ratios"][case]) if results["size"] == "real" else "-",
-                f"{found['loss_difference']:.1e}",
-                f"{found['max_relative_gradient_difference']:.1e}",
-            ]
-        )
-    print_table(HEADER, rows)
+    rows = [
+        {
+            "state projection": case,
+            "joint MiB": f"{found['joint_bytes'] / MIB:.1f}",
+            "shared MiB": f"{found['shared_bytes'] / MIB:.1f}",
+            "ratio": f"{found['ratio']:.3f}",
+            "targets": _verdicts(found["ratio"], results["target_ratios"][case]) if results["size"] == "real" else "-",
+            "loss diff": f"{found['loss_difference']:.1e}",
+            "max rel grad diff": f"{found['max_relative_gradient_difference']:.1e}",
+        }
+        for case, found in results["state_projection"].items()
+    ]
+    print_rows(rows)
 
 
 def _verdicts(ratio: float, targets: list[float]) -> str:

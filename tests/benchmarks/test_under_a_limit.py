@@ -66,13 +66,13 @@ def test_a_row_says_how_a_kind_ended(load: Load, capsys: pytest.CaptureFixture[s
     other = bench.summary(
         "ours, all", "mapped", [run("finished", weights_digest="b", cpu_s=6.0, cpu_s_until=[3.0, 6.0])], run("finished")
     )
-    cells = [bench._cells(row, 2, [free, killed, other]) for row in (free, killed, other)]
-    assert cells[1][2] == "finished or killed in step 2"
-    assert cells[2][2] == "finished"
-    assert [row[7] for row in cells] == ["1.00", "1.00", "1.50"]
-    assert [row[8] for row in cells] == ["1.00", "1.00", "3.00"]
-    assert cells[0][5] == "256"
-    assert [row[-1] for row in cells] == ["equal", "equal", "DIFFER"]
+    cells = [bench._named_cells(row, 2, [free, killed, other]) for row in (free, killed, other)]
+    assert cells[1]["end"] == "finished or killed in step 2"
+    assert cells[2]["end"] == "finished"
+    assert [row["of plain"] for row in cells] == ["1.00", "1.00", "1.50"]
+    assert [row["later"] for row in cells] == ["1.00", "1.00", "3.00"]
+    assert cells[0]["saved"] == "256"
+    assert [row["weights"] for row in cells] == ["equal", "equal", "DIFFER"]
     facts = {"limit": "control group", "rest_bytes": 2**20, "allowance_bytes": 2**21, "budget_bytes": 2**20}
     workloads = {"language model": {**facts, "rows": [free, killed, other]}}
     bench.print_report({"num_runs": 2, "num_steps": 2, "workloads": workloads})
