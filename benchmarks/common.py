@@ -1,5 +1,6 @@
 """The common parts of benchmarks: facts about the machine, its memory, results files and tables."""
 
+import argparse
 import gc
 import importlib.metadata
 import json
@@ -7,7 +8,7 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from hf_memopt.memory.device_counters import device_name
 from hf_memopt.text_table import align
 from hf_memopt.transfer.host_memory import pinned_empty
 
+CPU = torch.device("cpu")
 MIB = 2**20
 # Share of a card's nominal memory that the CUDA context and the desktop leave: 7.3 GiB of 8 GB.
 USABLE_SHARE = 0.9125
@@ -148,6 +150,28 @@ def write_results(results: dict[str, Any], path: Path) -> Path:
     unfinished.write_text(json.dumps(results, indent=1) + "\n")
     os.replace(unfinished, path)
     return path
+
+
+class BenchmarkParser(argparse.ArgumentParser):
+    def __init__(self, description: str | None) -> None:
+        super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+    def options(self, arguments: Sequence[str] | None = None) -> argparse.Namespace:
+        """Parse the command line, with the file of results as the last option."""
+        self.add_argument("--output", type=Path, help="JSON file (default: in benchmarks/results)")
+        return self.parse_args(arguments)
+
+
+def finish(
+    results: dict[str, Any],
+    print_report: Callable[[dict[str, Any]], None],
+    output: Path | None,
+    theme: str,
+    device: torch.device = CPU,
+) -> None:
+    """Print and store the results, without an output file in that of the theme and the device."""
+    print_report(results)
+    print("wrote", write_results(results, output or results_path(theme, device)))
 
 
 def slug(text: str) -> str:

@@ -8,13 +8,11 @@ each round, and ratios are medians over rounds. The clock is the thread's CPU ti
 little. Memory is the peak of autograd's saved tensors, each storage once, without weights.
 """
 
-import argparse
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,12 +27,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
-from benchmarks.common import MIB, environment, print_rows, results_path, write_results
+from benchmarks.common import CPU, MIB, BenchmarkParser, environment, finish, print_rows
 from benchmarks.timing import median_and_spread
 from hf_memopt import GradientCache
 from hf_memopt.integrations.sentence_transformers import CachedLoss
 
-CPU = torch.device("cpu")
 WORDS = ["[PAD]", "[UNK]", *(f"w{number}" for number in range(1000))]
 THEIRS = "CachedMultipleNegativesRankingLoss"
 TARGET = 1.0  # upper limit of our time over theirs
@@ -194,17 +191,15 @@ def print_report(results: dict[str, Any]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = BenchmarkParser(__doc__)
     sizes = {"hidden_size": 256, "num_layers": 4, "num_pairs": 64, "num_words": 32, "micro_batch_size": 8}
     for name, value in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=value, help="default: %(default)s")
     parser.add_argument("--rounds", type=int, default=15, help="per kind (default: %(default)s)")
-    parser.add_argument("--output", type=Path, help="JSON file (default: in benchmarks/results)")
-    options = vars(parser.parse_args(arguments))
+    options = vars(parser.options(arguments))
     torch.set_num_threads(1)
     results = run({name: options[name] for name in sizes}, options["rounds"])
-    print_report(results)
-    print("wrote", write_results(results, options["output"] or results_path("gradient-cache", CPU)))
+    finish(results, print_report, options["output"], "gradient-cache")
 
 
 if __name__ == "__main__":

@@ -3,12 +3,10 @@
 python -m benchmarks.probe
 """
 
-import argparse
 import mmap
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.activations.model import deterministic, flash_attention
-from benchmarks.common import current_device, environment, print_table, results_path, write_results
+from benchmarks.common import BenchmarkParser, current_device, environment, print_table, results_path, write_results
 from benchmarks.timing import median_and_spread, step_times_ms
 
 GIB = 2**30
@@ -131,10 +129,9 @@ def kernels_of(gradients: Callable[[], list[Tensor]]) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = BenchmarkParser(__doc__)
     parser.add_argument("--size", choices=SIZES, default="real", help="of buffers and matrices (default: %(default)s)")
-    parser.add_argument("--output", type=Path, help="JSON file (default: in benchmarks/results)")
-    options = parser.parse_args(arguments)
+    options = parser.options(arguments)
     device = current_device()
     found = measure(options.size, device)
     print_table(["fact", "found"], [[name, str(value)] for name, value in found.items()])

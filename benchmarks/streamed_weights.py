@@ -8,7 +8,6 @@ folder for temporary ones. Without an accelerator a toy model runs on the CPU, a
 reported.
 """
 
-import argparse
 import os
 import sys
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from torch import nn
 from benchmarks.activations.lora import LoraWork, build
 from benchmarks.activations.model import SIZES, compared, flash_attention
 from benchmarks.cells import Cell, Report, Row, compare, own_failures, run_cells
-from benchmarks.common import current_device, host_rss_bytes, print_table, results_path
+from benchmarks.common import BenchmarkParser, current_device, host_rss_bytes, print_table, results_path
 from benchmarks.targets import formatted, ratio
 from benchmarks.timing import first_step_s, timed
 from hf_memopt import StreamedWeights
@@ -132,7 +131,7 @@ REPORT = Report({}, print_report, judge)
 def main(arguments: list[str] | None = None) -> int:
     device = current_device()
     on_cpu = device.type == "cpu"
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = BenchmarkParser(__doc__)
     add = parser.add_argument
     add("--size", choices=SIZES, default="toy" if on_cpu else "real", help="of the model (here: %(default)s)")
     add("--tokens", nargs="+", type=int, default=[128] if on_cpu else [2048, 8192], help="here: %(default)s")
@@ -141,8 +140,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--steps", type=int, default=5, help="timed steps of each cell, at most (default: %(default)s)")
     add("--seconds-per-cell", type=float, default=10.0, help="stop timing a cell after this (default: %(default)s)")
     add("--time-limit-s", type=float, default=510.0, help="of the whole run (default: %(default)s)")
-    add("--output", type=Path, help="JSON file (default: in benchmarks/results)")
-    options = parser.parse_args(arguments)
+    options = parser.options(arguments)
     shared = {name: getattr(options, name) for name in ("size", "warmup", "steps", "seconds_per_cell")}
     cells = [
         Cell("streamed_weights", f"{mode}, {num_tokens} tokens", {"mode": mode, "num_tokens": num_tokens, **shared})

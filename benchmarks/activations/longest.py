@@ -23,6 +23,7 @@ from benchmarks.activations.model import SIZES, Work, build_model, flash_attenti
 from benchmarks.activations.modes import MODES, OURS, Handling, Setting, require_host_memory, settle
 from benchmarks.cells import Cell, Report, Row, UnavailableError, own_failures, run_cells
 from benchmarks.common import (
+    BenchmarkParser,
     current_device,
     free_memory,
     host_limit_gib,
@@ -147,7 +148,7 @@ def cells(options: argparse.Namespace) -> Iterator[Cell]:
 
 def parse(arguments: list[str] | None, device: torch.device) -> argparse.Namespace:
     on_cpu = device.type == "cpu"
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = BenchmarkParser(__doc__)
     add = parser.add_argument
     add("--size", choices=SIZES, default="toy" if on_cpu else "real", help="of the models (here: %(default)s)")
     add("--layers-per-gb", type=float, default=0.5, help="of the card, in the layers' workload (default: %(default)s)")
@@ -159,8 +160,7 @@ def parse(arguments: list[str] | None, device: torch.device) -> argparse.Namespa
     add("--steps", type=int, default=3, help="timed steps of each length, at most (default: %(default)s)")
     add("--seconds-per-cell", type=float, default=2.0, help="stop timing a length after this (default: %(default)s)")
     add("--time-limit-s", type=float, default=1800.0, help="of the whole run (default: %(default)s)")
-    add("--output", type=Path, help="JSON file (default: in benchmarks/results)")
-    return parser.parse_args(arguments)
+    return parser.options(arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:

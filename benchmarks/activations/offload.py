@@ -29,7 +29,7 @@ from benchmarks.activations.model import (
 from benchmarks.activations.modes import MODES, OURS, Handling, Setting, settle
 from benchmarks.activations.report import TARGETS, print_report
 from benchmarks.cells import Cell, Report, Row, compare, own_failures, run_cells
-from benchmarks.common import current_device, host_limit_gib, host_rss_bytes, results_path
+from benchmarks.common import BenchmarkParser, current_device, host_limit_gib, host_rss_bytes, results_path
 from benchmarks.timing import first_step_s, timed
 
 AGAIN = "none again"  # the plain run at the end, as a control
@@ -114,7 +114,7 @@ def cells(options: argparse.Namespace) -> Iterator[Cell]:
 
 def parse(arguments: list[str] | None, device: torch.device) -> argparse.Namespace:
     on_cpu = device.type == "cpu"
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = BenchmarkParser(__doc__)
     add = parser.add_argument
     add("--size", choices=SIZES, default="toy" if on_cpu else "real", help="of the layers (here: %(default)s)")
     add("--layers", type=int, default=8 if on_cpu else 6, help="at least 2 (here: %(default)s)")
@@ -125,8 +125,7 @@ def parse(arguments: list[str] | None, device: torch.device) -> argparse.Namespa
     add("--steps", type=int, default=5, help="timed steps of each cell, at most (default: %(default)s)")
     add("--seconds-per-cell", type=float, default=8.0, help="stop timing a cell after this (default: %(default)s)")
     add("--time-limit-s", type=float, default=510.0, help="of the whole run (default: %(default)s)")
-    add("--output", type=Path, help="JSON file (default: in benchmarks/results)")
-    options = parser.parse_args(arguments)
+    options = parser.options(arguments)
     if options.warmup < 2 or options.layers < 2:
         parser.error("--warmup and --layers must be at least 2")
     return options

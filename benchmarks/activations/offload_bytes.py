@@ -7,13 +7,11 @@ in turn. Copied bytes, the highest number of bytes held, and operations are coun
 depends on the device, except that `ours auto` decides by measured times. No time is reported.
 """
 
-import argparse
 import contextlib
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -32,7 +30,7 @@ from benchmarks.activations import modes
 from benchmarks.activations.model import Saved, saved_by
 from benchmarks.activations.modes import Handling, Setting
 from benchmarks.cells import UnavailableError
-from benchmarks.common import MIB, environment, host_limit_gib, print_table, results_path, write_results
+from benchmarks.common import CPU, MIB, BenchmarkParser, environment, finish, host_limit_gib, print_table
 
 # Llama 3's proportions: heads of 64, four query heads to a key head, an MLP 3.5 times as wide.
 SIZES = {
@@ -44,7 +42,6 @@ VOCABULARY = {"real": 2048, "toy": 256}
 TARGET_RATIO = 1.0  # this library copies every storage once
 HEADER = ["switch", "copied MiB", "weights MiB", "left MiB", "highest MiB", "/ plain", "computed again", "gradients"]
 
-CPU = torch.device("cpu")
 Gradients = list[Tensor]
 
 
@@ -274,13 +271,11 @@ def _row(name: str, found: dict[str, Any], results: dict[str, Any]) -> list[str]
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = BenchmarkParser(__doc__)
     parser.add_argument("--size", choices=SIZES, default="real", help="which model (default: %(default)s)")
-    parser.add_argument("--output", type=Path, help="JSON file (default: in benchmarks/results)")
-    options = parser.parse_args(arguments)
+    options = parser.options(arguments)
     results = run(options.size)
-    print_report(results)
-    print("wrote", write_results(results, options.output or results_path("offload-bytes", CPU)))
+    finish(results, print_report, options.output, "offload-bytes")
 
 
 if __name__ == "__main__":

@@ -7,13 +7,11 @@ bookkeeping remains. Kinds take turns within each round, and medians over rounds
 CPU time, so that other processes disturb little.
 """
 
-import argparse
 import contextlib
 import statistics
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -22,7 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from trl.models.activation_offloading import OffloadActivations
 
-from benchmarks.common import environment, print_table, results_path, write_results
+from benchmarks.common import CPU, BenchmarkParser, environment, finish, print_table
 from benchmarks.targets import Verdict
 from benchmarks.timing import median_and_spread
 from hf_memopt import ActivationOffloader, SyncCopier
@@ -32,7 +30,6 @@ LARGE_MB = 10.0  # the offloader's default threshold
 TARGETS = {"ours, kept": 2.5, "ours, offloaded": 20.0}  # microseconds per saved tensor over the no-op hook, at most
 HEADER = ["hooks", "us / tensor", "over no-op", "target"]
 
-CPU = torch.device("cpu")
 Hooks = Callable[[], AbstractContextManager[Any]]
 
 
@@ -113,15 +110,13 @@ def print_report(results: dict[str, Any]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = BenchmarkParser(__doc__)
     parser.add_argument("--rounds", type=int, default=200, help="per kind (default: %(default)s)")
     parser.add_argument("--tensors", type=int, default=500, help="saved in one pass (default: %(default)s)")
-    parser.add_argument("--output", type=Path, help="JSON file (default: in benchmarks/results)")
-    options = parser.parse_args(arguments)
+    options = parser.options(arguments)
     torch.set_num_threads(1)
     results = run(options.rounds, options.tensors)
-    print_report(results)
-    print("wrote", write_results(results, options.output or results_path("offload-cost", CPU)))
+    finish(results, print_report, options.output, "offload-cost")
 
 
 if __name__ == "__main__":

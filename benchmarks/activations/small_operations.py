@@ -9,11 +9,9 @@ its plans with the plain step. Then kinds take turns within each round. The cloc
 other processes disturb little; ratios are those of medians.
 """
 
-import argparse
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.nn.utils.rnn import pack_sequence
 
-from benchmarks.common import environment, print_table, results_path, write_results
+from benchmarks.common import CPU, BenchmarkParser, environment, finish, print_table
 from benchmarks.targets import Verdict
 from benchmarks.timing import median_and_spread
 from hf_memopt import ActivationOffloader, SyncCopier
@@ -31,7 +29,6 @@ NUM_WARM_UPS = 72  # two are recorded, one is plain, and each of four plans is c
 TARGET_RATIO = 1.05
 HEADER = ["model", "plain ms", "ours", "save_on_cpu", "target of ours", "ours moves MiB a step"]
 
-CPU = torch.device("cpu")
 Forward = Callable[[], Tensor]
 Model = tuple[nn.Module, Forward]
 
@@ -133,15 +130,13 @@ def print_report(results: dict[str, Any]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = BenchmarkParser(__doc__)
     parser.add_argument("--rounds", type=int, default=31, help="per model (default: %(default)s)")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="default: all")
-    parser.add_argument("--output", type=Path, help="JSON file (default: in benchmarks/results)")
-    options = parser.parse_args(arguments)
+    options = parser.options(arguments)
     torch.set_num_threads(1)
     results = run(options.rounds, options.models)
-    print_report(results)
-    print("wrote", write_results(results, options.output or results_path("small-operations", CPU)))
+    finish(results, print_report, options.output, "small-operations")
 
 
 if __name__ == "__main__":

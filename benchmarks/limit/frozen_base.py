@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import MIB, environment, print_rows, results_path, write_results
+from benchmarks.common import CPU, MIB, BenchmarkParser, environment, print_rows, results_path, write_results
 from benchmarks.limit.lora_kinds import KINDS, NO_LIMIT
 from hf_memopt.recipes.memory_limit import limits
 from hf_memopt.recipes.memory_limit.limited_process import LimitedRun, run_limited
@@ -203,7 +203,7 @@ def run(options: argparse.Namespace, output: Path) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         base = options.base or SIZES[options.size].make_base(Path(folder) / "base")
         results: dict[str, Any] = {
-            **environment(torch.device("cpu")),
+            **environment(CPU),
             "benchmark": "limit.frozen_base",
             "file_system": file_system(base),
             "size": options.size,
@@ -220,7 +220,7 @@ def run(options: argparse.Namespace, output: Path) -> dict[str, Any]:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = BenchmarkParser(__doc__)
     add = parser.add_argument
     add("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="besides the run without a limit (all)")
     add("--runs", type=int, default=3, help="of each kind (default: %(default)s)")
@@ -228,15 +228,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--size", choices=SIZES, default="real", help="of base and limit (default: %(default)s)")
     add("--folder", type=Path, default=Path("outputs/frozen_base"), help="on a local disk (default: %(default)s)")
     add("--base", type=Path, help="folder of a causal language model in safetensors files (default: one is made)")
-    add("--output", type=Path, help="JSON file (default: in benchmarks/results)")
-    options = parser.parse_args(arguments)
+    options = parser.options(arguments)
     options.kinds = [NO_LIMIT, *(kind for kind in options.kinds if kind != NO_LIMIT)]
     return options
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
-    output = options.output or results_path("frozen-base", torch.device("cpu"))
+    output = options.output or results_path("frozen-base", CPU)
     print_report(run(options, output))
     print("wrote", output)
 

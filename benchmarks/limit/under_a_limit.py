@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import MIB, environment, print_rows, results_path, write_results
+from benchmarks.common import CPU, MIB, BenchmarkParser, environment, print_rows, results_path, write_results
 from benchmarks.limit.kinds import KINDS, NO_LIMIT
 from benchmarks.limit.workloads import WORKLOADS
 from hf_memopt.recipes.memory_limit import limits
@@ -209,11 +209,10 @@ def _named_cells(row: Row, num_steps: int, rows: list[Row]) -> dict[str, str]:
 
 
 def run(options: argparse.Namespace, output: Path) -> dict[str, Any]:
-    cpu = torch.device("cpu")
     options.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         results: dict[str, Any] = {
-            **environment(cpu),
+            **environment(CPU),
             "benchmark": "limit.under_a_limit",
             "file_system": file_system(options.folder),
             "size": options.size,
@@ -232,7 +231,7 @@ def run(options: argparse.Namespace, output: Path) -> dict[str, Any]:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = BenchmarkParser(__doc__)
     add = parser.add_argument
     add("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS), help="default: all")
     add("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="besides the plain run without a limit (all)")
@@ -242,8 +241,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--limit", choices=limits.KINDS, default="auto", help="a control group, RLIMIT_DATA, or the first if possible")
     add("--size", choices=("real", "toy"), default="real", help="of the workloads (default: %(default)s)")
     add("--folder", type=Path, default=Path("outputs/under_a_limit"), help="on a local disk (default: %(default)s)")
-    add("--output", type=Path, help="JSON file (default: in benchmarks/results)")
-    options = parser.parse_args(arguments)
+    options = parser.options(arguments)
     options.kinds = [NO_LIMIT, *(kind for kind in options.kinds if kind != NO_LIMIT)]
     return options
 

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from benchmarks.cells import Cell, Report, Row, own_failures, run_cells
-from benchmarks.common import current_device, print_table, results_path
+from benchmarks.common import BenchmarkParser, current_device, print_table, results_path
 from benchmarks.targets import Verdict, formatted, ratio
 from benchmarks.timing import first_step_s, timed
 
@@ -116,13 +116,12 @@ def cells(options: argparse.Namespace) -> Iterator[Cell]:
 
 
 def parse(arguments: Sequence[str] | None, device: torch.device) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = BenchmarkParser(__doc__)
     add = parser.add_argument
     add("--steps", type=int, default=384, help="of each variant; the second half is timed (default: %(default)s)")
     add("--seconds-per-cell", type=float, default=60.0, help="stop timing a variant after this (default: %(default)s)")
     add("--time-limit-s", type=float, default=510.0, help="of the whole run (default: %(default)s)")
-    add("--output", type=Path, help="JSON file (default: in benchmarks/results)")
-    return parser.parse_args(arguments)
+    return parser.options(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

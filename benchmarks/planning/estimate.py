@@ -24,7 +24,7 @@ import torch
 from torch.nn.attention import _cur_sdpa_kernel_backends
 
 from benchmarks.cells import Cell, Report, Row, own_failures, run_cells
-from benchmarks.common import RESULTS_FOLDER, current_device, results_path, slug
+from benchmarks.common import RESULTS_FOLDER, BenchmarkParser, current_device, results_path, slug
 from benchmarks.planning import estimates
 from benchmarks.planning.estimate_report import TARGETS, print_report
 from benchmarks.planning.steps import MODELS, RECIPES, SIZES, model_steps, recipe_steps, simulated_step
@@ -125,7 +125,7 @@ def running_card(device: torch.device) -> str | None:
 def parse(arguments: list[str] | None, device: torch.device) -> argparse.Namespace:
     on_cpu = device.type == "cpu"
     card = "h100" if on_cpu else running_card(device)
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = BenchmarkParser(__doc__)
     add = parser.add_argument
     add("--models", nargs="*", choices=MODELS, default=list(MODELS), help="default: all")
     add("--recipes", nargs="*", choices=RECIPES, default=list(RECIPES), help="default: all")
@@ -138,8 +138,7 @@ def parse(arguments: list[str] | None, device: torch.device) -> argparse.Namespa
     add("--steps", type=int, default=5, help="timed steps of each cell, at most (default: %(default)s)")
     add("--seconds-per-cell", type=float, default=4.0, help="stop timing a cell after this (default: %(default)s)")
     add("--time-limit-s", type=float, help="of the whole run (default: 510, or none with --estimate-only)")
-    add("--output", type=Path, help="JSON file (default: in benchmarks/results)")
-    options = parser.parse_args(arguments)
+    options = parser.options(arguments)
     if options.card is None:
         parser.error(f"this device is none of the cards that are known; choose one with --card: {', '.join(CARDS)}")
     if options.time_limit_s is None:

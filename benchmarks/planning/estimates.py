@@ -7,10 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from benchmarks.cells import Cell, Row, found_by, preload
-from benchmarks.common import environment, measured_commit, slug, write_results
+from benchmarks.common import CPU, environment, measured_commit, slug, write_results
 from benchmarks.planning.steps import Definition, simulated_step
 from hf_memopt.estimate.estimate import estimate_peak_memory
 
@@ -51,7 +49,7 @@ def shared(settings: dict[str, Any], folder: Path) -> Row:
 def write_estimates(steps: Sequence[Step], card: str, output: Path, *, time_limit_s: float) -> dict[str, Any]:
     """Estimate one step after the other; the file is rewritten after each."""
     begun = time.perf_counter()
-    results: dict[str, Any] = {**environment(torch.device("cpu")), "benchmark": BENCHMARK, "card": card, "cells": []}
+    results: dict[str, Any] = {**environment(CPU), "benchmark": BENCHMARK, "card": card, "cells": []}
     results["complete"] = False
     preload()
     with tempfile.TemporaryDirectory() as folder:

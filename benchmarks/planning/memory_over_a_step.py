@@ -8,7 +8,6 @@ before the run: the peak by `estimate_peak_memory(like="cpu")`. Under a budget, 
 saved activations, plus their planned bytes, known after two recorded steps. Needs matplotlib.
 """
 
-import argparse
 import mmap
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.common import MIB, environment, print_rows, results_path, write_results
+from benchmarks.common import CPU, MIB, BenchmarkParser, environment, print_rows, results_path, write_results
 from hf_memopt import ActivationOffloader, SyncCopier, estimate_peak_memory
 
 BATCH, LENGTH, VOCABULARY = 8, 256, 1024
@@ -218,15 +217,13 @@ def print_report(results: dict[str, Any]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = BenchmarkParser(__doc__)
     parser.add_argument("--layers", type=int, default=6, help="of the model (default: %(default)s)")
     parser.add_argument("--budget-mib", type=float, default=BUDGET_MIB, help="for saved activations (%(default)s)")
-    parser.add_argument("--output", type=Path, help="JSON file (default: in benchmarks/results)")
     parser.add_argument("--figure", type=Path, default=FIGURE, help="PNG file (default: %(default)s)")
-    options = parser.parse_args(arguments)
-    cpu = torch.device("cpu")
+    options = parser.options(arguments)
     results = {
-        **environment(cpu),
+        **environment(CPU),
         "benchmark": "planning.memory_over_a_step",
         "layers": options.layers,
         "budget_mib": options.budget_mib,
@@ -234,7 +231,7 @@ def main(arguments: list[str] | None = None) -> None:
     }
     print_report(results)
     print("drew", draw(results["techniques"], options.figure))
-    print("wrote", write_results(results, options.output or results_path("memory-over-a-step", cpu)))
+    print("wrote", write_results(results, options.output or results_path("memory-over-a-step", CPU)))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ waiting takes no more than a twentieth of the step then. It is of a quarter of t
 computes and copies in the same proportion.
 """
 
-import argparse
 import json
 import tempfile
 from collections.abc import Callable, Sequence
@@ -18,10 +17,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
-from benchmarks.common import environment, print_table, results_path, write_results
+from benchmarks.common import CPU, BenchmarkParser, environment, finish, print_table
 from hf_memopt.estimate import MemoryEstimate
 from hf_memopt.estimate.estimate import simulate_step
 from hf_memopt.estimate.estimate_report import Verdict, needed_bytes, verdict
@@ -176,23 +174,20 @@ def print_report(results: dict[str, Any]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = BenchmarkParser(__doc__)
     parser.add_argument("--cards", nargs="+", default=CARDS, help="of the second table (default: %(default)s)")
     parser.add_argument("--workers", type=int, default=2, help="simulations at once (default: %(default)s)")
     parser.add_argument("--toy", action="store_true", help="a tiny shape, for a test")
-    parser.add_argument("--output", type=Path, help="JSON file (default: in benchmarks/results)")
-    options = parser.parse_args(arguments)
-    cpu = torch.device("cpu")
+    options = parser.options(arguments)
     results = {
-        **environment(cpu),
+        **environment(CPU),
         "benchmark": "planning.streamed_weights",
         "predicted_for": CARD,
         "shape": {**SHAPE, **(TOY if options.toy else {})},
         "options": OPTIONS,
         **measure(options.toy, options.cards, options.workers),
     }
-    print_report(results)
-    print("wrote", write_results(results, options.output or results_path("streamed-weights-predicted", cpu)))
+    finish(results, print_report, options.output, "streamed-weights-predicted")
 
 
 if __name__ == "__main__":

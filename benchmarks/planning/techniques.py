@@ -6,16 +6,14 @@ The step is a whole training step of a decoder shaped like Qwen3-0.6B, with 4 se
 tensors without memory (`estimate_peak_memory`). Times are predicted for one card.
 """
 
-import argparse
 import json
 import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
-from benchmarks.common import environment, print_table, results_path, write_results
+from benchmarks.common import CPU, BenchmarkParser, environment, finish, print_table
 from hf_memopt import estimate_peak_memory
 from hf_memopt.estimate.accounting.categories import ACTIVATION
 from hf_memopt.jobs.huggingface import HuggingFaceModel
@@ -90,21 +88,18 @@ def print_report(results: dict[str, Any]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = BenchmarkParser(__doc__)
     parser.add_argument("--gpu", default="rtx4090", help="GPU to predict for (default: %(default)s)")
     parser.add_argument("--toy", action="store_true", help="a tiny shape, for a test")
-    parser.add_argument("--output", type=Path, help="JSON file (default: in benchmarks/results)")
-    options = parser.parse_args(arguments)
-    cpu = torch.device("cpu")
+    options = parser.options(arguments)
     results = {
-        **environment(cpu),
+        **environment(CPU),
         "benchmark": "planning.techniques",
         "predicted_for": options.gpu,
         "shape": {**SHAPE, **(TOY if options.toy else {}), "batch": BATCH, "seq_len": seq_len(options.toy)},
         "techniques": measure(options.gpu, options.toy),
     }
-    print_report(results)
-    print("wrote", write_results(results, options.output or results_path("techniques-predicted", cpu)))
+    finish(results, print_report, options.output, "techniques-predicted")
 
 
 if __name__ == "__main__":

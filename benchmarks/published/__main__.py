@@ -17,10 +17,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
-from benchmarks.common import MIB, RESULTS_FOLDER, environment, write_results
+from benchmarks.common import CPU, MIB, RESULTS_FOLDER, environment, write_results
 from benchmarks.published.measurements import Measurement, measurements, sources
 from benchmarks.published.steps import estimate
 
@@ -158,7 +157,7 @@ def main(arguments: list[str] | None = None) -> int:
         results = json.loads(RESULTS.read_text())
     else:
         rows = [row for row in measurements() if options.only in f"{row.name} {row.model}"]
-        results = {**environment(torch.device("cpu")), "benchmark": "published", "rows": compare(rows)}
+        results = {**environment(CPU), "benchmark": "published", "rows": compare(rows)}
     print(report(results))
     if not options.only:
         write_results(results, RESULTS)

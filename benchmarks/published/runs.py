@@ -16,10 +16,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
-from benchmarks.common import MIB, RESULTS_FOLDER, environment, write_results
+from benchmarks.common import CPU, MIB, RESULTS_FOLDER, environment, write_results
 from benchmarks.published.__main__ import write_between
 from benchmarks.published.measurements import model_config
 
@@ -98,7 +97,7 @@ def main(arguments: list[str] | None = None) -> int:
         results = before
     else:
         rows = compare(options.only, before["rows"] if options.only else [])
-        results = {**environment(torch.device("cpu")), "benchmark": "published.runs", "rows": rows}
+        results = {**environment(CPU), "benchmark": "published.runs", "rows": rows}
         write_results(results, RESULTS)
     write_between(report(results), MARKS, PAGE)
     print(report(results))

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers.initialization import no_init_weights
 
 from benchmarks.cells import Cell, Report, Row, UnavailableError, own_failures, run_cells
-from benchmarks.common import current_device, host_rss_bytes, pinned_bytes, results_path
+from benchmarks.common import BenchmarkParser, current_device, host_rss_bytes, pinned_bytes, results_path
 from benchmarks.teacher.modes import MODES, OTHER_LIBRARIES, Batch, Handling, Source
 from benchmarks.teacher.report import TARGETS, print_report
 from benchmarks.teacher.smolvla import SIZES, Size, build_policy, draw_noise_and_time, make_batch, observe
@@ -218,7 +218,7 @@ def cells(options: argparse.Namespace) -> Iterator[Cell]:
 
 def parse(arguments: list[str] | None, device: torch.device) -> argparse.Namespace:
     on_cpu = device.type == "cpu"
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = BenchmarkParser(__doc__)
     add = parser.add_argument
     add("--size", choices=SIZES, default="toy" if on_cpu else "real", help="which SmolVLA (here: %(default)s)")
     add("--modes", nargs="+", choices=[*MODES, AGAIN], default=[*MODES, AGAIN], help="default: all")
@@ -228,8 +228,7 @@ def parse(arguments: list[str] | None, device: torch.device) -> argparse.Namespa
     add("--steps", type=int, default=20, help="timed steps of each cell, at most (default: %(default)s)")
     add("--seconds-per-cell", type=float, default=2.0, help="stop timing a cell after this (default: %(default)s)")
     add("--time-limit-s", type=float, default=510.0, help="of the whole run (default: %(default)s)")
-    add("--output", type=Path, help="JSON file (default: in benchmarks/results)")
-    return parser.parse_args(arguments)
+    return parser.options(arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import current_device, environment, print_table, results_path, write_results
+from benchmarks.common import BenchmarkParser, current_device, environment, finish, print_table
 from hf_memopt.recipes.reflow import demo, demo_commands
 
 TARGET_RATIO = 0.5  # upper limit of the student's one-step error over the teacher's
@@ -102,18 +102,16 @@ def _figures(model: dict[str, Any]) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = BenchmarkParser(__doc__)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="default: 0 1 2")
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=[], help="default: none")
-    parser.add_argument("--output", type=Path, help="JSON file (default: in benchmarks/results)")
-    options = parser.parse_args()
+    options = parser.options()
     device = current_device()
     with tempfile.TemporaryDirectory() as folder:
         seeds = [run_seed(seed, Path(folder), options.variants) for seed in options.seeds]
     facts = {**environment(device), "benchmark": "teacher.reflow_quality"}
     results = {**facts, "target_ratio": TARGET_RATIO, "seeds": seeds}
-    print_report(results)
-    print("wrote", write_results(results, options.output or results_path("reflow-quality", device)))
+    finish(results, print_report, options.output, "reflow-quality", device)
     return 0 if all(ratio(seed) <= TARGET_RATIO for seed in seeds) else 1
 
 

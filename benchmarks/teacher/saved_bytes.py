@@ -7,7 +7,6 @@ and backward runs once in float32, and the distinct storages that autograd keeps
 device, so no accelerator is needed.
 """
 
-import argparse
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.common import MIB, environment, print_rows, results_path, write_results
+from benchmarks.common import CPU, MIB, BenchmarkParser, environment, finish, print_rows
 from benchmarks.teacher.smolvla import SIZES, Size, build_policy, draw_noise_and_time, make_batch, observe
 from hf_memopt.lerobot.flow.flow_policy import Observation
 from hf_memopt.lerobot.flow.smolvla_flow import SmolVLAExpert, SmolVLAPrefix
@@ -28,7 +27,6 @@ from hf_memopt.reflow import interpolate, reflow_loss
 # 0.40 allows a copy of the prefix in every layer, to append the state token; 0.33 allows none.
 TARGET_RATIOS = {"frozen": [0.31], "trained": [0.40, 0.33]}
 
-CPU = torch.device("cpu")
 Gradients = dict[str, Tensor]
 Losses = Callable[[SmolVLAReflowPolicy, Observation, Tensor, Tensor, Tensor], Tensor]
 
@@ -128,15 +126,13 @@ def _verdicts(ratio: float, targets: list[float]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = BenchmarkParser(__doc__)
     parser.add_argument("--size", choices=SIZES, default="real", help="which SmolVLA (default: %(default)s)")
     parser.add_argument("--batch-size", type=int, default=2, help="samples per step (default: %(default)s)")
-    parser.add_argument("--output", type=Path, help="JSON file (default: in benchmarks/results)")
-    options = parser.parse_args(arguments)
+    options = parser.options(arguments)
     with tempfile.TemporaryDirectory() as folder:
         results = run(options.size, options.batch_size, Path(folder))
-    print_report(results)
-    print("wrote", write_results(results, options.output or results_path("saved-bytes", CPU)))
+    finish(results, print_report, options.output, "saved-bytes")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import MIB, current_device, environment, print_table, results_path, write_results
+from benchmarks.common import MIB, BenchmarkParser, current_device, environment, finish, print_table
 from benchmarks.teacher.reflow_quality import train_variant
 from hf_memopt.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
 from hf_memopt.recipes.reflow import demo
@@ -129,17 +129,15 @@ def _quality(model: dict[str, Any], steps: str) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = BenchmarkParser(__doc__)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="default: 0 1 2")
     parser.add_argument("--folder", type=Path, help="keep the demos here, and go on with those that are here")
-    parser.add_argument("--output", type=Path, help="JSON file (default: in benchmarks/results)")
-    options = parser.parse_args()
+    options = parser.options()
     device = current_device()
     with tempfile.TemporaryDirectory() as temporary:
         seeds = [run_seed(seed, options.folder or Path(temporary)) for seed in options.seeds]
     results = {**environment(device), "benchmark": "teacher.self_target", "seeds": seeds}
-    print_report(results)
-    print("wrote", write_results(results, options.output or results_path("self-target", device)))
+    finish(results, print_report, options.output, "self-target", device)
     return 0
 
 

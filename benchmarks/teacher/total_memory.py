@@ -8,7 +8,6 @@ steps, the student's forward and backward, clipping, AdamW. SmolVLA has the shap
 frozen VLM stays on the device, or streams from the host (`vlm_home`).
 """
 
-import argparse
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
@@ -21,7 +20,7 @@ from lerobot.utils.constants import ACTION, OBS_STATE
 from safetensors.torch import save_file
 from tqdm import tqdm
 
-from benchmarks.common import environment, print_table, results_path, write_results
+from benchmarks.common import CPU, BenchmarkParser, environment, finish, print_table
 from benchmarks.teacher.smolvla import ROBOT_DIM, SIZES, Size
 from hf_memopt import estimate_peak_memory
 from hf_memopt.lerobot.configuration_smolvla_reflow import SmolVLAReflowConfig
@@ -101,24 +100,21 @@ def print_report(results: dict[str, Any]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = BenchmarkParser(__doc__)
     parser.add_argument("--size", choices=SIZES, default="real", help="of SmolVLA (default: %(default)s)")
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[8, 64], help="default: %(default)s")
     parser.add_argument("--precision", choices=("no", "bf16"), default="bf16", help="default: %(default)s")
     parser.add_argument("--gpu", default="rtx4090", help="GPU to predict for (default: %(default)s)")
-    parser.add_argument("--output", type=Path, help="JSON file (default: in benchmarks/results)")
-    options = parser.parse_args(arguments)
-    cpu = torch.device("cpu")
+    options = parser.options(arguments)
     results = {
-        **environment(cpu),
+        **environment(CPU),
         "benchmark": "teacher.total_memory",
         "predicted_for": options.gpu,
         "precision": options.precision,
         "size": options.size,
         "cells": measure(SIZES[options.size], options.batch_sizes, options.precision, options.gpu),
     }
-    print_report(results)
-    print("wrote", write_results(results, options.output or results_path("reflow-total-memory-predicted", cpu)))
+    finish(results, print_report, options.output, "reflow-total-memory-predicted")
 
 
 if __name__ == "__main__":
