@@ -16,12 +16,13 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from benchmarks.common import slug, write_results
 
@@ -137,7 +138,7 @@ def isolated(cell: Cell, folder: Path, limit_s: float) -> Row:
 
 
 def in_this_process(cell: Cell, folder: Path, limit_s: float) -> Row:
-    with _environment(cell.environ):
+    with patch.dict(os.environ, cell.environ):
         try:
             row: Row = importlib.import_module(f"benchmarks.{cell.benchmark}").measure(cell.settings, folder)
         except UnavailableError as error:
@@ -183,17 +184,3 @@ def _kill(process: BaseProcess) -> None:
         os.killpg(process.pid, signal.SIGKILL)
     process.kill()
     process.join()
-
-
-@contextlib.contextmanager
-def _environment(settings: dict[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in settings}
-    os.environ.update(settings)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value

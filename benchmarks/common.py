@@ -19,7 +19,7 @@ import torch
 from benchmarks.timing import median_and_spread, step_times_ms
 from hf_memopt.memory.device_counters import device_name
 from hf_memopt.text_table import align
-from hf_memopt.transfer.host_memory import pinned_empty
+from hf_memopt.transfer.host_memory import cgroup_limits, pinned_empty
 
 CPU = torch.device("cpu")
 MIB = 2**20
@@ -38,14 +38,10 @@ def current_device() -> torch.device:
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
-def usable_bytes(card_gb: float) -> int:
-    return round(USABLE_SHARE * card_gb * 2**30)
-
-
 def limit_memory(card_gb: float | None) -> None:
     if torch.cuda.is_available():
         total_bytes = torch.cuda.mem_get_info()[1]
-        share = 1.0 if card_gb is None else min(1.0, usable_bytes(card_gb) / total_bytes)
+        share = 1.0 if card_gb is None else min(1.0, round(USABLE_SHARE * card_gb * 2**30) / total_bytes)
         torch.cuda.set_per_process_memory_fraction(share)
 
 
@@ -101,32 +97,21 @@ def measured_commit() -> str | None:
 
 
 def host_limit_gib() -> float:
-    return round(0.7 * host_memory_gib(), 1)
-
-
-def host_memory_gib() -> float:
-    """Return the machine's memory, or the limit of this process's control group."""
-    limit = Path("/sys/fs/cgroup/memory.max")
-    given = limit.read_text().strip() if limit.exists() else "max"
-    total = psutil.virtual_memory().total
-    return min(total, total if given == "max" else int(given)) / 2**30
+    """Return most of the machine's memory, or of the limit of this process's control groups."""
+    return round(0.7 * min([psutil.virtual_memory().total, *cgroup_limits()]) / 2**30, 1)
 
 
 def link_gb_per_s(device: torch.device) -> dict[str, float] | None:
     if device.type == "cpu":
         return None
-    host, there = (
-        pinned_empty(LINK_PROBE_BYTES, device),
-        torch.empty(LINK_PROBE_BYTES, dtype=torch.uint8, device=device),
-    )
-    copies = {"to_device": (there, host), "to_host": (host, there)}
-    found = {}
-    for way, (destination, source) in copies.items():
-        times = step_times_ms(
-            lambda to=destination, of=source: to.copy_(of, non_blocking=True), device, max_steps=5, max_seconds=5
-        )
-        found[way] = LINK_PROBE_BYTES / 1e6 / median_and_spread(times)["median"]
-    return found
+    host = pinned_empty(LINK_PROBE_BYTES, device)
+    there = torch.empty(LINK_PROBE_BYTES, dtype=torch.uint8, device=device)
+    copies = {
+        "to_device": lambda: there.copy_(host, non_blocking=True),
+        "to_host": lambda: host.copy_(there, non_blocking=True),
+    }
+    times = {way: step_times_ms(copy, device, max_steps=5, max_seconds=5) for way, copy in copies.items()}
+    return {way: LINK_PROBE_BYTES / 1e6 / median_and_spread(found)["median"] for way, found in times.items()}
 
 
 def free_memory(device: torch.device) -> None:

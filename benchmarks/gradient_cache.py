@@ -11,7 +11,10 @@ little. Memory is the peak of autograd's saved tensors, each storage once, witho
 import statistics
 import tempfile
 import time
+import weakref
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
@@ -97,46 +100,36 @@ def kinds(model: SentenceTransformer, columns: list[dict[str, Tensor]], micro_ba
     }
 
 
+@dataclass
+class _Saved:
+    tensor: Tensor
+
+
 class SavedPeak:
     """A counter of the peak bytes of saved tensors."""
 
     def __init__(self, model: nn.Module) -> None:
         self._weights = {each.untyped_storage().data_ptr() for each in model.parameters()}
-        self._live: dict[int, list[int]] = {}  # address: bytes, number of saved tensors in it
+        self._num_saved: Counter[int] = Counter()  # tensors in the storage of an address
         self._num_bytes = self.peak_bytes = 0
 
     def of(self, step: Step) -> int:
-        with torch.autograd.graph.saved_tensors_hooks(self._Saved.packing(self), lambda saved: saved.tensor):
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda saved: saved.tensor):
             step()
         return self.peak_bytes
 
-    def _add(self, address: int, num_bytes: int) -> None:
-        entry = self._live.setdefault(address, [num_bytes, 0])
-        entry[1] += 1
-        if entry[1] == 1 and address not in self._weights:
-            self._num_bytes += num_bytes
-            self.peak_bytes = max(self.peak_bytes, self._num_bytes)
+    def _pack(self, tensor: Tensor) -> _Saved:
+        saved, storage = _Saved(tensor.detach()), tensor.untyped_storage()
+        if storage.data_ptr() not in self._weights:
+            self._count(storage.data_ptr(), storage.nbytes(), 1)
+            weakref.finalize(saved, self._count, storage.data_ptr(), storage.nbytes(), -1)
+        return saved
 
-    def _drop(self, address: int) -> None:
-        entry = self._live[address]
-        entry[1] -= 1
-        if not entry[1]:
-            del self._live[address]
-            self._num_bytes -= entry[0] if address not in self._weights else 0
-
-    class _Saved:
-        def __init__(self, tensor: Tensor, counter: "SavedPeak") -> None:
-            self.tensor, self._counter = tensor.detach(), counter
-            storage = tensor.untyped_storage()
-            self._address = storage.data_ptr()
-            counter._add(self._address, storage.nbytes())
-
-        def __del__(self) -> None:
-            self._counter._drop(self._address)
-
-        @classmethod
-        def packing(cls, counter: "SavedPeak") -> Callable[[Tensor], Any]:
-            return lambda tensor: cls(tensor, counter)
+    def _count(self, address: int, num_bytes: int, change: int) -> None:
+        was_held = self._num_saved[address] > 0
+        self._num_saved[address] += change
+        self._num_bytes += num_bytes * ((self._num_saved[address] > 0) - was_held)
+        self.peak_bytes = max(self.peak_bytes, self._num_bytes)
 
 
 def measure(sizes: dict[str, int], num_rounds: int) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import astuple, dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -119,14 +120,8 @@ def _pinned_bytes(num_bytes: int) -> int:
     return 1 << (num_bytes - 1).bit_length() if num_bytes else 0
 
 
-@contextlib.contextmanager
-def only_layers(model: nn.Module, num_layers: int) -> Iterator[None]:
-    all_layers = model.config.num_hidden_layers
-    model.config.num_hidden_layers = num_layers
-    try:
-        yield
-    finally:
-        model.config.num_hidden_layers = all_layers
+def only_layers(model: nn.Module, num_layers: int) -> AbstractContextManager[Any]:
+    return patch.object(model.config, "num_hidden_layers", num_layers)
 
 
 def saved_by_all_layers(work: Work) -> Saved:

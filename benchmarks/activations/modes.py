@@ -106,18 +106,8 @@ def ours_inputs(setting: Setting) -> Handling:
     return ours(setting, mode="inputs")
 
 
-def seed_all(setting: Setting) -> Handling:
-    """Move everything above 10 MB, two tensors ahead on the way back, as this library's first design did."""
-    return ours(setting, mode="all", offload_threshold_mb=10.0, prefetch_ahead=2)
-
-
 def ours_auto(setting: Setting, share: float) -> Handling:
     return ours(setting, mode="auto", budget_bytes=round(share * setting.saved.unique_bytes))
-
-
-def ours_without_budget(setting: Setting) -> Handling:
-    """Use this library's default: as much as 3 % of time can save, and more where the device has no room."""
-    return ours(setting, mode="auto")
 
 
 def ours(setting: Setting, *, mode: str, budget_bytes: int | None = None, **options: Any) -> Handling:
@@ -158,10 +148,12 @@ MODES: dict[str, Callable[[Setting], Handling]] = {
     "ours auto 10 %": partial(ours_auto, share=0.10),
     "ours auto 20 %": partial(ours_auto, share=0.20),
     "ours auto 35 %": partial(ours_auto, share=0.35),
-    "ours auto": ours_without_budget,
+    # As much as 3 % of time can save, and more where the device has no room: the default.
+    "ours auto": partial(ours, mode="auto"),
     "checkpoint offload": checkpoint_offload,
     "TRL": trl,
     "save_on_cpu": torch_save_on_cpu,
-    "all above 10 MB": seed_all,
+    # Two tensors ahead on the way back, as in this library's first design.
+    "all above 10 MB": partial(ours, mode="all", offload_threshold_mb=10.0, prefetch_ahead=2),
 }
 OURS = tuple(mode for mode in MODES if mode.startswith("ours"))

@@ -41,10 +41,6 @@ class Handling:
     stats: Callable[[], dict[str, float | None]] = dict  # counts of this library's offloader
 
 
-def plain(workload: Workload, folder: Path, budget_gib: float) -> Handling:
-    return Handling()
-
-
 def mapped_weights(workload: Workload, folder: Path, budget_gib: float) -> Handling:
     """Put the weights into a shared mapping of their safetensors file, which the system writes back and reads again.
 
@@ -93,14 +89,6 @@ def shared_mapping(workload: Workload, folder: Path, budget_gib: float) -> Handl
     return _offloaded(workload, mode="all", copier=SharedMappings(folder), host_budget_gib=UNLIMITED_GIB)
 
 
-def ours_with_a_budget(workload: Workload, folder: Path, budget_gib: float) -> Handling:
-    return _offloaded(workload, budget_gib=budget_gib, disk=folder)
-
-
-def ours_all(workload: Workload, folder: Path, budget_gib: float) -> Handling:
-    return _offloaded(workload, mode="all", disk=folder)
-
-
 def _offloaded(workload: Workload, **options: Any) -> Handling:
     offloader = ActivationOffloader(offload_threshold_mb=THRESHOLD_MB, **options)
 
@@ -112,11 +100,11 @@ def _offloaded(workload: Workload, **options: Any) -> Handling:
 
 NO_LIMIT = "plain, no limit"
 KINDS: dict[str, Callable[[Workload, Path, float], Handling]] = {
-    NO_LIMIT: plain,
-    "plain": plain,
+    NO_LIMIT: lambda workload, folder, budget_gib: Handling(),
+    "plain": lambda workload, folder, budget_gib: Handling(),
     "plain, weights mapped": mapped_weights,
     "checkpointing": checkpointing,
     "shared mapping": shared_mapping,
-    "ours, budget": ours_with_a_budget,
-    "ours, all": ours_all,
+    "ours, budget": lambda workload, folder, budget_gib: _offloaded(workload, budget_gib=budget_gib, disk=folder),
+    "ours, all": lambda workload, folder, budget_gib: _offloaded(workload, mode="all", disk=folder),
 }

@@ -124,13 +124,9 @@ def measure(toy: bool, cards: Sequence[str], workers: int) -> dict[str, Any]:
 
 def _in_order(functions: Sequence[Callable[[], dict[str, Any]]], workers: int) -> list[dict[str, Any]]:
     """Return the results of functions that run in processes of their own."""
-    numbered = (partial(_numbered, number, function) for number, function in enumerate(functions))
+    numbered = (lambda number=number: (number, functions[number]()) for number in range(len(functions)))
     found = dict(tqdm(run_all_isolated(numbered, workers), total=len(functions), unit="simulation"))
     return [found[number] for number in range(len(functions))]
-
-
-def _numbered(number: int, function: Callable[[], dict[str, Any]]) -> tuple[int, dict[str, Any]]:
-    return number, function()
 
 
 def _figures(estimate: MemoryEstimate, gpu: str) -> dict[str, Any]:

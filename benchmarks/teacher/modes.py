@@ -101,10 +101,6 @@ def accelerate_cpu_offload(source: Source) -> Handling:
     return _with_stock_teacher(source, _in_own_dtype(sampler))
 
 
-def diffusers_leaf(source: Source) -> Handling:
-    return _diffusers(source, Sampler(source.policy).cast(source.dtype), offload_type="leaf_level")
-
-
 def diffusers_block(source: Source) -> Handling:
     """Use diffusers' group offloading by blocks, as coarse as lerobot's model allows."""
     sampler = Sampler(source.policy).cast(source.dtype)
@@ -220,7 +216,9 @@ MODES: dict[str, Callable[[Source], Handling]] = {
     "swap+shared": partial(offloaded, mode="swap", share_prefix="on"),
     "stream": partial(offloaded, mode="stream"),
     "stream+shared": partial(offloaded, mode="stream", share_prefix="on"),
-    "diffusers-leaf": diffusers_leaf,
+    "diffusers-leaf": lambda source: _diffusers(
+        source, Sampler(source.policy).cast(source.dtype), offload_type="leaf_level"
+    ),
     "diffusers-block": diffusers_block,
     "accelerate": accelerate_cpu_offload,
     "stream-all": stream_all,
