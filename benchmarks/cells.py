@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
@@ -61,25 +61,39 @@ class Report:
 
 
 def run_cells(benchmark: str, cells: Sequence[Cell], output: Path, *, time_limit_s: float) -> dict[str, Any]:
-    """Measure one cell after the other, up to a time limit for all; the results file is rewritten after each."""
+    """Measure cells, up to a time limit for all, evaluate them, and store the results."""
     begun = time.perf_counter()
     preload()
     report: Report = importlib.import_module(f"benchmarks.{benchmark}").REPORT
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        results = {**facts(folder), "benchmark": benchmark, "targets": report.targets, "cells": [], "complete": False}
-        for cell in cells:
-            left_s = time_limit_s - (time.perf_counter() - begun)
-            row = found_by(cell, folder, left_s)
-            results["cells"].append({**cell.settings, **row})
-            report.judge(results["cells"])
-            write_results(results, output)
-            print(f"{time.perf_counter() - begun:6.1f} s  {cell.name}: {row.get('error', 'done')[:200]}", flush=True)
-    results["complete"] = True
-    write_results(results, output)
+        results = {**facts(folder), "benchmark": benchmark, "targets": report.targets}
+        measure_all(cells, folder, results, output, begun=begun, time_limit_s=time_limit_s, judge=report.judge)
     report.show(results)
     print("wrote", output)
     return results
+
+
+def measure_all(
+    cells: Iterable[Cell],
+    folder: Path,
+    results: dict[str, Any],
+    output: Path,
+    *,
+    begun: float,
+    time_limit_s: float,
+    judge: Callable[[list[Row]], None] = lambda rows: None,
+) -> None:
+    """Add to the results one cell after the other, up to a time limit for all; the file is rewritten after each."""
+    results |= {"cells": [], "complete": False}
+    for cell in cells:
+        row = found_by(cell, folder, time_limit_s - (time.perf_counter() - begun))
+        results["cells"].append({**cell.settings, **row})
+        judge(results["cells"])
+        write_results(results, output)
+        print(f"{time.perf_counter() - begun:6.1f} s  {cell.name}: {row.get('error', 'done')[:200]}", flush=True)
+    results["complete"] = True
+    write_results(results, output)
 
 
 def facts(folder: Path) -> dict[str, Any]:

@@ -172,6 +172,12 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     print("\n".join([head, "-" * max(map(len, (head, *lines))), *lines]))
 
 
+def print_errors(rows: dict[str, dict[str, Any]]) -> None:
+    for name, row in rows.items():
+        if "error" in row:
+            print(f"{name}: {row['error'].splitlines()[0]}")
+
+
 def print_rows(rows: Sequence[dict[str, str]]) -> None:
     """Print a table of rows with named cells, and a dash for each cell that a row lacks."""
     header = list(dict.fromkeys(name for row in rows for name in row))

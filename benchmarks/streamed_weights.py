@@ -8,7 +8,6 @@ folder for temporary ones. Without an accelerator a toy model runs on the CPU, a
 reported.
 """
 
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,9 +17,9 @@ import torch
 from torch import nn
 
 from benchmarks.activations.lora import LoraWork, build
-from benchmarks.activations.model import SIZES, compared, flash_attention
+from benchmarks.activations.model import SIZES, compared, flash_attention, prepared_device
 from benchmarks.cells import Cell, Report, Row, compare, own_failures, run_cells
-from benchmarks.common import BenchmarkParser, current_device, host_rss_bytes, print_table, results_path
+from benchmarks.common import BenchmarkParser, current_device, host_rss_bytes, print_errors, print_table, results_path
 from benchmarks.targets import formatted, ratio
 from benchmarks.timing import first_step_s, timed
 from hf_memopt import StreamedWeights
@@ -40,10 +39,7 @@ HEADER += ["host GiB", "gradients"]
 
 
 def measure(settings: dict[str, Any], folder: Path) -> Row:
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before the first matrix product
-    device = current_device()
-    if device.type == "cpu":
-        torch.set_num_threads(1)  # tensors are too small for more
+    device = prepared_device()
     work = build(settings["size"], settings["num_tokens"], device)
     move_adapters(work.model)
     work.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -103,9 +99,7 @@ def print_report(results: dict[str, Any]) -> None:
         by_mode = {row["mode"]: row for row in rows if row["num_tokens"] == num_tokens}
         print(f"\n{num_tokens} tokens")
         print_table(HEADER, [_cells(mode, row, by_mode) for mode, row in by_mode.items()])
-        for mode, row in by_mode.items():
-            if "error" in row:
-                print(f"{mode}: {row['error'].splitlines()[0]}")
+        print_errors(by_mode)
 
 
 def _cells(mode: str, row: Row, by_mode: dict[str, Row]) -> list[str]:

@@ -10,7 +10,6 @@ run on the CPU, without a limit.
 
 import argparse
 import itertools
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks.activations.lora import LoraWork, build
-from benchmarks.activations.model import SIZES, Work, build_model, flash_attention, saved_by
+from benchmarks.activations.model import SIZES, Work, build_model, flash_attention, prepared_device, saved_by
 from benchmarks.activations.modes import MODES, OURS, Handling, Setting, require_host_memory, settle
 from benchmarks.cells import Cell, Report, Row, UnavailableError, own_failures, run_cells
 from benchmarks.common import (
@@ -45,10 +44,7 @@ TARGETS = {"of": "ours inputs", "over": "checkpointing", "times_longer": 2.0}
 
 
 def measure(settings: dict[str, Any], folder: Path) -> Row:
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    device = current_device()
-    if device.type == "cpu":
-        torch.set_num_threads(1)
+    device = prepared_device()
     work = make_work(settings, device)
     limit_memory(settings["card_gb"])
     host_limit_bytes = round(settings["host_limit_gib"] * 2**30)
@@ -146,7 +142,8 @@ def cells(options: argparse.Namespace) -> Iterator[Cell]:
                 yield Cell("activations.longest", f"{workload}, {mode}{card}", {**what, **shared}, needs)
 
 
-def parse(arguments: list[str] | None, device: torch.device) -> argparse.Namespace:
+def main(arguments: list[str] | None = None) -> int:
+    device = current_device()
     on_cpu = device.type == "cpu"
     parser = BenchmarkParser(__doc__)
     add = parser.add_argument
@@ -160,12 +157,7 @@ def parse(arguments: list[str] | None, device: torch.device) -> argparse.Namespa
     add("--steps", type=int, default=3, help="timed steps of each length, at most (default: %(default)s)")
     add("--seconds-per-cell", type=float, default=2.0, help="stop timing a length after this (default: %(default)s)")
     add("--time-limit-s", type=float, default=1800.0, help="of the whole run (default: %(default)s)")
-    return parser.options(arguments)
-
-
-def main(arguments: list[str] | None = None) -> int:
-    device = current_device()
-    options = parse(arguments, device)
+    options = parser.options(arguments)
     output = options.output or results_path(f"longest-{options.size}", device)
     results = run_cells("activations.longest", list(cells(options)), output, time_limit_s=options.time_limit_s)
     return 1 if own_failures(results["cells"], lambda row: row["mode"] in OURS) else 0

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import astuple, dataclass
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModel, Qwen3Config, Qwen3Model
+
+from benchmarks.common import current_device
 
 # Widths and heads of Qwen3-8B. Its vocabulary of 151,936 is left out: head and loss are not compared.
 SIZES: dict[str, dict[str, int]] = {
@@ -180,6 +183,15 @@ def flash_attention(device: torch.device) -> AbstractContextManager[None]:
     if device.type == "cpu":  # has one kernel
         return contextlib.nullcontext()
     return sdpa_kernel(SDPBackend.FLASH_ATTENTION)
+
+
+def prepared_device() -> torch.device:
+    """Return the device, where kernels can repeat their bits; on a CPU one thread is enough for tensors of toys."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before the first matrix product
+    device = current_device()
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    return device
 
 
 @contextlib.contextmanager

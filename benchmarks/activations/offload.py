@@ -9,13 +9,10 @@ gradients, bytes and plans are reported.
 """
 
 import argparse
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from benchmarks.activations.model import (
     SIZES,
@@ -23,6 +20,7 @@ from benchmarks.activations.model import (
     build_model,
     compared,
     flash_attention,
+    prepared_device,
     saved_by_all_layers,
     temporary_bytes,
 )
@@ -36,10 +34,7 @@ AGAIN = "none again"  # the plain run at the end, as a control
 
 
 def measure(settings: dict[str, Any], folder: Path) -> Row:
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before the first matrix product
-    device = current_device()
-    if device.type == "cpu":
-        torch.set_num_threads(1)  # tensors are too small for more
+    device = prepared_device()
     model = build_model(settings["size"], settings["layers"], device)
     work = Work.make(model, settings["num_tokens"], device)
     with flash_attention(device):
@@ -112,7 +107,8 @@ def cells(options: argparse.Namespace) -> Iterator[Cell]:
             yield Cell("activations.offload", f"{mode}, {num_tokens} tokens", settings, needs)
 
 
-def parse(arguments: list[str] | None, device: torch.device) -> argparse.Namespace:
+def main(arguments: list[str] | None = None) -> int:
+    device = current_device()
     on_cpu = device.type == "cpu"
     parser = BenchmarkParser(__doc__)
     add = parser.add_argument
@@ -128,12 +124,6 @@ def parse(arguments: list[str] | None, device: torch.device) -> argparse.Namespa
     options = parser.options(arguments)
     if options.warmup < 2 or options.layers < 2:
         parser.error("--warmup and --layers must be at least 2")
-    return options
-
-
-def main(arguments: list[str] | None = None) -> int:
-    device = current_device()
-    options = parse(arguments, device)
     output = options.output or results_path(f"activation-offload-{options.size}", device)
     results = run_cells("activations.offload", list(cells(options)), output, time_limit_s=options.time_limit_s)
     return 1 if own_failures(results["cells"], lambda row: row["mode"] in OURS) else 0

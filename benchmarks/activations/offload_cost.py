@@ -86,17 +86,6 @@ def measure(num_rounds: int, num_tensors: int) -> dict[str, Any]:
     }
 
 
-def run(num_rounds: int, num_tensors: int) -> dict[str, Any]:
-    return {
-        **environment(CPU),
-        "benchmark": "activations.offload_cost",
-        "num_rounds": num_rounds,
-        "num_tensors": num_tensors,
-        "targets_us_over_no_op": TARGETS,
-        "hooks": measure(num_rounds, num_tensors),
-    }
-
-
 def print_report(results: dict[str, Any]) -> None:
     rows = []
     for name, found in results["hooks"].items():
@@ -115,7 +104,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tensors", type=int, default=500, help="saved in one pass (default: %(default)s)")
     options = parser.options(arguments)
     torch.set_num_threads(1)
-    results = run(options.rounds, options.tensors)
+    results = {
+        **environment(CPU),
+        "benchmark": "activations.offload_cost",
+        "num_rounds": options.rounds,
+        "num_tensors": options.tensors,
+        "targets_us_over_no_op": TARGETS,
+        "hooks": measure(options.rounds, options.tensors),
+    }
     finish(results, print_report, options.output, "offload-cost")
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from benchmarks.common import MIB, print_rows
+from benchmarks.common import MIB, print_errors, print_rows
 from benchmarks.targets import Verdict, formatted, ratio
 
 # Of `QUANTITIES`. `tokens` restricts a target to one length.
@@ -36,9 +36,7 @@ def print_report(results: dict[str, Any]) -> None:
         saved = next((cell["saved_bytes"] for cell in by_mode.values() if "saved_bytes" in cell), None)
         print(f"\n{num_tokens} tokens, {formatted(ratio(saved, MIB), '{:.1f}')} MiB saved by autograd")
         print_rows([_row(mode, by_mode) for mode in by_mode])
-        for mode, cell in by_mode.items():
-            if "error" in cell:
-                print(f"{mode}: {cell['error'].splitlines()[0]}")
+        print_errors(by_mode)
         for verdict in _verdicts(results["targets"], num_tokens, by_mode):
             print(verdict)
     if results["hardware"]["device"] == "cpu":

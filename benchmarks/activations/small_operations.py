@@ -106,17 +106,6 @@ def measure(make: Callable[[], Model], num_rounds: int) -> dict[str, Any]:
     }
 
 
-def run(num_rounds: int, names: list[str]) -> dict[str, Any]:
-    return {
-        **environment(CPU),
-        "benchmark": "activations.small_operations",
-        "num_rounds": num_rounds,
-        "offload_threshold_mb": THRESHOLD_MB,
-        "target_ratio": TARGET_RATIO,
-        "models": {name: measure(MODELS[name], num_rounds) for name in names},
-    }
-
-
 def print_report(results: dict[str, Any]) -> None:
     rows = []
     for name, found in results["models"].items():
@@ -135,7 +124,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="default: all")
     options = parser.options(arguments)
     torch.set_num_threads(1)
-    results = run(options.rounds, options.models)
+    results = {
+        **environment(CPU),
+        "benchmark": "activations.small_operations",
+        "num_rounds": options.rounds,
+        "offload_threshold_mb": THRESHOLD_MB,
+        "target_ratio": TARGET_RATIO,
+        "models": {name: measure(MODELS[name], options.rounds) for name in options.models},
+    }
     finish(results, print_report, options.output, "small-operations")
 
 

@@ -219,7 +219,7 @@ def run(options: argparse.Namespace, output: Path) -> dict[str, Any]:
     return results
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = BenchmarkParser(__doc__)
     add = parser.add_argument
     add("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="besides the run without a limit (all)")
@@ -230,11 +230,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--base", type=Path, help="folder of a causal language model in safetensors files (default: one is made)")
     options = parser.options(arguments)
     options.kinds = [NO_LIMIT, *(kind for kind in options.kinds if kind != NO_LIMIT)]
-    return options
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    options = parse(arguments)
     output = options.output or results_path("frozen-base", CPU)
     print_report(run(options, output))
     print("wrote", output)

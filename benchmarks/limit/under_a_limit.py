@@ -230,7 +230,7 @@ def run(options: argparse.Namespace, output: Path) -> dict[str, Any]:
     return results
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = BenchmarkParser(__doc__)
     add = parser.add_argument
     add("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS), help="default: all")
@@ -243,11 +243,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--folder", type=Path, default=Path("outputs/under_a_limit"), help="on a local disk (default: %(default)s)")
     options = parser.options(arguments)
     options.kinds = [NO_LIMIT, *(kind for kind in options.kinds if kind != NO_LIMIT)]
-    return options
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    options = parse(arguments)
     output = options.output or results_path("under-a-limit", torch.device("cpu"))
     print_report(run(options, output))
     print("wrote", output)

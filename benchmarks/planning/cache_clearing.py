@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from benchmarks.cells import Cell, Report, Row, own_failures, run_cells
-from benchmarks.common import BenchmarkParser, current_device, print_table, results_path
+from benchmarks.common import BenchmarkParser, current_device, print_errors, print_table, results_path
 from benchmarks.targets import Verdict, formatted, ratio
 from benchmarks.timing import first_step_s, timed
 
@@ -80,8 +80,7 @@ def judge(rows: list[Row]) -> None:
 def print_report(results: dict[str, Any]) -> None:
     rows = results["cells"]
     print_table(HEADER, [_row(row) for row in rows])
-    for row in (row for row in rows if "error" in row):
-        print(f"{row['variant']}: {row['error'].partition('\n')[0]}")
+    print_errors({row["variant"]: row for row in rows})
     for verdict in verdicts(results):
         print(verdict)
 
@@ -115,18 +114,14 @@ def cells(options: argparse.Namespace) -> Iterator[Cell]:
         yield Cell("planning.cache_clearing", variant, {"variant": variant, **shared}, environ=environ)
 
 
-def parse(arguments: Sequence[str] | None, device: torch.device) -> argparse.Namespace:
+def main(arguments: Sequence[str] | None = None) -> int:
+    device = current_device()
     parser = BenchmarkParser(__doc__)
     add = parser.add_argument
     add("--steps", type=int, default=384, help="of each variant; the second half is timed (default: %(default)s)")
     add("--seconds-per-cell", type=float, default=60.0, help="stop timing a variant after this (default: %(default)s)")
     add("--time-limit-s", type=float, default=510.0, help="of the whole run (default: %(default)s)")
-    return parser.options(arguments)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    device = current_device()
-    options = parse(arguments, device)
+    options = parser.options(arguments)
     if device.type != "cuda":
         print("No CUDA device: its caching allocator is what is measured here.")
         return 1

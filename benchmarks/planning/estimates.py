@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cells import Cell, Row, found_by, preload
+from benchmarks.cells import Cell, Row, measure_all, preload
 from benchmarks.common import CPU, environment, measured_commit, slug, write_results
 from benchmarks.planning.steps import Definition, simulated_step
 from hf_memopt.estimate.estimate import estimate_peak_memory
@@ -49,18 +49,13 @@ def shared(settings: dict[str, Any], folder: Path) -> Row:
 def write_estimates(steps: Sequence[Step], card: str, output: Path, *, time_limit_s: float) -> dict[str, Any]:
     """Estimate one step after the other; the file is rewritten after each."""
     begun = time.perf_counter()
-    results: dict[str, Any] = {**environment(CPU), "benchmark": BENCHMARK, "card": card, "cells": []}
-    results["complete"] = False
+    results: dict[str, Any] = {**environment(CPU), "benchmark": BENCHMARK, "card": card}
+    cells = (
+        Cell(BENCHMARK, name, {"step": name, "definition": definition, "card": card}) for name, definition in steps
+    )
     preload()
     with tempfile.TemporaryDirectory() as folder:
-        for name, definition in steps:
-            cell = Cell(BENCHMARK, name, {"step": name, "definition": definition, "card": card})
-            row = found_by(cell, Path(folder), time_limit_s - (time.perf_counter() - begun))
-            results["cells"].append({**cell.settings, **row})
-            write_results(results, output)
-            print(f"{time.perf_counter() - begun:6.1f} s  {name}: {row.get('error', 'done')[:200]}", flush=True)
-    results["complete"] = True
-    write_results(results, output)
+        measure_all(cells, Path(folder), results, output, begun=begun, time_limit_s=time_limit_s)
     print("wrote", output)
     return results
 

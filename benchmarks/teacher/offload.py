@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 from transformers.initialization import no_init_weights
 
 from benchmarks.cells import Cell, Report, Row, UnavailableError, own_failures, run_cells
-from benchmarks.common import BenchmarkParser, current_device, host_rss_bytes, pinned_bytes, results_path
+from benchmarks.common import CPU, BenchmarkParser, current_device, host_rss_bytes, pinned_bytes, results_path
 from benchmarks.teacher.modes import MODES, OTHER_LIBRARIES, Batch, Handling, Source
 from benchmarks.teacher.report import TARGETS, print_report
 from benchmarks.teacher.smolvla import SIZES, Size, build_policy, draw_noise_and_time, make_batch, observe
@@ -35,6 +36,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MAX_GRAD_NORM = 10.0  # lerobot's default for SmolVLA
 LEARNING_RATE = 1e-4
 TOO_NEW_TRANSFORMERS = Version("5.18")
+UNOBSERVED = PhasePeaks(CPU)
 AGAIN = "resident again"  # the reference at the end, as a control
 
 
@@ -114,11 +116,8 @@ def prepare(handling: Handling, source: Source, size: Size, batch_size: int) -> 
 
 def steps_of(handling: Handling, work: Workload, device: torch.device, settings: dict[str, Any]) -> tuple[Answer, Row]:
     """Return the first step's answer, and times, peaks and copied bytes of later steps."""
-    unobserved = PhasePeaks(torch.device("cpu"))
     answers: list[Answer] = []
-
-    def step() -> float:
-        return training_step(handling, work, unobserved)
+    step = partial(training_step, handling, work)
 
     def first() -> None:
         with work.autocast:
@@ -149,7 +148,7 @@ def steps_of(handling: Handling, work: Workload, device: torch.device, settings:
     }
 
 
-def training_step(handling: Handling, work: Workload, peaks: PhasePeaks) -> float:
+def training_step(handling: Handling, work: Workload, peaks: PhasePeaks = UNOBSERVED) -> float:
     """Take an optimizer step in the order of lerobot's training loop, which also waits for the loss."""
     peaks.start()
     with work.autocast:
@@ -167,10 +166,7 @@ def training_step(handling: Handling, work: Workload, peaks: PhasePeaks) -> floa
 
 def traffic(handling: Handling, work: Workload, device: torch.device) -> dict[str, dict[str, int]]:
     """Return bytes over the host link in one step: by CUDA's trace, by the copier, and as known beforehand."""
-
-    def step() -> float:
-        return training_step(handling, work, PhasePeaks(torch.device("cpu")))
-
+    step = partial(training_step, handling, work)
     before = handling.report()
     found: dict[str, dict[str, int]] = {}
     if device.type == "cuda":
@@ -216,7 +212,8 @@ def cells(options: argparse.Namespace) -> Iterator[Cell]:
                 yield Cell("teacher.offload", f"{mode}, {dtype}, batch {batch_size}", {**what, **shared}, needs)
 
 
-def parse(arguments: list[str] | None, device: torch.device) -> argparse.Namespace:
+def main(arguments: list[str] | None = None) -> int:
+    device = current_device()
     on_cpu = device.type == "cpu"
     parser = BenchmarkParser(__doc__)
     add = parser.add_argument
@@ -228,12 +225,7 @@ def parse(arguments: list[str] | None, device: torch.device) -> argparse.Namespa
     add("--steps", type=int, default=20, help="timed steps of each cell, at most (default: %(default)s)")
     add("--seconds-per-cell", type=float, default=2.0, help="stop timing a cell after this (default: %(default)s)")
     add("--time-limit-s", type=float, default=510.0, help="of the whole run (default: %(default)s)")
-    return parser.options(arguments)
-
-
-def main(arguments: list[str] | None = None) -> int:
-    device = current_device()
-    options = parse(arguments, device)
+    options = parser.options(arguments)
     output = options.output or results_path(f"teacher-offload-{options.size}", device)
     results = run_cells("teacher.offload", list(cells(options)), output, time_limit_s=options.time_limit_s)
     return 1 if own_failures(results["cells"], lambda row: row["mode"] not in OTHER_LIBRARIES) else 0

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.common import MIB, print_rows
+from benchmarks.common import MIB, print_errors, print_rows
 from benchmarks.targets import Verdict, formatted, ratio
 
 # Upper limits of a mode's quantity over another mode's.
@@ -24,9 +24,7 @@ def print_report(results: dict[str, Any]) -> None:
         size = results["size"] if "size" in results else next(iter(cells.values()))["size"]
         print(f"\n{size} SmolVLA, {dtype}, batch {batch_size}, {results['hardware']['name']}")
         print_rows([_row(name, cells) for name in cells])
-        for name, cell in cells.items():
-            if "error" in cell:
-                print(f"{name}: {cell['error'].splitlines()[0]}")
+        print_errors(cells)
         for verdict in _verdicts(results["targets"], cells):
             print(verdict)
     if results["hardware"]["device"] == "cpu":
