@@ -37,13 +37,9 @@ LABELS = {
 }
 
 
+@rc_context({"font.size": FONT_SIZE})
 def draw(found: dict[str, Any], num_steps: int, path: Path) -> Path:
     """Draw one workload's curves, each kind's first run, in the first `num_steps` steps."""
-    with rc_context({"font.size": FONT_SIZE}):
-        return _draw(found, num_steps, path)
-
-
-def _draw(found: dict[str, Any], num_steps: int, path: Path) -> Path:
     figure = Figure(figsize=(8, 5), layout="constrained", facecolor="white")
     axes = figure.subplots()
     runs = {row["kind"]: row["runs"][0] for row in found["rows"] if "curve" in row["runs"][0]}

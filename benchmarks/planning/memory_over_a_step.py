@@ -164,12 +164,8 @@ def measure(num_layers: int, budget_mib: float) -> dict[str, dict[str, Any]]:
     return found
 
 
+@rc_context({"font.size": FONT_SIZE})
 def draw(found: dict[str, dict[str, Any]], path: Path) -> Path:
-    with rc_context({"font.size": FONT_SIZE}):
-        return _draw(found, path)
-
-
-def _draw(found: dict[str, dict[str, Any]], path: Path) -> Path:
     figure = Figure(figsize=(9, 5), layout="constrained")
     axes = figure.subplots()
     end = sum(WIDTHS.values())

@@ -38,15 +38,18 @@ def build_policy(size: Size, folder: Path, **settings: Any) -> SmolVLAReflowPoli
     config = SmolVLAReflowConfig(
         vlm_model_name=str(write_vlm(folder / "vlm", size.vlm)),
         device="cpu",
-        input_features={
-            OBS_STATE: PolicyFeature(FeatureType.STATE, (ROBOT_DIM,)),
-            **{key: PolicyFeature(FeatureType.VISUAL, (3, size.image_size, size.image_size)) for key in _cameras(size)},
-        },
-        output_features={ACTION: PolicyFeature(FeatureType.ACTION, (ROBOT_DIM,))},
+        **features(size),
         **{**size.settings, **settings},
     )
     torch.manual_seed(0)
     return SmolVLAReflowPolicy(config)
+
+
+def features(size: Size) -> dict[str, dict[str, PolicyFeature]]:
+    image = PolicyFeature(FeatureType.VISUAL, (3, size.image_size, size.image_size))
+    state, action = (PolicyFeature(kind, (ROBOT_DIM,)) for kind in (FeatureType.STATE, FeatureType.ACTION))
+    inputs = {OBS_STATE: state, **dict.fromkeys(_cameras(size), image)}
+    return {"input_features": inputs, "output_features": {ACTION: action}}
 
 
 def make_batch(size: Size, batch_size: int, device: torch.device) -> dict[str, Tensor]:

@@ -14,14 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lerobot.configs import FeatureType, PolicyFeature
 from lerobot.policies.smolvla.configuration_smolvla import SmolVLAConfig
-from lerobot.utils.constants import ACTION, OBS_STATE
 from safetensors.torch import save_file
 from tqdm import tqdm
 
 from benchmarks.common import CPU, BenchmarkParser, environment, finish, print_table
-from benchmarks.teacher.smolvla import ROBOT_DIM, SIZES, Size
+from benchmarks.teacher.smolvla import SIZES, Size, features
 from hf_memopt import estimate_peak_memory
 from hf_memopt.lerobot.configuration_smolvla_reflow import SmolVLAReflowConfig
 from hf_memopt.recipes.common.auto_plan import PRECISION
@@ -40,18 +38,11 @@ KINDS = (
 
 def make_student(size: Size, folder: Path, share_prefix: str, vlm_home: str) -> SmolVLAReflow:
     """Return the workload of a student and its teacher, from configurations without weights."""
-    cameras = {
-        f"observation.images.camera{index + 1}": PolicyFeature(
-            FeatureType.VISUAL, (3, size.image_size, size.image_size)
-        )
-        for index in range(size.num_cameras)
-    }
     shape = {
         **size.settings,
         "device": "cpu",
         "vlm_model_name": str(write_vlm(folder / "vlm", size.vlm)),
-        "input_features": {OBS_STATE: PolicyFeature(FeatureType.STATE, (ROBOT_DIM,)), **cameras},
-        "output_features": {ACTION: PolicyFeature(FeatureType.ACTION, (ROBOT_DIM,))},
+        **features(size),
     }
     teacher = folder / "teacher"
     teacher.mkdir()

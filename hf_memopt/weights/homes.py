@@ -126,7 +126,7 @@ class HostHome:
     def __init__(self, weights: PackedWeights, master: Tensor, copier: Copier) -> None:
         self.num_bytes = self.host_bytes = master.nbytes
         self._weights, self._master, self._copier = weights, master, copier
-        self.views = self._views(master)
+        self.views = [views(piece.offsets, master) for piece in weights.slices]
 
     def to_device(self, start: int, destination: Tensor) -> Transfer:
         return self._copier.to_device(self._master[start : start + destination.nbytes], destination)
@@ -151,9 +151,6 @@ class HostHome:
 
     def trim(self) -> None:
         """Do nothing: dropped memory is the allocator's."""
-
-    def _views(self, block: Tensor) -> list[list[Tensor]]:
-        return [views(piece.offsets, block) for piece in self._weights.slices]
 
 
 class FileHome:

@@ -55,7 +55,7 @@ class StepLabels:
         """Follow modules and optimizers through torch's global hooks."""
         with (
             register_module_forward_pre_hook(self._enter_module),
-            register_module_forward_hook(self._leave_module, always_call=True),
+            register_module_forward_hook(lambda *_: self._phases.leave(), always_call=True),
             register_optimizer_step_pre_hook(self._begin_update),
             register_optimizer_step_post_hook(self._end_update),
         ):
@@ -106,9 +106,6 @@ class StepLabels:
         if not self._phases.knows(module):
             self.add_root(module, self._phases.module)
         self._phases.enter(module)
-
-    def _leave_module(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        self._phases.leave()
 
     def _begin_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         trained = [each for group in optimizer.param_groups for each in group["params"]]

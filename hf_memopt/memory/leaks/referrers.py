@@ -65,7 +65,8 @@ def _one_level_up(level: list[Any], expressions: list[str], seen: set[int]) -> t
     holders: list[Any] = []
     longer: list[str] = []
     for parent in gc.get_referrers(*level):
-        if id(parent) in seen or _is_own_frame(parent) or len(holders) == _MAX_BREADTH:
+        is_own = isinstance(parent, FrameType) and parent.f_code.co_filename in _OWN_FILES
+        if is_own or id(parent) in seen or len(holders) == _MAX_BREADTH:
             continue
         child = next((child for child in gc.get_referents(parent) if id(child) in expression_of), None)
         seen.add(id(parent))
@@ -73,10 +74,6 @@ def _one_level_up(level: list[Any], expressions: list[str], seen: set[int]) -> t
         longer.append(_longer(parent, child, expression_of.get(id(child), "")))
     seen.add(id(holders))
     return holders, longer
-
-
-def _is_own_frame(thing: object) -> bool:
-    return isinstance(thing, FrameType) and thing.f_code.co_filename in _OWN_FILES
 
 
 def _module_of(thing: object) -> str | None:
