@@ -151,6 +151,7 @@ def row_of(run: LimitedRun) -> Row:
 def summary(kind: str, runs: list[Row], reference: Row) -> Row:
     """Return the medians of a kind's runs, and whether all that finished have the reference's adapters."""
     finished = [run for run in runs if run["end"] == "finished"]
+    are_equal = [all(run[name] == reference[name] for name in ("adapters_digest", "losses")) for run in finished]
 
     def later(name: str) -> float | None:
         each = [(run[name][-1] - run[name][0]) / (len(run[name]) - 1) for run in finished]
@@ -165,12 +166,7 @@ def summary(kind: str, runs: list[Row], reference: Row) -> Row:
         "wall_s": later("s_until"),
         "read_bytes": later("read_bytes_until"),
         "first_step_s": statistics.median(run["s_until"][0] for run in finished) if finished else None,
-        "adapters_equal": all(
-            (run["adapters_digest"], run["losses"]) == (reference["adapters_digest"], reference["losses"])
-            for run in finished
-        )
-        if finished
-        else None,
+        "adapters_equal": all(are_equal) if finished else None,
         "runs": runs,
     }
 

@@ -5,19 +5,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Kind:
-    """One way.
-
-    Attributes:
-        is_copied: whether the weights are copied out of the files' mapping into memory.
-        is_checkpointed: whether activations are computed again in backward.
-        is_streamed: whether `StreamedWeights` reads the weights from the files.
-        has_budget: whether it keeps as many of them as its budget has room for.
-    """
-
-    is_copied: bool = False
-    is_checkpointed: bool = False
-    is_streamed: bool = False
-    has_budget: bool = False
+    is_copied: bool = False  # weights are copied out of the files' mapping into memory
+    is_checkpointed: bool = False  # activations are computed again in backward
+    is_streamed: bool = False  # `StreamedWeights` reads the weights from the files
+    has_budget: bool = False  # and keeps as many of them as its budget has room for
 
 
 NO_LIMIT = "in memory, no limit"

@@ -26,8 +26,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from benchmarks.common import CPU, MIB, BenchmarkParser, environment, print_rows, results_path, write_results
 from benchmarks.limit.kinds import KINDS, NO_LIMIT
 from benchmarks.limit.workloads import WORKLOADS
@@ -243,7 +241,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--folder", type=Path, default=Path("outputs/under_a_limit"), help="on a local disk (default: %(default)s)")
     options = parser.options(arguments)
     options.kinds = [NO_LIMIT, *(kind for kind in options.kinds if kind != NO_LIMIT)]
-    output = options.output or results_path("under-a-limit", torch.device("cpu"))
+    output = options.output or results_path("under-a-limit", CPU)
     print_report(run(options, output))
     print("wrote", output)
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import MIB, BenchmarkParser, current_device, environment, finish, print_table
+from benchmarks.common import MIB, BenchmarkParser, current_device, environment, finish, print_rows
 from benchmarks.teacher.reflow_quality import train_variant
 from hf_memopt.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
 from hf_memopt.recipes.reflow import demo
@@ -104,28 +104,23 @@ def print_report(results: dict[str, Any]) -> None:
     for seed in results["seeds"]:
         teacher = seed["students"]["student"]["teacher"]
         for steps in ("10", "1"):
-            rows.append(
-                [
-                    str(seed["seed"]),
-                    f"the teacher in {steps} step{'s' * (steps != '1')}",
-                    *_quality(teacher, steps),
-                    *["-"] * 3,
-                ]
-            )
+            policy = f"the teacher in {steps} step{'s' * (steps != '1')}"
+            rows.append({"seed": str(seed["seed"]), "policy": policy, **_quality(teacher, steps)})
         for name, found in seed["students"].items():
-            peaks = (f"{found['peak_bytes'][home] / MIB:.2f}" for home in ("resident", "swapped"))
-            cost = [*peaks, f"{found['step_cpu_ms']:.0f}"]
-            rows.append([str(seed["seed"]), STUDENTS[name][0], *_quality(found["student"], "1"), *cost])
-    print_table(
-        ["seed", "policy", "error", "success", "peak MiB, teacher resident", "swapped", "CPU ms per training step"],
-        rows,
-    )
+            cost = {
+                "peak MiB, teacher resident": f"{found['peak_bytes']['resident'] / MIB:.2f}",
+                "swapped": f"{found['peak_bytes']['swapped'] / MIB:.2f}",
+                "CPU ms per training step": f"{found['step_cpu_ms']:.0f}",
+            }
+            quality = _quality(found["student"], "1")
+            rows.append({"seed": str(seed["seed"]), "policy": STUDENTS[name][0], **quality, **cost})
+    print_rows(rows)
 
 
-def _quality(model: dict[str, Any], steps: str) -> list[str]:
+def _quality(model: dict[str, Any], steps: str) -> dict[str, str]:
     by_steps = {str(key): value for key, value in model["error"].items()}
     rates = {str(key): value for key, value in model["success_rate"].items()}
-    return [f"{by_steps[steps]:.3f}", f"{rates[steps]:.1%}"]
+    return {"error": f"{by_steps[steps]:.3f}", "success": f"{rates[steps]:.1%}"}
 
 
 def main() -> int:

@@ -17,19 +17,14 @@ WORKLOADS = {
 
 @dataclass(frozen=True)
 class Workload:
-    """A training, ready to run.
-
-    Attributes:
-        loss: forward pass and loss of the next batch.
-        loss_of_little: the same of a batch that is small, which makes everything else that a step leaves in memory.
-        blocks: the modules to which activation checkpointing applies.
-    """
+    """A training, ready to run."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    loss: Callable[[], Tensor]
+    loss: Callable[[], Tensor]  # forward pass and loss of the next batch
+    # The same of a batch that is small, which makes everything else that a step leaves in memory.
     loss_of_little: Callable[[], Tensor]
-    blocks: list[nn.Module]
+    blocks: list[nn.Module]  # to which activation checkpointing applies
 
 
 def make_workload(name: str, is_toy: bool) -> Workload:
