@@ -24,10 +24,11 @@ def verify(plain: Callable[[], Any], switched: Callable[[], Any], steps: int = 2
     """Compare two functions that make the same training step, one of them with a switch that saves memory.
 
     Each function is called `steps` times in a row: `plain` twice over, since a step that does not repeat itself cannot
-    be compared; then `switched`; where it differs, `plain` once more, with weights changed by one rounding, which gives
-    the size that differences by rounding have here. Before each run, weights, buffers, gradients, the states of
-    optimizers, and the generators of torch, numpy and Python are put back as they were at the first forward pass or
-    update that used them; after the last, too. All else that goes on from step to step, such as a schedule of learning
+    be compared; then `switched`; where it differs, both in float32 if autocast computes in lower precision, or else
+    `plain` from weights that are changed by one rounding, which shows the size that rounding has here. Before each run,
+    parameters, buffers, gradients and modes of modules, the groups, options and states of optimizers, and the
+    generators of torch, numpy and Python are put back as they were at the first forward pass or update that used them;
+    after the last, too. All else that goes on from step to step, such as a schedule of learning
     rates, an iterator of batches, or an average of weights in a model that is not trained, has to begin anew in each
     run. Kernels are deterministic where torch has such, and each run compiles anew.
 
@@ -47,7 +48,7 @@ def verify(plain: Callable[[], Any], switched: Callable[[], Any], steps: int = 2
     Raises:
         ValueError: `steps` is below 1, or `plain` ran nothing backward and returned no tensors.
 
-    Costs the time of three or four runs and of reading each compared tensor at some 0.5 GB/s, and a copy of the models'
+    Costs the time of three to five runs and of reading each compared tensor at some 0.5 GB/s, and a copy of the models'
     weights, and of their optimizers' states, in host memory.
 
     Example:

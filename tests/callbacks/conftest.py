@@ -1,3 +1,5 @@
+import json
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -8,6 +10,9 @@ from late_imports import LateModule
 from offload_trainers import STEPS, decoder, examples
 from torch import nn
 
+from hf_memopt.exactness.recording import Recording
+
+recorded_script = LateModule("hf_memopt.callbacks.recorded_script")
 transformers = LateModule("transformers")
 trl = LateModule("trl")
 
@@ -36,7 +41,9 @@ def make(tmp_path: Path) -> Callable[..., Any]:
 @contextmanager
 def _arguments_put_back() -> Iterator[None]:
     base = transformers.TrainingArguments
-    before = {cls: cls.__init__ for cls in (base, trl.SFTConfig)}
+    _ = trl.SFTConfig
+    classes = (base, *base.__subclasses__(), *(each for cls in base.__subclasses__() for each in cls.__subclasses__()))
+    before = {cls: cls.__init__ for cls in classes if "__init__" in vars(cls)}
     try:
         yield
     finally:
@@ -52,3 +59,28 @@ def arguments_put_back() -> Callable[[], AbstractContextManager[None]]:
     Only a `__new__` that changes nothing stays: Python cannot forget one.
     """
     return _arguments_put_back
+
+
+@pytest.fixture
+def record_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments_put_back: Any
+) -> Callable[..., Recording]:
+    """A function that records a script, or `-m` and a module, with switches on."""
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("RANK", "0")
+
+    def record(
+        *words: str,
+        texts: tuple[str, ...] = (),
+        is_switched: bool = True,
+        steps: int = 2,
+        in_float32: bool = False,
+    ) -> Recording:
+        order = recorded_script.Order(str(tmp_path), steps, None, in_float32, 0, list(texts), is_switched)
+        monkeypatch.setenv(recorded_script.VARIABLE, json.dumps(vars(order)))
+        with arguments_put_back():
+            recorded_script.main(words)
+        return Recording.read(tmp_path / "rank-0.json")
+
+    return record

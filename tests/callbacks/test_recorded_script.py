@@ -1,8 +1,6 @@
 """Scripts that are recorded in this process. Whole runs of `verify`: commands/test_verify_command.py."""
 
-import json
 import random
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,29 +45,13 @@ for row in examples()[:4]:
 
 
 @pytest.fixture
-def record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments_put_back: Any
-) -> Callable[..., tuple[Recording, Path]]:
-    """A function that records a script with switches on; it returns the recording and the script's output folder."""
-    monkeypatch.setattr(sys, "argv", list(sys.argv))
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setenv("RANK", "0")
+def record(tmp_path: Path, record_command: Callable[..., Recording]) -> Callable[..., tuple[Recording, Path]]:
+    """A function that records the text of a script; it returns the recording and the script's output folder."""
 
-    def record(
-        script: str,
-        *words: str,
-        texts: tuple[str, ...] = (),
-        is_switched: bool = True,
-        steps: int = 2,
-        in_float32: bool = False,
-    ) -> tuple[Recording, Path]:
+    def record(script: str, *words: str, **how: Any) -> tuple[Recording, Path]:
         output = tmp_path / "output"
         (tmp_path / "script.py").write_text(script)
-        order = recorded_script.Order(str(tmp_path), steps, None, in_float32, 0, list(texts), is_switched)
-        monkeypatch.setenv(recorded_script.VARIABLE, json.dumps(vars(order)))
-        with arguments_put_back():
-            recorded_script.main([str(tmp_path / "script.py"), *(words or (str(output),))])
-        return Recording.read(tmp_path / "rank-0.json"), output
+        return record_command(str(tmp_path / "script.py"), *(words or (str(output),)), **how), output
 
     return record
 
