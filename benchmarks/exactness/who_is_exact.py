@@ -136,12 +136,12 @@ def amounts(report: dict[str, Any]) -> Iterator[str]:
         case "equal":
             return
         case "rounding":
-            yield f"at most {worst['of_yardstick']:.2g} x"
+            yield f"at most {excess(worst):.2g} x"
         case _:
             yield f"{place(first)}: {size(first)}"
-            factor = report["advice"].partition(" times the plain one")
-            if factor[1]:
-                yield factor[0] + factor[1]
+            cause, times, _ = report["advice"].partition(" times the plain one")
+            if times:
+                yield cause + times
 
 
 def place(found: dict[str, Any]) -> str:
@@ -153,9 +153,14 @@ def place(found: dict[str, Any]) -> str:
 
 def size(found: dict[str, Any]) -> str:
     """Return the size of a difference; numbers that are not finite are text."""
-    relative, of_yardstick = found["relative"], found["of_yardstick"]
+    relative = found["relative"]
     share = relative if isinstance(relative, str) else f"{relative:.2g}"
-    return f"relative {share}" + ("" if of_yardstick is None else f", {of_yardstick:.2g} x")
+    return f"relative {share}" + ("" if found["of_yardstick"] is None else f", {excess(found):.2g} x")
+
+
+def excess(found: dict[str, Any]) -> float:
+    """Return the size of a difference as a multiple of what rounding may have."""
+    return float(found["of_yardstick"]) / float(found["allowed"])
 
 
 def print_report(results: dict[str, Any]) -> None:
