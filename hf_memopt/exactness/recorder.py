@@ -83,7 +83,7 @@ class Recorder:
         self._begun: dict[nn.Module, list[list[tuple[str, Fingerprint]]]] = {}  # weights before a model's first pass
         self._started: set[int] = set()  # models of which these are recorded
         self._updated: list[Optimizer] = []  # in this step
-        self._sums: dict[int, tuple[int, complex]] = {}  # of weights before an update, until an optimizer is called
+        self._sums: dict[tuple[int, int], complex] = {}  # of weights before an update, until an optimizer is called
         self._step, self._micro_batch = 1, 0
         self._num_calls = Counter[int]()  # in this micro-batch, by model
         self._depth_of_calls, self._is_without_graph, self._is_over = 0, False, False
@@ -218,11 +218,14 @@ class Recorder:
             return bool(self._updated)
         return any(self._sums.get(key, now) != now for key, now in self._sums_of_weights().items())
 
-    def _sums_of_weights(self) -> dict[int, tuple[int, complex]]:
+    def _sums_of_weights(self) -> dict[tuple[int, int], complex]:
+        """Return sums by id and by the number of elements that are there: ZeRO-3 has none between two passes."""
         weights = [*(each for _, each in self._named_parameters()), *self._known.leaves]
-        parts = [(id(weight), part.detach()) for weight in weights for _, part in parts_of(weight)]
+        parts = [
+            (id(weight), part.detach()) for weight in weights if _has_memory(weight) for _, part in parts_of(weight)
+        ]
         return {
-            key: (part.numel(), part.sum(dtype=torch.complex128 if part.is_complex() else torch.float64).item())
+            (key, part.numel()): part.sum(dtype=torch.complex128 if part.is_complex() else torch.float64).item()
             for key, part in parts
             if part.device.type != "meta"
         }
