@@ -113,12 +113,10 @@ def _of_losses(plain: Recording, switched: Recording) -> str:
         return ""
     terms = [theirs - ours for ours, theirs in values]
     shares = [(theirs - ours) / ours for ours, theirs in values]
-    spread, nearest = min(
-        ((max(each) - min(each)) / abs(math.fsum(each) / len(each)), each) for each in (terms, shares)
-    )
-    if spread > 0.05:
+    spreads = [(max(each) - min(each)) * len(each) / (abs(math.fsum(each)) or math.nan) for each in (terms, shares)]
+    if not min(spreads) <= 0.05:
         return ""
-    if nearest is shares:
+    if spreads[1] < spreads[0]:
         return f"the loss is {1 + shares[0]:.6g} times the plain one: {_WEIGHING}"
     return f"the loss is {abs(terms[0]):.4g} {'more' if terms[0] > 0 else 'less'} each time: a term that one run lacks"
 

@@ -80,7 +80,8 @@ class Recorder:
         self._keeper = keeper
         self._models: list[nn.Module] = []
         self._optimizers: list[Optimizer] = []
-        self._begun: dict[nn.Module, list[list[tuple[str, Fingerprint]]]] = {}  # weights before a model's first pass
+        # Weights before a model's first pass.
+        self._begun: dict[nn.Module, list[tuple[Tensor, list[tuple[str, Fingerprint]]]]] = {}
         self._started: set[int] = set()  # models of which these are recorded
         self._updated: list[Optimizer] = []  # in this step
         self._sums: dict[tuple[int, int], complex] = {}  # of weights before an update, until an optimizer is called
@@ -125,10 +126,11 @@ class Recorder:
 
         @functools.wraps(autocast)
         def autocast_noted(context: Any) -> Any:
-            if context._enabled:
-                recorder.note_precision(context.fast_dtype)
-                context._enabled = not recorder._in_float32
-            return autocast(context)
+            if not context._enabled:
+                return autocast(context)
+            recorder.note_precision(context.fast_dtype)
+            with patch.object(context, "_enabled", not recorder._in_float32):
+                return autocast(context)
 
         enter = self._active.enter_context
         enter(patch.object(torch.autocast, "__enter__", autocast_noted))
@@ -262,9 +264,10 @@ class Recorder:
                 continue
             self._started.add(id(model))
             self._begin(model)
-            for (name, _), parts in zip(self._named(model), self._begun[model], strict=True):
-                for suffix, found in parts:
-                    self.recording.tensors[TensorPlace(0, 0, "start", name + suffix)] = found
+            names = {id(tensor): name for name, tensor in self._named(model)}
+            for tensor, parts in self._begun[model]:
+                for suffix, found in parts if id(tensor) in names else ():  # others are frozen since
+                    self.recording.tensors[TensorPlace(0, 0, "start", names[id(tensor)] + suffix)] = found
 
     def _begin(self, model: nn.Module) -> None:
         """Take the fingerprints of a model's weights before its first pass, and perturb them if this run does."""
@@ -275,7 +278,7 @@ class Recorder:
         self.recording.has_dropout |= any(map(_draws_masks, model.modules()))
         if self._perturbed is not None:
             _perturb(model, getattr(torch, self._perturbed))
-        self._begun[model] = [list(_fingerprints(tensor)) for _, tensor in _weights_of(model)]
+        self._begun[model] = [(tensor, list(_fingerprints(tensor))) for _, tensor in _weights_of(model)]
 
     def _before_backward(self, roots: list[Tensor]) -> Mapping[Tensor, Any]:
         if self._has_updated():  # in a program that calls no modules
@@ -465,7 +468,8 @@ def _named_numbers(group: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
         values = {f"{option}[{number}]": each for number, each in enumerate(value)} if isinstance(value, tuple) else {}
         for name, each in (values or {option: value}).items():
             if isinstance(each, int | float | Tensor) and not isinstance(each, bool):
-                yield name, torch.as_tensor(each, dtype=torch.float64, device="cpu")
+                # A learning rate may be a tensor in float32.
+                yield name, torch.as_tensor(each, dtype=torch.float32, device="cpu")
 
 
 def _leaves(roots: list[Tensor]) -> list[Tensor]:

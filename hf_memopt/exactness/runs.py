@@ -39,26 +39,28 @@ def compare_runs(record: Callable[[Kind, str | None], Recording]) -> VerifyRepor
     switched = recorded("switched")
     comparison = compare(plain, switched)
     if comparison.differences:
-        yardstick, reason = _in_float32(plain, recorded) if plain.precision is not None else (None, "")
-        if yardstick is None:  # rounded to the weights' own dtype, if that is coarser
-            yardstick = Yardstick(recorded("plain, rounded once", plain.precision or "float64"))
-        comparison = compare(plain, switched, yardstick)
+        yardstick, dtype, reason = None, "float64", ""  # or the weights' own, which is coarser
+        if plain.precision is not None:
+            yardstick, dtype, reason = _in_float32(plain, plain.precision, recorded)
+        comparison = compare(plain, switched, yardstick or Yardstick(recorded("plain, rounded once", dtype)))
         comparison.not_compared.extend([reason] if reason else [])
     return report_of(plain, switched, comparison, runs, is_control=False)
 
 
-def _in_float32(plain: Recording, recorded: Callable[[Kind], Recording]) -> tuple[Yardstick | None, str]:
-    """Return the runs in float32, or the reason why there are none."""
+def _in_float32(
+    plain: Recording, precision: str, recorded: Callable[[Kind], Recording]
+) -> tuple[Yardstick | None, str, str]:
+    """Return the runs in float32, or else the dtype in which the plain run computes, and the reason."""
     try:
         found = recorded("plain, in float32")
+        if not compare(plain, found).differences:  # an autocast that has nothing to cast
+            return None, "float64", ""
         bits = [each.num_bits for place, each in found.tensors.items() if place.phase == "gradient"]
         if not bits or statistics.median(bits) < _BITS_OF_FLOAT32:
-            return None, "in float32: the weights themselves, or what computes with them, have a lower precision"
-        if not compare(plain, found).differences:
-            return None, ""
-        return Yardstick(found, recorded("switched, in float32")), ""
+            return None, precision, "in float32: weights, or what computes with them, have a lower precision"
+        return Yardstick(found, recorded("switched, in float32")), precision, ""
     except Exception as error:  # a program may rely on the lower precision
-        return None, f"in float32: {type(error).__name__}: {error}"
+        return None, precision, f"in float32: {type(error).__name__}: {error}"
 
 
 def merged(ranks: list[Recording]) -> Recording:
