@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Iterable
 from copy import deepcopy
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -83,7 +83,7 @@ class _State:
     def __init__(self) -> None:
         # Parameters and buffers of modules, and whether they train.
         self._modules: dict[nn.Module, tuple[dict[str, Any], dict[str, Any], bool]] = {}
-        self._tensors: dict[int, tuple[_Kept, Tensor | None, bool]] = {}
+        self._tensors: dict[int, tuple[_Kept, _Kept | Literal[False], bool]] = {}
         self._optimizers: dict[int, tuple[Optimizer, _OptimizerState]] = {}
         self._random = RandomState(torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu"))
         # Loaded by a program that draws from it.
@@ -100,8 +100,7 @@ class _State:
         for leaf in leaves:
             if id(leaf) not in self._tensors:
                 gradient = leaf.grad if leaf.is_leaf else None
-                kept = None if gradient is None else gradient.to("cpu", copy=True)
-                self._tensors[id(leaf)] = _Kept(leaf), kept, leaf.requires_grad
+                self._tensors[id(leaf)] = _Kept(leaf), gradient is not None and _Kept(gradient), leaf.requires_grad
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         if id(optimizer) not in self._optimizers:
@@ -118,7 +117,7 @@ class _State:
                 tensor = kept.restored()
                 if tensor.is_leaf:
                     tensor.requires_grad_(requires_grad)
-                    tensor.grad = None if gradient is None else gradient.to(tensor.device, copy=True)
+                    tensor.grad = gradient.restored() if gradient else None
             for optimizer, state in self._optimizers.values():
                 state.restore(optimizer)
         self._random.restore()
@@ -132,12 +131,7 @@ class _OptimizerState:
     def __init__(self, optimizer: Optimizer) -> None:
         self._state = {parameter: tree_map(_kept, state) for parameter, state in optimizer.state.items()}
         self._groups = [
-            (
-                group,
-                list(group["params"]),
-                {name: tree_map(_kept, each) for name, each in group.items() if name != "params"},
-            )
-            for group in optimizer.param_groups
+            (group, group["params"], list(group["params"]), _kept_options(group)) for group in optimizer.param_groups
         ]
 
     def restore(self, optimizer: Optimizer) -> None:
@@ -145,9 +139,10 @@ class _OptimizerState:
         for parameter, state in self._state.items():
             optimizer.state[parameter] = tree_map(_restored, state)
         optimizer.param_groups[:] = [group for group, *_ in self._groups]
-        for group, parameters, options in self._groups:
+        for group, parameters, before, options in self._groups:
+            parameters[:] = before
             group.clear()
-            group.update(tree_map(_restored, options), params=parameters)
+            group.update(params=parameters, **tree_map(_restored, options))
 
 
 class _Kept:
@@ -165,6 +160,10 @@ class _Kept:
         for part, values in self._parts:
             part.copy_(values)
         return self._tensor
+
+
+def _kept_options(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: tree_map(_kept, value) for name, value in group.items() if name != "params"}
 
 
 def _kept(value: Any) -> Any:

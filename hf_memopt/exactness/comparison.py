@@ -30,8 +30,13 @@ ERRORS_ALLOWED = 25.0
 LEAST_FACTOR = 1e-4
 # Significant bits of bfloat16, and of float16 and TF32.
 _BITS_OF_LOW_PRECISION = (8, 11)
+_BITS_OF_FLOAT32 = 20
+# More than rounding to `_BITS_OF_LOW_PRECISION` changes: what is left where terms cancel out has few bits by chance.
+_ROUNDED_ONCE = 0.03
 # Tensors with fewer elements can escape rounding by chance.
 _FEW = 16
+# Times 3, still less than an update that is lost.
+_OF_FEW = 1 / 6
 # Leaves of which a switch may need more: a reentrant checkpoint needs an input that has a gradient.
 _OUTSIDE_OF_MODELS = ("input ", "leaf ")
 _OF_THE_END: tuple[Phase, ...] = ("setting", "weight", "optimizer")
@@ -143,8 +148,8 @@ def compare(plain: Recording, switched: Recording, yardstick: Yardstick | None =
     if not is_aligned:
         not_compared.append("inputs and losses: the runs cut their steps into different numbers of micro-batches")
     gradients = [found for place, found in first.items() if place.phase == "gradient"]
-    if gradients and not any(each.norm or each.num_not_finite for each in gradients):
-        not_compared.append("gradients: all of them are zero, which proves nothing")
+    if gradients and not any(each.norm and not each.num_not_finite for each in gradients):
+        not_compared.append("gradients: all of them are zero or not finite, which proves nothing")
     differences: list[Difference] = []
     num_compared = Counter[Phase]()
     for place in first | second:
@@ -153,6 +158,8 @@ def compare(plain: Recording, switched: Recording, yardstick: Yardstick | None =
             continue
         if ours is None and place.phase == "gradient" and place.name.startswith(_OUTSIDE_OF_MODELS):
             continue
+        if theirs is None and place.phase == "gradient" and _has_same_update(plain, switched, place):
+            continue  # it is freed by a hook that makes the update
         num_compared[place.phase] += 1
         if ours is None or theirs is None or not _same(ours, theirs):
             differences.append(_difference(place, ours, theirs))
@@ -196,7 +203,8 @@ class _Judge:
                 systematic = f"gradients are {factor:.5g} times the plain ones, on the whole"
             elif place.phase == "gradient" and place.micro_batch == 1 and look_at_bits:
                 # The gradient of a bias is a sum, which kernels may take in any precision.
-                systematic = other_precision(each) if each.plain and len(each.plain.shape) > 1 else ""
+                is_matrix = each.plain is not None and len(each.plain.shape) > 1
+                systematic = other_precision(each) if is_matrix and each.relative < _ROUNDED_ONCE else ""
             sized = self._after_equal_gradients if min(computed, default=math.inf) > place.step else self._sized
             found.append(replace(sized(each), systematic=systematic))
         return found
@@ -227,11 +235,11 @@ class _Judge:
             allowed = min(max(_ratio(_SMALL_CHANGE * plain.norm, change), least), most)
             unit = "times the change by one rounding of all weights"
         noise = self._arithmetic(place)
-        if place.phase == "weight":  # some optimizers make whole updates of elements that are noise
-            gradients = [each for each in self._alike["gradient", place.name] if each.step == place.step]
-            shares = [_ratio(self._change(each), self._plain.tensors[each].norm) for each in gradients]
-            turned = min(max([1 / plain.num_elements, *shares]), 1.0)
-            noise = max(noise, 3 * math.sqrt(turned) * plain.norm)
+        gradients = [each for each in self._alike["gradient", place.name] if each.step == place.step]
+        if place.phase == "weight" and gradients:  # some optimizers make whole updates of elements that are noise
+            share = max(_ratio(self._change(each), self._plain.tensors[each].norm) for each in gradients)
+            turned = max(math.sqrt(min(share, 1.0)), min(1 / math.sqrt(plain.num_elements), _OF_FEW))
+            noise = max(noise, 3 * turned * plain.norm)
         ratio = _ratio(base.distance(other), max(change, noise / allowed))
         return replace(found, of_yardstick=ratio, allowed=allowed, unit=unit)
 
@@ -301,7 +309,7 @@ def other_precision(found: Difference) -> str:
     if found.plain is None or found.switched is None or found.plain.dtype != found.switched.dtype:
         return ""
     ours, theirs = found.plain.num_bits, found.switched.num_bits
-    if ours == theirs or min(ours, theirs) not in _BITS_OF_LOW_PRECISION:
+    if min(ours, theirs) not in _BITS_OF_LOW_PRECISION or max(ours, theirs) < _BITS_OF_FLOAT32:
         return ""
     return f"its elements have {theirs} significant bits instead of {ours}"
 
@@ -313,6 +321,12 @@ def _same(first: Fingerprint, second: Fingerprint) -> bool:
 def _is_updated(plain: Recording, place: TensorPlace) -> bool:
     before = plain.before(place)
     return place.phase == "weight" and before is not None and before.sha256 != plain.tensors[place].sha256
+
+
+def _has_same_update(plain: Recording, switched: Recording, gradient: TensorPlace) -> bool:
+    place = replace(gradient, micro_batch=0, phase="weight")
+    ours, theirs = plain.tensors.get(place), switched.tensors.get(place)
+    return ours is not None and theirs is not None and _same(ours, theirs) and _is_updated(plain, place)
 
 
 def _reshaped(found: Difference) -> str:

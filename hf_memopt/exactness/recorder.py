@@ -24,6 +24,7 @@ from hf_memopt.memory.leaks.live_storages import graph_nodes
 from hf_memopt.memory.process_peak import peak_bytes, reset_peak
 
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+_MATMULS: tuple[Any, ...] = tuple(getattr(torch.backends, name).matmul for name in ("cuda", "mkldnn"))
 _NOT_DETERMINISTIC = "does not have a deterministic implementation"
 
 
@@ -134,7 +135,6 @@ class Recorder:
 
         enter = self._active.enter_context
         enter(patch.object(torch.autocast, "__enter__", autocast_noted))
-        self._active.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
         enter(patch.object(nn.Module, "__call__", call_recorded))
         enter(patch.object(torch.autograd, "backward", backward_recorded))
         self._active.callback(register_optimizer_step_pre_hook(self._before_update).remove)
@@ -198,11 +198,13 @@ class Recorder:
             return
         if self._has_updated():
             self.end_step()
-        if torch.get_float32_matmul_precision() != "highest":
-            if self.recording.precision is None:
-                self.note_precision(torch.float16)
-            if self._in_float32:
-                torch.set_float32_matmul_precision("highest")
+        for backend in _MATMULS:
+            if backend.fp32_precision in ("tf32", "bf16"):
+                if self.recording.precision is None:
+                    self.note_precision(torch.float16)
+                if self._in_float32:
+                    self._active.callback(setattr, backend, "fp32_precision", backend.fp32_precision)
+                    backend.fp32_precision = "ieee"
         with self._recording():
             model = self._added(module)
             self._start()

@@ -501,3 +501,27 @@ def test_a_reference_that_is_called_first_takes_no_names_from_the_model_that_tra
         return step
 
     assert verify(step_of(reference_first=False), step_of(reference_first=True)).equal
+
+
+def test_an_optimizer_in_the_backward_pass_of_some_weights() -> None:
+    def step(model: nn.Module, hooked: bool) -> Callable[[], None]:
+        optimizers = {each: torch.optim.SGD([each], lr=0.1) for each in model.parameters()}
+
+        def update(weight: Tensor) -> None:
+            optimizers[weight].step()
+            weight.grad = None
+
+        if hooked:
+            model[0].weight.register_post_accumulate_grad_hook(update)
+
+        def whole() -> None:
+            model(batches()[0]).square().mean().backward()
+            for weight in model.parameters():
+                if weight.grad is not None:
+                    update(weight)
+
+        return whole
+
+    plain = tiny_net(dropout=0.0)
+    report = verify(step(plain, False), step(copy.deepcopy(plain), True))
+    assert report.equal, report

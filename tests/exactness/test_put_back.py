@@ -344,3 +344,53 @@ def test_groups_and_options_that_a_switched_function_changes_are_put_back() -> N
         assert [list(map(id, group["params"])) for group in training.optimizer.param_groups] == [before]
     assert str(report.first and report.first.place) == "betas[0] of 0.weight in step 1"
     assert report.advice.startswith("betas[0] is 0.5 instead of 0.9")
+
+
+@pytest.mark.parametrize("reused", [True, False])
+def test_regions_of_autocast_are_left_as_they_were(reused: bool) -> None:
+    model, x, region = tiny_net(dropout=0.0), batches()[0], torch.autocast("cpu", torch.bfloat16)
+
+    def step(weight: int) -> None:
+        with region if reused else torch.autocast("cpu", torch.bfloat16):
+            loss = model(x).float().square().mean() * weight
+        loss.backward()
+        model.zero_grad()
+
+    for _ in range(2):
+        report = verify(lambda: step(1), lambda: step(2))
+        assert [each.name for each in report.runs][3:] == ["plain, in float32", "switched, in float32"]
+    with region:
+        assert model(x).dtype == torch.bfloat16
+
+
+def test_a_region_with_nothing_to_cast_is_judged_in_float32() -> None:
+    model, x = tiny_net(dropout=0.0), batches()[0]
+
+    def step(round_: bool) -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            torch.ones(2, 2) @ torch.ones(2, 2)
+        output = model(x)
+        if round_:
+            output.register_hook(lambda gradient: gradient.bfloat16().float())
+        output.square().mean().backward()
+        model.zero_grad()
+
+    assert verify(lambda: step(False), lambda: step(True)).verdict == "different"
+
+
+def test_gradients_and_groups_stay_the_same_objects() -> None:
+    training = Training(tiny_net(dropout=0.0))
+    flat = torch.zeros(sum(each.numel() for each in training.model.parameters()))
+    for each, part in zip(
+        training.model.parameters(), flat.split([each.numel() for each in training.model.parameters()]), strict=True
+    ):
+        each.grad = part.view_as(each)
+    flat.fill_(3.0)
+    group = training.optimizer.param_groups[0]
+    parameters, options = group["params"], list(group)
+    verify(training, Training(training.model, learning_rate=0.1))
+    assert torch.equal(torch.cat([each.grad.flatten() for each in training.model.parameters()]), flat)
+    flat.fill_(4.0)
+    assert all(bool((each.grad == 4).all()) for each in training.model.parameters())
+    assert group["params"] is parameters
+    assert list(group) == options

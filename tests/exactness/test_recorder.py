@@ -242,29 +242,44 @@ def test_settings_are_those_of_the_update() -> None:
 
 @pytest.fixture
 def tf32() -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
+    """TF32 for matrix products, by torch's new setting, which does not go with `set_float32_matmul_precision`."""
+    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    before = [backend.fp32_precision for backend in backends]
+    for backend in backends:
+        backend.fp32_precision = "tf32"
     yield
-    torch.set_float32_matmul_precision(before)
+    for backend, precision in zip(backends, before, strict=True):
+        backend.fp32_precision = precision
 
 
 def test_float32_is_that_of_all_regions(tf32: None) -> None:
-    model = nn.Linear(64, 64)
+    model, backend = nn.Linear(64, 64), torch.backends.cuda.matmul
     found = []
     for in_float32 in (False, True):
         with Recorder(in_float32=in_float32) as recorder:
             with torch.autocast("cpu", torch.bfloat16):
                 model(torch.ones(1, 64)).float().square().sum().backward()
-            found.append(torch.get_float32_matmul_precision())
-        assert torch.get_float32_matmul_precision() == "high"
+            found.append(backend.fp32_precision)
+        assert backend.fp32_precision == "tf32"
         gradients = [each for place, each in recorder.recording.tensors.items() if place.phase == "gradient"]
         assert {each.num_bits > 11 for each in gradients} == {in_float32}
         assert recorder.recording.precision == "bfloat16"
         model.zero_grad()
-    assert found == ["high", "highest"]
+    assert found == ["tf32", "ieee"]
 
 
 def test_tf32_is_a_lower_precision(tf32: None) -> None:
     with Recorder() as recorder:
         nn.Linear(4, 4)(torch.ones(1, 4)).sum().backward()
     assert recorder.recording.precision == "float16"
+
+
+def test_a_layer_that_is_frozen_after_a_pass_without_a_graph() -> None:
+    model = tiny_net()
+    with Recorder() as recorder:
+        with torch.no_grad():
+            model(batches()[0])
+        model[0].requires_grad_(False)
+        model.register_buffer("more", torch.ones(1))
+        model(batches()[0]).sum().backward()
+    assert names(recorder, "start", 0) == ["3.weight", "3.bias"]
