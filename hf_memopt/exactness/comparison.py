@@ -18,8 +18,8 @@ Verdict = Literal["equal", "rounding", "small", "different"]
 # `_SMALL_CHANGE`, since other orders of long sums can round by more than weights do.
 ROUNDINGS_ALLOWED = (6.0, 60.0)
 _SMALL_CHANGE = 1e-3
-# Roundings of a tensor's own dtype.
-_OF_ARITHMETIC = 6.0
+# Roundings of a tensor's own dtype, and of all gradients of a pass in one of them whose terms cancel out.
+_OF_ARITHMETIC, _OF_CANCELLING_SUMS = 6.0, 30.0
 # What is left in float32, in units of the rounding of float16: TF32 leaves half of that.
 SHARE_ALLOWED = 2.4
 # The same of an update, in units of any precision's rounding: Adam makes whole updates of gradients that are noise.
@@ -255,7 +255,7 @@ class _Judge:
         if place.phase != "weight":
             # Where terms cancel out, as for a bias before a normalisation, nothing is left but their rounding.
             all_norms = math.sqrt(self._squares[_family(place)])
-            return _OF_ARITHMETIC * max(_eps(plain.dtype) * plain.norm, exact * all_norms)
+            return max(_OF_ARITHMETIC * _eps(plain.dtype) * plain.norm, _OF_CANCELLING_SUMS * exact * all_norms)
         update = _quantity(self._plain, place)
         assert update is not None
         return max(_eps(plain.dtype) / 2 * plain.norm, _OF_ARITHMETIC * exact * update.norm)
