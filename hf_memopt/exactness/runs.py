@@ -51,6 +51,7 @@ def _in_float32(
     plain: Recording, precision: str, recorded: Callable[[Kind], Recording]
 ) -> tuple[Yardstick | None, str, str]:
     """Return the runs in float32, or else the dtype in which the plain run computes, and the reason."""
+    found = None
     try:
         found = recorded("plain, in float32")
         if not compare(plain, found).differences:  # an autocast that has nothing to cast
@@ -60,7 +61,7 @@ def _in_float32(
             return None, precision, "in float32: weights, or what computes with them, have a lower precision"
         return Yardstick(found, recorded("switched, in float32")), precision, ""
     except Exception as error:  # a program may rely on the lower precision
-        return None, precision, f"in float32: {type(error).__name__}: {error}"
+        return None if found is None else Yardstick(found), precision, f"in float32: {type(error).__name__}: {error}"
 
 
 def merged(ranks: list[Recording]) -> Recording:

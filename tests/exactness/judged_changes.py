@@ -142,11 +142,6 @@ def sample_ignored(labels: Tensor) -> Tensor:
     return labels
 
 
-def by_inductor(model: nn.Module) -> nn.Module:
-    # Its caches give the backward of another autocast dtype.
-    return torch.compile(model, options={"force_disable_caches": True})
-
-
 def patched(model: nn.Module, kind: type[nn.Module], forward: Callable[..., Tensor]) -> nn.Module:
     """Give a copy's modules of a class another forward function."""
     model = copy.deepcopy(model)
@@ -321,7 +316,7 @@ INNOCENT: dict[str, Case] = {
     "fused AdamW, lr 1e-3": (llama, {"lr": 1e-3, "options": {"foreach": False}}, {"options": {"fused": True}}),
     "eager attention": (llama, {}, model_by(lambda model: attention(model, "eager"))),
     "aot_eager": (llama, {}, model_by(partial(torch.compile, backend="aot_eager"))),
-    "inductor": (llama, {}, model_by(by_inductor)),
+    "inductor": (llama, {}, model_by(torch.compile)),
     "one micro-batch": (llama, {}, {"num_micro_batches": 1}),
     "four micro-batches": (llama, {}, {"num_micro_batches": 4}),
     "loss in chunks": (llama, {}, {"loss": in_chunks}),
@@ -407,7 +402,9 @@ def judged(case: Case, dtype: torch.dtype | None) -> VerifyReport:
     model, same = make(), lambda model: model
     models = [settings.get("model", same)(model) for settings in (base, change)]
     plain = Step(dtype=dtype, **{**base, "model": models[0]})
-    return verify(plain, replace(plain, **{**change, "model": models[1]}))
+    # Inductor's caches give the backward of another autocast dtype.
+    with torch.compiler.config.patch(force_disable_caches=True):
+        return verify(plain, replace(plain, **{**change, "model": models[1]}))
 
 
 PRECISIONS_OF = {
