@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Self
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -51,7 +50,7 @@ class Fingerprint:
             on_host = piece.resolve_conj().resolve_neg().cpu().contiguous()
             digest.update(on_host.view(torch.uint8).numpy())
             if tensor.dtype == torch.float32:
-                mantissas |= int(np.bitwise_or.reduce(on_host.view(torch.int32).numpy())) & 0x7FFFFF
+                mantissas |= _bits_of_any(on_host.view(torch.int32)) & 0x7FFFFF
             values = (torch.view_as_real(on_host).flatten() if on_host.is_complex() else on_host).double()
             square = float(values.dot(values))
             if not math.isfinite(square):
@@ -144,6 +143,14 @@ def _pieces(tensor: Tensor) -> Iterator[Tensor]:
     rows = max(1, _CHUNK // tensor[0].numel())
     for part in torch.split(tensor, rows):
         yield from _pieces(part if len(part) > 1 or part.numel() <= _CHUNK else part[0])
+
+
+def _bits_of_any(integers: Tensor) -> int:
+    """Return the bits that are set in at least one of some integers."""
+    while len(integers) > 1:
+        half = (len(integers) + 1) // 2  # of an odd number, both halves have the middle one
+        integers = integers[:half] | integers[-half:]
+    return int(integers[0]) if len(integers) else 0
 
 
 def _signed_sums(values: Tensor, position: int) -> Tensor:

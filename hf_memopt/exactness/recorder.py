@@ -24,7 +24,6 @@ from hf_memopt.memory.leaks.live_storages import graph_nodes
 from hf_memopt.memory.process_peak import peak_bytes, reset_peak
 
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-_MATMULS: tuple[Any, ...] = tuple(getattr(torch.backends, name).matmul for name in ("cuda", "mkldnn"))
 _NOT_DETERMINISTIC = "does not have a deterministic implementation"
 
 
@@ -198,13 +197,14 @@ class Recorder:
             return
         if self._has_updated():
             self.end_step()
-        for backend in _MATMULS:
-            if backend.fp32_precision in ("tf32", "bf16"):
-                if self.recording.precision is None:
-                    self.note_precision(torch.float16)
-                if self._in_float32:
-                    self._active.callback(setattr, backend, "fp32_precision", backend.fp32_precision)
-                    backend.fp32_precision = "ieee"
+        backends: Any = torch.backends
+        products = (backends.cuda if self._device.type == "cuda" else backends.mkldnn).matmul
+        if products.fp32_precision in ("tf32", "bf16"):
+            if self.recording.precision is None:
+                self.note_precision(torch.float16)
+            if self._in_float32:
+                self._active.callback(setattr, products, "fp32_precision", products.fp32_precision)
+                products.fp32_precision = "ieee"
         with self._recording():
             model = self._added(module)
             self._start()

@@ -69,6 +69,7 @@ def record_command(
     monkeypatch.setattr(sys, "argv", list(sys.argv))
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(recorded_script, "show_messages", lambda: None)
 
     def record(
         *words: str,

@@ -15,13 +15,14 @@ from functools import partial
 from typing import Any
 
 import torch
+from late_imports import LateModule
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 from hf_memopt.exactness import VerifyReport, verify
 
+transformers = LateModule("transformers")
 PRECISIONS: dict[str, torch.dtype | None] = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SHAPE = {
     "vocab_size": 256,
@@ -38,7 +39,7 @@ Loss = Callable[[Any, Tensor], Tensor]
 
 def llama(**options: Any) -> nn.Module:
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**SHAPE, **options)).train()
+    model: nn.Module = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE, **options)).train()
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "norm" in name:
@@ -50,7 +51,8 @@ def mixture() -> nn.Module:
     torch.manual_seed(0)
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     experts |= {"shared_expert_intermediate_size": 32, "output_router_logits": True}
-    return Qwen2MoeForCausalLM(Qwen2MoeConfig(**SHAPE, **experts)).train()
+    model: nn.Module = transformers.Qwen2MoeForCausalLM(transformers.Qwen2MoeConfig(**SHAPE, **experts)).train()
+    return model
 
 
 def own_loss(model: Any, tokens: Tensor) -> Tensor:

@@ -243,17 +243,16 @@ def test_settings_are_those_of_the_update() -> None:
 @pytest.fixture
 def tf32() -> Iterator[None]:
     """TF32 for matrix products, by torch's new setting, which does not go with `set_float32_matmul_precision`."""
-    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
-    before = [backend.fp32_precision for backend in backends]
-    for backend in backends:
-        backend.fp32_precision = "tf32"
+    backends: Any = torch.backends
+    products = backends.mkldnn.matmul
+    before = products.fp32_precision
+    products.fp32_precision = "tf32"
     yield
-    for backend, precision in zip(backends, before, strict=True):
-        backend.fp32_precision = precision
+    products.fp32_precision = before
 
 
 def test_float32_is_that_of_all_regions(tf32: None) -> None:
-    model, backend = nn.Linear(64, 64), torch.backends.cuda.matmul
+    model, backend = nn.Linear(64, 64), torch.backends.mkldnn.matmul
     found = []
     for in_float32 in (False, True):
         with Recorder(in_float32=in_float32) as recorder:
