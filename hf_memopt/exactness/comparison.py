@@ -211,7 +211,7 @@ class _Judge:
 
     def _after_equal_gradients(self, found: Difference) -> Difference:
         """Compare an update with the rounding of its arithmetic: that of weights before a forward pass is larger."""
-        place, ours, theirs = found.place, _quantity(self._plain, found.place), _quantity(self._switched, found.place)
+        place, (ours, theirs) = found.place, _quantities(self._plain, self._switched, found.place)
         if place.phase == "setting" or ours is None or theirs is None or self._is_skipped(found):
             return found
         ratio = _ratio(ours.distance(theirs), self._arithmetic(place))
@@ -219,7 +219,7 @@ class _Judge:
 
     def _sized(self, found: Difference) -> Difference:
         place = found.place
-        base, other, plain = (_quantity(each, place) for each in (*self._pair, self._plain))
+        (base, other), plain = _quantities(*self._pair, place), _quantity(self._plain, place)
         if place.phase in ("start", "setting") or base is None or other is None or plain is None:
             return found
         change = max(map(self._change, self._alike[place.phase, place.name] if plain.num_elements < _FEW else [place]))
@@ -258,7 +258,7 @@ class _Judge:
             return max(_OF_ARITHMETIC * _eps(plain.dtype) * plain.norm, _OF_CANCELLING_SUMS * exact * all_norms)
         update = _quantity(self._plain, place)
         assert update is not None
-        return max(_eps(plain.dtype) / 2 * plain.norm, _OF_ARITHMETIC * exact * update.norm)
+        return max(_eps(plain.dtype) * plain.norm, _OF_ARITHMETIC * exact * update.norm)
 
     def _is_skipped(self, found: Difference) -> bool:
         before = self._switched.before(found.place) if found.place.phase == "weight" else None
@@ -292,6 +292,14 @@ def _quantity(recording: Recording, place: TensorPlace) -> Fingerprint | None:
     if place.phase != "weight" or found is None:
         return found
     return None if before is None or before.shape != found.shape else found.minus(before)
+
+
+def _quantities(
+    plain: Recording, switched: Recording, place: TensorPlace
+) -> tuple[Fingerprint | None, Fingerprint | None]:
+    """Return what is judged of two runs; the weights themselves where one shows no start, as under ZeRO-3."""
+    found = _quantity(plain, place), _quantity(switched, place)
+    return found if None not in found else (plain.tensors.get(place), switched.tensors.get(place))
 
 
 def _family(place: TensorPlace) -> tuple[Any, ...]:

@@ -379,10 +379,11 @@ class Recorder:
     def _named_states(self) -> Iterator[tuple[str, Tensor]]:
         names = self._names_of_parameters()
         for optimizer in self._optimizers:
-            if any(optimizer is each for each in self._updated):
-                for parameter, state in optimizer.state.items():
-                    for key, tensor in _named_tensors(state, ""):
-                        yield f"{key} of {names[id(parameter)]}", tensor
+            if not any(optimizer is each for each in self._updated):
+                continue
+            for parameter in itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups):
+                for key, tensor in _named_tensors(optimizer.state.get(parameter, {}), ""):
+                    yield f"{key} of {names[id(parameter)]}", tensor
 
     def _add(self, phase: Phase, name: str, tensor: Tensor, micro_batch: int) -> None:
         for suffix, found in _fingerprints(tensor):

@@ -9,7 +9,7 @@ from benchmark_runs import Load
 
 ROOT = Path(__file__).parents[2]
 COMMITTED: list[dict[str, Any]] = json.loads(
-    (ROOT / "benchmarks" / "results" / "who-is-exact-cpu-amd-epyc.json").read_text()
+    (ROOT / "benchmarks" / "results" / "who-is-exact-cpu-intel-r-xeon-r-processor.json").read_text()
 )["rows"]
 EQUAL = {"num_gradients": 3, "num_steps": 2, "verdict": "equal", "not_compared": [], "first": None, "worst": None}
 

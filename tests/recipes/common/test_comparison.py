@@ -46,7 +46,7 @@ def test_modes_share_weights_and_batches(name: str, tmp_path: Path) -> None:
     assert len(set(losses)) == len(losses) >= comparison.NUM_CHECKED  # the losses change
     compared = compare(plain, switched)
     assert compared.verdict == "equal"
-    assert compared.num_compared.keys() == {"start", "input", "loss", "gradient", "weight", "optimizer"}
+    assert compared.num_compared.keys() == {"start", "input", "loss", "gradient", "setting", "weight", "optimizer"}
     assert 0 < offloaded.saved_mib < off.saved_mib
     assert offloaded.moved_mib > 0
     assert offloaded.host_mib > 0
