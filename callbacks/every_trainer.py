@@ -63,10 +63,10 @@ def run_script(words: Sequence[str]) -> None:
 
 @dataclass
 class Attached:
-    """What a script's Trainers and Accelerators have got.
+    """The effects of `attached` on a script.
 
     Attributes:
-        offloaders: of all models.
+        offloaders: those of all its models.
         is_any: whether the script has made a Trainer, or prepared a model that is trained with an Accelerator.
         unreached: a line for each option in use that does nothing here.
     """

@@ -20,7 +20,7 @@ from transformers import set_seed
 
 from hf_memopt.callbacks.arguments import MemoptArguments
 from hf_memopt.callbacks.every_trainer import NOTHING_ATTACHED, Attached, attached, run_script, show_messages
-from hf_memopt.callbacks.switches import SwitchedArguments, SwitchError, Switches, set_torch_flags
+from hf_memopt.callbacks.switches import SwitchedArguments, SwitchError, Switches, joined, set_torch_flags
 from hf_memopt.exactness.recorder import Recorder, RecordingEnds
 from hf_memopt.exactness.recording import Recording
 from hf_memopt.process_trees import end_with_command
@@ -131,9 +131,8 @@ def _refuse_launch(*args: Any) -> None:
 
 
 def _check_effect(switches: Switches, memopt: MemoptArguments, found: Attached) -> None:
-    texts = " ".join(f"{name}={value}" for name, value in switches.ours.items())
     if not found.is_any:
-        raise SwitchError(f"switch={texts} reaches nothing: {NOTHING_ATTACHED}")
+        raise SwitchError(f"switch={joined(switches.ours)} reaches nothing: {NOTHING_ATTACHED}")
     if found.unreached:
         raise SwitchError(f"switch={found.unreached[0]}")
     if memopt.offload != "off" and not any(each.stats.bytes_moved for each in found.offloaders):

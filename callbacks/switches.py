@@ -99,7 +99,7 @@ class Switches:
         try:
             return MemoptArguments.from_words(words)[0]
         except ValueError as error:
-            texts = " ".join(f"{name}={value}" for name, value in self.ours.items())
+            texts = joined(self.ours)
             raise ValueError(f"switch={texts}: {_reason(error)}") from error
 
 
@@ -172,7 +172,7 @@ class SwitchedArguments:
 
     def _check_that_it_changes(self, made: TrainingArguments, parsed: dict[str, Any]) -> None:
         if all(getattr(made, name) == value for name, value in parsed.items()):
-            texts = " ".join(f"{name}={text}" for name, text in self._switches.items())
+            texts = joined(self._switches)
             raise SwitchError(
                 f"switch={texts}: the script's {type(made).__name__} has that already, so that there is nothing to "
                 "compare; name another value, or change the script"
@@ -183,6 +183,10 @@ def _takes_none(cls: type, name: str) -> bool:
     """Return whether the text "none" means None for a field, and no word."""
     kinds = get_args(get_type_hints(cls)[name])
     return NoneType in kinds and (str not in kinds or any(dict in (kind, get_origin(kind)) for kind in kinds))
+
+
+def joined(switches: dict[str, str]) -> str:
+    return " ".join(f"{name}={text}" for name, text in switches.items())
 
 
 def _reason(error: ValueError) -> str:

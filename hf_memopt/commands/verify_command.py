@@ -133,22 +133,22 @@ class ScriptRuns:
         """
         from hf_memopt.callbacks.recorded_script import VARIABLE, Order, mistake_file, recording_file
         from hf_memopt.exactness.recording import Recording
-        from hf_memopt.exactness.runs import merged
+        from hf_memopt.exactness.runs import is_in_float32, is_switched, merged
 
-        is_switched, in_float32 = kind.startswith("switched"), kind.endswith("in float32")
+        has_switches = is_switched(kind)
         folder = self.folder / kind.replace(", ", " ").replace(" ", "-")
         folder.mkdir()
-        order = Order(str(folder), self.num_steps, dtype, in_float32, self.seed, self.texts, is_switched)
+        order = Order(str(folder), self.num_steps, dtype, is_in_float32(kind), self.seed, self.texts, has_switches)
         environment = {
             "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # without it, matrix products on CUDA are not deterministic
             "PYTHONHASHSEED": str(self.seed),
             **os.environ,
-            **(self.switches.environment if is_switched else {}),
+            **(self.switches.environment if has_switches else {}),
             VARIABLE: json.dumps(vars(order)),
             COMMAND: str(os.getpid()),
         }
         launcher = [sys.executable, "-m", "accelerate.commands.launch", "--quiet", *self.accelerates]
-        words = [*self.script, *(self.switches.script if is_switched else [])]
+        words = [*self.script, *(self.switches.script if has_switches else [])]
         command = [*launcher, "-m", "hf_memopt.callbacks.recorded_script", *words]
         sys.stderr.write(f"{kind}: ")
         sys.stderr.flush()

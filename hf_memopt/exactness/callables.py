@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Iterable
 from copy import deepcopy
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from hf_memopt.exactness.fingerprint import parts_of
 from hf_memopt.exactness.recorder import KnownModels, Recorder
 from hf_memopt.exactness.recording import Recording
 from hf_memopt.exactness.report import VerifyReport
-from hf_memopt.exactness.runs import Kind, compare_runs
+from hf_memopt.exactness.runs import Kind, compare_runs, is_in_float32, is_switched
 from hf_memopt.ranges import COUNT
 from hf_memopt.training.repeatable import RandomState, deterministic_kernels
 
@@ -59,8 +59,8 @@ def verify(plain: Callable[[], Any], switched: Callable[[], Any], steps: int = 2
     state, known = _State(), KnownModels()
 
     def record(kind: Kind, dtype: str | None) -> Recording:
-        recorder = Recorder(perturbed=dtype, in_float32=kind.endswith("in float32"), known=known, keeper=state)
-        step = switched if kind.startswith("switched") else plain
+        recorder = Recorder(perturbed=dtype, in_float32=is_in_float32(kind), known=known, keeper=state)
+        name, step = ("switched", switched) if is_switched(kind) else ("plain", plain)
         _forget_compiled()
         try:
             with deterministic_kernels(), recorder:
@@ -70,7 +70,6 @@ def verify(plain: Callable[[], Any], switched: Callable[[], Any], steps: int = 2
         finally:
             state.restore()
         if not any(place.phase in ("loss", "result") for place in recorder.recording.tensors):
-            name = "switched" if kind.startswith("switched") else "plain"
             raise ValueError(f"{name}() ran nothing backward and returned no tensors; have it make a training step")
         return recorder.recording
 
@@ -83,7 +82,7 @@ class _State:
     def __init__(self) -> None:
         # Parameters and buffers of modules, and whether they train.
         self._modules: dict[nn.Module, tuple[dict[str, Any], dict[str, Any], bool]] = {}
-        self._tensors: dict[int, tuple[_Kept, _Kept | Literal[False], bool]] = {}
+        self._tensors: dict[int, tuple[_Kept, _Kept | None, bool]] = {}
         self._optimizers: dict[int, tuple[Optimizer, _OptimizerState]] = {}
         self._random = RandomState(torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu"))
         # Loaded by a program that draws from it.
@@ -100,7 +99,8 @@ class _State:
         for leaf in leaves:
             if id(leaf) not in self._tensors:
                 gradient = leaf.grad if leaf.is_leaf else None
-                self._tensors[id(leaf)] = _Kept(leaf), gradient is not None and _Kept(gradient), leaf.requires_grad
+                kept = None if gradient is None else _Kept(gradient)
+                self._tensors[id(leaf)] = _Kept(leaf), kept, leaf.requires_grad
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         if id(optimizer) not in self._optimizers:
@@ -117,7 +117,7 @@ class _State:
                 tensor = kept.restored()
                 if tensor.is_leaf:
                     tensor.requires_grad_(requires_grad)
-                    tensor.grad = gradient.restored() if gradient else None
+                    tensor.grad = None if gradient is None else gradient.restored()
             for optimizer, state in self._optimizers.values():
                 state.restore(optimizer)
         self._random.restore()

@@ -71,7 +71,7 @@ def advice_on_switch(plain: Recording, switched: Recording, comparison: RunCompa
         return (
             "the runs arrange their inputs in other ways: other data, or losses that are weighed in another way" + masks
         )
-    # What is computed first is the cause of what follows, though it may be as small as rounding.
+    # The earliest difference causes the later ones, even if it is as small as rounding.
     phase = comparison.differences[0].place.phase
     return _FAULTS.get(phase, _FAULTS["weight"]) + _WITH_DROPOUT.get(phase, "") * plain.has_dropout
 
@@ -99,8 +99,8 @@ def _recognised(plain: Recording, switched: Recording, found: Difference, compar
             return _of_gradient(plain, switched, found)
         case "weight" | "optimizer":
             return _of_update(plain, switched, place)
-        case _ if found.systematic or other_precision(found):
-            return f"{other_precision(found)}: it is rounded to a lower precision"
+        case _ if precision := other_precision(found):
+            return f"{precision}: it is rounded to a lower precision"
     return ""
 
 
@@ -124,7 +124,7 @@ def _of_losses(plain: Recording, switched: Recording) -> str:
 def _of_gradient(plain: Recording, switched: Recording, found: Difference) -> str:
     """Return what a backward pass did to a gradient, or what had happened to it before."""
     place, (before, other) = found.place, (each.before(found.place) for each in (plain, switched))
-    if other is not None and found.switched is not None and other.sha256 == found.switched.sha256:
+    if switched.is_unchanged(place):
         return "backward added nothing: the gradient is that of the pass before"
     ours, theirs = (each.tensors.get(place) for each in (plain, switched))  # none of a step's last pass
     if ours is not None and theirs is not None and math.isfinite(ours.distance(theirs)):
@@ -140,7 +140,7 @@ def _of_gradient(plain: Recording, switched: Recording, found: Difference) -> st
                 f"this micro-batch's share is right, and what was there before is {1 + before.along(change):.4g} "
                 "times the plain gradient: it was clipped, scaled or zeroed before accumulation ended"
             )
-    if found.systematic == other_precision(found) != "":
+    if found.systematic and found.systematic == other_precision(found):
         return f"{found.systematic}: an autocast region that one run leaves out, or a copy in a lower precision"
     return f"{found.systematic}: {_WEIGHING}" if found.systematic else ""
 
@@ -148,8 +148,7 @@ def _of_gradient(plain: Recording, switched: Recording, found: Difference) -> st
 def _of_update(plain: Recording, switched: Recording, place: TensorPlace) -> str:
     """Return what an update after equal gradients has in common with the plain one."""
     before, weights = plain.before(place), [each.tensors[place] for each in (plain, switched)]
-    skipped = switched.before(place)
-    if place.phase == "weight" and skipped is not None and skipped.sha256 == weights[1].sha256:
+    if place.phase == "weight" and switched.is_unchanged(place):
         return "the update was skipped: the weight is the one before it"
     if place.phase == "weight" and place.name not in {each.name for each in plain.tensors if each.phase == "gradient"}:
         return (

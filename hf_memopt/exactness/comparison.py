@@ -13,29 +13,29 @@ from hf_memopt.exactness.recording import Phase, Recording, TensorPlace
 
 Verdict = Literal["equal", "rounding", "small", "different"]
 
-# The limits stand between what innocent changes and faults reach in tests/exactness/judged_changes.py.
-# Times the change by one rounding of all weights: fewer where this is large, in lower precision, and more beneath
-# `_SMALL_CHANGE`, since other orders of long sums can round by more than weights do.
+# Each limit lies between the largest innocent change and the smallest fault of tests/exactness/judged_changes.py.
+# Multiples of the change by one rounding of all weights. The smaller one holds in lower precision, where that change is
+# large; the larger one below `_SMALL_CHANGE`, since reordering a long sum can round by more than the weights do.
 ROUNDINGS_ALLOWED = (6.0, 60.0)
 _SMALL_CHANGE = 1e-3
-# Roundings of a tensor's own dtype, and of all gradients of a pass in one of them whose terms cancel out.
+# Roundings of a tensor's own dtype; and, for a gradient whose terms cancel out, of all gradients of its pass.
 _OF_ARITHMETIC, _OF_CANCELLING_SUMS = 6.0, 30.0
-# What is left in float32, in units of the rounding of float16: TF32 leaves half of that.
+# Largest difference between the runs in float32, as a multiple of float16's rounding. TF32 reaches half of it.
 SHARE_ALLOWED = 2.4
-# The same of an update, in units of any precision's rounding: Adam makes whole updates of gradients that are noise.
+# The same for an update, as a multiple of the run's own rounding: Adam makes whole updates of gradients that are noise.
 SHARE_OF_UPDATE_ALLOWED = 1.5
-# Differences of all gradients of a backward pass along these gradients, in standard errors of chance.
+# Largest common factor in the gradients of a backward pass, in standard errors of chance.
 ERRORS_ALLOWED = 25.0
-# Rounding itself has a bias of that size.
+# Factors closer to 1 than this are ignored, because rounding itself is biased.
 LEAST_FACTOR = 1e-4
 # Significant bits of bfloat16, and of float16 and TF32.
 _BITS_OF_LOW_PRECISION = (8, 11)
 _BITS_OF_FLOAT32 = 20
-# More than rounding to `_BITS_OF_LOW_PRECISION` changes: what is left where terms cancel out has few bits by chance.
+# Rounding once to a lower precision changes less than this. Where terms cancel out, few bits are left by chance.
 _ROUNDED_ONCE = 0.03
-# Tensors with fewer elements can escape rounding by chance.
+# By chance, one rounding of the weights may leave a tensor with fewer elements as it was.
 _FEW = 16
-# Times 3, still less than an update that is lost.
+# Upper bound for tensors with few elements: three times this share is less than a lost update.
 _OF_FEW = 1 / 6
 # Leaves of which a switch may need more: a reentrant checkpoint needs an input that has a gradient.
 _OUTSIDE_OF_MODELS = ("input ", "leaf ")
@@ -180,7 +180,7 @@ def compare(plain: Recording, switched: Recording, yardstick: Yardstick | None =
 
 
 class _Judge:
-    """Holds the size of differences against that of rounding, and looks whether small ones are random."""
+    """Compares the size of differences with that of rounding, and checks whether small ones are random."""
 
     def __init__(self, plain: Recording, switched: Recording, yardstick: Yardstick) -> None:
         self._plain, self._switched, self._rounded = plain, switched, yardstick.plain
@@ -194,7 +194,8 @@ class _Judge:
 
     def judged(self, differences: list[Difference], look_at_bits: bool) -> list[Difference]:
         factors = self._factors([each.place for each in differences if each.place.phase == "gradient"])
-        computed = {each.place.step for each in differences if each.place.phase not in _OF_THE_END}
+        computed = (each.place.step for each in differences if each.place.phase not in _OF_THE_END)
+        first_computed = min(computed, default=math.inf)
         found = []
         for each in differences:
             place, systematic = each.place, ""
@@ -205,14 +206,15 @@ class _Judge:
                 # The gradient of a bias is a sum, which kernels may take in any precision.
                 is_matrix = each.plain is not None and len(each.plain.shape) > 1
                 systematic = other_precision(each) if is_matrix and each.relative < _ROUNDED_ONCE else ""
-            sized = self._after_equal_gradients if min(computed, default=math.inf) > place.step else self._sized
+            sized = self._after_equal_gradients if place.step < first_computed else self._sized
             found.append(replace(sized(each), systematic=systematic))
         return found
 
     def _after_equal_gradients(self, found: Difference) -> Difference:
         """Compare an update with the rounding of its arithmetic: that of weights before a forward pass is larger."""
         place, (ours, theirs) = found.place, _quantities(self._plain, self._switched, found.place)
-        if place.phase == "setting" or ours is None or theirs is None or self._is_skipped(found):
+        is_skipped = place.phase == "weight" and self._switched.is_unchanged(place)
+        if place.phase == "setting" or ours is None or theirs is None or is_skipped:
             return found
         ratio = _ratio(ours.distance(theirs), self._arithmetic(place))
         return replace(found, of_yardstick=ratio, allowed=1.0, unit="times the rounding of the update")
@@ -234,14 +236,20 @@ class _Judge:
             least, most = ROUNDINGS_ALLOWED
             allowed = min(max(_ratio(_SMALL_CHANGE * plain.norm, change), least), most)
             unit = "times the change by one rounding of all weights"
-        noise = self._arithmetic(place)
-        gradients = [each for each in self._alike["gradient", place.name] if each.step == place.step]
-        if place.phase == "weight" and gradients:  # some optimizers make whole updates of elements that are noise
-            share = max(_ratio(self._change(each), self._plain.tensors[each].norm) for each in gradients)
-            turned = max(math.sqrt(min(share, 1.0)), min(1 / math.sqrt(plain.num_elements), _OF_FEW))
-            noise = max(noise, 3 * turned * plain.norm)
+        noise = max(self._arithmetic(place), self._turned_signs(place) * plain.norm)
         ratio = _ratio(base.distance(other), max(change, noise / allowed))
         return replace(found, of_yardstick=ratio, allowed=allowed, unit=unit)
+
+    def _turned_signs(self, place: TensorPlace) -> float:
+        """Return the share of an update that some optimizers, such as Adam, make of elements that are noise."""
+        if place.phase != "weight":
+            return 0.0
+        gradients = [each for each in self._alike["gradient", place.name] if each.step == place.step]
+        if not gradients:
+            return 0.0
+        share = max(_ratio(self._change(each), self._plain.tensors[each].norm) for each in gradients)
+        of_few = min(1 / math.sqrt(self._plain.tensors[place].num_elements), _OF_FEW)
+        return 3 * max(math.sqrt(min(share, 1.0)), of_few)
 
     def _change(self, place: TensorPlace) -> float:
         """Return by how much another rounding changes a tensor of the plain run."""
@@ -257,12 +265,8 @@ class _Judge:
             all_norms = math.sqrt(self._squares[_family(place)])
             return max(_OF_ARITHMETIC * _eps(plain.dtype) * plain.norm, _OF_CANCELLING_SUMS * exact * all_norms)
         update = _quantity(self._plain, place)
-        assert update is not None
-        return max(_eps(plain.dtype) * plain.norm, _OF_ARITHMETIC * exact * update.norm)
-
-    def _is_skipped(self, found: Difference) -> bool:
-        before = self._switched.before(found.place) if found.place.phase == "weight" else None
-        return before is not None and found.switched is not None and before.sha256 == found.switched.sha256
+        of_update = 0.0 if update is None else update.norm  # unknown for a weight that shows no start
+        return max(_eps(plain.dtype) * plain.norm, _OF_ARITHMETIC * exact * of_update)
 
     def _factors(self, places: Iterable[TensorPlace]) -> dict[tuple[int, int], float]:
         """Return the factors by backward pass where differences of gradients lie along them, beyond chance.
@@ -297,7 +301,7 @@ def _quantity(recording: Recording, place: TensorPlace) -> Fingerprint | None:
 def _quantities(
     plain: Recording, switched: Recording, place: TensorPlace
 ) -> tuple[Fingerprint | None, Fingerprint | None]:
-    """Return what is judged of two runs; the weights themselves where one shows no start, as under ZeRO-3."""
+    """Return what is judged of two runs; the weights themselves if either shows no start, as under ZeRO-3."""
     found = _quantity(plain, place), _quantity(switched, place)
     return found if None not in found else (plain.tensors.get(place), switched.tensors.get(place))
 
@@ -327,8 +331,7 @@ def _same(first: Fingerprint, second: Fingerprint) -> bool:
 
 
 def _is_updated(plain: Recording, place: TensorPlace) -> bool:
-    before = plain.before(place)
-    return place.phase == "weight" and before is not None and before.sha256 != plain.tensors[place].sha256
+    return place.phase == "weight" and plain.before(place) is not None and not plain.is_unchanged(place)
 
 
 def _has_same_update(plain: Recording, switched: Recording, gradient: TensorPlace) -> bool:

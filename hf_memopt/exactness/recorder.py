@@ -341,11 +341,12 @@ class Recorder:
             if self._keeper is not None:
                 self._keeper.add_optimizer(optimizer)
         with self._recording():
-            names = self._names_of_parameters()
+            parameters = self._parameters_of(optimizer)
             for group in optimizer.param_groups:
-                for option, value in _named_numbers(group):
-                    for parameter in group["params"]:
-                        self._add("setting", f"{option} of {names[id(parameter)]}", value, micro_batch=0)
+                settings = [(option, Fingerprint.of(value)) for option, value in _named_numbers(group)]
+                for name, _ in itertools.islice(parameters, len(group["params"])):
+                    for option, found in settings:
+                        self.recording.tensors[TensorPlace(self._step, 0, "setting", f"{option} of {name}")] = found
 
     def _after_update(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not any(optimizer is each for each in self._updated):
@@ -367,23 +368,20 @@ class Recorder:
         for name, tensor in _weights_of(model):
             yield self._known.names.setdefault(tensor, prefix + name), tensor
 
-    def _names_of_parameters(self) -> dict[int, str]:
-        """Return the names of the parameters of models and optimizers, by id."""
-        names = {}
-        for number, optimizer in enumerate(self._optimizers, start=1):
-            parameters = (each for group in optimizer.param_groups for each in group["params"])
-            for position, parameter in enumerate(parameters):
-                names[id(parameter)] = f"parameter {position} of optimizer {number}"
-        return names | {id(parameter): name for name, parameter in self._named_parameters()}
+    def _parameters_of(self, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
+        """Yield the parameters of an optimizer, in the order of its groups, by their names in models."""
+        number = next(number for number, each in enumerate(self._optimizers, start=1) if each is optimizer)
+        parameters = (each for group in optimizer.param_groups for each in group["params"])
+        for position, parameter in enumerate(parameters):
+            yield self._known.names.get(parameter, f"parameter {position} of optimizer {number}"), parameter
 
     def _named_states(self) -> Iterator[tuple[str, Tensor]]:
-        names = self._names_of_parameters()
         for optimizer in self._optimizers:
             if not any(optimizer is each for each in self._updated):
                 continue
-            for parameter in itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups):
-                for key, tensor in _named_tensors(optimizer.state.get(parameter, {}), ""):
-                    yield f"{key} of {names[id(parameter)]}", tensor
+            for name, parameter in self._parameters_of(optimizer):
+                for key, state in _named_tensors(optimizer.state.get(parameter, {}), ""):
+                    yield f"{key} of {name}", state
 
     def _add(self, phase: Phase, name: str, tensor: Tensor, micro_batch: int) -> None:
         for suffix, found in _fingerprints(tensor):

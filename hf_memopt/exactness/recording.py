@@ -61,7 +61,7 @@ class Recording:
 
     Attributes:
         tensors: by place, in the order in which they were recorded.
-        precision: dtype of autocast, or float16 for TF32, whose significant bits are as many; None without them.
+        precision: dtype of autocast; float16 under TF32, since both have 11 significant bits; None in full precision.
         has_dropout: whether a model that was trained draws random masks.
         not_deterministic: torch's warnings of operations without a deterministic kernel.
         peak_bytes: most memory that torch allocated on the device; on a CPU, resident memory of the process. None where
@@ -92,6 +92,11 @@ class Recording:
             case _:
                 return None
         return self.tensors.get(earlier)
+
+    def is_unchanged(self, place: TensorPlace) -> bool:
+        """Return whether a backward pass added nothing to a gradient, or an update left a weight's bits."""
+        found, before = self.tensors.get(place), self.before(place)
+        return found is not None and before is not None and found.sha256 == before.sha256
 
     def write(self, file: Path) -> None:
         """Write the recording whole or not at all."""

@@ -14,6 +14,14 @@ Kind = Literal["plain", "plain again", "switched", "plain, in float32", "switche
 _BITS_OF_FLOAT32 = 12
 
 
+def is_switched(kind: Kind) -> bool:
+    return kind.startswith("switched")
+
+
+def is_in_float32(kind: Kind) -> bool:
+    return kind.endswith("in float32")
+
+
 def compare_runs(record: Callable[[Kind, str | None], Recording]) -> VerifyReport:
     """Compare a plain run with itself, then with the switched one; where they differ, by a yardstick.
 

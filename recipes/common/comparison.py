@@ -26,7 +26,7 @@ from hf_memopt.exactness.comparison import compare as verify_recordings
 from hf_memopt.exactness.recorder import Recorder
 from hf_memopt.exactness.recording import Recording
 from hf_memopt.exactness.report import VerifyReport, report_of
-from hf_memopt.exactness.runs import Kind, compare_runs
+from hf_memopt.exactness.runs import Kind, compare_runs, is_in_float32, is_switched
 from hf_memopt.jobs.workload import PASSES_OF_AUTO
 from hf_memopt.process_trees import begin_child
 from hf_memopt.recipes.common.cost import RunCost, mib, table
@@ -114,8 +114,8 @@ def _compared(
     present = {"plain": reference, "switched": recording}
 
     def record_again(kind: Kind, dtype: str | None) -> Recording:
-        mode = in_mode(options, modes[1] if kind.startswith("switched") else modes[0])
-        return present[kind] if kind in present else _pooled(recorded, name, mode, dtype, kind.endswith("in float32"))
+        mode = in_mode(options, modes[is_switched(kind)])
+        return present[kind] if kind in present else _pooled(recorded, name, mode, dtype, is_in_float32(kind))
 
     return compare_runs(record_again)
 
