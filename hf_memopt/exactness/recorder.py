@@ -6,7 +6,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from types import TracebackType
 from typing import Any, Self
 from unittest.mock import patch
@@ -203,8 +203,11 @@ class Recorder:
             if self.recording.precision is None:
                 self.note_precision(torch.float16)
             if self._in_float32:
-                self._active.callback(setattr, products, "fp32_precision", products.fp32_precision)
-                products.fp32_precision = "ieee"
+                for each in (backends.cuda.matmul, backends.mkldnn.matmul):
+                    self._active.callback(setattr, each, "fp32_precision", each.fp32_precision)
+                with suppress(RuntimeError):  # torch does not read its older setting where a newer one differs
+                    self._active.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+                torch.set_float32_matmul_precision("highest")
         with self._recording():
             model = self._added(module)
             self._start()

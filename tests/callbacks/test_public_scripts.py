@@ -1,6 +1,7 @@
 """Training scripts of TRL and lerobot, as they are installed, under the switches that `verify` compares."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -76,14 +77,20 @@ def test_a_change_of_a_script_of_trl_is_found(trl_words: Any, record_command: An
     assert str(first.place).startswith("lr of ")
 
 
-def test_training_of_lerobot(toy_dataset: Path, record_command: Any, tmp_path: Path) -> None:
+def test_training_of_lerobot(
+    toy_dataset: Path, record_command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lerobot_runs import new_process
+
+    monkeypatch.delitem(sys.modules, "lerobot.scripts.lerobot_train")  # runpy warns of a module that is loaded
     sizes = ("dim_model=32", "n_heads=2", "dim_feedforward=64", "n_encoder_layers=1", "n_vae_encoder_layers=1")
     policy = ("type=act", "device=cpu", "push_to_hub=false", "pretrained_backbone_weights=null", "chunk_size=8")
     options = [f"--policy.{each}" for each in (*policy, *sizes, "n_action_steps=8", "latent_dim=8")]
     data = ["--dataset.repo_id=toy/dataset", f"--dataset.root={toy_dataset}", f"--output_dir={tmp_path / 'out'}"]
     words = ["--steps=5", "--batch_size=2", "--num_workers=0", "--save_checkpoint=false", *options, *data]
     command = ["-m", "lerobot.scripts.lerobot_train", *words]
-    runs = [record_command(*command, texts=OFFLOADED, is_switched=each) for each in (False, True)]
+    with new_process(()):
+        runs = [record_command(*command, texts=OFFLOADED, is_switched=each) for each in (False, True)]
     found = compare(*runs)
     assert found.verdict == "equal", found.first
     assert runs[0].num_steps == 2

@@ -240,18 +240,23 @@ def test_settings_are_those_of_the_update() -> None:
     assert not any("foreach" in place or "3.bias" in place for place in found)
 
 
-@pytest.fixture
-def tf32() -> Iterator[None]:
-    """TF32 for matrix products, by torch's new setting, which does not go with `set_float32_matmul_precision`."""
+@pytest.fixture(params=["older", "newer"])
+def tf32(request: pytest.FixtureRequest) -> Iterator[str]:
+    """TF32 for matrix products, by one of torch's two settings, which do not go together."""
     backends: Any = torch.backends
-    products = backends.mkldnn.matmul
-    before = products.fp32_precision
-    products.fp32_precision = "tf32"
-    yield
-    products.fp32_precision = before
+    products = backends.cuda.matmul, backends.mkldnn.matmul
+    before = [each.fp32_precision for each in products]
+    if request.param == "older":
+        torch.set_float32_matmul_precision("high")
+    else:
+        products[1].fp32_precision = "tf32"
+    yield request.param
+    torch.set_float32_matmul_precision("highest")
+    for each, found in zip(products, before, strict=True):
+        each.fp32_precision = found
 
 
-def test_float32_is_that_of_all_regions(tf32: None) -> None:
+def test_float32_is_that_of_all_regions(tf32: str) -> None:
     model, backend = nn.Linear(64, 64), torch.backends.mkldnn.matmul
     found = []
     for in_float32 in (False, True):
@@ -259,7 +264,11 @@ def test_float32_is_that_of_all_regions(tf32: None) -> None:
             with torch.autocast("cpu", torch.bfloat16):
                 model(torch.ones(1, 64)).float().square().sum().backward()
             found.append(backend.fp32_precision)
+            if tf32 == "older":  # as compilers read it
+                assert torch.backends.cuda.matmul.allow_tf32 == (not in_float32)
+                assert torch.get_float32_matmul_precision() == ("highest" if in_float32 else "high")
         assert backend.fp32_precision == "tf32"
+        assert tf32 == "newer" or torch.backends.cuda.matmul.allow_tf32
         gradients = [each for place, each in recorder.recording.tensors.items() if place.phase == "gradient"]
         assert {each.num_bits > 11 for each in gradients} == {in_float32}
         assert recorder.recording.precision == "bfloat16"
@@ -267,7 +276,7 @@ def test_float32_is_that_of_all_regions(tf32: None) -> None:
     assert found == ["tf32", "ieee"]
 
 
-def test_tf32_is_a_lower_precision(tf32: None) -> None:
+def test_tf32_is_a_lower_precision(tf32: str) -> None:
     with Recorder() as recorder:
         nn.Linear(4, 4)(torch.ones(1, 4)).sum().backward()
     assert recorder.recording.precision == "float16"
