@@ -55,7 +55,7 @@ def test_modes_share_weights_and_batches(name: str, tmp_path: Path) -> None:
     files = {path.name for path in (tmp_path / "run").iterdir()} if (tmp_path / "run").exists() else set()
     assert files <= {"darcy"}, "a comparison leaves nothing of a training"
     seed = replace(options.training, seed=1)
-    other = comparison.recorded(name, comparison.in_mode(options._replace(training=seed), "off"), None)
+    other = comparison.recorded(name, comparison.in_mode(options._replace(training=seed), "off"), None, False)
     assert {each.place.phase for each in compare(plain, other).differences} >= {"loss", "gradient", "weight"}
 
 
