@@ -1,6 +1,6 @@
 """Innocent changes of a training step, and faults that people reported, as `verify` has to judge them.
 
-    python tests/exactness/judged_changes.py [WORD ...]
+    PYTHONPATH=tests python tests/exactness/judged_changes.py [WORD ...]
 
 prints, in each precision, the verdict and the largest difference, or the first that is none of rounding, as a multiple
 of what rounding may have. Without a number, something differs that has no rounding.

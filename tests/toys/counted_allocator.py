@@ -63,6 +63,12 @@ class CountedAllocator(FakeCounters, TorchDispatchMode):
                 weakref.finalize(storage, self._discharge, storage._cdata, storage.nbytes())
                 self.move(storage.nbytes())
 
+    def leave_out(self, tensor: Tensor) -> None:
+        """Leave out a storage whose memory is counted otherwise."""
+        storage = tensor.untyped_storage()
+        self._charged.add(storage._cdata)
+        weakref.finalize(storage, self._charged.discard, storage._cdata)
+
     def _discharge(self, address: int, num_bytes: int) -> None:
         self._charged.discard(address)
         self.move(-num_bytes)
