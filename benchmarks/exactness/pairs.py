@@ -24,6 +24,7 @@ from hf_memopt import SelectiveCheckpoint, verify
 
 Step = Callable[[], Any]
 Pair = tuple[Step, Step]
+LossOfHead = Callable[[nn.Module, Tensor, Tensor], Tensor]
 NUM_SHARDS = 4
 # Of one length, so that all shards of a batch have as many labels.
 EVEN = [torch.arange(2, 35) + row for row in range(4)]
@@ -44,6 +45,10 @@ def training(parameters: Iterable[Tensor], loss: Callable[[], Tensor]) -> Step:
 def of_one_model(model: nn.Module, plain: Callable[[], Tensor], switched: Callable[[], Tensor]) -> Pair:
     parameters = [each for each in model.parameters() if each.requires_grad]
     return training(parameters, plain), training(parameters, switched)
+
+
+def of_two_models(model: nn.Module, switched: nn.Module, loss: Callable[[Any], Tensor]) -> Pair:
+    return training(model.parameters(), lambda: loss(model)), training(switched.parameters(), lambda: loss(switched))
 
 
 def save_on_cpu(dropout: float) -> Pair:
@@ -81,15 +86,6 @@ def kept_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Ch
     return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def torch_selective(dropout: float) -> Pair:
-    contexts = functools.partial(create_selective_checkpoint_contexts, kept_products)
-    return torch_checkpoint(dropout, use_reentrant=False, context_fn=contexts)
-
-
-def our_selective(dropout: float) -> Pair:
-    return checkpointed_blocks(dropout, SelectiveCheckpoint("heavy_ops"))
-
-
 def fully_sharded(dropout: float, offload: bool) -> Pair:
     """One process: the hooks, copies and dtypes of FSDP2, without its exchange between ranks."""
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
@@ -101,10 +97,7 @@ def fully_sharded(dropout: float, offload: bool) -> Pair:
     mesh = torch.distributed.init_device_mesh("cpu", (1,))
     for module in (*sharded, sharded):
         fully_shard(module, mesh=mesh, offload_policy=policy)
-    return (
-        training(model.parameters(), lambda: model(batch).square().mean()),
-        training(sharded.parameters(), lambda: sharded(batch).square().mean()),
-    )
+    return of_two_models(model, sharded, lambda each: each(batch).square().mean())
 
 
 def trl_fused_head(dropout: float, lora: bool) -> Pair:
@@ -130,16 +123,13 @@ def deepspeed_tiled_mlp(dropout: float) -> Pair:
     tiled = copy.deepcopy(model)
     for layer in tiled.model.layers:
         layer.mlp.forward = functools.partial(in_tiles, layer.mlp)
-    return (
-        training(model.parameters(), lambda: model(**batch).loss),
-        training(tiled.parameters(), lambda: tiled(**batch).loss),
-    )
+    return of_two_models(model, tiled, lambda each: each(**batch).loss)
 
 
 class WithLoss(nn.Module):
     """A decoder and a loss of its last hidden states, its head and the labels that follow."""
 
-    def __init__(self, model: Any, loss: Callable[[nn.Module, Tensor, Tensor], Tensor]) -> None:
+    def __init__(self, model: Any, loss: LossOfHead) -> None:
         super().__init__()
         self.model, self.loss = model, loss
 
@@ -152,6 +142,12 @@ def cross_entropy(head: nn.Module, hidden: Tensor, labels: Tensor, reduction: st
     return nn.functional.cross_entropy(head(hidden).flatten(0, -2), labels.flatten(), reduction=reduction)
 
 
+def of_two_losses(dropout: float, tiled: LossOfHead, sequences: list[Tensor], scale: float) -> Pair:
+    plain, batch = WithLoss(llama(dropout), cross_entropy), padded(sequences)
+    switched = WithLoss(plain.model, tiled)
+    return of_one_model(plain, lambda: plain(**batch) * scale, lambda: switched(**batch) * scale)
+
+
 def deepspeed_tiled_loss(dropout: float, reduction: str = "mean", scale: float = 1.0, uneven: bool = False) -> Pair:
     """With "sum", the result is divided by the number of labels, as the docstring of TiledFusedLogitsLoss advises."""
     from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss
@@ -162,10 +158,7 @@ def deepspeed_tiled_loss(dropout: float, reduction: str = "mean", scale: float =
         loss = TiledFusedLogitsLoss.apply(loss_of, head, hidden, labels, None, NUM_SHARDS, weights, reduction)
         return loss / (labels >= 0).sum() if reduction == "sum" else loss
 
-    batch = padded(samples()[:4] if uneven else EVEN)
-    plain = WithLoss(llama(dropout), cross_entropy)
-    switched = WithLoss(plain.model, tiled)
-    return of_one_model(plain, lambda: plain(**batch) * scale, lambda: switched(**batch) * scale)
+    return of_two_losses(dropout, tiled, samples()[:4] if uneven else EVEN, scale)
 
 
 def deepspeed_tiled_compute(dropout: float, scale: float = 1.0) -> Pair:
@@ -183,10 +176,7 @@ def deepspeed_tiled_compute(dropout: float, scale: float = 1.0) -> Pair:
             output_unshard_dimension=0,
         )
 
-    batch = padded(EVEN)
-    plain = WithLoss(llama(dropout), cross_entropy)
-    switched = WithLoss(plain.model, tiled)
-    return of_one_model(plain, lambda: plain(**batch) * scale, lambda: switched(**batch) * scale)
+    return of_two_losses(dropout, tiled, EVEN, scale)
 
 
 def sentence_cached_loss(dropout: float) -> Pair:
@@ -230,14 +220,7 @@ def diffusers_unet(dropout: float, switch: Callable[[Any], None]) -> Pair:
     images, prompts, times = torch.randn(2, 4, 8, 8), torch.randn(2, 5, 32), torch.tensor([3, 7])
     switched = copy.deepcopy(model)
     switch(switched)
-
-    def loss(of: nn.Module) -> Tensor:
-        return (of(images, times, prompts).sample - images).square().mean()
-
-    return (
-        training(model.parameters(), lambda: loss(model)),
-        training(switched.parameters(), lambda: loss(switched)),
-    )
+    return of_two_models(model, switched, lambda each: (each(images, times, prompts).sample - images).square().mean())
 
 
 PAIRS: dict[str, Callable[[float], Pair]] = {
@@ -248,8 +231,12 @@ PAIRS: dict[str, Callable[[float], Pair]] = {
     "checkpoint-reentrant-other-masks": functools.partial(
         torch_checkpoint, use_reentrant=True, preserve_rng_state=False
     ),
-    "selective": torch_selective,
-    "our-selective": our_selective,
+    "selective": functools.partial(
+        torch_checkpoint,
+        use_reentrant=False,
+        context_fn=functools.partial(create_selective_checkpoint_contexts, kept_products),
+    ),
+    "our-selective": functools.partial(checkpointed_blocks, run=SelectiveCheckpoint("heavy_ops")),
     "fsdp2": functools.partial(fully_sharded, offload=False),
     "fsdp2-offload": functools.partial(fully_sharded, offload=True),
     "fused-head": functools.partial(trl_fused_head, lora=False),

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 SCRIPTS, PAIRS = "benchmarks.exactness.scripts", "benchmarks.exactness.pairs"
-CONFIGS = "benchmarks/exactness/deepspeed"
 
 
 @dataclass(frozen=True)
@@ -38,11 +37,17 @@ def of_script(project: str, switch: str, switches: str, script: str, **options: 
     return Row(project, switch, (*flags, "--", "-m", f"{SCRIPTS}.{name}", *arguments), **options)  # type: ignore[arg-type]
 
 
+def of_deepspeed(switch: str, config: str, **options: object) -> Row:
+    switches = f"deepspeed=benchmarks/exactness/deepspeed/{config}.json"
+    return of_script("deepspeed", switch, switches, "trainer", needs_rank=True, **options)
+
+
 def of_pair(project: str, switch: str, pair: str, **options: object) -> Row:
     return Row(project, switch, (PAIRS, *pair.split()), **options)  # type: ignore[arg-type]
 
 
-ALL = "offload=all offload_threshold_mb=0"
+EVERY_SIZE = "offload_threshold_mb=0"
+ALL = f"offload=all {EVERY_SIZE}"
 CHECKPOINTING = "gradient_checkpointing=true"
 REENTRANT = 'gradient_checkpointing_kwargs={"use_reentrant":true}'
 OTHER_MASKS = 'gradient_checkpointing_kwargs={"preserve_rng_state":false}'
@@ -52,22 +57,19 @@ LABELS = "the padded run divides its loss by first tokens too, which nothing pre
 COUNTS = "transformers#46204, merged since"
 WITHOUT_COPIES = "its hooks ran, but it copies nothing on a CPU"
 ROUNDED_STATES = "rounds its states, as documented"
+DRAWN_AGAIN = "as documented: masks are drawn again"
+HEAD_IS_WHOLE = "the factor reaches the hidden states, not the head's weight"
+OWN_LOSS = "against the model's own loss"
 
 ROWS = [
     of_script("hf_memopt", "offload=all", ALL, "trainer"),
     of_script("hf_memopt", "offload=all, dropout", ALL, "trainer --dropout 0.1"),
     of_script("hf_memopt", "offload=all, to a disk", f"{ALL} disk=.", "trainer"),
     of_script(
-        "hf_memopt",
-        "offload=auto, in a budget",
-        "offload=auto offload_threshold_mb=0 budget_gib=0.002 --steps=5",
-        "trainer",
+        "hf_memopt", "offload=auto, in a budget", f"offload=auto {EVERY_SIZE} budget_gib=0.002 --steps=5", "trainer"
     ),
     of_script(
-        "hf_memopt",
-        "offload=inputs, dropout",
-        f"offload=inputs offload_threshold_mb=0 {CHECKPOINTING}",
-        "trainer --dropout 0.1",
+        "hf_memopt", "offload=inputs, dropout", f"offload=inputs {EVERY_SIZE} {CHECKPOINTING}", "trainer --dropout 0.1"
     ),
     of_script("hf_memopt", "base=host, LoRA", "base=host", "sft --lora"),
     of_script("hf_memopt", "base=file, LoRA", "base=file", "sft --lora --dropout 0.1"),
@@ -77,17 +79,9 @@ ROWS = [
     of_pair("torch", "checkpoint, dropout", "checkpoint --dropout 0.1"),
     of_pair("torch", "checkpoint, reentrant, dropout", "checkpoint-reentrant --dropout 0.1"),
     of_pair("torch", "checkpoint, preserve_rng_state=False", "checkpoint-other-masks"),
+    of_pair("torch", "the same, dropout", "checkpoint-other-masks --dropout 0.1", note=DRAWN_AGAIN),
     of_pair(
-        "torch",
-        "the same, dropout",
-        "checkpoint-other-masks --dropout 0.1",
-        note="as documented: masks are drawn again",
-    ),
-    of_pair(
-        "torch",
-        "the same, reentrant, dropout",
-        "checkpoint-reentrant-other-masks --dropout 0.1",
-        note="as documented: masks are drawn again",
+        "torch", "the same, reentrant, dropout", "checkpoint-reentrant-other-masks --dropout 0.1", note=DRAWN_AGAIN
     ),
     of_pair("torch", "selective checkpointing, dropout", "selective --dropout 0.1"),
     of_script("torch", "activation_memory_budget=0.5", BUDGET, "loop --compile"),
@@ -110,7 +104,7 @@ ROWS = [
         "the same, preserve_rng_state=False, dropout",
         f"{CHECKPOINTING} {OTHER_MASKS}",
         "trainer --dropout 0.1",
-        note="as documented: masks are drawn again",
+        note=DRAWN_AGAIN,
     ),
     of_script(
         "transformers",
@@ -124,16 +118,11 @@ ROWS = [
     Row("transformers", "torch_empty_cache_steps", note="there is no cache to empty on a CPU"),
     Row("transformers", "use_liger_kernel", note="Triton kernels: GPU only"),
     of_script("trl", "SFT: gradient_checkpointing, LoRA, dropout", CHECKPOINTING, "sft --lora --dropout 0.1"),
-    of_pair("trl", "fused head (loss_type=nll)", "fused-head", note="against the model's own loss"),
-    of_pair("trl", "fused head, LoRA", "fused-head-lora", note="against the model's own loss"),
+    of_pair("trl", "fused head (loss_type=nll)", "fused-head", note=OWN_LOSS),
+    of_pair("trl", "fused head, LoRA", "fused-head-lora", note=OWN_LOSS),
     of_script("trl", "loss_type=chunked_nll", "loss_type=chunked_nll", "sft", note="an alias of nll in this version"),
     of_script(
-        "trl",
-        "packing, sdpa attention",
-        "packing=true max_length=64",
-        "sft --batch 32",
-        note=LABELS,
-        issue=COUNTS,
+        "trl", "packing, sdpa attention", "packing=true max_length=64", "sft --batch 32", note=LABELS, issue=COUNTS
     ),
     of_script("trl", "padding_free, sdpa attention", "padding_free=true", "sft", note=LABELS, issue=COUNTS),
     of_script("trl", "DPO: precompute_ref_log_probs", "precompute_ref_log_probs=true", "dpo"),
@@ -147,67 +136,24 @@ ROWS = [
     of_script("trl", "DPO: padding_free, sdpa attention", "padding_free=true", "dpo"),
     Row("trl", "activation_offloading", note="moves only tensors on an accelerator"),
     Row("accelerate", "FSDP2 by ACCELERATE_USE_FSDP", note="left out on a CPU; torch's fully_shard is above"),
-    of_script("deepspeed", "ZeRO-2", f"deepspeed={CONFIGS}/zero2.json", "trainer", needs_rank=True),
-    of_script(
-        "deepspeed",
-        "ZeRO-2, offload_optimizer",
-        f"deepspeed={CONFIGS}/zero2_offload.json",
-        "trainer",
-        needs_rank=True,
-        note="torch's AdamW",
-    ),
-    of_script(
-        "deepspeed",
-        "the same, DeepSpeedCPUAdam",
-        f"deepspeed={CONFIGS}/zero2_cpu_adam.json",
-        "trainer",
-        needs_rank=True,
-        note="another optimizer",
-    ),
-    of_script("deepspeed", "ZeRO-3", f"deepspeed={CONFIGS}/zero3.json", "trainer", needs_rank=True),
-    of_script(
-        "deepspeed",
-        "ZeRO-3, offload_param, offload_optimizer",
-        f"deepspeed={CONFIGS}/zero3_offload.json",
-        "trainer",
-        needs_rank=True,
-        note="torch's AdamW",
-    ),
+    of_deepspeed("ZeRO-2", "zero2"),
+    of_deepspeed("ZeRO-2, offload_optimizer", "zero2_offload", note="torch's AdamW"),
+    of_deepspeed("the same, DeepSpeedCPUAdam", "zero2_cpu_adam", note="another optimizer"),
+    of_deepspeed("ZeRO-3", "zero3"),
+    of_deepspeed("ZeRO-3, offload_param, offload_optimizer", "zero3_offload", note="torch's AdamW"),
     of_pair("deepspeed", "TiledMLP, 4 tiles", "tiled-mlp"),
     of_pair("deepspeed", "sequence_tiled_compute, loss in 4 tiles", "tiled-compute"),
     of_pair("deepspeed", "TiledFusedLogitsLoss, 4 tiles", "tiled-loss"),
-    of_pair(
-        "deepspeed",
-        "the same, loss multiplied by 0.5",
-        "tiled-loss-halved",
-        note="the factor reaches the hidden states, not the head's weight",
-    ),
-    of_pair(
-        "deepspeed",
-        'the same, "sum", divided by the number of labels',
-        "tiled-loss-sum",
-        note="the factor reaches the hidden states, not the head's weight",
-    ),
+    of_pair("deepspeed", "the same, loss multiplied by 0.5", "tiled-loss-halved", note=HEAD_IS_WHOLE),
+    of_pair("deepspeed", 'the same, "sum", divided by the number of labels', "tiled-loss-sum", note=HEAD_IS_WHOLE),
     of_pair(
         "deepspeed",
         'the same, "mean", tiles with unlike numbers of labels',
         "tiled-loss-uneven",
         note="as documented: a mean of means",
     ),
-    of_script(
-        "torchao",
-        "optim=adamw_torch_8bit",
-        "optim=adamw_torch_8bit",
-        "trainer",
-        note=ROUNDED_STATES,
-    ),
-    of_script(
-        "torchao",
-        "optim=adamw_torch_4bit",
-        "optim=adamw_torch_4bit",
-        "trainer",
-        note=ROUNDED_STATES,
-    ),
+    of_script("torchao", "optim=adamw_torch_8bit", "optim=adamw_torch_8bit", "trainer", note=ROUNDED_STATES),
+    of_script("torchao", "optim=adamw_torch_4bit", "optim=adamw_torch_4bit", "trainer", note=ROUNDED_STATES),
     Row("torchao", "CPUOffloadOptimizer", note="asserts CUDA or XPU"),
     of_pair("sentence-transformers", "CachedMultipleNegativesRankingLoss", "cached-loss"),
     of_pair(
