@@ -2,7 +2,6 @@
 
 import argparse
 import gc
-import importlib.metadata
 import json
 import os
 import platform
@@ -18,6 +17,7 @@ import torch
 
 from benchmarks.timing import median_and_spread, step_times_ms
 from hf_memopt.memory.device_counters import device_name
+from hf_memopt.report.doctor import version_of
 from hf_memopt.text_table import align
 from hf_memopt.transfer.host_memory import cgroup_limits, pinned_empty
 
@@ -54,7 +54,7 @@ def measure(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
 def environment(device: torch.device) -> dict[str, Any]:
     return {
         "hardware": _hardware(device),
-        "versions": {name: _version(name) for name in _PACKAGES},
+        "versions": {name: version_of(name) for name in _PACKAGES},
         "python": platform.python_version(),
         "commit": measured_commit(),
         "date": date.today().isoformat(),
@@ -72,13 +72,6 @@ def _hardware(device: torch.device) -> dict[str, Any]:
         facts["device_memory_gib"] = round(torch.accelerator.get_memory_info(device)[1] / 2**30, 1)
         facts["float32_matmul_precision"] = torch.get_float32_matmul_precision()
     return facts
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def measured_commit() -> str | None:

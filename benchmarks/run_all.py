@@ -35,6 +35,7 @@ SPARE_S = 40  # of its limit, for a benchmark's imports and report
 COPIES = "--cpu_copies --offload_threshold_mb 0.001 --steps 4"
 DARCY = "--cache_folder {folder}/data --solve_resolution 0 --num_test 1 --test_resolutions 16 --output_dir {folder}"
 DARCY_512 = f"{DARCY} --resolution 512 --num_train 32 --batch_size 16 --train_loss l2 --budget_gib 2.7"
+CHECKPOINTED = "--checkpoint_blocks true --checkpoint_mlps true"
 DARCY_TOY = f"{DARCY} --num_train 8 --batch_size 4 --hidden_channels 4"
 LGT_240 = (
     "--training.batch_size 240 --training.accumulation_steps 1 --training.ode_integration_steps 10"
@@ -87,9 +88,11 @@ class Job:
         return [sys.executable, "-m", *words]
 
 
-def compared(name: str, minutes: float, real: str, toy: str | None = None) -> Job:
-    command = "hf_memopt.cli compare"
-    return Job(name, minutes, f"{command} {real}", toy and f"{command} {toy} {COPIES}", "comparison.json")
+def compared(name: str, minutes: float, recipe: str, modes: str, real: str, toy: str | None = None) -> Job:
+    command = f"hf_memopt.cli compare {recipe} --modes"
+    return Job(
+        name, minutes, f"{command} {modes} {real}", toy and f"{command} off,auto {toy} {COPIES}", "comparison.json"
+    )
 
 
 # First the facts and the tests that all figures rest on, then the headlines of each subject, then their details.
@@ -125,27 +128,13 @@ JOBS = (
         "benchmarks.planning.estimate --sizes small --models",
         "benchmarks.planning.estimate --sizes toy --models bert",
     ),
-    compared(
-        "operators",
-        4,
-        f"neural_operator --modes off,all,auto {DARCY_512}",
-        f"neural_operator --modes off,auto {DARCY_TOY}",
-    ),
-    compared(
-        "operators-checkpointed",
-        3,
-        f"neural_operator --modes off,inputs --checkpoint_blocks true --checkpoint_mlps true {DARCY_512}",
-    ),
-    compared("lgt", 4, f"lgt --modes off,all,auto {LGT_240}", f"lgt --modes off,auto {LGT_TOY}"),
-    compared("lgt-checkpointed", 3, f"lgt --modes off,inputs --training.use_gradient_checkpointing true {LGT_240}"),
-    compared(
-        "fluxflow",
-        4,
-        f"fluxflow --modes off,all,auto {IMAGES_512}",
-        f"fluxflow --modes off,auto {IMAGES_TOY}",
-    ),
-    compared("fluxflow-checkpointed", 4, f"fluxflow --modes off,auto --checkpoint_vae true {IMAGES_512}"),
-    compared("fluxflow-without-aids", 4, f"fluxflow --modes off,auto {WITHOUT_AIDS} {IMAGES_512}"),
+    compared("operators", 4, "neural_operator", "off,all,auto", DARCY_512, DARCY_TOY),
+    compared("operators-checkpointed", 3, "neural_operator", "off,inputs", f"{CHECKPOINTED} {DARCY_512}"),
+    compared("lgt", 4, "lgt", "off,all,auto", LGT_240, LGT_TOY),
+    compared("lgt-checkpointed", 3, "lgt", "off,inputs", f"--training.use_gradient_checkpointing true {LGT_240}"),
+    compared("fluxflow", 4, "fluxflow", "off,all,auto", IMAGES_512, IMAGES_TOY),
+    compared("fluxflow-checkpointed", 4, "fluxflow", "off,auto", f"--checkpoint_vae true {IMAGES_512}"),
+    compared("fluxflow-without-aids", 4, "fluxflow", "off,auto", f"{WITHOUT_AIDS} {IMAGES_512}"),
     Job(
         "longest-24",
         8,

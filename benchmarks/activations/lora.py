@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from transformers import AutoModel, Qwen3Config, Qwen3Model
 
-from benchmarks.activations.model import SIZES
+from benchmarks.activations.model import qwen3
 from hf_memopt.training import chunked_loss
 
 LAYERS = {"real": 36, "toy": 2}
@@ -49,17 +48,11 @@ class LoraWork:
 def build(size: str, num_tokens: int, device: torch.device) -> LoraWork:
     from peft import LoraConfig, get_peft_model
 
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        **SIZES[size],
-        num_hidden_layers=LAYERS[size],
-        vocab_size=VOCABULARY[size],
-        use_cache=False,
-        attention_dropout=0.0,
-    )
+    base = qwen3(size, LAYERS[size], VOCABULARY[size], device)
     with torch.device(device):
-        base: Qwen3Model = AutoModel.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
-        head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, dtype=torch.bfloat16).requires_grad_(False)
+        head = nn.Linear(base.config.hidden_size, VOCABULARY[size], bias=False, dtype=torch.bfloat16).requires_grad_(
+            False
+        )
         model = get_peft_model(base, LoraConfig(r=RANK, target_modules=["q_proj", "v_proj"])).train()
         tokens = torch.zeros(1, num_tokens, dtype=torch.int64)
     return LoraWork(model, head, tokens).longer(num_tokens)

@@ -39,13 +39,17 @@ SIZES: dict[str, dict[str, int]] = {
 VOCABULARY = 1024
 
 
-def build_model(size: str, num_layers: int, device: torch.device) -> Qwen3Model:
+def qwen3(size: str, num_layers: int, vocabulary: int, device: torch.device) -> Qwen3Model:
     torch.manual_seed(0)
     config = Qwen3Config(
-        **SIZES[size], num_hidden_layers=num_layers, vocab_size=VOCABULARY, use_cache=False, attention_dropout=0.0
+        **SIZES[size], num_hidden_layers=num_layers, vocab_size=vocabulary, use_cache=False, attention_dropout=0.0
     )
     with torch.device(device):
-        model = AutoModel.from_config(config, dtype=torch.bfloat16, trust_remote_code=False).train()
+        return AutoModel.from_config(config, dtype=torch.bfloat16, trust_remote_code=False).train()
+
+
+def build_model(size: str, num_layers: int, device: torch.device) -> Qwen3Model:
+    model = qwen3(size, num_layers, VOCABULARY, device)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     return model

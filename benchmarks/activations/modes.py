@@ -45,18 +45,9 @@ def none(setting: Setting) -> Handling:
     return Handling()
 
 
-def checkpointing(setting: Setting) -> Handling:
-    checkpoint_layers(setting.model)
-    return Handling()
-
-
-def checkpoint_offload(setting: Setting) -> Handling:
-    checkpoint_layers(setting.model, offload=True)
-    return Handling()
-
-
-def checkpoint_layers(model: nn.Module, *, offload: bool = False) -> None:
+def checkpointing(setting: Setting, *, offload: bool = False) -> Handling:
     """Switch on transformers' checkpointing; `offload` uses its own switch (since 5.17), or does the same by hand."""
+    model = setting.model
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
     own_switch = {"offload": True} if offload and "offload" in inspect.signature(enable).parameters else {}
     enable(NON_REENTRANT, **own_switch)
@@ -64,6 +55,7 @@ def checkpoint_layers(model: nn.Module, *, offload: bool = False) -> None:
         for module in model.modules():
             if getattr(module, "gradient_checkpointing", False):
                 module._gradient_checkpointing_func = _checkpoint_on_cpu
+    return Handling()
 
 
 def _checkpoint_on_cpu(*arguments: Any, **options: Any) -> Any:
@@ -79,13 +71,19 @@ def torch_save_on_cpu(setting: Setting) -> Handling:
 def trl(setting: Setting) -> Handling:
     if setting.device.type == "cpu":
         raise UnavailableError("needs an accelerator")
+    make_manager = managers_of_trl()
+    require_host_memory("TRL", setting.saved, setting.host_limit_bytes)
+    manager = make_manager(setting.model, warn_if_no_head=False)
+    return Handling(lambda: manager)
+
+
+def managers_of_trl() -> Callable[..., Any]:
+    """Return TRL's function that makes a context for `activation_offloading=True`, as its trainers install it."""
     try:
         from trl.models.activation_offloading import get_act_offloading_ctx_manager
     except ImportError as error:
         raise UnavailableError("TRL is not installed") from error
-    require_host_memory("TRL", setting.saved, setting.host_limit_bytes)
-    manager = get_act_offloading_ctx_manager(setting.model, warn_if_no_head=False)
-    return Handling(lambda: manager)
+    return get_act_offloading_ctx_manager
 
 
 # Host memory of the modes that move everything.
@@ -102,7 +100,7 @@ def require_host_memory(mode: str, saved: Saved, limit_bytes: int) -> None:
 
 
 def ours_inputs(setting: Setting) -> Handling:
-    checkpoint_layers(setting.model)
+    checkpointing(setting)
     return ours(setting, mode="inputs")
 
 
@@ -150,7 +148,7 @@ MODES: dict[str, Callable[[Setting], Handling]] = {
     "ours auto 35 %": partial(ours_auto, share=0.35),
     # As much as 3 % of time can save, and more where the device has no room: the default.
     "ours auto": partial(ours, mode="auto"),
-    "checkpoint offload": checkpoint_offload,
+    "checkpoint offload": partial(checkpointing, offload=True),
     "TRL": trl,
     "save_on_cpu": torch_save_on_cpu,
     # Two tensors ahead on the way back, as in this library's first design.

@@ -118,12 +118,9 @@ def trl_offload(setting: Setting) -> Handling:
 
     Its constructor needs an accelerator and streams, so the CPU and streams that do nothing take their place.
     """
-    try:
-        from trl.models.activation_offloading import get_act_offloading_ctx_manager
-    except ImportError as error:
-        raise UnavailableError("TRL is not installed") from error
+    make_manager = modes.managers_of_trl()
     with patch.object(torch.accelerator, "current_accelerator", lambda: CPU):
-        manager = get_act_offloading_ctx_manager(setting.model, use_pin_memory=False)
+        manager = make_manager(setting.model, use_pin_memory=False)
     manager.device_module = StandInDevice
     manager.s1 = StandInDevice()
     return Handling(lambda: manager)
@@ -146,7 +143,7 @@ class StandInDevice:
 SWITCHES: dict[str, Callable[[Setting], Handling]] = {
     "plain": modes.none,
     "checkpointing": modes.checkpointing,
-    "transformers offload": modes.checkpoint_offload,
+    "transformers offload": partial(modes.checkpointing, offload=True),
     "accelerate offload": accelerate_offload,
     "ours inputs": modes.ours_inputs,
     "save_on_cpu": modes.torch_save_on_cpu,

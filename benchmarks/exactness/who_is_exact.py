@@ -8,7 +8,6 @@ Each row is a run of `hf-memopt verify`, or of `hf_memopt.verify` on two functio
 fails says so, and the others go on. With `--rows` the other rows stay in the file as they were measured before.
 """
 
-import argparse
 import json
 import os
 import shlex
@@ -20,16 +19,15 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import date
-from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
-from benchmarks.common import environment, measured_commit, results_path, write_results
+from benchmarks.common import CPU, BenchmarkParser, environment, finish, measured_commit, results_path
 from benchmarks.exactness.rows import PAIRS, ROWS, SCRIPTS, Row
+from hf_memopt.report.doctor import version_of
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 900
@@ -94,13 +92,6 @@ def environment_of(row: Row) -> dict[str, str]:
         port = found.getsockname()[1]
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     return os.environ | rank
-
-
-def version_of(project: str) -> str | None:
-    try:
-        return version(project)
-    except PackageNotFoundError:
-        return None
 
 
 def shown_command(row: Row) -> str:
@@ -191,23 +182,20 @@ def in_order(measured: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = BenchmarkParser(__doc__)
     parser.add_argument("--rows", nargs="+", metavar="TEXT", help="only rows with one of these in 'project: switch'")
     parser.add_argument("--workers", type=int, default=1, help="rows at once (default: %(default)s)")
     parser.add_argument("--print", type=Path, metavar="FILE", help="print the table of this JSON file and run nothing")
-    parser.add_argument("--output", type=Path, help="JSON file (default: in benchmarks/results)")
-    options = parser.parse_args(arguments)
+    options = parser.options(arguments)
     if options.print:
         print_report(json.loads(options.print.read_text()))
         return
-    cpu = torch.device("cpu")
-    output = options.output or results_path("who-is-exact", cpu)
+    output = options.output or results_path("who-is-exact", CPU)
     before = json.loads(output.read_text())["rows"] if options.rows and output.exists() else []
     rows = in_order([*before, *measure(chosen(options.rows), options.workers)])
-    results = {**environment(cpu), "benchmark": "exactness.who_is_exact", "rows": rows}
+    results = {**environment(CPU), "benchmark": "exactness.who_is_exact", "rows": rows}
     results["versions"] |= {name: version_of(name) for name in PROJECTS}
-    print_report(results)
-    print("wrote", write_results(results, output))
+    finish(results, print_report, output, "who-is-exact")
 
 
 if __name__ == "__main__":

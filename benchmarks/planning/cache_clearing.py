@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.cells import Cell, Report, Row, own_failures, run_cells
+from benchmarks.cells import Cell, Report, Row, run_cells
 from benchmarks.common import BenchmarkParser, current_device, print_errors, print_table, results_path
 from benchmarks.targets import Verdict, formatted, ratio
 from benchmarks.timing import first_step_s, timed
@@ -126,8 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("No CUDA device: its caching allocator is what is measured here.")
         return 1
     output = options.output or results_path("cache-clearing", device)
-    results = run_cells("planning.cache_clearing", list(cells(options)), output, time_limit_s=options.time_limit_s)
-    return 1 if own_failures(results["cells"], lambda row: True) else 0
+    return run_cells("planning.cache_clearing", list(cells(options)), output, time_limit_s=options.time_limit_s)
 
 
 if __name__ == "__main__":

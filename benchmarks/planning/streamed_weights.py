@@ -84,7 +84,20 @@ class Predictions:
         return simulate_step(step, gpu=find_card(gpu), below=MemoryBelow(None, disk))
 
     def row(self, loss: str, home: Home, tokens: int) -> dict[str, Any]:
-        return {"loss": loss, "home": home.name, **_figures(self.step(home, CARD, tokens, loss), CARD)}
+        estimate, card = self.step(home, CARD, tokens, loss), find_card(CARD)
+        return {
+            "loss": loss,
+            "home": home.name,
+            "peak_bytes": estimate.peak_bytes,
+            "needed_bytes": needed_bytes(estimate, card),
+            "fits": verdict(estimate, card) is Verdict.FITS,
+            "host_bytes": estimate.host_bytes,
+            "step_ms": estimate.step_ms,
+            "step_range_ms": estimate.step_range_ms,
+            "stall_ms": estimate.stall_ms,
+            "streamed": asdict(estimate.streamed) if estimate.streamed else None,
+            "breakdown": estimate.breakdown,
+        }
 
     def hidden_from(self, gpu: str, lengths: Sequence[int]) -> dict[str, Any]:
         """Return for each home the first length at which copies are hidden; None, they are not at the last one."""
@@ -127,21 +140,6 @@ def _in_order(functions: Sequence[Callable[[], dict[str, Any]]], workers: int) -
     numbered = (lambda number=number: (number, functions[number]()) for number in range(len(functions)))
     found = dict(tqdm(run_all_isolated(numbered, workers), total=len(functions), unit="simulation"))
     return [found[number] for number in range(len(functions))]
-
-
-def _figures(estimate: MemoryEstimate, gpu: str) -> dict[str, Any]:
-    card = find_card(gpu)
-    return {
-        "peak_bytes": estimate.peak_bytes,
-        "needed_bytes": needed_bytes(estimate, card),
-        "fits": verdict(estimate, card) is Verdict.FITS,
-        "host_bytes": estimate.host_bytes,
-        "step_ms": estimate.step_ms,
-        "step_range_ms": estimate.step_range_ms,
-        "stall_ms": estimate.stall_ms,
-        "streamed": asdict(estimate.streamed) if estimate.streamed else None,
-        "breakdown": estimate.breakdown,
-    }
 
 
 def print_report(results: dict[str, Any]) -> None:

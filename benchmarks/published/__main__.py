@@ -113,16 +113,13 @@ def rows_as_text(results: dict[str, Any]) -> list[list[str]]:
     for row in measurements():
         if row.has_memory:
             estimated = estimates.get((row.source, row.id), {})
-            cells = [_mib(each) for name in FIGURES for each in (getattr(row, name), estimated.get(name))]
+            figures = [each for name in FIGURES for each in (getattr(row, name), estimated.get(name))]
+            cells = ["" if each is None else f"{each:.1f}" for each in figures]
             remarks = [row.not_simulated and f"not simulated: {row.not_simulated}", row.unknown]
             if row.other_mib:
                 remarks.insert(0, f"{row.other_mib:,.0f} MiB measured")
             table.append([row.source, row.model, _step(row), *cells, "; ".join(filter(None, remarks))])
     return table
-
-
-def _mib(value: float | None) -> str:
-    return "" if value is None else f"{value:.1f}"
 
 
 def _step(row: Measurement) -> str:

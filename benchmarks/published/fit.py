@@ -51,7 +51,8 @@ def fit(rows: list[Measurement], works: dict[str, RecordedWork]) -> Fit:
     """Fit all shares to the times of some rows, by the method of Levenberg and Marquardt."""
     families = sorted({times.family(row) for row in rows})
     counts = Counter((times.family(row), row.model) for row in rows)
-    weights = np.array([_weight(counts[times.family(row), row.model]) for row in rows])
+    of_model = np.array([counts[times.family(row), row.model] for row in rows])
+    weights = np.sqrt(np.minimum(of_model, _MOST_ROWS) / of_model) / _TIME
     expected = np.log([*_EXPECTED, _EXPECTED_KERNEL_S, _EXPECTED_HOST_S, *[1.0] * len(PARTS) * len(families)])
     allowed = np.array([_SHARE] * len(PARTS) + [_OVERHEAD] * 2 + [_FAMILY] * len(PARTS) * len(families))
 
@@ -84,10 +85,6 @@ def fit(rows: list[Measurement], works: dict[str, RecordedWork]) -> Fit:
         if before - cost(values) < _ENOUGH * before:
             break
     return _unpacked(values, families)
-
-
-def _weight(count: int) -> float:
-    return float(np.sqrt(min(count, _MOST_ROWS) / count) / _TIME)
 
 
 def _moved(values: Array, curvature: Array, gradient: Array, damping: float) -> Array:

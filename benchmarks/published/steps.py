@@ -53,15 +53,11 @@ def simulated(measured: Measurement) -> SimulatedStep:
             lambda device: PublishedStep(measured, config, device), PublishedStep.run, repeated=repeated
         )
 
-    config = _config(measured)
+    hyperparameters = dict(model_config(measured.model))
+    config = transformers.AutoConfig.for_model(hyperparameters.pop("model_type"), **hyperparameters)
     with torch.device("meta"):
         layers = equal_layers(_AUTO_CLASSES[measured.task].from_config(config))
     return told_by_few(step_of, config, layers)
-
-
-def _config(measured: Measurement) -> Any:
-    hyperparameters = dict(model_config(measured.model))
-    return transformers.AutoConfig.for_model(hyperparameters.pop("model_type"), **hyperparameters)
 
 
 class PublishedStep:

@@ -97,7 +97,8 @@ def writing(target: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
-        needed = max((_num_bytes(path) for path in target.parent.glob("step-*")), default=0)
+        sizes = (sum(file.lstat().st_size for file in files_below(path)) for path in target.parent.glob("step-*"))
+        needed = max(sizes, default=0)
         advice = (
             f", and a checkpoint takes {needed:,} or more. Make room, or mend the permissions; what '{LATEST}' named "
             "is still there"
@@ -210,10 +211,6 @@ def _intact(checkpoint: Path) -> Manifest:
     if latest is not None and manifest["run"] != latest.run:
         raise ValueError(f"another run than that of {latest.name} saved it; resume from it in a folder of its own")
     return manifest
-
-
-def _num_bytes(folder: Path) -> int:
-    return sum(file.lstat().st_size for file in files_below(folder))
 
 
 def _set_modes(draft: Path) -> None:

@@ -203,13 +203,13 @@ def find_versions() -> dict[str, str | None]:
     driver = Path("/sys/module/nvidia/version")
     return {
         "python": platform.python_version(),
-        **{name: _version(name) for name in ("hf_memopt", *_REQUIRED, *_OPTIONAL)},
+        **{name: version_of(name) for name in ("hf_memopt", *_REQUIRED, *_OPTIONAL)},
         "CUDA that torch was built for": torch.version.cuda,
         "NVIDIA driver": driver.read_text().strip() if driver.exists() else None,
     }
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
     try:
         return version(package)
     except PackageNotFoundError:

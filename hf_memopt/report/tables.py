@@ -40,12 +40,12 @@ def headlines(run: Run) -> list[str]:
 def mode_table(modes: Sequence[Mapping[str, Any]]) -> Table:
     """Return memory and time by mode, the reference first; columns that no mode has a figure for are left out."""
     shown = {title: key for title, key in _MODE_COLUMNS.items() if any(mode.get(key) is not None for mode in modes)}
-    compared = len(modes) > 1
-    rows: list[list[Cell]] = [
-        [mode["mode"], *(mode.get(key) for key in shown.values()), *([_compared(mode)] if compared else [])]
-        for mode in modes
-    ]
-    return Table(["mode", *shown, *(["compared"] if compared else [])], rows)
+    rows: list[list[Cell]] = [[mode["mode"], *(mode.get(key) for key in shown.values())] for mode in modes]
+    if len(modes) < 2:
+        return Table(["mode", *shown], rows)
+    for mode, row in zip(modes, rows, strict=True):
+        row.append(str(mode.get("failure") or mode.get("compared") or "not compared"))
+    return Table(["mode", *shown, "compared"], rows)
 
 
 def differing_modes(modes: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -92,10 +92,6 @@ def policy_table(run: Run) -> Table:
 
 def _totals(by_phase: Mapping[str, Mapping[str, int]]) -> list[int]:
     return [sum(kinds.values()) for kinds in by_phase.values()]
-
-
-def _compared(mode: Mapping[str, Any]) -> str:
-    return str(mode.get("failure") or mode.get("compared") or "not compared")
 
 
 def _offloading_headline(run: Run) -> Iterator[str]:

@@ -112,13 +112,14 @@ def zero_without_values(labels: StepLabels, disk: VirtualDisk) -> Iterator[None]
         # Looking at the CPU runs programs.
         enter(patch.object(cpuinfo, "get_cpu_info", dict))
         enter(patch.object(zero_utils, "get_lst_from_rank0", list))
+        labelled = _Labelled(labels)
         for optimizer in _OPTIMIZERS:
             enter(_wrapped(optimizer, "has_overflow", _finite))
             enter(patch.object(optimizer, "_has_inf_or_nan", staticmethod(_looked_through(optimizer._has_inf_or_nan))))
-            enter(_wrapped(optimizer, "reduce_ready_partitions_and_remove_grads", _gradient_labelled(labels)))
-            enter(_wrapped(optimizer, "independent_gradient_partition_epilogue", _sums_labelled(labels)))
-        enter(_wrapped(DeepSpeedEngine, "__init__", _partitions_labelled(labels)))
-        enter(_wrapped(PartitionedParameterCoordinator, "fetch_sub_module", _gathered_labelled(labels)))
+            enter(_wrapped(optimizer, "reduce_ready_partitions_and_remove_grads", labelled.reduce))
+            enter(_wrapped(optimizer, "independent_gradient_partition_epilogue", labelled.end_backward))
+        enter(_wrapped(DeepSpeedEngine, "__init__", labelled.init))
+        enter(_wrapped(PartitionedParameterCoordinator, "fetch_sub_module", labelled.fetch))
         yield
 
 
@@ -157,44 +158,31 @@ def updates_labelled(labels: StepLabels) -> Iterator[None]:
         yield
 
 
-def _gradient_labelled(labels: StepLabels) -> Callable[..., None]:
-    """A weight's gradient is there; then it is copied to a bucket and dropped."""
+class _Labelled:
+    """Methods of DeepSpeed, as `_wrapped` calls them, with labels for the memory that they make or use."""
 
-    def reduce(method: Any, optimizer: Any, parameter: nn.Parameter, *args: Any) -> None:
-        labels.reach([parameter])
-        method(optimizer, parameter, *args)
+    def __init__(self, labels: StepLabels) -> None:
+        self._labels = labels
 
-    return reduce
-
-
-def _sums_labelled(labels: StepLabels) -> Callable[..., None]:
-    """At the end of backward, gradients left in the buckets are reduced, and the rank's share put together."""
-
-    def end(method: Any, optimizer: Any) -> None:
-        labels.add([bucket.buffer for bucket in optimizer.ipg_buckets.values()], COMMUNICATION)
-        method(optimizer)
-        labels.add(list(optimizer.averaged_gradients.values()), GRADIENT)
-
-    return end
-
-
-def _partitions_labelled(labels: StepLabels) -> Callable[..., None]:
-    """ZeRO-3 has left the weights empty, and keeps the rank's share of each beside it."""
-
-    def init(method: Any, engine: Any, *args: Any, **kwargs: Any) -> None:
+    def init(self, method: Any, engine: Any, *args: Any, **kwargs: Any) -> None:
+        """ZeRO-3 has left the weights empty, and keeps the rank's share of each beside it."""
         method(engine, *args, **kwargs)
         for name, parameter in engine.module.named_parameters():
             if hasattr(parameter, "ds_tensor"):
-                labels.add([parameter.ds_tensor], PARAMETER if parameter.requires_grad else FROZEN, name)
+                self._labels.add([parameter.ds_tensor], PARAMETER if parameter.requires_grad else FROZEN, name)
 
-    return init
-
-
-def _gathered_labelled(labels: StepLabels) -> Callable[..., None]:
-    def fetch(method: Any, coordinator: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+    def fetch(self, method: Any, coordinator: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         method(coordinator, module, *args, **kwargs)
-        labels.add(
-            [each for each in module.parameters(recurse=False) if not getattr(each, "ds_persist", True)], GATHERED
-        )
+        gathered = [each for each in module.parameters(recurse=False) if not getattr(each, "ds_persist", True)]
+        self._labels.add(gathered, GATHERED)
 
-    return fetch
+    def reduce(self, method: Any, optimizer: Any, parameter: nn.Parameter, *args: Any) -> None:
+        """A weight's gradient is there; then it is copied to a bucket and dropped."""
+        self._labels.reach([parameter])
+        method(optimizer, parameter, *args)
+
+    def end_backward(self, method: Any, optimizer: Any) -> None:
+        """Gradients left in the buckets are reduced, and the rank's share put together."""
+        self._labels.add([bucket.buffer for bucket in optimizer.ipg_buckets.values()], COMMUNICATION)
+        method(optimizer)
+        self._labels.add(list(optimizer.averaged_gradients.values()), GRADIENT)
