@@ -50,6 +50,8 @@ CARD = "rtx4070-laptop"
 CARDS = ("rtx4070-laptop", "rtx3060ti", "rtx3090", "rtx4090", "h100")
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
 HIDDEN_SHARE = 0.05
+# Of an estimate, that results have.
+FIGURES = ("peak_bytes", "host_bytes", "step_ms", "step_range_ms", "stall_ms", "breakdown")
 
 
 @dataclass(frozen=True)
@@ -88,15 +90,10 @@ class Predictions:
         return {
             "loss": loss,
             "home": home.name,
-            "peak_bytes": estimate.peak_bytes,
+            **{name: getattr(estimate, name) for name in FIGURES},
             "needed_bytes": needed_bytes(estimate, card),
             "fits": verdict(estimate, card) is Verdict.FITS,
-            "host_bytes": estimate.host_bytes,
-            "step_ms": estimate.step_ms,
-            "step_range_ms": estimate.step_range_ms,
-            "stall_ms": estimate.stall_ms,
             "streamed": asdict(estimate.streamed) if estimate.streamed else None,
-            "breakdown": estimate.breakdown,
         }
 
     def hidden_from(self, gpu: str, lengths: Sequence[int]) -> dict[str, Any]:

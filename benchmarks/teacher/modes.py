@@ -101,11 +101,21 @@ def accelerate_cpu_offload(source: Source) -> Handling:
     return _with_stock_teacher(source, _in_own_dtype(sampler))
 
 
-def diffusers_block(source: Source) -> Handling:
-    """Use diffusers' group offloading by blocks, as coarse as lerobot's model allows."""
+def diffusers_group_offload(source: Source, *, by_block: bool) -> Handling:
+    """Use diffusers' group offloading, by leaf modules or by blocks, which are as coarse as lerobot's model allows."""
+    from diffusers import hooks
+
     sampler = Sampler(source.policy).cast(source.dtype)
-    sampler.blocks = _into_blocks(sampler.model.vlm_with_expert)
-    return _diffusers(source, sampler, offload_type="block_level", num_blocks_per_group=1)
+    groups: dict[str, Any] = {"offload_type": "leaf_level"}
+    if by_block:
+        sampler.blocks = _into_blocks(sampler.model.vlm_with_expert)
+        groups = {"offload_type": "block_level", "num_blocks_per_group": 1}
+    use_stream = source.device.type != "cpu"
+    # Without `record_stream` the host waits for the device after each group.
+    hooks.apply_group_offloading(
+        sampler, onload_device=source.device, use_stream=use_stream, record_stream=use_stream, **groups
+    )
+    return _with_stock_teacher(source, _in_own_dtype(sampler))
 
 
 def _into_blocks(model: Any) -> nn.ModuleList:
@@ -127,17 +137,6 @@ def _into_blocks(model: Any) -> nn.ModuleList:
         owner.__dict__[name] = part  # still its attribute, but no module of it
         blocks.extend(part if isinstance(part, nn.ModuleList) else [part])
     return blocks
-
-
-def _diffusers(source: Source, sampler: Sampler, **options: Any) -> Handling:
-    from diffusers import hooks
-
-    use_stream = source.device.type != "cpu"
-    # Without `record_stream` the host waits for the device after each group.
-    hooks.apply_group_offloading(
-        sampler, onload_device=source.device, use_stream=use_stream, record_stream=use_stream, **options
-    )
-    return _with_stock_teacher(source, _in_own_dtype(sampler))
 
 
 def offloaded(source: Source, mode: str, share_prefix: str = "off") -> Handling:
@@ -216,10 +215,8 @@ MODES: dict[str, Callable[[Source], Handling]] = {
     "swap+shared": partial(offloaded, mode="swap", share_prefix="on"),
     "stream": partial(offloaded, mode="stream"),
     "stream+shared": partial(offloaded, mode="stream", share_prefix="on"),
-    "diffusers-leaf": lambda source: _diffusers(
-        source, Sampler(source.policy).cast(source.dtype), offload_type="leaf_level"
-    ),
-    "diffusers-block": diffusers_block,
+    "diffusers-leaf": partial(diffusers_group_offload, by_block=False),
+    "diffusers-block": partial(diffusers_group_offload, by_block=True),
     "accelerate": accelerate_cpu_offload,
     "stream-all": stream_all,
 }

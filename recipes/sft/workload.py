@@ -51,19 +51,14 @@ def simulated(options: Options, **changes: Any) -> "SupervisedFineTuning":
     sft, training, memopt = options
     if training.optim.value not in OPTIMIZERS:
         raise ValueError(f"optim={training.optim.value!r} is not simulated; choose from {', '.join(OPTIMIZERS)}")
+    same = ("model", "loss", "attention", "dtype", "optimizer_on", "use_dora", "lora_rank")
     of_flags = {
-        "model": sft.model,
+        **{name: getattr(sft, name) for name in same},
         "seq_len": training.max_length,
         "effective_batch": training.per_device_train_batch_size * training.gradient_accumulation_steps,
         "task": "causal",
-        "loss": sft.loss,
-        "attention": sft.attention,
-        "dtype": sft.dtype,
-        "optimizer_on": sft.optimizer_on,
-        "use_dora": sft.use_dora,
         "precision": "bf16" if training.bf16 else "fp16" if training.fp16 else "no",
         "optimizer": OPTIMIZERS[training.optim.value],
-        "lora_rank": sft.lora_rank,
         "lora_targets": sft.lora_targets if sft.lora_rank else None,
         "quantize": STORED[sft.quantize],
         "base": HOMES[memopt.base],
