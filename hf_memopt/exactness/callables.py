@@ -1,8 +1,9 @@
 """`verify`: two functions that make the same training step, compared bit by bit."""
 
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from copy import deepcopy
+from copy import copy, deepcopy
 from typing import Any
 
 import torch
@@ -23,14 +24,14 @@ from hf_memopt.training.repeatable import RandomState, deterministic_kernels
 def verify(plain: Callable[[], Any], switched: Callable[[], Any], steps: int = 2) -> VerifyReport:
     """Compare two functions that make the same training step, one of them with a switch that saves memory.
 
-    Each function is called `steps` times in a row: `plain` twice over, since a step that does not repeat itself cannot
-    be compared; then `switched`; where it differs, both in float32 if autocast computes in lower precision, or else
-    `plain` from weights that are changed by one rounding, which shows the size that rounding has here. Before each run,
-    parameters, buffers, gradients and modes of modules, the groups, options and states of optimizers, and the
-    generators of torch, numpy and Python are put back as they were at the first forward pass or update that used them;
-    after the last, too. All else that goes on from step to step, such as a schedule of learning
-    rates, an iterator of batches, or an average of weights in a model that is not trained, has to begin anew in each
-    run. Kernels are deterministic where torch has such, and each run compiles anew.
+    Each function is called `steps` times in a row: `plain`, `switched`, and `plain` again, since a step that does not
+    repeat itself cannot be compared; where `switched` differs, both in float32 if autocast computes in lower precision,
+    or else `plain` from weights that are changed by one rounding, which shows the size that rounding has here. Before
+    each run, the attributes of modules (parameters, buffers, modes, hooks, children), gradients, the groups, options
+    and states of optimizers, and the generators of torch, numpy and Python are put back as they were at the first
+    forward pass or update that used them; after the last, too. All else that goes on from step to step, such as a
+    schedule of learning rates, an iterator of batches, or an average of weights in a model that is not trained, has to
+    begin anew in each run. Kernels are deterministic where torch has such, and each run compiles anew.
 
     Compared are inputs, losses, gradients after each backward pass, weights and optimizer states after each update, and
     tensors that the functions return, by the SHA-256 of their bytes. Backward passes are those by `backward`; results
@@ -76,12 +77,16 @@ def verify(plain: Callable[[], Any], switched: Callable[[], Any], steps: int = 2
     return compare_runs(record)
 
 
+# Of torch's own attributes of modules. Subclasses may refuse to be changed.
+_CHANGED_IN_PLACE = (dict, OrderedDict, set)
+
+
 class _State:
     """Models, other leaves, optimizers and generators as a first run found them."""
 
     def __init__(self) -> None:
-        # Parameters and buffers of modules, and whether they train.
-        self._modules: dict[nn.Module, tuple[dict[str, Any], dict[str, Any], bool]] = {}
+        # Classes and attributes of modules, with the contents of mappings and sets, such as parameters and hooks.
+        self._modules: dict[nn.Module, tuple[type, dict[str, tuple[Any, Any]]]] = {}
         self._tensors: dict[int, tuple[_Kept, _Kept | None, bool]] = {}
         self._optimizers: dict[int, tuple[Optimizer, _OptimizerState]] = {}
         self._random = RandomState(torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu"))
@@ -92,7 +97,11 @@ class _State:
     def add_model(self, model: nn.Module) -> None:
         for module in model.modules():
             if module not in self._modules:  # a later run may have exchanged them
-                self._modules[module] = dict(module._parameters), dict(module._buffers), module.training
+                contents = {
+                    name: (value, copy(value) if type(value) in _CHANGED_IN_PLACE else None)
+                    for name, value in vars(module).items()
+                }
+                self._modules[module] = type(module), contents
         self.add_leaves([*model.parameters(), *model.buffers()])
 
     def add_leaves(self, leaves: Iterable[Tensor]) -> None:
@@ -107,11 +116,15 @@ class _State:
             self._optimizers[id(optimizer)] = optimizer, _OptimizerState(optimizer)
 
     def restore(self) -> None:
-        for module, (parameters, buffers, is_training) in self._modules.items():
-            for held, before in ((module._parameters, parameters), (module._buffers, buffers)):
-                held.clear()
-                held.update(before)
-            module.training = is_training
+        for module, (kind, contents) in self._modules.items():
+            if type(module) is not kind:  # parametrisations change it
+                module.__class__ = kind
+            vars(module).clear()
+            for name, (value, content) in contents.items():
+                if content is not None:  # handles of hooks refer to the mapping itself
+                    value.clear()
+                    value.update(content)
+                vars(module)[name] = value
         with torch.no_grad():
             for kept, gradient, requires_grad in self._tensors.values():
                 tensor = kept.restored()
@@ -154,12 +167,23 @@ class _Kept:
         parts = [
             part for _, part in parts_of(tensor) if part.device.type != "meta" and not hasattr(part, COMES_AND_GOES)
         ]
-        self._parts = [(part, part.detach().to("cpu", copy=True)) for part in parts]
+        self._parts = [(part, _written_once(part.detach()).to("cpu", copy=True)) for part in parts]
 
     def restored(self) -> Tensor:
         for part, values in self._parts:
-            part.copy_(values)
+            held = _written_once(part)
+            if (held.dtype, held.shape) == (values.dtype, values.shape):
+                held.copy_(values)
+            else:  # exchanged, as by `module.to`
+                part.data = values.to(part.device, copy=True)
         return self._tensor
+
+
+def _written_once(tensor: Tensor) -> Tensor:
+    """Return a view of a tensor that holds repeated elements once: expanded tensors cannot be written."""
+    if tensor.layout != torch.strided:
+        return tensor
+    return tensor[tuple(slice(0, 1 if stride == 0 else None) for stride in tensor.stride())]
 
 
 def _kept_options(group: dict[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 
 from hf_memopt.exactness.comparison import Difference, RunComparison, other_precision
+from hf_memopt.exactness.fingerprint import Fingerprint
 from hf_memopt.exactness.recording import Phase, Recording, TensorPlace
 
 # Of a difference between two plain runs, by the phase of the first one.
@@ -12,11 +13,16 @@ _NOT_REPEATABLE: dict[Phase, str] = {
     "input": "data differ from run to run: set a seed for shuffling and for augmentation, also in the workers of data "
     "loaders, and begin each run at the first batch",
     "loss": "the forward pass draws random numbers that no seed reaches, or its kernels are not deterministic: set the "
-    "seed of each generator (torch, numpy, random), and name attn_implementation='sdpa' or 'eager'",
+    "seed of each generator (torch, numpy, random, and those that the program makes), and name "
+    "attn_implementation='sdpa' or 'eager'",
 }
 _UPDATE_NOT_REPEATABLE = (
     "kernels of backward or of the update are not deterministic: use torch's own attention and optimizer; or a "
     "schedule of learning rates or a gradient scaler goes on from run to run: make it anew in each"
+)
+STAYS_ON = (
+    "the second plain run equals the switched run before it, and not the first one: something that the switch changes "
+    "stays on, such as a patched class or a global setting; put it back at the end of switched()"
 )
 # Of a difference between the plain and the switched run, likewise.
 _FAULTS: dict[Phase, str] = {
@@ -38,6 +44,7 @@ _WITH_DROPOUT: dict[Phase, str] = {
     "loss": "; train with dropout 0 to tell these apart",
     "gradient": "; train with dropout 0: if that is equal, masks were drawn again",
 }
+_SCALED = "the learning rate or its schedule, or a gradient that was scaled, zeroed or lost after backward"
 _WEIGHING = "how losses are divided and micro-batches weighed"
 
 
@@ -98,7 +105,7 @@ def _recognised(plain: Recording, switched: Recording, found: Difference, compar
                 return f"the switched run trains {name} too: weights that are tied in the plain run, or frozen"
             return _of_gradient(plain, switched, found)
         case "weight" | "optimizer":
-            return _of_update(plain, switched, place)
+            return _of_update(plain, switched, place) or (f"{found.systematic}: {_SCALED}" * bool(found.systematic))
         case _ if precision := other_precision(found):
             return f"{precision}: it is rounded to a lower precision"
     return ""
@@ -133,12 +140,15 @@ def _of_gradient(plain: Recording, switched: Recording, found: Difference) -> st
         factor = share_of_plain.factor_to(share_of_switched)
         if factor is not None and abs(factor - 1) > 1e-3:
             share = "the gradient" if place.micro_batch <= 1 else "this micro-batch's share of the gradient"
-            return f"{share} is {factor:.4g} times the plain one: {_WEIGHING}"
+            return f"{share} is {_times(factor)} the plain one: {_WEIGHING}"
         change = theirs.minus(ours)
+        kept = _of_step_before(switched, place)
+        if kept is not None and kept.is_parallel(change, 0.99) and abs(kept.along(change) - 1) < 0.01:
+            return "the gradient of the step before is still there: it was not set to zero"
         if before is not None and before.is_parallel(change):
             return (
-                f"this micro-batch's share is right, and what was there before is {1 + before.along(change):.4g} "
-                "times the plain gradient: it was clipped, scaled or zeroed before accumulation ended"
+                f"this micro-batch's share is right, and what was there before is {_times(1 + before.along(change))} "
+                "the plain gradient: it was clipped, scaled or zeroed before accumulation ended"
             )
     if found.systematic and found.systematic == other_precision(found):
         return f"{found.systematic}: an autocast region that one run leaves out, or a copy in a lower precision"
@@ -155,19 +165,34 @@ def _of_update(plain: Recording, switched: Recording, place: TensorPlace) -> str
             "gradients are equal and this buffer is not: statistics that the switch updates once more, by running the "
             "forward pass again, or not at all"
         )
-    name = f"exp_avg of {place.name}" if place.phase == "weight" else place.name
-    ours, theirs = (each.tensors.get(replace(place, phase="optimizer", name=name)) for each in (plain, switched))
-    factor = ours.factor_to(theirs) if ours is not None and theirs is not None and "exp_avg of" in name else None
-    if factor is not None and abs(factor - 1) > 1e-3:
-        return f"the optimizer got {factor:.4g} times the plain gradient: clipping, or a scale that is not taken out"
+    for average in ("exp_avg", "momentum_buffer"):
+        at = replace(place, phase="optimizer", name=f"{average} of {place.name.removeprefix(f'{average} of ')}")
+        ours, theirs = (each.tensors.get(at) for each in (plain, switched))
+        factor = None if ours is None or theirs is None else ours.factor_to(theirs)
+        if factor is not None and abs(factor - 1) > 1e-3:
+            return f"the optimizer got {_times(factor)} the plain gradient: clipping, or a scale that is not taken out"
     if before is None or weights[0].shape != before.shape:
         return ""
     update, change = weights[0].minus(before), weights[1].minus(weights[0])
     if update.is_parallel(change):
-        return f"the update is {1 + update.along(change):.4g} times the plain one: the learning rate or its schedule"
+        return f"the update is {_times(1 + update.along(change))} the plain one: {_SCALED}"
     if before.is_parallel(change):
         return f"the weight itself, times {before.along(change):.3g}, is added to the update: weight decay"
     return ""
+
+
+def _of_step_before(recording: Recording, place: TensorPlace) -> Fingerprint | None:
+    """Return the gradient that the update before a step's first backward pass took."""
+    found = {
+        each.micro_batch: each
+        for each in recording.tensors
+        if each.phase == "gradient" and each.name == place.name and each.step == place.step - 1
+    }
+    return recording.tensors[found[max(found)]] if found and place.micro_batch <= 1 else None
+
+
+def _times(factor: float) -> str:
+    return f"{round(factor, 6) + 0.0:.4g} times"
 
 
 def _has_other_dtype(found: Difference) -> bool:

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -28,8 +28,11 @@ SHARE_OF_UPDATE_ALLOWED = 1.5
 ERRORS_ALLOWED = 25.0
 # Factors closer to 1 than this are ignored, because rounding itself is biased.
 LEAST_FACTOR = 1e-4
-# Significant bits of bfloat16, and of float16 and TF32.
-_BITS_OF_LOW_PRECISION = (8, 11)
+# So are those less than so many times as far from 1 as those of another rounding: that of a scalar output's gradient
+# is a factor of the whole pass.
+FACTORS_OF_ROUNDING = 5.0
+# By significant bits; TF32 has as many as float16.
+LOW_PRECISIONS = {8: "bfloat16", 11: "float16"}
 _BITS_OF_FLOAT32 = 20
 # Rounding once to a lower precision changes less than this. Where terms cancel out, few bits are left by chance.
 _ROUNDED_ONCE = 0.03
@@ -186,6 +189,8 @@ class _Judge:
         self._plain, self._switched, self._rounded = plain, switched, yardstick.plain
         self._is_in_float32 = yardstick.switched is not None
         self._pair = (yardstick.plain, yardstick.switched) if yardstick.switched else (plain, switched)
+        # Switches between the runs in float32 may round as float16 does, which TF32 resembles.
+        self._left = _eps("float16") / _eps(plain.precision or "float32") if self._is_in_float32 else 1.0
         self._alike = defaultdict[tuple[Phase, str], list[TensorPlace]](list)
         self._squares = defaultdict[tuple[Any, ...], float](float)
         for place, each in plain.tensors.items():
@@ -206,6 +211,8 @@ class _Judge:
                 # The gradient of a bias is a sum, which kernels may take in any precision.
                 is_matrix = each.plain is not None and len(each.plain.shape) > 1
                 systematic = other_precision(each) if is_matrix and each.relative < _ROUNDED_ONCE else ""
+            elif place.phase == "weight":
+                systematic = self._factor_of_update(place)
             sized = self._after_equal_gradients if place.step < first_computed else self._sized
             found.append(replace(sized(each), systematic=systematic))
         return found
@@ -228,9 +235,7 @@ class _Judge:
         if not math.isfinite(change):  # a rounded run that overflows is no measure
             return found
         if self._is_in_float32:
-            allowed = SHARE_ALLOWED * _eps("float16") / _eps(self._plain.precision or "float32")
-            if place.phase == "weight":
-                allowed = SHARE_OF_UPDATE_ALLOWED
+            allowed = SHARE_OF_UPDATE_ALLOWED if place.phase == "weight" else SHARE_ALLOWED * self._left
             unit = f"times the rounding of {self._plain.precision}, left in float32"
         else:
             least, most = ROUNDINGS_ALLOWED
@@ -240,13 +245,35 @@ class _Judge:
         ratio = _ratio(base.distance(other), max(change, noise / allowed))
         return replace(found, of_yardstick=ratio, allowed=allowed, unit=unit)
 
+    def _factor_of_update(self, place: TensorPlace) -> str:
+        """Return a sentence if an update is a multiple of the plain one by more than rounding."""
+        ours, theirs = (_quantity(each, place) for each in self._pair)
+        if ours is None or theirs is None or ours.num_elements < _FEW or not 0 < ours.relative(theirs) < math.inf:
+            return ""
+        change = theirs.minus(ours)
+        if change.norm <= self._arithmetic(place) or not ours.is_parallel(change):
+            return ""
+        share = ours.along(change)
+        by_rounding = max(map(self._share_by_rounding, self._alike["weight", place.name]))
+        if abs(share) <= max(FACTORS_OF_ROUNDING * self._left * by_rounding, LEAST_FACTOR):
+            return ""
+        return f"its update is {1 + share:.4g} times the plain one"
+
+    def _share_by_rounding(self, place: TensorPlace) -> float:
+        """Return how much of itself another rounding adds to a tensor of the plain run."""
+        plain, rounded = _quantity(self._plain, place), _quantity(self._rounded, place)
+        if plain is None or rounded is None or not math.isfinite(plain.relative(rounded)):
+            return 0.0
+        return abs(plain.along(rounded.minus(plain))) if plain.norm else 0.0
+
     def _turned_signs(self, place: TensorPlace) -> float:
         """Return the share of an update that some optimizers, such as Adam, make of elements that are noise."""
         if place.phase != "weight":
             return 0.0
         gradients = [each for each in self._alike["gradient", place.name] if each.step == place.step]
-        if not gradients:
-            return 0.0
+        update = _quantity(self._plain, place)
+        if not gradients or update is None or self._plain.tensors[gradients[-1]].is_parallel(update, 0.99):
+            return 0.0  # an update in proportion to the gradient makes no more of its noise
         share = max(_ratio(self._change(each), self._plain.tensors[each].norm) for each in gradients)
         of_few = min(1 / math.sqrt(self._plain.tensors[place].num_elements), _OF_FEW)
         return 3 * max(math.sqrt(min(share, 1.0)), of_few)
@@ -268,26 +295,33 @@ class _Judge:
         of_update = 0.0 if update is None else update.norm  # unknown for a weight that shows no start
         return max(_eps(plain.dtype) * plain.norm, _OF_ARITHMETIC * exact * of_update)
 
-    def _factors(self, places: Iterable[TensorPlace]) -> dict[tuple[int, int], float]:
-        """Return the factors by backward pass where differences of gradients lie along them, beyond chance.
-
-        By chance the share of a gradient in its difference has, from sketches of m sums, a standard error of the
-        relative difference divided by the root of m. Shares are averaged with the inverse squares of these as weights.
-        """
-        sums = defaultdict[tuple[int, int], list[float]](lambda: [0.0, 0.0])
-        for place in places:
-            ours, theirs = (each.tensors.get(place) for each in self._pair)
-            if ours is not None and theirs is not None and 0 < ours.relative(theirs) < math.inf:
-                weight = len(ours.sketch) / ours.relative(theirs) ** 2
-                of_pass = sums[place.step, place.micro_batch]
-                of_pass[0] += weight * ours.along(theirs.minus(ours))
-                of_pass[1] += weight
-        shares = {key: (along / weight, 1 / math.sqrt(weight)) for key, (along, weight) in sums.items()}
+    def _factors(self, places: Sequence[TensorPlace]) -> dict[tuple[int, int], float]:
+        """Return the factors by backward pass where differences of gradients lie along them, beyond chance."""
+        by_rounding = [abs(share) for share, _ in _shares(self._plain, self._rounded, places).values()]
+        least = max(FACTORS_OF_ROUNDING * self._left * max(by_rounding, default=0.0), LEAST_FACTOR)
+        shares = _shares(*self._pair, places)
         return {
-            key: 1 + share
-            for key, (share, error) in shares.items()
-            if abs(share) > max(ERRORS_ALLOWED * error, LEAST_FACTOR)
+            key: 1 + share for key, (share, error) in shares.items() if abs(share) > max(ERRORS_ALLOWED * error, least)
         }
+
+
+def _shares(
+    plain: Recording, other: Recording, places: Iterable[TensorPlace]
+) -> dict[tuple[int, int], tuple[float, float]]:
+    """Return by backward pass how much of its gradients the other run adds to all of them, and the standard error.
+
+    By chance the share of a gradient in its difference has, from sketches of m sums, a standard error of the relative
+    difference divided by the root of m. Shares are averaged with the inverse squares of these as weights.
+    """
+    sums = defaultdict[tuple[int, int], list[float]](lambda: [0.0, 0.0])
+    for place in places:
+        ours, theirs = plain.tensors.get(place), other.tensors.get(place)
+        if ours is not None and theirs is not None and 0 < ours.relative(theirs) < math.inf:
+            weight = len(ours.sketch) / ours.relative(theirs) ** 2
+            of_pass = sums[place.step, place.micro_batch]
+            of_pass[0] += weight * ours.along(theirs.minus(ours))
+            of_pass[1] += weight
+    return {key: (along / weight, 1 / math.sqrt(weight)) for key, (along, weight) in sums.items()}
 
 
 def _quantity(recording: Recording, place: TensorPlace) -> Fingerprint | None:
@@ -321,7 +355,7 @@ def other_precision(found: Difference) -> str:
     if found.plain is None or found.switched is None or found.plain.dtype != found.switched.dtype:
         return ""
     ours, theirs = found.plain.num_bits, found.switched.num_bits
-    if min(ours, theirs) not in _BITS_OF_LOW_PRECISION or max(ours, theirs) < _BITS_OF_FLOAT32:
+    if min(ours, theirs) not in LOW_PRECISIONS or max(ours, theirs) < _BITS_OF_FLOAT32:
         return ""
     return f"its elements have {theirs} significant bits instead of {ours}"
 

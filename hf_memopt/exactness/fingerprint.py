@@ -95,10 +95,10 @@ class Fingerprint:
         """Return the multiple of this tensor that is nearest to the other one."""
         return math.sumprod(self.sketch, other.sketch) / math.sumprod(self.sketch, self.sketch)
 
-    def is_parallel(self, other: "Fingerprint") -> bool:
-        """Return whether most of the other tensor is a multiple of this one."""
+    def is_parallel(self, other: "Fingerprint", least: float = 0.9) -> bool:
+        """Return whether most of the other tensor is a multiple of this one, other than by chance."""
         product = math.hypot(*self.sketch) * math.hypot(*other.sketch)
-        return bool(product) and abs(math.sumprod(self.sketch, other.sketch)) > 0.9 * product
+        return len(self.sketch) > 3 and abs(math.sumprod(self.sketch, other.sketch)) > least * product
 
     def relative(self, other: "Fingerprint") -> float:
         """Return the norm of the difference as a share of this tensor's norm."""
@@ -108,8 +108,11 @@ class Fingerprint:
         return distance / self.norm if self.norm else math.inf
 
     def factor_to(self, other: "Fingerprint") -> float | None:
-        """Return the number by which this tensor is multiplied in the other one, if the other one is its multiple."""
-        if not math.isfinite(self.distance(other)) or not any(self.sketch) or not any(other.sketch):
+        """Return the number by which this tensor is multiplied in the other one, if the other one is its multiple.
+
+        A single element is a multiple of any other one, which shows nothing.
+        """
+        if not math.isfinite(self.distance(other)) or not any(self.sketch) or self.num_elements == 1:
             return None
         factor = self.along(other)
         rest = math.dist([factor * each for each in self.sketch], other.sketch)

@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -136,6 +137,8 @@ class Recorder:
         enter(patch.object(torch.autocast, "__enter__", autocast_noted))
         enter(patch.object(nn.Module, "__call__", call_recorded))
         enter(patch.object(torch.autograd, "backward", backward_recorded))
+        kind = self._device.type
+        self._active.callback(torch.set_autocast_enabled, kind, torch.is_autocast_enabled(kind))
         self._active.callback(register_optimizer_step_pre_hook(self._before_update).remove)
         self._active.callback(register_optimizer_step_post_hook(self._after_update).remove)
         enter(self._warnings())
@@ -197,6 +200,9 @@ class Recorder:
             return
         if self._has_updated():
             self.end_step()
+        if torch.is_autocast_enabled(self._device.type):  # also by a context around the whole run
+            self.note_precision(torch.get_autocast_dtype(self._device.type))
+            torch.set_autocast_enabled(self._device.type, not self._in_float32)
         backends: Any = torch.backends
         products = (backends.cuda if self._device.type == "cuda" else backends.mkldnn).matmul
         if products.fp32_precision in ("tf32", "bf16"):
@@ -278,6 +284,8 @@ class Recorder:
         """Take the fingerprints of a model's weights before its first pass, and perturb them if this run does."""
         if model in self._begun:
             return
+        if any(map(is_lazy, model.parameters())):
+            raise ValueError(f"{type(model).__name__} has weights without a shape yet: call it once before verify")
         if self._keeper is not None:
             self._keeper.add_model(model)
         self.recording.has_dropout |= any(map(_draws_masks, model.modules()))

@@ -5,7 +5,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
-from hf_memopt.exactness.comparison import Yardstick, compare
+from hf_memopt.exactness.causes import STAYS_ON
+from hf_memopt.exactness.comparison import LOW_PRECISIONS, Yardstick, compare
 from hf_memopt.exactness.recording import Recording
 from hf_memopt.exactness.report import RunFigures, VerifyReport, report_of
 
@@ -23,7 +24,7 @@ def is_in_float32(kind: Kind) -> bool:
 
 
 def compare_runs(record: Callable[[Kind, str | None], Recording]) -> VerifyReport:
-    """Compare a plain run with itself, then with the switched one; where they differ, by a yardstick.
+    """Compare a plain run with a switched one, and with itself after that; where they differ, by a yardstick.
 
     Runs in lower precision are made again in float32, where rounding vanishes. If that is not possible, or they
     compute in float32 already, the plain run is made again from weights that are changed by one rounding.
@@ -40,19 +41,30 @@ def compare_runs(record: Callable[[Kind, str | None], Recording]) -> VerifyRepor
         return found
 
     plain = recorded("plain")
+    switched = recorded("switched")
     again = recorded("plain again")
     control = compare(plain, again)
     if control.differences:
-        return report_of(plain, again, control, runs, is_control=True)
-    switched = recorded("switched")
+        report = report_of(plain, again, control, runs, is_control=True)
+        return report if compare(switched, again).differences else replace(report, advice=STAYS_ON)
     comparison = compare(plain, switched)
     if comparison.differences:
-        yardstick, dtype, reason = None, "float64", ""  # or the weights' own, which is coarser
+        yardstick, dtype, reason = None, _dtype_of_gradients(plain), ""
         if plain.precision is not None:
             yardstick, dtype, reason = _in_float32(plain, plain.precision, recorded)
         comparison = compare(plain, switched, yardstick or Yardstick(recorded("plain, rounded once", dtype)))
         comparison.not_compared.extend([reason] if reason else [])
     return report_of(plain, switched, comparison, runs, is_control=False)
+
+
+def _dtype_of_gradients(plain: Recording) -> str:
+    """Return the lower precision that gradients show where a program casts weights itself, or else float64.
+
+    Weights whose own dtype is coarser are rounded to that one.
+    """
+    first = (each for place, each in plain.tensors.items() if place.phase == "gradient" and place.micro_batch == 1)
+    bits = [each.num_bits for each in first if len(each.shape) > 1 and each.num_bits]
+    return LOW_PRECISIONS.get(statistics.median_low(bits), "float64") if bits else "float64"
 
 
 def _in_float32(
@@ -63,7 +75,7 @@ def _in_float32(
     try:
         found = recorded("plain, in float32")
         if not compare(plain, found).differences:  # an autocast that has nothing to cast
-            return None, "float64", ""
+            return None, _dtype_of_gradients(plain), ""
         bits = [each.num_bits for place, each in found.tensors.items() if place.phase == "gradient"]
         if not bits or statistics.median(bits) < _BITS_OF_FLOAT32:
             return None, precision, "in float32: weights, or what computes with them, have a lower precision"

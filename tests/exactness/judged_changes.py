@@ -55,6 +55,19 @@ def mixture() -> nn.Module:
     return model
 
 
+def scorer() -> nn.Module:
+    """A model in bfloat16 with one output, whose gradient's rounding is a factor of all gradients."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**SHAPE, num_labels=1, pad_token_id=0)
+    model: nn.Module = transformers.LlamaForSequenceClassification(config).bfloat16().train()
+    return model
+
+
+def score_loss(model: Any, tokens: Tensor) -> Tensor:
+    scores: Tensor = model(input_ids=tokens, use_cache=False).logits
+    return (scores.float() - scores.detach().float() - 0.1).square().mean()
+
+
 def own_loss(model: Any, tokens: Tensor) -> Tensor:
     loss: Tensor = model(input_ids=tokens, labels=tokens, use_cache=False).loss
     return loss
@@ -156,6 +169,14 @@ def patched(model: nn.Module, kind: type[nn.Module], forward: Callable[..., Tens
 def halves(linear: Any, x: Tensor) -> Tensor:
     middle = x.shape[-1] // 2
     return F.linear(x[..., :middle], linear.weight[:, :middle]) + F.linear(x[..., middle:], linear.weight[:, middle:])
+
+
+def cast(linear: Any, x: Tensor, function: Callable[[Any, Tensor], Tensor]) -> Tensor:
+    """Compute in bfloat16 without autocast."""
+    weights = nn.Linear(1, 1)
+    del weights.weight
+    weights.weight = linear.weight.bfloat16()
+    return function(weights, x.bfloat16()).float()
 
 
 def transposed(linear: Any, x: Tensor) -> Tensor:
@@ -262,6 +283,22 @@ def decay_by_hand(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
                 each.mul_(1 - 5e-5 * 0.01)
 
 
+def stretched(words: str, factor: float) -> dict[str, Any]:
+    """Multiply the updates of the weights whose names have these words."""
+    before: dict[str, Tensor] = {}
+
+    def keep(model: nn.Module) -> None:
+        before.update({name: each.detach().clone() for name, each in model.named_parameters() if words in name})
+
+    def stretch(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        with torch.no_grad():
+            for name, each in before.items():
+                weight = model.get_parameter(name)
+                weight.add_(weight - each, alpha=factor - 1)
+
+    return {"before_update": keep, "after_update": stretch}
+
+
 def stale(model: Any, tokens: Tensor) -> Tensor:
     """Give backward one saved activation in the place of another."""
     seen: list[Tensor] = []
@@ -347,6 +384,24 @@ INNOCENT: dict[str, Case] = {
         model_by(lambda model: attention(model, "eager")),
     ),
     "TF32": (llama, {}, model_by(lambda model: patched(model, nn.Linear, in_tf32))),
+    "bfloat16 by casts, in two halves": (
+        llama,
+        model_by(lambda model: patched(model, nn.Linear, partial(cast, function=transposed))),
+        model_by(lambda model: patched(model, nn.Linear, partial(cast, function=halves))),
+    ),
+    "bfloat16 by casts, one micro-batch": (
+        llama,
+        model_by(lambda model: patched(model, nn.Linear, partial(cast, function=transposed))),
+        {
+            **model_by(lambda model: patched(model, nn.Linear, partial(cast, function=transposed))),
+            "num_micro_batches": 1,
+        },
+    ),
+    "one output in bfloat16, eager attention": (
+        scorer,
+        {"loss": score_loss, "num_micro_batches": 4},
+        model_by(lambda model: attention(model, "eager")),
+    ),
 }
 FAULTS: dict[str, Case] = {
     "loss times 126/127": (llama, {}, {"loss": scaled(126 / 127)}),
@@ -374,6 +429,16 @@ FAULTS: dict[str, Case] = {
     "weight decay dropped": (llama, {"lr": 2e-5}, {"decay": 0.0}),
     "schedule at double speed": (llama, {"schedule": halving(20000)}, {"schedule": halving(20000, speed=2)}),
     "learning rate times 1.01": (llama, {}, {"lr": 2.02e-5}),
+    "one update times 1.02, eager attention": (
+        llama,
+        {"lr": 1e-4},
+        {**model_by(lambda model: attention(model, "eager")), **stretched("0.mlp.up_proj", 1.02)},
+    ),
+    "a norm's update times 1.1, eager attention": (
+        llama,
+        {"lr": 1e-4},
+        {**model_by(lambda model: attention(model, "eager")), **stretched("0.input_layernorm", 1.1)},
+    ),
     "first micro-batch lost in one weight": (llama, {}, {"after_backward": lose_first}),
     "gradients in bfloat16": (llama, {}, {"after_backward": to_bfloat16}),
     "optimizer state in bfloat16": (llama, {}, {"after_update": states_in_bfloat16}),
@@ -412,6 +477,9 @@ def judged(case: Case, dtype: torch.dtype | None) -> VerifyReport:
 PRECISIONS_OF = {
     "TF32": ["bfloat16", "float16"],  # lower precision than that of the plain run is a fault in float32
     "an inner autocast ignored in backward": ["float32"],
+    "bfloat16 by casts, in two halves": ["float32"],
+    "bfloat16 by casts, one micro-batch": ["float32"],
+    "one output in bfloat16, eager attention": ["float32"],
 }
 
 

@@ -64,7 +64,7 @@ def test_a_switch_that_keeps_every_bit(switch: str, autocast: bool) -> None:
     assert report.compared["loss"] == 4
     assert report.differing == {}
     assert report.advice == ""
-    assert [run.name for run in report.runs] == ["plain", "plain again", "switched"]
+    assert [run.name for run in report.runs] == ["plain", "switched", "plain again"]
 
 
 def test_a_model_of_its_own_has_the_same_names() -> None:

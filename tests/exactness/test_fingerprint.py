@@ -152,9 +152,11 @@ def test_a_multiple_has_a_factor(factor: float, seed: int) -> None:
 
 def test_others_have_no_factor() -> None:
     one = Fingerprint.of(randn(2000))
-    for other in (randn(2000, seed=1), torch.zeros(2000), randn(1999), torch.full((2000,), math.nan)):
+    for other in (randn(2000, seed=1), randn(1999), torch.full((2000,), math.nan)):
         assert one.factor_to(Fingerprint.of(other)) is None
+    assert one.factor_to(Fingerprint.of(torch.zeros(2000))) == 0
     assert Fingerprint.of(torch.zeros(2000)).factor_to(one) is None
+    assert Fingerprint.of(torch.ones(1)).factor_to(Fingerprint.of(torch.full((1,), 2.0))) is None
 
 
 def test_the_difference_of_two_tells_a_share() -> None:

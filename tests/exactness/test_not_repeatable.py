@@ -22,7 +22,7 @@ def refused(step: Callable[[], Any]) -> VerifyReport:
     assert report.words == "not repeatable"
     assert report.first is not None
     assert report.headline == f"not repeatable: two plain runs differ, first in {report.first.place}"
-    assert [run.name for run in report.runs] == ["plain", "plain again"]
+    assert [run.name for run in report.runs] == ["plain", "switched", "plain again"]
     return report
 
 
@@ -36,7 +36,7 @@ def test_a_generator_that_no_seed_reaches() -> None:
 
     report = refused(step)
     assert str(report.first and report.first.place) == "loss of micro-batch 1 of step 1"
-    assert "set the seed of each generator (torch, numpy, random)" in report.advice
+    assert "set the seed of each generator (torch, numpy, random, and those that the program makes)" in report.advice
 
 
 def test_batches_that_go_on() -> None:

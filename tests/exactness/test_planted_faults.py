@@ -1,6 +1,7 @@
 """Faults that switches have had in other projects: `verify` finds each, where it begins, and says which one it is."""
 
 import copy
+import itertools
 import math
 from collections.abc import Callable
 from functools import partial
@@ -225,3 +226,30 @@ def test_a_factor_of_half_a_percent_under_autocast_is_no_rounding() -> None:
         model.zero_grad()
 
     assert verify(lambda: step(1), lambda: step(1 + 2**-8)).verdict == "different"
+
+
+@pytest.mark.parametrize(
+    ("keeps", "factor", "advice"),
+    [
+        (True, 1.0, "the gradient of the step before is still there: it was not set to zero"),
+        (False, 1.01, "the optimizer got 1.01 times the plain gradient"),
+        (False, 0.0, "the update was skipped"),
+    ],
+)
+def test_what_happens_to_a_gradient_around_an_update_is_named(keeps: bool, factor: float, advice: str) -> None:
+    def training(keeps: bool, factor: float) -> Callable[[], None]:
+        model, calls = tiny_net(dropout=0.0), itertools.count()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+        def step() -> None:
+            model(batches()[next(calls) % 2]).square().mean().backward()
+            model[0].weight.grad.mul_(factor)
+            optimizer.step()
+            if not keeps:
+                optimizer.zero_grad()
+
+        return step
+
+    report = verify(training(False, 1.0), training(keeps, factor))
+    assert report.verdict == "different"
+    assert advice in report.advice

@@ -21,6 +21,7 @@ from hf_memopt.exactness import fingerprint, verify
 from hf_memopt.exactness.recorder import Recorder
 
 torchao_optim = LateModule("torchao.optim")
+diffusers_config = LateModule("diffusers.configuration_utils")
 
 
 def seams() -> list[Any]:
@@ -394,3 +395,91 @@ def test_gradients_and_groups_stay_the_same_objects() -> None:
     assert all(bool((each.grad == 4).all()) for each in training.model.parameters())
     assert group["params"] is parameters
     assert list(group) == options
+
+
+CHANGES: dict[str, Callable[[nn.Sequential], Any]] = {
+    "hook": lambda model: model[0].register_forward_hook(lambda module, args, output: 2 * output),
+    "function": lambda model: setattr(model[0], "forward", lambda x: 2 * nn.Linear.forward(model[0], x)),
+    "option": lambda model: setattr(model[2], "p", 0.9),
+    "child": lambda model: setattr(model, "1", nn.Identity()),
+    "parametrisation": lambda model: nn.utils.parametrizations.weight_norm(model[0]),
+    "dtype": lambda model: model[3].bfloat16().register_forward_pre_hook(lambda module, args: args[0].bfloat16()),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_what_the_switch_changes_in_a_model_is_taken_back(change: Callable[[nn.Sequential], Any]) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, 32), nn.Tanh(), nn.Dropout(0.1), nn.Linear(32, WIDTH))
+    model.config = diffusers_config.FrozenDict(width=WIDTH)  # type: ignore[assignment]
+    before = [type(model[0]), *map(id, model.modules()), *(dict(vars(each)) for each in model.modules())]
+    x, calls = batches()[0], 0
+
+    def step() -> None:
+        model(x).float().square().mean().backward()
+
+    def switched() -> None:
+        nonlocal calls
+        calls += 1
+        if calls % 2:
+            change(model)
+        step()
+
+    reports = [verify(step, switched) for _ in range(2)]
+    assert [each.verdict for each in reports] == ["different", "different"]
+    assert [type(model[0]), *map(id, model.modules()), *(dict(vars(each)) for each in model.modules())] == before
+    assert {each.dtype for each in model.parameters()} == {torch.float32}
+
+
+def test_what_stays_on_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, forward = tiny_net(dropout=0.0), nn.Tanh.forward
+    model[1] = nn.Tanh()
+    monkeypatch.setattr(nn.Tanh, "forward", forward)
+
+    def step() -> None:
+        model(batches()[0]).square().mean().backward()
+
+    def switched() -> None:
+        nn.Tanh.forward = lambda module, x: 2 * forward(module, x)  # type: ignore[method-assign, assignment]
+        step()
+
+    report = verify(step, switched)
+    assert report.verdict == "not repeatable"
+    assert "something that the switch changes stays on, such as a patched class" in report.advice
+
+
+def test_expanded_buffers_are_kept() -> None:
+    model = tiny_net(dropout=0.0)
+    model.register_buffer("mask", torch.ones(1, 4).expand(8, 4))
+
+    def step(fill: float) -> None:
+        assert model.mask is not None
+        loss = model(batches()[0]).square().mean()
+        model.mask[0].fill_(fill)
+        (loss * model.mask.mean()).backward()
+
+    assert verify(lambda: step(2.0), lambda: step(3.0)).verdict == "different"
+    assert bool((model.mask == 1).all())
+
+
+def test_weights_without_a_shape_are_refused() -> None:
+    model = nn.Sequential(nn.LazyLinear(3))
+    with pytest.raises(ValueError, match="Sequential has weights without a shape yet: call it once before verify"):
+        verify(lambda: model(torch.ones(2, 4)).sum().backward(), lambda: None)
+
+
+@pytest.mark.parametrize("switched_on", ["around", "inside"])
+def test_autocast_without_a_context_in_the_step(switched_on: str) -> None:
+    model, x = tiny_net(dropout=0.0), batches()[0]
+
+    def step(scale: float) -> None:
+        was_on = torch.is_autocast_enabled("cpu")
+        torch.set_autocast_enabled("cpu", True)
+        (model(x).float().square().mean() * scale).backward()
+        torch.set_autocast_enabled("cpu", was_on)
+        model.zero_grad()
+
+    with torch.autocast("cpu", torch.bfloat16, enabled=switched_on == "around"):
+        report = verify(lambda: step(1.0), lambda: step(0.99))
+        assert torch.is_autocast_enabled("cpu") == (switched_on == "around")
+    assert report.verdict == "different"
+    assert [run.name for run in report.runs][3:] == ["plain, in float32", "switched, in float32"]

@@ -48,7 +48,7 @@ def test_the_text_of_a_difference(different: VerifyReport) -> None:
     assert lines[4].startswith("  look at: the gradient is 2 times the plain one")
     assert lines[5] == ""
     assert lines[6].split("  ")[0] == "run"
-    assert [line.split("  ")[0] for line in lines[-4:]] == ["plain", "plain again", "switched", "plain, rounded once"]
+    assert [line.split("  ")[0] for line in lines[-4:]] == ["plain", "switched", "plain again", "plain, rounded once"]
     assert str(different).startswith(different.answer)
 
 
@@ -69,7 +69,7 @@ def test_the_json_has_everything_in_jsons_types(different: VerifyReport) -> None
     assert found["differing"]["gradient"] == 16
     assert found["compared"]["input"] == 4
     assert found["headline"] == different.headline
-    assert {run["name"] for run in found["runs"]} == {"plain", "plain again", "switched", "plain, rounded once"}
+    assert {run["name"] for run in found["runs"]} == {"plain", "switched", "plain again", "plain, rounded once"}
     assert all(run["step_s"] > 0 and run["recording_s"] > 0 for run in found["runs"])
 
 
