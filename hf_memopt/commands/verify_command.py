@@ -35,7 +35,7 @@ A SWITCH is one of
   torch:MODULE.FLAG=VALUE  a flag of torch: torch:_functorch.config.activation_memory_budget=0.5
   script:WORD              a word for the script's own command line: script:--attention=sdpa
 
-Other FLAGS are those of accelerate launch. The script runs three times: plain, plain again as a control, and switched.
+Other FLAGS are those of accelerate launch. The script runs three times: plain, switched, and plain again as a control.
 Where the switched run differs, one or two more runs show how far rounding reaches: both in float32 if they compute in
 lower precision, or else the plain one with weights changed by one rounding. Each run stops after --steps. A script's
 Trainer saves, evaluates and reports nothing meanwhile.
