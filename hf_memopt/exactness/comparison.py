@@ -22,7 +22,7 @@ _SMALL_CHANGE = 1e-3
 _OF_ARITHMETIC, _OF_CANCELLING_SUMS = 6.0, 30.0
 # Largest difference between the runs in float32, as a multiple of float16's rounding. TF32 reaches half of it.
 SHARE_ALLOWED = 2.4
-# The same for an update, as a multiple of the run's own rounding: Adam makes whole updates of gradients that are noise.
+# The same for an update where Adam makes whole ones of gradients that are noise, as a multiple of the run's rounding.
 SHARE_OF_UPDATE_ALLOWED = 1.5
 # Largest common factor in the gradients of a backward pass, in standard errors of chance.
 ERRORS_ALLOWED = 25.0
@@ -234,14 +234,15 @@ class _Judge:
         change = max(map(self._change, self._alike[place.phase, place.name] if plain.num_elements < _FEW else [place]))
         if not math.isfinite(change):  # a rounded run that overflows is no measure
             return found
+        turned_signs = self._turned_signs(place)
         if self._is_in_float32:
-            allowed = SHARE_OF_UPDATE_ALLOWED if place.phase == "weight" else SHARE_ALLOWED * self._left
+            allowed = SHARE_OF_UPDATE_ALLOWED if turned_signs else SHARE_ALLOWED * self._left
             unit = f"times the rounding of {self._plain.precision}, left in float32"
         else:
             least, most = ROUNDINGS_ALLOWED
             allowed = min(max(_ratio(_SMALL_CHANGE * plain.norm, change), least), most)
             unit = "times the change by one rounding of all weights"
-        noise = max(self._arithmetic(place), self._turned_signs(place) * plain.norm)
+        noise = max(self._arithmetic(place), turned_signs * plain.norm)
         ratio = _ratio(base.distance(other), max(change, noise / allowed))
         return replace(found, of_yardstick=ratio, allowed=allowed, unit=unit)
 
@@ -271,9 +272,12 @@ class _Judge:
         if place.phase != "weight":
             return 0.0
         gradients = [each for each in self._alike["gradient", place.name] if each.step == place.step]
-        update = _quantity(self._plain, place)
-        if not gradients or update is None or self._plain.tensors[gradients[-1]].is_parallel(update, 0.99):
-            return 0.0  # an update in proportion to the gradient makes no more of its noise
+        update, weight = _quantity(self._plain, place), self._plain.before(place)
+        if not gradients or update is None or weight is None:
+            return 0.0
+        gradient = self._plain.tensors[gradients[-1]]
+        if gradient.without(weight).is_parallel(update.without(weight), 0.99):
+            return 0.0  # but for weight decay, the update is a multiple of the gradient, and so is its noise
         share = max(_ratio(self._change(each), self._plain.tensors[each].norm) for each in gradients)
         of_few = min(1 / math.sqrt(self._plain.tensors[place].num_elements), _OF_FEW)
         return 3 * max(math.sqrt(min(share, 1.0)), of_few)

@@ -95,6 +95,11 @@ class Fingerprint:
         """Return the multiple of this tensor that is nearest to the other one."""
         return math.sumprod(self.sketch, other.sketch) / math.sumprod(self.sketch, self.sketch)
 
+    def without(self, other: Self) -> Self:
+        """Return the fingerprint of the part of this tensor that is not along another one, without a digest."""
+        share = other.along(self) if any(other.sketch) else 0.0
+        return self.minus(replace(other, sketch=tuple(share * each for each in other.sketch)))
+
     def is_parallel(self, other: "Fingerprint", least: float = 0.9) -> bool:
         """Return whether most of the other tensor is a multiple of this one, other than by chance."""
         product = math.hypot(*self.sketch) * math.hypot(*other.sketch)

@@ -45,6 +45,25 @@ def test_sums_in_another_order(autocast: bool) -> None:
     assert [run.name for run in report.runs] == ["plain", "switched", "plain again", *more]
 
 
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("change", [lambda x: x * 1.01, lambda x: x.bfloat16().float()], ids=["factor", "rounding"])
+def test_a_faulty_update_by_sgd_among_sums_in_another_order(change: Callable[[Tensor], Tensor], autocast: bool) -> None:
+    model = tiny_net(dropout=0.0)
+    trainings = [Training(model, autocast=autocast), Training(model, call=in_halves, autocast=autocast)]
+    for training in trainings:
+        training.optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.01)
+    optimizer = trainings[1].optimizer
+    weight, update = model[0].weight, optimizer.step
+
+    def faulty() -> None:
+        weight.grad = change(weight.grad)
+        update()
+
+    optimizer.step = faulty  # type: ignore[method-assign, assignment]
+    report = verify(*trainings)
+    assert report.verdict == "different", report
+
+
 class Head(nn.Module):
     def __init__(self) -> None:
         super().__init__()
