@@ -53,7 +53,8 @@ def test_fsdp2_offloads_and_trains_bitwise_as_plain_updates_do(
     for rank in trained(tmp_path, Sharing(FSDP2, num_ranks, HOST), max_grad_norm):
         assert (rank["engine"], rank["keeper"]) == ("DistributedType.FSDP", "CPUOffloadPolicy")
         assert rank["losses"] == rank["plain losses"]
-        assert rank["difference"] == 0.0
+        # Two ranks clip by the norm of their norms, which on some CPUs is the next number: an ulp of weights below 2.
+        assert rank["difference"] <= (2**-23 if num_ranks > 1 and max_grad_norm else 0.0)
 
 
 @needs_builds
