@@ -7,7 +7,10 @@ import pytest
 import torch
 from judged_changes import FAULTS, INNOCENT, PRECISIONS, PRECISIONS_OF, judged, precisions_of
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*force disabled by torch.compiler.config")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*force disabled by torch.compiler.config"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated"),  # Inductor's imports call it
+]
 CAUSES = {
     "loss times 126/127": "the loss is 0.992126 times the plain one",
     "loss times 0.97": "the loss is 0.97 times the plain one",
