@@ -61,7 +61,8 @@ class Recording:
 
     Attributes:
         tensors: by place, in the order in which they were recorded.
-        precision: dtype of autocast; float16 under TF32, since both have 11 significant bits; None in full precision.
+        precision: name of autocast's dtype; "float16" for TF32, which has as many significant bits; None if neither is
+            on.
         has_dropout: whether a model that was trained draws random masks.
         not_deterministic: torch's warnings of operations without a deterministic kernel.
         peak_bytes: most memory that torch allocated on the device; on a CPU, resident memory of the process. None where

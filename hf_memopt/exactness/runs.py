@@ -11,8 +11,6 @@ from hf_memopt.exactness.recording import Recording
 from hf_memopt.exactness.report import RunFigures, VerifyReport, report_of
 
 Kind = Literal["plain", "plain again", "switched", "plain, in float32", "switched, in float32", "plain, rounded once"]
-# Gradients with more significant bits than those of float16 are computed in float32.
-_BITS_OF_FLOAT32 = 12
 
 
 def is_switched(kind: Kind) -> bool:
@@ -77,7 +75,7 @@ def _in_float32(
         if not compare(plain, found).differences:  # an autocast that has nothing to cast
             return None, _dtype_of_gradients(plain), ""
         bits = [each.num_bits for place, each in found.tensors.items() if place.phase == "gradient"]
-        if not bits or statistics.median(bits) < _BITS_OF_FLOAT32:
+        if not bits or statistics.median(bits) < max(LOW_PRECISIONS) + 1:
             return None, precision, "in float32: weights, or what computes with them, have a lower precision"
         return Yardstick(found, recorded("switched, in float32")), precision, ""
     except Exception as error:  # a program may rely on the lower precision

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -173,10 +174,7 @@ def halves(linear: Any, x: Tensor) -> Tensor:
 
 def cast(linear: Any, x: Tensor, function: Callable[[Any, Tensor], Tensor]) -> Tensor:
     """Compute in bfloat16 without autocast."""
-    weights = nn.Linear(1, 1)
-    del weights.weight
-    weights.weight = linear.weight.bfloat16()
-    return function(weights, x.bfloat16()).float()
+    return function(SimpleNamespace(weight=linear.weight.bfloat16()), x.bfloat16()).float()
 
 
 def transposed(linear: Any, x: Tensor) -> Tensor:
@@ -212,9 +210,9 @@ def division_by_root(norm: Any, x: Tensor) -> Tensor:
     )
 
 
-def attention(model: nn.Module, name: str) -> nn.Module:
+def eager(model: nn.Module) -> nn.Module:
     model = copy.deepcopy(model)
-    model.set_attn_implementation(name)
+    model.set_attn_implementation("eager")
     return model
 
 
@@ -349,11 +347,13 @@ def model_by(function: Callable[[nn.Module], nn.Module]) -> dict[str, Any]:
     return {"model": function}
 
 
+EAGER = model_by(eager)
+CAST = model_by(lambda model: patched(model, nn.Linear, partial(cast, function=transposed)))
 INNOCENT: dict[str, Case] = {
     "fused AdamW": (llama, {"options": {"foreach": False}}, {"options": {"fused": True}}),
     "foreach AdamW": (llama, {"options": {"foreach": False}}, {"options": {"foreach": True}}),
     "fused AdamW, lr 1e-3": (llama, {"lr": 1e-3, "options": {"foreach": False}}, {"options": {"fused": True}}),
-    "eager attention": (llama, {}, model_by(lambda model: attention(model, "eager"))),
+    "eager attention": (llama, {}, EAGER),
     "aot_eager": (llama, {}, model_by(partial(torch.compile, backend="aot_eager"))),
     "inductor": (llama, {}, model_by(torch.compile)),
     "one micro-batch": (llama, {}, {"num_micro_batches": 1}),
@@ -372,36 +372,17 @@ INNOCENT: dict[str, Case] = {
         model_by(lambda model: patched(model, type(model.model.norm), division_by_root)),
     ),
     "checkpointing": (partial(llama, attention_dropout=0.1), {}, {"loss": checkpointed}),
-    "eager experts": (mixture, {}, model_by(lambda model: attention(model, "eager"))),
-    "eager attention, tied": (
-        partial(llama, tie_word_embeddings=True),
-        {"lr": 1e-3},
-        model_by(lambda model: attention(model, "eager")),
-    ),
-    "eager attention, clipping": (
-        llama,
-        {"before_update": clip(0.5)},
-        model_by(lambda model: attention(model, "eager")),
-    ),
+    "eager experts": (mixture, {}, EAGER),
+    "eager attention, tied": (partial(llama, tie_word_embeddings=True), {"lr": 1e-3}, EAGER),
+    "eager attention, clipping": (llama, {"before_update": clip(0.5)}, EAGER),
     "TF32": (llama, {}, model_by(lambda model: patched(model, nn.Linear, in_tf32))),
     "bfloat16 by casts, in two halves": (
         llama,
-        model_by(lambda model: patched(model, nn.Linear, partial(cast, function=transposed))),
+        CAST,
         model_by(lambda model: patched(model, nn.Linear, partial(cast, function=halves))),
     ),
-    "bfloat16 by casts, one micro-batch": (
-        llama,
-        model_by(lambda model: patched(model, nn.Linear, partial(cast, function=transposed))),
-        {
-            **model_by(lambda model: patched(model, nn.Linear, partial(cast, function=transposed))),
-            "num_micro_batches": 1,
-        },
-    ),
-    "one output in bfloat16, eager attention": (
-        scorer,
-        {"loss": score_loss, "num_micro_batches": 4},
-        model_by(lambda model: attention(model, "eager")),
-    ),
+    "bfloat16 by casts, one micro-batch": (llama, CAST, {**CAST, "num_micro_batches": 1}),
+    "one output in bfloat16, eager attention": (scorer, {"loss": score_loss, "num_micro_batches": 4}, EAGER),
 }
 FAULTS: dict[str, Case] = {
     "loss times 126/127": (llama, {}, {"loss": scaled(126 / 127)}),
@@ -432,12 +413,12 @@ FAULTS: dict[str, Case] = {
     "one update times 1.02, eager attention": (
         llama,
         {"lr": 1e-4},
-        {**model_by(lambda model: attention(model, "eager")), **stretched("0.mlp.up_proj", 1.02)},
+        {**EAGER, **stretched("0.mlp.up_proj", 1.02)},
     ),
     "a norm's update times 1.1, eager attention": (
         llama,
         {"lr": 1e-4},
-        {**model_by(lambda model: attention(model, "eager")), **stretched("0.input_layernorm", 1.1)},
+        {**EAGER, **stretched("0.input_layernorm", 1.1)},
     ),
     "first micro-batch lost in one weight": (llama, {}, {"after_backward": lose_first}),
     "gradients in bfloat16": (llama, {}, {"after_backward": to_bfloat16}),

@@ -165,7 +165,7 @@ class _Labelled:
         self._labels = labels
 
     def init(self, method: Any, engine: Any, *args: Any, **kwargs: Any) -> None:
-        """ZeRO-3 has left the weights empty, and keeps the rank's share of each beside it."""
+        """Label the rank's share of each weight, which ZeRO-3 keeps in an attribute of the emptied weight."""
         method(engine, *args, **kwargs)
         for name, parameter in engine.module.named_parameters():
             if hasattr(parameter, "ds_tensor"):
@@ -177,12 +177,12 @@ class _Labelled:
         self._labels.add(gathered, GATHERED)
 
     def reduce(self, method: Any, optimizer: Any, parameter: nn.Parameter, *args: Any) -> None:
-        """A weight's gradient is there; then it is copied to a bucket and dropped."""
+        """Note that a weight's gradient is complete, before DeepSpeed copies it to a bucket and drops it."""
         self._labels.reach([parameter])
         method(optimizer, parameter, *args)
 
     def end_backward(self, method: Any, optimizer: Any) -> None:
-        """Gradients left in the buckets are reduced, and the rank's share put together."""
+        """Label the buckets, and the rank's share of the gradients that the method reduces from them."""
         self._labels.add([bucket.buffer for bucket in optimizer.ipg_buckets.values()], COMMUNICATION)
         method(optimizer)
         self._labels.add(list(optimizer.averaged_gradients.values()), GRADIENT)
