@@ -41,20 +41,29 @@ def private_pages(num_bytes: int, offset: int = 0) -> Tensor:
     Raises:
         MemoryError: there is not enough memory.
     """
+    return torch.frombuffer(private_mapping(num_bytes + offset), dtype=torch.uint8)[offset:]
+
+
+def private_mapping(num_bytes: int) -> mmap.mmap:
+    """Return `private_pages` that are no tensor, for memory of a thread.
+
+    A thread that frees a tensor over a mapping while the interpreter ends aborts the process: it may not take the
+    interpreter's lock again, and torch's destructors need it.
+    """
     try:
-        pages = mmap.mmap(-1, num_bytes + offset, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise MemoryError(f"cannot allocate {format_bytes(num_bytes)} of host memory") from error
     if sys.platform == "linux":
         pages.madvise(_WIPE_ON_FORK)
-    return torch.frombuffer(pages, dtype=torch.uint8)[offset:]
+    return pages
 
 
 class _PageEnds(threading.local):
     """Two pages for each thread, which the ends of a tensor go through."""
 
     def __init__(self) -> None:
-        whole = memoryview(private_pages(2 * PAGE).numpy())
+        whole = memoryview(private_mapping(2 * PAGE))
         self.first, self.last = whole[:PAGE], whole[PAGE:]
 
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from hf_memopt.transfer.copier import Copier, DeviceCopy, StreamEvent, Transfer
-from hf_memopt.transfer.direct_io import PAGE, bypass_page_cache, close_in_forks, page_aligned, private_pages
+from hf_memopt.transfer.direct_io import PAGE, bypass_page_cache, close_in_forks, page_aligned, private_mapping
 from hf_memopt.transfer.scratch_file import REFUSALS, DiskError
 from hf_memopt.transfer.storage_memory import SparePages, WholePages
 from hf_memopt.transfer.threads import Call, Threads
@@ -54,7 +54,11 @@ class _OwnPages(threading.local):
     """Pages of each thread."""
 
     def __init__(self) -> None:
-        self.pages = private_pages(PART_BYTES)
+        self._mapping = private_mapping(PART_BYTES)
+
+    @property
+    def pages(self) -> Tensor:
+        return torch.frombuffer(self._mapping, dtype=torch.uint8)
 
 
 _own = _OwnPages()

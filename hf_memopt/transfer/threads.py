@@ -1,6 +1,8 @@
 """Threads that read and write files, and stay usable after an interrupt at any moment."""
 
 import _thread
+import atexit
+import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -49,23 +51,31 @@ class Call[T]:
 
 
 class Threads:
-    """A few threads that make calls, until this object is gone.
+    """A few threads that make calls, until this object is gone; the process ends after the calls that are left.
 
     `concurrent.futures` takes its locks in Python, so that Ctrl-C can come between taking one and the note that it has
     to be released; the next call would wait forever. The locks and the queue here are taken in C.
     """
 
     def __init__(self, num_threads: int) -> None:
-        self._num_to_start = num_threads
+        self._num_threads, self._num_started = num_threads, 0
         self._calls: SimpleQueue[Call[object] | None] = SimpleQueue()
-        weakref.finalize(self, self._calls.put, None)
+        weakref.finalize(self, self._calls.put, None).atexit = False
+        _all_threads.add(self)
 
     def submit(self, call: Call[object]) -> None:
         """Queue a call for the next free thread; raises RuntimeError if a thread cannot be started."""
-        if self._num_to_start:
+        if self._num_started < self._num_threads:
             _thread.start_new_thread(_make_calls, (self._calls,))
-            self._num_to_start -= 1
+            self._num_started += 1
         self._calls.put(call)
+
+    def finish(self) -> None:
+        """Wait until all calls are made, and the memory that they moved is free."""
+        all_idle = threading.Barrier(self._num_started + 1)
+        for _ in range(self._num_started):
+            self._calls.put(Call(all_idle.wait))
+        all_idle.wait()
 
 
 def _make_calls(calls: "SimpleQueue[Call[object] | None]") -> None:
@@ -73,3 +83,14 @@ def _make_calls(calls: "SimpleQueue[Call[object] | None]") -> None:
         call()
         del call  # with the memory that it moves
     calls.put(None)  # for the next thread
+
+
+_all_threads: "weakref.WeakSet[Threads]" = weakref.WeakSet()
+os.register_at_fork(after_in_child=_all_threads.clear)
+
+
+@atexit.register
+def _finish_all() -> None:
+    # A thread that frees a tensor while the interpreter ends aborts the process.
+    for threads in tuple(_all_threads):
+        threads.finish()

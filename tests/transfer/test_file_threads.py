@@ -1,9 +1,11 @@
 """Threads that make calls: results, errors, and interrupts at any place."""
 
 import gc
+import subprocess
 import sys
 import threading
 import weakref
+from pathlib import Path
 
 import pytest
 from interrupts import Interrupter
@@ -78,3 +80,45 @@ def test_an_interrupt_at_any_place_leaves_them_at_work() -> None:
         assert interrupter.place
         threads.submit(after := Call(lambda: None))
         wait_for(after.done)
+
+
+_EXITS = """
+import os, sys, time
+import torch
+from hf_memopt.transfer.direct_io import PAGE, private_pages
+from hf_memopt.transfer.scratch_file import ScratchFile
+from hf_memopt.transfer.threads import Call, Threads
+
+num_bytes = 2**25
+def free_many(memory: list[torch.Tensor]) -> None:
+    time.sleep(0.3)  # the interpreter ends meanwhile, or waits
+    while memory:
+        memory.pop()
+    os.write(1, b"made")
+threads = Threads(2)
+files = [ScratchFile(sys.argv[1]) for _ in range(4)]
+memory = private_pages(num_bytes, 5)
+for file in files:
+    file.write(memory, file.space.acquire(num_bytes))
+for _ in range(2):
+    threads.submit(Call(lambda memory=[private_pages(PAGE) for _ in range(100)]: free_many(memory)))
+del memory, files, file  # their threads end
+"""
+
+
+@pytest.mark.parametrize("raises", [False, True], ids=["returns", "raises"])
+def test_the_process_ends_after_calls_that_are_left(raises: bool, tmp_path: Path) -> None:
+    code = _EXITS + ("raise RuntimeError('planned')" if raises else "")
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, timeout=HANG_S)
+    assert (done.returncode, done.stdout) == (int(raises), "mademade"), done.stderr
+    assert "Fatal" not in done.stderr
+
+
+def test_a_fork_ends_without_the_threads_of_its_parent() -> None:
+    code = (
+        "import os, sys; from hf_memopt.transfer.threads import Call, Threads; threads = Threads(1); "
+        "threads.submit(call := Call(lambda: None)); call.wait(); child = os.fork(); "
+        "sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) if child else 3)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S)
+    assert done.returncode == 3, done.stderr
