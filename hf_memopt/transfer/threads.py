@@ -86,7 +86,8 @@ def _make_calls(calls: "SimpleQueue[Call[object] | None]") -> None:
 
 
 _all_threads: "weakref.WeakSet[Threads]" = weakref.WeakSet()
-os.register_at_fork(after_in_child=_all_threads.clear)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_all_threads.clear)
 
 
 @atexit.register
