@@ -48,6 +48,7 @@ if TYPE_CHECKING:  # spelled "x as x": exported names, for type checkers
     from hf_memopt.training import MicroBatcher as MicroBatcher
     from hf_memopt.training import train_step as train_step
     from hf_memopt.transfer import SyncCopier as SyncCopier
+    from hf_memopt.weights import OffloadedOptimizer as OffloadedOptimizer
     from hf_memopt.weights import OffloadedTeacher as OffloadedTeacher
     from hf_memopt.weights import StreamedWeights as StreamedWeights
 
@@ -65,7 +66,7 @@ _NAMES = {
     "memory": "MemoryTracker detect_leaks explain_oom",
     "training": "GradientCache MicroBatcher train_step",
     "transfer": "SyncCopier",
-    "weights": "OffloadedTeacher StreamedWeights",
+    "weights": "OffloadedOptimizer OffloadedTeacher StreamedWeights",
 }
 _HOMES = {name: f"{__name__}.{package}" for package, names in _NAMES.items() for name in names.split()}
 

@@ -43,7 +43,7 @@ class _Disk(LowerMemory):
     def begin_pass(self) -> None:
         self.num_passes += 1
         if self.num_passes == _FIRST_WEAR_LINE or self.num_passes % _WEAR_LINE_EVERY == 0:
-            logger.info("activation offloading: %s", self.file.wear())
+            logger.info("%s", self.file.wear())
 
 
 @dataclass(eq=False)
@@ -76,6 +76,9 @@ class DirectDisk(_Disk):
 
     def read(self, block: DiskBlock, destination: Tensor) -> FileCopy:
         return self.file.read(block.extent, destination)
+
+    def at_home(self, block: DiskBlock) -> Tensor:
+        return self.file.mapped(block.extent)[block.offset : block.offset + block.nbytes]
 
     def empty_device(self, num_bytes: int, block: DiskBlock, first: int) -> Tensor:
         return private_pages(num_bytes, (block.offset - first) % PAGE)
@@ -154,6 +157,13 @@ class StagedDisk(_Disk):
             read = _StagedRead(self, memory, self.file.read(block.extent, memory), destination)
             self._under_way.append(read)
             return _ReadTransfer(read)
+
+    def at_home(self, block: StagedBlock) -> Tensor:
+        with self.lock:
+            assert block.write is not None
+            block.write.finish()
+            block.write.raise_error()
+        return self.file.mapped(block.extent)[: block.nbytes]
 
     def empty_device(self, num_bytes: int, block: StagedBlock, first: int) -> Tensor:
         return self.copier.empty_device(num_bytes)

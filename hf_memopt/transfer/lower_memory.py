@@ -69,6 +69,13 @@ class LowerMemory(ABC):
         """Start copying `(num_bytes,)` uint8 to the device."""
 
     @abstractmethod
+    def at_home(self, block: Any) -> Tensor:
+        """Return the bytes of `block`, written before, as host memory, `(num_bytes,)` uint8, without a copy.
+
+        Later writes of the block change them. Waits for writes under way.
+        """
+
+    @abstractmethod
     def empty_device(self, num_bytes: int, block: Any, first: int) -> Tensor:
         """Uninitialised device memory, `(num_bytes,)` uint8; the bytes of `block` can be read from byte `first` on."""
 
@@ -125,6 +132,10 @@ class LowerHost(LowerMemory):
 
     def read(self, block: Tensor, destination: Tensor) -> Transfer:
         return self._copier.to_device(block, destination)
+
+    def at_home(self, block: Tensor) -> Tensor:
+        self._copier.settle()
+        return block
 
     def empty_device(self, num_bytes: int, block: Tensor, first: int) -> Tensor:
         return self._copier.empty_device(num_bytes)

@@ -4,6 +4,7 @@ import copy
 import errno
 import functools
 import logging
+import mmap
 import os
 import re
 import tempfile
@@ -14,6 +15,7 @@ from io import FileIO
 from pathlib import Path
 from typing import IO, NamedTuple
 
+import torch
 from torch import Tensor
 
 from hf_memopt.transfer.clock import WallClock
@@ -131,6 +133,12 @@ class ScratchFile:
         """Start reading to contiguous host memory."""
         return self._start(read_memory, "reading", destination, extent)
 
+    def mapped(self, extent: Extent) -> Tensor:
+        """Map an extent: its pages take the page cache alone, and keep the file's space as long as the tensor lives."""
+        self.check_process()
+        mapping = mmap.mmap(self._file.fileno(), extent.num_bytes, access=mmap.ACCESS_COPY, offset=extent.start)
+        return torch.frombuffer(mapping, dtype=torch.uint8)
+
     def summary(self) -> str:
         speeds = f"writes {self.write_bytes_per_s / 1e9:.1f} GB/s, reads {self.read_bytes_per_s / 1e9:.1f} GB/s"
         return f"disk={self.folder}: a file on {file_system(self.folder) or 'an unknown file system'}, {speeds}"
@@ -221,7 +229,7 @@ def open_scratch_file(folder: str | os.PathLike[str] | None, budget_bytes: int |
     if folder is None:
         return None
     file = ScratchFile(folder, budget_bytes)
-    logger.info("activation offloading: %s", file.summary())
+    logger.info("%s", file.summary())
     return file
 
 

@@ -36,5 +36,8 @@ class TierFile(Protocol):
     def read(self, extent: Extent, destination: Tensor) -> FileCopy:
         """Start reading to host memory."""
 
+    def mapped(self, extent: Extent) -> Tensor:
+        """Return the bytes of an extent, which later writes change, as uint8 memory that the system reads on access."""
+
     def wear(self) -> str:
         """Return the bytes written, and in a day at this rate."""

@@ -58,7 +58,7 @@ class PackedWeights:
         }
         ranges = memory_ranges([tensor for tensors in inner.values() for tensor in tensors])
         self._sources = [each.memory for each in ranges]
-        self.slices = _packed(ranges)
+        self.slices = packed(ranges)
         self.offsets = [each for piece in self.slices for each in piece.offsets]
         self.num_bytes = sum(piece.num_bytes for piece in self.slices)
         index = {id(tensor): i for i, piece in enumerate(self.slices) for tensor, *_ in piece.offsets}
@@ -127,7 +127,8 @@ def memory_ranges(tensors: list[Tensor]) -> list[MemoryRange]:
     return sorted(ranges, key=lambda each: min(rank[id(tensor)] for tensor in each.tensors))
 
 
-def _packed(ranges: list[MemoryRange]) -> list[WeightSlice]:
+def packed(ranges: Iterable[MemoryRange]) -> list[WeightSlice]:
+    """Lay ranges out one after the other, aligned."""
     slices: list[WeightSlice] = []
     start = 0
     for each in ranges:

@@ -29,6 +29,9 @@ class VirtualFile:
     def read(self, extent: Extent, destination: Tensor) -> VirtualTransfer:
         return self._reads.copy(extent.num_bytes)
 
+    def mapped(self, extent: Extent) -> Tensor:
+        raise RuntimeError("a simulated disk has no bytes that could be mapped")
+
     def wear(self) -> str:
         return f"simulated disk: {format_bytes(self.bytes_written)} written"
 

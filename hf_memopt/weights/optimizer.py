@@ -1,0 +1,499 @@
+"""An optimizer's state that lives in host memory or in a file, and visits the device during the update."""
+
+import inspect
+import logging
+import os
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks
+
+from hf_memopt.ranges import NOT_NEGATIVE
+from hf_memopt.transfer import Copier
+from hf_memopt.transfer.scratch_file import check_disk
+from hf_memopt.units import GIB, MIB, format_bytes
+from hf_memopt.weights.coupling import GroupVisits, bare_copy, random_numbers_kept, refuse_coupled, without_hooks
+from hf_memopt.weights.optimizer_units import StateHome, StateUnit, Traffic, leaves, packed_state
+from hf_memopt.weights.quantised import rewrapped
+
+logger = logging.getLogger(__name__)
+
+OptimizerHome = Literal["host", "file"]
+OPTIMIZER_HOMES: tuple[str, ...] = get_args(OptimizerHome)
+# State of small parameters travels together, up to so many bytes, or as many as that of the largest parameter.
+_UNIT_BYTES = 32 * MIB
+# Units on their way ahead of the one that is updated.
+_AHEAD = 2
+# What a GradScaler sets on a fused optimizer for one step.
+_OF_SCALER = ("grad_scale", "found_inf")
+_REMEDY = "load a checkpoint by load_state_dict()"
+
+
+@dataclass(frozen=True)
+class OptimizerReport:
+    """The cost of an optimizer's state away from the device; prints as text. Totals since it was wrapped.
+
+    Attributes:
+        home: `"host"` or `"file"`.
+        state_bytes: of the state that moves.
+        resident_bytes: of the state that a budget keeps on the device.
+        peak_bytes: the most of the moving state on the device at a time.
+        num_updates: steps that were taken.
+        bytes_read: brought to the device; `bytes_written`, back.
+        stall_ms: time for which compute, and the host, waited for copies.
+        wear: bytes written to the disk and in a day at this rate; empty without a file.
+    """
+
+    home: str
+    state_bytes: int
+    resident_bytes: int
+    peak_bytes: int
+    num_updates: int
+    bytes_read: int
+    bytes_written: int
+    stall_ms: float
+    wear: str
+
+    def __str__(self) -> str:
+        place = "a file" if self.home == "file" else "host memory"
+        stays = f", {format_bytes(self.resident_bytes)} stay on the device" if self.resident_bytes else ""
+        return (
+            f"optimizer: {format_bytes(self.state_bytes)} of state in {place}{stays}, {format_bytes(self.peak_bytes)} "
+            f"of it on the device at most; {self.num_updates} updates read {format_bytes(self.bytes_read)} and wrote "
+            f"{format_bytes(self.bytes_written)}, waited {self.stall_ms:.1f} ms" + (self.wear and f"; {self.wear}")
+        )
+
+
+class _Visit(NamedTuple):
+    """Parameters of a group to update at a time, all of one unit, or all with state that stays on the device."""
+
+    unit: StateUnit | None
+    parameters: list[Tensor]
+    of_group: GroupVisits
+
+
+@dataclass
+class _Update:
+    """An update under way.
+
+    Attributes:
+        visits: those that are left.
+        gradients: with their versions, as the update began.
+        is_torn: whether the optimizer is at work on the first of the visits.
+    """
+
+    visits: list[_Visit]
+    gradients: dict[Tensor, tuple[Tensor, int]]
+    is_torn: bool = False
+
+
+class OffloadedOptimizer(Optimizer):
+    """Keeps the state of an optimizer in host memory or in a file, from which it visits the device during `step`.
+
+    Weights and state are those of the optimizer alone, bit for bit: its own kernels run, for a few parameters at a
+    time, in order. Their state is on its way while those before are updated. Gradients and weights stay where they are,
+    so that clipping, accumulation, GradScaler, DistributedDataParallel and compiled models work as before.
+    Learning-rate schedulers may be made of either object.
+
+    Make it before `accelerator.prepare`, and call `step`, `zero_grad`, `state_dict` and `load_state_dict` of this
+    object. Between updates the state on the device is away: reading it from the inner optimizer is a RuntimeError.
+
+    Args:
+        optimizer: any whose update of a parameter depends on nothing but the parameter, its gradient and its state.
+            That is found out on two small parameters of each group.
+        home: of the state between updates: `"host"`, page-locked memory on CUDA, or `"file"`.
+        budget_gib: device memory for state that stays there. None: none stays.
+        disk: existing folder on a local disk for the file, which has no name. None: the system's for temporary files.
+        copier: how bytes move. None: side streams on an accelerator, plain copies on the CPU.
+
+    Raises:
+        ValueError: an optimizer whose updates depend on several parameters, need a closure or sparse gradients, or are
+            meant for CUDA graphs; sharded parameters; an unknown home, a negative budget or no such folder.
+        DiskError: in the first `step` or in `load_state_dict`, before anything is changed: the disk has no room.
+
+    Attributes:
+        optimizer: the one inside.
+
+    Beyond the budget, the state on the device is that of the two largest parameters at most. Cost of a step: all other
+    state is read and written once. The first one also updates copies of parameters of each shape, to measure.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        home: OptimizerHome = "host",
+        budget_gib: float | None = None,
+        disk: str | os.PathLike[str] | None = None,
+        copier: Copier | None = None,
+    ) -> None:
+        if home not in OPTIMIZER_HOMES:
+            raise ValueError(f"home={home!r} is unknown; use one of {', '.join(OPTIMIZER_HOMES)}")
+        NOT_NEGATIVE.check("budget_gib", budget_gib)
+        if disk is not None:
+            check_disk(disk)
+        _refuse(optimizer)
+        refuse_coupled(optimizer)
+        self.optimizer = optimizer
+        self._home_name, self._budget_bytes = home, int((budget_gib or 0) * GIB)
+        self._home = StateHome(home, copier, disk)
+        self._traffic = Traffic()
+        # None: their state stays on the device.
+        self._units: dict[Tensor, StateUnit | None] = {}
+        self._resident_bytes = 0
+        self._update: _Update | None = None
+        self._is_loading = False
+        self._num_updates = 0
+
+    # ------------------------------------------------------------------------------------------------ as torch's
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __repr__(self) -> str:
+        return f"OffloadedOptimizer(home={self._home_name!r}, {self.optimizer!r})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("an OffloadedOptimizer cannot be copied or pickled; save its state_dict()")
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = groups
+
+    @property
+    def state(self) -> Mapping[Any, Any]:  # type: ignore[override]
+        """The state by parameter, to be read: what is away is shown where it lies at home."""
+        return MappingProxyType({key: MappingProxyType(value) for key, value in self._state_at_home().items()})
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self.optimizer.add_param_group(param_group)
+
+    # ------------------------------------------------------------------------------------------------ the update
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update all parameters that have gradients.
+
+        Raises:
+            ValueError: a closure or a sparse gradient.
+            DiskError: the file could not be read or written; `finish_update()` goes on.
+            RuntimeError: an earlier update was interrupted, or a CUDA graph is captured.
+        """
+        if closure is not None:
+            raise ValueError("closure is not supported by OffloadedOptimizer; call it before step(), without one")
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("OffloadedOptimizer.step() cannot be captured in a CUDA graph, which copies no state")
+        self._refuse_interrupted()
+        self._begin()
+        self._go_on()
+
+    def finish_update(self) -> None:
+        """Go on with an update that an error or an interrupt has ended, exactly as if it had not.
+
+        Raises:
+            RuntimeError: there is none, the gradients have changed since, or the optimizer was interrupted while it
+                updated parameters, so that nobody can tell which: load a checkpoint.
+        """
+        update = self._update
+        if update is None:
+            raise RuntimeError("no update was interrupted; call step()")
+        if update.is_torn:
+            raise RuntimeError(f"the optimizer itself was interrupted, so that its update stays unfinished; {_REMEDY}")
+        for parameter in chain.from_iterable(parameters for _, parameters, _ in update.visits):
+            before, version = update.gradients[parameter]
+            if parameter.grad is not before or before._version != version:
+                raise RuntimeError(f"gradients have changed since the update was interrupted; {_REMEDY}")
+        self._go_on()
+        hooks = chain(self._optimizer_step_post_hooks.values(), _global_optimizer_post_hooks.values())
+        for hook in hooks:
+            hook(self, (self,), {})
+
+    def report(self) -> OptimizerReport:
+        """Return the costs so far."""
+        units = self._different_units()
+        return OptimizerReport(
+            home=self._home_name,
+            state_bytes=sum(unit.num_bytes for unit in units),
+            resident_bytes=self._resident_bytes,
+            peak_bytes=self._traffic.peak_bytes,
+            num_updates=self._num_updates,
+            bytes_read=self._traffic.bytes_read,
+            bytes_written=self._traffic.bytes_written,
+            stall_ms=sum(memory.stall_ms() for memory in self._home.memories.values()),
+            wear="" if self._home.file is None else self._home.file.wear(),
+        )
+
+    def _refuse_interrupted(self) -> None:
+        if self._is_loading:
+            raise RuntimeError("load_state_dict() was interrupted; call it again")
+        if self._update is not None:
+            left = sum(len(parameters) for _, parameters, _ in self._update.visits)
+            raise RuntimeError(
+                f"an update was interrupted with {left} of {len(self._update.gradients)} parameters left; call "
+                f"finish_update(), or {_REMEDY}"
+            )
+
+    def _begin(self) -> None:
+        gradients = {
+            parameter: (parameter.grad, parameter.grad._version)
+            for group in self.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        }
+        if any(gradient.layout is not torch.strided for gradient, _ in gradients.values()):
+            raise ValueError("sparse gradients are not supported by OffloadedOptimizer; use dense ones")
+        self._take_in(gradients)
+        visits: list[_Visit] = []
+        for group in self.param_groups:
+            of_group = GroupVisits(self.optimizer, group)
+            of_unit: dict[StateUnit, list[Tensor]] = {}
+            found: list[_Visit] = []
+            for parameter in group["params"]:
+                if parameter not in gradients:
+                    continue
+                unit = self._units[parameter]
+                if unit in of_unit:
+                    of_unit[unit].append(parameter)
+                elif unit is None and found and found[-1].unit is None:
+                    found[-1].parameters.append(parameter)
+                else:
+                    found.append(_Visit(unit, [parameter], of_group))
+                    if unit is not None:
+                        of_unit[unit] = found[-1].parameters
+            # Options that count updates do so without gradients, too.
+            visits += found or [_Visit(None, group["params"], of_group)]
+        self._update = _Update(visits, gradients)
+
+    def _go_on(self) -> None:
+        update = self._update
+        assert update is not None
+        with self._inner_steps():
+            while update.visits:
+                self._visit(update)
+        self._traffic.settle()
+        self._home.trim()
+        self._update = None
+        self._num_updates += 1
+
+    def _visit(self, update: _Update) -> None:
+        unit, parameters, of_group = update.visits[0]
+        if unit is not None:
+            self._traffic.bring(unit)
+            unit.arrive()
+            for after, *_ in update.visits[1 : 1 + _AHEAD]:
+                if after is not None and not after.is_new and self._traffic.has_room(after):
+                    self._traffic.bring(after)
+        update.is_torn = True
+        of_group.update(parameters)
+        if unit is not None:
+            unit.pack(self.optimizer.state, self._home)
+        del update.visits[0]
+        update.is_torn = False
+        if unit is not None:
+            self._traffic.send(unit)
+
+    @contextmanager
+    def _inner_steps(self) -> Iterator[None]:
+        """Enclose steps of the optimizer inside; hooks run around the whole update."""
+        inner = self.optimizer
+        of_scaler = {name: vars(self)[name] for name in _OF_SCALER if name in vars(self)}
+        vars(inner).update(of_scaler)
+        try:
+            with without_hooks(inner):
+                yield
+        finally:
+            for name in of_scaler:
+                vars(inner).pop(name, None)
+
+    # ------------------------------------------------------------------------------------------------ units
+
+    def _take_in(self, parameters: Iterable[Tensor]) -> None:
+        """Give parameters that have none yet units, with places at home, and move the state there is."""
+        for unit in self._different_units():
+            unit.check()
+        new = {each for each in parameters if each not in self._units}
+        sizes: dict[Tensor, int] = {}
+        measured: dict[Any, int] = {}
+        for group in self.param_groups:
+            for each in group["params"]:
+                if each in new:
+                    sizes[each] = self._state_bytes(group, each, measured)
+        most = min(_UNIT_BYTES, max(sizes.values(), default=0))
+        made: list[tuple[StateUnit, int]] = []
+        for group in self.param_groups:
+            parts: list[list[Tensor]] = []
+            for each in group["params"]:
+                if each not in new:
+                    continue
+                if self._resident_bytes + sizes[each] <= self._budget_bytes:
+                    self._resident_bytes += sizes[each]
+                    self._units[each] = None
+                elif (
+                    parts
+                    and parts[-1][0].device == each.device
+                    and sum(map(sizes.__getitem__, (*parts[-1], each))) <= most
+                ):
+                    parts[-1].append(each)
+                else:
+                    parts.append([each])
+            made += [(StateUnit(part), sum(map(sizes.__getitem__, part))) for part in parts]
+        for unit, num_bytes in made:
+            unit.reserve(self._home, num_bytes)
+        for unit, num_bytes in made:
+            self._units.update(dict.fromkeys(unit.parameters, unit))
+            self._traffic.limit_bytes = max(self._traffic.limit_bytes, 2 * num_bytes)
+            if any(self.optimizer.state.get(each) for each in unit.parameters):
+                self._traffic.bring(unit)
+                unit.pack(self.optimizer.state, self._home)
+                self._traffic.send(unit)
+        self._traffic.settle()
+
+    def _state_bytes(self, group: dict[str, Any], parameter: Tensor, measured: dict[Any, int]) -> int:
+        """Return the bytes of a parameter's state that move, as one update of a copy without gradients makes them."""
+        if self.optimizer.state.get(parameter):
+            return packed_state(self.optimizer.state, [parameter]).num_bytes
+        key = id(group), type(parameter), parameter.shape, parameter.stride(), parameter.dtype, parameter.device
+        if key not in measured:
+            copied = torch.zeros_like(parameter).detach().requires_grad_()
+            copied.grad = copied.detach()  # the same memory: nobody reads the numbers
+            alone = bare_copy(self.optimizer, [{**group, "params": [copied]}])
+            with random_numbers_kept(parameter.device), without_hooks(alone):
+                alone.step()
+            measured[key] = packed_state(alone.state, [copied]).num_bytes
+        return measured[key]
+
+    def _different_units(self) -> set[StateUnit]:
+        return {unit for unit in self._units.values() if unit is not None}
+
+    # ------------------------------------------------------------------------------------------------ state dicts
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the optimizer inside returns; the state that is away is shown where it lies at home.
+
+        It takes no memory until it is read: of a file, the system's page cache. The next update changes the values, as
+        it does those of torch's.
+        """
+        self._refuse_interrupted()
+        inner = self.optimizer
+        kept, inner.state = inner.state, defaultdict(dict, self._state_at_home())
+        try:
+            return inner.state_dict()
+        finally:
+            inner.state = kept
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict, of this class or of the optimizer inside, a few parameters at a time.
+
+        Raises:
+            ValueError: it is of other groups; nothing is changed then.
+            DiskError: the disk has no room; load again before the next update.
+        """
+        inner = self.optimizer
+        state_dict = state_dict.copy()
+        for pre_hook in inner._optimizer_load_state_dict_pre_hooks.values():
+            changed = pre_hook(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        with _without_loading_hooks(inner):
+            inner.load_state_dict({**state_dict, "state": {}})
+            self._is_loading = True
+            self._forget()
+            loaded: defaultdict[Any, Any] = defaultdict(dict)
+            for part in _parts(state_dict["state"]):
+                inner.load_state_dict({**state_dict, "state": part})
+                loaded.update(inner.state)
+                self._take_in([each for each in inner.state if isinstance(each, Tensor)])
+            inner.state = loaded
+        self._is_loading = False
+        for hook in inner._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
+
+    def _forget(self) -> None:
+        for unit in self._different_units():
+            unit.forget()
+        self._units, self._resident_bytes, self._update = {}, 0, None
+        self._traffic.forget()
+
+    def _state_at_home(self) -> dict[Any, Any]:
+        away = {key: value for unit in self._different_units() for key, value in unit.at_home().items()}
+
+        def shown(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                return rewrapped(value, lambda each: away.get(id(each), each))
+            if isinstance(value, dict):
+                return {key: shown(each) for key, each in value.items()}
+            return [shown(each) for each in value] if isinstance(value, list) else value
+
+        return {key: shown(value) for key, value in self.optimizer.state.items()}
+
+
+OffloadedOptimizer.step = Optimizer.profile_hook_step(OffloadedOptimizer.step)  # type: ignore[method-assign]
+
+
+@contextmanager
+def _without_loading_hooks(optimizer: Optimizer) -> Iterator[None]:
+    before, after = optimizer._optimizer_load_state_dict_pre_hooks, optimizer._optimizer_load_state_dict_post_hooks
+    optimizer._optimizer_load_state_dict_pre_hooks = OrderedDict()
+    optimizer._optimizer_load_state_dict_post_hooks = OrderedDict()
+    try:
+        yield
+    finally:
+        optimizer._optimizer_load_state_dict_pre_hooks = before
+        optimizer._optimizer_load_state_dict_post_hooks = after
+
+
+def _parts(state: Mapping[Any, Any]) -> Iterator[dict[Any, Any]]:
+    """Cut saved state into parts of neighbouring parameters, of so many bytes as units have."""
+    part: dict[Any, Any] = {}
+    num_bytes = 0
+    for key, value in state.items():
+        its_bytes = sum(leaf.tensor.nbytes for leaf in leaves(value)) if isinstance(value, dict) else 0
+        if part and num_bytes + its_bytes > _UNIT_BYTES:
+            yield part
+            part, num_bytes = {}, 0
+        part[key] = value
+        num_bytes += its_bytes
+    yield part
+
+
+def _refuse(optimizer: Optimizer) -> None:
+    name = type(optimizer).__name__
+    if not isinstance(optimizer, Optimizer):
+        raise ValueError(f"optimizer={name} is no torch.optim.Optimizer")
+    if isinstance(optimizer, OffloadedOptimizer):
+        raise ValueError("optimizer is an OffloadedOptimizer already; use it, or wrap its .optimizer")
+    if name == "AcceleratedOptimizer":
+        raise ValueError("optimizer is accelerate's already; make the OffloadedOptimizer before accelerator.prepare")
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise ValueError(f"optimizer={name} needs a closure in each step, which OffloadedOptimizer cannot repeat")
+    if "Sparse" in name:
+        raise ValueError(f"optimizer={name} is for sparse gradients, which OffloadedOptimizer does not support")
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    for number, group in enumerate(optimizer.param_groups):
+        if group.get("capturable"):
+            raise ValueError(f"capturable=True of group {number} is for CUDA graphs, whose replays copy no state")
+    if any(hasattr(each, "device_mesh") or hasattr(each, "ds_id") for each in parameters):
+        raise ValueError("parameters are sharded by FSDP or DeepSpeed; use the optimizer offload of these")
+    held = set(map(id, parameters))
+    for attribute in vars(optimizer).keys() - {"state", "param_groups"}:
+        value = vars(optimizer)[attribute]
+        inside = (*value, *value.values()) if isinstance(value, dict) else value
+        if isinstance(inside, list | tuple | set) and any(id(each) in held for each in inside):
+            raise ValueError(
+                f"optimizer={name} keeps parameters in .{attribute}, so that a step for some of them may reach all"
+            )

@@ -1,0 +1,368 @@
+"""Units of an optimizer's state: a few parameters' tensors as one block, which visits the device for an update.
+
+    away ── fetch() ──► on its way ── arrive() ──► here ── send() ──► on its way home ── settle() ──► away
+
+Tensors with a shape move. Counters without one, numbers, and tensors on another device stay where they are.
+"""
+
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_memopt.autograd_state import PARAMETER_TYPES
+from hf_memopt.transfer.backends import PLAIN_TYPES, backend_of, copier_for
+from hf_memopt.transfer.copier import Copier, Transfer
+from hf_memopt.transfer.direct_io import PAGE
+from hf_memopt.transfer.disk_memory import DirectDisk, StagedDisk
+from hf_memopt.transfer.lower_memory import LowerHost, LowerMemory, Place
+from hf_memopt.transfer.storage_memory import ResizedMemory, SparePages, StorageMemory, WholePages
+from hf_memopt.transfer.tier_file import TierFile
+from hf_memopt.units import format_bytes
+from hf_memopt.weights.packed_weights import MemoryRange, WeightSlice, memory_ranges, packed, views
+from hf_memopt.weights.quantised import plain_tensors, rewrapped
+
+
+class Leaf(NamedTuple):
+    """A tensor of a parameter's state, and the dictionary or list that has it."""
+
+    container: Any
+    key: Any
+    tensor: Tensor
+
+
+def leaves(container: Any) -> Iterator[Leaf]:
+    """Yield the tensors in nested dictionaries and lists."""
+    items = container.items() if isinstance(container, dict) else enumerate(container)
+    for key, value in items:
+        if isinstance(value, Tensor):
+            yield Leaf(container, key, value)
+        elif isinstance(value, dict | list):
+            yield from leaves(value)
+
+
+def movable(leaf: Leaf, parameter: Tensor) -> Iterator[Tensor]:
+    """Yield the plain tensors inside of a leaf that move, in the order of their fields."""
+    plain = [each for each in (parameter, parameter.grad) if each is not None and type(each) in _PLAIN_PARAMETERS]
+    owned = {each.untyped_storage()._cdata for each in plain}
+    for tensor in plain_tensors(leaf.tensor):
+        if (
+            type(tensor) in PLAIN_TYPES
+            and tensor.dim() > 0
+            and tensor.numel() > 0
+            and tensor.layout is torch.strided
+            and tensor.device == parameter.device
+            and tensor.untyped_storage()._cdata not in owned
+        ):
+            yield tensor
+
+
+_PLAIN_PARAMETERS = {Tensor, *PARAMETER_TYPES}
+
+
+def packed_state(state: Mapping[Tensor, Any], parameters: Iterable[Tensor]) -> "PackedState":
+    """Lay out the state of some parameters in one block."""
+    found = [(leaf, list(movable(leaf, each))) for each in parameters for leaf in leaves(state.get(each) or {})]
+    ranges = memory_ranges([tensor for _, tensors in found for tensor in tensors])
+    return PackedState([leaf for leaf, _ in found], ranges, packed(ranges))
+
+
+class PackedState:
+    """State where it is now, and its layout in a block.
+
+    Attributes:
+        leaves: all tensors of the parameters' state.
+        offsets: of the plain tensors that move.
+        num_bytes: of the block.
+    """
+
+    def __init__(self, leaves: Sequence[Leaf], ranges: Sequence[MemoryRange], slices: Sequence[WeightSlice]) -> None:
+        self.leaves = list(leaves)
+        self.offsets = [each for piece in slices for each in piece.offsets]
+        self.num_bytes = sum(piece.num_bytes for piece in slices)
+        self._ranges, self._starts = list(ranges), [piece.start for piece in slices]
+
+    def move(self, block: Tensor) -> None:
+        """Copy the bytes to `block`, and replace the tensors by views of it."""
+        for start, each in zip(self._starts, self._ranges, strict=True):
+            memory = each.memory
+            block[start : start + memory.nbytes].copy_(memory)
+        moved = views(self.offsets, block)
+        by_id = {id(old.tensor): new for old, new in zip(self.offsets, moved, strict=True)}
+        self.leaves = [
+            leaf._replace(tensor=rewrapped(leaf.tensor, lambda each: by_id.get(id(each), each))) for leaf in self.leaves
+        ]
+        for container, key, tensor in self.leaves:
+            container[key] = tensor
+        self.offsets = [old._replace(tensor=new) for old, new in zip(self.offsets, moved, strict=True)]
+        self._ranges, self._starts = [], []
+
+    def is_bound_to(self, other: Sequence[Leaf]) -> bool:
+        """Return whether the leaves are the same objects in the same containers."""
+        return [(id(each.container), each.key, id(each.tensor)) for each in self.leaves] == [
+            (id(each.container), each.key, id(each.tensor)) for each in other
+        ]
+
+    def fits_in(self, block: Tensor) -> bool:
+        """Return whether state that lies in `block` already has its place there."""
+        first = block.data_ptr()
+        return all(
+            each.begin == first + start
+            for start, each in zip(self._starts, self._ranges, strict=True)
+            if first <= each.begin < first + block.nbytes
+        )
+
+
+class StateUnit:
+    """The state of neighbouring parameters of one group and device.
+
+    Attributes:
+        parameters: in the order of their group.
+        is_here: whether the block's bytes are on the device, or on their way to it or from it.
+        is_newer: whether they are newer there than at home.
+    """
+
+    def __init__(self, parameters: list[Tensor]) -> None:
+        self.parameters, self._device = parameters, parameters[0].device
+        self.is_here = self.is_newer = False
+        self._packed = PackedState((), (), ())
+        self._memory: StorageMemory | None = None
+        self._place: Place | None = None
+        self._coming: Transfer | None = None
+        self._going: Transfer | None = None
+
+    @property
+    def is_new(self) -> bool:
+        """Return whether there is no state yet."""
+        return not self._packed.leaves
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the block."""
+        return 0 if self._place is None else self._place.nbytes
+
+    def check(self) -> None:
+        if any(each.device != self._device for each in self.parameters):
+            raise RuntimeError(
+                f"parameters were moved from {self._device} to {self.parameters[0].device} without their optimizer's "
+                "state: load_state_dict() moves it"
+            )
+
+    def reserve(self, home: "StateHome", num_bytes: int) -> None:
+        """Take memory at home for state that the first update makes."""
+        if num_bytes:
+            self._memory, self._place = self._block(home, num_bytes)
+            self._take()
+
+    def fetch(self) -> None:
+        """Start bringing the bytes."""
+        if self._packed.num_bytes and not self.is_here:
+            assert self._memory is not None
+            assert self._place is not None
+            self._share_with_forks(False)
+            self._coming = self._place.memory.read(self._place.block, self._memory.give())
+            self.is_here = True
+
+    def arrive(self) -> None:
+        """Wait for the bytes, and open the memory to the optimizer."""
+        if self._coming is not None:
+            assert self._memory is not None
+            try:
+                self._coming.wait()
+            except Exception:  # the copy is over, which it is not after an interrupt
+                self._coming = None
+                self._take()
+                raise
+            self._share_with_forks(True)
+            self._memory.show()
+            self._coming = None
+
+    def pack(self, state: Mapping[Tensor, Any], home: "StateHome") -> None:
+        """Move state that an update has made, or has replaced, into the block."""
+        fresh = [leaf for each in self.parameters for leaf in leaves(state.get(each) or {})]
+        self.is_newer = self.is_here
+        if self._packed.leaves and self._packed.is_bound_to(fresh):
+            return
+        found = packed_state(state, self.parameters)
+        if found.num_bytes:
+            if self._memory is not None and not self.is_here:
+                self._memory.give()
+                self._memory.show()
+                self.is_here = True
+            place = self._place
+            if self._memory is None or self.num_bytes != found.num_bytes or not found.fits_in(self._memory.block):
+                self._memory, self._place = self._block(home, found.num_bytes)
+            else:
+                place = None
+            found.move(self._memory.block)
+            self.is_newer = True
+            if place is not None:
+                place.release()
+        self._packed = found
+
+    def send(self) -> None:
+        """Start writing the bytes home."""
+        if self.is_here and self._going is None:
+            assert self._memory is not None
+            assert self._place is not None
+            self._going = self._place.memory.write(self._memory.block, self._place.block)
+
+    def settle(self) -> None:
+        """Wait until the bytes are at home, and free the device's memory; they stay where the copy has failed."""
+        self.arrive()
+        if self.is_newer:
+            self.send()
+        if self._going is not None:
+            try:
+                self._going.wait()
+            except Exception:
+                self._going = None
+                raise
+            self._going, self.is_newer = None, False
+        if self.is_here:
+            self._take()
+
+    def at_home(self) -> dict[int, Tensor]:
+        """Return, by the id of each tensor that moves, its values where they are now, without a copy."""
+        if self._place is None or self._memory is None or not self._packed.num_bytes:
+            return {}
+        block = self._memory.block if self.is_here else self._place.memory.at_home(self._place.block)
+        found = views(self._packed.offsets, block)
+        return {id(old.tensor): new for old, new in zip(self._packed.offsets, found, strict=True)}
+
+    def forget(self) -> None:
+        """Give up the block; state in it is lost."""
+        self.is_newer = False
+        self.settle()
+        if self._place is not None:
+            self._place.release()
+        self._memory = self._place = None
+        self._packed = PackedState((), (), ())
+
+    def _block(self, home: "StateHome", num_bytes: int) -> tuple[StorageMemory, Place]:
+        first = self.parameters[0]
+        made = home.block(
+            first.device,
+            num_bytes,
+            f"state of an optimizer, of {len(self.parameters)} parameters from one of shape {tuple(first.shape)} on, "
+            "is at home between updates; read it from `state_dict()` of its OffloadedOptimizer",
+        )
+        self.is_here = True
+        return made
+
+    def _take(self) -> None:
+        assert self._memory is not None
+        self._share_with_forks(True)
+        self._memory.take()
+        self.is_here = False
+
+    def _share_with_forks(self, is_wanted: bool) -> None:
+        if isinstance(self._memory, WholePages):
+            self._memory.share_with_forks(is_wanted)
+
+
+class StateHome:
+    """The memories that state is in between updates, one for each device that has parameters.
+
+    Args:
+        home: `"host"` or `"file"`.
+        copier: given by the user; None: chosen for the device.
+        disk: folder of the file. None: the system's for temporary files.
+    """
+
+    def __init__(self, home: str, copier: Copier | None, disk: str | os.PathLike[str] | None) -> None:
+        self._home, self._copier = home, copier
+        self._folder = tempfile.gettempdir() if disk is None else disk
+        self.file: TierFile | None = None
+        self.memories: dict[torch.device, LowerMemory] = {}
+        self._spare = SparePages()
+
+    def block(self, device: torch.device, num_bytes: int, message: str) -> tuple[StorageMemory, Place]:
+        """Return memory of the device, which is there, and a place of as many bytes at home."""
+        lower = self._memory(device, num_bytes)
+        memory: StorageMemory
+        if isinstance(lower, DirectDisk):
+            memory = WholePages(num_bytes, 0, message, self._spare)
+        else:
+            memory = ResizedMemory(num_bytes, device, message)
+        block = lower.acquire(num_bytes, memory.block.untyped_storage())
+        if block is None:
+            raise MemoryError(f"home={self._home!r} has no room for {format_bytes(num_bytes)} of an optimizer's state")
+        return memory, Place(lower, block)
+
+    def trim(self) -> None:
+        """Give memory that units have dropped back to the system."""
+        self._spare.free()
+
+    def _memory(self, device: torch.device, num_bytes: int) -> LowerMemory:
+        found = self.memories.get(device)
+        if isinstance(found, StagedDisk) and found.staging_bytes < num_bytes:
+            found = None  # units that have gone through the smaller one keep it
+        if found is None:
+            found = self.memories[device] = self._new_memory(device, num_bytes)
+        return found
+
+    def _new_memory(self, device: torch.device, num_bytes: int) -> LowerMemory:
+        if self._home == "file" and self.file is None:
+            self.file = backend_of(device).open_file(self._folder, None)
+        if self.file is not None and device.type == "cpu" and self._copier is None and WholePages.are_available():
+            return DirectDisk(self.file)
+        copier = copier_for(device, purpose="optimizer") if self._copier is None else self._copier
+        if self.file is None:
+            return LowerHost(copier, None)
+        return StagedDisk(self.file, copier, 2 * (num_bytes + PAGE))
+
+
+class Traffic:
+    """Units on their way: how many bytes of them may be on the device at a time, and were moved.
+
+    Attributes:
+        limit_bytes: of units on the device, unless a single one is larger.
+        peak_bytes: the most there has been.
+        bytes_read: brought to the device; `bytes_written`, sent home.
+    """
+
+    def __init__(self) -> None:
+        self._here: list[StateUnit] = []
+        self.limit_bytes = self.peak_bytes = self.bytes_read = self.bytes_written = 0
+
+    def has_room(self, unit: StateUnit) -> bool:
+        return unit in self._here or self._num_bytes + unit.num_bytes <= self.limit_bytes
+
+    def bring(self, unit: StateUnit) -> None:
+        """Start bringing a unit; waits for others to be home where there is no room."""
+        if unit.is_new:  # the optimizer makes its state first, which is then moved to the unit's block
+            self.settle()
+        while not self.has_room(unit) and self._here:
+            self._settle_first()
+        if unit not in self._here:
+            self._here.append(unit)
+        if not unit.is_here and not unit.is_new:
+            self.bytes_read += unit.num_bytes
+        unit.fetch()
+
+    def send(self, unit: StateUnit) -> None:
+        """Start writing a unit home."""
+        self.peak_bytes = max(self.peak_bytes, self._num_bytes)
+        self.bytes_written += unit.num_bytes
+        unit.send()
+
+    def settle(self) -> None:
+        """Wait until all units are home."""
+        while self._here:
+            self._settle_first()
+
+    def forget(self) -> None:
+        """Leave out units that have been given up."""
+        self._here = []
+
+    @property
+    def _num_bytes(self) -> int:
+        return sum(unit.num_bytes for unit in self._here)
+
+    def _settle_first(self) -> None:
+        self._here[0].settle()
+        del self._here[0]
