@@ -81,6 +81,8 @@ def refuse_coupled(optimizer: Optimizer) -> None:
     """
     name = type(optimizer).__name__
     for number, group in enumerate(optimizer.param_groups):
+        if not group["params"]:
+            continue
         like = [group["params"][0], max(group["params"], key=Tensor.numel)]
         both = [_small(each) for each in like]
         apart = [each.detach().clone().requires_grad_() for each in both]

@@ -87,11 +87,13 @@ class _Update:
     Attributes:
         visits: those that are left.
         gradients: with their versions, as the update began.
+        of_scaler: what a GradScaler has set.
         is_torn: whether the optimizer is at work on the first of the visits.
     """
 
     visits: list[_Visit]
     gradients: dict[Tensor, tuple[Tensor, int]]
+    of_scaler: dict[str, Any]
     is_torn: bool = False
 
 
@@ -149,7 +151,6 @@ class OffloadedOptimizer(Optimizer):
         self._units: dict[Tensor, StateUnit | None] = {}
         self._resident_bytes = 0
         self._update: _Update | None = None
-        self._is_loading = False
         self._num_updates = 0
 
     # ------------------------------------------------------------------------------------------------ as torch's
@@ -176,7 +177,10 @@ class OffloadedOptimizer(Optimizer):
     @property
     def state(self) -> Mapping[Any, Any]:  # type: ignore[override]
         """The state by parameter, to be read: what is away is shown where it lies at home."""
-        return MappingProxyType({key: MappingProxyType(value) for key, value in self._state_at_home().items()})
+        found = self._state_at_home().items()
+        return MappingProxyType(
+            {key: MappingProxyType(each) if isinstance(each, dict) else each for key, each in found}
+        )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.optimizer.zero_grad(set_to_none)
@@ -225,7 +229,7 @@ class OffloadedOptimizer(Optimizer):
 
     def report(self) -> OptimizerReport:
         """Return the costs so far."""
-        units = self._different_units()
+        units = _different(self._units)
         return OptimizerReport(
             home=self._home_name,
             state_bytes=sum(unit.num_bytes for unit in units),
@@ -239,8 +243,6 @@ class OffloadedOptimizer(Optimizer):
         )
 
     def _refuse_interrupted(self) -> None:
-        if self._is_loading:
-            raise RuntimeError("load_state_dict() was interrupted; call it again")
         if self._update is not None:
             left = sum(len(parameters) for _, parameters, _ in self._update.visits)
             raise RuntimeError(
@@ -257,6 +259,8 @@ class OffloadedOptimizer(Optimizer):
         }
         if any(gradient.layout is not torch.strided for gradient, _ in gradients.values()):
             raise ValueError("sparse gradients are not supported by OffloadedOptimizer; use dense ones")
+        for unit in _different(self._units):
+            unit.check()
         self._take_in(gradients)
         visits: list[_Visit] = []
         for group in self.param_groups:
@@ -266,25 +270,31 @@ class OffloadedOptimizer(Optimizer):
             for parameter in group["params"]:
                 if parameter not in gradients:
                     continue
-                unit = self._units[parameter]
-                if unit in of_unit:
-                    of_unit[unit].append(parameter)
-                elif unit is None and found and found[-1].unit is None:
+                its_unit = self._units[parameter]
+                if its_unit is not None and its_unit in of_unit:
+                    of_unit[its_unit].append(parameter)
+                elif its_unit is None and found and found[-1].unit is None:
                     found[-1].parameters.append(parameter)
                 else:
-                    found.append(_Visit(unit, [parameter], of_group))
-                    if unit is not None:
-                        of_unit[unit] = found[-1].parameters
+                    found.append(_Visit(its_unit, [parameter], of_group))
+                    if its_unit is not None:
+                        of_unit[its_unit] = found[-1].parameters
             # Options that count updates do so without gradients, too.
             visits += found or [_Visit(None, group["params"], of_group)]
-        self._update = _Update(visits, gradients)
+        self._update = _Update(visits, gradients, {name: vars(self)[name] for name in _OF_SCALER if name in vars(self)})
 
     def _go_on(self) -> None:
         update = self._update
         assert update is not None
-        with self._inner_steps():
-            while update.visits:
-                self._visit(update)
+        inner = vars(self.optimizer)
+        inner |= update.of_scaler
+        try:
+            with without_hooks(self.optimizer):
+                while update.visits:
+                    self._visit(update)
+        finally:
+            for name in update.of_scaler:
+                inner.pop(name, None)
         self._traffic.settle()
         self._home.trim()
         self._update = None
@@ -301,65 +311,54 @@ class OffloadedOptimizer(Optimizer):
         update.is_torn = True
         of_group.update(parameters)
         if unit is not None:
-            unit.pack(self.optimizer.state, self._home)
+            unit.pack(self.optimizer.state)
         del update.visits[0]
         update.is_torn = False
         if unit is not None:
             self._traffic.send(unit)
 
-    @contextmanager
-    def _inner_steps(self) -> Iterator[None]:
-        """Enclose steps of the optimizer inside; hooks run around the whole update."""
-        inner = self.optimizer
-        of_scaler = {name: vars(self)[name] for name in _OF_SCALER if name in vars(self)}
-        vars(inner).update(of_scaler)
-        try:
-            with without_hooks(inner):
-                yield
-        finally:
-            for name in of_scaler:
-                vars(inner).pop(name, None)
-
     # ------------------------------------------------------------------------------------------------ units
 
     def _take_in(self, parameters: Iterable[Tensor]) -> None:
         """Give parameters that have none yet units, with places at home, and move the state there is."""
-        for unit in self._different_units():
-            unit.check()
         new = {each for each in parameters if each not in self._units}
-        sizes: dict[Tensor, int] = {}
         measured: dict[Any, int] = {}
-        for group in self.param_groups:
-            for each in group["params"]:
-                if each in new:
-                    sizes[each] = self._state_bytes(group, each, measured)
+        sizes = {
+            each: self._state_bytes(group, each, measured)
+            for group in self.param_groups
+            for each in group["params"]
+            if each in new
+        }
         most = min(_UNIT_BYTES, max(sizes.values(), default=0))
-        made: list[tuple[StateUnit, int]] = []
-        for group in self.param_groups:
-            parts: list[list[Tensor]] = []
-            for each in group["params"]:
-                if each not in new:
-                    continue
-                if self._resident_bytes + sizes[each] <= self._budget_bytes:
-                    self._resident_bytes += sizes[each]
-                    self._units[each] = None
-                elif (
-                    parts
-                    and parts[-1][0].device == each.device
-                    and sum(map(sizes.__getitem__, (*parts[-1], each))) <= most
-                ):
-                    parts[-1].append(each)
-                else:
-                    parts.append([each])
-            made += [(StateUnit(part), sum(map(sizes.__getitem__, part))) for part in parts]
-        for unit, num_bytes in made:
-            unit.reserve(self._home, num_bytes)
-        for unit, num_bytes in made:
+        resident_bytes, staying, made = self._resident_bytes, [], list[StateUnit]()
+        try:
+            for group in self.param_groups:
+                part: list[Tensor] = []
+                for each in (each for each in group["params"] if each in new):
+                    if resident_bytes + sizes[each] <= self._budget_bytes:
+                        resident_bytes += sizes[each]
+                        staying.append(each)
+                        continue
+                    its_bytes = sum(map(sizes.__getitem__, (*part, each)))
+                    if part and (part[0].device != each.device or its_bytes > most):
+                        made.append(StateUnit(part, self._home, sum(map(sizes.__getitem__, part))))
+                        part = []
+                    part.append(each)
+                if part:
+                    made.append(StateUnit(part, self._home, sum(map(sizes.__getitem__, part))))
+        except BaseException:  # the disk is full
+            for unit in made:
+                unit.forget()
+            raise
+        self._resident_bytes = resident_bytes
+        self._units.update(dict.fromkeys(staying))
+        for unit in made:
             self._units.update(dict.fromkeys(unit.parameters, unit))
-            self._traffic.limit_bytes = max(self._traffic.limit_bytes, 2 * num_bytes)
+        for unit in made:
+            self._traffic.limit_bytes = max(self._traffic.limit_bytes, 2 * unit.num_bytes)
             if any(self.optimizer.state.get(each) for each in unit.parameters):
                 self._traffic.bring(unit)
-                unit.pack(self.optimizer.state, self._home)
+                unit.pack(self.optimizer.state)
                 self._traffic.send(unit)
         self._traffic.settle()
 
@@ -376,9 +375,6 @@ class OffloadedOptimizer(Optimizer):
                 alone.step()
             measured[key] = packed_state(alone.state, [copied]).num_bytes
         return measured[key]
-
-    def _different_units(self) -> set[StateUnit]:
-        return {unit for unit in self._units.values() if unit is not None}
 
     # ------------------------------------------------------------------------------------------------ state dicts
 
@@ -401,35 +397,41 @@ class OffloadedOptimizer(Optimizer):
 
         Raises:
             ValueError: it is of other groups; nothing is changed then.
-            DiskError: the disk has no room; load again before the next update.
+            DiskError: the disk has no room, for a moment for the state before and the new one; nothing is changed.
         """
         inner = self.optimizer
         state_dict = state_dict.copy()
         for pre_hook in inner._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
+        before = inner.param_groups, inner.state, self._units, self._resident_bytes, self._traffic.limit_bytes
+        loaded: defaultdict[Any, Any] = defaultdict(dict)
+        if self._update is not None:  # what it has left need not be written
+            self._update.is_torn = True
+            self._forget(self._units)
         with _without_loading_hooks(inner):
             inner.load_state_dict({**state_dict, "state": {}})
-            self._is_loading = True
-            self._forget()
-            loaded: defaultdict[Any, Any] = defaultdict(dict)
-            for part in _parts(state_dict["state"]):
-                inner.load_state_dict({**state_dict, "state": part})
-                loaded.update(inner.state)
-                self._take_in([each for each in inner.state if isinstance(each, Tensor)])
-            inner.state = loaded
-        self._is_loading = False
+            self._units, self._resident_bytes, self._traffic.limit_bytes = {}, 0, 0
+            try:
+                for part in _parts(state_dict["state"]):
+                    inner.load_state_dict({**state_dict, "state": part})
+                    loaded.update(inner.state)
+                    self._take_in([each for each in inner.state if isinstance(each, Tensor)])
+            except BaseException:
+                self._forget(self._units)
+                inner.param_groups, inner.state, self._units, self._resident_bytes, self._traffic.limit_bytes = before
+                raise
+        inner.state, self._update = loaded, None
+        self._forget(before[2])  # what is loaded may lie there
         for hook in inner._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
-    def _forget(self) -> None:
-        for unit in self._different_units():
-            unit.forget()
-        self._units, self._resident_bytes, self._update = {}, 0, None
-        self._traffic.forget()
+    def _forget(self, units: dict[Tensor, StateUnit | None]) -> None:
+        for unit in _different(units):
+            self._traffic.forget(unit)
 
     def _state_at_home(self) -> dict[Any, Any]:
-        away = {key: value for unit in self._different_units() for key, value in unit.at_home().items()}
+        away = {key: value for unit in _different(self._units) for key, value in unit.at_home().items()}
 
         def shown(value: Any) -> Any:
             if isinstance(value, Tensor):
@@ -442,6 +444,10 @@ class OffloadedOptimizer(Optimizer):
 
 
 OffloadedOptimizer.step = Optimizer.profile_hook_step(OffloadedOptimizer.step)  # type: ignore[method-assign]
+
+
+def _different(units: Mapping[Tensor, StateUnit | None]) -> set[StateUnit]:
+    return {unit for unit in units.values() if unit is not None}
 
 
 @contextmanager

@@ -119,20 +119,27 @@ class PackedState:
 class StateUnit:
     """The state of neighbouring parameters of one group and device.
 
-    Attributes:
+    Args:
         parameters: in the order of their group.
+        home: where the state goes.
+        num_bytes: of the state, for which a place is reserved there; another one is taken if the state needs it.
+
+    Attributes:
         is_here: whether the block's bytes are on the device, or on their way to it or from it.
         is_newer: whether they are newer there than at home.
     """
 
-    def __init__(self, parameters: list[Tensor]) -> None:
-        self.parameters, self._device = parameters, parameters[0].device
+    def __init__(self, parameters: list[Tensor], home: "StateHome", num_bytes: int) -> None:
+        self.parameters, self._home, self._device = parameters, home, parameters[0].device
         self.is_here = self.is_newer = False
         self._packed = PackedState((), (), ())
         self._memory: StorageMemory | None = None
         self._place: Place | None = None
         self._coming: Transfer | None = None
         self._going: Transfer | None = None
+        if num_bytes:
+            self._reserve(num_bytes)
+            self._take()
 
     @property
     def is_new(self) -> bool:
@@ -150,12 +157,6 @@ class StateUnit:
                 f"parameters were moved from {self._device} to {self.parameters[0].device} without their optimizer's "
                 "state: load_state_dict() moves it"
             )
-
-    def reserve(self, home: "StateHome", num_bytes: int) -> None:
-        """Take memory at home for state that the first update makes."""
-        if num_bytes:
-            self._memory, self._place = self._block(home, num_bytes)
-            self._take()
 
     def fetch(self) -> None:
         """Start bringing the bytes."""
@@ -180,7 +181,7 @@ class StateUnit:
             self._memory.show()
             self._coming = None
 
-    def pack(self, state: Mapping[Tensor, Any], home: "StateHome") -> None:
+    def pack(self, state: Mapping[Tensor, Any]) -> None:
         """Move state that an update has made, or has replaced, into the block."""
         fresh = [leaf for each in self.parameters for leaf in leaves(state.get(each) or {})]
         self.is_newer = self.is_here
@@ -188,19 +189,17 @@ class StateUnit:
             return
         found = packed_state(state, self.parameters)
         if found.num_bytes:
-            if self._memory is not None and not self.is_here:
-                self._memory.give()
-                self._memory.show()
+            memory, place = self._memory, self._place
+            if memory is not None and not self.is_here:
+                memory.give()
+                memory.show()
                 self.is_here = True
-            place = self._place
-            if self._memory is None or self.num_bytes != found.num_bytes or not found.fits_in(self._memory.block):
-                self._memory, self._place = self._block(home, found.num_bytes)
-            else:
-                place = None
-            found.move(self._memory.block)
+            if memory is None or self.num_bytes != found.num_bytes or not found.fits_in(memory.block):
+                memory = self._reserve(found.num_bytes)
+                if place is not None:
+                    place.release()
+            found.move(memory.block)
             self.is_newer = True
-            if place is not None:
-                place.release()
         self._packed = found
 
     def send(self) -> None:
@@ -242,16 +241,16 @@ class StateUnit:
         self._memory = self._place = None
         self._packed = PackedState((), (), ())
 
-    def _block(self, home: "StateHome", num_bytes: int) -> tuple[StorageMemory, Place]:
+    def _reserve(self, num_bytes: int) -> StorageMemory:
         first = self.parameters[0]
-        made = home.block(
+        memory, self._place = self._home.block(
             first.device,
             num_bytes,
             f"state of an optimizer, of {len(self.parameters)} parameters from one of shape {tuple(first.shape)} on, "
             "is at home between updates; read it from `state_dict()` of its OffloadedOptimizer",
         )
-        self.is_here = True
-        return made
+        self._memory, self.is_here = memory, True
+        return memory
 
     def _take(self) -> None:
         assert self._memory is not None
@@ -341,8 +340,8 @@ class Traffic:
         if unit not in self._here:
             self._here.append(unit)
         if not unit.is_here and not unit.is_new:
+            unit.fetch()
             self.bytes_read += unit.num_bytes
-        unit.fetch()
 
     def send(self, unit: StateUnit) -> None:
         """Start writing a unit home."""
@@ -355,9 +354,9 @@ class Traffic:
         while self._here:
             self._settle_first()
 
-    def forget(self) -> None:
-        """Leave out units that have been given up."""
-        self._here = []
+    def forget(self, unit: StateUnit) -> None:
+        unit.forget()
+        self._here = [each for each in self._here if each is not unit]
 
     @property
     def _num_bytes(self) -> int:

@@ -1,0 +1,504 @@
+"""Tests of optimizers whose state lives on the host or in a file."""
+
+import gc
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from adversarial_copier import AdversarialCopier, InjectedError
+from adversarial_file import AdversarialFile
+from interrupts import Interrupter
+from optimizer_toys import MAKERS, WIDTH, Coupled, backward, equal, model, same, train, trained
+from safetensors.torch import load_file, save_file
+from torch import nn, optim
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from hf_memopt import OffloadedOptimizer
+from hf_memopt.transfer.scratch_file import DiskError
+from hf_memopt.units import GIB
+
+STATE_BYTES = 8 * sum(each.numel() for each in model().parameters())
+
+
+def offloaded(network: nn.Module, kind: str = "adamw", **options: Any) -> OffloadedOptimizer:
+    return OffloadedOptimizer(MAKERS[kind](network.parameters()), **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", MAKERS)
+def test_weights_and_state_are_those_of_the_plain_optimizer(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    if kind == "sgd fused" and dtype is torch.bfloat16:
+        pytest.skip("torch's kernel begins with momentum that nobody has set: two plain runs differ")
+    want = trained(kind, dtype)
+    assert same(trained(kind, dtype, home="host"), want)
+    assert same(trained(kind, dtype, home="file", disk=tmp_path), want)
+
+
+@pytest.mark.parametrize("home", ["host", "file"])
+@pytest.mark.parametrize("schedule", ["early", "late", "random"])
+@pytest.mark.parametrize("kind", ["adamw foreach", "adafactor"])
+def test_copies_may_take_place_at_any_time(kind: str, schedule: str, home: Any, tmp_path: Path) -> None:
+    found = trained(kind, home=home, disk=tmp_path, copier=AdversarialCopier(schedule))
+    assert same(found, trained(kind))
+
+
+def on_a_file(folder: Path, copier: Any = None, **faults: Any) -> tuple[nn.Module, OffloadedOptimizer, AdversarialFile]:
+    network = model()
+    optimizer = offloaded(network, home="file", copier=copier)
+    optimizer._home.file = AdversarialFile(folder, **faults)
+    return network, optimizer, optimizer._home.file
+
+
+@pytest.mark.parametrize("schedule", ["early", "late", "random"])
+def test_reads_and_writes_of_the_file_may_take_place_at_any_time(schedule: str, tmp_path: Path) -> None:
+    network, optimizer, _ = on_a_file(tmp_path, schedule=schedule)
+    train(network, optimizer)
+    assert same((network, optimizer), trained("adamw"))
+
+
+def train_through_errors(network: nn.Module, optimizer: OffloadedOptimizer) -> int:
+    """Take four updates, and finish those that fail; returns how many did."""
+    num_errors = 0
+    for number in range(4):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01 / (1 + number)
+        backward(network, number)
+        go_on: Callable[[], None] = optimizer.step
+        while True:
+            try:
+                go_on()
+                break
+            except (DiskError, InjectedError):
+                num_errors += 1
+                if optimizer._update is not None:
+                    with pytest.raises(RuntimeError, match="an update was interrupted"):
+                        optimizer.step()
+                    with pytest.raises(RuntimeError, match="an update was interrupted"):
+                        optimizer.state_dict()
+                    go_on = optimizer.finish_update
+        optimizer.zero_grad()
+    return num_errors
+
+
+def test_an_update_goes_on_after_any_operation_of_the_file_has_failed(tmp_path: Path) -> None:
+    want = trained("adamw")
+    network, optimizer, file = on_a_file(tmp_path)
+    train(network, optimizer)
+    for fail_at in range(1, file.num_operations + 1):
+        network, optimizer, _ = on_a_file(tmp_path, fail_at=fail_at)
+        assert train_through_errors(network, optimizer) == 1
+        assert same((network, optimizer), want)
+
+
+@pytest.mark.parametrize("home", ["host", "file"])
+def test_an_update_goes_on_after_any_copy_has_failed(home: Any, tmp_path: Path) -> None:
+    want = trained("adamw")
+    copier = AdversarialCopier()
+    trained("adamw", home=home, disk=tmp_path, copier=copier)
+    for fail_at in range(1, copier.num_operations + 1, 3):
+        network = model()
+        optimizer = offloaded(network, home=home, disk=tmp_path, copier=AdversarialCopier(fail_at=fail_at))
+        num_errors = train_through_errors(network, optimizer)
+        assert num_errors == 1
+        assert same((network, optimizer), want)
+
+
+@pytest.mark.parametrize("home", ["host", "file"])
+def test_an_interrupted_update_is_finished_or_refused(home: Any, tmp_path: Path) -> None:
+    network, optimizer = trained("adamw", home=home, disk=tmp_path)
+    assert isinstance(optimizer, OffloadedOptimizer)
+    saved = as_saved((network, optimizer))
+    backward(network, 4)
+    gradients = [each.grad for each in network.parameters()]
+
+    def begin() -> None:
+        saved.seek(0)
+        weights, state = torch.load(saved)
+        network.load_state_dict(weights)
+        optimizer.load_state_dict(state)
+        for each, gradient in zip(network.parameters(), gradients, strict=True):
+            each.grad = gradient
+
+    optimizer.step()
+    want = torch.load(as_saved((network, optimizer)))
+    num_finished = num_refused = 0
+    for place in at_places(Interrupter("weights/optimizer", "hf_memopt/transfer"), begin, optimizer):
+        if optimizer._update is None:
+            begin()
+            optimizer.step()
+        elif optimizer._update.is_torn:
+            num_refused += 1
+            with pytest.raises(RuntimeError, match=r"load a checkpoint by load_state_dict\(\)"):
+                optimizer.finish_update()
+            begin()
+            optimizer.step()
+        else:
+            num_finished += 1
+            optimizer.finish_update()
+        assert equal(network.state_dict(), want[0]), place
+        assert equal(optimizer.state_dict(), want[1]), place
+    assert num_finished > 10
+    assert num_refused > 0
+
+
+def at_places(interrupter: Interrupter, begin: Callable[[], None], optimizer: OffloadedOptimizer) -> Any:
+    begin()
+    interrupter.call(optimizer.step)
+    count = interrupter.count
+    for number in range(1, count + 1, max(1, count // 60)):
+        begin()
+        interrupter.call(optimizer.step, number)
+        yield interrupter.place
+
+
+def test_gradients_that_have_changed_do_not_finish_an_update(tmp_path: Path) -> None:
+    network, optimizer, file = on_a_file(tmp_path)
+    train(network, optimizer)
+    backward(network, 4)
+    file._fail_at = file.num_operations + 3
+    with pytest.raises(DiskError):
+        optimizer.step()
+    optimizer.zero_grad()
+    backward(network, 5)
+    with pytest.raises(RuntimeError, match="gradients have changed since"):
+        optimizer.finish_update()
+
+
+def as_saved(found: tuple[nn.Module, optim.Optimizer]) -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save([found[0].state_dict(), found[1].state_dict()], file)
+    file.seek(0)
+    return file
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adafactor", "sgd"])
+@pytest.mark.parametrize("home", ["host", "file"])
+def test_training_goes_on_from_either_state_dict(home: Any, kind: str, tmp_path: Path) -> None:
+    plain = trained(kind)
+    mine = trained(kind, home=home, disk=tmp_path)
+    saved = [torch.load(as_saved(each)) for each in (mine, mine, plain)]
+    train(*plain, range(4, 6))
+    train(*mine, range(4, 6))
+    assert same(mine, plain)
+    for number, (weights, state) in enumerate(saved):
+        network = model()
+        network.load_state_dict(weights)
+        optimizer: optim.Optimizer = MAKERS[kind](network.parameters())
+        if number > 0:
+            optimizer = OffloadedOptimizer(optimizer, home, disk=tmp_path)
+        optimizer.load_state_dict(state)
+        train(network, optimizer, range(4, 6))
+        assert same((network, optimizer), plain)
+
+
+@pytest.mark.parametrize("home", ["host", "file"])
+def test_a_state_dict_does_not_bring_the_state_back(home: Any, tmp_path: Path) -> None:
+    network, optimizer = trained("adamw", home=home, disk=tmp_path)
+    state = optimizer.state_dict()
+    first = next(network.parameters())
+    away = optimizer.optimizer.state[first]["exp_avg"]
+    assert away is not state["state"][0]["exp_avg"]
+    with pytest.raises(RuntimeError, match=r"is at home between updates; read it from `state_dict\(\)`"):
+        away.sum()
+    assert torch.equal(optimizer.state[first]["exp_avg"], state["state"][0]["exp_avg"])
+    with pytest.raises(TypeError):
+        optimizer.state[first]["exp_avg"] = away
+    save_file({"exp_avg": state["state"][0]["exp_avg"]}, tmp_path / "state.safetensors")
+    assert torch.equal(load_file(tmp_path / "state.safetensors")["exp_avg"], state["state"][0]["exp_avg"])
+
+
+@pytest.mark.parametrize("home", ["host", "file"])
+def test_a_state_dict_loads_into_the_optimizer_that_it_is_of(home: Any, tmp_path: Path) -> None:
+    mine = trained("adamw", home=home, disk=tmp_path)
+    mine[1].load_state_dict(mine[1].state_dict())
+    plain = trained("adamw")
+    assert same(mine, plain)
+    train(*mine, range(4, 6))
+    train(*plain, range(4, 6))
+    assert same(mine, plain)
+
+
+def test_a_state_dict_of_other_groups_changes_nothing(tmp_path: Path) -> None:
+    mine = trained("adamw", home="file", disk=tmp_path)
+    with pytest.raises(ValueError, match="doesn't match the size"):
+        mine[1].load_state_dict(optim.AdamW([nn.Parameter(torch.ones(1))]).state_dict())
+    assert same(mine, trained("adamw"))
+
+
+def test_loading_that_fails_changes_nothing(tmp_path: Path) -> None:
+    network, optimizer, file = on_a_file(tmp_path)
+    train(network, optimizer)
+    other = torch.load(as_saved(trained("adam amsgrad")))[1]
+    before = file.num_operations
+    optimizer.load_state_dict(other)
+    num_operations = file.num_operations - before
+    assert num_operations > 5
+    for operation in range(1, num_operations + 1):
+        network, optimizer, file = on_a_file(tmp_path)
+        train(network, optimizer)
+        file._fail_at = file.num_operations + operation
+        with pytest.raises(DiskError):
+            optimizer.load_state_dict(other)
+        assert same((network, optimizer), trained("adamw"))
+
+
+def test_a_full_disk_is_noticed_before_anything_is_changed(tmp_path: Path) -> None:
+    network, optimizer, _ = on_a_file(tmp_path, fail_at=3)
+    before = [each.clone() for each in network.parameters()]
+    backward(network, 0)
+    with pytest.raises(DiskError, match="cannot take"):
+        optimizer.step()
+    assert equal(before, list(network.parameters()))
+    assert not optimizer.optimizer.state
+    optimizer.zero_grad()
+    train(network, optimizer)
+    assert same((network, optimizer), trained("adamw"))
+
+
+@pytest.mark.parametrize("is_made_first", [False, True])
+def test_schedulers_may_be_made_of_either_optimizer(is_made_first: bool, recwarn: pytest.WarningsRecorder) -> None:
+    def run(home: Any) -> nn.Module:
+        network = model()
+        inner = optim.AdamW(network.parameters(), 0.1)
+        made = optim.lr_scheduler.StepLR(inner, 1, 0.5) if is_made_first else None
+        optimizer = inner if home is None else OffloadedOptimizer(inner, home)
+        scheduler = made or optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        for number in range(3):
+            backward(network, number)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        return network
+
+    assert equal(run("host").state_dict(), run(None).state_dict())
+    assert not [each for each in recwarn if "lr_scheduler" in str(each.message)]
+
+
+def test_hooks_run_once_for_each_update() -> None:
+    network = model()
+    inner = optim.AdamW(network.parameters())
+    calls: list[str] = []
+    inner.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer = OffloadedOptimizer(inner)
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    handle = register_optimizer_step_post_hook(lambda *_: calls.append("any"))
+    try:
+        train(network, optimizer, range(2))
+    finally:
+        handle.remove()
+    assert calls == ["before", "after", "any"] * 2
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adamw fused"])
+def test_a_gradient_scaler_skips_the_same_updates(kind: str) -> None:
+    def run(home: Any) -> tuple[list[float], Any]:
+        network = model()
+        optimizer: Any = MAKERS[kind](network.parameters())
+        if home is not None:
+            optimizer = OffloadedOptimizer(optimizer, home)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1)
+        scales = []
+        for number in range(4):
+            x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(number))
+            loss = network(x).square().mean() * (float("inf") if number == 1 else 1.0)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            scales.append(scaler.get_scale())
+        return scales, [network.state_dict(), optimizer.state_dict()]
+
+    plain, mine = run(None), run("host")
+    assert mine[0] == plain[0]
+    assert equal(mine[1], plain[1])
+
+
+def test_accelerate_prepares_it_and_saves_its_state(tmp_path: Path) -> None:
+    def run(home: Any) -> nn.Module:
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        network = model()
+        optimizer: Any = optim.AdamW(network.parameters(), 1e-2)
+        if home is not None:
+            optimizer = OffloadedOptimizer(optimizer, home, disk=tmp_path)
+        network, optimizer = accelerator.prepare(network, optimizer)
+        for number in range(8):
+            if number == 4:
+                accelerator.save_state(str(tmp_path / "state"))
+            if number == 6:  # back to the fourth
+                accelerator.load_state(str(tmp_path / "state"))
+            x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(number))
+            with accelerator.accumulate(network):
+                accelerator.backward(network(x).square().mean())
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(network.parameters(), 0.1)
+                optimizer.step()
+                optimizer.zero_grad()
+        return network
+
+    assert equal(run("file").state_dict(), run(None).state_dict())
+
+
+def test_groups_and_parameters_may_come_later(tmp_path: Path) -> None:
+    def run(home: Any) -> Any:
+        network = model()
+        early, late = list(network[:3].parameters()), list(network[3:].parameters())
+        late[0].requires_grad_(False)
+        optimizer: Any = optim.AdamW(early, 1e-2)
+        if home is not None:
+            optimizer = OffloadedOptimizer(optimizer, home, disk=tmp_path)
+        train(network, optimizer, range(2))
+        optimizer.add_param_group({"params": late, "weight_decay": 0.5})
+        train(network, optimizer, range(2, 4))
+        late[0].requires_grad_(True)
+        train(network, optimizer, range(4, 6))
+        return [network.state_dict(), optimizer.state_dict()]
+
+    assert equal(run("file"), run(None))
+
+
+def test_a_state_that_there_is_already_moves_with_the_first_update(tmp_path: Path) -> None:
+    mine, plain = trained("adamw"), trained("adamw")
+    mine = mine[0], OffloadedOptimizer(mine[1], "file", disk=tmp_path)
+    assert same(mine, plain)
+    train(*mine, range(4, 6))
+    train(*plain, range(4, 6))
+    assert same(mine, plain)
+    assert mine[1].report().bytes_read == 2 * mine[1].report().state_bytes
+
+
+@pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
+def test_a_budget_keeps_state_on_the_device(share: float) -> None:
+    mine = trained("adamw", home="host", budget_gib=share * 1.01 * STATE_BYTES / GIB)
+    assert same(mine, trained("adamw"))
+    report = mine[1].report()
+    assert share == 0.0 or 0.5 * share * STATE_BYTES < report.resident_bytes <= 1.01 * share * STATE_BYTES
+    assert report.bytes_written == 4 * report.state_bytes
+    assert report.bytes_read == 3 * report.state_bytes
+    largest = 8 * 2 * WIDTH * WIDTH
+    assert report.peak_bytes <= 2 * largest
+    assert (report.state_bytes == 0) == (share == 1.0)
+
+
+def test_the_report_names_bytes_and_wear(tmp_path: Path) -> None:
+    text = str(trained("adamw", home="file", disk=tmp_path)[1].report())
+    assert text.startswith("optimizer: 135.50 KiB of state in a file, ")
+    assert "4 updates read 406.50 KiB and wrote 542.00 KiB, waited " in text
+    assert "TB per day at this rate" in text
+
+
+def test_the_file_goes_with_the_optimizer(tmp_path: Path) -> None:
+    mine = trained("adamw", home="file", disk=tmp_path)
+    saved = mine[1].state_dict()
+    want = torch.load(as_saved(mine))[1]
+    assert not list(tmp_path.iterdir())
+    del mine
+    gc.collect()
+    assert equal(saved, want)  # mapped pages keep the file
+
+
+@pytest.mark.parametrize("how", ["norm", "mean", "distance"])
+def test_optimizers_that_couple_parameters_are_refused(how: str) -> None:
+    with pytest.raises(ValueError, match=r"optimizer=Coupled[: ].*; keep its state on the device"):
+        OffloadedOptimizer(Coupled(model().parameters(), how))
+
+
+@pytest.mark.parametrize("how", ["none", "counter"])
+def test_counters_in_a_group_are_no_coupling(how: str) -> None:
+    def run(home: Any) -> Any:
+        network = model()
+        groups = [{"params": each.parameters()} for each in network if list(each.parameters())]
+        groups.append({"params": [nn.Parameter(torch.ones(3))]})
+        optimizer: Any = Coupled(groups, how)
+        if home is not None:
+            optimizer = OffloadedOptimizer(optimizer, home)
+        train(network, optimizer)
+        return [network.state_dict(), optimizer.state_dict()]
+
+    assert equal(run("host"), run(None))
+
+
+@pytest.mark.parametrize(
+    ("make", "complaint"),
+    [
+        (lambda each: optim.LBFGS(each), "LBFGS needs a closure in each step"),
+        (lambda each: optim.SparseAdam(each), "SparseAdam is for sparse gradients"),
+        (lambda each: optim.AdamW(each, capturable=True), "capturable=True of group 0 is for CUDA graphs"),
+        (lambda each: OffloadedOptimizer(optim.AdamW(each)), "is an OffloadedOptimizer already"),
+        (lambda each: Accelerator(cpu=True).prepare(optim.AdamW(each)), "before accelerator.prepare"),
+        (lambda each: 3, "optimizer=int is no torch.optim.Optimizer"),
+    ],
+)
+def test_optimizers_without_a_way_are_refused_by_name(make: Any, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        OffloadedOptimizer(make(list(model().parameters())))
+
+
+def test_an_optimizer_that_keeps_parameters_apart_is_refused() -> None:
+    optimizer = optim.SGD(model().parameters())
+    optimizer.every = optimizer.param_groups[0]["params"]
+    with pytest.raises(ValueError, match=r"optimizer=SGD keeps parameters in \.every"):
+        OffloadedOptimizer(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"home": "disk"}, "home='disk' is unknown; use one of host, file"),
+        ({"budget_gib": -1}, "budget_gib=-1 must be at least 0"),
+        ({"disk": "missing"}, "disk='missing' is no folder"),
+    ],
+)
+def test_wrong_options_are_refused(options: Any, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        offloaded(model(), **options)
+
+
+def test_closures_and_sparse_gradients_are_refused_before_anything_changes() -> None:
+    table = nn.Embedding(10, 4, sparse=True)
+    optimizer = OffloadedOptimizer(optim.SGD(table.parameters(), 0.1))
+    before = table.weight.clone()
+    with pytest.raises(ValueError, match="closure is not supported by OffloadedOptimizer"):
+        optimizer.step(lambda: 1.0)
+    table(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(ValueError, match="sparse gradients are not supported"):
+        optimizer.step()
+    assert torch.equal(table.weight, before)
+
+
+def test_one_that_is_copied_says_what_to_do() -> None:
+    with pytest.raises(TypeError, match=r"save its state_dict\(\)"):
+        torch.save(offloaded(model()), io.BytesIO())
+
+
+def test_state_whose_tensors_are_exchanged_or_change_their_shape(tmp_path: Path) -> None:
+    class Restless(optim.Optimizer):
+        """Swaps two tensors in each update, makes one anew, and lengthens a list."""
+
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, {"lr": 0.01})
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for each in self.param_groups[0]["params"]:
+                state = self.state[each]
+                if not state:
+                    state.update(a=torch.zeros_like(each), b=torch.ones_like(each), history=[])
+                state["a"], state["b"] = state["b"], state["a"]
+                state["a"] = state["a"] * 0.9 + each.grad
+                state["history"].append(each.grad.flatten()[:3].clone())
+                each.sub_(0.01 * state["a"] + 0.001 * state["b"] + sum(part.sum() for part in state["history"]))
+
+    def run(home: Any) -> Any:
+        network = model()
+        optimizer: Any = Restless(network.parameters())
+        if home is not None:
+            optimizer = OffloadedOptimizer(optimizer, home, disk=tmp_path, copier=AdversarialCopier("random"))
+        train(network, optimizer)
+        return [network.state_dict(), optimizer.state_dict()]
+
+    assert equal(run("file"), run(None))
+    assert equal(run("host"), run(None))
