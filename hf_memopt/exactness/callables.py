@@ -1,7 +1,7 @@
 """`verify`: two functions that make the same training step, compared bit by bit."""
 
 import sys
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable
 from copy import copy, deepcopy
 from typing import Any
@@ -148,9 +148,8 @@ class _OptimizerState:
         ]
 
     def restore(self, optimizer: Optimizer) -> None:
-        optimizer.state.clear()
-        for parameter, state in self._state.items():
-            optimizer.state[parameter] = tree_map(_restored, state)
+        restored = {parameter: tree_map(_restored, state) for parameter, state in self._state.items()}
+        optimizer.state = defaultdict(dict, restored)
         optimizer.param_groups[:] = [group for group, *_ in self._groups]
         for group, parameters, before, options in self._groups:
             parameters[:] = before

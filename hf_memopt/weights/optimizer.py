@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
-from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks
+from torch.utils._pytree import tree_map_only
 
 from hf_memopt.ranges import NOT_NEGATIVE
 from hf_memopt.transfer import Copier
@@ -174,13 +174,18 @@ class OffloadedOptimizer(Optimizer):
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
         self.optimizer.param_groups = groups
 
-    @property
-    def state(self) -> Mapping[Any, Any]:  # type: ignore[override]
+    @property  # type: ignore[override]
+    def state(self) -> Mapping[Any, Any]:
         """The state by parameter, to be read: what is away is shown where it lies at home."""
-        found = self._state_at_home().items()
-        return MappingProxyType(
-            {key: MappingProxyType(each) if isinstance(each, dict) else each for key, each in found}
-        )
+        return _StateAtHome(self.optimizer.state, self._units)
+
+    @state.setter
+    def state(self, state: Mapping[Any, Any]) -> None:
+        """Take copies, which move with the next update."""
+        copied = {key: tree_map_only(Tensor, Tensor.clone, value) for key, value in state.items()}
+        self._forget(self._units)
+        self.optimizer.state = defaultdict(dict, copied)
+        self._units, self._resident_bytes, self._update = {}, 0, None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.optimizer.zero_grad(set_to_none)
@@ -329,7 +334,9 @@ class OffloadedOptimizer(Optimizer):
             for each in group["params"]
             if each in new
         }
-        most = min(_UNIT_BYTES, max(sizes.values(), default=0))
+        largest = max(sizes.values(), default=0)
+        most = min(_UNIT_BYTES, largest)
+        self._home.largest_bytes = max(self._home.largest_bytes, largest)
         resident_bytes, staying, made = self._resident_bytes, [], list[StateUnit]()
         try:
             for group in self.param_groups:
@@ -386,7 +393,7 @@ class OffloadedOptimizer(Optimizer):
         """
         self._refuse_interrupted()
         inner = self.optimizer
-        kept, inner.state = inner.state, defaultdict(dict, self._state_at_home())
+        kept, inner.state = inner.state, defaultdict(dict, self.state)
         try:
             return inner.state_dict()
         finally:
@@ -430,17 +437,37 @@ class OffloadedOptimizer(Optimizer):
         for unit in _different(units):
             self._traffic.forget(unit)
 
-    def _state_at_home(self) -> dict[Any, Any]:
-        away = {key: value for unit in _different(self._units) for key, value in unit.at_home().items()}
 
-        def shown(value: Any) -> Any:
-            if isinstance(value, Tensor):
-                return rewrapped(value, lambda each: away.get(id(each), each))
-            if isinstance(value, dict):
-                return {key: shown(each) for key, each in value.items()}
-            return [shown(each) for each in value] if isinstance(value, list) else value
+class _StateAtHome(Mapping[Any, Any]):
+    """The state of each parameter, with the tensors that are away as they lie at home."""
 
-        return {key: shown(value) for key, value in self.optimizer.state.items()}
+    def __init__(self, state: Mapping[Any, Any], units: Mapping[Tensor, StateUnit | None]) -> None:
+        self._state, self._units = state, units
+        self._at_home: dict[StateUnit, dict[int, Tensor]] = {}
+
+    def __getitem__(self, key: Any) -> Any:
+        value = self._state.get(key, {})
+        unit = self._units.get(key) if isinstance(key, Tensor) else None
+        if unit is not None and unit not in self._at_home:
+            self._at_home[unit] = unit.at_home()
+        return _shown(value, self._at_home[unit] if unit is not None else {})
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._state
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._state)
+
+    def __len__(self) -> int:
+        return len(self._state)
+
+
+def _shown(value: Any, at_home: Mapping[int, Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return rewrapped(value, lambda each: at_home.get(id(each), each))
+    if isinstance(value, dict):
+        return {key: _shown(each, at_home) for key, each in value.items()}
+    return [_shown(each, at_home) for each in value] if isinstance(value, list) else value
 
 
 OffloadedOptimizer.step = Optimizer.profile_hook_step(OffloadedOptimizer.step)  # type: ignore[method-assign]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_memopt.autograd_state import PARAMETER_TYPES
+from hf_memopt.autograd_state import PARAMETER_TYPES, unwrapped
 from hf_memopt.transfer.backends import PLAIN_TYPES, backend_of, copier_for
 from hf_memopt.transfer.copier import Copier, Transfer
 from hf_memopt.transfer.direct_io import PAGE
@@ -21,9 +21,12 @@ from hf_memopt.transfer.disk_memory import DirectDisk, StagedDisk
 from hf_memopt.transfer.lower_memory import LowerHost, LowerMemory, Place
 from hf_memopt.transfer.storage_memory import ResizedMemory, SparePages, StorageMemory, WholePages
 from hf_memopt.transfer.tier_file import TierFile
-from hf_memopt.units import format_bytes
+from hf_memopt.units import MIB, format_bytes
 from hf_memopt.weights.packed_weights import MemoryRange, WeightSlice, memory_ranges, packed, views
-from hf_memopt.weights.quantised import plain_tensors, rewrapped
+from hf_memopt.weights.quantised import is_quantised, rewrapped
+
+# Host memory that state passes through on its way to a file and back: room for two units at least up to here.
+_STAGING_BYTES = 128 * MIB
 
 
 class Leaf(NamedTuple):
@@ -48,7 +51,7 @@ def movable(leaf: Leaf, parameter: Tensor) -> Iterator[Tensor]:
     """Yield the plain tensors inside of a leaf that move, in the order of their fields."""
     plain = [each for each in (parameter, parameter.grad) if each is not None and type(each) in _PLAIN_PARAMETERS]
     owned = {each.untyped_storage()._cdata for each in plain}
-    for tensor in plain_tensors(leaf.tensor):
+    for tensor in unwrapped(leaf.tensor) if is_quantised(leaf.tensor) else (leaf.tensor,):
         if (
             type(tensor) in PLAIN_TYPES
             and tensor.dim() > 0
@@ -140,6 +143,7 @@ class StateUnit:
         if num_bytes:
             self._reserve(num_bytes)
             self._take()
+            home.trim()
 
     @property
     def is_new(self) -> bool:
@@ -270,12 +274,18 @@ class StateHome:
         home: `"host"` or `"file"`.
         copier: given by the user; None: chosen for the device.
         disk: folder of the file. None: the system's for temporary files.
+
+    Attributes:
+        file: the one on the disk, once there is one.
+        largest_bytes: of the largest unit to come.
+        memories: by device.
     """
 
     def __init__(self, home: str, copier: Copier | None, disk: str | os.PathLike[str] | None) -> None:
         self._home, self._copier = home, copier
         self._folder = tempfile.gettempdir() if disk is None else disk
         self.file: TierFile | None = None
+        self.largest_bytes = 0
         self.memories: dict[torch.device, LowerMemory] = {}
         self._spare = SparePages()
 
@@ -312,7 +322,8 @@ class StateHome:
         copier = copier_for(device, purpose="optimizer") if self._copier is None else self._copier
         if self.file is None:
             return LowerHost(copier, None)
-        return StagedDisk(self.file, copier, 2 * (num_bytes + PAGE))
+        largest_bytes = max(self.largest_bytes, num_bytes) + PAGE
+        return StagedDisk(self.file, copier, max(largest_bytes, min(2 * largest_bytes, _STAGING_BYTES)))
 
 
 class Traffic:

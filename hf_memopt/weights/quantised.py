@@ -48,15 +48,6 @@ def inner_tensors(name: str, tensor: Tensor) -> Iterator[Tensor]:
         )
 
 
-def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the tensors inside a quantised one, and any other itself."""
-    if is_quantised(tensor):
-        for field in _fields(tensor)[0]:
-            yield from plain_tensors(getattr(tensor, field))
-    else:
-        yield tensor
-
-
 def stored_tensors(name: str, tensor: Any) -> Iterator[Tensor]:
     """Yield the plain tensors that hold a weight's large bytes, as `inner_tensors` does, and those of bitsandbytes.
 

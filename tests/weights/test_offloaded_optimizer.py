@@ -2,6 +2,7 @@
 
 import gc
 import io
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from hf_memopt import OffloadedOptimizer
+from hf_memopt import OffloadedOptimizer, verify
 from hf_memopt.transfer.scratch_file import DiskError
-from hf_memopt.units import GIB
+from hf_memopt.units import GIB, MIB
+from hf_memopt.weights.coupling import GroupVisits
 
 STATE_BYTES = 8 * sum(each.numel() for each in model().parameters())
 
@@ -206,7 +208,7 @@ def test_a_state_dict_does_not_bring_the_state_back(home: Any, tmp_path: Path) -
         away.sum()
     assert torch.equal(optimizer.state[first]["exp_avg"], state["state"][0]["exp_avg"])
     with pytest.raises(TypeError):
-        optimizer.state[first]["exp_avg"] = away
+        optimizer.state[first] = {}
     save_file({"exp_avg": state["state"][0]["exp_avg"]}, tmp_path / "state.safetensors")
     assert torch.equal(load_file(tmp_path / "state.safetensors")["exp_avg"], state["state"][0]["exp_avg"])
 
@@ -398,6 +400,37 @@ def test_the_file_goes_with_the_optimizer(tmp_path: Path) -> None:
     del mine
     gc.collect()
     assert equal(saved, want)  # mapped pages keep the file
+
+
+def test_memory_of_the_state_is_free_between_visits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    network = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(12)))
+    optimizer = offloaded(network, home="file", disk=tmp_path)
+    update, held = GroupVisits.update, list[int]()
+
+    def measured(visits: GroupVisits, parameters: Any) -> None:
+        update(visits, parameters)
+        held.append(int(re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024)
+
+    monkeypatch.setattr(GroupVisits, "update", measured)
+    for _ in range(2):
+        for each in network.parameters():
+            each.grad = torch.ones_like(each)
+        optimizer.step()
+    assert optimizer.report().state_bytes == 12 * 8 * MIB
+    assert max(held) - held[0] < 48 * MIB  # state of two parameters, and what is on its way
+
+
+def test_verify_finds_the_update_equal(tmp_path: Path) -> None:
+    network = model()
+    plain = optim.AdamW(network.parameters(), 1e-2)
+    mine = OffloadedOptimizer(optim.AdamW(network.parameters(), 1e-2), "file", disk=tmp_path)
+
+    def step(optimizer: optim.Optimizer) -> None:
+        network(torch.ones(2, WIDTH)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    assert verify(lambda: step(plain), lambda: step(mine)).verdict == "equal"
 
 
 @pytest.mark.parametrize("how", ["norm", "mean", "distance"])
