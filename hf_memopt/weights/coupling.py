@@ -37,6 +37,8 @@ class GroupVisits:
         """Update some of the group's parameters by the optimizer's own `step`."""
         group, optimizer = self._group, self._optimizer
         whole, groups = group["params"], optimizer.param_groups
+        for name in _options(group).keys() - self._before.keys():
+            del group[name]
         group |= self._before
         if self._is_plain_loop:
             group["foreach"] = False

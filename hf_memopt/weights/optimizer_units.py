@@ -18,6 +18,7 @@ from hf_memopt.transfer.backends import PLAIN_TYPES, backend_of, copier_for
 from hf_memopt.transfer.copier import Copier, Transfer
 from hf_memopt.transfer.direct_io import PAGE
 from hf_memopt.transfer.disk_memory import DirectDisk, StagedDisk
+from hf_memopt.transfer.host_memory import return_freed_memory
 from hf_memopt.transfer.lower_memory import LowerHost, LowerMemory, Place
 from hf_memopt.transfer.storage_memory import ResizedMemory, SparePages, StorageMemory, WholePages
 from hf_memopt.transfer.tier_file import TierFile
@@ -101,22 +102,19 @@ class PackedState:
         for container, key, tensor in self.leaves:
             container[key] = tensor
         self.offsets = [old._replace(tensor=new) for old, new in zip(self.offsets, moved, strict=True)]
-        self._ranges, self._starts = [], []
+        self._ranges, self._starts = [], []  # which keep the memory before
 
-    def is_bound_to(self, other: Sequence[Leaf]) -> bool:
-        """Return whether the leaves are the same objects in the same containers."""
-        return [(id(each.container), each.key, id(each.tensor)) for each in self.leaves] == [
-            (id(each.container), each.key, id(each.tensor)) for each in other
-        ]
+    def is_in(self, block: Tensor) -> bool:
+        """Return whether all state lies at its place in `block`."""
+        return all(begin == block.data_ptr() + start for start, begin in self._begins())
 
     def fits_in(self, block: Tensor) -> bool:
-        """Return whether state that lies in `block` already has its place there."""
-        first = block.data_ptr()
-        return all(
-            each.begin == first + start
-            for start, each in zip(self._starts, self._ranges, strict=True)
-            if first <= each.begin < first + block.nbytes
-        )
+        """Return whether the state that lies in `block` is at its place there, so that moving overwrites none."""
+        first, last = block.data_ptr(), block.data_ptr() + block.nbytes
+        return all(begin == first + start for start, begin in self._begins() if first <= begin < last)
+
+    def _begins(self) -> Iterator[tuple[int, int]]:
+        return ((start, each.begin) for start, each in zip(self._starts, self._ranges, strict=True))
 
 
 class StateUnit:
@@ -187,10 +185,7 @@ class StateUnit:
 
     def pack(self, state: Mapping[Tensor, Any]) -> None:
         """Move state that an update has made, or has replaced, into the block."""
-        fresh = [leaf for each in self.parameters for leaf in leaves(state.get(each) or {})]
         self.is_newer = self.is_here
-        if self._packed.leaves and self._packed.is_bound_to(fresh):
-            return
         found = packed_state(state, self.parameters)
         if found.num_bytes:
             memory, place = self._memory, self._place
@@ -202,7 +197,10 @@ class StateUnit:
                 memory = self._reserve(found.num_bytes)
                 if place is not None:
                     place.release()
-            found.move(memory.block)
+            if not found.is_in(memory.block):
+                found.move(memory.block)
+                if self._device.type == "cpu":
+                    return_freed_memory()
             self.is_newer = True
         self._packed = found
 

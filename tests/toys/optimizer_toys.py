@@ -102,12 +102,15 @@ class Coupled(Optimizer):
 
     Args:
         how: "norm" divides by the norm of all gradients; "mean" moves weights to the mean of all; "counter" in the
-            group changes the rate, as schedule-free optimizers do, which is no coupling; "distance" sums what all
+            group changes the rate, as schedule-free optimizers do, and "late counter" appears with the first update, as
+            Apex's do, which is no coupling; "distance" sums what all
             parameters have moved in the group, as Prodigy does.
     """
 
     def __init__(self, parameters: Any, how: str) -> None:
-        super().__init__(parameters, {"lr": 0.01, "how": how, "count": 0, "distance": 0.0})
+        super().__init__(parameters, {"lr": 0.01, "how": how, "distance": 0.0})
+        for group in self.param_groups if how == "counter" else ():
+            group["count"] = 0
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -115,13 +118,13 @@ class Coupled(Optimizer):
         norm = torch.stack([each.grad.norm() for each in every]).norm().clamp(min=1) if every else 1.0
         mean = torch.stack([each.mean() for each in every]).mean() if every else 0.0
         for group in self.param_groups:
-            group["count"] += 1
+            group["count"] = group.get("count", 0) + 1
             for each in group["params"]:
                 if each.grad is None:
                     continue
                 momentum = self.state[each].setdefault("momentum", torch.zeros_like(each))
                 momentum.mul_(0.9).add_(each.grad / norm if group["how"] == "norm" else each.grad)
-                rate = group["lr"] / group["count"] if group["how"] == "counter" else group["lr"]
+                rate = group["lr"] / group["count"] if "counter" in group["how"] else group["lr"]
                 each.sub_(momentum, alpha=rate)
                 if group["how"] == "mean":
                     each.lerp_(mean.expand_as(each), 0.01)

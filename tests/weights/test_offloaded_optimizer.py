@@ -412,12 +412,12 @@ def test_memory_of_the_state_is_free_between_visits(tmp_path: Path, monkeypatch:
         held.append(int(re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024)
 
     monkeypatch.setattr(GroupVisits, "update", measured)
-    for _ in range(2):
-        for each in network.parameters():
-            each.grad = torch.ones_like(each)
+    for each in network.parameters():
+        each.grad = torch.ones_like(each)
+    for _ in range(3):
         optimizer.step()
     assert optimizer.report().state_bytes == 12 * 8 * MIB
-    assert max(held) - held[0] < 48 * MIB  # state of two parameters, and what is on its way
+    assert max(held) - held[0] < 24 * MIB  # state of two parameters, and some for temporaries
 
 
 def test_verify_finds_the_update_equal(tmp_path: Path) -> None:
@@ -439,7 +439,7 @@ def test_optimizers_that_couple_parameters_are_refused(how: str) -> None:
         OffloadedOptimizer(Coupled(model().parameters(), how))
 
 
-@pytest.mark.parametrize("how", ["none", "counter"])
+@pytest.mark.parametrize("how", ["none", "counter", "late counter"])
 def test_counters_in_a_group_are_no_coupling(how: str) -> None:
     def run(home: Any) -> Any:
         network = model()
@@ -522,6 +522,7 @@ def test_state_whose_tensors_are_exchanged_or_change_their_shape(tmp_path: Path)
                     state.update(a=torch.zeros_like(each), b=torch.ones_like(each), history=[])
                 state["a"], state["b"] = state["b"], state["a"]
                 state["a"] = state["a"] * 0.9 + each.grad
+                state["b"].data = state["b"] * 0.5
                 state["history"].append(each.grad.flatten()[:3].clone())
                 each.sub_(0.01 * state["a"] + 0.001 * state["b"] + sum(part.sum() for part in state["history"]))
 
