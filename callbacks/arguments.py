@@ -46,6 +46,9 @@ class MemoptArguments(OffloadArguments):
     frozen_home: Literal["host", "file"] = flag(
         "host", "where they wait: in host memory, or in their safetensors files"
     )
+    optimizer_home: Literal["off", "host", "file"] = flag(
+        "off", "where the optimizer's state lives between updates: in host memory, or in a file in --disk"
+    )
     selective_checkpointing: bool = flag(
         False, "checkpoint the model's blocks, but keep the results of their expensive operations"
     )
@@ -89,6 +92,8 @@ class MemoptArguments(OffloadArguments):
             base=base,
             frozen=None if self.frozen == "off" else self.frozen,
             frozen_home=self.frozen_home,
+            optimizer_home=None if self.optimizer_home == "off" else self.optimizer_home,
+            optimizer_disk=self.disk,
             selective_checkpointing=self.selective_checkpointing,
             memory=self.memory_log,
             leak_check=self.leak_check,

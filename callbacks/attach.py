@@ -1,6 +1,7 @@
 """Everything that this library does for a Trainer, attached in one line."""
 
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -23,11 +24,13 @@ from hf_memopt.callbacks.offloading import (
     make_offloader,
     refuse_what_conflicts,
 )
+from hf_memopt.callbacks.optimizer_home import OptimizerAway
 from hf_memopt.callbacks.run_reports import RunReports
 from hf_memopt.callbacks.streamed_base import StreamedBase, streams_alone
-from hf_memopt.weights import OffloadedTeacher, StreamedWeights, VisitsByCall
+from hf_memopt.weights import OffloadedOptimizer, OffloadedTeacher, StreamedWeights, VisitsByCall
 from hf_memopt.weights.base import BaseHome
 from hf_memopt.weights.homes import Home
+from hf_memopt.weights.optimizer import OptimizerHome
 from hf_memopt.weights.strategies.mode_choice import TeacherMode
 from hf_memopt.weights.weight_files import loaded_from
 
@@ -41,6 +44,8 @@ def attach(
     base: BaseHome | StreamedWeights | None = None,
     frozen: TeacherMode | None = None,
     frozen_home: Home = "host",
+    optimizer_home: OptimizerHome | None = None,
+    optimizer_disk: str | os.PathLike[str] | None = None,
     selective_checkpointing: bool = False,
     memory: bool = True,
     leak_check: bool = False,
@@ -62,6 +67,9 @@ def attach(
         frozen_home: where they live between calls: `"host"`, in host memory; `"file"`, in the safetensors files of the
             folder from which they were loaded, or in files without a name that are written once (see
             `OffloadedTeacher`).
+        optimizer_home: where the state of the optimizer that the trainer makes, or was given, lives between updates
+            (`OffloadedOptimizer`): `"host"` or `"file"`. None leaves it on the device.
+        optimizer_disk: folder on a local disk for that file. None: the system's for temporary files.
         selective_checkpointing: checkpoint the model's blocks, but for their expensive operations
             (`apply_selective_checkpointing`), instead of the trainer's gradient checkpointing.
         memory: log peak memory with the loss (`MemoryLoggingCallback`, unless the trainer has one), add it to the
@@ -71,13 +79,14 @@ def attach(
         memory_report: when training ends, write `report/report.html` and `trainer_state.json` into the output folder.
 
     Returns:
-        A handle whose `remove()` restores the trainer, and the weights that `base` has stream.
+        A handle whose `remove()` restores the trainer, and the weights that `base` has stream. An optimizer that has
+        been made keeps its home.
 
     Raises:
         ValueError: activations are offloaded already, naming the option to switch off; the trainer has an attached
             offloader; its model has no frozen weights, or others than `base` says stream; it has no frozen model that
-            could live elsewhere; `selective_checkpointing` beside gradient checkpointing or `model_init`; or
-            `memory_report` lacks matplotlib.
+            could live elsewhere; its optimizer cannot, or is FSDP's or DeepSpeed's; `selective_checkpointing` beside
+            gradient checkpointing or `model_init`; or `memory_report` lacks matplotlib.
 
     Example:
         >>> handle = hf_memopt.attach(trainer, offloader=ActivationOffloader(budget_gib=4.0))
@@ -98,6 +107,8 @@ def attach(
             undo.callback(OffloadedLoss(trainer, chosen).remove)
         if frozen is not None:
             undo.callback(FrozenModels(trainer, frozen, frozen_home).remove)
+        if optimizer_home is not None:
+            undo.callback(OptimizerAway(trainer, optimizer_home, optimizer_disk).remove)
         if memory:
             lines = partial(lines_about_weights, trainer)
             undo.callback(RunReports(trainer, chosen, lines, is_selective=selective_checkpointing).remove)
@@ -224,10 +235,12 @@ class FrozenModels(TrainerCallback):
 
 
 def lines_about_weights(trainer: Trainer) -> list[str]:
-    """Return a line for each frozen model that lives elsewhere."""
+    """Return a line for each frozen model, and for the optimizer's state, that lives elsewhere."""
     callbacks = trainer.callback_handler.callbacks
-    streamed = [str(each.weights.report()) for each in callbacks if isinstance(each, StreamedBase)]
-    return streamed + [line for each in callbacks if isinstance(each, FrozenModels) for line in each.lines()]
+    lines = [str(each.weights.report()) for each in callbacks if isinstance(each, StreamedBase)]
+    lines += [line for each in callbacks if isinstance(each, FrozenModels) for line in each.lines()]
+    optimizer = getattr(trainer.optimizer, "optimizer", None)  # inside of accelerate's
+    return [*lines, str(optimizer.report())] if isinstance(optimizer, OffloadedOptimizer) else lines
 
 
 def _caches_gradients(trainer: Any) -> bool:

@@ -12,12 +12,13 @@ from hf_memopt.callbacks.next_settings import advice
 from hf_memopt.memory import explain_oom
 from hf_memopt.report.offloading import OFFLOADING_FILE, OffloadingRecord, in_words
 from hf_memopt.report.tables import training_section
+from hf_memopt.weights.base import streamed_weights_of
 
 
 class RunReports(TrainerCallback):
     """Reports the memory and time of a trainer's run, with the `MemoryLoggingCallback` that it has or gets.
 
-    `lines_about_weights` is called at the end, for frozen weights that lived elsewhere.
+    `lines_about_weights` is called at the end, for weights and optimizer state that lived elsewhere.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class RunReports(TrainerCallback):
             self._trainer.model,
             args.device.type,
             figures,
-            base_streams=bool(weights),
+            base_streams=streamed_weights_of(self._trainer.model) is not None,
             is_selective=self._is_selective,
         )
         record = OffloadingRecord.of(self._offloader, facts=facts, weights=weights, advice=lines)

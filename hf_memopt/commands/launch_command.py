@@ -35,6 +35,8 @@ FLAGS are those of accelerate launch and the following, the fields of MemoptArgu
   --frozen MODE              off (default), auto, resident, swap or stream: where TRL's reference model, teacher and
                              reward models wait for their calls
   --frozen_home HOME         host (default) or file: where they wait, in host memory or in their safetensors files
+  --optimizer_home HOME      off (default), host or file: where the optimizer's state lives between updates, in host
+                             memory or in a file in --disk
   --selective_checkpointing  checkpoint the model's blocks, but keep the results of their expensive operations
   --no_memory_log            do not log peak memory with the loss, nor explain out-of-memory errors
   --leak_check               warn once if every step leaves memory behind

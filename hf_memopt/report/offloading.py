@@ -43,7 +43,7 @@ class OffloadingRecord:
         plans: its newest plans; none in modes that make none.
         note: the reason why there are none.
         over_pass: memory over the largest pass that followed a plan.
-        weights: frozen weights that lived elsewhere, each in a line.
+        weights: frozen weights, and state of optimizers, that lived elsewhere, each in a line.
         advice: settings to try next as commands or options, each with its reason.
     """
 

@@ -47,6 +47,9 @@ class TrainingOptions(RunOptions):
     learning_rate: NotNegative = flag(2e-3, "peak learning rate of AdamW")
     weight_decay: NotNegative = flag(0.0, "of AdamW, on all weights")
     optimizer_bits: Literal[32, 8, 4] = flag(32, "of AdamW's states; torchao's 8 and 4 train slightly differently")
+    optimizer_home: Literal["off", "host", "file"] = flag(
+        "off", "where AdamW's states live between updates: in host memory, or in a file in --disk"
+    )
     warmup_steps: CountOrZero = flag(10, "updates until the learning rate has reached its peak")
     max_grad_norm: Positive = flag(1.0, "clip gradients to this norm")
     log_every: Count = flag(10, "updates between log lines")

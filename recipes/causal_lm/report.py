@@ -16,6 +16,9 @@ logger = logging.getLogger(__name__)
 def results(run: Run, cost: RunCost) -> dict[str, Any]:
     final = [entry for entry in run.progress.history if "eval_loss" in entry][-1]
     more = {"corpus": describe_corpus(run.options.data), "final": final}
+    if run.options.training.optimizer_home != "off":
+        more["optimizer"] = run.optimizer.optimizer.report()  # inside of accelerate's
+        logger.info(f"{more['optimizer']}")
     return run_results(run, cost, libraries=("transformers", "datasets"), **more)
 
 
