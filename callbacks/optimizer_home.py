@@ -5,7 +5,6 @@ import os
 from typing import Any
 
 from accelerate.optimizer import AcceleratedOptimizer
-from torch.optim import Optimizer
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 from hf_memopt.transfer.scratch_file import check_disk
@@ -31,8 +30,8 @@ class OptimizerHomes:
         self.reports: dict[int, OptimizerReport] = {}
         self._num_given = 0
 
-    def give(self, optimizer: Optimizer) -> Optimizer:
-        """Return the optimizer with a home; as it is, if accelerate has prepared it before."""
+    def give(self, optimizer: Any) -> Any:
+        """Return an optimizer with a home; as it is, if accelerate has prepared it before."""
         if isinstance(optimizer, AcceleratedOptimizer):
             return optimizer
         if not isinstance(optimizer, OffloadedOptimizer):
@@ -92,7 +91,7 @@ class OptimizerAway(TrainerCallback):
         del self._trainer.create_optimizer
         self._trainer.remove_callback(self)
 
-    def _create(self, *args: Any, **kwargs: Any) -> Optimizer:
+    def _create(self, *args: Any, **kwargs: Any) -> Any:
         self._plain(*args, **kwargs)
         self._trainer.optimizer = self.homes.give(self._trainer.optimizer)
         return self._trainer.optimizer

@@ -174,6 +174,10 @@ class OffloadedOptimizer(Optimizer):
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
         self.optimizer.param_groups = groups
 
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        return self.optimizer.defaults
+
     @property  # type: ignore[override]
     def state(self) -> Mapping[Any, Any]:
         """The state by parameter, to be read: what is away is shown where it lies at home."""

@@ -15,10 +15,7 @@ logger = logging.getLogger(__name__)
 
 def results(run: Run, cost: RunCost) -> dict[str, Any]:
     final = [entry for entry in run.progress.history if "eval_loss" in entry][-1]
-    more = {"corpus": describe_corpus(run.options.data), "final": final}
-    if run.options.training.optimizer_home != "off":
-        more["optimizer"] = run.optimizer.optimizer.report()  # inside of accelerate's
-        logger.info(f"{more['optimizer']}")
+    more = {"corpus": describe_corpus(run.options.data), "final": final, "optimizer": run.optimizer_report()}
     return run_results(run, cost, libraries=("transformers", "datasets"), **more)
 
 
@@ -29,6 +26,8 @@ def write(results: dict[str, Any], output: Path) -> None:
     if can_draw("results.png"):
         draw(results, read_costs(output) or training, output / "results.png")
     logger.info("\n" + table(training, results["device"]))
+    if results["optimizer"] is not None:
+        logger.info(f"{results['optimizer']}")
 
 
 def draw(results: dict[str, Any], costs: list[RunCost], file: Path) -> None:

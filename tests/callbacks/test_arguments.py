@@ -60,6 +60,7 @@ def test_no_field_has_the_name_of_another_option() -> None:
         {"skip": ["visual"], "offload": "all"},
         {"disk": ".", "disk_budget_gib": 2.0},
         {"base": "file", "base_budget_gib": 1.5, "disk": "."},
+        {"optimizer_home": "file", "disk": "."},
         {"skip": ["*.visual", "LlamaMLP"], "leak_check": True},
     ],
 )
@@ -85,6 +86,7 @@ def test_a_folder_may_have_spaces_in_its_name(tmp_path: Path) -> None:
         ({"frozen": "swap", "frozen_home": "tape"}, "frozen_home='tape' is unknown; choose from host, file"),
         ({"frozen_home": "file"}, "frozen_home=file needs frozen=auto, swap or stream, and frozen=off"),
         ({"frozen": "paged"}, "frozen='paged' is unknown; choose from off, auto, resident, swap, stream"),
+        ({"optimizer_home": "tape"}, "optimizer_home='tape' is unknown; choose from off, host, file"),
         ({"budget_gib": -1.0}, "budget_gib=-1.0 must be at least 0"),
         ({"prefetch_ahead": 1.5}, "prefetch_ahead=1.5 must be a whole number"),
         ({"budget_gib": 1.0, "offload": "all"}, "budget_gib=1.0 needs offload=auto"),

@@ -102,11 +102,16 @@ def test_afterwards_nothing_is_attached_any_more(make: Any) -> None:
     assert "train" not in vars(make())
 
 
-def trained_by_accelerate(*prepared_besides: nn.Module, calls_forward: bool = False) -> list[Tensor]:
+def trained_by_accelerate(
+    *prepared_besides: nn.Module, calls_forward: bool = False, prepares_optimizer: bool = True
+) -> list[Tensor]:
     torch.manual_seed(0)
     accelerator = accelerate.Accelerator(cpu=True)
     model = decoder()
-    model, optimizer, *_ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), *prepared_besides)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, *_ = accelerator.prepare(model, *prepared_besides)
+    if prepares_optimizer:
+        optimizer = accelerator.prepare(optimizer)
     for row in examples()[:6]:
         batch = {name: value[None] for name, value in row.items()}
         accelerator.backward((model.forward if calls_forward else model)(**batch).loss)
@@ -129,6 +134,29 @@ def test_a_loop_on_accelerate_offloads_what_its_model_saves(
     with every_trainer.attached(arguments(offload="off")):
         assert equal(trained_by_accelerate(), plain)
     assert offload_lines(caplog) == []
+
+
+@pytest.mark.parametrize("home", ["host", "file"])
+def test_a_loop_on_accelerate_has_its_optimizers_state_at_home(
+    home: str, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    plain = trained_by_accelerate()
+    with every_trainer.attached(arguments(offload="off", optimizer_home=home, disk=str(tmp_path))):
+        assert equal(trained_by_accelerate(), plain)
+    (line,) = (text for text in caplog.messages if text.startswith("optimizer: "))
+    assert "6 updates read" in line
+    assert (f"disk={tmp_path}" in line) == (home == "file")
+    caplog.clear()
+    with every_trainer.attached(arguments(offload="off", optimizer_home=home)):
+        assert equal(trained_by_accelerate(prepares_optimizer=False), plain)
+    assert f"optimizer_home={home} reaches no optimizer that is stepped; give it to Accelerator.prepare" in caplog.text
+
+
+def test_engines_that_place_an_optimizers_state_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accelerate.Accelerator, "distributed_type", accelerate.DistributedType.FSDP)
+    with every_trainer.attached(arguments(optimizer_home="host")):
+        with pytest.raises(ValueError, match=r"^optimizer_home='host': FSDP places the optimizer's state already"):
+            accelerate.Accelerator(cpu=True).prepare(torch.optim.AdamW(decoder().parameters()))
 
 
 UNREACHED = {
@@ -198,8 +226,9 @@ def test_trls_sft_is_bitwise_the_plain_run(how: str, plain_run: Any, tmp_path: P
         words = ("-m", module, "-m", SCRIPT.stem, str(tmp_path))
         printed = run(*words, HF_MEMOPT=f"offload=all,{SETTINGS}", PYTHONPATH=python_path(SCRIPT.parent))
     else:
-        flags = ("--cpu", "--num_processes=1", "--offload_threshold_mb", "0", "--cpu_copies", "--", str(SCRIPT))
-        printed = run("-m", "hf_memopt.cli", "launch", *flags, str(tmp_path))
+        flags = ("--cpu", "--num_processes=1", "--offload_threshold_mb", "0", "--cpu_copies", "--optimizer_home=file")
+        printed = run("-m", "hf_memopt.cli", "launch", *flags, "--", str(SCRIPT), str(tmp_path))
+        assert "optimizer: " in printed
     assert "moved to the host" in printed
     assert "host: " in printed  # memory in the log
     losses, state = results(tmp_path / "results.pt")

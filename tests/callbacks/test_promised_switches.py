@@ -84,6 +84,11 @@ def visited(run: Run) -> int:
     return min(report.bytes_host_to_device + report.bytes_read for report in reports)
 
 
+def updated(run: Run) -> int:
+    report = run.trainer.optimizer.optimizer.report()
+    return min(report.bytes_read, report.bytes_written)
+
+
 def checkpointed(run: Run) -> int:
     return sum(isinstance(vars(each).get("forward"), CheckpointedForward) for each in run.trainer.model.modules())
 
@@ -115,6 +120,7 @@ SWITCHES = {
     "frozen=swap": Switch({"frozen": "swap"}, visited, {}, FROZEN),
     "frozen=stream": Switch({"frozen": "stream"}, visited, {}, FROZEN),
     "frozen_home=file": Switch({"frozen": "stream", "frozen_home": "file"}, visited, {}, FROZEN),
+    "optimizer_home": Switch({"optimizer_home": "file"}, updated, {}),
     "memory_log": Switch({"memory_log": True}, logged, {}),
     "leak_check": Switch({"leak_check": True}, watched, {}),
     "memory_report": Switch({"memory_log": True, "memory_report": True}, reported, {}),

@@ -207,6 +207,20 @@ def test_a_switch_that_reaches_trainers_alone_is_refused_in_a_loop(record: Any) 
         record(LOOP, "no", texts=("base=file",))
 
 
+def test_an_optimizer_with_another_home_is_recorded_as_the_plain_one(record: Any) -> None:
+    want, _ = record(LOOP, "no")
+    found, _ = record(LOOP, "no", texts=("optimizer_home=host",))
+    assert names(found, "optimizer") == names(want, "optimizer") != []
+    assert not compare(want, found).differences
+
+
+def test_a_home_that_reaches_no_optimizer_is_refused(record: Any) -> None:
+    script = LOOP.replace("model, optimizer = ", "optimizer = torch.optim.AdamW(model.parameters()); model = ")
+    script = script.replace("prepare(model, torch.optim.AdamW(model.parameters()))", "prepare(model)")
+    with pytest.raises(switches.SwitchError, match=r"switch=optimizer_home=host reaches no optimizer that is stepped"):
+        record(script, "no", texts=("optimizer_home=host",))
+
+
 def test_a_script_that_launches_another_one_is_refused(record: Any) -> None:
     script = "from accelerate.commands.launch import launch_command\nlaunch_command(None)"
     with pytest.raises(switches.SwitchError, match=r"processes that are not recorded; name that one"):

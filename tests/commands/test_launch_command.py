@@ -52,9 +52,9 @@ def test_without_flags_it_is_what_attach_alone_is(started: Any) -> None:
 
 
 def test_a_disk_reaches_the_script(started: Any) -> None:
-    main(["launch", "--disk", ".", "--disk_budget_gib", "2", "--", "train.py"])
+    main(["launch", "--disk", ".", "--disk_budget_gib", "2", "--optimizer-home", "file", "--", "train.py"])
     ((_, variable),) = started
-    assert variable == "disk=.,disk_budget_gib=2.0"
+    assert variable == "disk=.,disk_budget_gib=2.0,optimizer_home=file"
 
 
 def test_flags_overrule_the_variable(started: Any, monkeypatch: pytest.MonkeyPatch) -> None:

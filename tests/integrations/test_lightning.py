@@ -8,6 +8,8 @@ import pytest
 import torch
 from late_imports import LateModule
 
+from hf_memopt import OffloadedOptimizer
+
 ours = LateModule("hf_memopt.integrations.lightning")
 toys = LateModule("lightning_toys")
 
@@ -86,6 +88,15 @@ def test_what_it_did_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
         assert "moved to the host" in caplog.text
         trained(tmp_path, ours.ActivationOffloading("all"))
     assert "activation offloading moved nothing" in caplog.text
+
+
+def test_an_offloaded_optimizer_is_refused_for_its_closures(tmp_path: Path) -> None:
+    class Away(toys.Regression):  # type: ignore[misc, name-defined]
+        def configure_optimizers(self) -> Any:
+            return OffloadedOptimizer(torch.optim.AdamW(self.parameters()))
+
+    with pytest.raises(ValueError, match=r"^closure is not supported by OffloadedOptimizer"):
+        toys.trainer(tmp_path).fit(Away(), toys.loader(), toys.loader(1))
 
 
 def test_two_offloaders_are_refused(tmp_path: Path) -> None:

@@ -100,6 +100,17 @@ def test_offloading_the_inputs_of_checkpointed_blocks_changes_no_bit(plain: Path
     assert equal(weights(tmp_path), weights(plain))
 
 
+def test_an_optimizers_home_changes_no_bit(plain: Path, tmp_path: Path) -> None:
+    home = ("--optimizer_home=file", f"--disk={tmp_path}")
+    results = train(tmp_path / "run", *ACCUMULATED, "--offload=off", *home)
+    assert equal(weights(tmp_path / "run"), weights(plain))
+    report = json.loads((tmp_path / "run" / "results.json").read_text())["optimizer"]
+    assert report["bytes_written"] > report["bytes_read"] > 0
+    offloading = read_run(tmp_path / "run").offloading
+    assert offloading is not None
+    assert offloading.weights == [str(results["optimizer"])]
+
+
 def test_another_seed_gives_other_weights(plain: Path, tmp_path: Path) -> None:
     train(tmp_path, *ACCUMULATED, "--offload=off", "--seed=1")
     assert not equal(weights(tmp_path), weights(plain))

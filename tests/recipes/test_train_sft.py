@@ -85,6 +85,15 @@ def test_adapters_on_a_streamed_base_are_bitwise_those_of_a_resident_one(
     assert "moved to the host" in caplog.text
 
 
+def test_an_optimizers_home_changes_no_bit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    losses, weights = train(tmp_path / "plain", "--offload=off")
+    caplog.set_level(logging.INFO, "hf_memopt")
+    same_losses, same_weights = train(tmp_path / "away", "--offload=off", "--optimizer_home=file", f"--disk={tmp_path}")
+    assert same_losses == losses
+    assert all(torch.equal(same_weights[name], weights[name]) for name in weights)
+    assert f"disk={tmp_path}" in caplog.text
+
+
 def test_the_loss_is_on_the_assistants_words_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     labels: list[Tensor] = []
     compute_loss = trl.SFTTrainer.compute_loss
