@@ -24,15 +24,16 @@ def make_model(name: str | None) -> torch.nn.Module:
     return Qwen3ForCausalLM(Qwen3Config(vocab_size=256, num_attention_heads=4, num_key_value_heads=4, **sizes))
 
 
-def train(model: torch.nn.Module, tokens: torch.Tensor, home: str, disk: str | None) -> list[torch.Tensor]:
+def train(model: torch.nn.Module, tokens: torch.Tensor, moves_state: bool, disk: str | None) -> list[torch.Tensor]:
     """Return the model's weights."""
     accelerator = Accelerator(gradient_accumulation_steps=2)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    if home != "device":
-        # hf_memopt: any optimizer, before accelerate prepares it; home="host" for host memory
-        optimizer = OffloadedOptimizer(optimizer, home=home, disk=disk)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    away = None
+    if moves_state:
+        # hf_memopt: of any optimizer, before accelerate prepares it; home="host" is host memory
+        optimizer = away = OffloadedOptimizer(optimizer, home="file", disk=disk)
     schedule = get_scheduler("linear", optimizer, num_warmup_steps=2, num_training_steps=NUM_UPDATES)
-    model, prepared, schedule = accelerator.prepare(model, optimizer, schedule)
+    model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
     for step in range(2 * NUM_UPDATES):
         batch = tokens[[step % len(tokens)]].to(accelerator.device)
         with accelerator.accumulate(model):
@@ -40,13 +41,13 @@ def train(model: torch.nn.Module, tokens: torch.Tensor, home: str, disk: str | N
             accelerator.backward(loss)
             if accelerator.sync_gradients:
                 accelerator.clip_grad_norm_(model.parameters(), 1.0)
-            prepared.step()
+            optimizer.step()
             schedule.step()
-            prepared.zero_grad()
+            optimizer.zero_grad()
         if step % 4 == 3:
             print(f"update {(step + 1) // 2:2}  loss {loss.item():.4f}")
-    if home != "device":
-        print(optimizer.report())  # hf_memopt: bytes moved, time waited for them, and the wear of the disk in a day
+    if away:
+        print(away.report())  # hf_memopt: bytes moved, time waited for them, and the wear of the disk in a day
     return [parameter.detach() for parameter in model.parameters()]
 
 
@@ -60,10 +61,10 @@ def main() -> None:
     if given.model:
         tokenizer = AutoTokenizer.from_pretrained(given.model, trust_remote_code=False)
         tokens = torch.tensor(tokenizer(text.decode()).input_ids)
-        train(make_model(given.model), tokens[: len(tokens) // LENGTH * LENGTH].view(-1, LENGTH), "file", given.disk)
+        train(make_model(given.model), tokens[: len(tokens) // LENGTH * LENGTH].view(-1, LENGTH), True, given.disk)
         return
     tokens = torch.tensor(list(text[: len(text) // LENGTH * LENGTH])).view(-1, LENGTH)
-    plain, ours = (train(make_model(None), tokens, home, given.disk) for home in ("device", "file"))
+    plain, ours = (train(make_model(None), tokens, moves_state, given.disk) for moves_state in (False, True))
     print(f"Weights equal to those with the state on the device: {all(map(torch.equal, plain, ours))}")
 
 

@@ -109,9 +109,9 @@ def trained_by_accelerate(
     accelerator = accelerate.Accelerator(cpu=True)
     model = decoder()
     optimizer = torch.optim.AdamW(model.parameters())
-    model, *_ = accelerator.prepare(model, *prepared_besides)
-    if prepares_optimizer:
-        optimizer = accelerator.prepare(optimizer)
+    given = optimizer if prepares_optimizer else None
+    model, prepared, *_ = accelerator.prepare(model, given, *prepared_besides)
+    optimizer = prepared or optimizer
     for row in examples()[:6]:
         batch = {name: value[None] for name, value in row.items()}
         accelerator.backward((model.forward if calls_forward else model)(**batch).loss)

@@ -120,7 +120,7 @@ SWITCHES = {
     "frozen=swap": Switch({"frozen": "swap"}, visited, {}, FROZEN),
     "frozen=stream": Switch({"frozen": "stream"}, visited, {}, FROZEN),
     "frozen_home=file": Switch({"frozen": "stream", "frozen_home": "file"}, visited, {}, FROZEN),
-    "optimizer_home": Switch({"optimizer_home": "file"}, updated, {}),
+    "optimizer_home": Switch({"optimizer_home": "file"}, updated, {"optim": "adamw_torch"}),
     "memory_log": Switch({"memory_log": True}, logged, {}),
     "leak_check": Switch({"leak_check": True}, watched, {}),
     "memory_report": Switch({"memory_log": True, "memory_report": True}, reported, {}),
