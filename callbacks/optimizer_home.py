@@ -31,7 +31,7 @@ class OptimizerHomes:
         self._num_given = 0
 
     def give(self, optimizer: Any) -> Any:
-        """Return an optimizer with a home; as it is, if accelerate has prepared it before."""
+        """Return an optimizer with a home; unchanged if accelerate has prepared it before."""
         if isinstance(optimizer, AcceleratedOptimizer):
             return optimizer
         if not isinstance(optimizer, OffloadedOptimizer):
@@ -62,7 +62,7 @@ class OptimizerHomes:
 
 
 class OptimizerAway(TrainerCallback):
-    """Has the optimizer that a trainer makes, or was given, live with its state at a home, from `train()` on."""
+    """Gives the state of the optimizer that a trainer makes, or was given, a home from `train()` on."""
 
     def __init__(self, trainer: Trainer, home: OptimizerHome, disk: str | os.PathLike[str] | None) -> None:
         self.homes = OptimizerHomes(home, disk)
@@ -87,7 +87,7 @@ class OptimizerAway(TrainerCallback):
             self.homes.log()
 
     def remove(self) -> None:
-        """Have the next optimizer be made without a home; one that is there keeps it."""
+        """Leave the next optimizer without a home; one that is there keeps it."""
         del self._trainer.create_optimizer
         self._trainer.remove_callback(self)
 
