@@ -6,6 +6,7 @@ Below any other device they stop in host memory on either way.
 
 import copy
 import logging
+import mmap
 import threading
 from collections import deque
 from dataclasses import dataclass
@@ -77,8 +78,9 @@ class DirectDisk(_Disk):
     def read(self, block: DiskBlock, destination: Tensor) -> FileCopy:
         return self.file.read(block.extent, destination)
 
-    def at_home(self, block: DiskBlock) -> Tensor:
-        return self.file.mapped(block.extent)[block.offset : block.offset + block.nbytes]
+    def at_home(self, block: DiskBlock) -> mmap.mmap:
+        assert block.offset == 0
+        return self.file.mapped(block.extent)
 
     def empty_device(self, num_bytes: int, block: DiskBlock, first: int) -> Tensor:
         return private_pages(num_bytes, (block.offset - first) % PAGE)
@@ -158,12 +160,12 @@ class StagedDisk(_Disk):
             self._under_way.append(read)
             return _ReadTransfer(read)
 
-    def at_home(self, block: StagedBlock) -> Tensor:
+    def at_home(self, block: StagedBlock) -> mmap.mmap:
         with self.lock:
             assert block.write is not None
             block.write.finish()
             block.write.raise_error()
-        return self.file.mapped(block.extent)[: block.nbytes]
+        return self.file.mapped(block.extent)
 
     def empty_device(self, num_bytes: int, block: StagedBlock, first: int) -> Tensor:
         return self.copier.empty_device(num_bytes)

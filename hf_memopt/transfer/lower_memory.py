@@ -1,5 +1,6 @@
 """The memories below the device in one form: blocks of them, and copies to and from the device."""
 
+import ctypes
 from abc import ABC, abstractmethod
 from typing import Any, NamedTuple
 
@@ -69,8 +70,8 @@ class LowerMemory(ABC):
         """Start copying `(num_bytes,)` uint8 to the device."""
 
     @abstractmethod
-    def at_home(self, block: Any) -> Tensor:
-        """Return the bytes of `block`, written before, as host memory, `(num_bytes,)` uint8, without a copy.
+    def at_home(self, block: Any) -> Any:
+        """Return the bytes of `block`, written before, as a buffer that weak references may name, without a copy.
 
         Later writes of the block change them. Waits for writes under way.
         """
@@ -133,9 +134,11 @@ class LowerHost(LowerMemory):
     def read(self, block: Tensor, destination: Tensor) -> Transfer:
         return self._copier.to_device(block, destination)
 
-    def at_home(self, block: Tensor) -> Tensor:
+    def at_home(self, block: Tensor) -> Any:
         self._copier.settle()
-        return block
+        shown: Any = (ctypes.c_uint8 * block.nbytes).from_address(block.data_ptr())
+        shown.memory = block  # keeps it
+        return shown
 
     def empty_device(self, num_bytes: int, block: Tensor, first: int) -> Tensor:
         return self._copier.empty_device(num_bytes)

@@ -15,7 +15,6 @@ from io import FileIO
 from pathlib import Path
 from typing import IO, NamedTuple
 
-import torch
 from torch import Tensor
 
 from hf_memopt.transfer.clock import WallClock
@@ -133,11 +132,10 @@ class ScratchFile:
         """Start reading to contiguous host memory."""
         return self._start(read_memory, "reading", destination, extent)
 
-    def mapped(self, extent: Extent) -> Tensor:
-        """Map an extent: its pages take the page cache alone, and keep the file's space as long as the tensor lives."""
+    def mapped(self, extent: Extent) -> mmap.mmap:
+        """Map an extent: it takes the page cache alone, and keeps the file's space as long as it lives."""
         self.check_process()
-        mapping = mmap.mmap(self._file.fileno(), extent.num_bytes, access=mmap.ACCESS_COPY, offset=extent.start)
-        return torch.frombuffer(mapping, dtype=torch.uint8)
+        return mmap.mmap(self._file.fileno(), extent.num_bytes, access=mmap.ACCESS_COPY, offset=extent.start)
 
     def summary(self) -> str:
         speeds = f"writes {self.write_bytes_per_s / 1e9:.1f} GB/s, reads {self.read_bytes_per_s / 1e9:.1f} GB/s"

@@ -1,5 +1,6 @@
 """The file of a disk tier, as the memory below the device sees it."""
 
+import mmap
 from typing import Protocol
 
 from torch import Tensor
@@ -36,8 +37,8 @@ class TierFile(Protocol):
     def read(self, extent: Extent, destination: Tensor) -> FileCopy:
         """Start reading to host memory."""
 
-    def mapped(self, extent: Extent) -> Tensor:
-        """Return the bytes of an extent, which later writes change, as uint8 memory that the system reads on access."""
+    def mapped(self, extent: Extent) -> mmap.mmap:
+        """Map an extent, whose bytes later writes change; the system reads them on access."""
 
     def wear(self) -> str:
         """Return the bytes written, and in a day at this rate."""

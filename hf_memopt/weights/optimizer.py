@@ -11,7 +11,7 @@ from itertools import chain
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks
 from torch.utils._pytree import tree_map_only
@@ -20,7 +20,7 @@ from hf_memopt.ranges import NOT_NEGATIVE
 from hf_memopt.transfer import Copier
 from hf_memopt.transfer.scratch_file import check_disk
 from hf_memopt.units import GIB, MIB, format_bytes
-from hf_memopt.weights.coupling import GroupVisits, bare_copy, random_numbers_kept, refuse_coupled, without_hooks
+from hf_memopt.weights.coupling import Visits, bare_copy, bare_step, random_numbers_kept, refuse_coupled
 from hf_memopt.weights.optimizer_units import StateHome, StateUnit, Traffic, leaves, packed_state
 from hf_memopt.weights.quantised import rewrapped
 
@@ -73,11 +73,11 @@ class OptimizerReport:
 
 
 class _Visit(NamedTuple):
-    """Parameters of a group to update at a time, all of one unit, or all with state that stays on the device."""
+    """Parameters of a group, by its number, to update at a time: of one unit, or all with state that stays."""
 
     unit: StateUnit | None
+    number: int
     parameters: list[Tensor]
-    of_group: GroupVisits
 
 
 @dataclass
@@ -85,15 +85,16 @@ class _Update:
     """An update under way.
 
     Attributes:
-        visits: those that are left.
+        left: the visits that are left.
         gradients: with their versions, as the update began.
         of_scaler: what a GradScaler has set.
         is_torn: whether the optimizer is at work on the first of the visits.
     """
 
-    visits: list[_Visit]
+    left: list[_Visit]
     gradients: dict[Tensor, tuple[Tensor, int]]
     of_scaler: dict[str, Any]
+    visits: Visits
     is_torn: bool = False
 
 
@@ -142,7 +143,7 @@ class OffloadedOptimizer(Optimizer):
         if disk is not None:
             check_disk(disk)
         _refuse(optimizer)
-        refuse_coupled(optimizer)
+        refuse_coupled(optimizer, optimizer.param_groups)
         self.optimizer = optimizer
         self._home_name, self._budget_bytes = home, int((budget_gib or 0) * GIB)
         self._home = StateHome(home, copier, disk)
@@ -159,6 +160,11 @@ class OffloadedOptimizer(Optimizer):
         if name == "optimizer":
             raise AttributeError(name)
         return getattr(self.optimizer, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        inner = vars(self).get("optimizer")
+        is_inner = inner is not None and name in vars(inner) and name not in ("step", *vars(self))
+        object.__setattr__(inner if is_inner and not hasattr(type(self), name) else self, name, value)
 
     def __repr__(self) -> str:
         return f"OffloadedOptimizer(home={self._home_name!r}, {self.optimizer!r})"
@@ -195,7 +201,13 @@ class OffloadedOptimizer(Optimizer):
         self.optimizer.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters; a ValueError as for the constructor."""
         self.optimizer.add_param_group(param_group)
+        try:
+            refuse_coupled(self.optimizer, self.param_groups[-1:])
+        except BaseException:
+            self.param_groups.pop()
+            raise
 
     # ------------------------------------------------------------------------------------------------ the update
 
@@ -227,7 +239,7 @@ class OffloadedOptimizer(Optimizer):
             raise RuntimeError("no update was interrupted; call step()")
         if update.is_torn:
             raise RuntimeError(f"the optimizer itself was interrupted, so that its update stays unfinished; {_REMEDY}")
-        for parameter in chain.from_iterable(parameters for _, parameters, _ in update.visits):
+        for parameter in chain.from_iterable(parameters for *_, parameters in update.left):
             before, version = update.gradients[parameter]
             if parameter.grad is not before or before._version != version:
                 raise RuntimeError(f"gradients have changed since the update was interrupted; {_REMEDY}")
@@ -253,7 +265,7 @@ class OffloadedOptimizer(Optimizer):
 
     def _refuse_interrupted(self) -> None:
         if self._update is not None:
-            left = sum(len(parameters) for _, parameters, _ in self._update.visits)
+            left = sum(len(parameters) for *_, parameters in self._update.left)
             raise RuntimeError(
                 f"an update was interrupted with {left} of {len(self._update.gradients)} parameters left; call "
                 f"finish_update(), or {_REMEDY}"
@@ -271,26 +283,17 @@ class OffloadedOptimizer(Optimizer):
         for unit in _different(self._units):
             unit.check()
         self._take_in(gradients)
-        visits: list[_Visit] = []
-        for group in self.param_groups:
-            of_group = GroupVisits(self.optimizer, group)
-            of_unit: dict[StateUnit, list[Tensor]] = {}
-            found: list[_Visit] = []
+        left: list[_Visit] = []
+        for number, group in enumerate(self.param_groups):
             for parameter in group["params"]:
-                if parameter not in gradients:
-                    continue
-                its_unit = self._units[parameter]
-                if its_unit is not None and its_unit in of_unit:
-                    of_unit[its_unit].append(parameter)
-                elif its_unit is None and found and found[-1].unit is None:
-                    found[-1].parameters.append(parameter)
-                else:
-                    found.append(_Visit(its_unit, [parameter], of_group))
-                    if its_unit is not None:
-                        of_unit[its_unit] = found[-1].parameters
-            # Options that count updates do so without gradients, too.
-            visits += found or [_Visit(None, group["params"], of_group)]
-        self._update = _Update(visits, gradients, {name: vars(self)[name] for name in _OF_SCALER if name in vars(self)})
+                if parameter in gradients:
+                    its_unit = self._units[parameter]
+                    if not left or (left[-1].unit, left[-1].number) != (its_unit, number):
+                        left.append(_Visit(its_unit, number, []))
+                    left[-1].parameters.append(parameter)
+        of_scaler = {name: vars(self)[name] for name in _OF_SCALER if name in vars(self)}
+        # Options that count updates do so without gradients, too.
+        self._update = _Update(left or [_Visit(None, 0, [])], gradients, of_scaler, Visits(self.optimizer))
 
     def _go_on(self) -> None:
         update = self._update
@@ -298,9 +301,8 @@ class OffloadedOptimizer(Optimizer):
         inner = vars(self.optimizer)
         inner |= update.of_scaler
         try:
-            with without_hooks(self.optimizer):
-                while update.visits:
-                    self._visit(update)
+            while update.left:
+                self._visit(update)
         finally:
             for name in update.of_scaler:
                 inner.pop(name, None)
@@ -310,18 +312,18 @@ class OffloadedOptimizer(Optimizer):
         self._num_updates += 1
 
     def _visit(self, update: _Update) -> None:
-        unit, parameters, of_group = update.visits[0]
+        unit, number, parameters = update.left[0]
         if unit is not None:
             self._traffic.bring(unit)
             unit.arrive()
-            for after, *_ in update.visits[1 : 1 + _AHEAD]:
+            for after, *_ in update.left[1 : 1 + _AHEAD]:
                 if after is not None and not after.is_new and self._traffic.has_room(after):
                     self._traffic.bring(after)
         update.is_torn = True
-        of_group.update(parameters)
+        update.visits.update(number, parameters)
         if unit is not None:
             unit.pack(self.optimizer.state)
-        del update.visits[0]
+        del update.left[0]
         update.is_torn = False
         if unit is not None:
             self._traffic.send(unit)
@@ -342,21 +344,26 @@ class OffloadedOptimizer(Optimizer):
         most = min(_UNIT_BYTES, largest)
         self._home.largest_bytes = max(self._home.largest_bytes, largest)
         resident_bytes, staying, made = self._resident_bytes, [], list[StateUnit]()
+        parts: list[list[Tensor]] = []
+        for group in self.param_groups:
+            is_open, part_bytes = False, 0
+            for each in group["params"]:
+                if each not in new:
+                    is_open = False
+                elif 0 < sizes[each] <= self._budget_bytes - resident_bytes:
+                    resident_bytes += sizes[each]
+                    staying.append(each)
+                    is_open = False
+                else:
+                    num_bytes = sizes[each] or each.nbytes  # state that comes later may have the parameter's size
+                    if not is_open or part_bytes + num_bytes > most or parts[-1][0].device != each.device:
+                        parts.append([])
+                        is_open, part_bytes = True, 0
+                    parts[-1].append(each)
+                    part_bytes += num_bytes
         try:
-            for group in self.param_groups:
-                part: list[Tensor] = []
-                for each in (each for each in group["params"] if each in new):
-                    if resident_bytes + sizes[each] <= self._budget_bytes:
-                        resident_bytes += sizes[each]
-                        staying.append(each)
-                        continue
-                    its_bytes = sum(map(sizes.__getitem__, (*part, each)))
-                    if part and (part[0].device != each.device or its_bytes > most):
-                        made.append(StateUnit(part, self._home, sum(map(sizes.__getitem__, part))))
-                        part = []
-                    part.append(each)
-                if part:
-                    made.append(StateUnit(part, self._home, sum(map(sizes.__getitem__, part))))
+            for part in parts:
+                made.append(StateUnit(part, self._home, sum(map(sizes.__getitem__, part))))
         except BaseException:  # the disk is full
             for unit in made:
                 unit.forget()
@@ -372,6 +379,7 @@ class OffloadedOptimizer(Optimizer):
                 unit.pack(self.optimizer.state)
                 self._traffic.send(unit)
         self._traffic.settle()
+        self._home.trim()
 
     def _state_bytes(self, group: dict[str, Any], parameter: Tensor, measured: dict[Any, int]) -> int:
         """Return the bytes of a parameter's state that move, as one update of a copy without gradients makes them."""
@@ -381,9 +389,9 @@ class OffloadedOptimizer(Optimizer):
         if key not in measured:
             copied = torch.zeros_like(parameter).detach().requires_grad_()
             copied.grad = copied.detach()  # the same memory: nobody reads the numbers
-            alone = bare_copy(self.optimizer, [{**group, "params": [copied]}])
-            with random_numbers_kept(parameter.device), without_hooks(alone):
-                alone.step()
+            alone = bare_copy(self.optimizer, group, [copied])
+            with random_numbers_kept(parameter.device):
+                bare_step(alone)
             measured[key] = packed_state(alone.state, [copied]).num_bytes
         return measured[key]
 
@@ -433,7 +441,7 @@ class OffloadedOptimizer(Optimizer):
                 inner.param_groups, inner.state, self._units, self._resident_bytes, self._traffic.limit_bytes = before
                 raise
         inner.state, self._update = loaded, None
-        self._forget(before[2])  # what is loaded may lie there
+        self._forget(before[2])  # what was loaded may lie there
         for hook in inner._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
@@ -474,7 +482,10 @@ def _shown(value: Any, at_home: Mapping[int, Tensor]) -> Any:
     return [_shown(each, at_home) for each in value] if isinstance(value, list) else value
 
 
-OffloadedOptimizer.step = Optimizer.profile_hook_step(OffloadedOptimizer.step)  # type: ignore[method-assign]
+# Hooks run around the whole update, which torch.compile leaves alone.
+OffloadedOptimizer.step = torch._disable_dynamo(  # type: ignore[method-assign, attr-defined]
+    Optimizer.profile_hook_step(OffloadedOptimizer.step)
+)
 
 
 def _different(units: Mapping[Tensor, StateUnit | None]) -> set[StateUnit]:
@@ -518,8 +529,8 @@ def _refuse(optimizer: Optimizer) -> None:
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise ValueError(f"optimizer={name} needs a closure in each step, which OffloadedOptimizer cannot repeat")
-    if "Sparse" in name:
-        raise ValueError(f"optimizer={name} is for sparse gradients, which OffloadedOptimizer does not support")
+    if "step" in vars(optimizer) and not hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        raise ValueError(f"optimizer={name} has a replaced .step, which visits would call several times; leave it")
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     for number, group in enumerate(optimizer.param_groups):
         if group.get("capturable"):
@@ -529,8 +540,10 @@ def _refuse(optimizer: Optimizer) -> None:
     held = set(map(id, parameters))
     for attribute in vars(optimizer).keys() - {"state", "param_groups"}:
         value = vars(optimizer)[attribute]
-        inside = (*value, *value.values()) if isinstance(value, dict) else value
-        if isinstance(inside, list | tuple | set) and any(id(each) in held for each in inside):
+        inside = [value, *(value if isinstance(value, list | tuple | set) else ())]
+        inside += (*value, *value.values()) if isinstance(value, dict) else ()
+        if any(id(each) in held or isinstance(each, Optimizer | nn.Module) for each in inside):
             raise ValueError(
-                f"optimizer={name} keeps parameters in .{attribute}, so that a step for some of them may reach all"
+                f"optimizer={name} keeps parameters, a model or an optimizer in .{attribute}, through which a step for "
+                "some parameters may reach others"
             )

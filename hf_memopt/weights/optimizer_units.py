@@ -7,6 +7,7 @@ Tensors with a shape move. Counters without one, numbers, and tensors on another
 
 import os
 import tempfile
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -136,6 +137,7 @@ class StateUnit:
         self._packed = PackedState((), (), ())
         self._memory: StorageMemory | None = None
         self._place: Place | None = None
+        self._shown: weakref.ref[Any] | None = None
         self._coming: Transfer | None = None
         self._going: Transfer | None = None
         if num_bytes:
@@ -147,6 +149,11 @@ class StateUnit:
     def is_new(self) -> bool:
         """Return whether there is no state yet."""
         return not self._packed.leaves
+
+    @property
+    def is_going(self) -> bool:
+        """Return whether the bytes are on their way home, as where other parameters lie between two of the unit's."""
+        return self._going is not None
 
     @property
     def num_bytes(self) -> int:
@@ -188,15 +195,14 @@ class StateUnit:
         self.is_newer = self.is_here
         found = packed_state(state, self.parameters)
         if found.num_bytes:
-            memory, place = self._memory, self._place
+            memory = self._memory
             if memory is not None and not self.is_here:
                 memory.give()
                 memory.show()
                 self.is_here = True
             if memory is None or self.num_bytes != found.num_bytes or not found.fits_in(memory.block):
+                self._release()
                 memory = self._reserve(found.num_bytes)
-                if place is not None:
-                    place.release()
             if not found.is_in(memory.block):
                 found.move(memory.block)
                 if self._device.type == "cpu":
@@ -230,7 +236,14 @@ class StateUnit:
         """Return, by the id of each tensor that moves, its values where they are now, without a copy."""
         if self._place is None or self._memory is None or not self._packed.num_bytes:
             return {}
-        block = self._memory.block if self.is_here else self._place.memory.at_home(self._place.block)
+        if self.is_here:
+            block = self._memory.block
+        else:
+            shown = self._shown and self._shown()
+            if shown is None:
+                shown = self._place.memory.at_home(self._place.block)
+                self._shown = weakref.ref(shown)
+            block = torch.frombuffer(shown, dtype=torch.uint8)[: self.num_bytes]
         found = views(self._packed.offsets, block)
         return {id(old.tensor): new for old, new in zip(self._packed.offsets, found, strict=True)}
 
@@ -238,8 +251,7 @@ class StateUnit:
         """Give up the block; state in it is lost."""
         self.is_newer = False
         self.settle()
-        if self._place is not None:
-            self._place.release()
+        self._release()
         self._memory = self._place = None
         self._packed = PackedState((), (), ())
 
@@ -253,6 +265,16 @@ class StateUnit:
         )
         self._memory, self.is_here = memory, True
         return memory
+
+    def _release(self) -> None:
+        """Give the place back, once nobody has it shown."""
+        if self._place is not None:
+            shown = self._shown and self._shown()
+            if shown is None:
+                self._place.release()
+            else:
+                weakref.finalize(shown, self._place.release).atexit = False
+            self._place = self._shown = None
 
     def _take(self) -> None:
         assert self._memory is not None
@@ -303,6 +325,8 @@ class StateHome:
     def trim(self) -> None:
         """Give memory that units have dropped back to the system."""
         self._spare.free()
+        for memory in self.memories.values():
+            memory.trim()
 
     def _memory(self, device: torch.device, num_bytes: int) -> LowerMemory:
         found = self.memories.get(device)
@@ -342,7 +366,7 @@ class Traffic:
 
     def bring(self, unit: StateUnit) -> None:
         """Start bringing a unit; waits for others to be home where there is no room."""
-        if unit.is_new:  # the optimizer makes its state first, which is then moved to the unit's block
+        if unit.is_new or unit.is_going:  # the optimizer makes new state first, which is then moved to the block
             self.settle()
         while not self.has_room(unit) and self._here:
             self._settle_first()

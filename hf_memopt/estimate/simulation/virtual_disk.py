@@ -1,5 +1,6 @@
 """The disk of a simulated run: copies take time and move nothing."""
 
+import mmap
 import os
 
 from torch import Tensor
@@ -29,7 +30,7 @@ class VirtualFile:
     def read(self, extent: Extent, destination: Tensor) -> VirtualTransfer:
         return self._reads.copy(extent.num_bytes)
 
-    def mapped(self, extent: Extent) -> Tensor:
+    def mapped(self, extent: Extent) -> mmap.mmap:
         raise RuntimeError("a simulated disk has no bytes that could be mapped")
 
     def wear(self) -> str:
