@@ -167,6 +167,12 @@ JOBS = (
         None,
         "benchmarks.gradient_cache --hidden_size 32 --num_layers 1 --num_pairs 8 --micro_batch_size 4 --rounds 2",
     ),
+    Job(
+        "optimizer-state",
+        5,
+        None,
+        "benchmarks.limit.optimizer_state --size toy --runs 1 --kinds mapped 'ours, file' --folder {folder}/disk",
+    ),
     Job("saved-bytes", 3, None, "benchmarks.teacher.saved_bytes --size toy"),
     Job("total-memory", 5, None, "benchmarks.teacher.total_memory --size toy --batch-sizes 4"),
     Job("techniques", 5, None, "benchmarks.planning.techniques --toy"),
