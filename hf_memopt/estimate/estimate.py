@@ -4,16 +4,16 @@ import logging
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from torch import Tensor
 
 from hf_memopt.estimate.accounting import caching_allocator, categories
 from hf_memopt.estimate.accounting.allocation_history import AllocationHistory, StorageRecord
-from hf_memopt.estimate.accounting.allocation_log import AllocationLog, StepPhases
+from hf_memopt.estimate.accounting.allocation_log import BACKWARD, FORWARD, OPTIMIZER, AllocationLog, StepPhases
 from hf_memopt.estimate.accounting.categories import StepLabels
 from hf_memopt.estimate.accounting.kernel_memory import KernelMemory
 from hf_memopt.estimate.accounting.operation import Operation, device_kind
@@ -46,9 +46,9 @@ class _Run:
     guesses: Counter[str]
     unreached: tuple[str, ...]
     phases_ms: dict[str, float]
-    stall_ms: float
+    stalls_ms: dict[str, float]
     disk_bytes: int = 0
-    disk_bytes_written: int = 0
+    written: Mapping[str, int] = field(default_factory=dict)
     streamed: StreamedEstimate | None = None
     num_gpus: int = 1
 
@@ -146,7 +146,7 @@ def _repeated(repeated: RepeatedLayers, gpu: str | Card | None) -> _Run:
         ),
         unreached=longer.unreached,
         phases_ms={phase: _line(shorter.phases_ms[phase], ms, num_more) for phase, ms in longer.phases_ms.items()},
-        stall_ms=_line(shorter.stall_ms, longer.stall_ms, num_more),
+        stalls_ms={phase: _line(shorter.stalls_ms[phase], ms, num_more) for phase, ms in longer.stalls_ms.items()},
     )
 
 
@@ -165,7 +165,7 @@ def _run(
     phases = StepPhases()
     below = MemoryBelow() if below is None else below
     clock = VirtualClock(DEFAULT_CARD if gpu is None else find_card(gpu), like, below.host_bytes_per_s)
-    disk = VirtualDisk(clock, below.disk)
+    disk = VirtualDisk(clock, below.disk, phases)
     kernels = KernelMemory(clock.card.compute_capability)
 
     def observe(operation: Operation, phase: str) -> None:
@@ -194,7 +194,7 @@ def _run(
     with opened as (device, data_dependent):
         in_group = simulated.has_group or simulated.num_gpus > 1
         ranks = first_of(simulated.num_gpus, device, labels, disk) if in_group else nullcontext()
-        on_host = updates_on_host(device, labels) if like == "cuda" else nullcontext()
+        on_host = updates_on_host(device) if like == "cuda" else nullcontext()
         with log, log.following_resizes(), labels.following(), ranks, on_host:
             state = simulated.setup(device)
             labels.add_state(state)
@@ -220,9 +220,9 @@ def _run(
         data_dependent.guesses,
         unreached,
         clock.phases_ms,
-        clock.stall_ms,
+        clock.stalls_ms,
         disk_bytes=disk.peak_bytes,
-        disk_bytes_written=disk.step_bytes_written,
+        written=disk.step_written,
         streamed=streamed,
         num_gpus=simulated.num_gpus,
     )
@@ -246,14 +246,16 @@ def _estimate(run: _Run, gpu: str | Card | None, assumptions: tuple[str, ...] = 
         top=_largest(live),
         host_bytes=history.host_peak_bytes(),
         disk_bytes=run.disk_bytes,
-        disk_bytes_written=run.disk_bytes_written,
+        disk_bytes_written=sum(run.written.values()),
+        update_bytes_written=run.written.get(OPTIMIZER, 0),
         confidence="low" if run.unreached else "medium" if assumptions else "high",
         assumptions=assumptions,
         unreached=run.unreached,
         step_ms=None if expected is None else step_ms,
         step_range_ms=None if expected is None else (step_ms * expected.low, step_ms * expected.high),
-        phases_ms={} if expected is None else run.phases_ms,
-        stall_ms=None if expected is None else run.stall_ms,
+        phases_ms={} if expected is None else dict(run.phases_ms),
+        stall_ms=None if expected is None else sum(run.stalls_ms.values()),
+        update_stall_ms=sum(ms for phase, ms in run.stalls_ms.items() if phase not in (FORWARD, BACKWARD)),
         trace=trace,
         storage_kinds=categories.of_storages(history),
         storage_makers=tuple((record.owner, record.operation) for record in history.records),

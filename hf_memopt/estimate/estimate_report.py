@@ -90,6 +90,7 @@ class MemoryEstimate:
         step_range_ms: range of nine in ten published steps with this prediction.
         phases_ms: time of each phase of the last step; empty without a card.
         stall_ms: time that compute would wait for copies in the last step.
+        update_bytes_written, update_stall_ms: parts of `disk_bytes_written` and `stall_ms` outside of passes.
         trace: every change of device memory.
         storage_kinds: the use of each storage of `trace`, by its number.
         storage_makers: the module and the operation that made each, "" where none is known.
@@ -121,6 +122,8 @@ class MemoryEstimate:
     streamed: StreamedEstimate | None = None
     num_gpus: int = 1
     notes: tuple[str, ...] = ()
+    update_bytes_written: int = 0
+    update_stall_ms: float = 0.0
 
     def __str__(self) -> str:
         return self.text()
@@ -168,7 +171,8 @@ class MemoryEstimate:
             bytes_to_device=round(self.streamed.bytes_to_device * times),
             bytes_read=round(self.streamed.bytes_read * times),
         )
-        written = replace(self, disk_bytes_written=round(self.disk_bytes_written * times), streamed=streamed)
+        num_bytes = self.update_bytes_written + times * (self.disk_bytes_written - self.update_bytes_written)
+        written = replace(self, disk_bytes_written=round(num_bytes), streamed=streamed)
         if self.step_ms is None or self.step_range_ms is None or self.stall_ms is None:
             return written
         scaled = {phase: ms * (times if phase in (FORWARD, BACKWARD) else 1) for phase, ms in self.phases_ms.items()}
@@ -178,7 +182,7 @@ class MemoryEstimate:
             step_ms=step_ms,
             step_range_ms=(step_ms * low / self.step_ms, step_ms * high / self.step_ms),
             phases_ms=scaled,
-            stall_ms=self.stall_ms * times,
+            stall_ms=self.update_stall_ms + times * (self.stall_ms - self.update_stall_ms),
         )
 
 

@@ -33,6 +33,7 @@ class DeviceBackend:
         open_file: of the user's folder, if there is one, and the most bytes: the file below the host, if there is one.
         home_in_files: of `PackedWeights`, their device and its copier: a home in files that are simulated; None where
             files are real.
+        has_values: whether tensors have numbers, which those of a simulation have not.
     """
 
     make_copier: Callable[[torch.device, bool, str], Copier] = lambda device, pin, purpose: StreamCopier(device, pin)
@@ -44,6 +45,7 @@ class DeviceBackend:
     free_host_bytes: Callable[[], int] = available_bytes
     open_file: Callable[[str | os.PathLike[str] | None, int | None], TierFile | None] = open_scratch_file
     home_in_files: Callable[[Any, torch.device, Copier], Any] | None = None
+    has_values: bool = True
 
 
 _ACCELERATOR = DeviceBackend()

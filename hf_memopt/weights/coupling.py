@@ -13,6 +13,7 @@ from torch.optim.optimizer import _default_to_fused_or_foreach
 from torch.utils._pytree import tree_leaves
 
 from hf_memopt.autograd_state import unwrapped
+from hf_memopt.transfer.backends import backend_of
 from hf_memopt.weights.optimizer_units import leaves
 
 # Sizes of the gradients of two parameters in each update: coupling may show only where they differ much, or are large.
@@ -73,7 +74,7 @@ def refuse_coupled(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> No
     """
     for group in groups:
         trained = [each for each in group["params"] if each.requires_grad and not nn.parameter.is_lazy(each)]
-        if trained:
+        if trained and backend_of(trained[0].device).has_values:
             try:
                 _refuse_coupled(optimizer, group, [trained[0], max(trained, key=Tensor.numel)])
             except Exception as error:

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from hf_memopt.estimate.accounting.allocation_history import AllocationHistory, StorageRecord
 from hf_memopt.estimate.accounting.allocation_log import FORWARD, OPTIMIZER, SETUP, AllocationLog, StepPhases
 from hf_memopt.estimate.accounting.operation import Operation, name_of, tensors_in
+from hf_memopt.weights.optimizer import OffloadedOptimizer
 
 # In the order in which they are drawn, from the bottom up.
 CATEGORIES = (
@@ -116,7 +117,8 @@ class StepLabels:
         self._phases.name = OPTIMIZER
 
     def _end_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._log.label(tree_leaves(list(optimizer.state.values())), OPTIMIZER_STATE, "")
+        inner = optimizer.optimizer if isinstance(optimizer, OffloadedOptimizer) else optimizer
+        self._log.label(tree_leaves(list(inner.state.values())), OPTIMIZER_STATE, "")
         self._phases.name = self._interrupted.pop()
 
     def updating(self) -> AbstractContextManager[None]:

@@ -192,6 +192,7 @@ def _simulated_type(
         free_host_bytes=free_host_bytes,
         open_file=disk.open_file,
         home_in_files=partial(VirtualFileHome, base),
+        has_values=False,
     )
 
 

@@ -2,9 +2,12 @@
 
 import mmap
 import os
+from collections import Counter
+from collections.abc import Callable
 
 from torch import Tensor
 
+from hf_memopt.estimate.accounting.allocation_log import StepPhases
 from hf_memopt.estimate.memory_below import Disk
 from hf_memopt.estimate.simulation.virtual_time import VirtualClock, VirtualQueue, VirtualTransfer
 from hf_memopt.transfer.direct_io import PAGE
@@ -15,16 +18,23 @@ from hf_memopt.units import format_bytes
 class VirtualFile:
     """A file that only counts its bytes, with one queue in each direction; `reads` may be shared with other files."""
 
-    def __init__(self, clock: VirtualClock, disk: Disk, reads: VirtualQueue | None = None) -> None:
+    def __init__(
+        self,
+        clock: VirtualClock,
+        disk: Disk,
+        reads: VirtualQueue | None = None,
+        on_write: Callable[[int], None] = lambda num_bytes: None,
+    ) -> None:
         self.space = DiskSpace(PAGE, self._note_length, disk.num_bytes)
         self.peak_bytes = self.bytes_written = 0
         self.waited_s = 0.0  # the clock counts it, among the time for which compute waits
         self.write_bytes_per_s = self.read_bytes_per_s = disk.bytes_per_s
-        self._writes = VirtualQueue(clock, disk.bytes_per_s)
+        self._writes, self._on_write = VirtualQueue(clock, disk.bytes_per_s), on_write
         self._reads = VirtualQueue(clock, disk.bytes_per_s) if reads is None else reads
 
     def write(self, source: Tensor, extent: Extent) -> VirtualTransfer:
         self.bytes_written += extent.num_bytes
+        self._on_write(extent.num_bytes)
         return self._writes.copy(extent.num_bytes)
 
     def read(self, extent: Extent, destination: Tensor) -> VirtualTransfer:
@@ -47,41 +57,36 @@ class VirtualDisk:
         clock: is moved by waiting for the file.
         disk: of the machine. None: offloaders that name a folder get one of the default speed, of the size they allow,
             and files of weights are read at that speed.
+        phases: the running phase.
 
     Attributes:
         reads: the queue of all reads.
+        step_written: bytes written since the newest step began, by phase.
     """
 
-    def __init__(self, clock: VirtualClock, disk: Disk | None) -> None:
-        self.clock, self._disk = clock, disk
+    def __init__(self, clock: VirtualClock, disk: Disk | None, phases: StepPhases | None = None) -> None:
+        self.clock, self._disk, self._phases = clock, disk, phases or StepPhases()
         self.reads, self._writes = (VirtualQueue(clock, (disk or Disk()).bytes_per_s) for _ in range(2))
         self._file: VirtualFile | None = None
         self._of_engines: dict[str, int] = {}
-        self._written_by_engines = 0
-        self._written_before = 0
+        self.step_written: Counter[str] = Counter()
 
     def open_file(self, folder: str | os.PathLike[str] | None, budget_bytes: int | None) -> VirtualFile | None:
         if self._file is None and (self._disk is not None or folder is not None):
-            self._file = VirtualFile(self.clock, self._disk or Disk(budget_bytes), self.reads)
+            self._file = VirtualFile(self.clock, self._disk or Disk(budget_bytes), self.reads, self._note)
         return self._file
 
     def write(self, path: str, num_bytes: int) -> VirtualTransfer:
         """Write a whole file of an engine's."""
         self._of_engines[path] = num_bytes
-        self._written_by_engines += num_bytes
+        self._note(num_bytes)
         return self._writes.copy(num_bytes)
 
     def begin_step(self) -> None:
-        self._written_before = self._bytes_written
+        self.step_written = Counter()
 
-    @property
-    def _bytes_written(self) -> int:
-        return self._written_by_engines + (self._file.bytes_written if self._file else 0)
-
-    @property
-    def step_bytes_written(self) -> int:
-        """Return the bytes written since the newest step began."""
-        return self._bytes_written - self._written_before
+    def _note(self, num_bytes: int) -> None:
+        self.step_written[self._phases.name] += num_bytes
 
     @property
     def peak_bytes(self) -> int:

@@ -1,6 +1,7 @@
 """The time of a simulated step: the host starts kernels, which queue on the card's streams; copies have two queues."""
 
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -37,7 +38,7 @@ class VirtualClock:
         host_s: the moment at which the host is, or until which it has work.
         stalled_s: time that it has waited for copies, over all steps.
         phases_ms: time of the newest step, by phase, without generation.
-        stall_ms: time that the newest step has waited for copies.
+        stalls_ms: of it the time of waiting for copies.
     """
 
     def __init__(self, card: Card, like: str = "cuda", host_bytes_per_s: float = HOST_BYTES_PER_S) -> None:
@@ -48,10 +49,11 @@ class VirtualClock:
         self._unbooked = set() if like == "cpu" else {"cpu"}
         self._operation_s = 0.0 if like == "cpu" else HOST_S
         self._speeds = speeds_of(card)
-        self.now_s = self.host_s = self.stalled_s = self.stall_ms = 0.0
-        self.phases_ms: dict[str, float] = {}
-        # Time is booked to phases until `_booked_s`.
-        self._booked_s = self._stalled_before_s = 0.0
+        self.now_s = self.host_s = self.stalled_s = 0.0
+        self.phases_ms: defaultdict[str, float] = defaultdict(float)
+        self.stalls_ms: defaultdict[str, float] = defaultdict(float)
+        # Time is booked to phases until `_booked_s`, and waiting until `_stall_booked_s` of all waiting.
+        self._booked_s = self._stall_booked_s = 0.0
 
     def mark(self) -> float:
         return self.now_s
@@ -84,9 +86,9 @@ class VirtualClock:
         self._book(phase)
 
     def begin_step(self) -> None:
-        self.phases_ms = {}
+        self.phases_ms, self.stalls_ms = defaultdict(float), defaultdict(float)
         self.host_s = self.now_s
-        self._booked_s, self._stalled_before_s = self.now_s, self.stalled_s
+        self._booked_s, self._stall_booked_s = self.now_s, self.stalled_s
 
     @contextmanager
     def repeating(self, num_more: int) -> Iterator[None]:
@@ -126,9 +128,9 @@ class VirtualClock:
 
     def _book(self, phase: str) -> None:
         if phase != GENERATION:
-            self.phases_ms[phase] = self.phases_ms.get(phase, 0.0) + 1e3 * (self.now_s - self._booked_s)
-        self._booked_s = self.now_s
-        self.stall_ms = 1e3 * (self.stalled_s - self._stalled_before_s)
+            self.phases_ms[phase] += 1e3 * (self.now_s - self._booked_s)
+            self.stalls_ms[phase] += 1e3 * (self.stalled_s - self._stall_booked_s)
+        self._booked_s, self._stall_booked_s = self.now_s, self.stalled_s
 
     def _duration_s(self, operation: Operation, devices: set[str]) -> float:
         """The longer of its arithmetic and its memory traffic, plus a bit."""

@@ -46,7 +46,7 @@ def test_a_file_has_a_queue_in_each_direction() -> None:
 def test_a_run_has_one_file_and_counts_what_a_step_writes() -> None:
     disk = VirtualDisk(VirtualClock(CARD), None)
     assert disk.open_file(None, None) is None
-    assert (disk.peak_bytes, disk.step_bytes_written) == (0, 0)
+    assert (disk.peak_bytes, disk.step_written.total()) == (0, 0)
     file = disk.open_file("/nvme", MIB)
     assert file is not None
     assert disk.open_file("/other", None) is file
@@ -56,7 +56,7 @@ def test_a_run_has_one_file_and_counts_what_a_step_writes() -> None:
     for _ in range(2):
         disk.begin_step()
         file.write(torch.empty(0), extent)
-    assert disk.step_bytes_written == extent.num_bytes
+    assert disk.step_written.total() == extent.num_bytes
     file.space.release(extent)
     file.space.trim()
     file.space.trim()
