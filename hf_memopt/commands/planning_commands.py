@@ -22,7 +22,7 @@ _Groups = Sequence[tuple[str, Sequence[str]]]
 
 _TRAINING = (
     *("training_args", "trainer", "task", "dtype", "quantize", "kbit_preparation", "precision", "attention", "loss"),
-    *("optimizer", "optimizer_on", "weights_on", "engine", "seq_len"),
+    *("optimizer", "optimizer_home", "optimizer_on", "weights_on", "engine", "seq_len"),
     *("images_per_sample", "image_size", "text_tokens", "num_frames", "encoders", "freeze_vision_tower"),
     *("passages", "gradient_cache", "padding"),
     *("lora_rank", "lora_targets", "use_dora"),
@@ -120,7 +120,7 @@ def _simulate_and_print(spec: JobSpec, card: "Card | None") -> int:
         raise ValueError("offload='auto' weighs copies against compute, so it needs --gpu")
     if spec.base_budget is not None and spec.base not in ("host", "file"):
         raise ValueError(f"base_budget={spec.base_budget!r} is for frozen weights that stream; give base=host or file")
-    below = find_memory_below(spec.host, spec.disk, reads_only=spec.base == "file")
+    below = find_memory_below(spec.host, spec.disk, needs_no_host="file" in (spec.base, spec.optimizer_home))
     job = workload_of(spec)
     step, passes = given_step(spec, job)
     _show_progress(f"simulating whole steps of {job.name}")
@@ -253,4 +253,4 @@ def _missing_folder(folder: Path, command: str) -> str:
     if of_deepspeed.name in (folder / "accelerate.yaml").read_text(encoding="utf-8"):
         return f"First change {NVME_FOLDER} in {of_deepspeed} to a folder on the disk."
     place = " before the --" if " -- " in command else ""
-    return f"Add --disk FOLDER{place}: a folder on the disk, for the bytes that the host has no room for."
+    return f"Add --disk FOLDER{place}: a folder on the disk, for the bytes that are to be there."

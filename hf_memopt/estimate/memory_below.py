@@ -42,13 +42,13 @@ class MemoryBelow:
         return (self.host_bytes is None or host_bytes <= self.host_bytes) and (limit is None or disk_bytes <= limit)
 
 
-def find_memory_below(host: str | None = None, disk: str | None = None, reads_only: bool = False) -> MemoryBelow:
+def find_memory_below(host: str | None = None, disk: str | None = None, needs_no_host: bool = False) -> MemoryBelow:
     """Return the memories of texts such as "32GiB" and "500GiB", with or without their speeds, as in "500GiB@5GBps".
 
-    Only a disk whose files are read needs no limit of the host's memory.
+    A disk for files of weights or of an optimizer's state needs no limit of the host's memory.
     """
     host_bytes, host_bytes_per_s = (None, HOST_BYTES_PER_S) if host is None else _sized("host", host, HOST_BYTES_PER_S)
-    if disk is not None and host_bytes is None and not reads_only:
+    if disk is not None and host_bytes is None and not needs_no_host:
         raise ValueError(f"disk={disk!r} is for what the host has no room for; say how much it has, such as host=32GiB")
     files = None if disk is None else Disk(*_sized("disk", disk, DEFAULT_BYTES_PER_S))
     return MemoryBelow(host_bytes, files, host_bytes_per_s)

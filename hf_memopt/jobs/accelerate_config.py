@@ -37,8 +37,7 @@ class Sharing:
         engine: one of `DDP`, `FSDP2`, `FSDP2_NO_RESHARD`, `ZERO2` and `ZERO3`.
         num_gpus: processes, each with a GPU of its own.
         optimizer_on: of the optimizer's state, and of the float32 copies that it updates: the device, the host, or an
-            NVMe disk. On the host one GPU without another engine has torchao's `CPUOffloadOptimizer`; FSDP2 has
-            `CPUOffloadPolicy`, with the weights; DeepSpeed updates with an Adam of its own there.
+            NVMe disk. FSDP2 has `CPUOffloadPolicy`, with the weights; DeepSpeed updates with an Adam of its own there.
         weights_on: of the trained weights between their uses.
         largest_weight: its numbers, where weights are on a disk: DeepSpeed reads each into one of its buffers.
 
@@ -55,10 +54,10 @@ class Sharing:
     def __post_init__(self) -> None:
         if self.optimizer_on == NVME and self.engine != ZERO3:
             raise ValueError(f"optimizer_on='nvme' with engine={self.engine!r}: ZeRO-3 alone can; use engine='zero3'")
-        if self.optimizer_on == HOST and self.engine == DDP and self.num_gpus > 1:
+        if self.optimizer_on == HOST and self.engine == DDP:
             raise ValueError(
-                f"optimizer_on='host' with num_gpus={self.num_gpus}: torchao's CPUOffloadOptimizer is for one GPU; "
-                f"give engine={FSDP2!r}, {ZERO2!r} or {ZERO3!r}"
+                f"optimizer_on='host' with engine={DDP!r}: the state has a home of its own there; give "
+                f"optimizer_home='host', or engine={FSDP2!r}, {ZERO2!r} or {ZERO3!r}"
             )
         if self.weights_on != DEVICE and self.engine != ZERO3 and not self.offloads_by_fsdp:
             raise ValueError(
@@ -84,10 +83,6 @@ class Sharing:
         return self.engine in (FSDP2, FSDP2_NO_RESHARD) and self.optimizer_on == HOST
 
     @property
-    def offloads_by_torchao(self) -> bool:
-        return self.engine == DDP and self.optimizer_on == HOST
-
-    @property
     def has_group(self) -> bool:
         """Return whether the processes, or the one, belong to a process group."""
         return self.num_gpus > 1 or self.engine != DDP
@@ -100,8 +95,7 @@ class Sharing:
             parts.append(f"with {self.engine}")
         if self.optimizer_on != DEVICE:
             weights = " and weights" if self.offloads_by_fsdp or self.weights_on == self.optimizer_on else ""
-            by = " by torchao's CPUOffloadOptimizer" if self.offloads_by_torchao else ""
-            parts.append(f"optimizer{weights} on the {_NAMES[self.optimizer_on]}{by}")
+            parts.append(f"optimizer{weights} on the {_NAMES[self.optimizer_on]}")
         if self.weights_on not in (DEVICE, self.optimizer_on):
             parts.append(f"weights on the {_NAMES[self.weights_on]}")
         return ", ".join(parts)
@@ -139,17 +133,17 @@ def check_options(options: Any) -> None:
             f"optimizer={optimizer!r} with optimizer_on={sharing.optimizer_on!r}: the engines that keep its state "
             "there have AdamW alone; use 'adamw'"
         )
-    # `CPUOffloadOptimizer` takes gradients in backward, before a step may change them.
-    if sharing.offloads_by_torchao and options.max_grad_norm is not None:
+    if options.optimizer_home == "off":
+        return
+    if engine != DDP:
         raise ValueError(
-            f"max_grad_norm={options.max_grad_norm} with optimizer_on='host': torchao's CPUOffloadOptimizer has the "
-            f"gradients on the host before they are clipped, and ignores it; give max_grad_norm=none, or "
-            f"engine={FSDP2!r} or {ZERO2!r}"
+            f"optimizer_home={options.optimizer_home!r} with engine={engine!r}: the engine shares the state out, and "
+            f"may keep it elsewhere; give optimizer_on='host' instead, or engine={DDP!r}"
         )
-    if sharing.offloads_by_torchao and options.precision == "fp16":
+    if optimizer in _OF_BITSANDBYTES:
         raise ValueError(
-            "precision='fp16' with optimizer_on='host': torchao's CPUOffloadOptimizer takes gradients before the loss "
-            "scaler has divided them; use bf16"
+            f"optimizer={optimizer!r} with optimizer_home={options.optimizer_home!r} is not simulated; use another "
+            "optimizer"
         )
 
 

@@ -22,10 +22,12 @@ from hf_memopt.jobs.model_levers import ACTIVATIONS, Changes, check_varied, choi
 from hf_memopt.jobs.sft_fields import can_train, fields_of
 from hf_memopt.jobs.transformers_models.model_options import OF_BITSANDBYTES, ModelOptions, check_choice
 from hf_memopt.jobs.transformers_models.model_update import ModelUpdate
-from hf_memopt.jobs.transformers_models.optimizers import WITH_TABLES, import_host_optimizer, make_tables
+from hf_memopt.jobs.transformers_models.optimizers import WITH_TABLES, make_tables
 from hf_memopt.jobs.transformers_models.tasks import CONTRASTIVE
 from hf_memopt.jobs.workload import RESIDENT, Lever, divisors, num_steps
 from hf_memopt.units import GIB
+
+_HOMES = {"off": "", "host": "optimizer's state on the host", "file": "optimizer's state in a file"}
 
 
 @dataclass(frozen=True)
@@ -49,17 +51,17 @@ class HuggingFaceModel(ModelOptions):
     @property
     def levers(self) -> tuple[Lever, ...]:
         return tuple(
-            Lever(name, tuple(values), of_disk=tuple(value for value in values if value == "file" or NVME in value))
+            Lever(name, tuple(values), of_disk=tuple(value for value in values if "file" in value or NVME in value))
             for name, values in self._choices.items()
         )
 
     @property
     def name(self) -> str:
         images = self.kind_of_task.describe(self.config, self.sample)
-        shared = str(self.sharing)
+        shared, home = str(self.sharing), _HOMES[self.optimizer_home]
         return (
             f"{self.model} as {self.kind_of_task.class_name(self.config)} in {self._weights}{images and f' {images}'}"
-            f"{shared and f', {shared}'}"
+            f"{shared and f', {shared}'}{home and f', {home}'}"
         )
 
     @property
@@ -170,8 +172,6 @@ class HuggingFaceModel(ModelOptions):
             )
         num_micro_batches = min(2, passes)
         _ = self.name  # imports its class, before processes are forked
-        if self.sharing.offloads_by_torchao:
-            import_host_optimizer()
         if self.optimizer in WITH_TABLES:
             make_tables()
         layers = under_offloading(self._equal_layers, offload) if self._treats_layers_alike else None
@@ -204,9 +204,10 @@ class HuggingFaceModel(ModelOptions):
         """Return whether equal layers repeat each other: their memory is freed in the same order."""
         # DDP cuts buckets across layers; FSDP2 gathers and frees otherwise at the ends, and DeepSpeed looks far ahead.
         differs = self.optimizer_in_backward or self.quantize == "int8" or not self.published.treats_layers_alike
-        # Which small weights stay depends on the whole model, and the next layers' are fetched ahead.
-        differs = differs or self.home != RESIDENT
-        return not (differs or self.sharing.has_group or self.optimizer_on != "device")
+        # Which small weights stay depends on the whole model, and the next layers' are fetched ahead. State of small
+        # parameters travels together.
+        differs = differs or self.home != RESIDENT or self.optimizer_home != "off"
+        return not (differs or self.sharing.has_group)
 
     @cached_property
     def _equal_layers(self) -> Layers | None:
@@ -252,6 +253,8 @@ class HuggingFaceModel(ModelOptions):
             return f"accelerate launch {launched} -m hf_memopt.recipes.train_sft --config {fields}"
         chosen = json.loads(settings.read_text(encoding="utf-8"))
         switches = {"offload": chosen["offload"], "base": "off" if chosen["base"] == RESIDENT else chosen["base"]}
+        if chosen["optimizer_home"] != "off":
+            switches["optimizer_home"] = chosen["optimizer_home"]
         memopt = " ".join(f"--{name} {value}" for name, value in switches.items())
         memopt += " --selective_checkpointing" if chosen["checkpointing"] == "selective" else ""
         return f"hf-memopt launch {launched} {memopt} -- {self.kind_of_task.script(chosen, self.config)}"

@@ -55,7 +55,7 @@ def choices_of(options: Any, varied: tuple[str, ...] | None) -> dict[str, dict[s
         names = CHOICES["base"] if options.base is None else (options.base,)
         found["base"] = {name: {"base": name} for name in names}
     # Adapters have little to keep elsewhere. An engine would move the frozen weights: a streamed base does so better.
-    optimizers = _optimizers_on_device if "base" in found else _optimizers
+    optimizers = _optimizers_in_place if "base" in found or options.optimizer_home != "off" else _optimizers
     makers = {"optimizer": optimizers, "loss": _losses, "precision": _precisions, "quantize": _quantizations}
     for name in varied or ():
         if name in makers:
@@ -77,7 +77,8 @@ def _optimizers(options: Any) -> Iterator[tuple[str, Changes]]:
     else:
         # DeepSpeed has float32 copies of weights of 16 bits, which it trains in that precision.
         zero = {"precision": "bf16"} if (options.dtype, options.precision) == ("bfloat16", "no") else {}
-        yield "adamw on host (torchao)", {"optimizer_on": HOST}
+        yield f"{options.optimizer}, state on host", {"optimizer_home": "host"}
+        yield f"{options.optimizer}, state in a file", {"optimizer_home": "file"}
         yield "adamw and weights on host (fsdp2)", {"engine": FSDP2, "optimizer_on": HOST}
         yield "adamw on host (zero2)", zero | {"engine": ZERO2, "optimizer_on": HOST}
         yield "adamw and weights on host (zero3)", zero | {"engine": ZERO3, "optimizer_on": HOST, "weights_on": HOST}
@@ -86,7 +87,7 @@ def _optimizers(options: Any) -> Iterator[tuple[str, Changes]]:
     yield from _of_few_bits(options)
 
 
-def _optimizers_on_device(options: Any) -> Iterator[tuple[str, Changes]]:
+def _optimizers_in_place(options: Any) -> Iterator[tuple[str, Changes]]:
     yield options.optimizer, {}
     yield from _of_few_bits(options)
 

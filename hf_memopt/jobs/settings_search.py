@@ -80,7 +80,7 @@ def plan(
     COUNT.check("num_workers", num_workers)
     link_bytes_per_s = None if link is None else parse_size(link, "link")
     card = find_card(gpu, link_bytes_per_s)
-    below = find_memory_below(host, disk, reads_only=any("file" in each.values for each in workload.levers))
+    below = find_memory_below(host, disk, needs_no_host=any(each.of_disk for each in workload.levers))
     levers = tuple(each if below.disk else each.without_disk() for each in workload.levers)
     search = _Search(workload, levers, card, below)
     num_workers = os.cpu_count() or 1 if num_workers is None else num_workers

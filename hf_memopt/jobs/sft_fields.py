@@ -56,7 +56,7 @@ def fields_of(options: Any, chosen: Mapping[str, Any]) -> dict[str, Any]:
         **trainer_fields(chosen),
         "gradient_checkpointing_kwargs": {"use_reentrant": chosen["checkpointing"] == "reentrant"},
         "selective_checkpointing": chosen["checkpointing"] == "selective",
-        "optimizer_on": "host" if options.sharing.offloads_by_torchao else "device",
+        **({} if options.optimizer_home == "off" else {"optimizer_home": options.optimizer_home}),
         **({} if chosen["lora_rank"] is None else _adapters(options, chosen)),
     }
 

@@ -46,6 +46,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
         "paged-adamw-32bit",
         "adafactor",
     ),
+    "optimizer_home": ("off", "host", "file"),
     "optimizer_on": ("device", "host", "nvme"),
     "weights_on": ("device", "host", "nvme"),
     "encoders": ("off", "vae", "device"),
@@ -147,8 +148,12 @@ class JobSpec:
         "or Adafactor",
         choices=CHOICES["optimizer"],
     )
+    optimizer_home: Text = unsaid(
+        "where the optimizer's state lives between its visits to the device (OffloadedOptimizer); off: it stays there",
+        choices=CHOICES["optimizer_home"],
+    )
     optimizer_on: Text = unsaid(
-        "where the optimizer's state lives: on the host by torchao on one GPU, or by the engine; on nvme by zero3",
+        "where the engine keeps and updates the optimizer's state: fsdp2, zero2 and zero3 on the host, zero3 on nvme",
         choices=CHOICES["optimizer_on"],
     )
     weights_on: Text = unsaid(

@@ -34,9 +34,6 @@ class SftOptions:
     loss: Literal["chunked", "full"] = flag(
         "chunked", "from the logits of a tile of tokens at a time, as TRL has it, or from those of all tokens"
     )
-    optimizer_on: Literal["device", "host"] = flag(
-        "device", "host: torchao's CPUOffloadOptimizer keeps AdamW's state there; on one GPU, with --max_grad_norm 0"
-    )
     lora_rank: Count | None = flag(None, "train adapters of this rank (PEFT) and freeze the rest")
     lora_targets: str = flag("all-linear", "layers that have adapters, such as q_proj,v_proj")
     use_dora: bool = flag(False, "adapters with a magnitude for each output (DoRA)")
@@ -87,27 +84,10 @@ def parse(description: str, arguments: Sequence[str] | None = None) -> Options:
         raise ValueError(f"quantize={sft.quantize!r} freezes the base, so that adapters have to learn; add --lora_rank")
     if sft.lora_rank is None and memopt.base != "off":
         raise ValueError(f"base={memopt.base!r} streams frozen weights, and all of them learn; add --lora_rank")
-    _check_optimizer(options)
     check_card(sft.plan)
     if sft.plan is not None and memopt.budget_gib is not None:
         raise ValueError(f"plan={sft.plan!r} chooses what is offloaded; leave --budget_gib={memopt.budget_gib} out")
     return options
-
-
-def _check_optimizer(options: Options) -> None:
-    """Refuse steps in which gradients change after backward, when torchao's optimizer has copied them."""
-    sft, training, _ = options
-    if sft.optimizer_on == "device":
-        return
-    if training.max_grad_norm:
-        raise ValueError(
-            f"optimizer_on='host' with max_grad_norm={training.max_grad_norm}: gradients are on the host before they "
-            "are clipped; give --max_grad_norm 0"
-        )
-    if training.fp16:
-        raise ValueError("optimizer_on='host' with fp16=True: gradients are on the host still scaled; use --bf16")
-    if not (torch.cuda.is_available() or torch.xpu.is_available()):
-        raise ValueError("optimizer_on='host': torchao's CPUOffloadOptimizer needs a CUDA or XPU device; leave it out")
 
 
 def check_folder(options: Options) -> str | None:

@@ -51,7 +51,7 @@ def simulated(options: Options, **changes: Any) -> "SupervisedFineTuning":
     sft, training, memopt = options
     if training.optim.value not in OPTIMIZERS:
         raise ValueError(f"optim={training.optim.value!r} is not simulated; choose from {', '.join(OPTIMIZERS)}")
-    same = ("model", "loss", "attention", "dtype", "optimizer_on", "use_dora", "lora_rank")
+    same = ("model", "loss", "attention", "dtype", "use_dora", "lora_rank")
     of_flags = {
         **{name: getattr(sft, name) for name in same},
         "seq_len": training.max_length,
@@ -59,6 +59,7 @@ def simulated(options: Options, **changes: Any) -> "SupervisedFineTuning":
         "task": "causal",
         "precision": "bf16" if training.bf16 else "fp16" if training.fp16 else "no",
         "optimizer": OPTIMIZERS[training.optim.value],
+        "optimizer_home": getattr(memopt, "optimizer_home", "off"),
         "lora_targets": sft.lora_targets if sft.lora_rank else None,
         "quantize": STORED[sft.quantize],
         "base": HOMES[memopt.base],

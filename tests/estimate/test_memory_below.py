@@ -22,7 +22,7 @@ def test_a_text_that_is_no_disk_is_named_with_one_that_is(text: str) -> None:
 def test_a_disk_needs_the_hosts_limit() -> None:
     with pytest.raises(ValueError, match="say how much it has, such as host=32GiB"):
         find_memory_below(None, "500GiB")
-    assert find_memory_below(None, "500GiB", reads_only=True).disk == Disk(500 * GIB)
+    assert find_memory_below(None, "500GiB", needs_no_host=True).disk == Disk(500 * GIB)
 
 
 def test_any_number_of_bytes_is_held_without_a_limit() -> None:

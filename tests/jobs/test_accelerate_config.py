@@ -205,7 +205,7 @@ def test_deepspeed_casts_by_itself() -> None:
 UNKEPT: dict[str, tuple[tuple[Any, ...], str]] = {
     "nvme": ((FSDP2, 2, NVME), "optimizer_on='nvme' with engine='fsdp2': ZeRO-3 alone can; use engine='zero3'"),
     "nvme of zero2": ((ZERO2, 2, NVME), "optimizer_on='nvme' with engine='zero2': .* use engine='zero3'"),
-    "several gpus": ((DDP, 2, HOST), "optimizer_on='host' with num_gpus=2: torchao's .* is for one GPU; give engine="),
+    "no engine": ((DDP, 1, HOST), "optimizer_on='host' with engine='ddp': .*; give optimizer_home='host', or engine="),
     "weights": ((ZERO2, 2, HOST, HOST), "weights_on='host' with engine='zero2': trained weights leave the device with"),
     "weights alone": ((FSDP2, 2, "device", HOST), "weights_on='host' with engine='fsdp2': .* and optimizer_on='host'"),
     "weights on a disk": ((FSDP2, 2, HOST, NVME), "weights_on='nvme' with engine='fsdp2': FSDP2 keeps them on"),
@@ -222,7 +222,6 @@ def test_places_that_an_engine_does_not_keep_are_refused(places: tuple[Any, ...]
 KEPT: dict[str, tuple[Sharing, bool, bool, str]] = {
     "one": (Sharing(), False, False, ""),
     "ddp": (Sharing(DDP, 2), True, False, "on each of 2 GPUs with ddp"),
-    "torchao": (Sharing(DDP, 1, HOST), False, False, "optimizer on the host by torchao's CPUOffloadOptimizer"),
     "fsdp2": (Sharing(FSDP2, 1, HOST), True, True, "with fsdp2, optimizer and weights on the host"),
     "fsdp2 of 2": (
         Sharing(FSDP2, 2, HOST, HOST), True, True, "on each of 2 GPUs with fsdp2, optimizer and weights on the host"
@@ -238,8 +237,6 @@ KEPT: dict[str, tuple[Sharing, bool, bool, str]] = {
 @pytest.mark.parametrize(("sharing", "has_group", "offloads", "text"), KEPT.values(), ids=KEPT)
 def test_a_sharing_says_who_keeps_things_where(sharing: Sharing, has_group: bool, offloads: bool, text: str) -> None:
     assert (sharing.has_group, sharing.offloads_by_fsdp, str(sharing)) == (has_group, offloads, text)
-    keepers = sharing.offloads_by_torchao, sharing.offloads_by_fsdp, sharing.is_zero
-    assert sum(keepers) == (sharing.optimizer_on != "device")
 
 
 @pytest.mark.parametrize(
@@ -267,16 +264,19 @@ def test_a_sharing_says_who_keeps_things_where(sharing: Sharing, has_group: bool
             {"optimizer": "sgd"},
             "optimizer='sgd' with optimizer_on='host': .* have AdamW alone; use 'adamw'",
         ),
-        (
-            Sharing(DDP, 1, HOST),
-            {"max_grad_norm": 1.0},
-            "max_grad_norm=1.0 with optimizer_on='host': .* and ignores it; give max_grad_norm=none, or engine=",
+        *(
+            (Sharing(engine), {"optimizer_home": "host"}, f"optimizer_home='host' with engine='{engine}': .*; give opt")
+            for engine in (FSDP2, ZERO2, ZERO3)
         ),
-        (Sharing(DDP, 1, HOST), {"precision": "fp16"}, "precision='fp16' with optimizer_on='host': .*; use bf16"),
+        (
+            Sharing(),
+            {"optimizer_home": "file", "optimizer": "paged-adamw-8bit"},
+            "optimizer='paged-adamw-8bit' with optimizer_home='file' is not simulated; use another optimizer",
+        ),
     ],
 )
 def test_options_that_an_engine_cannot_run_are_refused(sharing: Sharing, options: dict[str, Any], message: str) -> None:
-    good = {"effective_batch": 8, "optimizer": "adamw", "quantize": "none", "precision": "no", "max_grad_norm": None}
+    good = {"effective_batch": 8, "optimizer": "adamw", "quantize": "none", "optimizer_home": "off"}
     check_options(SimpleNamespace(sharing=sharing, **good))
     with pytest.raises(ValueError, match=f"^{message}"):
         check_options(SimpleNamespace(sharing=sharing, **good | options))

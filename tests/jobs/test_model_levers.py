@@ -45,7 +45,7 @@ def test_the_first_value_of_each_lever_changes_nothing(qwen3: Path, given: dict[
 
 
 def test_each_value_is_possible_alone_or_says_why_not(qwen3: Path) -> None:
-    model = options(qwen3, **LORA, vary=ALL, max_grad_norm=None)
+    model = options(qwen3, **LORA, vary=ALL)
     plain = {lever.name: lever.values[0] for lever in model.levers}
     reasons = {}
     for lever in model.levers:
@@ -57,10 +57,14 @@ def test_each_value_is_possible_alone_or_says_why_not(qwen3: Path) -> None:
     assert reasons == {}
 
 
-def test_clipping_leaves_the_host_to_engines_that_clip(qwen3: Path) -> None:
+def test_the_state_has_a_home_of_its_own_or_that_of_an_engine(qwen3: Path) -> None:
     model = options(qwen3, vary="optimizer")
-    with pytest.raises(ValueError, match=r"max_grad_norm=1.0 with optimizer_on='host': torchao's CPUOffloadOptimizer"):
-        model.with_settings({"activations": "kept", "optimizer": "adamw on host (torchao)"})
+    homes = [("adamw, state on host", "host"), ("adamw, state in a file", "file")]
+    for name, home in homes:
+        changed = model.with_settings({"activations": "kept", "optimizer": name})
+        assert (changed.engine, changed.optimizer_home, changed.max_grad_norm) == ("ddp", home, 1.0)
+    given = options(qwen3, vary="optimizer", optimizer_home="host").levers[1]
+    assert given.values == ("adamw", "adamw-8bit", "paged-adamw-8bit", "adamw-4bit")
     sharded = model.with_settings({"activations": "kept", "optimizer": "adamw and weights on host (fsdp2)"})
     assert (sharded.engine, sharded.optimizer_on, sharded.num_gpus) == ("fsdp2", "host", 1)
 
@@ -78,7 +82,7 @@ def test_disks_are_read_where_there_is_one(qwen3: Path) -> None:
         for lever in model.levers
     }
     assert of_disk["base"] == ("file",)
-    assert of_disk["optimizer"] == ("adamw on nvme, weights on host (zero3)",)
+    assert of_disk["optimizer"] == ("adamw, state in a file", "adamw on nvme, weights on host (zero3)")
 
 
 def test_an_engine_moves_no_weights_that_stream(qwen3: Path) -> None:

@@ -1,52 +1,25 @@
-"""Optimizers on the host beside a simulated card: torchao's, and the compiled parts of DeepSpeed's."""
+"""Optimizers on the host beside a simulated card: memory and streams of FSDP2's, the compiled parts of DeepSpeed's."""
 
-import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
-from hf_memopt.estimate.accounting.allocation_log import OPTIMIZER
-from hf_memopt.estimate.accounting.categories import StepLabels
 from hf_memopt.estimate.simulation.virtual_disk import VirtualDisk
-from hf_memopt.estimate.simulation.virtual_time import VirtualClock, VirtualEvent, VirtualTransfer
+from hf_memopt.estimate.simulation.virtual_time import VirtualClock, VirtualTransfer
 
 
 @contextmanager
-def updates_on_host(device: torch.device, labels: StepLabels) -> Iterator[None]:
-    """Give pinned memory, which fake tensors have not, and the streams of `torch.cuda`, which torchao asks for."""
-    with ExitStack() as stack:
-        enter = stack.enter_context
-        enter(patch.object(Tensor, "pin_memory", lambda tensor, *args: tensor))
-        # FSDP2 lets it wait for gradients on their way to the host.
-        enter(patch.object(torch.accelerator, "current_stream", torch.get_device_module(device).current_stream))
-        offloading = sys.modules.get("torchao.optim.cpu_offload")
-        if offloading is not None:
-            enter(patch.object(offloading, "get_available_devices", lambda: ["cuda"]))
-            for name in ("Stream", "current_stream", "stream"):
-                enter(patch.object(torch.cuda, name, getattr(torch.get_device_module(device), name)))
-            enter(_labelled(offloading.CPUOffloadOptimizer, labels))
+def updates_on_host(device: torch.device) -> Iterator[None]:
+    """Give pinned memory, which fake tensors have not, and the stream on which FSDP2 lets gradients leave."""
+    with (
+        patch.object(Tensor, "pin_memory", lambda tensor, *args: tensor),
+        patch.object(torch.accelerator, "current_stream", torch.get_device_module(device).current_stream),
+    ):
         yield
-
-
-def _labelled(optimizer: Any, labels: StepLabels) -> Any:
-    """Count torchao's step to the update: it has no hooks of its own, and those of its parts see the host's copies.
-
-    The step returns when the host has done its work.
-    """
-    plain = optimizer.step
-
-    def step(self: Any, closure: Any = None) -> Any:
-        with labels.updating():
-            labels.reach(self.param_d2h_map)
-            result = plain(self, closure)
-        VirtualEvent.clock.end_step(OPTIMIZER)
-        return result
-
-    return patch.object(optimizer, "step", step)
 
 
 class CpuAdam:

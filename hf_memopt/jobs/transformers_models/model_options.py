@@ -56,6 +56,7 @@ class ModelOptions:
             `Int8WeightOnlyConfig`.
         kbit_preparation: of the weights that bitsandbytes does not quantise, and of the adapters; those of a denoiser
             always as "peft", since diffusers' scripts call it.
+        optimizer_home: of `OffloadedOptimizer`; "off", its state stays on the device.
         optimizer_on, weights_on: see `Sharing`.
         lora_rank: None, train all weights.
         max_grad_norm: None, gradients are not clipped.
@@ -86,6 +87,7 @@ class ModelOptions:
     attention: str = DEFAULTS["attention"]
     loss: str = DEFAULTS["loss"]
     optimizer: str = DEFAULTS["optimizer"]
+    optimizer_home: str = DEFAULTS["optimizer_home"]
     optimizer_on: str = DEFAULTS["optimizer_on"]
     weights_on: str = DEFAULTS["weights_on"]
     optimizer_in_backward: bool = False
@@ -276,6 +278,11 @@ class ModelOptions:
             raise ValueError(
                 f"optimizer_on={self.optimizer_on!r} with optimizer_in_backward=True: the engines that keep its state "
                 "elsewhere update after backward; leave one of them out"
+            )
+        if self.optimizer_home != "off":
+            raise ValueError(
+                f"optimizer_home={self.optimizer_home!r} with optimizer_in_backward=True: state visits the device for "
+                "an update of all weights, after backward; leave one of them out"
             )
         if self.num_gpus > 1:
             raise ValueError(

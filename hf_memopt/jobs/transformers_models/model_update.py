@@ -17,9 +17,10 @@ from hf_memopt.jobs.transformers_models.adapters import import_fused_head, with_
 from hf_memopt.jobs.transformers_models.contrastive import cached_ranking_loss
 from hf_memopt.jobs.transformers_models.model_config import preparing, training
 from hf_memopt.jobs.transformers_models.model_options import ModelOptions
-from hf_memopt.jobs.transformers_models.optimizers import OPTIMIZERS, on_host, update_in_backward
+from hf_memopt.jobs.transformers_models.optimizers import OPTIMIZERS, update_in_backward
 from hf_memopt.jobs.workload import RESIDENT
 from hf_memopt.weights.base import StreamedWeights
+from hf_memopt.weights.optimizer import OffloadedOptimizer
 
 
 class ModelUpdate:
@@ -82,9 +83,11 @@ class ModelUpdate:
         if options.optimizer_in_backward:
             update_in_backward(_trained(model), options.optimizer)
             return self._accelerator.prepare(model), None
-        make = on_host if options.sharing.offloads_by_torchao else OPTIMIZERS[options.optimizer]
         # Nothing else refers to the weights: engines replace them, and free the memory of each in turn.
-        optimizer = make(_trained(model))
+        optimizer = OPTIMIZERS[options.optimizer](_trained(model))
+        if options.optimizer_home != "off":
+            home: Any = options.optimizer_home
+            optimizer = OffloadedOptimizer(optimizer, home=home)
         with adapters_kept_by_fsdp() if options.quantize != "none" else nullcontext():
             return self._accelerator.prepare(model, optimizer)  # type: ignore[no-any-return]
 

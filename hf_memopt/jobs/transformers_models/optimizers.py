@@ -1,7 +1,6 @@
 """Optimizers by name."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,21 +31,6 @@ def make_tables() -> None:
     for module in (subclass_4bit, subclass_8bit):
         module.get_qmap_signed()
         module.get_qmap_unsigned()
-
-
-def import_host_optimizer() -> Any:
-    """Import torchao's optimizer on the host, before a simulation, which adapts it, begins."""
-    try:
-        from torchao.optim import CPUOffloadOptimizer
-    except ModuleNotFoundError as error:
-        raise ValueError("optimizer_on='host' without another engine needs torchao: pip install torchao") from error
-    return CPUOffloadOptimizer
-
-
-def on_host(parameters: list[nn.Parameter]) -> Optimizer:
-    """Return torchao's optimizer for one GPU: AdamW on the host, whose gradients and weights travel in each step."""
-    made: Optimizer = import_host_optimizer()(parameters, torch.optim.AdamW, minimal_size=0)
-    return made
 
 
 def update_in_backward(parameters: list[nn.Parameter], name: str) -> None:
