@@ -120,7 +120,19 @@ def _line(error: Exception) -> str | None:
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises ValueError where argparse prints the usage and exits."""
+    """Takes `-` and `_` in names of flags alike, and raises ValueError where argparse prints the usage and exits."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        words = list(sys.argv[1:] if args is None else args)
+        cut = words.index("--") if "--" in words else len(words)  # others' words follow
+        return super().parse_known_args([*map(self._as_added, words[:cut]), *words[cut:]], namespace)
+
+    def _as_added(self, word: str) -> str:
+        name, equals, value = word.partition("=")
+        bare = name.removeprefix("--")
+        spellings = {name} if bare == name else {name, "--" + bare.replace("_", "-"), "--" + bare.replace("-", "_")}
+        known = spellings & self._option_string_actions.keys()
+        return word if name in known or not known else known.pop() + equals + value
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message}; --help lists all options")

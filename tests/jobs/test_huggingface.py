@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,14 @@ from transformers_toys import BATCH, CARD, TOKENS, FolderOf, estimate
 
 from hf_memopt.estimate import MemoryEstimate
 from hf_memopt.estimate.estimate import simulate_step
+from hf_memopt.estimate.estimate_report import needed_bytes
 from hf_memopt.estimate.simulation.child_process import run_isolated
+from hf_memopt.units import MIB
 
 sft_options = LateModule("hf_memopt.recipes.sft.options")
 model_levers = LateModule("hf_memopt.jobs.model_levers")
 huggingface = LateModule("hf_memopt.jobs.huggingface")
+jobs = LateModule("hf_memopt.jobs")
 transformers = LateModule("transformers")
 
 
@@ -153,6 +157,65 @@ def test_a_plan_tries_the_homes_of_frozen_weights_and_says_which_is_chosen(qwen3
     for without in (resident, huggingface.HuggingFaceModel(qwen3, seq_len=TOKENS)):
         assert [lever.name for lever in without.levers] == ["activations"]
         assert without.command(without.write({"activations": "kept"}, 8, tmp_path)).startswith("accelerate launch ")
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"precision": "bf16", "num_micro_batches": 2},
+        {"dtype": "bfloat16", "max_grad_norm": None},
+        {"lora_rank": 4, "precision": "fp16"},
+        {"optimizer": "adafactor"},
+    ],
+    ids=["float32", "bf16", "bfloat16", "lora", "adafactor"],
+)
+def test_the_optimizers_state_lives_on_the_host_or_in_a_file(options: dict[str, Any], folder_of: FolderOf) -> None:
+    model = folder_of("qwen3", **WIDE)
+    plain, host, file = (estimate(model, optimizer_home=home, **options) for home in ("off", "host", "file"))
+    state = plain.breakdown["optimizer state"]  # in blocks of 512 bytes, counters included
+    assert host.host_bytes - plain.host_bytes == pytest.approx(state, rel=0.15)
+    assert file.disk_bytes_written == file.disk_bytes >= 0.85 * state
+    assert host.peak_bytes == file.peak_bytes
+    assert host.breakdown.get("optimizer state", 0) <= 0.5 * state
+    assert plain.disk_bytes == host.disk_bytes == 0
+    assert host.unreached == plain.unreached
+
+
+def test_in_backward_no_state_can_visit(qwen3: str) -> None:
+    in_backward = {"optimizer_in_backward": True, "max_grad_norm": None}
+    with pytest.raises(ValueError, match=r"^optimizer_home='host' with optimizer_in_backward=True: .* leave one of"):
+        huggingface.HuggingFaceModel(qwen3, seq_len=TOKENS, optimizer_home="host", **in_backward)
+
+
+@pytest.mark.e2e
+def test_a_plan_prefers_a_home_that_is_faster_than_what_else_fits(
+    folder_of: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def choices(options: Any, varied: Any) -> Any:
+        """Leave out engines and few bits, which take long to simulate."""
+        found = model_levers.choices_of(options, varied)
+        homes = {name: each for name, each in found["optimizer"].items() if {"engine", "optimizer"}.isdisjoint(each)}
+        return {"activations": {"kept": {}}, "optimizer": homes}
+
+    monkeypatch.setattr("hf_memopt.jobs.huggingface.choices_of", choices)
+    model = folder_of("qwen3", hidden_size=512, intermediate_size=2048, num_hidden_layers=4)
+    workload = huggingface.HuggingFaceModel(model, seq_len=TOKENS, effective_batch=1, vary="optimizer")
+    plain = run_isolated(lambda: simulate_step(workload.step_with("none", "off", 1), gpu=CARD))
+    card = replace(CARD, memory_bytes=needed_bytes(plain, CARD) - 20 * MIB)
+    best = jobs.plan(workload, gpu=card, disk="1GiB", num_workers=1, progress=False).best
+    assert best.settings == {"activations": "kept", "optimizer": "adamw, state on host"}
+    assert best.fits
+    sft_file = workload.write(best.settings, 1, tmp_path)[2]
+    assert yaml.safe_load(sft_file.read_text())["optimizer_home"] == "host"
+
+
+@pytest.mark.parametrize("home", ["host", "file"])
+def test_the_launched_command_has_the_home(home: str, folder_of: FolderOf, tmp_path: Path) -> None:
+    workload = huggingface.HuggingFaceModel(folder_of("bert"), seq_len=TOKENS, optimizer_home=home)
+    command = workload.command(workload.write({"activations": "kept"}, 8, tmp_path))
+    assert f" --offload off --base off --optimizer_home {home} -- " in command
 
 
 def test_what_the_recipe_cannot_do_is_left_to_a_script_that_reads_training_arguments(
