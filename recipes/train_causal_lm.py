@@ -43,7 +43,6 @@ from hf_memopt.recipes.common.comparison import Begin
 from hf_memopt.recipes.common.cost import RunCost, announce
 from hf_memopt.recipes.common.flags import as_settings
 from hf_memopt.recipes.common.out_of_memory import explained, train_within_memory
-from hf_memopt.weights import OffloadedOptimizer
 
 logger = logging.getLogger("hf_memopt.recipes.train_causal_lm")
 
@@ -98,9 +97,7 @@ def prepare(accelerator: Accelerator, options: Options, tokenizer: Any, blocks: 
         )
     set_seed(training.seed)
     model = make_model(options.model, tokenizer, options.data.block_size)
-    optimizer = make_optimizer(model, training, accelerator.device)
-    if training.optimizer_home != "off":  # hf_memopt
-        optimizer = OffloadedOptimizer(optimizer, home=training.optimizer_home, disk=options.offload.disk)
+    optimizer = make_optimizer(model, options, accelerator.device)
     scheduler = loop.make_schedule(optimizer, training, training.max_steps, accelerator.num_processes)
     loader = {"batch_size": training.per_device_batch_size, "collate_fn": default_data_collator}
     # A generator of its own keeps the loader from drawing from the one that dropout uses, so that resuming is exact.

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_memopt.recipes.causal_lm.options import TrainingOptions
+from hf_memopt.recipes.causal_lm.options import Options
 from hf_memopt.recipes.common import loop
 from hf_memopt.training.low_bit import low_bit_adamw
+from hf_memopt.weights import OffloadedOptimizer
 
 Batch = dict[str, Tensor]
 
@@ -19,12 +20,18 @@ class Run(loop.Run):
     held_out: Any = None  # batches to evaluate on
 
 
-def make_optimizer(model: nn.Module, training: TrainingOptions, device: torch.device) -> torch.optim.Optimizer:
+def make_optimizer(model: nn.Module, options: Options, device: torch.device) -> torch.optim.Optimizer:
     """Return AdamW. On an accelerator it is the fused one: the other's temporaries are as large as the weights."""
+    training = options.training
     settings: dict[str, Any] = {"lr": training.learning_rate, "weight_decay": training.weight_decay}
+    optimizer: torch.optim.Optimizer
     if training.optimizer_bits != 32:
-        return low_bit_adamw(training.optimizer_bits)(model.parameters(), **settings)
-    return torch.optim.AdamW(model.parameters(), fused=True if device.type != "cpu" else None, **settings)
+        optimizer = low_bit_adamw(training.optimizer_bits)(model.parameters(), **settings)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True if device.type != "cpu" else None, **settings)
+    if training.optimizer_home != "off":  # hf_memopt
+        return OffloadedOptimizer(optimizer, home=training.optimizer_home, disk=options.offload.disk)
+    return optimizer
 
 
 def update(run: Run, batches: Iterator[Batch]) -> Tensor:

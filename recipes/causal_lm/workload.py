@@ -17,6 +17,7 @@ from hf_memopt.recipes.causal_lm.options import Options
 from hf_memopt.recipes.causal_lm.step import Batch, Run, make_optimizer, update
 from hf_memopt.recipes.common.auto_plan import RecipeWorkload, activation_levers
 from hf_memopt.recipes.common.flags import read_options
+from hf_memopt.weights import OPTIMIZER_HOMES
 
 __all__ = ["workload"]
 
@@ -33,7 +34,10 @@ class CausalLM(RecipeWorkload):
 
     MODULE = "hf_memopt.recipes.train_causal_lm"
     BATCH = ("training.per_device_batch_size", "training.gradient_accumulation_steps")
-    LEVERS: ClassVar = {"activations": activation_levers("model.gradient_checkpointing")}
+    LEVERS: ClassVar = {
+        "activations": activation_levers("model.gradient_checkpointing"),
+        "optimizer_home": {home: {"training.optimizer_home": home} for home in ("off", *OPTIMIZER_HOMES)},
+    }
 
     def __init__(
         self, options: Options, tokenizer: Any, precision: str = "no", effective_batch: int | None = None
@@ -50,7 +54,7 @@ class CausalLM(RecipeWorkload):
         with weights_from_config(AutoModelForCausalLM), accelerator.device:
             model = make_model(options.model, self._tokenizer, options.data.block_size)
         model.train()
-        optimizer = make_optimizer(model, training, accelerator.device)
+        optimizer = make_optimizer(model, options, accelerator.device)
         schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
         model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
         run = Run(accelerator, options, model, optimizer, schedule)

@@ -60,7 +60,10 @@ class RecipeWorkload(ABC):
         self.name, self.options, self.effective_batch = name, options, effective_batch
         precisions = PRECISIONS if precision == "auto" else (precision,)
         self.levers = (
-            *(Lever(lever, tuple(values)) for lever, values in self.LEVERS.items()),
+            *(
+                Lever(lever, tuple(values), of_disk=tuple(value for value in values if value == "file"))
+                for lever, values in self.LEVERS.items()
+            ),
             Lever(PRECISION, precisions),
         )
 

@@ -59,7 +59,7 @@ def simulated(options: Options, **changes: Any) -> "SupervisedFineTuning":
         "task": "causal",
         "precision": "bf16" if training.bf16 else "fp16" if training.fp16 else "no",
         "optimizer": OPTIMIZERS[training.optim.value],
-        "optimizer_home": getattr(memopt, "optimizer_home", "off"),
+        "optimizer_home": memopt.optimizer_home,
         "lora_targets": sft.lora_targets if sft.lora_rank else None,
         "quantize": STORED[sft.quantize],
         "base": HOMES[memopt.base],

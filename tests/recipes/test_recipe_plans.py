@@ -157,6 +157,18 @@ def test_a_recipe_is_planned_from_the_command_line(tmp_path: Path, capsys: pytes
     assert f"-m hf_memopt.recipes.train_neural_operator --config_path {output / 'neural_operator.yaml'}" in printed
 
 
+def test_train_causal_lm_is_planned_with_a_home_for_the_state(tmp_path: Path) -> None:
+    workload = causal_lm(tmp_path, effective_batch=4)
+    plain, host, file = (
+        estimate_peak_memory(step.setup, step.step, num_steps=step.num_steps)
+        for home in ("off", "host", "file")
+        for step in [workload.simulated(first_settings(workload) | {"optimizer_home": home}, 2)]
+    )
+    assert host.host_bytes - plain.host_bytes > 0.9 * plain.breakdown["optimizer state"] - 2**14
+    assert file.disk_bytes_written == file.disk_bytes > 0 == host.disk_bytes
+    assert workload.levers[1].without_disk().values == ("off", "host")
+
+
 # Flags of a short run, and the file of the trained weights.
 SHORT = {
     "causal_lm": (("--max_steps=2",), "model.safetensors"),
