@@ -24,7 +24,7 @@ from hf_memopt.callbacks.offloading import (
     make_offloader,
     refuse_what_conflicts,
 )
-from hf_memopt.callbacks.optimizer_home import OptimizerAway
+from hf_memopt.callbacks.optimizer_home import HomeOfOptimizers
 from hf_memopt.callbacks.run_reports import RunReports
 from hf_memopt.callbacks.streamed_base import StreamedBase, streams_alone
 from hf_memopt.weights import OffloadedOptimizer, OffloadedTeacher, StreamedWeights, VisitsByCall
@@ -108,7 +108,7 @@ def attach(
         if frozen is not None:
             undo.callback(FrozenModels(trainer, frozen, frozen_home).remove)
         if optimizer_home is not None:
-            undo.callback(OptimizerAway(trainer, optimizer_home, optimizer_disk).remove)
+            undo.callback(HomeOfOptimizers(optimizer_home, optimizer_disk).take_from(trainer))
         if memory:
             lines = partial(lines_about_weights, trainer)
             undo.callback(RunReports(trainer, chosen, lines, is_selective=selective_checkpointing).remove)

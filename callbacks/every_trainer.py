@@ -30,17 +30,13 @@ from hf_memopt.activations.wrapped_module import hook_direct_calls, wrapped_modu
 from hf_memopt.callbacks.arguments import MemoptArguments
 from hf_memopt.callbacks.attach import FrozenModels, OffloadedLoss
 from hf_memopt.callbacks.offloading import log_what_was_done
-from hf_memopt.callbacks.optimizer_home import OptimizerAway, OptimizerHomes
+from hf_memopt.callbacks.optimizer_home import HomeOfOptimizers
 from hf_memopt.callbacks.settings_text import VARIABLE
 from hf_memopt.memory import explain_oom
 from hf_memopt.process_trees import end_with_command
 
 logger = logging.getLogger(__name__)
-_ENGINES = {
-    DistributedType.DEEPSPEED: "DeepSpeed",
-    DistributedType.FSDP: "FSDP",
-    DistributedType.MEGATRON_LM: "Megatron-LM",
-}
+_ENGINES = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM)
 NOTHING_ATTACHED = (
     "the script makes no Trainer and prepares no model with an Accelerator; in its loop enter "
     "ActivationOffloader.offload_context() around forward pass and loss"
@@ -76,22 +72,13 @@ class Attached:
         offloaders: those of all its models.
         is_any: whether the script has made a Trainer, or prepared a model that is trained with an Accelerator.
         unreached: a line for each option in use that does nothing here.
-        optimizers: the homes of all its optimizers.
+        optimizers: the home of their state, if they have one.
     """
 
     offloaders: weakref.WeakSet[ActivationOffloader] = field(default_factory=weakref.WeakSet)
     is_any: bool = False
     unreached: list[str] = field(default_factory=list)
-    optimizers: list[OptimizerHomes] = field(default_factory=list)
-
-    def about_optimizers(self, home: str) -> str:
-        """Return a line if the home, which may be "off", has reached no optimizer."""
-        if home == "off" or any(each.reports for each in self.optimizers):
-            return ""
-        return (
-            f"optimizer_home={home} reaches no optimizer that is stepped; give it to Accelerator.prepare, or make it "
-            f"OffloadedOptimizer(optimizer, home={home!r}) in the script"
-        )
+    optimizers: HomeOfOptimizers | None = None
 
 
 @contextmanager
@@ -106,8 +93,8 @@ def attached(arguments: MemoptArguments) -> Iterator[Attached]:
     trainers: weakref.WeakSet[Trainer] = weakref.WeakSet()
     of_accelerators: list[ActivationOffloader] = []
     found = Attached()
-    of_loops = None if arguments.optimizer_home == "off" else OptimizerHomes(arguments.optimizer_home, arguments.disk)
-    found.optimizers += [] if of_loops is None else [of_loops]
+    if arguments.optimizer_home != "off":
+        found.optimizers = HomeOfOptimizers(arguments.optimizer_home, arguments.disk)
     make_trainer, prepare = Trainer.__init__, Accelerator.prepare
     signature = inspect.signature(make_trainer)
 
@@ -118,18 +105,19 @@ def attached(arguments: MemoptArguments) -> Iterator[Attached]:
         arguments.stream_base(given.get("model"), given.get("args"))
         make_trainer(trainer, *args, **kwargs)
         trainers.add(trainer)
-        replace(arguments, frozen="off", frozen_home="host").attach(trainer)
+        replace(arguments, frozen="off", frozen_home="host", optimizer_home="off").attach(trainer)
+        if found.optimizers is not None:
+            found.optimizers.take_from(trainer)
         if arguments.frozen != "off":
             FrozenModels(trainer, arguments.frozen, arguments.frozen_home, is_made=False)
         callbacks = trainer.callback_handler.callbacks
         found.offloaders.update(each.offloader for each in callbacks if isinstance(each, OffloadedLoss))
-        found.optimizers += [each.homes for each in callbacks if isinstance(each, OptimizerAway)]
 
     @functools.wraps(prepare)
     def prepare_and_wrap(accelerator: Accelerator, *args: Any, **kwargs: Any) -> Any:
         is_own = not any(trainer.accelerator is accelerator for trainer in trainers)
-        if is_own and of_loops is not None:
-            args = tuple(_with_home(each, of_loops, accelerator) for each in args)
+        if is_own and found.optimizers is not None:
+            args = tuple(_with_home(each, found.optimizers, accelerator) for each in args)
         prepared = prepare(accelerator, *args, **kwargs)
         if is_own:
             for model in prepared if isinstance(prepared, tuple) else (prepared,):
@@ -149,13 +137,13 @@ def attached(arguments: MemoptArguments) -> Iterator[Attached]:
         finally:  # many scripts end with sys.exit
             for offloader in of_accelerators:
                 log_what_was_done(offloader)
-            if of_loops is not None:
-                of_loops.log()
+            if found.optimizers is not None:
+                found.optimizers.log()
             if isinstance(sys.exception(), SystemExit | None):
                 if not found.is_any:
                     logger.warning("nothing was attached: %s", NOTHING_ATTACHED)
-                elif line := found.about_optimizers(arguments.optimizer_home):
-                    logger.warning("%s", line)
+                elif found.optimizers is not None and found.optimizers.unreached:
+                    logger.warning("%s", found.optimizers.unreached)
 
 
 def _of_trainers_alone(arguments: MemoptArguments) -> list[str]:
@@ -174,12 +162,12 @@ def _of_trainers_alone(arguments: MemoptArguments) -> list[str]:
     ]
 
 
-def _with_home(prepared: Any, homes: OptimizerHomes, accelerator: Accelerator) -> Any:
+def _with_home(prepared: Any, home: HomeOfOptimizers, accelerator: Accelerator) -> Any:
     if not isinstance(prepared, Optimizer):
         return prepared
     if accelerator.distributed_type in _ENGINES:
-        homes.refuse_engine(_ENGINES[accelerator.distributed_type])
-    return homes.give(prepared)
+        home.refuse(accelerator.distributed_type.value)
+    return home.take(prepared)
 
 
 def _is_trained(model: Any) -> bool:

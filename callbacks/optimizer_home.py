@@ -1,7 +1,8 @@
-"""Optimizers of trainers and of loops on Accelerate, whose state has a home on the host or in a file."""
+"""The home of optimizers' state, on the host or in a file, for trainers and for loops on Accelerate."""
 
 import logging
 import os
+from collections.abc import Callable
 from typing import Any
 
 from accelerate.optimizer import AcceleratedOptimizer
@@ -14,11 +15,11 @@ from hf_memopt.weights.optimizer import OPTIMIZER_HOMES, OptimizerHome, Optimize
 logger = logging.getLogger(__name__)
 
 
-class OptimizerHomes:
-    """Gives optimizers a home for their state, and holds their reports, which outlive them.
+class HomeOfOptimizers(TrainerCallback):
+    """Gives the state of optimizers a home between updates, and logs the costs when a trainer's training ends.
 
     Attributes:
-        reports: of each optimizer, after its newest update.
+        unreached: a line until one of them has made an update, then empty.
     """
 
     def __init__(self, home: OptimizerHome, disk: str | os.PathLike[str] | None) -> None:
@@ -27,71 +28,67 @@ class OptimizerHomes:
         check_disk(disk)
         self._home: OptimizerHome = home
         self._disk = disk
-        self.reports: dict[int, OptimizerReport] = {}
-        self._num_given = 0
+        self._reports: dict[object, OptimizerReport] = {}  # they outlive their optimizers
+        self.unreached = (
+            f"optimizer_home={home} reaches no optimizer that is stepped; give it to Accelerator.prepare, or make it "
+            f"OffloadedOptimizer(optimizer, home={home!r}) in the script"
+        )
 
-    def give(self, optimizer: Any) -> Any:
-        """Return an optimizer with a home; unchanged if accelerate has prepared it before."""
-        if isinstance(optimizer, AcceleratedOptimizer):
+    def take(self, optimizer: Any) -> Any:
+        """Return an optimizer that keeps its state here."""
+        if isinstance(optimizer, AcceleratedOptimizer) and isinstance(optimizer.optimizer, OffloadedOptimizer):
             return optimizer
         if not isinstance(optimizer, OffloadedOptimizer):
             try:
                 optimizer = OffloadedOptimizer(optimizer, self._home, disk=self._disk)
             except ValueError as error:
                 raise ValueError(f"optimizer_home={self._home!r}: {error}") from error
-        number, self._num_given = self._num_given, self._num_given + 1
+        key = object()
 
         def note(stepped: Any, *others: Any) -> None:
-            self.reports[number] = stepped.report()
+            self._reports[key], self.unreached = stepped.report(), ""
 
         optimizer.register_step_post_hook(note)
         return optimizer
 
-    def log(self) -> None:
-        for report in self.reports.values():
-            if report.state_bytes or report.resident_bytes:
-                logger.info("%s", report)
-            else:
-                logger.warning("optimizer_home=%r moves nothing: the optimizer keeps no state", self._home)
+    def take_from(self, trainer: Trainer) -> Callable[[], None]:
+        """Take the optimizer that a trainer makes, or was given, when training begins; return how to undo that."""
+        if any(isinstance(callback, HomeOfOptimizers) for callback in trainer.callback_handler.callbacks):
+            raise ValueError(
+                f"optimizer_home={self._home!r}: the trainer's optimizer has one already; remove() the earlier handle"
+            )
+        if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+            self.refuse("DeepSpeed" if trainer.is_deepspeed_enabled else "FSDP")
+        plain = trainer.create_optimizer
 
-    def refuse_engine(self, engine: str) -> None:
+        def create_optimizer(*args: Any, **kwargs: Any) -> Any:
+            plain(*args, **kwargs)
+            trainer.optimizer = self.take(trainer.optimizer)
+            return trainer.optimizer
+
+        def undo() -> None:
+            del trainer.create_optimizer
+            trainer.remove_callback(self)
+
+        trainer.create_optimizer = create_optimizer
+        trainer.add_callback(self)
+        return undo
+
+    def refuse(self, engine: str) -> None:
         raise ValueError(
             f"optimizer_home={self._home!r}: {engine} places the optimizer's state already; leave optimizer_home out, "
             f"and use {engine}'s own offload"
         )
 
-
-class OptimizerAway(TrainerCallback):
-    """Gives the state of the optimizer that a trainer makes, or was given, a home from `train()` on."""
-
-    def __init__(self, trainer: Trainer, home: OptimizerHome, disk: str | os.PathLike[str] | None) -> None:
-        self.homes = OptimizerHomes(home, disk)
-        if any(isinstance(callback, OptimizerAway) for callback in trainer.callback_handler.callbacks):
-            raise ValueError(
-                f"optimizer_home={home!r}: the trainer's optimizer has one already; remove() the earlier handle first"
-            )
-        if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
-            self.homes.refuse_engine("DeepSpeed" if trainer.is_deepspeed_enabled else "FSDP")
-        prepared = trainer.optimizer
-        if isinstance(prepared, AcceleratedOptimizer) and not isinstance(prepared.optimizer, OffloadedOptimizer):
-            raise ValueError(
-                f"optimizer_home={home!r}: the trainer has prepared its optimizer already; attach before the first "
-                "train(), or give it optimizers=(OffloadedOptimizer(optimizer), None)"
-            )
-        self._trainer, self._plain = trainer, trainer.create_optimizer
-        trainer.create_optimizer = self._create
-        trainer.add_callback(self)
-
     def on_train_end(self, args: TrainingArguments, state: TrainerState, *others: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero:
-            self.homes.log()
+            self.log()
 
-    def remove(self) -> None:
-        """Leave the next optimizer without a home; one that is there keeps it."""
-        del self._trainer.create_optimizer
-        self._trainer.remove_callback(self)
-
-    def _create(self, *args: Any, **kwargs: Any) -> Any:
-        self._plain(*args, **kwargs)
-        self._trainer.optimizer = self.homes.give(self._trainer.optimizer)
-        return self._trainer.optimizer
+    def log(self) -> None:
+        """Log the costs of the optimizers that have made updates since the last call."""
+        for report in self._reports.values():
+            if report.state_bytes or report.resident_bytes:
+                logger.info("%s", report)
+            else:
+                logger.warning("optimizer_home=%r moves nothing: the optimizer keeps no state", self._home)
+        self._reports.clear()

@@ -135,8 +135,8 @@ def _check_effect(switches: Switches, memopt: MemoptArguments, found: Attached) 
         raise SwitchError(f"switch={joined(switches.ours)} reaches nothing: {NOTHING_ATTACHED}")
     if found.unreached:
         raise SwitchError(f"switch={found.unreached[0]}")
-    if line := found.about_optimizers(memopt.optimizer_home):
-        raise SwitchError(f"switch={line}")
+    if found.optimizers is not None and found.optimizers.unreached:
+        raise SwitchError(f"switch={found.optimizers.unreached}")
     if memopt.offload != "off" and not any(each.stats.bytes_moved for each in found.offloaders):
         raise SwitchError(
             f"switch=offload={memopt.offload} moved no bytes: storages below offload_threshold_mb="

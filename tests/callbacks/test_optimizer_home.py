@@ -130,16 +130,9 @@ def attached(make: Any) -> Any:
     return trainer
 
 
-def trained(make: Any) -> Any:
-    trainer = make(max_steps=1)
-    trainer.train()
-    return trainer
-
-
 REFUSED: dict[str, tuple[Callable[[Any], Any], dict[str, Any], str]] = {
     "unknown": (lambda make: make(), {"optimizer_home": "tape"}, "'tape' is unknown; use one of host, file"),
     "attached": (attached, {"optimizer_home": "file"}, r"'file': the trainer's optimizer has one already; remove\(\)"),
-    "trained": (trained, {"optimizer_home": "file"}, "'file': the trainer has prepared its optimizer already; attach"),
 }
 
 
@@ -164,6 +157,14 @@ def test_engines_that_place_state_are_refused(engine: str, make: Any, monkeypatc
     monkeypatch.setattr(trainer, f"is_{engine.lower()}_enabled", True)
     with pytest.raises(ValueError, match=f"^optimizer_home='host': {engine} places the optimizer's state already"):
         callbacks.attach(trainer, optimizer_home="host")
+
+
+def test_an_optimizer_that_is_prepared_already_is_refused(make: Any) -> None:
+    trainer = make(max_steps=1)
+    trainer.train()
+    callbacks.attach(trainer, optimizer_home="host", **ALONE)
+    with pytest.raises(ValueError, match=r"^optimizer_home='host': optimizer is accelerate's already"):
+        trainer.train()
 
 
 def test_an_optimizer_that_needs_closures_is_refused_when_training_begins(make: Any) -> None:
