@@ -315,9 +315,7 @@ CALLS: dict[str, Callable[..., object]] = {
     "MemoryLoggingCallback": lambda **bad: hf_memopt.MemoryLoggingCallback(**bad),
     "MemoryLogger": lambda **bad: memory.MemoryLogger(None, **bad),
     "MicroBatcher": lambda **bad: hf_memopt.MicroBatcher(None, **bad),
-    "OffloadedOptimizer": lambda **bad: hf_memopt.OffloadedOptimizer(
-        torch.optim.SGD(nn.Linear(1, 1).parameters()), **bad
-    ),
+    "OffloadedOptimizer": lambda **bad: hf_memopt.OffloadedOptimizer(torch.optim.SGD([torch.ones(1)]), **bad),
     "OffloadedTeacher": lambda **bad: hf_memopt.OffloadedTeacher(nn.Linear(1, 1), device="cpu", **bad),
     "StreamedWeights": lambda **bad: hf_memopt.StreamedWeights(nn.Linear(1, 1).requires_grad_(False), **bad),
     "append_metrics": lambda **bad: memory.append_metrics(Path("x"), metrics={}, **bad),

@@ -1,3 +1,4 @@
+import inspect
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -14,7 +15,6 @@ from hf_memopt.exactness.recording import Recording
 
 recorded_script = LateModule("hf_memopt.callbacks.recorded_script")
 transformers = LateModule("transformers")
-trl = LateModule("trl")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -38,18 +38,21 @@ def make(tmp_path: Path) -> Callable[..., Any]:
     return make
 
 
+def _kinds_of_arguments() -> list[Any]:
+    base = transformers.TrainingArguments
+    kinds = (base, *base.__subclasses__(), *(each for kind in base.__subclasses__() for each in kind.__subclasses__()))
+    return [kind for kind in kinds if "__init__" in vars(kind)]
+
+
 @contextmanager
 def _arguments_put_back() -> Iterator[None]:
-    base = transformers.TrainingArguments
-    _ = trl.SFTConfig
-    classes = (base, *base.__subclasses__(), *(each for cls in base.__subclasses__() for each in cls.__subclasses__()))
-    before = {cls: cls.__init__ for cls in classes if "__init__" in vars(cls)}
+    before = {kind: kind.__init__ for kind in _kinds_of_arguments()}
     try:
         yield
     finally:
-        base.__new__ = lambda cls, *args, **kwargs: object.__new__(cls)
-        for cls, make in before.items():
-            cls.__init__ = make
+        transformers.TrainingArguments.__new__ = lambda cls, *args, **kwargs: object.__new__(cls)
+        for kind in _kinds_of_arguments():  # some may have been imported meanwhile
+            kind.__init__ = before.get(kind) or inspect.unwrap(kind.__init__)
 
 
 @pytest.fixture
