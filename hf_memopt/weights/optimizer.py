@@ -529,6 +529,8 @@ def _refuse(optimizer: Optimizer) -> None:
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise ValueError(f"optimizer={name} needs a closure in each step, which OffloadedOptimizer cannot repeat")
+    if hasattr(optimizer, "train") and hasattr(optimizer, "eval"):
+        raise ValueError(f"optimizer={name} reads its state in .train() and .eval(), between updates, where it is away")
     if "step" in vars(optimizer) and not hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         raise ValueError(f"optimizer={name} has a replaced .step, which visits would call several times; leave it")
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
