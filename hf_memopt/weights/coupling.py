@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _default_to_fused_or_foreach
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from hf_memopt.autograd_state import unwrapped
 from hf_memopt.transfer.backends import backend_of
@@ -22,7 +22,7 @@ _LENGTH = 4  # of each dimension
 _RATE = 0.1  # a schedule may begin with 0, and few bits hide small updates
 
 
-class Visits:
+class UpdateVisits:
     """One update of an optimizer in several visits, each of which finds the options and attributes of the first one.
 
     An optimizer may count its updates there. A RuntimeError where visits leave different ones.
@@ -133,8 +133,8 @@ def bare_copy(optimizer: Optimizer, group: dict[str, Any], parameters: list[Tens
     copied: Optimizer = object.__new__(type(optimizer))
     for name, value in vars(optimizer).items():
         if name not in ("step", "param_groups", "state") and "hooks" not in name:
-            vars(copied)[name] = copy.deepcopy(value)
-    options = copy.deepcopy({name: value for name, value in group.items() if name not in _OF_PARAMETERS})
+            vars(copied)[name] = tree_map(_copied, value)
+    options = {name: tree_map(_copied, value) for name, value in group.items() if name not in _OF_PARAMETERS}
     names = {"param_names": [str(number) for number in range(len(parameters))]} if "param_names" in group else {}
     copied.param_groups, copied.state = [{"params": parameters, **names, **options}], defaultdict(dict)
     return copied
@@ -172,6 +172,10 @@ def _probe(optimizer: Optimizer, group: dict[str, Any], like: Sequence[Tensor]) 
     return probe, small
 
 
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+
+
 def _small_state(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.clone() if value.dim() == 0 else value.flatten()[0].repeat((_LENGTH,) * value.dim())
@@ -179,7 +183,7 @@ def _small_state(value: Any) -> Any:
 
 
 def _update_one_by_one(optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
-    visits = Visits(optimizer)
+    visits = UpdateVisits(optimizer)
     for parameter in parameters:
         hidden = [
             tensor

@@ -20,7 +20,7 @@ from hf_memopt.ranges import NOT_NEGATIVE
 from hf_memopt.transfer import Copier
 from hf_memopt.transfer.scratch_file import check_disk
 from hf_memopt.units import GIB, MIB, format_bytes
-from hf_memopt.weights.coupling import Visits, bare_copy, bare_step, random_numbers_kept, refuse_coupled
+from hf_memopt.weights.coupling import UpdateVisits, bare_copy, bare_step, random_numbers_kept, refuse_coupled
 from hf_memopt.weights.optimizer_units import StateHome, StateUnit, Traffic, leaves, packed_state
 from hf_memopt.weights.quantised import rewrapped
 
@@ -94,7 +94,7 @@ class _Update:
     left: list[_Visit]
     gradients: dict[Tensor, tuple[Tensor, int]]
     of_scaler: dict[str, Any]
-    visits: Visits
+    visits: UpdateVisits
     is_torn: bool = False
 
 
@@ -293,7 +293,7 @@ class OffloadedOptimizer(Optimizer):
                     left[-1].parameters.append(parameter)
         of_scaler = {name: vars(self)[name] for name in _OF_SCALER if name in vars(self)}
         # Options that count updates do so without gradients, too.
-        self._update = _Update(left or [_Visit(None, 0, [])], gradients, of_scaler, Visits(self.optimizer))
+        self._update = _Update(left or [_Visit(None, 0, [])], gradients, of_scaler, UpdateVisits(self.optimizer))
 
     def _go_on(self) -> None:
         update = self._update

@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from hf_memopt import OffloadedOptimizer, verify
 from hf_memopt.transfer.scratch_file import DiskError
 from hf_memopt.units import GIB, MIB
-from hf_memopt.weights.coupling import Visits
+from hf_memopt.weights.coupling import UpdateVisits
 
 STATE_BYTES = 8 * sum(each.numel() for each in model().parameters())
 
@@ -405,13 +405,13 @@ def test_the_file_goes_with_the_optimizer(tmp_path: Path) -> None:
 def test_memory_of_the_state_is_free_between_visits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     network = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(12)))
     optimizer = offloaded(network, home="file", disk=tmp_path)
-    update, held = Visits.update, list[int]()
+    update, held = UpdateVisits.update, list[int]()
 
-    def measured(visits: Visits, number: int, parameters: Any) -> None:
+    def measured(visits: UpdateVisits, number: int, parameters: Any) -> None:
         update(visits, number, parameters)
         held.append(int(re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024)
 
-    monkeypatch.setattr(Visits, "update", measured)
+    monkeypatch.setattr(UpdateVisits, "update", measured)
     for each in network.parameters():
         each.grad = torch.ones_like(each)
     for _ in range(3):
