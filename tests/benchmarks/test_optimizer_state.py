@@ -12,6 +12,7 @@ from hf_memopt.units import GIB, MIB
 
 @pytest.mark.e2e
 @pytest.mark.usefixtures("groups")
+@pytest.mark.slow
 def test_plain_is_killed_and_ours_ends_with_its_results(tmp_path: Path, output: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.limit.optimizer_state", "--size=toy", "--runs=1"]
     command += ["--kinds", "ours, file", "SGD, no state"]

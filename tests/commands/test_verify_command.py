@@ -311,6 +311,7 @@ DRAWN_AGAIN = ("--switch", 'gradient_checkpointing_kwargs={"use_reentrant": fals
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_masks_that_are_drawn_again_in_training(command: Any, tmp_path: Path) -> None:
     (tmp_path / "trainer.py").write_text(TRAINER)
     words = ("--cpu", "--num_processes=1", "--switch", "gradient_checkpointing=true", *DRAWN_AGAIN, "--", "trainer.py")

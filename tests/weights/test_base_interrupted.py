@@ -139,6 +139,7 @@ def pooled_loss(model: nn.Module) -> Tensor:
     return model(torch.randn(3, 2, WIDTH, generator=torch.Generator().manual_seed(0))).square().mean()
 
 
+@pytest.mark.sweep(share=1 / 2)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("home", ["host", "file"])
 def test_an_interrupted_constructor_leaves_the_model_as_it_was(

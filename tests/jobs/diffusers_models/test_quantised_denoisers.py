@@ -86,6 +86,7 @@ def test_parts_that_diffusers_loads_in_float32(tmp_path: Path) -> None:
     assert model.blocks[0].attn1.to_q.weight.dtype == torch.bfloat16
 
 
+@pytest.mark.sweep(share=1 / 3)
 @pytest.mark.parametrize("quantize", ["nf4-double", "int8", "int8-torchao"])
 def test_few_bits_take_less(quantize: str, tmp_path: Path) -> None:
     folder = write_denoiser(tmp_path, "flux", num_attention_heads=16)

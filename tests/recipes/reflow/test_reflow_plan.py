@@ -86,6 +86,7 @@ def test_lerobot_reads_the_flags_of_a_reflow_plan(
     assert words[6:] == [workload.MODULE, "--dataset.repo_id=DATASET", "--output_dir=FOLDER", "<", str(written[0])]
 
 
+@pytest.mark.slow
 def test_the_printed_command_trains(toy_student: Path, toy_dataset: Path, tmp_path: Path) -> None:
     workload = reflow_smolvla_plan.workload(toy_student, effective_batch=4)
     written = workload.write({"teacher_offload": "swap", "mixed_precision": "no"}, 2, tmp_path / "plan")
