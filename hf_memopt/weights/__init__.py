@@ -1,4 +1,7 @@
-"""Frozen modules whose weights live in host memory or in files and visit the device; README.md follows one weight."""
+"""Frozen weights and the state of optimizers, which live in host memory or in files and visit the device.
+
+README.md follows one weight.
+"""
 
 from hf_memopt.weights.base import BASE_HOMES, StreamedWeights, WeightsReport
 from hf_memopt.weights.offload import OffloadedTeacher, TeacherReport, VisitsByCall

@@ -526,6 +526,10 @@ def _refuse(optimizer: Optimizer) -> None:
         raise ValueError("optimizer is an OffloadedOptimizer already; use it, or wrap its .optimizer")
     if name == "AcceleratedOptimizer":
         raise ValueError("optimizer is accelerate's already; make the OffloadedOptimizer before accelerator.prepare")
+    if type(optimizer).__module__.partition(".")[0] == "bitsandbytes":
+        raise ValueError(
+            f"optimizer={name}: bitsandbytes' optimizers have options by the places of parameters; use its paged ones"
+        )
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise ValueError(f"optimizer={name} needs a closure in each step, which OffloadedOptimizer cannot repeat")
