@@ -30,8 +30,9 @@ OptimizerHome = Literal["host", "file"]
 OPTIMIZER_HOMES: tuple[str, ...] = get_args(OptimizerHome)
 # State of small parameters travels together, up to so many bytes, or as many as that of the largest parameter.
 _UNIT_BYTES = 32 * MIB
-# Units on their way ahead of the one that is updated.
+# Units on their way ahead of the one that is updated; all on their way take so many bytes at most.
 _AHEAD = 2
+_AHEAD_BYTES = 4 * _UNIT_BYTES
 # What a GradScaler sets on a fused optimizer for one step.
 _OF_SCALER = ("grad_scale", "found_inf")
 _REMEDY = "load a checkpoint by load_state_dict()"
@@ -373,7 +374,8 @@ class OffloadedOptimizer(Optimizer):
         for unit in made:
             self._units.update(dict.fromkeys(unit.parameters, unit))
         for unit in made:
-            self._traffic.limit_bytes = max(self._traffic.limit_bytes, 2 * unit.num_bytes)
+            limit_bytes = unit.num_bytes + min(unit.num_bytes, _AHEAD_BYTES)
+            self._traffic.limit_bytes = max(self._traffic.limit_bytes, limit_bytes)
             if any(self.optimizer.state.get(each) for each in unit.parameters):
                 self._traffic.bring(unit)
                 unit.pack(self.optimizer.state)

@@ -27,7 +27,7 @@ from hf_memopt.units import MIB, format_bytes
 from hf_memopt.weights.packed_weights import MemoryRange, WeightSlice, memory_ranges, packed, views
 from hf_memopt.weights.quantised import is_quantised, rewrapped
 
-# Host memory that state passes through on its way to a file and back: room for two units at least up to here.
+# Host memory that state passes through on its way to a file and back: room for three units at least up to here.
 _STAGING_BYTES = 128 * MIB
 
 
@@ -345,7 +345,7 @@ class StateHome:
         if self.file is None:
             return LowerHost(copier, None)
         largest_bytes = max(self.largest_bytes, num_bytes) + PAGE
-        return StagedDisk(self.file, copier, max(largest_bytes, min(2 * largest_bytes, _STAGING_BYTES)))
+        return StagedDisk(self.file, copier, max(largest_bytes, min(3 * largest_bytes, _STAGING_BYTES)))
 
 
 class Traffic:
