@@ -144,7 +144,8 @@ class _OptimizerState:
     def __init__(self, optimizer: Optimizer) -> None:
         self._state = {parameter: tree_map(_kept, state) for parameter, state in optimizer.state.items()}
         self._groups = [
-            (group, group["params"], list(group["params"]), _kept_options(group)) for group in optimizer.param_groups
+            (group, group["params"], list(group["params"]), tree_map(_kept, {**group, "params": None}))
+            for group in optimizer.param_groups
         ]
 
     def restore(self, optimizer: Optimizer) -> None:
@@ -154,7 +155,7 @@ class _OptimizerState:
         for group, parameters, before, options in self._groups:
             parameters[:] = before
             group.clear()
-            group.update(params=parameters, **tree_map(_restored, options))
+            group.update(tree_map(_restored, options), params=parameters)
 
 
 class _Kept:
@@ -183,10 +184,6 @@ def _written_once(tensor: Tensor) -> Tensor:
     if tensor.layout != torch.strided:
         return tensor
     return tensor[tuple(slice(0, 1 if stride == 0 else None) for stride in tensor.stride())]
-
-
-def _kept_options(group: dict[str, Any]) -> dict[str, Any]:
-    return {name: tree_map(_kept, value) for name, value in group.items() if name != "params"}
 
 
 def _kept(value: Any) -> Any:

@@ -49,16 +49,10 @@ _HELD_ELSEWHERE: tuple[Phase, ...] = ("start", "input", "setting", "optimizer")
 
 @dataclass(frozen=True)
 class Yardstick:
-    """Runs that show how far rounding reaches.
+    """Runs that show how far rounding reaches. In float32 a difference by rounding vanishes, one by a fault stays."""
 
-    Attributes:
-        plain: a run with the same data that rounds otherwise than the plain one: from weights that are changed by one
-            rounding, or, with `switched`, in float32.
-        switched: the switched run in float32. A difference by rounding vanishes there, and one by a fault stays.
-    """
-
-    plain: Recording
-    switched: Recording | None = None
+    plain: Recording  # from weights that are changed by one rounding, or, with `switched`, in float32
+    switched: Recording | None = None  # in float32
 
 
 @dataclass(frozen=True)
@@ -100,20 +94,13 @@ class Difference:
 
 @dataclass(frozen=True)
 class RunComparison:
-    """All differences between two recordings, in the order in which the plain run computed the tensors.
-
-    Attributes:
-        num_compared: tensors, by phase.
-        not_compared: tensors that could not be compared, with reasons.
-        has_other_layout: whether the switched run cuts or arranges its data in another way, such as packed instead of
-            padded, so that inputs are not compared.
-    """
+    """All differences between two recordings, in the order in which the plain run computed the tensors."""
 
     differences: list[Difference]
     num_compared: dict[Phase, int]
     num_gradients: int
-    not_compared: list[str]
-    has_other_layout: bool
+    not_compared: list[str]  # tensors that could not be compared, with reasons
+    has_other_layout: bool  # the switched run cuts its data in another way, or packs it, and inputs are not compared
 
     @property
     def verdict(self) -> Verdict:

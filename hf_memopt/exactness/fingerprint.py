@@ -24,20 +24,15 @@ class Fingerprint:
     that is the same in all runs, to one of `NUM_SUMS` sums. The norm of the difference of two sketches estimates that
     of the tensors' difference, with a standard error of some 5 percent; for a tensor of at most `NUM_SUMS` elements it
     is exact. A fingerprint takes about 5 KB, however large its tensor.
-
-    Attributes:
-        num_not_finite: elements that are infinite or no number; the norm and the sketch leave them out.
-        sketch: `NUM_SUMS` sums, or the elements themselves if they are fewer.
-        num_bits: significant bits of the elements of a float32 tensor, at most 24: 8 if all come from bfloat16; 0 for
-            other dtypes and for powers of two.
     """
 
     dtype: str
     shape: tuple[int, ...]
     sha256: str
     norm: float
-    num_not_finite: int
-    sketch: tuple[float, ...]
+    num_not_finite: int  # elements that are infinite or no number; the norm and the sketch leave them out
+    sketch: tuple[float, ...]  # `NUM_SUMS` sums, or the elements themselves if they are fewer
+    # Significant bits of float32 elements: 8 if all come from bfloat16; 0 for other dtypes and powers of two.
     num_bits: int = 0
 
     @classmethod

@@ -15,18 +15,12 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """The place of a tensor in a run.
+    """The place of a tensor in a run."""
 
-    Attributes:
-        step: from 1 on; 0 before the first.
-        micro_batch: backward passes of the step so far, this one included; 0 for tensors of a step's end.
-        name: of the parameter, buffer, argument, state, or setting of an optimizer.
-    """
-
-    step: int
-    micro_batch: int
+    step: int  # from 1 on; 0 before the first
+    micro_batch: int  # backward passes of the step so far, this one included; 0 for tensors of a step's end
     phase: Phase
-    name: str
+    name: str  # of the parameter, buffer, argument, state, or setting of an optimizer
 
     @property
     def order(self) -> tuple[int, bool, int, int]:
@@ -36,47 +30,29 @@ class TensorPlace:
 
     def __str__(self) -> str:
         micro_batch = f"micro-batch {self.micro_batch} of step {self.step}" if self.micro_batch else f"step {self.step}"
-        match self.phase:
-            case "start":
-                return f"{self.name} before the first step"
-            case "input":
-                return f"input {self.name} of {micro_batch}"
-            case "loss":
-                return f"{self.name} of {micro_batch}"
-            case "gradient":
-                return f"gradient of {self.name} after backward of {micro_batch}"
-            case "setting":
-                return f"{self.name} in {micro_batch}"
-            case "result":
-                return f"{f'result {self.name}'.strip()} of {micro_batch}"
-            case "weight":
-                return f"{self.name} after {micro_batch}"
-            case "optimizer":
-                return f"optimizer state {self.name} after {micro_batch}"
+        in_words: dict[Phase, str] = {
+            "start": f"{self.name} before the first step",
+            "input": f"input {self.name} of {micro_batch}",
+            "loss": f"{self.name} of {micro_batch}",
+            "gradient": f"gradient of {self.name} after backward of {micro_batch}",
+            "setting": f"{self.name} in {micro_batch}",
+            "result": f"{f'result {self.name}'.strip()} of {micro_batch}",
+            "weight": f"{self.name} after {micro_batch}",
+            "optimizer": f"optimizer state {self.name} after {micro_batch}",
+        }
+        return in_words[self.phase]
 
 
 @dataclass
 class Recording:
-    """The tensors that one process of a run computed, and their cost.
+    """The tensors that one process of a run computed, and their cost."""
 
-    Attributes:
-        tensors: by place, in the order in which they were recorded.
-        precision: name of autocast's dtype; "float16" for TF32, which has as many significant bits; None if neither is
-            on.
-        has_dropout: whether a model that was trained draws random masks.
-        not_deterministic: torch's warnings of operations without a deterministic kernel.
-        peak_bytes: most memory that torch allocated on the device; on a CPU, resident memory of the process. None where
-            the system does not tell.
-        step_s: seconds of each step, without those of recording it.
-        recording_s: seconds of recording, in sum.
-    """
-
-    tensors: dict[TensorPlace, Fingerprint] = field(default_factory=dict)
-    precision: str | None = None
-    has_dropout: bool = False
-    not_deterministic: list[str] = field(default_factory=list)
-    peak_bytes: int | None = None
-    step_s: list[float] = field(default_factory=list)
+    tensors: dict[TensorPlace, Fingerprint] = field(default_factory=dict)  # in the order in which they were recorded
+    precision: str | None = None  # autocast's dtype, or "float16" for TF32, which has as many significant bits
+    has_dropout: bool = False  # in a model that was trained
+    not_deterministic: list[str] = field(default_factory=list)  # operations of torch's warnings
+    peak_bytes: int | None = None  # as from `process_peak.peak_bytes`
+    step_s: list[float] = field(default_factory=list)  # without the time of recording
     recording_s: float = 0.0
 
     @property

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 
@@ -41,18 +41,10 @@ class PhasePeak:
 
     def joined(self, other: "PhasePeak") -> "PhasePeak":
         """Return the peak over two intervals."""
-        return PhasePeak(
-            at_least_bytes=_largest(self.at_least_bytes, other.at_least_bytes),
-            at_most_bytes=_largest(self.at_most_bytes, other.at_most_bytes),
-            reserved_bytes=_largest(self.reserved_bytes, other.reserved_bytes),
-            inactive_split_bytes=_largest(self.inactive_split_bytes, other.inactive_split_bytes),
-            num_alloc_retries=(
-                None
-                if self.num_alloc_retries is None or other.num_alloc_retries is None
-                else self.num_alloc_retries + other.num_alloc_retries
-            ),
-            host_rss_bytes=_largest(self.host_rss_bytes, other.host_rss_bytes),
-        )
+        found = {each.name: _largest(getattr(self, each.name), getattr(other, each.name)) for each in fields(self)}
+        ours, theirs = self.num_alloc_retries, other.num_alloc_retries
+        found["num_alloc_retries"] = None if ours is None or theirs is None else ours + theirs
+        return PhasePeak(**found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,10 +176,7 @@ class MemoryTracker:
 
     def _boundary(self) -> None:
         # The stretch between two ends of phases counts for every open phase, so that outer phases include inner ones.
-        interval = self._gauge.interval()
-        for name in self._open:
-            known = self._step.get(name)
-            self._step[name] = interval if known is None else known.joined(interval)
+        self._step = _join(self._step, dict.fromkeys(self._open, self._gauge.interval()))
 
 
 class DeviceGauge:

@@ -105,12 +105,7 @@ class Machine:
 
 
 def examine(device: str | None = None, disk: str | None = None) -> Machine:
-    """Look at one device, or all accelerators, or else the CPU, and at a folder for a disk tier.
-
-    Raises:
-        ValueError: there is no such device or folder.
-        DiskError: there can be no file in the folder.
-    """
+    """Look at one device, or all accelerators, or else the CPU, and at a folder for a disk tier."""
     check_disk(disk)
     devices = [examine_device(found) for found in find_devices(device)]
     host, versions = host_limits(), find_versions()

@@ -35,25 +35,15 @@ class HeldOverPass:
 
 @dataclass(frozen=True)
 class OffloadingRecord:
-    """The cost of a training run, and the work of its offloader.
+    """The cost of a training run, and the work of its offloader."""
 
-    Attributes:
-        facts: device, peak memory, update and time, as in the model card.
-        stats: the offloader's figures; None where activations were not offloaded.
-        plans: its newest plans; none in modes that make none.
-        note: the reason why there are none.
-        over_pass: memory over the largest pass that followed a plan.
-        weights: frozen weights, and state of optimizers, that lived elsewhere, each in a line.
-        advice: settings to try next as commands or options, each with its reason.
-    """
-
-    facts: dict[str, str]
-    stats: OffloadStats | None
-    plans: list[PlanTable]
-    note: str
-    over_pass: HeldOverPass
-    weights: list[str]
-    advice: list[tuple[str, str]]
+    facts: dict[str, str]  # device, peak memory, update and time, as in the model card
+    stats: OffloadStats | None  # None where activations were not offloaded
+    plans: list[PlanTable]  # the newest ones; none in modes that make none
+    note: str  # the reason why there are none
+    over_pass: HeldOverPass  # of the largest pass that followed a plan
+    weights: list[str]  # frozen weights, and state of optimizers, that lived elsewhere, each in a line
+    advice: list[tuple[str, str]]  # settings to try next as commands or options, each with its reason
 
     @classmethod
     def of(
@@ -84,11 +74,7 @@ class OffloadingRecord:
 
     @classmethod
     def read(cls, file: Path) -> Self:
-        """Return the record in a file.
-
-        Raises:
-            ValueError: the file is not JSON, or not of this form.
-        """
+        """Return the record in a file; ValueError if it is not of this form."""
         try:
             found = json.loads(file.read_text(encoding="utf-8"))
             return cls(

@@ -6,16 +6,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Outcome:
-    """One policy's result.
-
-    Attributes:
-        num_steps: Euler steps for one action chunk.
-        success_rate: share of tries that the task calls a success; None without any try.
-        latency_ms: median time to sample one action chunk.
-    """
+    """One policy's result: Euler steps and median time for an action chunk, and its share of successful tries."""
 
     num_steps: int
-    success_rate: float | None
+    success_rate: float | None  # None without any try
     latency_ms: float
 
 
