@@ -33,11 +33,7 @@ def base_name(folder: Path) -> str:
 
 
 def merged(policy: PreTrainedPolicy, folder: Path) -> PreTrainedPolicy:
-    """Add an adapter to its base policy's weights, in place, and return the policy.
-
-    Raises:
-        ValueError: the adapter's weights do not fit the policy, or its method has none to merge.
-    """
+    """Add an adapter to its base policy's weights, in place, and return the policy; ValueError if that cannot be."""
     from peft import PeftModel, get_peft_model_state_dict  # slow to import, and an extra
 
     adapter_files(folder)

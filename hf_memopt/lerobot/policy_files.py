@@ -213,11 +213,7 @@ def check_normalizers(folder: Path, config: PreTrainedConfig) -> None:
 
 
 def normalizing_statistics(config: PreTrainedConfig) -> Iterator[tuple[str, str]]:
-    """Yield the statistics that a policy's normaliser uses, as pairs of a feature and e.g. `"mean"`.
-
-    Raises:
-        ValueError: a feature's mode is none of those whose statistics are known.
-    """
+    """Yield the statistics that a policy's normaliser uses, as pairs of a feature and e.g. `"mean"`."""
     features = {**(config.input_features or {}), **(config.output_features or {})}
     for feature, description in features.items():
         kind = description.type.value

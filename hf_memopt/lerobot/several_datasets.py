@@ -21,12 +21,7 @@ _FOLDER = "merged"  # in lerobot's own folder, which is also the namespace of th
 
 
 def with_one_dataset(arguments: Sequence[str]) -> list[str]:
-    """Return flags of `lerobot-train` in which several datasets are replaced by one, merged on the first use.
-
-    Raises:
-        ValueError: the lists are malformed or differ in length, or a dataset cannot be read or differs in its robot,
-            frame rate or features from the first.
-    """
+    """Return flags of `lerobot-train` in which several datasets are replaced by one, merged on the first use."""
     repo_ids = _listed(REPO_IDS, arguments)
     if repo_ids is None:
         return list(arguments)

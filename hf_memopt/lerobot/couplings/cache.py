@@ -43,11 +43,7 @@ class CouplingCache:
         check_same(self.folder.path, self.description, expected)
 
     def of(self, indices: Sequence[int], draws: Sequence[int], observation: Observation | None) -> Coupling:
-        """Return one coupling of each sample, on the CPU; `observation=None` takes the stored one.
-
-        Raises ValueError for a sample without couplings, another observation, or files that were changed since the
-        check.
-        """
+        """Return one coupling of each sample, on the CPU; `observation=None` takes the stored one."""
         missing = [index for index in indices if index not in self._position]
         if missing:
             raise ValueError(

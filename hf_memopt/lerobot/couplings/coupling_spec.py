@@ -12,8 +12,8 @@ from torch import Tensor
 from hf_memopt.ranges import COUNT
 
 Observation = Mapping[str, Tensor]
-Load = Callable[[list[int]], Observation]
-Solve = Callable[[Observation, Tensor], Tensor]
+Load = Callable[[list[int]], Observation]  # from names of samples to tensors, batch first
+Solve = Callable[[Observation, Tensor], Tensor]  # from noise (batch, *shape) to targets of that shape
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ODD = 0x9E3779B97F4A7C15 - 2**64  # 2^64 over the golden ratio, as int64: neighbours get unrelated weights
@@ -26,19 +26,14 @@ class CouplingSpec:
     A sample's neighbours in a batch change a matrix product's rounding, so batches are part of the spec: batch `n`
     holds the same samples whenever and wherever it is computed. With `batch_size=1` every coupling stands for itself.
 
-    Attributes:
-        key: all that decides which target a noise gets, as JSON has it: two folders with one key hold the same pairs.
-            Its `seed` is that of the noise; see `comparable_fields` for the others.
-        indices: names of the samples, in the order in which they are batched.
-        shape: of one sample's noise and target.
-        num_draws: couplings per sample.
-        batch_size: samples per batch, at least 1.
+    `key` is all that decides which target a noise gets, as JSON has it: two folders with one key hold the same pairs.
+    Its `seed` is that of the noise; see `comparable_fields` for the others.
     """
 
     key: Mapping[str, Any]
-    indices: Sequence[int]
-    shape: tuple[int, ...]
-    num_draws: int = 1
+    indices: Sequence[int]  # names of the samples, in the order in which they are batched
+    shape: tuple[int, ...]  # of one sample's noise and target
+    num_draws: int = 1  # couplings per sample
     batch_size: int = 16
 
     def __post_init__(self) -> None:
@@ -71,13 +66,7 @@ class CouplingSpec:
 
 @dataclass(frozen=True)
 class Coupling:
-    """One batch of couplings.
-
-    Attributes:
-        observation: the result of `load` for its samples, or the one stored with the couplings.
-        noise: `(batch, *shape)` float32.
-        target: `(batch, *shape)` float32, where the teacher's ODE takes that noise.
-    """
+    """Observations, noises, and the targets where the teacher's ODE takes these: `(batch, *shape)` float32."""
 
     observation: Observation
     noise: Tensor

@@ -34,22 +34,11 @@ def precompute(
 ) -> list[int]:
     """Write the couplings of a specification to a folder, for `CouplingCache`; return shards that are still missing.
 
-    Call it again after an interruption or damage, with any number of processes: complete shards stay, the others are
-    written anew. Processes need not know of each other; each takes every `world_size`-th shard. Its files that are
-    there already are read to find damage. Raises ValueError if the folder holds other couplings or other files, another
-    process writes the same shard, or `load` does not repeat an observation that is not stored.
-
-    Args:
-        solve: from an observation and noise `(batch, *shape)` to targets of that shape.
-        load: from names of samples to the observation that conditions the teacher: tensors, batch first.
-        spec: which couplings to compute.
-        path: folder to create, or to complete.
-        shard_size: couplings per file, rounded up to whole batches. An interruption loses at most one file's.
-        store_observations: keep each coupling's observation with it. Required where `load` augments at random.
-        rank: rank of this process.
-        world_size: number of processes.
-
-    Disk: 4 bytes for each element of a target, and 24 for each coupling.
+    Call it again after an interruption or damage, with any number of processes: complete shards, of `shard_size`
+    couplings in whole batches, stay, and the others are written anew. Processes need not know of each other; each takes
+    every `world_size`-th shard. Its files that are there already are read to find damage. Raises ValueError if the
+    folder holds other couplings or other files, another process writes the same shard, or `load` does not repeat an
+    observation that is not stored. Disk: 4 bytes for each element of a target, and 24 for each coupling.
     """
     COUNT.check("shard_size", shard_size)
     batches_per_shard = -(-shard_size // spec.batch_size)

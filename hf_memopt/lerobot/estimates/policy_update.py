@@ -42,14 +42,7 @@ class PolicyRun(NamedTuple):
 
 
 def set_up(cfg: TrainPipelineConfig, precision: str, offload: str, num_tokens: int | None) -> PolicyRun:
-    """Build a run as `lerobot-train` does, with a batch of zeros.
-
-    Args:
-        cfg: the run; its optimizer and scheduler are there already.
-        precision: Accelerate's autocast.
-        offload: the mode of `hf-memopt launch`.
-        num_tokens: of each instruction; None, as many as it may have.
-    """
+    """Build a run as `lerobot-train` does, with a batch of zeros, and an offloader as of `hf-memopt launch`."""
     # fp16 takes as much memory as bf16, and its scaler would need numbers.
     precision = "bf16" if precision == "fp16" else precision
     accelerator = Accelerator(step_scheduler_with_optimizer=False, mixed_precision=precision)

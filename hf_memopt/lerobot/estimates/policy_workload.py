@@ -25,10 +25,6 @@ class PolicyTraining:
     """Trains as `lerobot-train` does, with the batch, the adapters and the frozen parts of its configuration.
 
     lerobot 0.6.1 updates after each batch, so `micro_batches` has no other size.
-
-    Raises:
-        ValueError: see `training_config` and `autocast`; or the spec's `seq_len` has more tokens than the policy takes,
-            or it takes no instructions.
     """
 
     tokens_per_sample: int | None = None

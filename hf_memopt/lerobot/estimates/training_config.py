@@ -44,11 +44,7 @@ def training_config(spec: JobSpec, file: PolicyFile) -> TrainPipelineConfig:
     """Return the run that `lerobot-train` would make, with its optimizer and scheduler.
 
     A `train_config.json` is the run itself; a folder or a hub id, one that goes on from its policy, with the settings
-    of the run that made it, or lerobot's own.
-
-    Raises:
-        ValueError: the policy's type or something that the run does is not simulated; a configuration cannot be read;
-            or the policy has no field for one of the spec's.
+    of the run that made it, or lerobot's own. ValueError for a run that is not simulated, or cannot be read.
     """
     if file.kind not in SIMULATED:
         recipe = "; for a student of reflow use --recipe" if file.kind.endswith("_reflow") else ""
@@ -84,12 +80,7 @@ def autocast(policy: PreTrainedConfig, asked: str | None) -> str:
 
 
 def set_features(policy: PreTrainedConfig, spec: JobSpec) -> None:
-    """Give a policy the cameras that the spec asks for, and state and actions as wide as they may be if it has none.
-
-    Raises:
-        ValueError: neither the policy nor the spec says how large images are, or nothing says how wide state or
-            actions are.
-    """
+    """Give a policy the cameras that the spec asks for, and state and actions as wide as they may be if it has none."""
     inputs, outputs = dict(policy.input_features or {}), dict(policy.output_features or {})
     if spec.image_size is not None or spec.images_per_sample is not None or not policy.image_features:
         others = {name: each for name, each in inputs.items() if each.type is not FeatureType.VISUAL}

@@ -40,29 +40,17 @@ _NUM_LATENCY_RUNS = 7
 
 @dataclass(frozen=True)
 class ModelEvaluation:
-    """One model's side of a comparison. Actions are normalised; dictionaries are keyed by number of Euler steps.
+    """One model's side of a comparison. Actions are normalised; dictionaries are keyed by number of Euler steps."""
 
-    Attributes:
-        error: root mean square difference to the teacher's own sampling from the same noise.
-        action_error: root mean square difference to the demonstrated actions, where they are not padding.
-        straightness: see `hf_memopt.reflow.straightness`, on the teacher's number of steps.
-        normalized_straightness: the same, divided by the mean squared length of the path.
-        spread: standard deviation over noise of the actions for one observation. Near 0, the model has collapsed.
-        latency_ms: median time to sample one chunk for one observation, of which inputs are on the device.
-        weights_bytes: of weights and buffers.
-        sampling_bytes: peak of all other tensors, while one chunk is sampled.
-        success_rate: share of tries that the task calls a success; empty without any try.
-    """
-
-    error: dict[int, float]
-    action_error: dict[int, float]
-    straightness: float
-    normalized_straightness: float
-    spread: dict[int, float]
-    latency_ms: dict[int, float]
-    weights_bytes: int
-    sampling_bytes: int
-    success_rate: dict[int, float] = field(default_factory=dict)
+    error: dict[int, float]  # root mean square difference to the teacher's own sampling from the same noise
+    action_error: dict[int, float]  # the same to the demonstrated actions, where they are not padding
+    straightness: float  # see `hf_memopt.reflow.straightness`, on the teacher's number of steps
+    normalized_straightness: float  # divided by the mean squared length of the path
+    spread: dict[int, float]  # standard deviation over noise, for one observation; near 0, the model has collapsed
+    latency_ms: dict[int, float]  # median time to sample one chunk for one observation on the device
+    weights_bytes: int  # and of buffers
+    sampling_bytes: int  # peak of all other tensors, while one chunk is sampled
+    success_rate: dict[int, float] = field(default_factory=dict)  # share of successful tries; empty without any
 
 
 @dataclass(frozen=True)
@@ -143,8 +131,7 @@ def held_out_batches(
 ) -> list[dict[str, Tensor]]:
     """Load observations, spread evenly over a LeRobotDataset's episodes, preprocessed as for checkpoint `policy`.
 
-    Raises:
-        ValueError: the dataset cannot be read, lacks one of the episodes, or has actions or states of another size.
+    ValueError where that cannot be read, lacks one of the episodes, or has actions or states of another size.
     """
     folder = resolve_checkpoint(policy)
     config = load_config(folder)

@@ -21,17 +21,11 @@ _MAX_PARALLEL = 10
 
 @dataclass(frozen=True)
 class RolloutResult:
-    """Episodes with one number of Euler steps.
-
-    Attributes:
-        num_episodes: all.
-        success_rate: share that the environment called a success (`info["is_success"]`).
-        mean_reward: mean over the episodes of the sum of their rewards.
-    """
+    """Episodes with one number of Euler steps."""
 
     num_episodes: int
-    success_rate: float
-    mean_reward: float
+    success_rate: float  # the environment calls it one by info["is_success"]
+    mean_reward: float  # of the sums over episodes
 
 
 def evaluate_in_environment(

@@ -20,21 +20,13 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Observation:
-    """The observation that both models see, prepared once.
+    """The observation that both models see, prepared once."""
 
-    Attributes:
-        images: one `(batch, 3, height, width)` in [-1, 1] per camera.
-        image_masks: one `(batch,)` bool per camera, False where it is missing.
-        tokens: `(batch, length)` language tokens.
-        token_masks: `(batch, length)` bool, False on padding.
-        state: `(batch, max_state_dim)`; None for a policy that reads it as language tokens.
-    """
-
-    images: list[Tensor]
-    image_masks: list[Tensor]
-    tokens: Tensor
-    token_masks: Tensor
-    state: Tensor | None = None
+    images: list[Tensor]  # of each camera (batch, 3, height, width) in [-1, 1]
+    image_masks: list[Tensor]  # of each camera (batch,) bool, False where it is missing
+    tokens: Tensor  # (batch, length), of language
+    token_masks: Tensor  # (batch, length) bool, False on padding
+    state: Tensor | None = None  # (batch, max_state_dim); None for a policy that reads it as language tokens
 
     def arguments(self) -> tuple[Any, ...]:
         """Return all in the order in which lerobot's model methods take them."""
@@ -98,27 +90,16 @@ class ConditionedExpert(ABC):
 
 
 class FlowPolicy(ABC):
-    """The properties and functions of one policy that reflow needs.
+    """The properties and functions of one policy that reflow needs."""
 
-    Attributes:
-        stock_type: lerobot's name for it; the student's is the same with `_reflow` behind it.
-        title: its name in prose.
-        steps_field: field of its configuration for the number of Euler steps.
-        vlm_path: name of the model's part that student and teacher share.
-        vlm_field: field by which a configuration names its VLM.
-        prefix: what that part makes of images and language.
-        expert: the velocity field behind it.
-        architecture_fields: fields that decide the shape, the meaning or the conditioning of its velocity field.
-            Student and teacher must agree on them.
-    """
-
-    stock_type: ClassVar[str]
-    title: ClassVar[str]
-    steps_field: ClassVar[str]
-    vlm_path: ClassVar[str]
-    vlm_field: ClassVar[str]
-    prefix: ClassVar[type[SharedPrefix]]
-    expert: ClassVar[type[ConditionedExpert]]
+    stock_type: ClassVar[str]  # lerobot's name for it; the student's is the same with `_reflow` behind it
+    title: ClassVar[str]  # its name in prose
+    steps_field: ClassVar[str]  # field of its configuration for the number of Euler steps
+    vlm_path: ClassVar[str]  # name of the model's part that student and teacher share
+    vlm_field: ClassVar[str]  # field by which a configuration names its VLM
+    prefix: ClassVar[type[SharedPrefix]]  # made of images and language by the VLM
+    expert: ClassVar[type[ConditionedExpert]]  # the velocity field behind it
+    # Fields that decide the shape, the meaning or the conditioning of the velocity field, in student and teacher alike.
     architecture_fields: ClassVar[tuple[str, ...]]
 
     @abstractmethod

@@ -61,11 +61,7 @@ class SmolVLAPrefix(SharedPrefix):
 
 
 class SmolVLAExpert(ConditionedExpert):
-    """Evaluates a model's velocity field, given a shared prefix and the model's own state token.
-
-    Gradients flow to the expert and, unless frozen, to the `state_proj`. A model that trains its `state_proj` takes the
-    prefix for itself (see `SmolVLAPrefix.take_rows`), so the teacher goes first.
-    """
+    """Evaluates a model's velocity field, given a shared prefix and the model's own state token; see `take_rows`."""
 
     def __init__(self, model: VLAFlowMatching, prefix: SmolVLAPrefix) -> None:
         self._model = model
@@ -161,10 +157,7 @@ def _append(rows: Tensor, token: Tensor) -> Tensor:
 
 
 class _FillLastRow(torch.autograd.Function):
-    """Writes a token into the free last row and returns the rows, now with a gradient for the token.
-
-    The token's own attention and the expert then save one storage for backward instead of two copies of the prefix.
-    """
+    """Writes a token into the free last row and returns the rows, now with a gradient for the token."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, token: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,21 +23,13 @@ logger = logging.getLogger(__name__)
 
 
 class Pairs(NamedTuple):
-    """The pairs of noise and actions that a batch is trained on.
+    """The pairs of noise and actions that a batch is trained on."""
 
-    Attributes:
-        batch: seen by the student.
-        noise: `(batch, chunk, max_action_dim)`.
-        target: actions at the other end of the paths, in the same shape; None before they are known.
-        valid: `(batch, chunk)` bool, the steps that count; None, all.
-        at_start: `(batch,)` bool, the pairs of which only the velocity at the noise is trained; None, none.
-    """
-
-    batch: dict[str, Tensor]
-    noise: Tensor
-    target: Tensor | None = None
-    valid: Tensor | None = None
-    at_start: Tensor | None = None
+    batch: dict[str, Tensor]  # seen by the student
+    noise: Tensor  # (batch, chunk, max_action_dim)
+    target: Tensor | None = None  # actions at the other end, in the same shape; None before they are known
+    valid: Tensor | None = None  # (batch, chunk) bool, the steps that count; None, all
+    at_start: Tensor | None = None  # (batch,) bool, pairs that train only the velocity at the noise; None, none
 
 
 class PairSource:
@@ -126,7 +119,6 @@ class CachedPairs(PairSource):
 
     def __init__(self, config: ReflowOptions) -> None:
         self._config = config
-        self._cache: CouplingCache | None = None
 
     def __reduce__(self) -> Any:
         return CachedPairs, (self._config,)
@@ -134,7 +126,7 @@ class CachedPairs(PairSource):
     def check(self, dataset_stats: Statistics, dataset_root: Path | None) -> None:
         path = self._config.teacher_model_path
         teacher = resolve_checkpoint(path) if path and Path(path).expanduser().exists() else None
-        self._open().check(comparable_fields(self._config, dataset_stats, dataset_root, teacher))
+        self._cache.check(comparable_fields(self._config, dataset_stats, dataset_root, teacher))
         if teacher is None:
             logger.info("couplings: the teacher is not at hand, so its weights were not compared with the folder's")
 
@@ -142,7 +134,7 @@ class CachedPairs(PairSource):
         """Look up the pairs of a batch's frames, and the observations if they are stored."""
         if noise is not None:
             raise ValueError("noise was given, and couplings_path holds the noise of each frame; pass one of them")
-        cache = self._open()
+        cache = self._cache
         indices, draws = _frames_and_draws(batch, cache.description["num_draws"])
         inputs = None if cache.has_observations else coupling_inputs(self._config, batch)
         coupling = cache.of(indices, draws, inputs)
@@ -151,10 +143,9 @@ class CachedPairs(PairSource):
             batch = {**batch, **{name: tensor.to(device) for name, tensor in coupling.observation.items()}}
         return Pairs(batch, coupling.noise.to(device), coupling.target.to(device))
 
-    def _open(self) -> CouplingCache:
-        if self._cache is None:
-            self._cache = CouplingCache(str(self._config.couplings_path))
-        return self._cache
+    @cached_property
+    def _cache(self) -> CouplingCache:
+        return CouplingCache(str(self._config.couplings_path))
 
 
 def make_pair_source(config: ReflowOptions) -> PairSource:

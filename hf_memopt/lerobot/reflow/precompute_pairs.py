@@ -39,18 +39,11 @@ def precompute_for_policy(
 ) -> list[int]:
     """Write the couplings of every frame of a dataset, for `--policy.couplings_path`; return shards not yet written.
 
-    Processes that `accelerate launch` or `torchrun` started share the work; they do not talk to each other. Raises
-    ValueError for flags without a teacher, a folder of other couplings, or data that is streamed, or augmented at
-    random.
-
-    Args:
-        training_flags: the run's flags of `lerobot-train`: `--policy.path=`, `--dataset.repo_id=` and others.
-            `--policy.couplings_seed` (default 0) and `--policy.couplings_per_frame` (1) name the couplings.
-        output: folder to create, or to complete.
-        batch_size: frames that the teacher solves together. 1 gives the pairs of training online with the same seed,
-            bit for bit; larger is faster and rounds differently.
-        shard_size: couplings per file.
-        store_observations: keep the preprocessed observations too, which lets them be augmented.
+    Processes that `accelerate launch` or `torchrun` started share the work; they do not talk to each other. The
+    `training_flags` are those of `lerobot-train`, of which `--policy.couplings_seed` (default 0) and
+    `--policy.couplings_per_frame` (1) name the couplings. The teacher solves `batch_size` frames together: 1 gives the
+    pairs of training online with the same seed, bit for bit. Raises ValueError for flags without a teacher, a folder of
+    other couplings, or data that is streamed, or augmented at random without `store_observations`.
     """
     # lerobot reads `sys.argv`, in several places.
     flags = [sys.argv[0], "--discover_packages_path=hf_memopt.lerobot", *training_flags]
@@ -92,24 +85,20 @@ class Frames:
     """A dataset's frames, preprocessed as lerobot's training loop does it."""
 
     def __init__(self, cfg: TrainPipelineConfig, policy: ReflowPolicy, dataset: LeRobotDataset) -> None:
-        self._config, self._dataset = policy.config, dataset
+        config = self._config = policy.config
+        self._dataset = dataset
         self.indices: list[int] = [int(index) for index in dataset.hf_dataset["index"]]
         self._position = {index: position for position, index in enumerate(self.indices)}
-        features = {**policy.config.input_features, **policy.config.output_features}
-        normalizer = {
-            "features": features,
-            "norm_map": policy.config.normalization_mapping,
-            "stats": dataset.meta.stats,
-        }
-        self._preprocess, _ = load_processors(
-            policy.config,
-            policy.config.pretrained_path,
-            {
-                "device_processor": {"device": torch.device(policy.config.device).type},
-                "normalizer_processor": normalizer,
-                "rename_observations_processor": {"rename_map": cfg.rename_map},
+        overrides = {
+            "device_processor": {"device": torch.device(config.device).type},
+            "normalizer_processor": {
+                "features": {**config.input_features, **config.output_features},
+                "norm_map": config.normalization_mapping,
+                "stats": dataset.meta.stats,
             },
-        )
+            "rename_observations_processor": {"rename_map": cfg.rename_map},
+        }
+        self._preprocess, _ = load_processors(config, config.pretrained_path, overrides)
 
     def load(self, indices: list[int]) -> dict[str, Tensor]:
         batch = default_collate([self._dataset[self._position[index]] for index in indices])

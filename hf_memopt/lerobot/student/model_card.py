@@ -41,18 +41,11 @@ _FIGURES = {"error": ("error", ".4f"), "ms": ("latency_ms", ".1f"), "success": (
 
 @dataclass(frozen=True)
 class Observations:
-    """The observations that a policy is measured on.
-
-    Attributes:
-        repo_id: id of a LeRobotDataset.
-        root: its local folder, or None for lerobot's cache or the hub.
-        episodes: numbers of the episodes; None, all.
-        held_out: whether training did not see them, as far as is known.
-    """
+    """Episodes of a LeRobotDataset that a policy is measured on; `held_out` from training as far as is known."""
 
     repo_id: str
-    root: Path | None
-    episodes: list[int] | None
+    root: Path | None  # None: lerobot's cache, or the hub
+    episodes: Sequence[int] | None  # None: all
     held_out: bool
 
     def describe(self) -> str:
@@ -65,10 +58,7 @@ Measured = tuple[ReflowEvaluation, Observations]
 
 
 def training_observations(folder: Path, episodes: Sequence[int] | None = None) -> Observations:
-    """Return episodes of a training run's dataset: those given, else those that the run held out, else all.
-
-    `--dataset.eval_split` holds some out.
-    """
+    """Return episodes of a run's dataset: those given, else those that `--dataset.eval_split` held out, else all."""
     file = file_in(folder, TRAIN_CONFIG_NAME, "so the dataset is unknown; pass --dataset-repo-id")
     read_object(file)
     try:
@@ -79,12 +69,10 @@ def training_observations(folder: Path, episodes: Sequence[int] | None = None) -
             f"the dataset that {file} names cannot be read: {error.__cause__ or error}; pass --dataset-repo-id"
         ) from error
     root = None if cfg.dataset.root is None else Path(cfg.dataset.root)
-    if episodes is not None:
-        unseen = held_out is not None and set(episodes) <= set(held_out.episodes)
-        return Observations(cfg.dataset.repo_id, root, list(episodes), held_out=unseen)
-    if held_out is None:
-        return Observations(cfg.dataset.repo_id, root, cfg.dataset.episodes, held_out=False)
-    return Observations(cfg.dataset.repo_id, root, held_out.episodes, held_out=True)
+    if episodes is None:
+        episodes = cfg.dataset.episodes if held_out is None else held_out.episodes
+    unseen = held_out is not None and set(episodes) <= set(held_out.episodes)
+    return Observations(cfg.dataset.repo_id, root, episodes, held_out=unseen)
 
 
 def measure(

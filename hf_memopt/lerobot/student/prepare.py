@@ -88,10 +88,7 @@ def export_student(policy: str, output: Path, num_steps: int, card: str, *, adap
 
 
 def check_acts(folder: Path) -> PreTrainedPolicy:
-    """Let the policy act once on zeros, in one Euler step on the CPU, and return it.
-
-    Raises ValueError for weights or actions that are not finite.
-    """
+    """Return the policy after it has acted on zeros, in one Euler step; ValueError if numbers are not finite."""
     policy = load_policy(folder, **{flow_of(load_config(folder)).steps_field: 1})
     for name, tensor in policy.state_dict().items():
         if not tensor.isfinite().all():
