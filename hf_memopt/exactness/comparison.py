@@ -59,26 +59,19 @@ class Yardstick:
 class Difference:
     """A tensor that differs.
 
-    Attributes:
-        relative: norm of the difference as a share of the plain tensor's norm, estimated; infinite for tensors of other
-            shapes, of which one run lacks one, or with elements that are not finite.
-        roundings: the same in units of the precision in which the plain tensor is stored.
-        of_yardstick: the size as a multiple of `unit`; of a weight, that of its update's difference. None where nothing
-            shows the size of rounding.
-        allowed: the largest multiple that rounding has.
-        unit: the size of rounding here, in words.
-        systematic: what shows that a difference of the size of rounding is none; empty if nothing does.
+    `relative`, the norm of the difference as a share of the plain tensor's norm, is estimated; it is infinite for
+    tensors of other shapes, of which one run lacks one, or with elements that are not finite.
     """
 
     place: TensorPlace
     plain: Fingerprint | None
     switched: Fingerprint | None
     relative: float
-    roundings: float
-    of_yardstick: float | None = None
-    allowed: float = 0.0
-    unit: str = ""
-    systematic: str = ""
+    roundings: float  # the same in units of the precision in which the plain tensor is stored
+    of_yardstick: float | None = None  # in units of `unit`, of a weight's update; None where nothing shows rounding
+    allowed: float = 0.0  # the largest multiple that rounding has
+    unit: str = ""  # the size of rounding here, in words
+    systematic: str = ""  # evidence that a difference of the size of rounding is none
 
     @property
     def verdict(self) -> Verdict:

@@ -84,7 +84,7 @@ class Recorder:
         # Weights before a model's first pass.
         self._begun: dict[nn.Module, list[tuple[Tensor, list[tuple[str, Fingerprint]]]]] = {}
         self._started: set[int] = set()  # models of which these are recorded
-        self._updated: list[Optimizer] = []  # in this step
+        self._updated: set[Optimizer] = set()  # in this step
         self._sums: dict[tuple[int, int], complex] = {}  # of weights before an update, until an optimizer is called
         self._step, self._micro_batch = 1, 0
         self._num_calls = Counter[int]()  # in this micro-batch, by model
@@ -190,7 +190,7 @@ class Recorder:
                 self._add("weight", name, tensor, micro_batch=0)
             for name, tensor in self._named_states():
                 self._add("optimizer", name, tensor, micro_batch=0)
-            self._updated, self._sums, self._micro_batch = [], {}, 0
+            self._updated, self._sums, self._micro_batch = set(), {}, 0
             self._num_calls.clear()
             self._step += 1
         self._began = time.perf_counter()
@@ -347,7 +347,7 @@ class Recorder:
                 names[leaf] = next(free)
 
     def _before_update(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not any(optimizer is each for each in self._optimizers):
+        if optimizer not in self._optimizers:
             self._optimizers.append(optimizer)
             if self._keeper is not None:
                 self._keeper.add_optimizer(optimizer)
@@ -360,8 +360,7 @@ class Recorder:
                         self.recording.tensors[TensorPlace(self._step, 0, "setting", f"{option} of {name}")] = found
 
     def _after_update(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not any(optimizer is each for each in self._updated):
-            self._updated.append(optimizer)
+        self._updated.add(optimizer)
 
     def _named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield trained parameters, those of the last layers first, as backward reaches them."""
@@ -381,15 +380,13 @@ class Recorder:
 
     def _parameters_of(self, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
         """Yield the parameters of an optimizer, in the order of its groups, by their names in models."""
-        number = next(number for number, each in enumerate(self._optimizers, start=1) if each is optimizer)
+        number = 1 + self._optimizers.index(optimizer)
         parameters = (each for group in optimizer.param_groups for each in group["params"])
         for position, parameter in enumerate(parameters):
             yield self._known.names.get(parameter, f"parameter {position} of optimizer {number}"), parameter
 
     def _named_states(self) -> Iterator[tuple[str, Tensor]]:
-        for optimizer in self._optimizers:
-            if not any(optimizer is each for each in self._updated):
-                continue
+        for optimizer in (each for each in self._optimizers if each in self._updated):
             for name, parameter in self._parameters_of(optimizer):
                 for key, state in _named_tensors(optimizer.state.get(parameter, {}), ""):
                     yield f"{key} of {name}", state

@@ -33,14 +33,11 @@ _PLURALS: dict[Phase, str] = {
 
 @dataclass(frozen=True)
 class RunFigures:
-    """The cost of a run, as in its `Recording`; `step_s` is that of the last step.
+    """The cost of a run, as in its `Recording`."""
 
-    `name` is that of a `Kind`, such as "plain again".
-    """
-
-    name: str
+    name: str  # of a `Kind`, such as "plain again"
     peak_bytes: int | None
-    step_s: float | None
+    step_s: float | None  # of the last step
     recording_s: float
 
 

@@ -40,17 +40,14 @@ class LinkSpeed:
 
 @dataclass(frozen=True)
 class Device:
-    """One device, such as `cuda:0`. Facts that do not exist there or could not be read are None; `obstacle` says why.
-
-    `kind` tells `rocm` from `cuda`; `pinned` and `pageable` are links from and to such host memory.
-    """
+    """One device, such as `cuda:0`. Facts that do not exist there or cannot be read are None; `obstacle` says why."""
 
     name: str
-    kind: str
+    kind: str  # tells `rocm` from `cuda`
     model: str
     free_gib: float | None = None
     total_gib: float | None = None
-    pinned: LinkSpeed | None = None
+    pinned: LinkSpeed | None = None  # from and to such host memory
     pageable: LinkSpeed | None = None
     can_pin: bool | None = None
     has_counters: bool = False
@@ -70,15 +67,12 @@ class HostLimits:
 
 @dataclass(frozen=True)
 class DiskFacts:
-    """A folder for activations that leave host memory; bandwidth in GB/s (1e9 bytes), one direction at a time.
-
-    `direct_io` tells whether files there are read and written past the page cache, which takes memory of its own.
-    """
+    """A folder for activations that leave host memory; bandwidth in GB/s (1e9 bytes), one direction at a time."""
 
     folder: str
     file_system: str
     free_gib: float
-    direct_io: bool
+    direct_io: bool  # past the page cache, which takes memory of its own
     write_gb_per_s: float
     read_gb_per_s: float
 

@@ -31,8 +31,8 @@ _KINDS = {
 KIND_COLORS = {kind: color for color, kinds in _KINDS.items() for kind in kinds}
 _CURVES = {"teacher": KIND_COLORS["teacher"], "held out": COLORS[3]} | dict.fromkeys(("student", "training"), COLORS[0])
 _UNKNOWN_KIND = "#5d6b3f"
-_BAR, _TIME = "#e58b3d", "#4c78a8"
-_HOST = COLORS[0]
+_HOST = _TIME = COLORS[0]
+_BAR = COLORS[3]
 # Inches of a figure whose text can be read on a phone, which scales it to its width.
 _NARROW = 5.2, 3.4
 _COUNTED_BY = {"update": "updates", "step": "optimizer steps", "epoch": "epochs"}

@@ -23,14 +23,11 @@ class PlanTable:
 
 @dataclass(frozen=True)
 class HeldOverPass:
-    """Bytes of saved activations on the device at saves and uses of the largest pass, and if all had been kept.
-
-    The first `num_forward` of them belong to the forward pass.
-    """
+    """Bytes of saved activations on the device at saves and uses of the largest pass."""
 
     held: list[int]
-    plain: list[int]
-    num_forward: int
+    plain: list[int]  # if all had been kept
+    num_forward: int  # the first ones, which belong to the forward pass
 
 
 @dataclass(frozen=True)

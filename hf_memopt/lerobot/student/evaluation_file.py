@@ -47,13 +47,8 @@ def read_evaluation(folder: Path, policy: str) -> Measured:
     try:
         root = found["observations"]["root"]
         observations = Observations(**{**found["observations"], "root": None if root is None else Path(root)})
-        evaluation = ReflowEvaluation(
-            found["num_observations"],
-            found["teacher_num_steps"],
-            found["device"],
-            _model(found["teacher"]),
-            _model(found["student"]),
-        )
+        sides = {name: _model(found[name]) for name in ("teacher", "student")}
+        evaluation = ReflowEvaluation(found["num_observations"], found["teacher_num_steps"], found["device"], **sides)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{file} is not what `hf-memopt evaluate` writes ({error!r}); run it again") from error
     return evaluation, observations
