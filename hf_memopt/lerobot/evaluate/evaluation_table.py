@@ -8,23 +8,19 @@ from hf_memopt.lerobot.evaluate.rollouts import RolloutResult
 from hf_memopt.text_table import align
 
 _SIDES = (("teacher", "#7f8c9b"), ("student", "#e58b3d"))
+# Title of a column, field of ModelEvaluation and form of its numbers.
+_FIGURES = {"error": ("error", ".4f"), "spread": ("spread", ".4f"), "ms": ("latency_ms", ".1f")}
 
 Rollouts = Mapping[int, RolloutResult]
 
 
 def table(evaluation: ReflowEvaluation, rollouts: Rollouts | None = None) -> str:
-    header = ["steps", *(f"{name} {figure}" for figure in ("error", "spread", "ms") for name, _ in _SIDES)]
+    header = ["steps", *(f"{name} {figure}" for figure in _FIGURES for name, _ in _SIDES)]
     rows = [[*header, *(["success", "reward"] if rollouts else [])]]
     for steps in evaluation.student.error:
-        sides = (evaluation.teacher, evaluation.student)
-        rows.append(
-            [
-                str(steps),
-                *(f"{side.error[steps]:.4f}" for side in sides),
-                *(f"{side.spread[steps]:.4f}" for side in sides),
-                *(f"{side.latency_ms[steps]:.1f}" for side in sides),
-            ]
-        )
+        rows.append([str(steps)])
+        for field, form in _FIGURES.values():
+            rows[-1] += [format(getattr(side, field)[steps], form) for side in (evaluation.teacher, evaluation.student)]
         if rollouts:
             rows[-1] += [f"{rollouts[steps].success_rate:.0%}", f"{rollouts[steps].mean_reward:.3f}"]
     return "\n".join(
