@@ -6,10 +6,8 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
-
-from torch import Tensor
 
 from hf_memopt.estimate.accounting import caching_allocator, categories
 from hf_memopt.estimate.accounting.allocation_history import AllocationHistory, StorageRecord
@@ -25,7 +23,6 @@ from hf_memopt.estimate.memory_below import MemoryBelow
 from hf_memopt.estimate.simulated_step import RepeatedLayers, SimulatedStep
 from hf_memopt.estimate.simulation.child_process import run_isolated
 from hf_memopt.estimate.simulation.device import DEVICE_TYPE, simulation
-from hf_memopt.estimate.simulation.host_update import updates_on_host
 from hf_memopt.estimate.simulation.ranks.first_rank import first_of
 from hf_memopt.estimate.simulation.virtual_base import VirtualBase
 from hf_memopt.estimate.simulation.virtual_disk import VirtualDisk
@@ -50,7 +47,6 @@ class _Run:
     disk_bytes: int = 0
     written: Mapping[str, int] = field(default_factory=dict)
     streamed: StreamedEstimate | None = None
-    num_gpus: int = 1
 
 
 def estimate_peak_memory(
@@ -103,7 +99,7 @@ def estimate_peak_memory(
         >>> estimate_peak_memory(setup, step).peak_bytes / 2**30
     """
     simulated = SimulatedStep(setup, step, num_steps, num_gpus=num_gpus)
-    return run_isolated(lambda: _estimate(_run(simulated, gpu, like), gpu))
+    return run_isolated(lambda: _estimate(_run(simulated, gpu, like), gpu, simulated))
 
 
 def simulate_step(
@@ -117,15 +113,14 @@ def simulate_step(
     below = MemoryBelow() if below is None else below
     if simulated.repeated is not None:
         try:
-            estimate = _estimate(_repeated(simulated.repeated, gpu), gpu, simulated.assumptions)
+            estimate = _estimate(_repeated(simulated.repeated, gpu), gpu, simulated)
             # A few layers do not show a limit that all of them together meet.
             room = below.host_bytes and host_bytes_beside_staging(default_host_budget(below.host_bytes))
             if room is None or estimate.host_bytes <= room:
-                return replace(estimate, notes=simulated.notes)
+                return estimate
         except NotRepeatedError as error:
             logger.debug("all layers are simulated: %s", error)
-    estimate = _estimate(_run(simulated, gpu, below=below), gpu, simulated.assumptions)
-    return replace(estimate, notes=simulated.notes)
+    return _estimate(_run(simulated, gpu, below=below), gpu, simulated)
 
 
 def _repeated(repeated: RepeatedLayers, gpu: str | Card | None) -> _Run:
@@ -186,16 +181,14 @@ def _run(
         # Host memory of a run is a result, and no matter of this machine.
         return sys.maxsize if below.host_bytes is None else max(0, below.host_bytes - log.history.host_bytes())
 
-    def on_teacher_block(block: Tensor) -> None:
-        labels.add([block], categories.TEACHER)
-
     base = VirtualBase(clock, disk, lambda memory: labels.add([memory], categories.STREAMED))
-    opened = simulation(like, clock, phases, on_teacher_block, disk, free_host_bytes, base)
+    opened = simulation(
+        like, clock, phases, lambda block: labels.add([block], categories.TEACHER), disk, free_host_bytes, base
+    )
     with opened as (device, data_dependent):
         in_group = simulated.has_group or simulated.num_gpus > 1
         ranks = first_of(simulated.num_gpus, device, labels, disk) if in_group else nullcontext()
-        on_host = updates_on_host(device) if like == "cuda" else nullcontext()
-        with log, log.following_resizes(), labels.following(), ranks, on_host:
+        with log, log.following_resizes(), labels.following(), ranks:
             state = simulated.setup(device)
             labels.add_state(state)
             for _ in range(simulated.num_steps):
@@ -224,16 +217,16 @@ def _run(
         disk_bytes=disk.peak_bytes,
         written=disk.step_written,
         streamed=streamed,
-        num_gpus=simulated.num_gpus,
     )
 
 
-def _estimate(run: _Run, gpu: str | Card | None, assumptions: tuple[str, ...] = ()) -> MemoryEstimate:
+def _estimate(run: _Run, gpu: str | Card | None, simulated: SimulatedStep) -> MemoryEstimate:
     history = run.history
     trace = history.trace()
     peak_bytes, peak_at = trace.peak()
     live = categories.alive_at(history, trace.positions[peak_at])
-    assumptions += tuple(f"{what} ({count} times)" for what, count in run.guesses.items())
+    guesses = tuple(f"{what} ({count} times)" for what, count in run.guesses.items())
+    assumptions = simulated.assumptions + guesses
     step_ms = sum(run.phases_ms.values())
     expected = None if gpu is None else time_range(find_card(gpu))
     return MemoryEstimate(
@@ -260,7 +253,8 @@ def _estimate(run: _Run, gpu: str | Card | None, assumptions: tuple[str, ...] = 
         storage_kinds=categories.of_storages(history),
         storage_makers=tuple((record.owner, record.operation) for record in history.records),
         streamed=run.streamed,
-        num_gpus=run.num_gpus,
+        num_gpus=simulated.num_gpus,
+        notes=simulated.notes,
     )
 
 

@@ -10,12 +10,11 @@ caller opens, the answers to questions about values (`data_dependent`), and torc
 allocates nothing. A mode that the simulated step opens, such as an offloader's, lies above them.
 """
 
-import contextlib
 import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any
 from unittest.mock import patch
@@ -92,8 +91,8 @@ class _Backend(backend_registration._DummyBackendModule):
 
     def manual_seed(self, seed: int) -> None: ...
 
-    def device(self, device: Any) -> contextlib.nullcontext[None]:
-        return contextlib.nullcontext()
+    def device(self, device: Any) -> nullcontext[None]:
+        return nullcontext()
 
 
 _BACKEND = _Backend()
@@ -150,9 +149,15 @@ def simulation(
             enter(_fused_head_as_on_cuda())
             enter(_redirect_autocast())
             enter(_redirect_accelerate(device))
+            enter(patch.object(Tensor, "pin_memory", lambda tensor, *args: tensor))
+        # On it FSDP2 lets gradients leave, and has it wait for weights that were gathered for nothing.
+        enter(patch.object(torch.accelerator, "current_stream", torch.get_device_module(device).current_stream))
         enter(_disable_compile(data_dependent))
         enter(_keep_parameters_when_moved())
-        enter(_let_weights_change_device())
+        # Teachers pack weights by address, and move weights' data between devices, which torch refuses.
+        enter(patch.object(FakeTensor, "data", property(Tensor.data.__get__, _rebind)))  # type: ignore[attr-defined]
+        enter(patch.object(FakeTensor, "data_ptr", _address))
+        enter(patch.object(torch.UntypedStorage, "data_ptr", _address_of_storage))
         enter(patch.object(FakeTensor, "numpy", _array))
         enter(registered(device.type, _simulated_type(clock, on_teacher_block, disk, free_host_bytes, base)))
         # Optimizers and gradient clipping choose their foreach path by a tensor's class.
@@ -309,17 +314,6 @@ def _keep_parameters_when_moved() -> Any:
         return self
 
     return patch.object(nn.Module, "_apply", apply)
-
-
-@contextmanager
-def _let_weights_change_device() -> Iterator[None]:
-    """Let teachers pack fake weights by address, and move weights' data between devices, which torch refuses."""
-    with (
-        patch.object(FakeTensor, "data", property(Tensor.data.__get__, _rebind)),  # type: ignore[attr-defined]
-        patch.object(FakeTensor, "data_ptr", _address),
-        patch.object(torch.UntypedStorage, "data_ptr", _address_of_storage),
-    ):
-        yield
 
 
 def replace_memory(tensor: Tensor, memory: Tensor) -> None:

@@ -1,25 +1,12 @@
-"""Optimizers on the host beside a simulated card: memory and streams of FSDP2's, the compiled parts of DeepSpeed's."""
+"""DeepSpeed's optimizers on the host beside a simulated card, and its files: the parts that it compiles."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 from hf_memopt.estimate.simulation.virtual_disk import VirtualDisk
 from hf_memopt.estimate.simulation.virtual_time import VirtualClock, VirtualTransfer
-
-
-@contextmanager
-def updates_on_host(device: torch.device) -> Iterator[None]:
-    """Give pinned memory, which fake tensors have not, and the stream on which FSDP2 lets gradients leave."""
-    with (
-        patch.object(Tensor, "pin_memory", lambda tensor, *args: tensor),
-        patch.object(torch.accelerator, "current_stream", torch.get_device_module(device).current_stream),
-    ):
-        yield
 
 
 class CpuAdam:

@@ -58,8 +58,6 @@ def first_of(
         # A simulation of one process denies that there are others.
         enter(patch.object(dist, "is_initialized", distributed_c10d.is_initialized))
         enter(patch.object(PartialState, "_prepare_backend", prepare_backend))
-        # FSDP2 has it wait for weights that were gathered for nothing: those of frozen layers before all adapters.
-        enter(patch.object(torch.accelerator, "current_stream", torch.get_device_module(device).current_stream))
         enter(meshes_with_values())
         enter(unseen_shape_propagation())
         enter(_reducers_on_fake_tensors(labels))
