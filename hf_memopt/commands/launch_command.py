@@ -89,7 +89,6 @@ def cut_at_script(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def check_script(script: Sequence[str], usage: str) -> None:
-    """Raise ValueError unless the words begin with a file, or with `-m`."""
     if not script:
         raise ValueError(f"-- and a script must follow the flags: {usage}")
     if script[0] != "-m" and not Path(script[0]).is_file():

@@ -83,9 +83,6 @@ def _add_job(parser: argparse.ArgumentParser, groups: _Groups, of_job: Callable[
     parser.set_defaults(run=run)
 
 
-# --------------------------------------------------------------------------------------------------- estimate
-
-
 def _add_estimate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser(
         "estimate",
@@ -193,9 +190,6 @@ def _plan_command(spec: JobSpec, job: "Workload") -> str:
     again += [name for name in ("host", "disk", "link") if name in said]
     words += [word for text in spec.set for word in FIELDS["set"].words(text)]
     return shlex.join([*words, *(word for name in again for word in FIELDS[name].words(said[name]))])
-
-
-# ------------------------------------------------------------------------------------------------------- plan
 
 
 def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

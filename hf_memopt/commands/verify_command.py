@@ -125,12 +125,7 @@ class ScriptRuns:
     seed: int
 
     def record(self, kind: "Kind", dtype: str | None) -> "Recording":
-        """Run the script and return the recording of all its ranks.
-
-        Raises:
-            RunError: the script ended with an error, or without a training step.
-            ValueError: the script has no use for a switch.
-        """
+        """Run the script and return the recording of all its ranks; ValueError: it has no use for a switch."""
         from hf_memopt.callbacks.recorded_script import VARIABLE, Order, mistake_file, recording_file
         from hf_memopt.exactness.recording import Recording
         from hf_memopt.exactness.runs import is_in_float32, is_switched, merged
@@ -167,7 +162,6 @@ class ScriptRuns:
         return found
 
     def logs(self) -> str:
-        """Return the last lines of the logs of the first and the last run."""
         files = sorted(self.folder.glob("*.log"), key=lambda file: file.stat().st_mtime)
         lines = []
         for file in dict.fromkeys([files[0], files[-1]]):

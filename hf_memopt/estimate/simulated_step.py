@@ -38,12 +38,7 @@ class SimulatedStep:
 
 @dataclass(frozen=True)
 class RepeatedLayers:
-    """Layers of which each repeats the one before it.
-
-    Attributes:
-        layers: where they are.
-        step_with: the same step of a model that has only so many of them.
-    """
+    """Layers of which each repeats the one before it, and the same step of a model that has only so many of them."""
 
     layers: Layers
     step_with: Callable[[int], SimulatedStep]

@@ -136,11 +136,7 @@ class HuggingFaceModel(ModelOptions):
         return self.with_settings(settings).step_with(*ACTIVATIONS[settings["activations"]], micro_batch)
 
     def with_settings(self, settings: Mapping[str, Any]) -> "HuggingFaceModel":
-        """Return the model with other options, as levers say.
-
-        Raises:
-            ValueError: they do not go together.
-        """
+        """Return the model with other options, as levers say; refuse those that do not go together."""
         changes: dict[str, Any] = {}
         for name, value in settings.items():
             changes |= self._choices[name][value]

@@ -25,11 +25,7 @@ Changes = Mapping[str, Any]
 
 
 def check_varied(vary: str | None) -> tuple[str, ...] | None:
-    """Return the names in a text such as "optimizer,loss".
-
-    Raises:
-        ValueError: one is no lever.
-    """
+    """Return the names in a text such as "optimizer,loss"."""
     if vary is None:
         return None
     names = tuple(name.strip() for name in vary.split(","))
@@ -40,11 +36,9 @@ def check_varied(vary: str | None) -> tuple[str, ...] | None:
 
 
 def choices_of(options: Any, varied: tuple[str, ...] | None) -> dict[str, dict[str, Changes]]:
-    """Return the values of each lever and the options that they change; the first of each changes none.
+    """Return the values of each lever and the `ModelOptions` that they change; the first of each changes none.
 
-    Args:
-        options: `ModelOptions`.
-        varied: names of levers beside activations; None, the base of adapters alone.
+    `varied` are names of levers beside activations; None, the base of adapters alone.
     """
     is_plain = options.engine == DDP and not options.gradient_cache
     ways = [name for name in ACTIVATIONS if is_plain or name in _OF_SHARDS]

@@ -9,12 +9,7 @@ _RUN, _POLICY = "train_config.json", "config.json"
 
 
 class PolicyFile(NamedTuple):
-    """A file that lerobot wrote.
-
-    Attributes:
-        kind: lerobot's name of the policy's type.
-        is_run: it describes a run, as `train_config.json` does, and not the policy alone.
-    """
+    """A file that lerobot wrote; `is_run`: it describes a run, as `train_config.json` does, and not a policy alone."""
 
     path: Path
     kind: str

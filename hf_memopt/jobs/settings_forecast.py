@@ -11,13 +11,7 @@ from hf_memopt.jobs.workload import Settings
 
 @dataclass(frozen=True)
 class Expected:
-    """The forecast of a combination with the smallest micro-batch.
-
-    Attributes:
-        needed_bytes: of the device.
-        host_bytes: of the host.
-        least_ms: of an update, with the micro-batch with which it is fastest.
-    """
+    """The forecast of a combination with the smallest micro-batch, but `least_ms` of an update with the fastest one."""
 
     needed_bytes: float
     host_bytes: float
@@ -30,12 +24,6 @@ class Forecast:
     Savings in memory of one use are shares of it: a base that streams has less to save where its weights are
     quantised. All other changes add up. Both are seen at each time of a step, not at its peak, which may move. Once a
     combination is simulated, forecasts of those that go further begin from there.
-
-    Args:
-        plain: the settings that the others differ from.
-        rows: those that were simulated.
-        micro_batches: that may be chosen; forecasts are of the first, the smallest.
-        card_bytes: memory of the card.
     """
 
     def __init__(self, plain: Settings, rows: Sequence[Row], micro_batches: Sequence[int], card_bytes: int) -> None:

@@ -78,9 +78,6 @@ def _of_model(spec: JobSpec) -> HuggingFaceModel:
     return HuggingFaceModel(**{"effective_batch": batch} | options)
 
 
-# ---------------------------------------------------------------------------------------------------- recipes
-
-
 def _of_recipe(spec: JobSpec) -> Workload:
     if spec.engine or (spec.num_gpus or 1) > 1:
         raise ValueError(f"num_gpus={spec.num_gpus or 1}: recipes are simulated on one GPU; give num_gpus with a model")

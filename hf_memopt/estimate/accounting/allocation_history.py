@@ -18,13 +18,10 @@ class StorageRecord:
     Attributes:
         num_bytes: as the allocator counts it, rounding included.
         requested_bytes: as the program asked for it.
-        on_host: whether it is host memory.
         operation: that made it, such as "aten.mm.default".
         owner: the module that was running; "" outside of modules.
-        phase: in which it was born.
         kind: its use, where that is known; "" for the results of operations.
-        born: position of its birth.
-        died: position of its death; None while it lives.
+        born, died: positions of its birth and its death; None while it lives.
         source: index of the storage that it was made from, where no module was running; None if unknown.
         stream: number of the stream for which it was allocated; 0, the first one.
     """
@@ -50,7 +47,6 @@ class Change(NamedTuple):
     Attributes:
         storage: index of the record.
         num_bytes: by which it grew; negative when it shrank or died.
-        phase: in which this happened.
         place: the module, or the weight, for which work was being done; "" where it is unknown.
     """
 
@@ -67,9 +63,7 @@ class AllocationHistory:
     Attributes:
         in_blocks: whether CUDA's allocator hands the memory out; else allocations are exact.
         records: all storages so far, in order of birth.
-        changes: in order.
-        backwards: positions at which backward passes begin.
-        step_begins: positions at which steps begin.
+        backwards, step_begins: positions at which backward passes and steps begin.
     """
 
     in_blocks: bool
@@ -99,7 +93,6 @@ class AllocationHistory:
         )
 
     def host_bytes(self) -> int:
-        """Return the bytes that tensors hold in host memory now."""
         return sum(record.num_bytes for record in self.records if record.on_host and record.died is None)
 
     def host_peak_bytes(self) -> int:

@@ -101,7 +101,6 @@ class AllocationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         counted: type of the devices whose storages are device memory; others on the CPU are host memory.
         block_bytes: allocations are rounded up to multiples of this (512 for CUDA's caching allocator).
-        phases: says which phase is running.
         observe: called after each operation with it and the running phase.
     """
 

@@ -151,7 +151,6 @@ class MemoryTrace:
     Attributes:
         storages: which storage each change belongs to, by number.
         changes: bytes, in order; positive when a storage is born, negative when it dies.
-        phases: the phase of each change.
         positions: positions of each change in the history, which counts host memory too.
         first_step: index of the change at which the first step begins.
         in_blocks: whether memory comes in the blocks of CUDA's allocator, or byte by byte.

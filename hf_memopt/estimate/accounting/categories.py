@@ -53,7 +53,6 @@ class StepLabels:
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Follow modules and optimizers through torch's global hooks."""
         with (
             register_module_forward_pre_hook(self._enter_module),
             register_module_forward_hook(lambda *_: self._phases.leave(), always_call=True),

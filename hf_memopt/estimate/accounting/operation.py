@@ -49,7 +49,6 @@ def device_kind(tensor: Tensor) -> str:
 
 
 def named_arguments(function: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    """Return the arguments that an operation was given, by name."""
     names = (argument.name for argument in function._schema.arguments)
     return {**dict(zip(names, args, strict=False)), **kwargs}
 

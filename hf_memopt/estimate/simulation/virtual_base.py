@@ -19,17 +19,9 @@ _HOST = torch.device("cpu")
 
 
 class VirtualBase:
-    """Makes the copiers of streamed weights, and counts what they bring.
+    """Makes the copiers of streamed weights, and counts the bytes that they bring to the device or read in a step.
 
-    Args:
-        clock: of the run.
-        disk: from which files are read.
-        label: called with device memory that holds streamed weights, at the latest before that is given back.
-
-    Attributes:
-        is_used: whether any weights stream.
-        step_bytes_brought: bytes brought to the device since the newest step began.
-        step_bytes_read: bytes read from files since then.
+    `label` is called with device memory that holds streamed weights, at the latest before that is given back.
     """
 
     def __init__(self, clock: VirtualClock, disk: VirtualDisk, label: Callable[[Tensor], None]) -> None:

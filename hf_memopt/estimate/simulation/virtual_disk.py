@@ -53,15 +53,8 @@ class VirtualFile:
 class VirtualDisk:
     """The disk of a simulated run: an offloader's file, files of engines, bytes written step by step, and all reads.
 
-    Args:
-        clock: is moved by waiting for the file.
-        disk: of the machine. None: offloaders that name a folder get one of the default speed, of the size they allow,
-            and files of weights are read at that speed.
-        phases: the running phase.
-
-    Attributes:
-        reads: the queue of all reads.
-        step_written: bytes written since the newest step began, by phase.
+    Without a disk of the machine, offloaders that name a folder get one of the default speed, of the size they allow,
+    and files of weights are read at that speed. `step_written` are the bytes of the newest step, by phase.
     """
 
     def __init__(self, clock: VirtualClock, disk: Disk | None, phases: StepPhases | None = None) -> None:

@@ -30,9 +30,6 @@ class VirtualClock:
     same moment. A simulated CPU starts operations at no cost; beside a card, operations on the CPU keep the host from
     starting others as long as its memory takes to read and write their tensors.
 
-    Args:
-        host_bytes_per_s: bandwidth of the host's memory.
-
     Attributes:
         now_s: the moment at which the compute stream is.
         host_s: the moment at which the host is, or until which it has work.

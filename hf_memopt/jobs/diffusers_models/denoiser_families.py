@@ -12,11 +12,6 @@ FAMILIES = IMAGES | VIDEOS
 
 
 def family_of(config: Any) -> DenoiserFamily:
-    """Return the family of a configuration.
-
-    Raises:
-        ValueError: its class is none of `FAMILIES`.
-    """
     if config.class_name not in FAMILIES:
         raise ValueError(
             f"task='denoising': what {config.class_name} takes beside latents is not known, as it is for "
@@ -87,7 +82,6 @@ def image_size(config: DenoiserConfig, sample: Sample) -> tuple[int, int]:
 
 
 def _own_size(config: DenoiserConfig) -> tuple[int, int] | None:
-    """Return the size of latents that a configuration says."""
     if hasattr(config, "sample_height"):
         return config.sample_height, config.sample_width
     own = getattr(config, "sample_size", None)

@@ -118,12 +118,10 @@ class DenoiserFamily:
     Attributes:
         conditions: from configuration and sizes: inputs beside latents and time.
         predict: from model, noisy latents, time and conditions: a prediction of the latents' size.
-        loss: by the family's script.
         lora_targets: layers that its script adapts, or for lack of a script those of attention.
         clip_tokens: text tokens whose number is fixed.
         text_tokens: other text tokens, unless a run says how many; 0, there are none.
         check: refuses configurations of other inputs.
-        channels: of latents.
         pixels: on a side of the square that a latent stands for.
         patch: latents on a side of the square that the model takes as one.
         frames: of a video that a latent stands for, but for the first, which has a latent of its own; 0, it learns

@@ -26,12 +26,7 @@ _CLIP, _T5 = "clip", ("t5", "umt5")
 
 @dataclass(frozen=True)
 class EncoderConfig:
-    """An encoder of a pipeline.
-
-    Attributes:
-        library: "diffusers" or "transformers".
-        path: of its config.json.
-    """
+    """An encoder of a pipeline, from diffusers or from transformers, and the path of its config.json."""
 
     library: str
     class_name: str
@@ -82,11 +77,7 @@ class PipelineEncoders:
 
 
 def read_encoders(model: str, which: str) -> tuple[EncoderConfig, ...]:
-    """Return the encoders of a pipeline; `which` is "vae", "device" or "off".
-
-    Raises:
-        ValueError: `model` is no pipeline, or one without a VAE.
-    """
+    """Return the encoders of a pipeline; `which` is "vae", "device" or "off"."""
     if which == "off":
         return ()
     found = tuple(_encoders(model, which))

@@ -48,13 +48,9 @@ def ranking_loss(model: Any, inputs: dict[str, Any]) -> Tensor:
 
 
 def cached_ranking_loss(model: Any, inputs: dict[str, Any], num_passes: int, num_simulated: int) -> Tensor:
-    """Return the loss of all texts of an update, with the activations of a column's part at a time.
+    """Return the loss of all texts of an update, with the activations of a column's part at a time, as in `inputs`.
 
-    Args:
-        model: prepared by accelerate, or as it is.
-        inputs: the part of each column that runs at a time.
-        num_passes: parts of a column.
-        num_simulated: of them; embeddings of the others are copies.
+    Of the `num_passes` parts of a column `num_simulated` run; embeddings of the others are copies.
     """
     count = len(inputs["labels"])
     columns = [_rows(inputs, slice(first, first + count)) for first in range(0, len(inputs["input_ids"]), count)]

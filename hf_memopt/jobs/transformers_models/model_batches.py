@@ -16,17 +16,13 @@ _IMAGE_SIZE = re.compile(r"([1-9]\d{0,4})(?:x([1-9]\d{0,4}))?")
 
 
 class Sample(NamedTuple):
-    """The sizes of samples beside the model's configuration.
+    """The sizes of samples beside the model's configuration; None, as that says, or a denoiser's script.
 
     Attributes:
         seq_len: tokens, those of images too; or frames of sound.
-        num_images: beside text.
-        image_size: height and width; None, as the configuration says.
+        image_size: height and width.
         dtype: dtype of latents and embeddings that were computed before.
-        text_tokens: those that a denoiser is conditioned on; None, as many as its script has.
-        num_frames: of a video; None, as the configuration says.
         encoders: those beside a denoiser, as in `ModelOptions`.
-        passages: beside a query.
     """
 
     seq_len: int

@@ -67,11 +67,7 @@ def read_config(model: str) -> Any:
 
 
 def _read_values(model: str) -> dict[str, Any]:
-    """Return the fields of a config.json: in a folder, a file, or on the hub.
-
-    Raises:
-        ValueError: there is none, it is no JSON object, or it is that of a LeRobot policy.
-    """
+    """Return the fields of a config.json: in a folder, a file, or on the hub."""
     place = Path(model)
     if place.exists():
         values = _parsed(place if place.is_file() else _in_folder(place))
@@ -89,7 +85,6 @@ def _read_values(model: str) -> dict[str, Any]:
 
 
 def _check_model_type(values: dict[str, Any], source: str) -> None:
-    """Raise ValueError for fields of which transformers has no class, with the remedy."""
     model_type = values.get("model_type")
     if model_type in CONFIG_MAPPING:
         return

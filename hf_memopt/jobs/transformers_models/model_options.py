@@ -56,17 +56,10 @@ class ModelOptions:
             `Int8WeightOnlyConfig`.
         kbit_preparation: of the weights that bitsandbytes does not quantise, and of the adapters; those of a denoiser
             always as "peft", since diffusers' scripts call it.
-        optimizer_home: of `OffloadedOptimizer`; "off", its state stays on the device.
         optimizer_on, weights_on: see `Sharing`.
-        lora_rank: None, train all weights.
         max_grad_norm: None, gradients are not clipped.
         base: None, as "resident", but plans try the others.
         base_budget: None, as little as visits need.
-        engine: "fsdp2-no-reshard" keeps gathered weights for backward.
-
-    Raises:
-        ValueError: an option is unknown or out of range, or two do not go together; or the configuration cannot be
-            simulated.
     """
 
     model: str
@@ -244,7 +237,6 @@ class ModelOptions:
 
     @property
     def streams(self) -> bool:
-        """Return whether there are frozen weights that may stream."""
         is_alone = not self.sharing.has_group and not self.gradient_cache
         return is_alone and (self.lora_rank is not None or self.freeze_vision_tower)
 

@@ -62,11 +62,7 @@ class PublishedWeights:
 
 
 def published_weights(config: Any, source: str) -> PublishedWeights:
-    """Return how a checkpoint is trained.
-
-    Raises:
-        ValueError: transformers does not train such weights, or does in a way that is not simulated.
-    """
+    """Return how a checkpoint is trained; refuse one that transformers does not train, or in ways not simulated."""
     found = getattr(config, "quantization_config", None)
     if found is None:
         return PublishedWeights()

@@ -23,10 +23,7 @@ _THRESHOLD = 6.0
 class QuantisedLinear(nn.Linear):
     """A linear layer whose frozen weight is stored in few bits.
 
-    Args:
-        linear: the layer with its whole weight.
-        compute_dtype: in which it multiplies; a library may ignore it.
-        storage: in which layers in 4 bits pack them, without a change of the bits.
+    It multiplies in `compute_dtype`, unless its library ignores that. Layers in 4 bits pack them in `storage`.
     """
 
     def __init__(self, linear: nn.Linear, compute_dtype: torch.dtype, storage: torch.dtype = torch.uint8) -> None:
@@ -207,10 +204,7 @@ def are_experts(module: nn.Module) -> bool:
 class Nf4Experts(nn.Module):
     """The experts of a mixture in 4 bits (NF4), which take equal shares of the tokens.
 
-    They unpack one weight at a time, in each direction.
-
-    Raises:
-        ValueError: the experts are stored in another layout than `(experts, outputs, inputs)`, or have biases.
+    They unpack one weight at a time, in each direction. A layout other than `(experts, outputs, inputs)` is refused.
     """
 
     def __init__(self, experts: Any, compute_dtype: torch.dtype) -> None:
