@@ -183,7 +183,7 @@ def _run(
 
     base = VirtualBase(clock, disk, lambda memory: labels.add([memory], categories.STREAMED))
     opened = simulation(
-        like, clock, phases, lambda block: labels.add([block], categories.TEACHER), disk, free_host_bytes, base
+        like, clock, phases, lambda block: labels.add([block], categories.TEACHER), free_host_bytes, base
     )
     with opened as (device, data_dependent):
         in_group = simulated.has_group or simulated.num_gpus > 1

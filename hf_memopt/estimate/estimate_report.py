@@ -295,14 +295,15 @@ def _needs_text(estimate: MemoryEstimate, card: Card | None) -> str:
     )
 
 
-def time_text(estimate: MemoryEstimate, card: Card) -> str:
+def time_text(estimate: MemoryEstimate, card: Card | None) -> str:
     if estimate.step_ms is None or estimate.step_range_ms is None:
-        raise ValueError(f"card={card.name!r}: the estimate knows no time; make it with this card")
-    kinds = "kinds that were fitted" if family_of(card) else "kinds that were not fitted"
-    return (
-        f"{_time_and_range(estimate.step_ms, estimate.step_range_ms)[:-1]}: the range of nine in ten published steps, "
-        f"on cards of {kinds}, as this one is)"
-    )
+        raise ValueError(f"card={card and card.name!r}: the estimate knows no time; make it with this card")
+    low, high = (format_ms(ms) for ms in estimate.step_range_ms)
+    source = ""
+    if card is not None:
+        kinds = "kinds that were fitted" if family_of(card) else "kinds that were not fitted"
+        source = f": the range of nine in ten published steps, on cards of {kinds}, as this one is"
+    return f"{format_ms(estimate.step_ms)} ({low} to {high}{source})"
 
 
 def disk_text(estimate: MemoryEstimate) -> str:
@@ -312,11 +313,6 @@ def disk_text(estimate: MemoryEstimate) -> str:
     return f"{format_gib(estimate.disk_bytes)}; {format_gib(estimate.disk_bytes_written)} written in a step{rate}"
 
 
-def _time_and_range(step_ms: float, range_ms: tuple[float, float]) -> str:
-    low, high = (format_ms(ms) for ms in range_ms)
-    return f"{format_ms(step_ms)} ({low} to {high})"
-
-
 def _closing(estimate: MemoryEstimate, card: Card | None) -> Iterator[str]:
     yield _needs_text(estimate, card)
     yield f"Host memory of tensors, offloaded ones included: {format_gib(estimate.host_bytes)}"
@@ -324,10 +320,9 @@ def _closing(estimate: MemoryEstimate, card: Card | None) -> Iterator[str]:
         yield f"Disk: {disk_text(estimate)}"
     if estimate.streamed:
         yield f"Streamed weights: {estimate.streamed}"
-    if estimate.step_ms is not None and estimate.step_range_ms is not None:
+    if estimate.step_ms is not None:
         stall = f", of it {format_ms(estimate.stall_ms)} waiting for copies" if estimate.stall_ms else ""
-        time = _time_and_range(estimate.step_ms, estimate.step_range_ms) if card is None else time_text(estimate, card)
-        yield f"Time of a step: {time}{stall}"
+        yield f"Time of a step: {time_text(estimate, card)}{stall}"
     yield f"Confidence: {_CONFIDENCE[estimate.confidence]}"
     for assumption in estimate.assumptions:
         yield f"  assumed: {assumption}"

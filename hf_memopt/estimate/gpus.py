@@ -123,11 +123,8 @@ def allowances(card: Card | None = None) -> dict[str, int]:
 def find_card(gpu: str | Card, link_bytes_per_s: float | None = None) -> Card:
     """Return a card by its name, or one of a size with the speed of a small desktop card or of a named one.
 
-    Args:
-        gpu: a name ("rtx4070-laptop", "RTX 4090", "4090", "NVIDIA A100 80GB PCIe"), of which "A100" alone stands for
-            the one with the least memory; a size ("8GiB"), as CUDA would report it; or a size with another's speed
-            ("48GiB@l40s").
-        link_bytes_per_s: bandwidth to the host's memory in place of the card's own.
+    `gpu` is a name ("rtx4070-laptop", "RTX 4090", "4090", "NVIDIA A100 80GB PCIe"), of which "A100" alone is the one
+    with the least memory; a size ("8GiB"), as CUDA would report it; or a size with another's speed ("48GiB@l40s").
     """
     card = gpu if isinstance(gpu, Card) else _card_from(gpu)
     return card if link_bytes_per_s is None else replace(card, link_bytes_per_s=link_bytes_per_s)

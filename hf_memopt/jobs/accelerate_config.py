@@ -34,15 +34,10 @@ class Sharing:
     """The way in which processes share a run, and the places of the parts that no kernel reads.
 
     Attributes:
-        engine: one of `DDP`, `FSDP2`, `FSDP2_NO_RESHARD`, `ZERO2` and `ZERO3`.
-        num_gpus: processes, each with a GPU of its own.
         optimizer_on: of the optimizer's state, and of the float32 copies that it updates: the device, the host, or an
             NVMe disk. FSDP2 has `CPUOffloadPolicy`, with the weights; DeepSpeed updates with an Adam of its own there.
         weights_on: of the trained weights between their uses.
         largest_weight: its numbers, where weights are on a disk: DeepSpeed reads each into one of its buffers.
-
-    Raises:
-        ValueError: the engine cannot keep them there.
     """
 
     engine: str = DDP
@@ -84,7 +79,6 @@ class Sharing:
 
     @property
     def has_group(self) -> bool:
-        """Return whether the processes, or the one, belong to a process group."""
         return self.num_gpus > 1 or self.engine != DDP
 
     def __str__(self) -> str:
@@ -267,18 +261,16 @@ def _zero_file(
     sharing: Sharing, mixed_precision: str, num_micro_batches: int, max_grad_norm: float | None
 ) -> dict[str, Any]:
     """Return DeepSpeed's own file. Scripts and Trainer fill in what is "auto"."""
-    options = _zero_options(sharing, num_micro_batches, max_grad_norm)
-    zero: dict[str, Any] = {"stage": options["zero_stage"]}
-    for what in ("optimizer", "param"):
-        place, folder = options[f"offload_{what}_device"], options.get(f"offload_{what}_nvme_path")
-        zero[f"offload_{what}"] = {"device": place, "nvme_path": folder}
-    zero["stage3_gather_16bit_weights_on_model_save"] = options["zero3_save_16bit_model"]
+    zero: dict[str, Any] = {"stage": _ZERO_STAGES[sharing.engine]}
+    for what, place in (("optimizer", sharing.optimizer_on), ("param", sharing.weights_on)):
+        zero[f"offload_{what}"] = {"device": _PLACES[place], "nvme_path": NVME_FOLDER if place == NVME else None}
+    zero["stage3_gather_16bit_weights_on_model_save"] = sharing.engine == ZERO3
     _set_buffers(zero, sharing)
     return {
         "train_batch_size": "auto",
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": num_micro_batches,
-        "gradient_clipping": options["gradient_clipping"],
+        "gradient_clipping": max_grad_norm or 0.0,
         "zero_optimization": zero,
         **{name: {"enabled": mixed_precision == name} for name in ("fp16", "bf16")},
     }

@@ -234,7 +234,9 @@ class _Search:
         that are being simulated it is one with clearly more or less memory.
         """
         forecast = Forecast(self._plain, self._rows, self._micro_batches, self._card.memory_bytes)
-        running = [forecast.of(settings).needed_bytes for settings in self._running()]
+        known = [row.settings for row in self._rows]
+        unknown = [each for each in self._explored if each not in known and not self._is_excluded(each)]
+        running = [forecast.of(settings).needed_bytes for settings in unknown]
         fitting = [row.update_ms for row in self._rows if row.fits]
         best_ms = min(fitting, default=float("inf"))
         candidates = [
@@ -255,10 +257,6 @@ class _Search:
             return None
         on_host = [each for each in candidates if self._has_room(0, each[0].host_bytes)]
         return min(on_host or candidates, key=lambda each: each[0].needed_bytes)[1]
-
-    def _running(self) -> list[Settings]:
-        known = [row.settings for row in self._rows]
-        return [each for each in self._explored if each not in known and not self._is_excluded(each)]
 
     def _has_room(self, needed: float, host_bytes: float) -> bool:
         return needed <= self._card.memory_bytes and self._below.holds(int(host_bytes))
@@ -294,8 +292,7 @@ class _Search:
         return expected > _TOO_MUCH * self._card.memory_bytes
 
     def _next(self, fitting: int, failing: int, last: Row | None) -> int:
-        """Choose the smallest, then the largest that should fit by the last one's need, or the middle if it was too
-        large."""
+        """Choose the smallest, then the largest that should fit by the last one, or the middle if it was too large."""
         if last is None:
             return 0
         if not last.fits:

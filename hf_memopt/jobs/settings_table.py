@@ -53,19 +53,16 @@ class Row:
         All parts of a phase have equally many changes.
         """
         trace = self.estimate.trace
-        moments = _fullest_moments(trace.phases, trace.held(), trace.first_step)
+        held = trace.held()
+        changes = range(trace.first_step, len(held))
+        runs = {phase: list(run) for phase, run in groupby(changes, key=trace.phases.__getitem__)}
+        moments: dict[Part, int] = {}
+        for phase, run in runs.items():
+            for number in range(_PARTS_OF_PHASE):
+                part = run[number * len(run) // _PARTS_OF_PHASE :][: -(-len(run) // _PARTS_OF_PHASE)]
+                moments[phase, number] = max(part, key=held.__getitem__)
         uses = self.estimate.uses_at(set(moments.values()))
         return {part: uses[moment] for part, moment in moments.items()}
-
-
-def _fullest_moments(phases: tuple[str, ...], held: list[int], first_step: int) -> dict[Part, int]:
-    runs = {phase: list(run) for phase, run in groupby(range(first_step, len(held)), key=phases.__getitem__)}
-    moments: dict[Part, int] = {}
-    for phase, run in runs.items():
-        for number in range(_PARTS_OF_PHASE):
-            part = run[number * len(run) // _PARTS_OF_PHASE :][: -(-len(run) // _PARTS_OF_PHASE)]
-            moments[phase, number] = max(part, key=held.__getitem__)
-    return moments
 
 
 # The beginning of a reason that is no refusal.

@@ -97,8 +97,9 @@ class DataDependentOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     "leave the operation out of the simulated step"
                 ) from error
             if self._has_guessed_numbers:
+                first_line = str(error).strip().partition("\n")[0]
                 raise UnsupportedOperationError(
-                    f"{self._place(function)}: its arguments do not fit ({_first_line(error)}), since whole numbers "
+                    f"{self._place(function)}: its arguments do not fit ({first_line}), since whole numbers "
                     "read from tensors are unknown in a simulation and taken as 1; compute sizes from shapes, or leave "
                     "the operation out of the simulated step"
                 ) from error
@@ -202,10 +203,6 @@ class DataDependentOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
         longest = targets.shape[-1] if targets.dim() == 2 else targets.numel() // batch
         self._note("ctc_loss taken to have targets of full length")
         return log_probs.new_empty(batch), log_probs.new_empty(batch, num_steps, 2 * longest + 1)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n", 1)[0]
 
 
 def _grouped_mm(function: Any, args: Any, kwargs: Any) -> Tensor:

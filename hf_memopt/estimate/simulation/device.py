@@ -115,7 +115,6 @@ def simulation(
     clock: VirtualClock | None = None,
     phases: StepPhases | None = None,
     on_teacher_block: Callable[[Tensor], None] | None = None,
-    disk: VirtualDisk | None = None,
     free_host_bytes: Callable[[], int] = lambda: sys.maxsize,
     base: VirtualBase | None = None,
 ) -> Iterator[tuple[torch.device, DataDependentOps]]:
@@ -123,12 +122,11 @@ def simulation(
 
     `like` "cpu" means fake tensors by the CPU's rules. The clock's card decides on attention's kernels; teachers call
     `on_teacher_block` with the device memory that they take. `free_host_bytes` is host memory that copies may take.
-    `base` has the copies of streamed weights. An exception in a backend thread would end the process, which is why
-    autograd's threads are off.
+    `base` has the copies of streamed weights, and the disk. An exception in a backend thread would end the process,
+    which is why autograd's threads are off.
     """
     clock = VirtualClock(DEFAULT_CARD, like) if clock is None else clock
-    disk = VirtualDisk(clock, None) if disk is None else disk
-    base = VirtualBase(clock, disk, lambda memory: None) if base is None else base
+    base = VirtualBase(clock, VirtualDisk(clock, None), lambda memory: None) if base is None else base
     phases = StepPhases() if phases is None else phases
     data_dependent = DataDependentOps(phases)
     _BACKEND.phases, _BACKEND.clock, VirtualEvent.clock = phases, clock, clock
@@ -159,7 +157,7 @@ def simulation(
         enter(patch.object(FakeTensor, "data_ptr", _address))
         enter(patch.object(torch.UntypedStorage, "data_ptr", _address_of_storage))
         enter(patch.object(FakeTensor, "numpy", _array))
-        enter(registered(device.type, _simulated_type(clock, on_teacher_block, disk, free_host_bytes, base)))
+        enter(registered(device.type, _simulated_type(clock, on_teacher_block, free_host_bytes, base)))
         # Optimizers and gradient clipping choose their foreach path by a tensor's class.
         for module in (torch_optimizer, foreach_utils):
             types = [*module._foreach_supported_types, FakeTensor]
@@ -177,7 +175,6 @@ def simulation(
 def _simulated_type(
     clock: VirtualClock,
     on_teacher_block: Callable[[Tensor], None] | None,
-    disk: VirtualDisk,
     free_host_bytes: Callable[[], int],
     base: VirtualBase,
 ) -> DeviceBackend:
@@ -195,7 +192,7 @@ def _simulated_type(
         tensor_class=FakeTensor,
         is_unlimited=True,
         free_host_bytes=free_host_bytes,
-        open_file=disk.open_file,
+        open_file=base.disk.open_file,
         home_in_files=partial(VirtualFileHome, base),
         has_values=False,
     )

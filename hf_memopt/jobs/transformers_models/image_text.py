@@ -165,7 +165,7 @@ LAYOUTS: dict[str, Callable[[Any, Size | None], ImageLayout]] = {
     **dict.fromkeys(("llava", "paligemma", "gemma3"), _one_size),
     **dict.fromkeys(("idefics3", "smolvlm", "internvl"), _tiles),
     "llava_next": _best_grid,
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), _patch_grid),
+    **dict.fromkeys(_WITH_POSITIONS, _patch_grid),
 }
 
 

@@ -23,7 +23,7 @@ _THRESHOLD = 6.0
 class QuantisedLinear(nn.Linear):
     """A linear layer whose frozen weight is stored in few bits.
 
-    It multiplies in `compute_dtype`, unless its library ignores that. Layers in 4 bits pack them in `storage`.
+    It multiplies in `compute_dtype`, unless its library ignores that. Layers in 4 bits pack the bits in `storage`.
     """
 
     def __init__(self, linear: nn.Linear, compute_dtype: torch.dtype, storage: torch.dtype = torch.uint8) -> None:
