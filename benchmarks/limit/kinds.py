@@ -2,8 +2,6 @@
 
 import contextlib
 import itertools
-import json
-import struct
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -12,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -41,29 +38,6 @@ class Handling:
     stats: Callable[[], dict[str, float | None]] = dict  # counts of this library's offloader
 
 
-def mapped_weights(workload: Workload, folder: Path, budget_gib: float) -> Handling:
-    """Put the weights into a shared mapping of their safetensors file, which the system writes back and reads again.
-
-    A private mapping, as of a frozen model's file, would become anonymous memory at the first update.
-    """
-    weights = dict(workload.model.named_parameters())
-    file = folder / "weights.safetensors"
-    save_file({name: _real(weight.detach()) for name, weight in weights.items()}, file)
-    with file.open("rb") as opened:
-        (header_bytes,) = struct.unpack("<Q", opened.read(8))
-        places = json.loads(opened.read(header_bytes))
-    mapping = torch.from_file(str(file), shared=True, size=file.stat().st_size, dtype=torch.uint8)
-    file.unlink()
-    for name, weight in weights.items():
-        start, end = (8 + header_bytes + offset for offset in places[name]["data_offsets"])
-        weight.data = mapping[start:end].view(weight.dtype).view(weight.shape)
-    return Handling()
-
-
-def _real(weight: Tensor) -> Tensor:
-    return torch.view_as_real(weight).contiguous() if weight.is_complex() else weight.contiguous()
-
-
 def checkpointing(workload: Workload, folder: Path, budget_gib: float) -> Handling:
     """Checkpoint each block by torch's function, whose variant without reentering autograd it recommends."""
     for block in workload.blocks:
@@ -83,6 +57,17 @@ class SharedMappings(SyncCopier):
         mapping = torch.from_file(str(file), shared=True, size=max(1, num_bytes), dtype=torch.uint8)
         file.unlink()
         return mapping[:num_bytes]
+
+    def empty_like(self, tensor: Tensor) -> Tensor:
+        return self.empty_host(tensor.nbytes).view(tensor.dtype).view_as(tensor)
+
+
+def mapped_weights(workload: Workload, folder: Path, budget_gib: float) -> Handling:
+    """Put the weights into shared mappings; private ones would become anonymous memory at the first update."""
+    mappings = SharedMappings(folder)
+    for weight in workload.model.parameters():
+        weight.data = mappings.empty_like(weight).copy_(weight.data)
+    return Handling()
 
 
 def shared_mapping(workload: Workload, folder: Path, budget_gib: float) -> Handling:
