@@ -1,9 +1,6 @@
-"""The process of one kind of full fine-tuning: it makes a Llama and its optimizer, and takes a few updates."""
+"""Full fine-tuning of a Llama, by kind of its optimizer's state."""
 
-import argparse
-import json
 import statistics
-import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -17,7 +14,6 @@ from torch.optim import SGD, AdamW, Optimizer
 from benchmarks.limit.kinds import SharedMappings
 from hf_memopt import OffloadedOptimizer
 from hf_memopt.disk.digests import weights_sha256
-from hf_memopt.recipes.memory_limit.reported_steps import report_steps
 
 MICRO_BATCHES, MAX_NORM = 2, 0.5
 
@@ -28,8 +24,7 @@ def mapped_state(weights: list[Tensor], folder: Path) -> Optimizer:
     for weight in weights:
         optimizer.state[weight] = {"step": torch.tensor(0.0)}
         for name in ("exp_avg", "exp_avg_sq"):
-            mapping = mappings.empty_host(weight.nbytes)
-            optimizer.state[weight][name] = mapping.view(weight.dtype).view_as(weight)
+            optimizer.state[weight][name] = mappings.empty_like(weight)
     return optimizer
 
 
@@ -54,7 +49,8 @@ class Training:
         self._model, self._tokens = LlamaForCausalLM(config).train(), (config.vocab_size, (1, num_tokens))
         self._optimizer = KINDS[kind](list(self._model.parameters()), Path(folder))
         self._schedule = get_linear_schedule_with_warmup(self._optimizer, 0, num_steps)
-        self._read_before = read_bytes()
+        self._counters = psutil.Process().io_counters
+        self._read_before = self._counters().read_bytes
 
     def step(self) -> float:
         losses = []
@@ -70,7 +66,7 @@ class Training:
         return statistics.fmean(losses)
 
     def results(self) -> dict[str, Any]:
-        num_read, optimizer = read_bytes() - self._read_before, self._optimizer
+        num_read, optimizer = self._counters().read_bytes - self._read_before, self._optimizer
         states = optimizer.state_dict()["state"].items()
         state = {f"{number} {name}": each for number, of in states for name, each in of.items() if each is not None}
         return {
@@ -79,20 +75,3 @@ class Training:
             "state_digest": weights_sha256(nn.ParameterDict(state)),
             "report": asdict(optimizer.report()) if isinstance(optimizer, OffloadedOptimizer) else None,
         }
-
-
-def read_bytes() -> int:
-    return int(psutil.Process().io_counters().read_bytes)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("settings", type=json.loads, help="JSON of the arguments of `Training`")
-    parser.add_argument("--events", type=int, required=True, help="descriptor of the pipe for events")
-    options = parser.parse_args()
-    training = Training(**options.settings)
-    return report_steps(training.step, options.settings["num_steps"], options.events, training.results)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -16,20 +16,24 @@ that wait for each other sleep, and glibc gives larger blocks back when they are
 """
 
 import argparse
-import json
-import statistics
-import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import CPU, MIB, BenchmarkParser, environment, print_rows, results_path, write_results
-from benchmarks.limit.frozen_base import ENVIRONMENT, TOO_SLOW, TOO_SLOW_S
+from benchmarks.common import MIB, print_rows
 from benchmarks.limit.full_training import KINDS, MAX_NORM, MICRO_BATCHES, NO_STATE, PLAIN
-from hf_memopt.recipes.memory_limit import limits
-from hf_memopt.recipes.memory_limit.limited_process import run_limited
-from hf_memopt.transfer.scratch_file import file_system
+from benchmarks.limit.runs import (
+    ENVIRONMENT,
+    Processes,
+    Row,
+    are_equal,
+    common_cells,
+    in_turns,
+    make_parser,
+    row_of,
+    run_benchmark,
+    summary_of,
+)
 from hf_memopt.units import GIB
 
 NUM_STEPS = 3
@@ -41,74 +45,41 @@ SIZES: dict[str, dict[str, Any]] = {
     "real": {"model": _REAL, "num_tokens": 128},
     "toy": {"model": _TOY, "num_tokens": 16},
 }
+# A run is ended after so many times the time of the first one, which has no limit.
+TOO_SLOW = 5
 COSTS = ("cpu_s", "wall_s", "read_bytes", "written_bytes")
-DIGESTS = ("losses", "weights_digest", "state_digest")
-
-Row = dict[str, Any]
+DIGESTS = ("weights_digest", "state_digest")
 
 
-class Bench:
-    """The runs of all kinds, without a limit and under the same one."""
+def measure(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
+    processes = Processes("full_training", folder, limit_kind="auto", too_slow=TOO_SLOW)
+    facts: dict[str, Any] = {
+        "sizes": SIZES[options.size] | {"micro_batches": MICRO_BATCHES, "max_norm": MAX_NORM},
+        "num_steps": NUM_STEPS,
+        "allowance_share": ALLOWANCE,
+        "environment": ENVIRONMENT,
+    }
 
-    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
-        self._options, self._folder = options, folder
-        self._limit_bytes: int | None = None
-        self._too_slow_s: float | None = None
-        self._facts: dict[str, Any] = {}
-        self._runs: dict[tuple[str, bool], list[Row]] = {}
+    def run(kind: str, is_limited: bool) -> Row:
+        name = f"{kind}, {'limited' if is_limited else 'no limit'}"
+        settings = {**SIZES[options.size], "kind": kind, "num_steps": NUM_STEPS, "folder": str(folder)}
+        found = processes.run(name, NUM_STEPS, settings, facts["limit_bytes"] if is_limited else None)
+        if "limit" not in facts:
+            facts.update(processes.limit_facts(found, ALLOWANCE))
+        return row_of(found, (*COSTS, *DIGESTS, "report"))
 
-    def run_all(self) -> Iterator[dict[str, Any]]:
-        """Run every kind as often as wanted, and yield the results so far after each run."""
-        for _ in range(self._options.runs):
-            for is_limited in (False, True):
-                for kind in self._options.kinds:
-                    self._runs.setdefault((kind, is_limited), []).append(self._run(kind, is_limited))
-                    reference = self._runs[PLAIN, False][0]
-                    yield self._facts | {"rows": [summary(*each, runs, reference) for each, runs in self._runs.items()]}
-
-    def _run(self, kind: str, is_limited: bool) -> Row:
-        settings = {**SIZES[self._options.size], "kind": kind, "num_steps": NUM_STEPS, "folder": str(self._folder)}
-        with limits.memory_limit() as limit:
-            run = run_limited(
-                [sys.executable, "-m", "benchmarks.limit.full_training", json.dumps(settings)],
-                limit,
-                self._limit_bytes if is_limited else None,
-                log=self._folder / "process.log",
-                environ=ENVIRONMENT,
-                timeout_s=self._too_slow_s,
-            )
-            if self._limit_bytes is None:
-                allowance = round(ALLOWANCE * (run.peak_bytes - run.rest.anonymous_bytes))
-                self._limit_bytes = run.counted_rest(limit) + allowance
-                self._too_slow_s = max(TOO_SLOW_S, TOO_SLOW * run.results["wall_s"])
-                self._facts = {"limit": limit.name, "limit_bytes": self._limit_bytes}
-        print(
-            f"{kind}, {'limited' if is_limited else 'no limit'}: {run.end}, peak {run.peak_bytes / MIB:.0f} MiB",
-            flush=True,
-        )
-        return {
-            "end": run.end,
-            "reason": run.reason,
-            "losses": run.losses,
-            "rest_bytes": run.rest.anonymous_bytes,
-            "peak_bytes": run.peak_bytes,
-            **{name: run.results.get(name) for name in (*COSTS, *DIGESTS[1:], "report")},
-        }
+    cases = [(kind, is_limited) for is_limited in (False, True) for kind in options.kinds]
+    for rows in in_turns(cases, options.runs, run, summary):
+        yield {**facts, "rows": rows}
 
 
 def summary(kind: str, is_limited: bool, runs: list[Row], reference: Row) -> Row:
     """Return the medians of a kind's runs, and whether all that finished have the reference's results."""
-    finished = [run for run in runs if run["end"] == "finished"]
-    are_equal = all(run[name] == reference[name] for run in finished for name in DIGESTS)
     return {
         "kind": kind,
         "is_limited": is_limited,
-        "ends": sorted({run["end"] for run in runs}),
-        "num_steps": min(len(run["losses"]) for run in runs),
-        "peak_bytes": statistics.median(run["peak_bytes"] for run in runs),
-        **{name: statistics.median(run[name] for run in finished) if finished else None for name in COSTS},
-        "are_equal": are_equal if finished and kind != NO_STATE else None,
-        "runs": runs,
+        "are_equal": None if kind == NO_STATE else are_equal(runs, reference, ("losses", *DIGESTS)),
+        **summary_of(runs, COSTS),
     }
 
 
@@ -123,8 +94,7 @@ def _cells(row: Row, rows: list[Row], num_steps: int) -> dict[str, str]:
     cells = {
         "kind": row["kind"],
         "limit": "yes" if row["is_limited"] else "no",
-        "end": " or ".join(row["ends"]) + ("" if row["cpu_s"] else f" in update {row['num_steps'] + 1}"),
-        "peak MiB": f"{row['peak_bytes'] / MIB:.0f}",
+        **common_cells(row, "update"),
     }
     if NO_STATE in free:
         cells["for state"] = f"{(row['peak_bytes'] - free[NO_STATE]['peak_bytes']) / MIB:.0f}"
@@ -140,38 +110,9 @@ def _cells(row: Row, rows: list[Row], num_steps: int) -> dict[str, str]:
     }
 
 
-def run(options: argparse.Namespace, output: Path) -> dict[str, Any]:
-    options.folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        results: dict[str, Any] = {
-            **environment(CPU),
-            "benchmark": "limit.optimizer_state",
-            "file_system": file_system(options.folder),
-            "size": options.size,
-            "sizes": SIZES[options.size] | {"micro_batches": MICRO_BATCHES, "max_norm": MAX_NORM},
-            "num_runs": options.runs,
-            "num_steps": NUM_STEPS,
-            "allowance_share": ALLOWANCE,
-            "environment": ENVIRONMENT,
-        }
-        for found in Bench(options, Path(folder)).run_all():
-            results |= found
-            write_results(results, output)
-    return results
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = BenchmarkParser(__doc__)
-    add = parser.add_argument
-    add("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="besides the plain run (all)")
-    add("--runs", type=int, default=3, help="of each kind (default: %(default)s)")
-    add("--size", choices=SIZES, default="real", help="of the model (default: %(default)s)")
-    add("--folder", type=Path, default=Path("outputs/optimizer_state"), help="on a local disk (default: %(default)s)")
-    options = parser.options(arguments)
-    options.kinds = [PLAIN, *(kind for kind in options.kinds if kind != PLAIN)]
-    output = options.output or results_path("optimizer-state", CPU)
-    print_report(run(options, output))
-    print("wrote", output)
+    parser = make_parser("optimizer_state", __doc__, KINDS, SIZES)
+    run_benchmark(parser.options(arguments), measure, print_report)
 
 
 if __name__ == "__main__":
