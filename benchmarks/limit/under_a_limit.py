@@ -18,34 +18,40 @@ process caused to be sent to the disk.
 
 import argparse
 import bisect
-import json
-import statistics
-import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import CPU, MIB, BenchmarkParser, environment, print_rows, results_path, write_results
+from benchmarks.common import MIB, print_rows
 from benchmarks.limit.kinds import KINDS, NO_LIMIT
+from benchmarks.limit.runs import (
+    ENVIRONMENT,
+    Processes,
+    Row,
+    are_equal,
+    common_cells,
+    finished,
+    in_turns,
+    make_parser,
+    median,
+    row_of,
+    run_benchmark,
+    summary_of,
+)
 from benchmarks.limit.workloads import WORKLOADS
 from hf_memopt.recipes.memory_limit import limits
-from hf_memopt.recipes.memory_limit.limited_process import LimitedRun, run_limited
-from hf_memopt.transfer.scratch_file import file_system
+from hf_memopt.recipes.memory_limit.limited_process import LimitedRun
 
-ENVIRONMENT = {"OMP_WAIT_POLICY": "passive"}
-ALLOCATORS: dict[str, dict[str, str]] = {"mapped": {"MALLOC_MMAP_THRESHOLD_": str(2**16)}, "default": {}}
+ENVIRONMENTS = {"mapped": ENVIRONMENT, "default": {"OMP_WAIT_POLICY": "passive"}}
 # Shares of the bytes that the steps of a plain run add to its memory at rest.
 ALLOWANCE, BUDGET = 0.4, 0.25
 NUM_STEPS = 4
 POINTS_PER_STEP = 40
-# A run is too slow, and is ended, after so many times the time of the plain run without a limit, at least so many
-# seconds.
-TOO_SLOW, TOO_SLOW_S = 4, 60.0
+# A run is too slow after so many times the time of the plain run without a limit.
+TOO_SLOW = 4
 # Kinds whose first run with the first allocator keeps its curve.
 DRAWN = (NO_LIMIT, "plain", "ours, budget", "ours, all")
-
-Row = dict[str, Any]
+COSTS = ("cpu_s", "wall_s", "written_bytes")
 
 
 class Bench:
@@ -53,82 +59,37 @@ class Bench:
 
     def __init__(self, workload: str, options: argparse.Namespace, folder: Path) -> None:
         self._workload, self._options, self._folder = workload, options, folder
-        self._budget_gib = self._step_s = 0.0
-        self._limit_bytes: int | None = None
-        self._runs: dict[tuple[str, str], list[Row]] = {}
+        self._processes = Processes("training", folder, limit_kind=options.limit, too_slow=TOO_SLOW)
         self._facts: dict[str, Any] = {}
+        self._step_s = 0.0
+        self._undrawn = set(DRAWN)
 
     def run_all(self) -> Iterator[dict[str, Any]]:
         """Run every kind as often as wanted, and yield the results so far after each run."""
-        for _ in range(self._options.runs):
-            for allocator in self._options.allocators:
-                for kind in self._options.kinds:
-                    self._run(kind, allocator)
-                    yield self.results()
+        cases = [(kind, allocator) for allocator in self._options.allocators for kind in self._options.kinds]
+        for rows in in_turns(cases, self._options.runs, self._run, summary):
+            yield {**self._facts, "rows": rows}
 
-    def _run(self, kind: str, allocator: str) -> None:
-        print(f"{self._workload}, {kind}, {allocator}: ", end="", flush=True)
+    def _run(self, kind: str, allocator: str) -> Row:
         settings = {
             "workload": self._workload,
             "kind": kind,
             "is_toy": self._options.size == "toy",
-            "num_steps": self._options.steps,
             "folder": str(self._folder),
-            "budget_gib": self._budget_gib,
+            "budget_gib": self._facts.get("budget_bytes", 0) / 2**30,
         }
-        with limits.memory_limit(self._options.limit) as limit:
-            found = run_limited(
-                [sys.executable, "-m", "benchmarks.limit.training", json.dumps(settings)],
-                limit,
-                None if kind == NO_LIMIT else self._limit_bytes,
-                log=self._folder / "process.log",
-                environ={**ENVIRONMENT, **ALLOCATORS[allocator]},
-                timeout_s=max(TOO_SLOW_S, TOO_SLOW * self._options.steps * self._step_s) if self._step_s else None,
-                show=lambda event: print("." if event["event"] == "step" else "", end="", flush=True),
-            )
-            if self._limit_bytes is None:
-                self._set_limit(found, limit)
-        runs = self._runs.setdefault((kind, allocator), [])
-        is_drawn = not runs and kind in DRAWN and allocator == self._options.allocators[0]
-        runs.append(row_of(found, self._step_s if is_drawn else None))
-        print(f" {found.end}, peak {found.peak_bytes / MIB:.0f} MiB", flush=True)
-
-    def _set_limit(self, reference: LimitedRun, limit: limits.MemoryLimit) -> None:
-        self._step_s = reference.results["wall_s"] / len(reference.steps)
-        added = reference.peak_bytes - reference.rest.anonymous_bytes
-        allowance = round(ALLOWANCE * added)
-        self._limit_bytes = reference.counted_rest(limit) + allowance
-        self._budget_gib = BUDGET * added / 2**30
-        self._facts = {
-            "limit": limit.name,
-            "rest_bytes": reference.rest.anonymous_bytes,
-            "added_bytes": added,
-            "allowance_bytes": allowance,
-            "limit_bytes": self._limit_bytes,
-            "budget_bytes": round(BUDGET * added),
-        }
-
-    def results(self) -> dict[str, Any]:
-        reference = next(iter(self._runs.values()))[0]
-        rows = [summary(kind, allocator, runs, reference) for (kind, allocator), runs in self._runs.items()]
-        return {**self._facts, "rows": rows}
-
-
-def row_of(run: LimitedRun, step_s: float | None) -> Row:
-    """Return the figures of one run; with `step_s`, its curve too."""
-    last_began_s = run.steps[-2]["at_s"] if len(run.steps) > 1 else run.rest.at_s
-    last_peak = max(sample.anonymous_bytes for sample in run.samples if sample.at_s >= last_began_s)
-    return {
-        "end": run.end,
-        "reason": run.reason,
-        "losses": run.losses,
-        "cpu_s_until": [step["cpu_s"] for step in run.steps],
-        "rest_bytes": run.rest.anonymous_bytes,
-        "peak_bytes": run.peak_bytes,
-        "peak_of_last_step_bytes": last_peak,
-        **{name: run.results.get(name) for name in ("cpu_s", "wall_s", "written_bytes", "weights_digest", "stats")},
-        **({"curve": curve(run, step_s)} if step_s is not None else {}),
-    }
+        name = f"{self._workload}, {kind}, {allocator}"
+        limit_bytes = None if kind == NO_LIMIT else self._facts["limit_bytes"]
+        run = self._processes.run(name, self._options.steps, settings, limit_bytes, ENVIRONMENTS[allocator])
+        if not self._facts:
+            facts = self._processes.limit_facts(run, ALLOWANCE)
+            self._facts = {**facts, "budget_bytes": round(BUDGET * facts["added_bytes"])}
+            self._step_s = run.results["wall_s"] / len(run.steps)
+        row = row_of(run, (*COSTS, "weights_digest", "stats"))
+        if kind in self._undrawn and allocator == self._options.allocators[0]:
+            self._undrawn.remove(kind)
+            row["curve"] = curve(run, self._step_s)
+        return row
 
 
 def curve(run: LimitedRun, step_s: float) -> list[list[float]]:
@@ -150,28 +111,22 @@ def curve(run: LimitedRun, step_s: float) -> list[list[float]]:
 
 def summary(kind: str, allocator: str, runs: list[Row], reference: Row) -> Row:
     """Return the medians of a kind's runs, and whether all that finished ended with the reference's weights."""
-    finished = [run for run in runs if run["end"] == "finished"]
-    costs = ("cpu_s", "wall_s", "written_bytes")
-    later = [run["cpu_s_until"][-1] - run["cpu_s_until"][len(run["losses"]) // 2 - 1] for run in finished]
-    counted = [run["stats"].get("measured_peak_gib") for run in finished]
-    saved = [peak_gib for peak_gib in counted if peak_gib is not None]
+    saved = [run["stats"].get("measured_peak_gib") for run in finished(runs)]
     return {
         "kind": kind,
         "allocator": allocator,
-        "ends": [run["end"] for run in runs],
         "reasons": sorted({run["reason"] for run in runs if run["reason"]}),
-        "num_steps": min(len(run["losses"]) for run in runs),
-        "peak_bytes": statistics.median(run["peak_bytes"] for run in runs),
-        "over_rest_bytes": statistics.median(run["peak_bytes"] - run["rest_bytes"] for run in runs),
-        **{name: statistics.median(run[name] for run in finished) if finished else None for name in costs},
-        "saved_gib": statistics.median(saved) if saved else None,
-        "later_cpu_s": statistics.median(later) if finished else None,
-        "weights_equal": all(run["weights_digest"] == reference["weights_digest"] for run in finished)
-        if finished
-        else None,
-        "losses_equal": all(run["losses"] == reference["losses"] for run in finished) if finished else None,
-        "runs": runs,
+        "over_rest_bytes": median(run["peak_bytes"] - run["rest_bytes"] for run in runs),
+        "saved_gib": median(peak_gib for peak_gib in saved if peak_gib is not None),
+        "later_cpu_s": median(_later_cpu_s(run["cpu_s_until"]) for run in finished(runs)),
+        "weights_equal": are_equal(runs, reference, ["weights_digest"]),
+        "losses_equal": are_equal(runs, reference, ["losses"]),
+        **summary_of(runs, COSTS),
     }
+
+
+def _later_cpu_s(until: list[float]) -> float:
+    return until[-1] - until[len(until) // 2 - 1]
 
 
 def print_report(results: dict[str, Any]) -> None:
@@ -183,13 +138,10 @@ def print_report(results: dict[str, Any]) -> None:
 
 
 def _named_cells(row: Row, num_steps: int, rows: list[Row]) -> dict[str, str]:
-    ends = sorted(set(row["ends"]))
-    end = " or ".join(ends) if ends == ["finished"] else f"{' or '.join(ends)} in step {row['num_steps'] + 1}"
     cells = {
         "kind": row["kind"],
         "glibc": row["allocator"],
-        "end": end,
-        "peak MiB": f"{row['peak_bytes'] / MIB:.0f}",
+        **common_cells(row),
         "over rest": f"{row['over_rest_bytes'] / MIB:.0f}",
         "saved": "-" if row["saved_gib"] is None else f"{1024 * row['saved_gib']:.0f}",
     }
@@ -206,44 +158,28 @@ def _named_cells(row: Row, num_steps: int, rows: list[Row]) -> dict[str, str]:
     }
 
 
-def run(options: argparse.Namespace, output: Path) -> dict[str, Any]:
-    options.folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        results: dict[str, Any] = {
-            **environment(CPU),
-            "benchmark": "limit.under_a_limit",
-            "file_system": file_system(options.folder),
-            "size": options.size,
-            "num_runs": options.runs,
-            "num_steps": options.steps,
-            "allowance_share": ALLOWANCE,
-            "budget_share": BUDGET,
-            "environment": {name: {**ENVIRONMENT, **ALLOCATORS[name]} for name in options.allocators},
-            "workloads": {},
-        }
-        for workload in options.workloads:
-            for found in Bench(workload, options, Path(folder)).run_all():
-                results["workloads"][workload] = found
-                write_results(results, output)
-    return results
+def measure(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
+    facts = {
+        "num_steps": options.steps,
+        "allowance_share": ALLOWANCE,
+        "budget_share": BUDGET,
+        "environment": {name: ENVIRONMENTS[name] for name in options.allocators},
+    }
+    workloads: dict[str, Any] = {}
+    for workload in options.workloads:
+        for found in Bench(workload, options, folder).run_all():
+            workloads[workload] = found
+            yield {**facts, "workloads": workloads}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = BenchmarkParser(__doc__)
+    parser = make_parser("under_a_limit", __doc__, KINDS, ("real", "toy"))
     add = parser.add_argument
     add("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS), help="default: all")
-    add("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="besides the plain run without a limit (all)")
-    add("--allocators", nargs="+", choices=ALLOCATORS, default=["mapped"], help="settings of glibc (default: mapped)")
-    add("--runs", type=int, default=3, help="of each kind (default: %(default)s)")
+    add("--allocators", nargs="+", choices=ENVIRONMENTS, default=["mapped"], help="settings of glibc (default: mapped)")
     add("--steps", type=int, default=NUM_STEPS, help="of each run (default: %(default)s)")
     add("--limit", choices=limits.KINDS, default="auto", help="a control group, RLIMIT_DATA, or the first if possible")
-    add("--size", choices=("real", "toy"), default="real", help="of the workloads (default: %(default)s)")
-    add("--folder", type=Path, default=Path("outputs/under_a_limit"), help="on a local disk (default: %(default)s)")
-    options = parser.options(arguments)
-    options.kinds = [NO_LIMIT, *(kind for kind in options.kinds if kind != NO_LIMIT)]
-    output = options.output or results_path("under-a-limit", CPU)
-    print_report(run(options, output))
-    print("wrote", output)
+    run_benchmark(parser.options(arguments), measure, print_report)
 
 
 if __name__ == "__main__":
