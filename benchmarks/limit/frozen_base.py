@@ -15,11 +15,7 @@ threads that wait for each other sleep (`OMP_WAIT_POLICY`), and glibc gives larg
 """
 
 import argparse
-import json
 import os
-import statistics
-import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,18 +23,27 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import CPU, MIB, BenchmarkParser, environment, print_rows, results_path, write_results
+from benchmarks.common import print_rows
 from benchmarks.limit.lora_kinds import KINDS, NO_LIMIT
-from hf_memopt.recipes.memory_limit import limits
-from hf_memopt.recipes.memory_limit.limited_process import LimitedRun, run_limited
+from benchmarks.limit.runs import (
+    ENVIRONMENT,
+    Processes,
+    Row,
+    are_equal,
+    common_cells,
+    finished,
+    in_turns,
+    make_parser,
+    median,
+    row_of,
+    run_benchmark,
+    summary_of,
+)
 from hf_memopt.transfer.scratch_file import file_system
 from hf_memopt.units import GIB
 
-ENVIRONMENT = {"OMP_WAIT_POLICY": "passive", "MALLOC_MMAP_THRESHOLD_": str(2**16)}
-# A run is ended after so many times the time of the run without a limit, at least so many seconds.
-TOO_SLOW, TOO_SLOW_S = 5, 60.0
-
-Row = dict[str, Any]
+# A run is ended after so many times the time of the run without a limit.
+TOO_SLOW = 5
 
 
 @dataclass(frozen=True)
@@ -83,47 +88,29 @@ SIZES = {
 }
 
 
-class Bench:
-    """The runs of all kinds with one base."""
+def measure(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
+    size = SIZES[options.size]
+    base = options.base or size.make_base(folder / "base")
+    processes = Processes("lora_training", folder, limit_kind="group", too_slow=TOO_SLOW)
+    facts = {
+        "file_system": file_system(base),
+        "sizes": asdict(size),
+        "base_bytes": sum(path.stat().st_size for path in base.glob("*.safetensors")),
+        "num_steps": options.steps,
+        "environment": ENVIRONMENT,
+        "kinds": {name: asdict(KINDS[name]) for name in options.kinds},
+    }
 
-    def __init__(self, base: Path, options: argparse.Namespace, log: Path) -> None:
-        self._base, self._options, self._log = base, options, log
-        self._size = SIZES[options.size]
-        self._runs: dict[str, list[Row]] = {}
-        self._limit_s: float | None = None
+    def run(kind: str) -> Row:
+        drop_cached(base)
+        settings = {"base": str(base), "kind": kind, "num_tokens": size.num_tokens, "budget_gib": size.budget_gib}
+        limit_bytes = None if kind == NO_LIMIT else round(size.limit_gib * GIB)
+        found = processes.run(kind, options.steps, settings, limit_bytes)
+        row = row_of(found, ("cpu_s", "wall_s", "adapters_digest", "read_bytes_until", "report"))
+        return row | {"s_until": [step["at_s"] - found.rest.at_s for step in found.steps]}
 
-    def run_all(self) -> Iterator[list[Row]]:
-        """Run every kind as often as wanted, and yield the rows so far after each run."""
-        for _ in range(self._options.runs):
-            for kind in self._options.kinds:
-                self._runs.setdefault(kind, []).append(self._run(kind))
-                reference = self._runs[NO_LIMIT][0]
-                yield [summary(each, runs, reference) for each, runs in self._runs.items()]
-
-    def _run(self, kind: str) -> Row:
-        print(f"{kind}: ", end="", flush=True)
-        settings = {
-            "base": str(self._base),
-            "kind": kind,
-            "num_tokens": self._size.num_tokens,
-            "budget_gib": self._size.budget_gib,
-            "num_steps": self._options.steps,
-        }
-        drop_cached(self._base)
-        with limits.memory_limit("group") as limit:
-            run = run_limited(
-                [sys.executable, "-m", "benchmarks.limit.lora_training", json.dumps(settings)],
-                limit,
-                None if kind == NO_LIMIT else round(self._size.limit_gib * GIB),
-                log=self._log,
-                environ=ENVIRONMENT,
-                timeout_s=self._limit_s,
-                show=lambda event: print("." if event["event"] == "step" else "", end="", flush=True),
-            )
-        if self._limit_s is None:
-            self._limit_s = max(TOO_SLOW_S, TOO_SLOW * run.results["wall_s"])
-        print(f" {run.end}, peak {run.peak_bytes / MIB:.0f} MiB", flush=True)
-        return row_of(run)
+    for rows in in_turns([(kind,) for kind in options.kinds], options.runs, run, summary):
+        yield {**facts, "rows": rows}
 
 
 def drop_cached(base: Path) -> None:
@@ -134,40 +121,20 @@ def drop_cached(base: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def row_of(run: LimitedRun) -> Row:
-    names = ("cpu_s", "wall_s", "adapters_digest", "read_bytes_until", "report")
-    return {
-        "end": run.end,
-        "reason": run.reason,
-        "losses": run.losses,
-        "cpu_s_until": [step["cpu_s"] for step in run.steps],
-        "s_until": [step["at_s"] - run.rest.at_s for step in run.steps],
-        "rest_bytes": run.rest.anonymous_bytes,
-        "peak_bytes": run.peak_bytes,
-        **{name: run.results.get(name) for name in names},
-    }
-
-
 def summary(kind: str, runs: list[Row], reference: Row) -> Row:
     """Return the medians of a kind's runs, and whether all that finished have the reference's adapters."""
-    finished = [run for run in runs if run["end"] == "finished"]
-    are_equal = [all(run[name] == reference[name] for name in ("adapters_digest", "losses")) for run in finished]
 
     def later(name: str) -> float | None:
-        each = [(run[name][-1] - run[name][0]) / (len(run[name]) - 1) for run in finished]
-        return statistics.median(each) if each else None
+        return median((run[name][-1] - run[name][0]) / (len(run[name]) - 1) for run in finished(runs))
 
     return {
         "kind": kind,
-        "ends": sorted({run["end"] for run in runs}),
-        "num_steps": min(len(run["losses"]) for run in runs),
-        "peak_bytes": statistics.median(run["peak_bytes"] for run in runs),
         "cpu_s": later("cpu_s_until"),
         "wall_s": later("s_until"),
         "read_bytes": later("read_bytes_until"),
-        "first_step_s": statistics.median(run["s_until"][0] for run in finished) if finished else None,
-        "adapters_equal": all(are_equal) if finished else None,
-        "runs": runs,
+        "first_step_s": median(run["s_until"][0] for run in finished(runs)),
+        "adapters_equal": are_equal(runs, reference, ("adapters_digest", "losses")),
+        **summary_of(runs, ()),
     }
 
 
@@ -181,8 +148,7 @@ def print_report(results: dict[str, Any]) -> None:
 
 
 def _cells(row: Row) -> dict[str, str]:
-    end = " or ".join(row["ends"]) + ("" if row["ends"] == ["finished"] else f" in step {row['num_steps'] + 1}")
-    cells = {"kind": row["kind"], "end": end, "peak MiB": f"{row['peak_bytes'] / MIB:.0f}"}
+    cells = {"kind": row["kind"], **common_cells(row)}
     if row["cpu_s"] is None:
         return cells
     return cells | {
@@ -194,41 +160,12 @@ def _cells(row: Row) -> dict[str, str]:
     }
 
 
-def run(options: argparse.Namespace, output: Path) -> dict[str, Any]:
-    options.folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        base = options.base or SIZES[options.size].make_base(Path(folder) / "base")
-        results: dict[str, Any] = {
-            **environment(CPU),
-            "benchmark": "limit.frozen_base",
-            "file_system": file_system(base),
-            "size": options.size,
-            "sizes": asdict(SIZES[options.size]),
-            "base_bytes": sum(path.stat().st_size for path in base.glob("*.safetensors")),
-            "num_steps": options.steps,
-            "environment": ENVIRONMENT,
-            "kinds": {name: asdict(KINDS[name]) for name in options.kinds},
-        }
-        for rows in Bench(base, options, Path(folder) / "process.log").run_all():
-            results["rows"] = rows
-            write_results(results, output)
-    return results
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = BenchmarkParser(__doc__)
+    parser = make_parser("frozen_base", __doc__, KINDS, SIZES)
     add = parser.add_argument
-    add("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="besides the run without a limit (all)")
-    add("--runs", type=int, default=3, help="of each kind (default: %(default)s)")
     add("--steps", type=int, default=3, help="of each run, at least 2 (default: %(default)s)")
-    add("--size", choices=SIZES, default="real", help="of base and limit (default: %(default)s)")
-    add("--folder", type=Path, default=Path("outputs/frozen_base"), help="on a local disk (default: %(default)s)")
     add("--base", type=Path, help="folder of a causal language model in safetensors files (default: one is made)")
-    options = parser.options(arguments)
-    options.kinds = [NO_LIMIT, *(kind for kind in options.kinds if kind != NO_LIMIT)]
-    output = options.output or results_path("frozen-base", CPU)
-    print_report(run(options, output))
-    print("wrote", output)
+    run_benchmark(parser.options(arguments), measure, print_report)
 
 
 if __name__ == "__main__":

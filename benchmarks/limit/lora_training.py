@@ -1,32 +1,28 @@
-"""The process of one kind of LoRA training: it loads the base under the limit, and trains a few steps."""
+"""LoRA training of one kind, which loads the base in its first step, under the limit."""
 
-import argparse
 import contextlib
-import json
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from benchmarks.limit.lora_kinds import KINDS, Kind
+from benchmarks.limit.lora_kinds import KINDS
 from hf_memopt import StreamedWeights
 from hf_memopt.disk.digests import weights_sha256
-from hf_memopt.recipes.memory_limit.reported_steps import report_steps
 
 
 class Training:
     """A training whose first step loads the model."""
 
-    def __init__(self, base: str, kind: Kind, num_tokens: int, budget_gib: float) -> None:
-        self._base, self._kind, self._num_tokens = base, kind, num_tokens
-        self._budget_gib = budget_gib if kind.has_budget else None
+    def __init__(self, base: str, kind: str, num_tokens: int, budget_gib: float) -> None:
+        self._base, self._kind, self._num_tokens = base, KINDS[kind], num_tokens
+        self._budget_gib = budget_gib if self._kind.has_budget else None
         self._model: Any = None
         self._stream: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
         self._streamed: StreamedWeights | None = None
@@ -41,7 +37,7 @@ class Training:
         loss.backward()
         self._optimizer.step()
         self._optimizer.zero_grad()
-        self._read_bytes.append(read_bytes())
+        self._read_bytes.append(psutil.Process().io_counters().read_bytes)
         return float(loss.detach())
 
     def results(self) -> dict[str, Any]:
@@ -71,25 +67,3 @@ def with_adapters(base: PreTrainedModel, is_checkpointed: bool) -> nn.Module:
     if is_checkpointed:
         base.gradient_checkpointing_enable({"use_reentrant": False})
     return get_peft_model(base, LoraConfig(task_type="CAUSAL_LM"))
-
-
-def read_bytes() -> int:
-    """Return how many bytes the disks have sent to this process."""
-    lines = Path("/proc/self/io").read_text().splitlines()
-    return int(dict(line.split(": ") for line in lines)["read_bytes"])
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "settings", type=json.loads, help="JSON of the kind, the number of steps, and arguments of `Training`"
-    )
-    parser.add_argument("--events", type=int, required=True, help="descriptor of the pipe for events")
-    options = parser.parse_args()
-    kind, num_steps = KINDS[options.settings.pop("kind")], options.settings.pop("num_steps")
-    training = Training(kind=kind, **options.settings)
-    return report_steps(training.step, num_steps, options.events, training.results)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
