@@ -7,8 +7,9 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import date
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +159,15 @@ def slug(text: str) -> str:
 
 def results_path(theme: str, device: torch.device) -> Path:
     return RESULTS_FOLDER / f"{theme}-{slug(device_name(device))}.json"
+
+
+def highest_points(points: Iterable[tuple[float, float]], per_unit: float) -> list[tuple[float, float]]:
+    """Return the highest of the points `(place, height)` in each stretch, of which a unit has `per_unit`."""
+    highest: dict[int, tuple[float, float]] = {}
+    for point in points:
+        stretch = int(per_unit * point[0])
+        highest[stretch] = max(highest.get(stretch, point), point, key=itemgetter(1))
+    return list(highest.values())
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

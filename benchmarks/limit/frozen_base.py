@@ -24,26 +24,33 @@ from typing import Any
 import torch
 
 from benchmarks.common import print_rows
-from benchmarks.limit.lora_kinds import KINDS, NO_LIMIT
-from benchmarks.limit.runs import (
-    ENVIRONMENT,
-    Processes,
-    Row,
-    are_equal,
-    common_cells,
-    finished,
-    in_turns,
-    make_parser,
-    median,
-    row_of,
-    run_benchmark,
-    summary_of,
-)
+from benchmarks.limit import limited
+from benchmarks.limit.limited import Row
 from hf_memopt.transfer.scratch_file import file_system
 from hf_memopt.units import GIB
 
 # A run is ended after so many times the time of the run without a limit.
 TOO_SLOW = 5
+
+
+@dataclass(frozen=True)
+class Kind:
+    is_copied: bool = False  # weights are copied out of the files' mapping into memory
+    is_checkpointed: bool = False  # activations are computed again in backward
+    is_streamed: bool = False  # `StreamedWeights` reads the weights from the files
+    has_budget: bool = False  # and keeps as many of them as its budget has room for
+
+
+NO_LIMIT = "in memory, no limit"
+KINDS = {
+    NO_LIMIT: Kind(is_copied=True),
+    "in memory": Kind(is_copied=True),
+    "mapped": Kind(),
+    "mapped, checkpointing": Kind(is_checkpointed=True),
+    "ours": Kind(is_streamed=True),
+    "ours, checkpointing": Kind(is_checkpointed=True, is_streamed=True),
+    "ours, checkpointing, budget": Kind(is_checkpointed=True, is_streamed=True, has_budget=True),
+}
 
 
 @dataclass(frozen=True)
@@ -91,13 +98,13 @@ SIZES = {
 def measure(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
     size = SIZES[options.size]
     base = options.base or size.make_base(folder / "base")
-    processes = Processes("lora_training", folder, limit_kind="group", too_slow=TOO_SLOW)
+    processes = limited.Processes("lora_training", folder, limit_kind="group", too_slow=TOO_SLOW)
     facts = {
         "file_system": file_system(base),
         "sizes": asdict(size),
         "base_bytes": sum(path.stat().st_size for path in base.glob("*.safetensors")),
         "num_steps": options.steps,
-        "environment": ENVIRONMENT,
+        "environment": limited.ENVIRONMENT,
         "kinds": {name: asdict(KINDS[name]) for name in options.kinds},
     }
 
@@ -106,10 +113,10 @@ def measure(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any
         settings = {"base": str(base), "kind": kind, "num_tokens": size.num_tokens, "budget_gib": size.budget_gib}
         limit_bytes = None if kind == NO_LIMIT else round(size.limit_gib * GIB)
         found = processes.run(kind, options.steps, settings, limit_bytes)
-        row = row_of(found, ("cpu_s", "wall_s", "adapters_digest", "read_bytes_until", "report"))
+        row = limited.row_of(found, ("cpu_s", "wall_s", "adapters_digest", "read_bytes_until", "report"))
         return row | {"s_until": [step["at_s"] - found.rest.at_s for step in found.steps]}
 
-    for rows in in_turns([(kind,) for kind in options.kinds], options.runs, run, summary):
+    for rows in limited.in_turns([(kind,) for kind in options.kinds], options.runs, run, summary):
         yield {**facts, "rows": rows}
 
 
@@ -125,16 +132,16 @@ def summary(kind: str, runs: list[Row], reference: Row) -> Row:
     """Return the medians of a kind's runs, and whether all that finished have the reference's adapters."""
 
     def later(name: str) -> float | None:
-        return median((run[name][-1] - run[name][0]) / (len(run[name]) - 1) for run in finished(runs))
+        return limited.median((run[name][-1] - run[name][0]) / (len(run[name]) - 1) for run in limited.finished(runs))
 
     return {
         "kind": kind,
         "cpu_s": later("cpu_s_until"),
         "wall_s": later("s_until"),
         "read_bytes": later("read_bytes_until"),
-        "first_step_s": median(run["s_until"][0] for run in finished(runs)),
-        "adapters_equal": are_equal(runs, reference, ("adapters_digest", "losses")),
-        **summary_of(runs, ()),
+        "first_step_s": limited.median(run["s_until"][0] for run in limited.finished(runs)),
+        "adapters_equal": limited.are_equal(runs, reference, ("adapters_digest", "losses")),
+        **limited.summary_of(runs, ()),
     }
 
 
@@ -148,7 +155,7 @@ def print_report(results: dict[str, Any]) -> None:
 
 
 def _cells(row: Row) -> dict[str, str]:
-    cells = {"kind": row["kind"], **common_cells(row)}
+    cells = {"kind": row["kind"], **limited.common_cells(row)}
     if row["cpu_s"] is None:
         return cells
     return cells | {
@@ -161,11 +168,11 @@ def _cells(row: Row) -> dict[str, str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = make_parser("frozen_base", __doc__, KINDS, SIZES)
+    parser = limited.make_parser("frozen_base", __doc__, KINDS, SIZES)
     add = parser.add_argument
     add("--steps", type=int, default=3, help="of each run, at least 2 (default: %(default)s)")
     add("--base", type=Path, help="folder of a causal language model in safetensors files (default: one is made)")
-    run_benchmark(parser.options(arguments), measure, print_report)
+    limited.run_benchmark(parser.options(arguments), measure, print_report)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from benchmarks.limit.lora_kinds import KINDS
+from benchmarks.limit.frozen_base import KINDS
 from hf_memopt import StreamedWeights
 from hf_memopt.disk.digests import weights_sha256
 

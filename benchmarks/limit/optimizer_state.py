@@ -21,19 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import MIB, print_rows
+from benchmarks.limit import limited
 from benchmarks.limit.full_training import KINDS, MAX_NORM, MICRO_BATCHES, NO_STATE, PLAIN
-from benchmarks.limit.runs import (
-    ENVIRONMENT,
-    Processes,
-    Row,
-    are_equal,
-    common_cells,
-    in_turns,
-    make_parser,
-    row_of,
-    run_benchmark,
-    summary_of,
-)
+from benchmarks.limit.limited import Row
 from hf_memopt.units import GIB
 
 NUM_STEPS = 3
@@ -52,12 +42,12 @@ DIGESTS = ("weights_digest", "state_digest")
 
 
 def measure(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
-    processes = Processes("full_training", folder, limit_kind="auto", too_slow=TOO_SLOW)
+    processes = limited.Processes("full_training", folder, limit_kind="auto", too_slow=TOO_SLOW)
     facts: dict[str, Any] = {
         "sizes": SIZES[options.size] | {"micro_batches": MICRO_BATCHES, "max_norm": MAX_NORM},
         "num_steps": NUM_STEPS,
         "allowance_share": ALLOWANCE,
-        "environment": ENVIRONMENT,
+        "environment": limited.ENVIRONMENT,
     }
 
     def run(kind: str, is_limited: bool) -> Row:
@@ -66,10 +56,10 @@ def measure(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any
         found = processes.run(name, NUM_STEPS, settings, facts["limit_bytes"] if is_limited else None)
         if "limit" not in facts:
             facts.update(processes.limit_facts(found, ALLOWANCE))
-        return row_of(found, (*COSTS, *DIGESTS, "report"))
+        return limited.row_of(found, (*COSTS, *DIGESTS, "report"))
 
     cases = [(kind, is_limited) for is_limited in (False, True) for kind in options.kinds]
-    for rows in in_turns(cases, options.runs, run, summary):
+    for rows in limited.in_turns(cases, options.runs, run, summary):
         yield {**facts, "rows": rows}
 
 
@@ -78,8 +68,8 @@ def summary(kind: str, is_limited: bool, runs: list[Row], reference: Row) -> Row
     return {
         "kind": kind,
         "is_limited": is_limited,
-        "are_equal": None if kind == NO_STATE else are_equal(runs, reference, ("losses", *DIGESTS)),
-        **summary_of(runs, COSTS),
+        "are_equal": None if kind == NO_STATE else limited.are_equal(runs, reference, ("losses", *DIGESTS)),
+        **limited.summary_of(runs, COSTS),
     }
 
 
@@ -94,7 +84,7 @@ def _cells(row: Row, rows: list[Row], num_steps: int) -> dict[str, str]:
     cells = {
         "kind": row["kind"],
         "limit": "yes" if row["is_limited"] else "no",
-        **common_cells(row, "update"),
+        **limited.common_cells(row, "update"),
     }
     if NO_STATE in free:
         cells["for state"] = f"{(row['peak_bytes'] - free[NO_STATE]['peak_bytes']) / MIB:.0f}"
@@ -111,8 +101,8 @@ def _cells(row: Row, rows: list[Row], num_steps: int) -> dict[str, str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = make_parser("optimizer_state", __doc__, KINDS, SIZES)
-    run_benchmark(parser.options(arguments), measure, print_report)
+    parser = limited.make_parser("optimizer_state", __doc__, KINDS, SIZES)
+    limited.run_benchmark(parser.options(arguments), measure, print_report)
 
 
 if __name__ == "__main__":

@@ -22,27 +22,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import MIB, print_rows
+from benchmarks.common import MIB, highest_points, print_rows
+from benchmarks.limit import limited
 from benchmarks.limit.kinds import KINDS, NO_LIMIT
-from benchmarks.limit.runs import (
-    ENVIRONMENT,
-    Processes,
-    Row,
-    are_equal,
-    common_cells,
-    finished,
-    in_turns,
-    make_parser,
-    median,
-    row_of,
-    run_benchmark,
-    summary_of,
-)
+from benchmarks.limit.limited import Row
 from benchmarks.limit.workloads import WORKLOADS
 from hf_memopt.recipes.memory_limit import limits
 from hf_memopt.recipes.memory_limit.limited_process import LimitedRun
 
-ENVIRONMENTS = {"mapped": ENVIRONMENT, "default": {"OMP_WAIT_POLICY": "passive"}}
+ENVIRONMENTS = {"mapped": limited.ENVIRONMENT, "default": {"OMP_WAIT_POLICY": "passive"}}
 # Shares of the bytes that the steps of a plain run add to its memory at rest.
 ALLOWANCE, BUDGET = 0.4, 0.25
 NUM_STEPS = 4
@@ -59,7 +47,7 @@ class Bench:
 
     def __init__(self, workload: str, options: argparse.Namespace, folder: Path) -> None:
         self._workload, self._options, self._folder = workload, options, folder
-        self._processes = Processes("training", folder, limit_kind=options.limit, too_slow=TOO_SLOW)
+        self._processes = limited.Processes("training", folder, limit_kind=options.limit, too_slow=TOO_SLOW)
         self._facts: dict[str, Any] = {}
         self._step_s = 0.0
         self._undrawn = set(DRAWN)
@@ -67,7 +55,7 @@ class Bench:
     def run_all(self) -> Iterator[dict[str, Any]]:
         """Run every kind as often as wanted, and yield the results so far after each run."""
         cases = [(kind, allocator) for allocator in self._options.allocators for kind in self._options.kinds]
-        for rows in in_turns(cases, self._options.runs, self._run, summary):
+        for rows in limited.in_turns(cases, self._options.runs, self._run, summary):
             yield {**self._facts, "rows": rows}
 
     def _run(self, kind: str, allocator: str) -> Row:
@@ -85,7 +73,7 @@ class Bench:
             facts = self._processes.limit_facts(run, ALLOWANCE)
             self._facts = {**facts, "budget_bytes": round(BUDGET * facts["added_bytes"])}
             self._step_s = run.results["wall_s"] / len(run.steps)
-        row = row_of(run, (*COSTS, "weights_digest", "stats"))
+        row = limited.row_of(run, (*COSTS, "weights_digest", "stats"))
         if kind in self._undrawn and allocator == self._options.allocators[0]:
             self._undrawn.remove(kind)
             row["curve"] = curve(run, self._step_s)
@@ -99,29 +87,27 @@ def curve(run: LimitedRun, step_s: float) -> list[list[float]]:
     """
     ends = [run.rest.at_s, *(step["at_s"] for step in run.steps)]
     ends += [ends[-1] + step_s, float("inf")]
-    highest: dict[int, list[float]] = {}
+    points = []
     for sample in run.samples:
         number = max(0, bisect.bisect(ends, sample.at_s) - 1)
         place = number + (sample.at_s - ends[number]) / (ends[number + 1] - ends[number])
-        point = [round(place, 3), round(sample.anonymous_bytes / MIB, 1)]
-        stretch = int(POINTS_PER_STEP * place)
-        highest[stretch] = max(highest.get(stretch, point), point, key=lambda each: each[1])
-    return list(highest.values())
+        points.append((place, sample.anonymous_bytes / MIB))
+    return [[round(place, 3), round(mib, 1)] for place, mib in highest_points(points, POINTS_PER_STEP)]
 
 
 def summary(kind: str, allocator: str, runs: list[Row], reference: Row) -> Row:
     """Return the medians of a kind's runs, and whether all that finished ended with the reference's weights."""
-    saved = [run["stats"].get("measured_peak_gib") for run in finished(runs)]
+    saved = [run["stats"].get("measured_peak_gib") for run in limited.finished(runs)]
     return {
         "kind": kind,
         "allocator": allocator,
         "reasons": sorted({run["reason"] for run in runs if run["reason"]}),
-        "over_rest_bytes": median(run["peak_bytes"] - run["rest_bytes"] for run in runs),
-        "saved_gib": median(peak_gib for peak_gib in saved if peak_gib is not None),
-        "later_cpu_s": median(_later_cpu_s(run["cpu_s_until"]) for run in finished(runs)),
-        "weights_equal": are_equal(runs, reference, ["weights_digest"]),
-        "losses_equal": are_equal(runs, reference, ["losses"]),
-        **summary_of(runs, COSTS),
+        "over_rest_bytes": limited.median(run["peak_bytes"] - run["rest_bytes"] for run in runs),
+        "saved_gib": limited.median(peak_gib for peak_gib in saved if peak_gib is not None),
+        "later_cpu_s": limited.median(_later_cpu_s(run["cpu_s_until"]) for run in limited.finished(runs)),
+        "weights_equal": limited.are_equal(runs, reference, ["weights_digest"]),
+        "losses_equal": limited.are_equal(runs, reference, ["losses"]),
+        **limited.summary_of(runs, COSTS),
     }
 
 
@@ -141,7 +127,7 @@ def _named_cells(row: Row, num_steps: int, rows: list[Row]) -> dict[str, str]:
     cells = {
         "kind": row["kind"],
         "glibc": row["allocator"],
-        **common_cells(row),
+        **limited.common_cells(row),
         "over rest": f"{row['over_rest_bytes'] / MIB:.0f}",
         "saved": "-" if row["saved_gib"] is None else f"{1024 * row['saved_gib']:.0f}",
     }
@@ -173,13 +159,13 @@ def measure(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = make_parser("under_a_limit", __doc__, KINDS, ("real", "toy"))
+    parser = limited.make_parser("under_a_limit", __doc__, KINDS, ("real", "toy"))
     add = parser.add_argument
     add("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS), help="default: all")
     add("--allocators", nargs="+", choices=ENVIRONMENTS, default=["mapped"], help="settings of glibc (default: mapped)")
     add("--steps", type=int, default=NUM_STEPS, help="of each run (default: %(default)s)")
     add("--limit", choices=limits.KINDS, default="auto", help="a control group, RLIMIT_DATA, or the first if possible")
-    run_benchmark(parser.options(arguments), measure, print_report)
+    limited.run_benchmark(parser.options(arguments), measure, print_report)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.common import CPU, MIB, BenchmarkParser, environment, print_rows, results_path, write_results
+from benchmarks.common import CPU, MIB, BenchmarkParser, environment, finish, highest_points, print_rows
 from hf_memopt import ActivationOffloader, SyncCopier, estimate_peak_memory
 
 BATCH, LENGTH, VOCABULARY = 8, 256, 1024
@@ -95,8 +95,9 @@ def measured(**options: Any) -> tuple[Training, list[list[float]], int]:
         held += change
         place = _position(moment, spans)
         if place is not None:
-            curve.append([place, held])
-    return training, _thinned(curve), max(held for _, held in curve)
+            curve.append((place, held))
+    highest = highest_points(curve, NUM_POINTS / sum(WIDTHS.values()))
+    return training, [[round(place, 4), held] for place, held in highest], max(held for _, held in curve)
 
 
 def _position(moment: int, spans: dict[str, tuple[int, int]]) -> float | None:
@@ -108,17 +109,6 @@ def _position(moment: int, spans: dict[str, tuple[int, int]]) -> float | None:
             return left + width * (moment - start) / (end - start)
         left += width
     return None
-
-
-def _thinned(curve: list[list[float]]) -> list[list[float]]:
-    """Return the highest point of each of `NUM_POINTS` stretches."""
-    total = sum(WIDTHS.values())
-    highest: dict[int, list[float]] = {}
-    for place, held in curve:
-        stretch = int(NUM_POINTS * place / total)
-        if stretch not in highest or held > highest[stretch][1]:
-            highest[stretch] = [round(place, 4), held]
-    return list(highest.values())
 
 
 def predicted_peak(num_layers: int, checkpointing: bool) -> int:
@@ -225,9 +215,8 @@ def main(arguments: list[str] | None = None) -> None:
         "budget_mib": options.budget_mib,
         "techniques": measure(options.layers, options.budget_mib),
     }
-    print_report(results)
     print("drew", draw(results["techniques"], options.figure))
-    print("wrote", write_results(results, options.output or results_path("memory-over-a-step", CPU)))
+    finish(results, print_report, options.output, "memory-over-a-step")
 
 
 if __name__ == "__main__":
