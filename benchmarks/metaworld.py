@@ -6,30 +6,27 @@
 The second command stores the results of a finished demo; it runs on the demo's machine.
 """
 
-import argparse
 import json
 import sys
 from importlib.metadata import version
 from pathlib import Path
 
-from benchmarks.common import current_device, environment, results_path, write_results
+from benchmarks.common import BenchmarkParser, current_device, environment, finish
 from hf_memopt.recipes.metaworld_demo.measurements import table
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = BenchmarkParser(__doc__)
     parser.add_argument("--demo", type=Path, default=Path("outputs/demo_metaworld"), help="default: %(default)s")
-    parser.add_argument("--output", type=Path, help="JSON file (default: in benchmarks/results)")
     parser.add_argument("--remark", help="note for the results file, such as other load of the machine")
-    options = parser.parse_args(arguments)
+    options = parser.options(arguments)
     found = json.loads((options.demo / "results.json").read_text())
     device = current_device()
     facts = environment(device)
     facts["versions"] |= {name: version(name) for name in ("metaworld", "mujoco")}
     remark = {} if options.remark is None else {"remark": options.remark}
     results = {**facts, "benchmark": "metaworld", **remark, **found}
-    print(table(results))
-    print("wrote", write_results(results, options.output or results_path("metaworld", device)))
+    finish(results, lambda found: print(table(found)), options.output, "metaworld", device)
     return 0
 
 
