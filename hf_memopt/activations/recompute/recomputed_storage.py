@@ -15,12 +15,11 @@ from hf_memopt.uncompiled import uncompiled
 class RecomputedStorage(LiveStorage):
     """Computed again when needed, from live sources that it keeps until then, and held until its last need."""
 
-    __slots__ = ("_computation", "_computed_in", "_counted_bytes", "_device_type", "_memory", "_owner", "_sources")
+    __slots__ = ("_computation", "_computed_in", "_device_type", "_memory", "_owner", "_sources")
 
     def __init__(
         self, tensor: Tensor, device: DeviceState, index: int, computation: Recomputation, owner: str | None
     ) -> None:
-        self._counted_bytes = 0
         self._sources: list[LiveStorage] = []
         super().__init__(tensor, device, index)
         self._computation: Recomputation | None = computation
@@ -54,8 +53,7 @@ class RecomputedStorage(LiveStorage):
         is_first = self._computed_in != backward
         self._computed_in = backward
         memory = {source: source.fetch(backward, is_first) for source in self._sources}
-        self._counted_bytes = self.num_bytes
-        self.device.held.add(self.num_bytes)
+        self._count()
         assert self._computation is not None
         # Operations were noted below autograd and autocast, with their casts made.
         with torch.no_grad(), torch.autocast(self._device_type, enabled=False):
@@ -65,8 +63,7 @@ class RecomputedStorage(LiveStorage):
         if self._computation is None:  # it could not be made a second time
             return
         self._memory = None
-        self.device.held.remove_after_node(self._counted_bytes)
-        self._counted_bytes = 0
+        self._uncount_after_node()
 
     def _drop_sources(self) -> None:
         for source in self._sources:
@@ -78,4 +75,4 @@ class RecomputedStorage(LiveStorage):
     def __del__(self) -> None:
         if not sys.is_finalizing():
             self._drop_sources()
-            self._forget(self._counted_bytes)
+            self._forget()

@@ -77,6 +77,7 @@ class LiveStorage(VersionGuard, ABC):
 
     __slots__ = (
         "__weakref__",
+        "_counted_bytes",
         "_num_left",
         "_plain_bytes",
         "_siblings",
@@ -104,7 +105,7 @@ class LiveStorage(VersionGuard, ABC):
     def __init__(self, tensor: Tensor, device: DeviceState, index: int, is_pending: bool = False) -> None:
         # Read by `__del__`, should anything fail.
         self.device, self.key = device, 0
-        self._plain_bytes = 0
+        self._counted_bytes = self._plain_bytes = 0
         super().__init__(tensor)
         self.is_pending, self.has_late_views = is_pending, False
         storage = tensor.untyped_storage()
@@ -204,13 +205,22 @@ class LiveStorage(VersionGuard, ABC):
         if self._num_left <= 0 or backward == 0:
             self._give_up()
 
-    def _forget(self, num_bytes: int) -> None:
-        """Unregister a dying storage with `num_bytes` on the device. Its key may have been registered anew."""
+    def _count(self) -> None:
+        """Count the bytes that the storage holds on the device from now on."""
+        self._counted_bytes = self.num_bytes
+        self.device.held.add(self.num_bytes)
+
+    def _uncount_after_node(self) -> None:
+        self.device.held.remove_after_node(self._counted_bytes)
+        self._counted_bytes = 0
+
+    def _forget(self) -> None:
+        """Unregister a dying storage. Its key may have been registered anew."""
         entry = self.device.storages.get(self.key)
         # While `__del__` runs, a weak reference still gives the dying object.
         if entry is not None and entry() in (None, self):
             del self.device.storages[self.key]
-        self.device.held.now_bytes -= num_bytes
+        self.device.held.now_bytes -= self._counted_bytes
         self.device.held.plain_bytes -= self._plain_bytes
 
     @abstractmethod
@@ -223,12 +233,11 @@ class LiveStorage(VersionGuard, ABC):
 
 
 class KeptStorage(LiveStorage):
-    __slots__ = ("_counted_bytes", "_tensor")
+    __slots__ = ("_tensor",)
 
     is_kept = True
 
     def __init__(self, tensor: Tensor, device: DeviceState, index: int, is_pending: bool = False) -> None:
-        self._counted_bytes = 0
         super().__init__(tensor, device, index, is_pending)
         self._tensor = tensor.detach()
         if not is_pending:
@@ -236,8 +245,7 @@ class KeptStorage(LiveStorage):
 
     def ripen(self) -> None:
         self.is_pending = False
-        self._counted_bytes = self.num_bytes
-        self.device.held.add(self.num_bytes)
+        self._count()
 
     def _num_own_tensors(self) -> int:
         return 1 + self.num_views
@@ -252,7 +260,7 @@ class KeptStorage(LiveStorage):
     @uncompiled
     def __del__(self) -> None:
         if not sys.is_finalizing():
-            self._forget(self._counted_bytes)
+            self._forget()
 
 
 class OwnCopy(KeptStorage):
@@ -282,7 +290,6 @@ class OffloadedStorage(LiveStorage):
     """
 
     __slots__ = (
-        "_counted_bytes",
         "_first",
         "_first_choice",
         "_incoming",
@@ -313,7 +320,6 @@ class OffloadedStorage(LiveStorage):
         self._incoming: Transfer | None = None
         self._source: Tensor | None = None
         self._memory: Tensor | None = None
-        self._counted_bytes = 0
         # The first byte that leaves; as many leave as the place has room for.
         self._first = 0
         self._first_choice = first_choice
@@ -349,10 +355,6 @@ class OffloadedStorage(LiveStorage):
     def _part(self, memory: Tensor, place: Place) -> Tensor:
         return memory if place.nbytes == self.num_bytes else memory[self._first : self._first + place.nbytes]
 
-    def _count(self) -> None:
-        self._counted_bytes = self.num_bytes
-        self.device.held.add(self.num_bytes)
-
     def _num_own_tensors(self) -> int:
         return int(self._source is not None and not self._is_private)
 
@@ -379,16 +381,15 @@ class OffloadedStorage(LiveStorage):
 
     def prefetch(self) -> None:
         """Start bringing the bytes back, unless they are here or on their way."""
-        if self._source is not None or self._memory is not None:
+        if not self.is_away:
             return
-        device, num_bytes, place = self.device, self.num_bytes, self._place
+        place = self._place
         assert place is not None
-        memory = device.empty_device(num_bytes, place, self._first)
-        with device.telling():
+        memory = self.device.empty_device(self.num_bytes, place, self._first)
+        with self.device.telling():
             self._incoming = place.memory.read(place.block, self._part(memory, place))
         self._memory = memory
-        self._counted_bytes = num_bytes
-        device.held.add(num_bytes)
+        self._count()
 
     def release(self) -> None:
         if not self.is_away:
@@ -429,8 +430,7 @@ class OffloadedStorage(LiveStorage):
         elif self._memory is not None:
             self._arrive()  # the compute stream must be done with waiting before the memory can be reused
             self._memory = self._incoming = None
-        self.device.held.remove_after_node(self._counted_bytes)
-        self._counted_bytes = 0
+        self._uncount_after_node()
 
     def _release_source(self) -> None:
         assert self._outgoing is not None
@@ -455,7 +455,7 @@ class OffloadedStorage(LiveStorage):
             self.device.told_in = told_in
             self.device.note_failure(error, self._of_pass)
         finally:
-            self._forget(self._counted_bytes)
+            self._forget()
             if self._place is not None:
                 self._place.release()
 
