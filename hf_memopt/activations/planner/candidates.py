@@ -177,12 +177,7 @@ class Trials:
                 break
             self.num_left -= 1
             timeline = simulate(
-                self.profile,
-                actions,
-                self.tiers,
-                in_flight_bytes=in_flight,
-                prefetch_bytes=prefetch,
-                memories=memories,
+                self.profile, actions, self.tiers, in_flight_bytes=in_flight, prefetch_bytes=prefetch, memories=memories
             )
             tried.append(Candidate(actions, memories, window, in_flight, prefetch, timeline, thresholds))
         # Memory is given up in host order, so that all have the same peak.

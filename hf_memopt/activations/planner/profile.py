@@ -115,6 +115,21 @@ class Profile:
         return needs
 
     @cached_property
+    def lifetimes_s(self) -> list[float]:
+        return [need_s - each.saved_at_s for each, need_s in zip(self.storages, self.first_needs_s, strict=True)]
+
+    @cached_property
+    def soonest_needed(self) -> list[int]:
+        """Return the storages by lifetime, latest first where that is equal."""
+        return sorted(range(len(self.storages)), key=lambda index: (self.lifetimes_s[index], -index))
+
+    @cached_property
+    def recompute_s_per_byte(self) -> dict[int, float]:
+        """Return the price of each storage that can be computed again."""
+        prices = ((index, each.recompute_s, each.num_bytes) for index, each in enumerate(self.storages))
+        return {index: seconds / max(1, num_bytes) for index, seconds, num_bytes in prices if seconds is not None}
+
+    @cached_property
     def events(self) -> list[tuple[float, int, int]]:
         """Return `(time, kind, storage)` in time order; at equal times by `EventKind`, then by index."""
         events = [(end_s, int(EventKind.END_OF_BACKWARD), number) for number, end_s in enumerate(self.backward_ends_s)]

@@ -44,18 +44,9 @@ class _Polish:
         self._trials, self._limits = trials, limits
         profile = trials.profile
         self._sizes = profile.sizes
-        indices = range(len(profile.storages))
-        lifetimes = [
-            needed_s - s.saved_at_s for s, needed_s in zip(profile.storages, profile.first_needs_s, strict=True)
-        ]
-        # Latest first where lifetimes are equal.
-        self._soonest_used = sorted(indices, key=lambda index: (lifetimes[index], -index))
-        prices = {
-            index: storage.recompute_s / max(1, storage.num_bytes)
-            for index, storage in enumerate(profile.storages)
-            if storage.recompute_s is not None
-        }
-        self._cheapest = sorted(prices, key=lambda index: (prices[index], lifetimes[index]))
+        self._soonest_needed = profile.soonest_needed
+        prices = profile.recompute_s_per_byte
+        self._cheapest = sorted(prices, key=lambda index: (prices[index], profile.lifetimes_s[index]))
 
     def run(self, candidate: Candidate) -> None:
         # Memory that is left keeps copied storages; time that is left recomputes instead of copying; then recomputed
@@ -68,7 +59,7 @@ class _Polish:
         self._change(candidate, self._cheapest[::-1], _RECOMPUTE, _KEEP)
 
     def _keep_offloaded(self, candidate: Candidate) -> Candidate:
-        return self._change(candidate, self._soonest_used, _OFFLOAD, _KEEP)
+        return self._change(candidate, self._soonest_needed, _OFFLOAD, _KEEP)
 
     def _narrow(self, candidate: Candidate) -> Candidate:
         """Copies that run less far ahead or behind leave room to keep more."""

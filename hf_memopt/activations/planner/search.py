@@ -56,20 +56,11 @@ class _Search:
     def __init__(self, trials: Trials, is_enough: Callable[[Candidate], bool]) -> None:
         self._trials, self._is_enough = trials, is_enough
         self._profile = trials.profile
-        storages, sizes = self._profile.storages, self._profile.sizes
+        storages, prices = self._profile.storages, self._profile.recompute_s_per_byte
         self._choices = [_CHOICES if storage.recompute_s is not None else (_KEEP, _OFFLOAD) for storage in storages]
-        costs = [
-            (storage.recompute_s / max(1, size), spread(index), index)
-            for index, (storage, size) in enumerate(zip(storages, sizes, strict=True))
-            if storage.recompute_s is not None
-        ]
-        lifetimes = [
-            (needed_s - storage.saved_at_s, -index)
-            for index, (storage, needed_s) in enumerate(zip(storages, self._profile.first_needs_s, strict=True))
-        ]
-        self._recompute_ranks = _byte_ranks(self._profile, [index for _, _, index in sorted(costs)])
-        self._lifetime_ranks = _byte_ranks(self._profile, [-index for _, index in sorted(lifetimes)])
-
+        cheapest = sorted(prices, key=lambda index: (prices[index], spread(index)))
+        self._recompute_ranks = _byte_ranks(self._profile, cheapest)
+        self._lifetime_ranks = _byte_ranks(self._profile, self._profile.soonest_needed)
         self._spread_ranks = _byte_ranks(self._profile, sorted(range(len(storages)), key=spread))
         self._s_per_byte = [1 / tier.write_bytes_per_s + 1 / tier.read_bytes_per_s for tier in trials.tiers]
         # Changes that `_change_one` has still to try: a member visited again goes on where its last visit ended.
@@ -116,7 +107,7 @@ class _Search:
     def _saved_s_per_byte(self, member: Candidate, index: int) -> float:
         # A plan without stalls hides all its copies, so that keeping an offloaded storage saves no time.
         if member.actions[index] == _RECOMPUTE:
-            return (self._profile.storages[index].recompute_s or 0.0) / max(1, self._profile.sizes[index])
+            return self._profile.recompute_s_per_byte[index]
         return self._s_per_byte[member.memories[index]] if member.timeline.stall_s else 0.0
 
     def _avoid_stalls(self, member: Candidate) -> None:

@@ -25,14 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from hf_memopt.activations.planner.profile import (
-    Action,
-    EventKind,
-    Profile,
-    added_up,
-    needs_by_backward,
-    reload_order,
-)
+from hf_memopt.activations.planner.profile import Action, EventKind, Profile, added_up, needs_by_backward, reload_order
 from hf_memopt.transfer.tier import Tier
 
 _KEEP, _OFFLOAD, _RECOMPUTE = (int(action) for action in Action)
@@ -140,7 +133,8 @@ class _Step:
                     self._need(index)
             elif kind == _SAVE:
                 # Sources of nothing recomputed have no reader, and are not saved.
-                if actions[index] != _RECOMPUTE and (needs[index] or self._is_needed(index)):
+                is_needed = needs[index] or self.total_needs[index] or self.storages[index].freed_s is not None
+                if is_needed and actions[index] != _RECOMPUTE:
                     self._save(index)
             elif kind == _FREE:
                 self._free(index)
@@ -156,9 +150,6 @@ class _Step:
             reload_order=tuple(self.reload_order),
             offloaded_bytes=self.offloaded_bytes,
         )
-
-    def _is_needed(self, index: int) -> bool:
-        return bool(self.total_needs[index]) or self.profile.storages[index].freed_s is not None
 
     def _free(self, index: int) -> None:
         if self.actions[index] == _KEEP:
