@@ -37,9 +37,6 @@ def private_pages(num_bytes: int, offset: int = 0) -> Tensor:
 
     The system has it back as soon as the last tensor is gone, where an allocator would keep it. Forks get empty pages
     in its place: a read that is under way would end in pages that the fork takes over.
-
-    Raises:
-        MemoryError: there is not enough memory.
     """
     return torch.frombuffer(private_mapping(num_bytes + offset), dtype=torch.uint8)[offset:]
 
@@ -115,43 +112,36 @@ def chunks(tensor: Tensor) -> list[tuple[int, int]]:
 
 def write_memory(file: int, address: int, num_bytes: int, position: int) -> None:
     """Write memory to the page of the file that begins at `position`, and on; an OSError says why it could not."""
-    pages, head, tail = _pages(address, num_bytes)
-    if head is not None:
-        head[0][:] = head[1]
-    if tail is not None:
-        tail[0][:] = tail[1]
+    pages, ends = _pages(address, num_bytes)
+    for own, memory in ends:
+        own[:] = memory
     _move_all(os.pwritev, file, pages, position)
 
 
 def read_memory(file: int, address: int, num_bytes: int, position: int) -> None:
     """Read memory back from where `write_memory` put it."""
-    pages, head, tail = _pages(address, num_bytes)
+    pages, ends = _pages(address, num_bytes)
     _move_all(os.preadv, file, pages, position)
-    if head is not None:
-        head[1][:] = head[0]
-    if tail is not None:
-        tail[1][:] = tail[0]
+    for own, memory in ends:
+        memory[:] = own
 
 
-_End = tuple[memoryview, memoryview]
-
-
-def _pages(address: int, num_bytes: int) -> tuple[list[memoryview], _End | None, _End | None]:
-    """Return whole pages that hold a piece of memory, and its ends as (part of our own page, memory)."""
+def _pages(address: int, num_bytes: int) -> tuple[list[memoryview], list[tuple[memoryview, memoryview]]]:
+    """Return whole pages that hold a piece of memory, and its ends, each as (part of our own page, memory)."""
     memory = memoryview((ctypes.c_char * num_bytes).from_address(address)).cast("B")
     first = address % PAGE
     num_first = min(-address % PAGE, num_bytes)
     num_last = (num_bytes - num_first) % PAGE
-    pages, head, tail = [], None, None
+    pages, ends = [], []
     if num_first:
         pages.append(_ends.first)
-        head = _ends.first[first : first + num_first], memory[:num_first]
+        ends.append((_ends.first[first : first + num_first], memory[:num_first]))
     if num_first + num_last < num_bytes:
         pages.append(memory[num_first : num_bytes - num_last])
     if num_last:
         pages.append(_ends.last)
-        tail = _ends.last[:num_last], memory[num_bytes - num_last :]
-    return pages, head, tail
+        ends.append((_ends.last[:num_last], memory[num_bytes - num_last :]))
+    return pages, ends
 
 
 _Move = Callable[[int, list[memoryview], int], int]

@@ -278,7 +278,6 @@ class _StagedRead:
         self.is_over = False
 
     def copied(self) -> Transfer:
-        """Return the second copy."""
         self._copy()
         if self._error is not None:
             raise copy.copy(self._error)

@@ -96,11 +96,7 @@ class ReadFile:
         return self._state.num_bytes
 
     def remember(self) -> None:
-        """Take checksums of the bytes, with which `check` can tell a new name from other bytes. Reads the whole file.
-
-        Raises:
-            DiskError: it could not be read.
-        """
+        """Read the whole file and take checksums, with which `check` can tell a new name from other bytes."""
         found = self._summed()
         self.check()
         self._checksums = found
@@ -128,8 +124,7 @@ class ReadFile:
     def read(self, position: int, num_bytes: int, pages: Tensor) -> Tensor:
         """Read to page-aligned memory, whole pages; returns the part of it with the bytes from `position` on.
 
-        Raises:
-            DiskError: they could not be read, the file ends before, or was changed.
+        A DiskError says that they could not be read, or that the file ends before or was changed.
         """
         try:
             return self._read(position, num_bytes, pages)
@@ -240,9 +235,7 @@ class BlockInFiles:
     """A block of bytes made of pieces, in order. The bytes between pieces have no meaning.
 
     Attributes:
-        files: that hold pieces.
         pieces: by their first bytes.
-        num_bytes: of the block.
         bytes_read: so far, without the rest of the pages around them.
         waited_s: seconds for which the host has waited for reads.
     """
@@ -258,7 +251,6 @@ class BlockInFiles:
         self._threads = Threads(_THREADS)
 
     def check(self) -> None:
-        """Raise DiskError if a file has changed, and in a fork (see `ReadFile.check`)."""
         for file in self.files:
             file.check()
 
@@ -316,7 +308,7 @@ class DirectReads:
     """
 
     def __init__(self, block: BlockInFiles) -> None:
-        self._block = block
+        self._block, self.settle = block, block.settle
         self.host_bytes = _THREADS * PART_BYTES
         self.spare = SparePages()
         # By the address of the block in them.
@@ -337,10 +329,6 @@ class DirectReads:
         found.share_with_forks(False)
         reads = [self._block.submit(_read_in_place, part, found.pages) for part in parts]
         return _DirectRead(self._block, reads, found)
-
-    def settle(self) -> None:
-        """Wait for all reads, those that an interrupt has cut off from their callers too."""
-        self._block.settle()
 
 
 def _read_part(part: Piece, destination: Tensor) -> None:

@@ -39,29 +39,20 @@ def memories_below(
 ) -> tuple[list[LowerMemory], Clock]:
     """Return the memories that saved activations can go to; none where there is neither other memory nor a file.
 
-    Args:
-        device: the device that computes.
-        copier: given by the user, to have copies made between any two memories. None: chosen for the device.
-        pin_memory: whether host memory is page-locked.
-        host_budget_bytes: host memory to use at most, on the way to the disk too.
-        file: on a disk, below the host's memory.
+    A copier of the user's has copies made between any two memories. The host's budget is for bytes on their way to the
+    disk too, whose `file` is below the host's memory.
     """
-    in_host_memory = computes_in_host_memory(device)
-    if in_host_memory and copier is None:
-        if file is None:
-            return [], clock_for(device)
-        if device.type == "cpu":
-            return [DirectDisk(file)], WaitingClock(lambda: file.waited_s)
-        return [_staged(file, copier_for(device, pin_memory), host_budget_bytes)], clock_for(device)
+    is_alone = copier is None and computes_in_host_memory(device)  # copies to other host memory would free nothing
+    if is_alone and file is None:
+        return [], clock_for(device)
+    if is_alone and file is not None and device.type == "cpu":
+        return [DirectDisk(file)], WaitingClock(lambda: file.waited_s)
     copier = copier_for(device, pin_memory) if copier is None else copier
     if file is None:
         return [LowerHost(copier, host_budget_bytes)], clock_for(device)
-    disk = _staged(file, copier, host_budget_bytes, is_below_host=True)
-    return [LowerHost(copier, host_bytes_beside_staging(host_budget_bytes)), disk], clock_for(device)
-
-
-def _staged(file: TierFile, copier: Copier, host_budget_bytes: int, is_below_host: bool = False) -> StagedDisk:
-    return StagedDisk(file, copier, _staging_bytes(host_budget_bytes), is_below_host)
+    disk = StagedDisk(file, copier, _staging_bytes(host_budget_bytes), is_below_host=not is_alone)
+    host = [] if is_alone else [LowerHost(copier, host_bytes_beside_staging(host_budget_bytes))]
+    return [*host, disk], clock_for(device)
 
 
 def _staging_bytes(host_budget_bytes: int) -> int:
