@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,10 +44,21 @@ _STORAGES_IN_FLIGHT = 2
 _UNFORESEEN = -1
 
 
-class View(Protocol):
+class View:
     """A saved tensor; `read_in` is the number of the backward pass that unpacked it last."""
 
-    read_in: int
+    __slots__ = ("_pass", "_storage", "read_in")
+
+    def __init__(self, storage: LiveStorage, this_pass: "OffloadedPass") -> None:
+        # First, so that `__del__` undoes no more than that, should anything fail.
+        self._storage, self._pass = storage, this_pass
+        storage.num_views += 1
+        this_pass.num_views += 1
+        self.read_in = 0
+
+    @uncompiled
+    def __del__(self) -> None:
+        self._pass.drop_view(self._storage)
 
 
 class PassFigures(NamedTuple):
@@ -117,7 +128,7 @@ class OffloadedPass:
         self.curve = PassCurve([], 0)
         self.is_other_work = False
         self.op_tracer = op_tracer
-        self._num_views = 0
+        self.num_views = 0
         self._is_closed = False
         self.begun: Any = device.clock.mark()
         self.ended: Any = None
@@ -146,7 +157,7 @@ class OffloadedPass:
     @property
     def is_open(self) -> bool:
         """Return whether a new context goes on with this pass: its saved tensors wait for a first backward."""
-        return self._num_views > 0 and not self._is_closed
+        return self.num_views > 0 and not self._is_closed
 
     def close(self) -> None:
         self._is_closed = True
@@ -198,13 +209,7 @@ class OffloadedPass:
         return None if entry is None else entry()
 
     def _place(
-        self,
-        tensor: Tensor,
-        key: int,
-        num_bytes: int,
-        live: LiveStorage | None,
-        of_function: bool,
-        is_skipped: bool,
+        self, tensor: Tensor, key: int, num_bytes: int, live: LiveStorage | None, of_function: bool, is_skipped: bool
     ) -> LiveStorage:
         self._backwards.clear()  # a backward that has not ended by now was broken off by an exception
         self._ripen()
@@ -378,13 +383,9 @@ class OffloadedPass:
         storage.read_in = backward
         self.device.held.note()
 
-    def add_view(self, storage: LiveStorage) -> None:
-        storage.num_views += 1
-        self._num_views += 1
-
     def drop_view(self, storage: LiveStorage) -> None:
         storage.num_views -= 1
-        self._num_views -= 1
+        self.num_views -= 1
         if self.recorder is not None and storage.num_views == 0 and not sys.is_finalizing():
             self.recorder.freed(storage.index)
 

@@ -47,11 +47,7 @@ class PlanMaker:
         return self._limits.budget_bytes is not None
 
     def make(self, profile: Profile, before: OffloadPlan | None) -> OffloadPlan | None:
-        """Return the plan after another one, None without room for it.
-
-        Raises:
-            InfeasibleBudgetError: the first plan cannot meet the budget.
-        """
+        """Return the next plan, None without room; an InfeasibleBudgetError where the first cannot meet the budget."""
         if not self._tiers:
             self._tiers = tuple(memory.tier(self._device.clock) for memory in self._device.lower)
         self.limit_bytes = self._find_limit()

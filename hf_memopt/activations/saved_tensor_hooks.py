@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hf_memopt.activations.offloaded_pass import OffloadedPass
+from hf_memopt.activations.offloaded_pass import OffloadedPass, View
 from hf_memopt.activations.saved_tensors.storages import LiveStorage
 from hf_memopt.activations.stats import OffloadCounters
 from hf_memopt.autograd_state import (
@@ -44,45 +44,32 @@ Kept = tuple[Tensor, int]
 _STRIDED = torch.strided
 
 
-class KeptView:
+class KeptView(View):
     """A saved tensor as a view of a storage that is counted and stays on the device."""
 
-    __slots__ = ("_kept", "_pass", "_storage", "read_in")
+    __slots__ = ("_kept",)
 
     def __init__(self, storage: LiveStorage, this_pass: OffloadedPass, tensor: Tensor) -> None:
-        # First, so that `__del__` undoes no more than that, should anything fail.
-        self._storage, self._pass = storage, this_pass
-        this_pass.add_view(storage)
+        super().__init__(storage, this_pass)
         self._kept = tensor.detach(), tensor._version
-        self.read_in = 0
 
     def restore(self) -> Tensor:
         self._pass.note_use(self._storage, self)
         return _unmodified(self._kept)
 
-    @uncompiled
-    def __del__(self) -> None:
-        self._pass.drop_view(self._storage)
 
-
-class MovedView(ViewMeta):
+class MovedView(View):
     """A saved tensor as a view of a storage that comes back to the device or is computed again."""
 
-    __slots__ = ("_pass", "_storage", "read_in")
+    __slots__ = ("_meta",)
 
     def __init__(self, storage: LiveStorage, this_pass: OffloadedPass, tensor: Tensor) -> None:
-        self._storage, self._pass = storage, this_pass
-        this_pass.add_view(storage)
-        super().__init__(tensor)
-        self.read_in = 0
+        super().__init__(storage, this_pass)
+        self._meta = ViewMeta(tensor)
 
     def restore(self) -> Tensor:
-        storage = self._storage
-        return storage.counted_together(self.of(self._pass.use(storage, self)))
-
-    @uncompiled
-    def __del__(self) -> None:
-        self._pass.drop_view(self._storage)
+        memory = self._pass.use(self._storage, self)
+        return self._storage.counted_together(self._meta.of(memory))
 
 
 Payload = Kept | KeptView | MovedView
@@ -92,10 +79,8 @@ class SavedTensorHooks:
     """The hooks of one `offload_context`, on as long as it is entered, or until a pass that keeps everything has begun.
 
     Args:
-        threshold_bytes: smaller storages are kept.
         fixed: keys of storages that never move: the model's weights and buffers.
         begin_pass: the forward pass on a device, None where nothing can be offloaded.
-        lock: guards the passes and their devices.
         inputs_only: leave everything alone but the inputs of checkpointed regions.
         leave_node: called while a backward node unpacks its saved tensors, where operations are noted.
     """

@@ -156,7 +156,6 @@ class DeviceState:
         return None
 
     def trim(self) -> None:
-        """Give back memory below the device that recent passes have not needed."""
         for memory in self.lower:
             memory.trim()
 
