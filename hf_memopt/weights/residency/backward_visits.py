@@ -20,11 +20,7 @@ from hf_memopt.weights.residency.visit_order import Visit
 
 
 class OpenVisit(Protocol):
-    """A visit of storages.
-
-    Attributes:
-        visit: their numbers.
-    """
+    """A visit of storages, whose numbers are `visit`."""
 
     @property
     def visit(self) -> Iterable[int]: ...
@@ -112,13 +108,9 @@ class OpenVisits:
         return self._end_calls(-threading.get_ident())
 
     def close_old(self, is_held: Callable[[int], bool]) -> bool:
-        """Close what failed passes have left, and visits kept for a graph that was run or is gone.
+        """Close what failed passes have left, and visits kept for a graph that was run or is gone: none `is_held`.
 
-        Args:
-            is_held: whether a graph may have tensors on a storage.
-
-        Returns:
-            bool: whether a pass has failed.
+        Returns whether a pass has failed.
         """
         have_failed = self.close_calls()
         for number, ending in list(self._alive.items()):

@@ -5,7 +5,7 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import ExitStack
 
-from hf_memopt.weights.residency.storages import CastWeight, CountedStorage, Storage
+from hf_memopt.weights.residency.storages import CastWeight, Storage
 from hf_memopt.weights.residency.visit_order import Visit, VisitOrder
 
 # The reason for which a storage stays until nobody else has tensors or arrays on it.
@@ -31,7 +31,6 @@ class ResidentSet:
 
     Attributes:
         device_bytes: of all storages that have memory.
-        peak_device_bytes: their peak.
         reasons: by number, the reason for which a storage stays.
         bytes_brought: to storages, so far.
         visit_bytes: the least device memory for the visits of the last known pass; None before the first one.
@@ -56,12 +55,7 @@ class ResidentSet:
         self._furthest: list[tuple[float, int]] = []
 
     def begin(self, kind: str, has_failed: bool) -> Sequence[Visit]:
-        """Begin a pass of a kind; returns the visits that are expected, none where no such pass has been finished.
-
-        Args:
-            kind: such as "training".
-            has_failed: whether the pass before has.
-        """
+        """Begin a pass of a kind, as `VisitOrder` does; `has_failed`, whether the pass before has."""
         visits = self._order.begin(kind, has_failed)
         self._ahead_bytes = max(map(self.bytes_of, visits), default=0)
         # An interrupt may have come before a change was counted.
@@ -91,11 +85,9 @@ class ResidentSet:
         self._capacity = capacity
 
     def is_over(self) -> bool:
-        """Return whether no visit of the pass is expected any more."""
         return self._order.is_over()
 
     def set_budget(self, budget_bytes: float) -> None:
-        """Change the budget of the passes that have not begun."""
         self._budget_bytes = budget_bytes
         if self.visit_bytes is not None:
             self._set_capacity(self.visit_bytes)
@@ -158,7 +150,6 @@ class ResidentSet:
         return sum(self.storages[number].num_bytes for number in numbers)
 
     def drop_all(self) -> None:
-        """Drop all storages, whoever uses them."""
         with ExitStack() as stack:  # an error keeps none of the others
             for number, storage in enumerate(self.storages):
                 storage.users.clear()
@@ -266,7 +257,7 @@ class ResidentSet:
 
 def forecast(visits: Sequence[Visit], sizes: Sequence[int], budget_bytes: float) -> tuple[int, int]:
     """Return the peak of the device memory of a pass that does not repeat, and the bytes that it brings."""
-    counted = ResidentSet([CountedStorage(size) for size in sizes], budget_bytes, repeats=False)
+    counted = ResidentSet([Storage(size) for size in sizes], budget_bytes, repeats=False)
     for _ in range(2):  # the first one is learned from
         brought = counted.bytes_brought
         counted.peak_device_bytes = 0

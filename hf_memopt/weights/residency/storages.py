@@ -5,7 +5,7 @@ those in the frames of checkpointed regions, and those in the contexts of custom
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,8 +17,8 @@ from hf_memopt.weights.packed_weights import WeightSlice, bind, span_bytes, view
 from hf_memopt.weights.residency.away import Classes, set_away, set_plain, set_present
 
 
-class Storage(Protocol):
-    """Bytes that come and go, as a `ResidentSet` sees them.
+class Storage:
+    """Bytes that come and go, as a `ResidentSet` sees them; of this very class, those of a forecast, only counted.
 
     Attributes:
         num_bytes: of it.
@@ -27,13 +27,13 @@ class Storage(Protocol):
         has_memory: whether it may have memory, filled or not: until `drop` has ended.
     """
 
-    num_bytes: int
-    users: set[object]
-    stays: bool
-    has_memory: bool
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes, self.stays, self.has_memory = num_bytes, False, False
+        self.users: set[object] = set()
 
     def fetch(self) -> None:
         """Give it memory and start the copy of its bytes, unless that has been done."""
+        self.has_memory = True
 
     def arrive(self) -> None:
         """Have the compute stream wait for the copy."""
@@ -43,44 +43,22 @@ class Storage(Protocol):
 
     def drop(self) -> None:
         """Give the memory up. Work submitted so far may still read it."""
-
-    def is_held_by_others(self) -> bool:
-        """Return whether a graph, or anybody else, has tensors on it, or one of its parameters."""
-
-    def is_exported(self) -> bool:
-        """Return whether an array may have its memory, which nothing guards."""
-
-    def has_changed_by_arrays(self) -> bool:
-        """Return whether its memory has other bytes than the home, where an array has had it."""
-
-
-class CountedStorage:
-    """A storage of a forecast."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self.num_bytes, self.users, self.stays, self.has_memory = num_bytes, set[object](), False, False
-
-    def fetch(self) -> None:
-        self.has_memory = True
-
-    def arrive(self) -> None: ...
-
-    def rest(self) -> None: ...
-
-    def drop(self) -> None:
         self.has_memory = False
 
     def is_held_by_others(self) -> bool:
+        """Return whether a graph, or anybody else, has tensors on it, or one of its parameters."""
         return False
 
     def is_exported(self) -> bool:
+        """Return whether an array may have its memory, which nothing guards."""
         return False
 
     def has_changed_by_arrays(self) -> bool:
+        """Return whether its memory has other bytes than the home, where an array has had it."""
         return False
 
 
-class StreamedStorage:
+class StreamedStorage(Storage):
     """The storage of one slice of weights, to which their parameters are bound.
 
     Attributes:
@@ -90,7 +68,6 @@ class StreamedStorage:
 
     Args:
         parameters: those of which it holds bytes.
-        message: of the error that an access to absent bytes raises.
     """
 
     def __init__(
@@ -102,11 +79,9 @@ class StreamedStorage:
         copier: Copier,
         message: str,
     ) -> None:
+        super().__init__(piece.num_bytes)
         self.message = message
-        self.num_bytes = piece.num_bytes
         self.tensors = [each.tensor for each in piece.offsets]
-        self.users: set[object] = set()
-        self.stays = self.has_memory = False
         self._classes = [Classes.of(each) for each in parameters]
         self._start, self._home, self._copier = piece.start, home, copier
         self._memory = home.memory(piece, device, message)
@@ -185,7 +160,6 @@ class StreamedStorage:
         return type(self._memory.block) is not Tensor
 
     def bind(self) -> None:
-        """Bind the parameters to the storage."""
         # Simulated tensors give a storage memory when they are bound to it.
         is_absent = not self.has_memory and self.is_simulated
         if is_absent:
@@ -236,7 +210,6 @@ class StreamedStorage:
             return found
 
     def is_written(self) -> bool:
-        """Return whether somebody has written the parameters."""
         with torch._C.DisableTorchFunctionSubclass():
             return self._has_changed or [tensor._version for tensor in self.tensors] != self._versions
 
@@ -255,7 +228,6 @@ class CastWeight:
     Autograd would keep autocast's own copy from forward to backward, as it is not the weight. This one comes and goes.
 
     Attributes:
-        num_bytes: of its storage.
         tensor: the weight in the other dtype.
         users: those that rely on it at the moment.
     """

@@ -18,7 +18,6 @@ class _Expected:
     """The visits of a pass.
 
     Attributes:
-        visits: in their order.
         bytes_at_once: see `VisitOrder.bytes_at_once`.
         places: by storage, the places of its visits.
         loop_ends: by storage, the place behind the loop that visits it, or behind its only visit.

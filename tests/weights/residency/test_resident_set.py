@@ -10,7 +10,7 @@ from torch import nn
 from hf_memopt.transfer import SyncCopier
 from hf_memopt.weights.base import StreamedWeights
 from hf_memopt.weights.residency.resident_set import ResidentSet, forecast
-from hf_memopt.weights.residency.storages import CountedStorage
+from hf_memopt.weights.residency.storages import Storage
 from hf_memopt.weights.residency.visit_order import Visit
 
 
@@ -62,7 +62,7 @@ def test_a_region_that_is_recomputed_and_differentiated_is_brought_once() -> Non
     sizes = [2, 1, 1, 2, 7, 7, 7] * 8 + [60]
     layers = [[(7 * layer + part,) for part in range(7)] for layer in range(8)]
     head = (len(sizes) - 1,)
-    resident = ResidentSet([CountedStorage(size) for size in sizes], 0, repeats=True)
+    resident = ResidentSet([Storage(size) for size in sizes], 0, repeats=True)
     brought = []
     for _ in range(3):
         before, resident.peak_device_bytes = resident.bytes_brought, 0
@@ -84,7 +84,7 @@ def test_a_region_that_is_recomputed_and_differentiated_is_brought_once() -> Non
 
 
 def test_passes_that_repeat_keep_what_comes_first() -> None:
-    storages = [CountedStorage(1) for _ in range(6)]
+    storages = [Storage(1) for _ in range(6)]
     visits = [(number,) for number in (0, 1, 2, 3, 4, 5, 5, 4, 3, 2, 1, 0)]
     resident = ResidentSet(storages, 4, repeats=True)
     brought = []
