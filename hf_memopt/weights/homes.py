@@ -88,13 +88,8 @@ def make_home(
 ) -> WeightsHome:
     """Copy weights to host memory, or find them in files.
 
-    Args:
-        weights: packed, with their sources.
-        home: `"host"` or `"file"`.
-        device: that runs the model.
-        copier: between host and device.
-        files: where weights may lie, as for `in_files`.
-        disk: folder for the weights that no such file holds. None: the system's for temporary files.
+    Packed weights still have their sources. `files` are those of `in_files`, and `disk` is a folder for the weights
+    that none of them holds; None, the system's for temporary files.
 
     Raises:
         ValueError: ranks have different weights, or a path leads to no safetensors file.
@@ -160,8 +155,6 @@ class FileHome:
     before.
 
     Args:
-        weights: the weights.
-        block: their bytes in files.
         copier: between host and device; None where the device computes in host memory.
     """
 

@@ -82,22 +82,15 @@ def claim_device(module: nn.Module, copier: Copier) -> None:
 
 
 def _on_device(weight: nn.Parameter, copier: Copier, borrowed: list[Tensor]) -> nn.Parameter:
-    wrapper = nn.Parameter(_empty_like(weight, copier, borrowed), requires_grad=False)
-    pairs = zip(inner_tensors("", wrapper), inner_tensors("", weight), strict=True)
-    for inside, bytes_of in pairs:
-        inside.data = bytes_of.data
-    return wrapper
-
-
-def _empty_like(tensor: Tensor, copier: Copier, borrowed: list[Tensor]) -> Tensor:
-    """Return a weight of the same kind and shape, in device memory that is added to `borrowed`."""
-
     def empty(inner: Tensor) -> Tensor:
         block = copier.empty_device(inner.untyped_storage().nbytes())
         borrowed.append(block)
         return block.view(inner.dtype).as_strided(inner.size(), inner.stride(), inner.storage_offset())
 
-    return rewrapped(tensor, empty)
+    wrapper = nn.Parameter(rewrapped(weight, empty), requires_grad=False)
+    for inside, outside in zip(inner_tensors("", wrapper), inner_tensors("", weight), strict=True):
+        inside.data = outside.data
+    return wrapper
 
 
 def rewrapped(tensor: Tensor, replace: Callable[[Tensor], Tensor]) -> Tensor:

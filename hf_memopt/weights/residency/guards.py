@@ -3,13 +3,14 @@
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from hf_memopt.autograd_state import COMES_AND_GOES, bytes_of
+from hf_memopt.weights.packed_weights import OffsetTensor, span_bytes, views
 from hf_memopt.weights.quantised import is_quantised, rewrapped
 
 REMEDY = "call remove() of its StreamedWeights first"
@@ -32,7 +33,6 @@ class ParameterGuards:
 
     Args:
         at_home: by the id of a plain tensor, the same tensor at its home.
-        check_home: raises an error if the home has changed.
         is_unchanged: whether a parameter is bound as it was, and nobody has written it.
     """
 
@@ -75,12 +75,10 @@ class ParameterGuards:
 
 def _with_own_storage(view: Tensor) -> Tensor:
     """Return the same memory as a storage of its own: `safetensors.torch.save_model` refuses parts of storages."""
-    span = sum((length - 1) * step for length, step in zip(view.size(), view.stride(), strict=True)) + 1
     first = view.storage_offset() * view.itemsize
-    memory = torch.from_numpy(bytes_of(view)[first : first + span * view.itemsize].numpy())
-    found = memory.view(view.dtype).as_strided(view.size(), view.stride())
-    found = torch._conj(found) if view.is_conj() else found
-    return torch._neg_view(found) if view.is_neg() else found
+    memory = torch.from_numpy(bytes_of(view)[first : first + span_bytes(view)].numpy())
+    (found,) = views([OffsetTensor(view, 0, view.stride())], memory)
+    return found
 
 
 def _alias(handed_out: dict[int, Tensor], view: Tensor) -> Tensor:
@@ -91,18 +89,20 @@ def _alias(handed_out: dict[int, Tensor], view: Tensor) -> Tensor:
     return handed_out[id(view)].detach()
 
 
-def refuse_pickling() -> NoReturn:
-    raise TypeError("a model cannot be pickled while its weights stream; save its state_dict()")
+class NotCopied:
+    """An object inside of a model whose weights stream: copies of the model share it, and pickles are refused."""
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a model cannot be pickled while its weights stream; save its state_dict()")
 
 
-class _StateAtHome:
+class _StateAtHome(NotCopied):
     """Saves a module's streamed weights from their home, and loads nothing in their place.
 
     A checkpoint of the same base has nothing new for them. A copy of the module has weights of its own.
-
-    Args:
-        check_home: raises an error if the home has changed.
-        check: raises one if a parameter has.
     """
 
     def __init__(self, check_home: Callable[[], None], check: Callable[[StreamedParameter], None]) -> None:
@@ -113,14 +113,7 @@ class _StateAtHome:
         self._taken: set[str] = set()
 
     def add(self, parameter: StreamedParameter, value: Tensor) -> None:
-        """Add a parameter, with its value at home."""
         self._values[parameter.attribute] = parameter, value
-
-    def __deepcopy__(self, memo: Any) -> "_StateAtHome":
-        return self
-
-    def __reduce__(self) -> Any:
-        refuse_pickling()
 
     def supply(self, module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
         self._check_home()

@@ -1,6 +1,5 @@
 """The state of a model before its weights stream, which comes back where that fails."""
 
-from collections.abc import MutableMapping
 from typing import Any
 
 import torch
@@ -30,12 +29,8 @@ class ModelState:
             if type(found) is not kind:
                 found.__class__ = kind
         for mapping, before in self._mappings:
-            _put_back(mapping, before)
+            mapping.update(before)
+            for name in mapping.keys() - before.keys():
+                del mapping[name]
         for tensor, memory in self._memory:
             tensor.data = memory
-
-
-def _put_back(mapping: MutableMapping[str, Any], before: dict[str, Any]) -> None:
-    mapping.update(before)
-    for name in mapping.keys() - before.keys():
-        del mapping[name]

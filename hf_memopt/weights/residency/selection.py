@@ -37,11 +37,9 @@ class Selection:
 
 
 def select(model: nn.Module) -> Selection:
-    """Return the parameters that stream.
+    """Return the parameters that stream; a ValueError where none is frozen, or one cannot stream.
 
-    Raises:
-        ValueError: there is no frozen weight, or one cannot stream (sharded, sparse, on the meta device, or made in
-            inference mode).
+    Those cannot that are sharded, sparse, on the meta device, or made in inference mode.
     """
     frozen: dict[nn.Parameter, int] = {}
     for name, parameter in model.named_parameters():
@@ -64,8 +62,8 @@ def select(model: nn.Module) -> Selection:
             break
         staying.setdefault(parameter, "small")
     streamed = tuple(
-        StreamedParameter(f"{prefix}{attribute}", owner, attribute, parameter)
-        for prefix, owner in _with_prefix(model)
+        StreamedParameter(f"{name}.{attribute}".lstrip("."), owner, attribute, parameter)
+        for name, owner in model.named_modules(remove_duplicate=False)
         for attribute, parameter in owner._parameters.items()
         if parameter is not None and parameter in frozen and parameter not in staying
     )
@@ -153,8 +151,3 @@ def calls_no_modules(module: nn.Module) -> bool:
 
 def is_compiled(module: nn.Module) -> bool:
     return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
-
-
-def _with_prefix(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for name, module in model.named_modules(remove_duplicate=False):
-        yield f"{name}." if name else "", module

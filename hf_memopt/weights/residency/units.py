@@ -67,9 +67,6 @@ class Unit:
     """A module whose calls are visits of the storages `visit`.
 
     Args:
-        module: the module.
-        visit: its storages.
-        visits: the engine.
         is_hidden: whether no hook may show: torch's encoder layer takes another path, with another rounding, where it
             or a module inside has one.
     """

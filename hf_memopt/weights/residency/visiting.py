@@ -20,7 +20,7 @@ from hf_memopt.weights.packed_weights import PackedWeights
 from hf_memopt.weights.quantised import is_quantised, stored_tensors
 from hf_memopt.weights.residency.away import WATCHED, Away, Classes, call_unseen, is_alias, set_plain
 from hf_memopt.weights.residency.backward_visits import OpenVisits
-from hf_memopt.weights.residency.guards import refuse_pickling
+from hf_memopt.weights.residency.guards import NotCopied
 from hf_memopt.weights.residency.resident_set import HELD, WRITTEN, ResidentSet
 from hf_memopt.weights.residency.selection import calls_no_modules, visits_of
 from hf_memopt.weights.residency.storages import CastWeight, StreamedStorage
@@ -54,7 +54,7 @@ class _OutsideVisit(NamedTuple):
     statement: WithStatement
 
 
-class Visiting:
+class Visiting(NotCopied):
     """Brings the weights of a model for each use, whoever reads them, on any number of threads.
 
     A module's call visits the weights that it reads, and so do the nodes of autograd that the call makes. A weight that
@@ -62,21 +62,13 @@ class Visiting:
     over; from the next pass on it belongs to the visit of the module that was running.
 
     Args:
-        model: whose modules visit.
-        weights: that come and go, as they were packed.
-        home: theirs.
-        device: that runs the model.
-        copier: between home and device.
-        budget_bytes: see `ResidentSet`.
-        repeats: the same.
+        budget_bytes: see `ResidentSet`, as for `repeats`.
         remedy: the end of the message for an access to a weight that is away, outside of a pass.
         remedy_of_writes: of the message for a weight that was written.
 
     Attributes:
         lock: of all that follows.
         is_active: whether calls are visits, on any thread. Where passes do not repeat, a pass sets it.
-        storages: the `ResidentSet`.
-        open_visits: of all passes.
     """
 
     def __init__(
@@ -138,12 +130,6 @@ class Visiting:
         )
         self._read_by: dict[nn.Module, dict[int, None]] = defaultdict(dict)
         self._has_failed = False
-
-    def __deepcopy__(self, memo: Any) -> "Visiting":
-        return self
-
-    def __reduce__(self) -> Any:
-        refuse_pickling()
 
     # -------------------------------------------------------------------------------------------- passes
 
@@ -260,7 +246,6 @@ class Visiting:
                     storage.unbind(tensors)
 
     def is_unchanged(self, parameter: Tensor) -> bool:
-        """Return whether a parameter is bound as this object has left it, and nobody has written it."""
         return all(self.found[number].is_unchanged() for number in self._slices_of[id(parameter)])
 
     def follow_quantised(self) -> None:
@@ -279,7 +264,6 @@ class Visiting:
             self.remove()
 
     def remove(self) -> None:
-        """Remove all hooks."""
         while self._units:
             self._units.popitem()[1].remove()
         for parameter in self.parameters:
@@ -469,7 +453,6 @@ class Visiting:
         return is_alone and weight.is_floating_point() and weight.dtype is not torch.float64
 
     def cast_of(self, visit: Visit, weight: Any) -> CastWeight | None:
-        """Return the cast that autocast would make of a weight, the only one of its visit."""
         kind = weight.device.type
         if not torch.is_autocast_enabled(kind):
             return None

@@ -19,8 +19,6 @@ class WriteGuard:
 
     Args:
         module: whose parameters become watched ones.
-        weights: those that are offloaded.
-        home: theirs.
         shared: parameters in the student's memory.
     """
 

@@ -44,8 +44,8 @@ class SharedBase(WeightPlacement):
         self._stack.close()
 
 
-def is_part_of(module: nn.Module, student: nn.Module | None) -> bool:
-    return student is not None and any(module is part for part in student.modules())
+def is_part_of(module: nn.Module, student: nn.Module) -> bool:
+    return any(module is part for part in student.modules())
 
 
 def why_base_differs(student: nn.Module) -> str | None:
@@ -70,14 +70,11 @@ def _adapter_parameters(student: nn.Module) -> set[int]:
     """Return the ids of parameters of PEFT's layers that are unused while adapters are disabled."""
     found: set[int] = set()
     for module in student.modules():
-        for layer in getattr(module, "adapter_layer_names", ()):
-            found |= {id(p) for p in _parameters(getattr(module, layer, None))}
+        layers = (getattr(module, name, None) for name in getattr(module, "adapter_layer_names", ()))
+        for layer in layers:
+            if isinstance(layer, nn.Module):  # a ModuleDict or a ParameterDict
+                found |= {id(p) for p in layer.parameters()}
     return found
-
-
-def _parameters(layer: Any) -> Iterator[nn.Parameter]:
-    if isinstance(layer, nn.Module):  # a ModuleDict or a ParameterDict
-        yield from layer.parameters()
 
 
 @contextmanager

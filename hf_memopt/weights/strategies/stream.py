@@ -76,12 +76,10 @@ class StreamedVisits(WeightPlacement):
         return forecast(self._visits, self._sizes, max(budget_bytes, self._visiting.storages.visit_bytes or 0))
 
     def set_budget(self, budget_bytes: float) -> None:
-        """Give later visits another budget."""
         self._budget_bytes = budget_bytes
         self._visiting.storages.set_budget(budget_bytes)
 
     def prefetch(self) -> None:
-        """Start bringing the first weights of the next visit."""
         self._visiting.fetch_first()
 
     def onload(self) -> None:
