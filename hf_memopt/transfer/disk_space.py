@@ -23,7 +23,6 @@ class DiskSpace:
     Args:
         page_bytes: extents begin and end at multiples of it.
         resize: gives the file so many bytes; an OSError where the disk has no room for them.
-        budget_bytes: limit of the file; None, no limit.
     """
 
     def __init__(self, page_bytes: int, resize: Callable[[int], None], budget_bytes: int | None = None) -> None:

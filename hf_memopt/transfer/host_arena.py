@@ -52,7 +52,6 @@ class HostArena:
     the largest need, and nothing more is taken once needs have ceased to grow.
 
     Args:
-        copier: gives pinned memory where it can.
         budget_bytes: limit of the memory held; None, no limit.
         alignment: blocks begin at multiples of it, counted from the beginning of a region.
         empty_host: allocates a region; None, `copier.empty_host` does.

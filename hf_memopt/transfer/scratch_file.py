@@ -129,7 +129,6 @@ class ScratchFile:
         return self._start(write_memory, "writing", source, extent)
 
     def read(self, extent: Extent, destination: Tensor) -> FileTransfer:
-        """Start reading to contiguous host memory."""
         return self._start(read_memory, "reading", destination, extent)
 
     def mapped(self, extent: Extent) -> mmap.mmap:

@@ -61,8 +61,7 @@ class AccessGuard:
     fields of the storage that say whether it is closed. Costs a microsecond.
 
     Args:
-        storage: of a plain tensor; kept by whoever has the guard.
-        message: of the RuntimeError.
+        storage: of a plain tensor; kept by the owner of the guard.
     """
 
     def __init__(self, storage: UntypedStorage, message: str) -> None:
@@ -254,7 +253,6 @@ class SparePages:
         return moved
 
     def free(self) -> None:
-        """Give all memory back to the system."""
         while self._spare:
             self._spare.popitem()[0].free()
 
@@ -265,14 +263,11 @@ class WholePages:
     Their addresses are reserved once, and take no memory in between. Linux only.
 
     Args:
-        num_bytes: of the block.
         offset: of the block in its first page.
-        message: of the error that an access to absent memory raises.
         spare: where their memory goes when it is taken.
 
     Attributes:
         pages: uint8, the block with the rest of its first and last page, whether the block may be accessed or not.
-        address: of the block.
         huge: addresses of the whole huge pages among them, from the first one on.
     """
 

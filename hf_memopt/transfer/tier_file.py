@@ -20,7 +20,6 @@ class TierFile(Protocol):
 
     Attributes:
         space: hands out the extents of the file.
-        bytes_written: so far.
         waited_s: seconds for which callers have waited for reads and writes.
         write_bytes_per_s: bandwidth, as `read_bytes_per_s`.
     """
