@@ -55,9 +55,8 @@ def read_options[T](kind: type[T], description: str, arguments: Sequence[str] | 
     path = only_path.parse_known_args(given)[0].config_path
     # The file comes first, so that the command line's own flags, which come later, overrule it.
     from_file = [] if path is None else list(_words_of_file(Path(path), get_type_hints(kind)))
-    names = _other_names(parser)
-    words = [_renamed(word, names) for word in (*from_file, *given)]
-    return _read(kind, parser, words, by_section=by_section)
+    _add_other_names(parser)
+    return _read(kind, parser, [*from_file, *given], by_section=by_section)
 
 
 def write_options(path: Path, options: Any) -> Path:
@@ -91,26 +90,20 @@ def _parser(kind: type, description: str, *, by_section: bool) -> Parser:
     return parser
 
 
-def _other_names(parser: Parser) -> dict[str, str]:
-    """Return the flags under their names with section, or without, whichever they are not called."""
-    names: dict[str, str] = {}
+def _add_other_names(parser: Parser) -> None:
+    """Let flags have their names with section, and without, too; `--help` and errors do not show these."""
     for group in parser._action_groups[2:]:  # after those of argparse itself
-        for name in [name for action in group._group_actions for name in action.option_strings]:
-            bare = name.removeprefix("--").removeprefix(f"{group.title}.")
-            names |= {f"--{bare}": name, f"--{group.title}.{bare}": name}
-    return names
-
-
-def _renamed(word: str, names: dict[str, str]) -> str:
-    name, equals, value = word.partition("=")
-    return names.get(name, name) + equals + value
+        for action in group._group_actions:
+            for name in action.option_strings:
+                bare = name.removeprefix("--").removeprefix(f"{group.title}.")
+                parser._option_string_actions |= {f"--{bare}": action, f"--{group.title}.{bare}": action}
 
 
 def _flag_name(section: str, name: str, by_section: bool) -> str:
     return f"{section}.{name}" if by_section else name
 
 
-def _read[T](kind: type[T], parser: Parser, arguments: Sequence[str] | None, *, by_section: bool) -> T:
+def _read[T](kind: type[T], parser: Parser, arguments: Sequence[str], *, by_section: bool) -> T:
     found, unknown = parser.parse_known_args(arguments)
     refuse_unknown(unknown, parser)
     sections = {}
