@@ -45,7 +45,7 @@ def run_seed(seed: int, folder: Path) -> dict[str, Any]:
         if not (output / name / "checkpoints" / "last").exists():
             train_variant(name, flags, output / "student_init", argparse.Namespace(output=output, seed=seed))
     torch.set_num_threads(1)
-    demos = {name: Demo.load(output, demo.held_out_episodes(), seed, name) for name in STUDENTS}
+    demos = {name: Demo(output, demo.held_out_episodes(), seed, name) for name in STUDENTS}
     times = step_cpu_ms(demos)
     return {
         "seed": seed,

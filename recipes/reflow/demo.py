@@ -127,7 +127,7 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
     from hf_memopt.recipes.reflow.demo_measurements import Demo, learning_curve
 
     torch.set_num_threads(1)
-    demo = Demo.load(options.output, held_out_episodes(), options.seed)
+    demo = Demo(options.output, held_out_episodes(), options.seed)
     rates = demo.rates()
     evaluation = demo.evaluation().with_success(**rates["passing_rates"])
     write_evaluation(options.output / "evaluation", str(demo.student_folder), (evaluation, demo.observations))

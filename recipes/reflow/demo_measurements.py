@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -34,36 +33,23 @@ class SampledPaths(NamedTuple):
     paths: dict[str, Tensor]  # by sampler, `(draws, chunk, 2)` in the dataset's units
 
 
-@dataclass(frozen=True)
 class Demo:
     """The trained policies of one demo and observations that none of them was trained on."""
 
-    folder: Path
-    student_folder: Path
-    teacher: SmolVLAPolicy
-    student: SmolVLAPolicy
-    observations: Observations
-    batches: list[dict[str, Tensor]]
-    demonstrations: list[toy.Demonstration]
-    decisive: dict[str, Tensor]  # one observation per demonstration
-
-    @classmethod
-    def load(cls, folder: Path, held_out: Sequence[int], seed: int, student_name: str = "student") -> "Demo":
-        student, dataset = resolve_checkpoint(folder / student_name), folder / "toy" / "dataset"
-        batches = held_out_batches(
-            student, toy.REPO_ID, dataset, held_out, max_observations=toy.PATH_STEPS * len(held_out)
+    def __init__(self, folder: Path, held_out: Sequence[int], seed: int, student_name: str = "student") -> None:
+        self.student_folder, self._dataset = resolve_checkpoint(folder / student_name), folder / "toy" / "dataset"
+        self.teacher: SmolVLAPolicy = load_policy(resolve_checkpoint(folder / "teacher"))
+        self.student: SmolVLAPolicy = load_policy(self.student_folder)
+        self.observations = Observations(toy.REPO_ID, self._dataset, list(held_out), held_out=True)
+        num_frames = toy.PATH_STEPS * len(held_out)
+        self.batches: list[dict[str, Tensor]] = held_out_batches(
+            self.student_folder, toy.REPO_ID, self._dataset, held_out, max_observations=num_frames
         )
-        keys = [key for key, value in batches[0].items() if isinstance(value, Tensor)]
-        return cls(
-            folder,
-            student,
-            load_policy(resolve_checkpoint(folder / "teacher")),
-            load_policy(student),
-            Observations(toy.REPO_ID, dataset, list(held_out), held_out=True),
-            batches,
-            list(islice(toy.demonstrations(held_out[-1] + 1, seed), held_out[0], None)),
-            {key: torch.cat([batch[key] for batch in batches])[DECISIVE_FRAME :: toy.PATH_STEPS] for key in keys},
-        )
+        self.demonstrations = list(islice(toy.demonstrations(held_out[-1] + 1, seed), held_out[0], None))
+        keys = [key for key, value in self.batches[0].items() if isinstance(value, Tensor)]
+        together = {key: torch.cat([batch[key] for batch in self.batches]) for key in keys}
+        # One observation per demonstration.
+        self.decisive = {key: value[DECISIVE_FRAME :: toy.PATH_STEPS] for key, value in together.items()}
 
     def evaluation(self) -> ReflowEvaluation:
         return evaluate_reflow(self.student, self.teacher, self.batches)
@@ -96,13 +82,13 @@ class Demo:
             found.append(SampledPaths(each.scene, each.positions[DECISIVE_FRAME], paths))
         return found
 
-    def rates(self, num_steps: Sequence[int] = (1, 2, 4, 10)) -> dict[str, Rates]:
+    def rates(self) -> dict[str, Rates]:
         """Return the shares of action chunks that pass without touching the obstacle, and that zigzag."""
         questions = {"passing_rates": passes_obstacle, "zigzag_rates": zigzags}
         policies = {"teacher": self.teacher, "student": self.student}
         rates: dict[str, Rates] = {title: {name: {} for name in policies} for title in questions}
         for name, policy in policies.items():
-            for steps in num_steps:
+            for steps in (1, 2, 4, 10):
                 paths = self._paths(policy, slice(None), steps).unflatten(0, (-1, NUM_DRAWS))
                 for title, question in questions.items():
                     answers = [question(*each) for each in zip(paths, self.demonstrations, strict=True)]
@@ -141,7 +127,7 @@ class Demo:
         shape = (len(batch["action"]), policy.config.chunk_size, policy.config.max_action_dim)
         noise = torch.randn(shape, generator=torch.Generator().manual_seed(0))
         actions = sample_trajectory(policy, observe(policy, batch), noise, num_steps)[-1, ..., :2]
-        stats = LeRobotDatasetMetadata(toy.REPO_ID, root=self.folder / "toy" / "dataset").stats["action"]
+        stats = LeRobotDatasetMetadata(toy.REPO_ID, root=self._dataset).stats["action"]
         return actions * torch.as_tensor(stats["std"]).float() + torch.as_tensor(stats["mean"]).float()
 
 
