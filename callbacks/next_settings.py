@@ -3,11 +3,11 @@
 import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
-from hf_memopt.activations import ActivationOffloader, OffloadStats
+from hf_memopt.activations import ActivationOffloader
 from hf_memopt.callbacks.settings_text import LAUNCHED, VARIABLE, settings_in, words_of_setting
 from hf_memopt.transfer import Copier, SyncCopier
 from hf_memopt.units import GIB, MIB, format_bytes
@@ -24,11 +24,8 @@ _OPTION_NAMES = {"offload": "mode"}
 _OF_THE_RUN = ("cpu_copies", "memory_log", "memory_report", "leak_check")
 
 
-class NextSettings(NamedTuple):
-    """Fields of `MemoptArguments` to change, and the reason."""
-
-    fields: Mapping[str, Any]
-    reason: str
+# Fields of `MemoptArguments` to change, and the reason.
+NextSettings = tuple[Mapping[str, Any], str]
 
 
 def advice(
@@ -47,7 +44,7 @@ def advice(
     found = [*_about_activations(offloader, device_type, is_selective)]
     if not base_streams:
         found += _about_weights(model, figures)
-    texts = [(_in_context(each.fields, offloader), each.reason) for each in found]
+    texts = [(_in_context(fields, offloader), reason) for fields, reason in found]
     fragmentation, peak = figures.get("memory/fragmentation_gib", 0.0), figures.get("memory/peak_allocated_gib", 0.0)
     if fragmentation > _FRAGMENTED * peak:
         unused = f"an environment variable: {format_bytes(fragmentation * GIB)} are reserved and not in use"
@@ -60,35 +57,30 @@ def _about_activations(
 ) -> Iterator[NextSettings]:
     if offloader is None:
         on_cpu = {"disk": "."} if device_type == "cpu" else {}
-        yield NextSettings({"offload": "auto"} | on_cpu, "no activations were offloaded")
+        yield {"offload": "auto"} | on_cpu, "no activations were offloaded"
         return
     stats, plans = offloader.stats_at_peak, [report.plan for report in offloader.report().plans]
+    half_gib = _rounded(stats.plain_peak_gib, 0.5)
+    plain_peak = format_bytes((stats.plain_peak_gib or 0.0) * GIB)
     if stats.measured_peak_gib is None:
         yield from _where_nothing_moved(offloader, device_type)
     elif not plans:
-        yield NextSettings(
-            {"offload": "auto", "budget_gib": _rounded(stats.plain_peak_gib, 0.5)},
-            f"a plan for half of the {_peak(stats)} that plain training saves keeps what costs most to move",
-        )
+        reason = f"a plan for half of the {plain_peak} that plain training saves keeps what costs most to move"
+        yield {"offload": "auto", "budget_gib": half_gib}, reason
     elif all(not plan.offloaded_bytes and not plan.recomputed_bytes for plan in plans):
-        yield NextSettings(
-            {"budget_gib": _rounded(stats.plain_peak_gib, 0.5)},
-            f"the plan keeps everything; this budget is half of the {_peak(stats)} that plain training saves",
-        )
+        reason = f"the plan keeps everything; this budget is half of the {plain_peak} that plain training saves"
+        yield {"budget_gib": half_gib}, reason
     else:
         slowdown = max(plan.slowdown for plan in plans)
         if slowdown > _SLOW and not is_selective:
-            yield NextSettings(
-                {"selective_checkpointing": True}, f"the plan makes a step {slowdown:.0%} longer; fewer bytes wait then"
-            )
+            reason = f"the plan makes a step {slowdown:.0%} longer; fewer bytes wait then"
+            yield {"selective_checkpointing": True}, reason
         budget_gib = offloader.options["budget_gib"]
         if slowdown > _SLOW and budget_gib is not None:
-            yield NextSettings({"budget_gib": _rounded(budget_gib, 1.5)}, "a larger budget leaves more on the device")
+            yield {"budget_gib": _rounded(budget_gib, 1.5)}, "a larger budget leaves more on the device"
         if slowdown < _CHEAP:
-            yield NextSettings(
-                {"budget_gib": _rounded(stats.measured_peak_gib, 0.5)},
-                "the plan makes a step less than 1% longer, so that less memory may cost next to nothing",
-            )
+            reason = "the plan makes a step less than 1% longer, so that less memory may cost next to nothing"
+            yield {"budget_gib": _rounded(stats.measured_peak_gib, 0.5)}, reason
 
 
 def _where_nothing_moved(offloader: ActivationOffloader, device_type: str) -> Iterator[NextSettings]:
@@ -99,21 +91,17 @@ def _where_nothing_moved(offloader: ActivationOffloader, device_type: str) -> It
     lower = {"offload_threshold_mb": _rounded(largest_mb, 0.25)} if too_small else {}
     found = f"; the largest saved tensor has {format_bytes(offloader.largest_small_bytes)}" if too_small else ""
     if device_type == "cpu" and options["copier"] is None and options["disk"] is None:
-        yield NextSettings(
-            {"disk": ".", **lower},
-            f"saved activations of a CPU are in host memory already; a folder on a local disk takes them{found}",
-        )
-        yield NextSettings({"cpu_copies": True, **lower}, f"performs the copies of a GPU, to try them out{found}")
+        reason = f"saved activations of a CPU are in host memory already; a folder on a local disk takes them{found}"
+        yield {"disk": ".", **lower}, reason
+        yield {"cpu_copies": True, **lower}, f"performs the copies of a GPU, to try them out{found}"
     elif too_small:
-        yield NextSettings(lower, f"no saved tensor reached {options['offload_threshold_mb']:g} MiB{found}")
+        yield lower, f"no saved tensor reached {options['offload_threshold_mb']:g} MiB{found}"
 
 
 def _about_weights(model: nn.Module, figures: Mapping[str, float]) -> Iterator[NextSettings]:
     frozen_bytes = sum(parameter.nbytes for parameter in model.parameters() if not parameter.requires_grad)
     if frozen_bytes > _HEAVY * GIB * figures.get("memory/peak_allocated_gib", float("inf")):
-        yield NextSettings(
-            {"base": "auto"}, f"frozen weights hold {format_bytes(frozen_bytes)} of the device; streamed, hardly any"
-        )
+        yield {"base": "auto"}, f"frozen weights hold {format_bytes(frozen_bytes)} of the device; streamed, hardly any"
 
 
 def _in_context(fields: Mapping[str, Any], offloader: ActivationOffloader | None) -> str:
@@ -128,17 +116,11 @@ def _in_context(fields: Mapping[str, Any], offloader: ActivationOffloader | None
         return f"hf_memopt.attach(trainer, {_call_arguments(fields)})"
     changed = {_OPTION_NAMES.get(name, name): value for name, value in fields.items() if name != "cpu_copies"}
     copies = {"copier": SyncCopier()} if "cpu_copies" in fields else {}
-    new = changed | copies
-    given = {name: value for name, value in _given_options(offloader).items() if name not in new}
+    new, defaults = changed | copies, ActivationOffloader().options
+    options = {} if offloader is None else offloader.options
+    # A text cannot give what `skip` is.
+    given = {name: value for name, value in options.items() if name not in ("skip", *new) and value != defaults[name]}
     return f"ActivationOffloader({_call_arguments(new | given)})"
-
-
-def _given_options(offloader: ActivationOffloader | None) -> dict[str, Any]:
-    """Return the options of an offloader that are not as by default, as far as a text can give them."""
-    if offloader is None:
-        return {}
-    defaults = ActivationOffloader().options
-    return {name: value for name, value in offloader.options.items() if name != "skip" and value != defaults[name]}
 
 
 def _call_arguments(values: Mapping[str, Any]) -> str:
@@ -162,7 +144,3 @@ def _proof(offloader: ActivationOffloader | None) -> Sequence[tuple[str, str]]:
 def _rounded(gib: float | None, factor: float) -> float:
     """Return a share of a size with two digits that count."""
     return float(f"{factor * (gib or 0.0):.2g}")
-
-
-def _peak(stats: OffloadStats) -> str:
-    return format_bytes((stats.plain_peak_gib or 0.0) * GIB)
