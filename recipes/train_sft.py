@@ -29,13 +29,21 @@ from hf_memopt.recipes.common.flags import explained
 from hf_memopt.recipes.common.loop import reporting, writing_to
 
 with script_imports("train_sft", __name__):
+    from trl import SFTTrainer
+
     from hf_memopt.recipes.sft.base_model import load_model, with_adapters
     from hf_memopt.recipes.sft.conversations import as_prompts, make_conversations, write_tiny_model
     from hf_memopt.recipes.sft.options import Options, check_folder, parse
-    from hf_memopt.recipes.sft.trainer import trainer_kind
     from hf_memopt.recipes.sft.workload import apply_plan
 
 logger = logging.getLogger("hf_memopt.recipes.train_sft")
+
+
+class FullLogitsTrainer(SFTTrainer):
+    """Computes the loss as a plain Trainer does: from the logits of all tokens at once, without TRL's metrics."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        return Trainer.compute_loss(self, model, {**inputs, "use_cache": False}, *args, **kwargs)
 
 
 def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
@@ -54,7 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
         set_seed(training.seed)
         model = with_adapters(load_model(sft), sft)
         memopt.stream_base(model, training)  # hf_memopt: before the trainer moves all weights to the device
-        trainer = trainer_kind(sft)(model, training, train_dataset=rows, processing_class=tokenizer)
+        kind = FullLogitsTrainer if sft.loss == "full" else SFTTrainer
+        trainer = kind(model, training, train_dataset=rows, processing_class=tokenizer)
         memopt.attach(trainer)  # hf_memopt: offloading, memory in the log, a report where memory runs out
         if not trainer.is_deepspeed_enabled:  # whose engine updates before Trainer could stop it
             trainer.add_callback(StopOnNonFiniteCallback())  # hf_memopt

@@ -59,26 +59,21 @@ def with_adapters(model: PreTrainedModel, options: SftOptions) -> PreTrainedMode
 
 
 def _quantization(how: str, dtype: torch.dtype) -> Any:
-    if how in ("nf4", "nf4-double"):
-        _check_installed(how, "bitsandbytes")
-        return BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_compute_dtype=dtype,
-            bnb_4bit_use_double_quant=how == "nf4-double",
-            bnb_4bit_quant_storage=dtype,  # the same bits, in a form that FSDP2 and ZeRO-3 divide
-        )
-    if how == "llm-int8":
-        _check_installed(how, "bitsandbytes")
-        return BitsAndBytesConfig(load_in_8bit=True)
+    if how == "none":
+        return None
+    library = "torchao" if how == "int8" else "bitsandbytes"
+    if importlib.util.find_spec(library) is None:
+        raise ValueError(f"quantize={how!r} needs {library}: pip install {library}")
     if how == "int8":
-        _check_installed(how, "torchao")
         from torchao.quantization import Int8WeightOnlyConfig
 
         return TorchAoConfig(Int8WeightOnlyConfig())
-    return None
-
-
-def _check_installed(how: str, library: str) -> None:
-    if importlib.util.find_spec(library) is None:
-        raise ValueError(f"quantize={how!r} needs {library}: pip install {library}")
+    if how == "llm-int8":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=dtype,
+        bnb_4bit_use_double_quant=how == "nf4-double",
+        bnb_4bit_quant_storage=dtype,  # the same bits, in a form that FSDP2 and ZeRO-3 divide
+    )
