@@ -59,13 +59,8 @@ class RecipeWorkload(ABC):
             raise ValueError(f"effective_batch={effective_batch} must be at least 1")
         self.name, self.options, self.effective_batch = name, options, effective_batch
         precisions = PRECISIONS if precision == "auto" else (precision,)
-        self.levers = (
-            *(
-                Lever(lever, tuple(values), of_disk=tuple(value for value in values if value == "file"))
-                for lever, values in self.LEVERS.items()
-            ),
-            Lever(PRECISION, precisions),
-        )
+        levers = [Lever(name, tuple(ways), of_disk=tuple({"file"} & ways.keys())) for name, ways in self.LEVERS.items()]
+        self.levers = (*levers, Lever(PRECISION, precisions))
 
     @property
     def micro_batches(self) -> list[int]:
@@ -90,8 +85,7 @@ class RecipeWorkload(ABC):
 
     def write(self, settings: Settings, micro_batch: int, folder: Path) -> list[Path]:
         folder.mkdir(parents=True, exist_ok=True)
-        options = self.with_settings(settings, micro_batch)
-        written = self.write_options(options, folder)
+        written = self.write_options(self.with_settings(settings, micro_batch), folder)
         return [written, write_accelerate_config(folder / "accelerate.yaml", settings[PRECISION])]
 
     def command(self, written: list[Path]) -> str:
