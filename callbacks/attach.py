@@ -2,8 +2,8 @@
 
 import logging
 import os
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -112,14 +112,11 @@ def attach(
         if memory:
             lines = partial(lines_about_weights, trainer)
             undo.callback(RunReports(trainer, chosen, lines, is_selective=selective_checkpointing).remove)
-        others: list[TrainerCallback] = []
-        if leak_check:
-            others.append(LeakDetectionCallback())
-        if memory_report:
-            others.append(MemoryPageCallback())
-        for callback in others:
-            trainer.add_callback(callback)
-            undo.callback(trainer.remove_callback, callback)
+        for kind, is_on in ((LeakDetectionCallback, leak_check), (MemoryPageCallback, memory_report)):
+            if is_on:
+                callback = kind()
+                trainer.add_callback(callback)
+                undo.callback(trainer.remove_callback, callback)
         return Attachment(undo.pop_all())
 
 
@@ -168,17 +165,14 @@ class OffloadedLoss(TrainerCallback):
         self._undo_calls()
         self._trainer.remove_callback(self)
 
-    def _context_in_backward(self, call: str) -> AbstractContextManager[None]:
+    def _context_in_backward(self, call: str) -> AbstractContextManager[Any]:
         return self._context() if in_backward() else nullcontext()
 
-    @contextmanager
-    def _context(self) -> Iterator[None]:
+    def _context(self) -> AbstractContextManager[Any]:
         if not torch.is_grad_enabled():  # evaluation
-            yield
-            return
+            return nullcontext()
         # FSDP and model_init replace the model after attaching.
-        with self.offloader.offload_context(self._trainer.model):
-            yield
+        return self.offloader.offload_context(self._trainer.model)
 
 
 class FrozenModels(TrainerCallback):

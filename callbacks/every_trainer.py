@@ -66,19 +66,12 @@ def run_script(words: Sequence[str]) -> None:
 
 @dataclass
 class Attached:
-    """The effects of `attached` on a script.
+    """The effects of `attached` on a script."""
 
-    Attributes:
-        offloaders: those of all its models.
-        is_any: whether the script has made a Trainer, or prepared a model that is trained with an Accelerator.
-        unreached: a line for each option in use that does nothing here.
-        optimizers: the home of their state, if they have one.
-    """
-
-    offloaders: weakref.WeakSet[ActivationOffloader] = field(default_factory=weakref.WeakSet)
-    is_any: bool = False
-    unreached: list[str] = field(default_factory=list)
-    optimizers: HomeOfOptimizers | None = None
+    offloaders: weakref.WeakSet[ActivationOffloader] = field(default_factory=weakref.WeakSet)  # of all its models
+    is_any: bool = False  # the script has made a Trainer, or prepared a model that is trained with an Accelerator
+    unreached: list[str] = field(default_factory=list)  # a line for each option in use that does nothing here
+    optimizers: HomeOfOptimizers | None = None  # the home of their state, if they have one
 
 
 @contextmanager

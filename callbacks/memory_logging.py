@@ -91,9 +91,9 @@ class MemoryLoggingCallback(TrainerCallback):
         assert self.tracker is not None
         self.tracker.step()
         self._clock.count_batch()
-        bar = self._progress_bar()
-        if bar is not None:
-            bar.set_postfix_str(short_figure(self.tracker), refresh=False)
+        for callback in [] if self._handler is None else self._handler.callbacks:
+            if isinstance(callback, ProgressCallback) and callback.training_bar is not None:
+                callback.training_bar.set_postfix_str(short_figure(self.tracker), refresh=False)
 
     def on_evaluate(self, *args: Any, **kwargs: Any) -> None:
         self._switch_to(None)
@@ -152,11 +152,6 @@ class MemoryLoggingCallback(TrainerCallback):
         # skipped, and none is called twice.
         self._handler.callbacks.remove(self)
         self._handler.callbacks.insert(0, self)
-
-    def _progress_bar(self) -> Any:
-        callbacks = [] if self._handler is None else self._handler.callbacks
-        bars = (callback.training_bar for callback in callbacks if isinstance(callback, ProgressCallback))
-        return next(bars, None)
 
 
 class MemoryPageCallback(TrainerCallback):

@@ -16,11 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class HomeOfOptimizers(TrainerCallback):
-    """Gives the state of optimizers a home between updates, and logs the costs when a trainer's training ends.
-
-    Attributes:
-        unreached: a line until one of them has made an update, then empty.
-    """
+    """Gives the state of optimizers a home between updates, and logs the costs when a trainer's training ends."""
 
     def __init__(self, home: OptimizerHome, disk: str | os.PathLike[str] | None) -> None:
         if home not in OPTIMIZER_HOMES:
@@ -29,7 +25,7 @@ class HomeOfOptimizers(TrainerCallback):
         self._home: OptimizerHome = home
         self._disk = disk
         self._reports: dict[object, OptimizerReport] = {}  # they outlive their optimizers
-        self.unreached = (
+        self.unreached = (  # until one of them has made an update, then empty
             f"optimizer_home={home} reaches no optimizer that is stepped; give it to Accelerator.prepare, or make it "
             f"OffloadedOptimizer(optimizer, home={home!r}) in the script"
         )

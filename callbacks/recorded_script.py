@@ -41,24 +41,15 @@ _PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Order:
-    """An order to record a run.
+    """An order to record a run."""
 
-    Attributes:
-        folder: each rank writes `rank-N.json` into it.
-        perturbed: name of the dtype to whose last place each weight is changed; None leaves them.
-        in_float32: whether autocast and TF32 are off.
-        seed: of all generators before the script begins.
-        switches: their texts.
-        is_switched: whether they are on; in a plain run their names and values are only checked.
-    """
-
-    folder: str
+    folder: str  # each rank writes `rank-N.json` into it
     num_steps: int
-    perturbed: str | None
-    in_float32: bool
-    seed: int
-    switches: list[str]
-    is_switched: bool
+    perturbed: str | None  # name of the dtype to whose last place each weight is changed; None leaves them
+    in_float32: bool  # whether autocast and TF32 are off
+    seed: int  # of all generators before the script begins
+    switches: list[str]  # their texts
+    is_switched: bool  # whether they are on; in a plain run their names and values are only checked
 
 
 def recording_file(folder: Path, rank: int) -> Path:

@@ -75,11 +75,7 @@ def stream_base(
     budget_gib: float | None = None,
     disk: str | None = None,
 ) -> StreamedWeights:
-    """Return the object by which the base of a trainer's model streams; it is made unless the model streams already.
-
-    Raises:
-        ValueError: the base cannot stream, or streams from another home.
-    """
+    """Return the object by which the base of a trainer's model streams; it is made unless the model streams already."""
     if model is None:
         raise ValueError(f"base={base!r} needs a trainer that is given its model; leave model_init out")
     if args is not None:

@@ -25,29 +25,17 @@ class SwitchError(ValueError):
 
 @dataclass
 class Switches:
-    """Switches by the place where they take effect.
+    """Switches by the place where they take effect: values, as text, by name."""
 
-    Attributes:
-        arguments: fields of the script's TrainingArguments, or of TRL's config, by name, as text.
-        environment: variables.
-        torch_flags: attributes of modules below `torch`, by dotted name.
-        ours: fields of `MemoptArguments`, as text.
-        script: words added to the script's command line.
-    """
-
-    arguments: dict[str, str] = field(default_factory=dict)
-    environment: dict[str, str] = field(default_factory=dict)
-    torch_flags: dict[str, str] = field(default_factory=dict)
-    ours: dict[str, str] = field(default_factory=dict)
-    script: list[str] = field(default_factory=list)
+    arguments: dict[str, str] = field(default_factory=dict)  # fields of the script's TrainingArguments, or TRL's config
+    environment: dict[str, str] = field(default_factory=dict)  # variables
+    torch_flags: dict[str, str] = field(default_factory=dict)  # attributes of modules below `torch`, by dotted name
+    ours: dict[str, str] = field(default_factory=dict)  # fields of `MemoptArguments`
+    script: list[str] = field(default_factory=list)  # words added to the script's command line
 
     @classmethod
     def from_texts(cls, texts: Sequence[str]) -> Self:
-        """Return the switches that texts such as "gradient_checkpointing=true" name.
-
-        Raises:
-            ValueError: a text has no form of a switch, or a switch of ours a value out of its range.
-        """
+        """Return the switches that texts such as "gradient_checkpointing=true" name."""
         found = cls()
         for text in texts:
             if text.startswith("script:") and text != "script:":
@@ -91,8 +79,7 @@ class Switches:
         """Return the arguments of this library if a switch names one; on a CPU, copies are performed."""
         if not self.ours:
             return None
-        given = {"offload": "off", **self.ours}
-        given.setdefault("memory_log", "false")
+        given = {"offload": "off", "memory_log": "false", **self.ours}
         if given["offload"] != "off" and "disk" not in given:
             given.setdefault("cpu_copies", "true")
         words = [word for name, value in given.items() for word in words_of_setting(name, value)]
