@@ -18,25 +18,17 @@ from hf_memopt.jobs.spec import nearest, read_fields
 
 # TRL's ModelConfig; a plain Trainer is made with the same.
 MODEL_FIELDS: dict[str, Any] = {
-    "model_name_or_path": None,
+    **dict.fromkeys(("model_name_or_path", "attn_implementation", "bnb_4bit_quant_storage")),
+    **dict.fromkeys(("lora_target_modules", "lora_target_parameters", "lora_modules_to_save")),
+    **dict.fromkeys(("use_peft", "use_rslora", "use_dora"), False),
+    **dict.fromkeys(("load_in_8bit", "load_in_4bit", "use_bnb_nested_quant"), False),
     "model_revision": "main",
     "dtype": "float32",
-    "attn_implementation": None,
-    "use_peft": False,
     "lora_r": 16,
     "lora_alpha": 32,
     "lora_dropout": 0.05,
-    "lora_target_modules": None,
-    "lora_target_parameters": None,
-    "lora_modules_to_save": None,
     "lora_task_type": "CAUSAL_LM",
-    "use_rslora": False,
-    "use_dora": False,
-    "load_in_8bit": False,
-    "load_in_4bit": False,
     "bnb_4bit_quant_type": "nf4",
-    "use_bnb_nested_quant": False,
-    "bnb_4bit_quant_storage": None,
 }
 _NEWER = {
     "gradient_checkpointing": "activation_checkpointing",
@@ -44,29 +36,17 @@ _NEWER = {
 }
 # Not simulated, with the values that ask for nothing.
 _REFUSED: dict[str, tuple[Any, ...]] = {
-    "deepspeed": (None,),
+    **dict.fromkeys(("deepspeed", "parallelism_config", "optim_target_modules", "reward_model_name_or_path"), (None,)),
+    **dict.fromkeys(("use_liger_kernel", "activation_offloading", "precompute_ref_log_probs"), (None, False)),
+    **dict.fromkeys(("use_transformers_continuous_batching", "use_transformers_paged"), (None, False)),
     "fsdp": (None, "", [], False),
-    "parallelism_config": (None,),
-    "use_liger_kernel": (None, False),
-    "activation_offloading": (None, False),
     "model_init_kwargs": (None, {}),
-    "optim_target_modules": (None,),
     "auto_find_batch_size": (False,),
-    "precompute_ref_log_probs": (None, False),
-    "use_transformers_continuous_batching": (None, False),
-    "use_transformers_paged": (None, False),
     "cache_implementation": (None, "dynamic"),
-    "reward_model_name_or_path": (None,),
 }
 OPTIMIZERS = (
-    "adamw_torch_fused",
-    "adamw_torch",
-    "adamw_torch_8bit",
-    "adamw_torch_4bit",
-    "adafactor",
-    "sgd",
-    "adagrad",
-    "rmsprop",
+    *("adamw_torch_fused", "adamw_torch", "adamw_torch_8bit", "adamw_torch_4bit"),
+    *("adafactor", "sgd", "adagrad", "rmsprop"),
 )
 # These hold no memory in training steps, and would ask for a device, a network, other data or a tokenizer.
 _LEFT_OUT: dict[str, Any] = {
@@ -75,25 +55,13 @@ _LEFT_OUT: dict[str, Any] = {
     "fp16_full_eval": False,
     "tf32": None,
     "report_to": [],
-    "eval_strategy": "no",
-    "eval_on_start": False,
-    "do_eval": False,
-    "save_strategy": "no",
-    "load_best_model_at_end": False,
-    "push_to_hub": False,
-    "resume_from_checkpoint": None,
     "disable_tqdm": True,
     "log_level": "error",
-    "full_determinism": False,
-    "eos_token": None,
-    "pad_token": None,
-    "chat_template_path": None,
-    "assistant_only_loss": False,
-    "completion_only_loss": None,
-    "dataset_num_proc": None,
-    "dataset_kwargs": None,
-    "generate_during_eval": False,
-    "log_completions": False,
+    **dict.fromkeys(("eval_strategy", "save_strategy"), "no"),
+    **dict.fromkeys(("do_eval", "eval_on_start", "generate_during_eval", "log_completions"), False),
+    **dict.fromkeys(("load_best_model_at_end", "push_to_hub", "full_determinism", "assistant_only_loss"), False),
+    **dict.fromkeys(("resume_from_checkpoint", "eos_token", "pad_token", "chat_template_path")),
+    **dict.fromkeys(("completion_only_loss", "dataset_num_proc", "dataset_kwargs")),
 }
 
 

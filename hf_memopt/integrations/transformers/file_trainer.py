@@ -4,6 +4,7 @@ import copy
 import importlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -13,7 +14,7 @@ from transformers import Trainer
 
 from hf_memopt.estimate.simulation.quantised.quantised_base import adapt_as_peft_does, quantise
 from hf_memopt.integrations.transformers.argument_file import ArgumentFile
-from hf_memopt.integrations.transformers.trl_trainers import END, WORD
+from hf_memopt.integrations.transformers.trl_trainers import END, WORD, Rows
 from hf_memopt.jobs.quiet import quiet
 from hf_memopt.jobs.transformers_models.published_weights import PublishedWeights, published_weights
 from hf_memopt.jobs.transformers_models.tasks import TASKS
@@ -30,11 +31,12 @@ def make_trainer(
     arguments = file.training_arguments(changes, output_dir)
     about = file.model_fields(changes)
     adapters = _adapters(about) if about["use_peft"] else None
+    build = partial(_base_model, config, task, about)
     if file.trainer is None:
-        trainer = _plain_trainer(_base_model(config, task, about), arguments, seq_len, adapters)
+        trainer = _plain_trainer(build(), arguments, seq_len, adapters)
     else:
         data = file.trainer.rows(arguments, seq_len, num_samples(arguments))
-        trainer = _trl_trainer(file.trainer.kind, config, task, about, arguments, data, adapters)
+        trainer = _trl_trainer(file.trainer.kind, build, storage(about, config), arguments, data, adapters)
     adapt_as_peft_does(trainer.model)
     return trainer
 
@@ -95,28 +97,21 @@ def _adapters(about: Mapping[str, Any]) -> Any:
 
 
 def _trl_trainer(
-    kind: Any,
-    config: Any,
-    task: str,
-    about: Mapping[str, Any],
-    arguments: Any,
-    data: Mapping[str, list[Any]],
-    adapters: Any,
+    kind: Any, build: Callable[[], Any], stored: str | None, arguments: Any, data: Rows, adapters: Any
 ) -> Trainer:
     from datasets import Dataset, disable_progress_bars
 
     disable_progress_bars()
-    model, stored = _base_model(config, task, about), storage(about, config)
+    model = build()
     options: dict[str, Any] = {"peft_config": adapters, "processing_class": _tokenizer()}
     if hasattr(arguments, "num_generations"):
         options |= {"reward_funcs": _no_reward}
     if stored is not None:
         # TRL asks these; later they would make transformers ask bitsandbytes.
         setattr(model, _STORED[stored], True)
-    reference = _reference_of(kind, lambda: _base_model(config, task, about))
     # A trainer that generates on a server would ask the server when it is made.
     is_served = bool(getattr(arguments, "use_vllm", False))
-    with patch.object(arguments, "use_vllm", False) if is_served else nullcontext(), reference:
+    with patch.object(arguments, "use_vllm", False) if is_served else nullcontext(), _reference_of(kind, build):
         trainer: Any = kind(model, args=arguments, train_dataset=Dataset.from_dict(data), **options)
     if is_served:
         trainer.use_vllm = True

@@ -12,24 +12,16 @@ from transformers import Trainer
 
 @dataclass(frozen=True)
 class TrainerWindow:
-    """The batches of one update, on the host.
+    """The batches of one update, on the host."""
 
-    Attributes:
-        batches: as many as the trainer accumulates, or fewer where it has no more.
-        num_seen: how many batches were looked at.
-        is_all: whether the trainer has no others.
-        moves: whether its dataloader puts batches on the device, as accelerate's do.
-    """
-
-    batches: list[Any]
-    num_seen: int
-    is_all: bool
-    moves: bool
+    batches: list[Any]  # as many as the trainer accumulates, or fewer where it has no more
+    num_seen: int  # how many batches were looked at
+    is_all: bool  # whether the trainer has no others
+    moves: bool  # whether its dataloader puts batches on the device, as accelerate's do
 
     def __str__(self) -> str:
         largest = max(self.batches, key=num_bytes)
-        shapes = {name: "x".join(map(str, value.shape)) for name, value in tensors_of(largest).items()}
-        return ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        return ", ".join(f"{name} {'x'.join(map(str, value.shape))}" for name, value in tensors_of(largest).items())
 
 
 def largest_window(trainer: Trainer, num_batches: int) -> TrainerWindow:
@@ -71,11 +63,9 @@ def num_bytes(batch: Any) -> int:
 def tensors_of(batch: Any, name: str = "") -> dict[str, Tensor]:
     if isinstance(batch, Tensor):
         return {name: batch}
+    if isinstance(batch, list | tuple):
+        batch = dict(enumerate(batch))
     found: dict[str, Tensor] = {}
-    if isinstance(batch, Mapping):
-        for key, value in batch.items():
-            found |= tensors_of(value, f"{name}.{key}" if name else str(key))
-    elif isinstance(batch, list | tuple):
-        for position, value in enumerate(batch):
-            found |= tensors_of(value, f"{name}.{position}" if name else str(position))
+    for key, value in batch.items() if isinstance(batch, Mapping) else ():
+        found |= tensors_of(value, f"{name}.{key}" if name else str(key))
     return found

@@ -15,28 +15,18 @@ Rows = dict[str, list[Any]]
 
 @dataclass(frozen=True)
 class TrlTrainer:
-    """A trainer of TRL.
+    """A trainer of TRL."""
 
-    Attributes:
-        name: after `--trainer`.
-        prefix: of the names of its class and of its settings.
-        rows: called with its settings, the tokens of a sample and how many samples; its data.
-        sample: of the first line, with the tokens for {tokens}, {prompt} and {completion}.
-        package: that has both classes.
-        script: the module that trains with a file.
-        task: that its model is built for.
-        prepares: whether it calls PEFT's preparation of quantised models, after which their other weights are float32.
-        needs: fields of the file without which the script has no data or no goal, with placeholders.
-    """
-
-    name: str
-    prefix: str
-    rows: Callable[[Any, int, int], Rows]
-    sample: str
-    package: str = "trl"
-    script: str = ""
-    task: str = "causal"
+    name: str  # after `--trainer`
+    prefix: str  # of the names of its class and of its settings
+    rows: Callable[[Any, int, int], Rows]  # its data, from its settings, the tokens of a sample and how many samples
+    sample: str  # of the first line, with the tokens for {tokens}, {prompt} and {completion}
+    package: str = "trl"  # that has both classes
+    script: str = ""  # the module that trains with a file
+    task: str = "causal"  # that its model is built for
+    # Whether it calls PEFT's preparation of quantised models, after which their other weights are float32.
     prepares: bool = False
+    # Fields of the file without which the script has no data or no goal, with placeholders.
     needs: tuple[tuple[str, str], ...] = (("dataset_name", "DATASET"),)
 
     @property
@@ -123,11 +113,7 @@ def need_trl(asked: str) -> None:
 
 
 def trainer_for(given: Mapping[str, Any], source: str) -> TrlTrainer | None:
-    """Return the one trainer that has all the fields; the first, SFT's, if it has; None if no trainer has.
-
-    Raises:
-        ValueError: several others have them, or each of the fields is one of some trainer, but no trainer has all.
-    """
+    """Return the one trainer that has all the fields; the first, SFT's, if it has; None if no trainer has."""
     known = {each: each.names() for each in TRL.values()}
     having = [each for each, names in known.items() if given.keys() <= names]
     if having and having[0] is TRL["sft"]:
