@@ -108,9 +108,8 @@ def prepare(accelerator: Accelerator, options: Options, train_data: data.Latents
     optimizer = build_optimizer(options, model)
     scheduler = CosineAnnealingLR(optimizer, T_max=training.num_epochs, eta_min=training.min_learning_rate)
     rows: Any = range(len(train_data.styles))
-    shuffled: dict[str, Any] = {"shuffle": True, "drop_last": True, "generator": torch.Generator()}
-    loader: DataLoader[Any] = DataLoader(rows, training.batch_size, **shuffled)
-    model, optimizer, scheduler, batches = accelerator.prepare(model, optimizer, scheduler, loader)
+    batches = DataLoader(rows, training.batch_size, shuffle=True, drop_last=True, generator=torch.Generator())
+    model, optimizer, scheduler, batches = accelerator.prepare(model, optimizer, scheduler, batches)
     memory = MemoryLogger(accelerator, log_every=training.log_every, output_dir=options.checkpoint.save_dir)
     bank = data.LatentBank(train_data, options, accelerator.device)
     return Run(accelerator, options, model, optimizer, scheduler, batches, average=average, memory=memory, bank=bank)
@@ -119,7 +118,6 @@ def prepare(accelerator: Accelerator, options: Options, train_data: data.Latents
 def update(run: Run, window: list[Tensor]) -> dict[str, float]:
     """Make one update of the weights on a window of batches, given as row numbers; return its mean losses."""
     progress = run.progress
-    assert run.bank is not None
     micro_batches = run.bank.micro_batches(window, progress.num_updates, earliest_time(run.options, progress.epoch))
     with run.memory.phase("step"):
         result = update_weights(run, micro_batches)
@@ -182,7 +180,6 @@ def counted(run: Run, window: list[Tensor], timer: StepTimer) -> None:
 
 def end_epoch(run: Run, held_out: data.Latents) -> None:
     progress, training = run.progress, run.options.training
-    assert run.bank is not None
     figures = {name: total / progress.num_windows for name, total in progress.sums.items()}
     figures |= {"learning_rate": run.scheduler.get_last_lr()[0], "seconds": progress.seconds}
     figures |= {"num_batches": len(run.batches)}

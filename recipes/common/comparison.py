@@ -146,7 +146,6 @@ def _begin(name: str, options: Any) -> Begin:
 
 
 def _timed(begin: Begin, options: Any, num_steps: int) -> RunCost:
-    """Return the cost of the second half of some updates."""
     run, updates = begin(options)
     timer = run.timer()
     for step in tqdm(range(num_steps), desc=f"Measuring: {options.offload.offload}", unit="update", leave=False):

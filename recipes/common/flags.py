@@ -63,11 +63,10 @@ def write_options(path: Path, options: Any) -> Path:
     """Write the fields that differ from their defaults as a YAML file for `--config_path`, and return its path."""
     changed: dict[str, dict[str, Any]] = {}
     for name, section in options._asdict().items():
-        default = type(section)()
-        for each in fields(section):
-            value = getattr(section, each.name)
-            if value != getattr(default, each.name):
-                changed.setdefault(name, {})[each.name] = value
+        defaults = vars(type(section)())
+        differing = {field: value for field, value in vars(section).items() if value != defaults[field]}
+        if differing:
+            changed[name] = differing
     path.write_text(yaml.safe_dump(changed, sort_keys=False), encoding="utf-8")
     return path
 

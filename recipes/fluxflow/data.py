@@ -32,11 +32,7 @@ class Source(NamedTuple):
 
 
 def load(options: DataOptions, stride: int, seed: int, channels: int = 3) -> Source:
-    """Return the images that the options name.
-
-    Raises:
-        ValueError: there are none, no such column, or the first one's pixels have no known range.
-    """
+    """Return the images that the options name."""
     buckets = [bucket(options.resolution, ratio, stride) for ratio in options.aspect_ratios]
     if options.image_folder is None and options.dataset is None:
         return Source(drawn_images(options.num_drawn, options.resolution, seed), "image", buckets, channels)
@@ -106,11 +102,7 @@ _BOUNDLESS = {"I": "32-bit integers", "F": "floating-point numbers"}
 
 
 def in_8_bits(image: Image.Image) -> Image.Image:
-    """Return an image of the same brightness whose pixels have 8 bits in each channel.
-
-    Raises:
-        ValueError: nothing says which of its values is white.
-    """
+    """Return an image of the same brightness whose pixels have 8 bits in each channel."""
     if image.mode in _OF_16_BITS:
         return Image.fromarray((np.asarray(image) / 257).round().astype(np.uint8))
     if image.mode in _BOUNDLESS:
@@ -182,7 +174,8 @@ class EndlessBatches:
 
 def make_loader(source: Source, options: DataOptions, batch_size: int, seed: int, rank: int, ranks: int) -> Any:
     def loader(epoch: int) -> DataLoader[Tensor]:
-        samples = split_dataset_by_node(_shuffled(source.samples, options, seed, epoch), rank, ranks)
+        how = {"buffer_size": options.shuffle_buffer} if options.streaming else {"keep_in_memory": True}
+        samples = split_dataset_by_node(source.samples.shuffle(seed=seed + epoch, **how), rank, ranks)
         if not options.streaming:
             samples = samples.to_iterable_dataset(num_shards=min(len(samples), max(1, options.num_workers)))
         return DataLoader(
@@ -195,12 +188,6 @@ def make_loader(source: Source, options: DataOptions, batch_size: int, seed: int
         )
 
     return loader
-
-
-def _shuffled(samples: Any, options: DataOptions, seed: int, epoch: int) -> Any:
-    if options.streaming:
-        return samples.shuffle(seed=seed + epoch, buffer_size=options.shuffle_buffer)
-    return samples.shuffle(seed=seed + epoch, keep_in_memory=True)
 
 
 def panel_images(source: Source, options: DataOptions, seed: int, count: int = 6) -> list[Tensor]:

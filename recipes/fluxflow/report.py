@@ -42,10 +42,7 @@ def results(run: Run, cost: RunCost) -> dict[str, Any]:
     options, models = run.options, run.model
     more = {
         "model": options.model,
-        "num_parameters": {
-            "vae": num_parameters(models.vae),
-            "discriminator": num_parameters(models.discriminator),
-        },
+        "num_parameters": {name: num_parameters(getattr(models, name)) for name in ("vae", "discriminator")},
         "data": options.data,
         "resolutions": options.resolutions,
         "levers": options.levers,

@@ -114,9 +114,7 @@ def update_discriminator(run: Run, parts: Sequence[Tensor], with_r1: bool) -> Fi
 def reconstruct(run: Run, images: Tensor) -> Tensor:
     # A context of its own: autocast keeps casts of weights, and without gradients they have no graph.
     with run.accelerator.autocast():
-        vae = run.model.vae
-        output: Tensor = vae.decode(draw_latents(vae.encode(images).latent_dist)).sample
-    return wide(output)
+        return _decode(run, draw_latents(run.model.vae.encode(images).latent_dist))
 
 
 def update_vae(run: Run, parts: Sequence[Tensor], weights: Weights) -> Figures:

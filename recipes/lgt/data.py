@@ -90,11 +90,7 @@ def _check_sizes(found: list[tuple[Path, Tensor]]) -> None:
 
 
 def _read_file(file: Path) -> Iterator[Tensor]:
-    """Yield the latents of a file, `(num, channels, height, width)`; a single one may lack its first dimension.
-
-    Raises:
-        ValueError: something in it is no tensor of floating-point numbers with three or four dimensions.
-    """
+    """Yield the latents of a file, `(num, channels, height, width)`; a single one may lack its first dimension."""
     with readable(file):
         held = load_file(file) if file.suffix == ".safetensors" else torch.load(file, weights_only=True)
     named = (

@@ -122,7 +122,6 @@ def _compilation(options: Options, history: History) -> Check:
 
 def write(results: dict[str, Any], run: Run, held_out: Latents, output: Path) -> None:
     options, model = run.options, run.best_model()
-    assert run.bank is not None
     write_results(results, output)
     costs = table([results["training_cost"]], results["device"])
     checks = align([[check.verdict, check.name, check.measured] for check in results["checklist"]])

@@ -5,13 +5,14 @@ that it also runs on tensors without data.
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from hf_memopt.recipes.common import loop
-from hf_memopt.recipes.lgt.data import Batch, LatentBank
+from hf_memopt.recipes.lgt.data import Batch
 from hf_memopt.recipes.lgt.losses import full_precision, self_similarity_difference, sliced_wasserstein
 from hf_memopt.recipes.lgt.model import LatentTransfer
 from hf_memopt.recipes.lgt.options import Options
@@ -84,7 +85,7 @@ class Progress(loop.Progress):
 @dataclass(kw_only=True)
 class Run(loop.Run):
     average: AveragedModel | None  # of the weights
-    bank: LatentBank | None = None  # whose row numbers `batches` holds; None where a step is only simulated
+    bank: Any = None  # a LatentBank, whose row numbers `batches` holds; None where a step is only simulated
     progress: Progress = field(default_factory=Progress)
     memory_bytes: list[int] = field(default_factory=list)  # the most held up to the end of each epoch since the start
 

@@ -33,21 +33,13 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class LimitedRun:
-    """A process that has ended.
+    """A process that has ended."""
 
-    Attributes:
-        end: "finished", "raised" an error of allocation, "killed", or "too slow".
-        reason: the error or the signal, None if it has finished.
-        rest: memory when the limit was set, between the set-up and the first step, which began at `rest.at_s`.
-        samples: memory from then on.
-        events: of the steps and the end, as `report_steps` writes them.
-    """
-
-    end: str
-    reason: str | None
-    rest: Sample
-    samples: list[Sample]
-    events: list[Event]
+    end: str  # "finished", "raised" an error of allocation, "killed", or "too slow"
+    reason: str | None  # the error or the signal, None if it has finished
+    rest: Sample  # memory when the limit was set, between the set-up and the first step, which began at `rest.at_s`
+    samples: list[Sample]  # memory from then on
+    events: list[Event]  # of the steps and the end, as `report_steps` writes them
 
     @property
     def steps(self) -> list[Event]:

@@ -36,16 +36,12 @@ _VERSION_2 = _Files("memory.max", "memory.swap.max", False, "memory.events")
 
 
 class ControlGroup:
-    """A control group for one process, without swap, and without effect until its limit is `set`.
-
-    Attributes:
-        name: of the system's mechanism.
-        counted: the field of `Sample` that the limit is compared with, but for caches and the kernel's own memory.
-    """
+    """A control group for one process, without swap, and without effect until its limit is `set`."""
 
     _numbers = itertools.count()
 
     name = "control group"
+    # The field of `Sample` that the limit is compared with, but for caches and the kernel's own memory.
     counted = "anonymous_bytes"
 
     def __init__(self, folder: Path, files: _Files) -> None:
@@ -127,11 +123,7 @@ KINDS = ("auto", "group", "data")
 
 @contextmanager
 def memory_limit(kind: str = "auto") -> Iterator[MemoryLimit]:
-    """Make a limit for one process: "group", "data", or "auto", which is a group where one can be made.
-
-    Raises:
-        OSError: this system limits no single process, or there may be no control group.
-    """
+    """Make a limit for one process: "group", "data", or "auto", which is a group where one can be made."""
     if sys.platform != "linux":
         raise OSError(f"only Linux limits the memory of a single process, and this is {sys.platform}: nothing to show")
     group = None if kind == "data" else ControlGroup.make()

@@ -43,7 +43,6 @@ def load(options: DataOptions, device: torch.device, modes: int = 2) -> Data:
 
 
 def shape_of(options: DataOptions, modes: int) -> FieldShape:
-    """Return the shape of the training data, for plans."""
     if options.data_folder is None:
         return FieldShape(1, 1, (options.resolution, options.resolution))
     return read(Path(options.data_folder), _train_name(options), None, options, modes).shape

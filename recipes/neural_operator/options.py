@@ -102,16 +102,9 @@ def _check_model(model: ModelOptions, data: DataOptions) -> None:
 
 def _check_loop(options: Options) -> None:
     """Refuse micro-batches, plans and checkpoints for safe loading, which neuralop's Trainer lacks."""
-    training, offload = options.training, options.offload
-    if training.loop == "accelerate":
+    if options.training.loop == "accelerate":
         return
-    missing_there = {
-        "micro_batch_size": training.micro_batch_size,
-        "checkpointing_steps": training.checkpointing_steps,
-        "resume_from_checkpoint": training.resume_from_checkpoint,
-        "plan": offload.plan,
-        "auto_micro_batch": offload.auto_micro_batch,
-    }
-    for name, value in missing_there.items():
-        if value:
-            raise ValueError(f"{name}={value!r} is not for loop='neuralop'; use --loop accelerate")
+    values = vars(options.training) | vars(options.offload)
+    for name in ("micro_batch_size", "checkpointing_steps", "resume_from_checkpoint", "plan", "auto_micro_batch"):
+        if values[name]:
+            raise ValueError(f"{name}={values[name]!r} is not for loop='neuralop'; use --loop accelerate")
