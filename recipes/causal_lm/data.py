@@ -31,7 +31,10 @@ def read_texts(options: DataOptions) -> Dataset:
     if options.text_file and options.dataset:
         raise ValueError(f"text_file={options.text_file} and dataset={options.dataset!r} exclude each other; pass one")
     if options.dataset:
-        return _read_dataset(options, options.dataset)
+        found, column = dataset_by_name(options.dataset, options.split, options.dataset_config), options.text_column
+        if column not in found.column_names:
+            raise ValueError(f"text_column={column!r} is not in {options.dataset!r}; choose from {found.column_names}")
+        return found.select_columns(column).rename_column(column, "text")
     documents = []
     for name in options.text_file:
         with explained(f"text_file={name!r} cannot be read as UTF-8 text"):
@@ -64,13 +67,6 @@ def _docstrings(source: bytes) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             yield from filter(None, [ast.get_docstring(node)])
-
-
-def _read_dataset(options: DataOptions, name: str) -> Dataset:
-    found = dataset_by_name(name, options.split, options.dataset_config)
-    if options.text_column not in found.column_names:
-        raise ValueError(f"text_column={options.text_column!r} is not in {name!r}; choose from {found.column_names}")
-    return found.select_columns(options.text_column).rename_column(options.text_column, "text")
 
 
 def make_tokenizer(options: ModelOptions, texts: Dataset) -> PreTrainedTokenizerBase:

@@ -150,14 +150,10 @@ def precompute_command(options: argparse.Namespace) -> list[Any]:
         *("hf-memopt", "precompute", "--output", couplings, f"--batch-size={commands.BATCH_SIZE}", "--"),
         f"--policy.path={options.output / 'student_init'}",
         *vlm_flags(frozen=True),
-        *dataset_flags(options.output),
+        *toy.dataset_flags(options.output / "dataset", REPO_ID),
         "--policy.couplings_seed=0",
         "--policy.couplings_per_frame=1",
     ]
-
-
-def dataset_flags(output: Path) -> list[str]:
-    return toy.dataset_flags(output / "dataset", REPO_ID)
 
 
 def flags(
@@ -165,7 +161,7 @@ def flags(
 ) -> list[str]:
     output, warmup_steps = options.output / name, steps // 15
     training = commands.training_flags(output, steps, warmup_steps, options.seed, learning_rate=learning_rate)
-    return [*dataset_flags(options.output), *training]
+    return [*toy.dataset_flags(options.output / "dataset", REPO_ID), *training]
 
 
 def evaluation_command(options: argparse.Namespace, policy: TestedPolicy) -> list[Any]:

@@ -3,7 +3,7 @@
 import copy
 import shlex
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 from unittest.mock import patch
@@ -99,9 +99,7 @@ class SmolVLAReflow(RecipeWorkload):
 
     MODULE = "hf_memopt.recipes.reflow_smolvla"
     BATCH = ("batch_size", "accumulation")
-    LEVERS: ClassVar = {
-        "teacher_offload": {mode: {"teacher_offload": mode} for mode in ("resident", "swap", "stream")},
-    }
+    LEVERS: ClassVar = {"teacher_offload": {mode: {"teacher_offload": mode} for mode in ("resident", "swap", "stream")}}
 
     def __init__(
         self,
@@ -156,10 +154,9 @@ class SmolVLAReflow(RecipeWorkload):
     def step(self, state: Run) -> MetricsTracker:
         names = ("loss", "grad_norm", "lr", "update_s", "dataloading_s")
         metrics = MetricsTracker(1, 1, 1, {name: AverageMeter(name) for name in names})
-        clock = clock_for(state.accelerator.device)
-        with ExitStack() as stack:
-            if state.repeats_euler_steps and isinstance(clock, VirtualClock):
-                stack.enter_context(_repeated_euler_steps(clock))
+        clock: Any = clock_for(state.accelerator.device)
+        repeats = state.repeats_euler_steps and isinstance(clock, VirtualClock)
+        with _repeated_euler_steps(clock) if repeats else nullcontext():
             for _ in range(state.num_micro_batches):
                 clip = state.settings.grad_clip_norm
                 update_policy(metrics, state.policy, state.batch, state.optimizer, clip, state.accelerator)
@@ -215,9 +212,8 @@ def _repeated_euler_steps(clock: VirtualClock) -> Iterator[None]:
         with clock.repeating(num_more):
             return euler_integrate(velocity, between, 1, **options)
 
-    with ExitStack() as stack:
-        for module in (modeling_smolvla, flow_policy):
-            stack.enter_context(patch.object(module, "euler_integrate", integrate))
+    name = "euler_integrate"
+    with patch.object(modeling_smolvla, name, integrate), patch.object(flow_policy, name, integrate):
         yield
 
 
