@@ -40,7 +40,10 @@ def main(about: EmbeddingArguments, arguments: Any) -> Any:
     if about.max_length is not None:
         model.max_seq_length = about.max_length
     if about.lora_rank is not None:
-        _add_adapters(model, about.lora_rank, about.lora_targets)
+        from peft import LoraConfig
+
+        targets = about.lora_targets if about.lora_targets == ALL_LINEAR else about.lora_targets.split(",")
+        model.add_adapter(LoraConfig(task_type="FEATURE_EXTRACTION", r=about.lora_rank, target_modules=targets))
     loss: Any = MultipleNegativesRankingLoss(model)
     if about.micro_batch_size is not None:
         loss = CachedLoss(loss, about.micro_batch_size)
@@ -48,13 +51,6 @@ def main(about: EmbeddingArguments, arguments: Any) -> Any:
     trainer.train(resume_from_checkpoint=arguments.resume_from_checkpoint)
     trainer.save_model(arguments.output_dir)
     return trainer
-
-
-def _add_adapters(model: Any, rank: int, targets: str) -> None:
-    from peft import LoraConfig
-
-    names = targets if targets == ALL_LINEAR else targets.split(",")
-    model.add_adapter(LoraConfig(task_type="FEATURE_EXTRACTION", r=rank, target_modules=names))
 
 
 def _rows(about: EmbeddingArguments, arguments: Any) -> Any:

@@ -85,13 +85,8 @@ def file_workload(spec: JobSpec) -> "FileWorkload":
     else:
         need_trl(f"trainer={spec.trainer!r}")
         file = ArgumentFile(trainer=TRL[str(spec.trainer)])
-    return FileWorkload(
-        file,
-        changes,
-        seq_len=spec.seq_len,
-        task=spec.task or "auto",
-        effective_batch=spec.effective_batch,
-    )
+    batch = spec.effective_batch
+    return FileWorkload(file, changes, seq_len=spec.seq_len, task=spec.task or "auto", effective_batch=batch)
 
 
 def _changes(spec: JobSpec) -> dict[str, Any]:
@@ -173,7 +168,7 @@ class FileWorkload:
             )
         self._task = self._task_of(task)
         self.arguments = file.training_arguments(self._changes, self._folder)
-        self._seq_len = self._length(seq_len)
+        self.tokens_per_sample = self._length(seq_len)
         self.micro_batch: int = self.arguments.per_device_train_batch_size
         self.effective_batch = effective_batch or self.micro_batch * self.arguments.gradient_accumulation_steps
 
@@ -202,15 +197,11 @@ class FileWorkload:
     @property
     def name(self) -> str:
         """The trainer, the model, the length of samples, and the substitutions made."""
-        trainer, tokens = self.file.trainer, f"{self._seq_len} tokens in each sample"
-        samples = tokens if trainer is None else trainer.describe(self.arguments, self._seq_len)
+        trainer, tokens = self.file.trainer, f"{self.tokens_per_sample} tokens in each sample"
+        samples = tokens if trainer is None else trainer.describe(self.arguments, self.tokens_per_sample)
         source = "" if self.file.path is None else f" by {self.file.path.name}"
         taken = "".join(f"; {note}" for note in self._taken())
         return f"{self.file.trainer_name} of {self.model}{source}, {samples}{taken}"
-
-    @property
-    def tokens_per_sample(self) -> int:
-        return self._seq_len
 
     @property
     def micro_batches(self) -> list[int]:
@@ -245,9 +236,8 @@ class FileWorkload:
         is_of_trl = self.file.trainer is not None
         changes = {k: v for k, v in self._changes.items() if is_of_trl or k not in MODEL_FIELDS}
         changes = current_names(changes | self._chosen(checkpointing, micro_batch))
-        # None is their default.
-        left_out = {name for name, value in changes.items() if value is None}
-        fields = {k: v for k, v in (dict(self.file.given) | changes).items() if k not in left_out}
+        # None is the default of those that change.
+        fields = {k: v for k, v in (dict(self.file.given) | changes).items() if v is not None or k not in changes}
         written = folder / self.file.name
         is_json = written.suffix == ".json"
         text = json.dumps(fields, indent=2) + "\n" if is_json else yaml.safe_dump(fields, sort_keys=False)
@@ -298,7 +288,7 @@ class FileWorkload:
         changes = dict(self._changes) | dict(chosen)
 
         def step_of(config: Any, repeated: RepeatedLayers | None) -> SimulatedStep:
-            trainer = make_trainer(self.file, config, self._task, changes, self._seq_len, self._folder)
+            trainer = make_trainer(self.file, config, self._task, changes, self.tokens_per_sample, self._folder)
             if offload != "off":
                 attach(trainer, offloader=offload, memory=False)
             window = largest_window(trainer, trainer.args.gradient_accumulation_steps)
