@@ -1,14 +1,13 @@
 """An optimizer's state that lives in host memory or in a file, and visits the device during the update."""
 
 import inspect
-import logging
 import os
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal, NamedTuple, get_args
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +22,6 @@ from hf_memopt.units import GIB, MIB, format_bytes
 from hf_memopt.weights.coupling import UpdateVisits, bare_copy, bare_step, random_numbers_kept, refuse_coupled
 from hf_memopt.weights.optimizer_units import StateHome, StateUnit, Traffic, leaves, packed_state
 from hf_memopt.weights.quantised import rewrapped
-
-logger = logging.getLogger(__name__)
 
 OptimizerHome = Literal["host", "file"]
 OPTIMIZER_HOMES: tuple[str, ...] = get_args(OptimizerHome)
@@ -406,12 +403,8 @@ class OffloadedOptimizer(Optimizer):
         it does those of torch's.
         """
         self._refuse_interrupted()
-        inner = self.optimizer
-        kept, inner.state = inner.state, defaultdict(dict, self.state)
-        try:
-            return inner.state_dict()
-        finally:
-            inner.state = kept
+        with patch.object(self.optimizer, "state", defaultdict(dict, self.state)):
+            return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict, of this class or of the optimizer inside, a few parameters at a time.
@@ -430,7 +423,10 @@ class OffloadedOptimizer(Optimizer):
         if self._update is not None:  # what it has left need not be written
             self._update.is_torn = True
             self._forget(self._units)
-        with _without_loading_hooks(inner):
+        with (
+            patch.object(inner, "_optimizer_load_state_dict_pre_hooks", OrderedDict()),
+            patch.object(inner, "_optimizer_load_state_dict_post_hooks", OrderedDict()),
+        ):
             inner.load_state_dict({**state_dict, "state": {}})
             self._units, self._resident_bytes, self._traffic.limit_bytes = {}, 0, 0
             try:
@@ -492,18 +488,6 @@ OffloadedOptimizer.step = torch._disable_dynamo(  # type: ignore[method-assign, 
 
 def _different(units: Mapping[Tensor, StateUnit | None]) -> set[StateUnit]:
     return {unit for unit in units.values() if unit is not None}
-
-
-@contextmanager
-def _without_loading_hooks(optimizer: Optimizer) -> Iterator[None]:
-    before, after = optimizer._optimizer_load_state_dict_pre_hooks, optimizer._optimizer_load_state_dict_post_hooks
-    optimizer._optimizer_load_state_dict_pre_hooks = OrderedDict()
-    optimizer._optimizer_load_state_dict_post_hooks = OrderedDict()
-    try:
-        yield
-    finally:
-        optimizer._optimizer_load_state_dict_pre_hooks = before
-        optimizer._optimizer_load_state_dict_post_hooks = after
 
 
 def _parts(state: Mapping[Any, Any]) -> Iterator[dict[Any, Any]]:

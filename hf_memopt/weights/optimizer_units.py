@@ -107,15 +107,8 @@ class PackedState:
 
     def is_in(self, block: Tensor) -> bool:
         """Return whether all state lies at its place in `block`."""
-        return all(begin == block.data_ptr() + start for start, begin in self._begins())
-
-    def fits_in(self, block: Tensor) -> bool:
-        """Return whether the state that lies in `block` is at its place there, so that moving overwrites none."""
-        first, last = block.data_ptr(), block.data_ptr() + block.nbytes
-        return all(begin == first + start for start, begin in self._begins() if first <= begin < last)
-
-    def _begins(self) -> Iterator[tuple[int, int]]:
-        return ((start, each.begin) for start, each in zip(self._starts, self._ranges, strict=True))
+        first = block.data_ptr()
+        return all(each.begin == first + start for start, each in zip(self._starts, self._ranges, strict=True))
 
 
 class StateUnit:
@@ -196,11 +189,12 @@ class StateUnit:
         found = packed_state(state, self.parameters)
         if found.num_bytes:
             memory = self._memory
-            if memory is not None and not self.is_here:
+            is_reserved = memory is not None and self.is_new and self.num_bytes == found.num_bytes
+            if memory is not None and is_reserved and not self.is_here:
                 memory.give()
                 memory.show()
                 self.is_here = True
-            if memory is None or self.num_bytes != found.num_bytes or not found.fits_in(memory.block):
+            if memory is None or not (is_reserved or (self.is_here and found.is_in(memory.block))):
                 self._release()
                 memory = self._reserve(found.num_bytes)
             if not found.is_in(memory.block):
