@@ -80,20 +80,13 @@ class _Visit(NamedTuple):
 
 @dataclass
 class _Update:
-    """An update under way.
-
-    Attributes:
-        left: the visits that are left.
-        gradients: with their versions, as the update began.
-        of_scaler: what a GradScaler has set.
-        is_torn: whether the optimizer is at work on the first of the visits.
-    """
+    """An update under way."""
 
     left: list[_Visit]
-    gradients: dict[Tensor, tuple[Tensor, int]]
-    of_scaler: dict[str, Any]
+    gradients: dict[Tensor, tuple[Tensor, int]]  # with their versions, as it began
+    of_scaler: dict[str, Any]  # what a GradScaler has set
     visits: UpdateVisits
-    is_torn: bool = False
+    is_torn: bool = False  # the optimizer is at work on the first visit that is left
 
 
 class OffloadedOptimizer(Optimizer):
@@ -138,8 +131,7 @@ class OffloadedOptimizer(Optimizer):
         if home not in OPTIMIZER_HOMES:
             raise ValueError(f"home={home!r} is unknown; use one of {', '.join(OPTIMIZER_HOMES)}")
         NOT_NEGATIVE.check("budget_gib", budget_gib)
-        if disk is not None:
-            check_disk(disk)
+        check_disk(disk)
         _refuse(optimizer)
         refuse_coupled(optimizer, optimizer.param_groups)
         self.optimizer = optimizer
@@ -152,8 +144,6 @@ class OffloadedOptimizer(Optimizer):
         self._update: _Update | None = None
         self._num_updates = 0
 
-    # ------------------------------------------------------------------------------------------------ as torch's
-
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":
             raise AttributeError(name)
@@ -163,9 +153,6 @@ class OffloadedOptimizer(Optimizer):
         inner = vars(self).get("optimizer")
         is_inner = inner is not None and name in vars(inner) and name not in ("step", *vars(self))
         object.__setattr__(inner if is_inner and not hasattr(type(self), name) else self, name, value)
-
-    def __repr__(self) -> str:
-        return f"OffloadedOptimizer(home={self._home_name!r}, {self.optimizer!r})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("an OffloadedOptimizer cannot be copied or pickled; save its state_dict()")
@@ -207,8 +194,6 @@ class OffloadedOptimizer(Optimizer):
             self.param_groups.pop()
             raise
 
-    # ------------------------------------------------------------------------------------------------ the update
-
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update all parameters that have gradients.
 
@@ -242,8 +227,7 @@ class OffloadedOptimizer(Optimizer):
             if parameter.grad is not before or before._version != version:
                 raise RuntimeError(f"gradients have changed since the update was interrupted; {_REMEDY}")
         self._go_on()
-        hooks = chain(self._optimizer_step_post_hooks.values(), _global_optimizer_post_hooks.values())
-        for hook in hooks:
+        for hook in chain(self._optimizer_step_post_hooks.values(), _global_optimizer_post_hooks.values()):
             hook(self, (self,), {})
 
     def report(self) -> OptimizerReport:
@@ -326,29 +310,21 @@ class OffloadedOptimizer(Optimizer):
         if unit is not None:
             self._traffic.send(unit)
 
-    # ------------------------------------------------------------------------------------------------ units
-
     def _take_in(self, parameters: Iterable[Tensor]) -> None:
         """Give parameters that have none yet units, with places at home, and move the state there is."""
         new = {each for each in parameters if each not in self._units}
         measured: dict[Any, int] = {}
-        sizes = {
-            each: self._state_bytes(group, each, measured)
-            for group in self.param_groups
-            for each in group["params"]
-            if each in new
-        }
+        of_groups = [(group, [each for each in group["params"] if each in new]) for group in self.param_groups]
+        sizes = {each: self._state_bytes(group, each, measured) for group, those in of_groups for each in those}
         largest = max(sizes.values(), default=0)
         most = min(_UNIT_BYTES, largest)
         self._home.largest_bytes = max(self._home.largest_bytes, largest)
         resident_bytes, staying, made = self._resident_bytes, [], list[StateUnit]()
         parts: list[list[Tensor]] = []
-        for group in self.param_groups:
+        for _, those in of_groups:
             is_open, part_bytes = False, 0
-            for each in group["params"]:
-                if each not in new:
-                    is_open = False
-                elif 0 < sizes[each] <= self._budget_bytes - resident_bytes:
+            for each in those:
+                if 0 < sizes[each] <= self._budget_bytes - resident_bytes:
                     resident_bytes += sizes[each]
                     staying.append(each)
                     is_open = False
@@ -393,8 +369,6 @@ class OffloadedOptimizer(Optimizer):
                 bare_step(alone)
             measured[key] = packed_state(alone.state, [copied]).num_bytes
         return measured[key]
-
-    # ------------------------------------------------------------------------------------------------ state dicts
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the optimizer inside returns; the state that is away is shown where it lies at home.

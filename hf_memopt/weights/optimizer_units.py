@@ -76,13 +76,7 @@ def packed_state(state: Mapping[Tensor, Any], parameters: Iterable[Tensor]) -> "
 
 
 class PackedState:
-    """State where it is now, and its layout in a block.
-
-    Attributes:
-        leaves: all tensors of the parameters' state.
-        offsets: of the plain tensors that move.
-        num_bytes: of the block.
-    """
+    """All tensors of some state where they are now, and the layout of those that move in a block."""
 
     def __init__(self, leaves: Sequence[Leaf], ranges: Sequence[MemoryRange], slices: Sequence[WeightSlice]) -> None:
         self.leaves = list(leaves)
@@ -112,27 +106,18 @@ class PackedState:
 
 
 class StateUnit:
-    """The state of neighbouring parameters of one group and device.
-
-    Args:
-        parameters: in the order of their group.
-        home: where the state goes.
-        num_bytes: of the state, for which a place is reserved there; another one is taken if the state needs it.
-
-    Attributes:
-        is_here: whether the block's bytes are on the device, or on their way to it or from it.
-        is_newer: whether they are newer there than at home.
-    """
+    """The state of neighbouring parameters of one group and device, with a place of `num_bytes` reserved at home."""
 
     def __init__(self, parameters: list[Tensor], home: "StateHome", num_bytes: int) -> None:
         self.parameters, self._home, self._device = parameters, home, parameters[0].device
-        self.is_here = self.is_newer = False
+        self.is_here = False  # or on its way to or from the device
+        self.is_newer = False  # than the bytes at home
         self._packed = PackedState((), (), ())
         self._memory: StorageMemory | None = None
         self._place: Place | None = None
         self._shown: weakref.ref[Any] | None = None
         self._coming: Transfer | None = None
-        self._going: Transfer | None = None
+        self.going: Transfer | None = None  # the write home that is under way
         if num_bytes:
             self._reserve(num_bytes)
             self._take()
@@ -142,11 +127,6 @@ class StateUnit:
     def is_new(self) -> bool:
         """Return whether there is no state yet."""
         return not self._packed.leaves
-
-    @property
-    def is_going(self) -> bool:
-        """Return whether the bytes are on their way home, as where other parameters lie between two of the unit's."""
-        return self._going is not None
 
     @property
     def num_bytes(self) -> int:
@@ -206,23 +186,23 @@ class StateUnit:
 
     def send(self) -> None:
         """Start writing the bytes home."""
-        if self.is_here and self._going is None:
+        if self.is_here and self.going is None:
             assert self._memory is not None
             assert self._place is not None
-            self._going = self._place.memory.write(self._memory.block, self._place.block)
+            self.going = self._place.memory.write(self._memory.block, self._place.block)
 
     def settle(self) -> None:
         """Wait until the bytes are at home, and free the device's memory; they stay where the copy has failed."""
         self.arrive()
         if self.is_newer:
             self.send()
-        if self._going is not None:
+        if self.going is not None:
             try:
-                self._going.wait()
+                self.going.wait()
             except Exception:
-                self._going = None
+                self.going = None
                 raise
-            self._going, self.is_newer = None, False
+            self.going, self.is_newer = None, False
         if self.is_here:
             self._take()
 
@@ -282,24 +262,13 @@ class StateUnit:
 
 
 class StateHome:
-    """The memories that state is in between updates, one for each device that has parameters.
-
-    Args:
-        home: `"host"` or `"file"`.
-        copier: given by the user; None: chosen for the device.
-        disk: folder of the file. None: the system's for temporary files.
-
-    Attributes:
-        file: the one on the disk, once there is one.
-        largest_bytes: of the largest unit to come.
-        memories: by device.
-    """
+    """The memories that state is in between updates, one for each device that has parameters."""
 
     def __init__(self, home: str, copier: Copier | None, disk: str | os.PathLike[str] | None) -> None:
         self._home, self._copier = home, copier
         self._folder = tempfile.gettempdir() if disk is None else disk
         self.file: TierFile | None = None
-        self.largest_bytes = 0
+        self.largest_bytes = 0  # of the units to come
         self.memories: dict[torch.device, LowerMemory] = {}
         self._spare = SparePages()
 
@@ -343,13 +312,7 @@ class StateHome:
 
 
 class Traffic:
-    """Units on their way: how many bytes of them may be on the device at a time, and were moved.
-
-    Attributes:
-        limit_bytes: of units on the device, unless a single one is larger.
-        peak_bytes: the most there has been.
-        bytes_read: brought to the device; `bytes_written`, sent home.
-    """
+    """Units on their way, with `limit_bytes` on the device at a time unless one is larger; counts what was moved."""
 
     def __init__(self) -> None:
         self._here: list[StateUnit] = []
@@ -360,7 +323,7 @@ class Traffic:
 
     def bring(self, unit: StateUnit) -> None:
         """Start bringing a unit; waits for others to be home where there is no room."""
-        if unit.is_new or unit.is_going:  # the optimizer makes new state first, which is then moved to the block
+        if unit.is_new or unit.going:  # the optimizer makes new state first, which is then moved to the block
             self.settle()
         while not self.has_room(unit) and self._here:
             self._settle_first()
