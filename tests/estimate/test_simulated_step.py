@@ -87,7 +87,7 @@ def step_of(folder: Path, model: str, **options: Any) -> SimulatedStep:
 def repeated(step: SimulatedStep) -> MemoryEstimate:
     assert step.repeated is not None
     layers = step.repeated
-    return run_isolated(lambda: _estimate(_repeated(layers, GPU), GPU))
+    return run_isolated(lambda: _estimate(_repeated(layers, GPU), GPU, SimulatedStep(step.setup, step.step)))
 
 
 def as_estimated(step: SimulatedStep) -> MemoryEstimate:

@@ -37,7 +37,7 @@ def test_equal_layers_are_simulated_once_with_the_bytes_of_all(tmp_path: Path) -
     made = workload(tmp_path, SFT | ADAPTERS, num_layers=5)
     few, whole = made.as_given(), made.as_given()
     expected = estimate_peak_memory(whole.setup, whole.step)
-    found = run_isolated(lambda: _estimate(_repeated(few.repeated, None), None))
+    found = run_isolated(lambda: _estimate(_repeated(few.repeated, None), None, few))
     assert found.breakdown == expected.breakdown
     assert found.reserved_bytes == expected.reserved_bytes
     assert few.num_micro_batches == 2
@@ -47,7 +47,7 @@ def test_a_few_layers_tell_what_offloading_the_inputs_of_all_does(tmp_path: Path
     made = workload(tmp_path, {"per_device_train_batch_size": 8}, num_layers=9, width=WIDE, seq_len=64)
     few, whole = (made.simulated({"activations": "checkpointed, inputs offloaded"}, 8) for _ in range(2))
     expected = estimate_peak_memory(whole.setup, whole.step, gpu="rtx4090")
-    found = run_isolated(lambda: _estimate(_repeated(few.repeated, "rtx4090"), "rtx4090"))
+    found = run_isolated(lambda: _estimate(_repeated(few.repeated, "rtx4090"), "rtx4090", few))
     assert found.trace == expected.trace
     assert found.storage_kinds == expected.storage_kinds
     assert found.host_bytes == expected.host_bytes > 2**20
