@@ -299,7 +299,7 @@ class OffloadedOptimizer(Optimizer):
             self._traffic.bring(unit)
             unit.arrive()
             for after, *_ in update.left[1 : 1 + _AHEAD]:
-                if after is not None and not after.is_new and self._traffic.has_room(after):
+                if after is not None and not (after.is_new or after.going) and self._traffic.has_room(after):
                     self._traffic.bring(after)
         update.is_torn = True
         update.visits.update(number, parameters)

@@ -323,8 +323,10 @@ class Traffic:
 
     def bring(self, unit: StateUnit) -> None:
         """Start bringing a unit; waits for others to be home where there is no room."""
-        if unit.is_new or unit.going:  # the optimizer makes new state first, which is then moved to the block
+        if unit.is_new:  # the optimizer makes its state first, which is then moved to the block
             self.settle()
+        elif unit.going:  # other parameters lie between two of the unit's
+            unit.settle()
         while not self.has_room(unit) and self._here:
             self._settle_first()
         if unit not in self._here:
