@@ -27,10 +27,10 @@ from hf_memopt.callbacks.offloading import (
 from hf_memopt.callbacks.optimizer_home import HomeOfOptimizers
 from hf_memopt.callbacks.run_reports import RunReports
 from hf_memopt.callbacks.streamed_base import StreamedBase, streams_alone
-from hf_memopt.weights import OffloadedOptimizer, OffloadedTeacher, StreamedWeights, VisitsByCall
+from hf_memopt.weights import OffloadedTeacher, StreamedWeights, VisitsByCall
 from hf_memopt.weights.base import BaseHome
 from hf_memopt.weights.homes import Home
-from hf_memopt.weights.optimizer import OptimizerHome
+from hf_memopt.weights.optimizer import report_of
 from hf_memopt.weights.strategies.mode_choice import TeacherMode
 from hf_memopt.weights.weight_files import loaded_from
 
@@ -44,7 +44,7 @@ def attach(
     base: BaseHome | StreamedWeights | None = None,
     frozen: TeacherMode | None = None,
     frozen_home: Home = "host",
-    optimizer_home: OptimizerHome | None = None,
+    optimizer_home: Home | None = None,
     optimizer_disk: str | os.PathLike[str] | None = None,
     selective_checkpointing: bool = False,
     memory: bool = True,
@@ -233,8 +233,8 @@ def lines_about_weights(trainer: Trainer) -> list[str]:
     callbacks = trainer.callback_handler.callbacks
     lines = [str(each.weights.report()) for each in callbacks if isinstance(each, StreamedBase)]
     lines += [line for each in callbacks if isinstance(each, FrozenModels) for line in each.lines()]
-    optimizer = getattr(trainer.optimizer, "optimizer", None)  # inside of accelerate's
-    return [*lines, str(optimizer.report())] if isinstance(optimizer, OffloadedOptimizer) else lines
+    report = report_of(trainer.optimizer)
+    return lines if report is None else [*lines, str(report)]
 
 
 def _caches_gradients(trainer: Any) -> bool:

@@ -10,7 +10,8 @@ from transformers import Trainer, TrainerCallback, TrainerState, TrainingArgumen
 
 from hf_memopt.transfer.scratch_file import check_disk
 from hf_memopt.weights import OffloadedOptimizer
-from hf_memopt.weights.optimizer import OPTIMIZER_HOMES, OptimizerHome, OptimizerReport
+from hf_memopt.weights.homes import HOMES, Home
+from hf_memopt.weights.optimizer import OptimizerReport
 
 logger = logging.getLogger(__name__)
 
@@ -18,11 +19,11 @@ logger = logging.getLogger(__name__)
 class HomeOfOptimizers(TrainerCallback):
     """Gives the state of optimizers a home between updates, and logs the costs when a trainer's training ends."""
 
-    def __init__(self, home: OptimizerHome, disk: str | os.PathLike[str] | None) -> None:
-        if home not in OPTIMIZER_HOMES:
-            raise ValueError(f"optimizer_home={home!r} is unknown; use one of {', '.join(OPTIMIZER_HOMES)}")
+    def __init__(self, home: Home, disk: str | os.PathLike[str] | None) -> None:
+        if home not in HOMES:
+            raise ValueError(f"optimizer_home={home!r} is unknown; use one of {', '.join(HOMES)}")
         check_disk(disk)
-        self._home: OptimizerHome = home
+        self._home: Home = home
         self._disk = disk
         self._reports: dict[object, OptimizerReport] = {}  # they outlive their optimizers
         self.unreached = (  # until one of them has made an update, then empty

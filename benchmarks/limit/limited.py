@@ -1,4 +1,4 @@
-"""Trainings under a limit, each in a process of its own and alone: their turns, medians, options and results."""
+"""Runs under a memory limit, one process at a time: their order, medians, options and results."""
 
 import argparse
 import json
@@ -14,7 +14,7 @@ from hf_memopt.recipes.memory_limit import limits
 from hf_memopt.recipes.memory_limit.limited_process import LimitedRun, run_limited
 from hf_memopt.transfer.scratch_file import file_system
 
-# Threads that wait for each other sleep, and glibc gives larger blocks back as soon as they are freed.
+# Waiting threads sleep instead of spinning, and glibc returns larger blocks as soon as they are freed.
 ENVIRONMENT = {"OMP_WAIT_POLICY": "passive", "MALLOC_MMAP_THRESHOLD_": str(2**16)}
 TOO_SLOW_S = 60.0
 
@@ -114,7 +114,7 @@ def median(values: Iterable[float]) -> float | None:
 
 
 def are_equal(runs: Sequence[Row], reference: Row, names: Iterable[str]) -> bool | None:
-    """Return whether all runs that finished have these results of the reference's; None if none has."""
+    """Return whether these results of all finished runs equal those of the reference; None if no run finished."""
     equal = [run[name] == reference[name] for run in finished(runs) for name in names]
     return all(equal) if equal else None
 

@@ -115,8 +115,8 @@ def _refuse_coupled(optimizer: Optimizer, group: dict[str, Any], like: Sequence[
         raise ValueError("shares tensors of its state among parameters")
     if [each.data_ptr() for each in both] != places:
         raise ValueError("exchanges the memory of parameters")
-    attributes = {each.untyped_storage()._cdata for each in _tensors(vars(together), but=("state", "param_groups"))}
-    if attributes & set.union(*storages):
+    others = {name: value for name, value in vars(together).items() if name not in ("state", "param_groups")}
+    if {each.untyped_storage()._cdata for each in _tensors(others)} & set.union(*storages):
         raise ValueError("keeps tensors of its state in attributes, too")
     before = both[1].detach().clone()
     both[0].grad, both[1].grad = torch.ones_like(both[0]), None
@@ -233,10 +233,9 @@ def _restore(optimizer: Optimizer, settings: list[dict[str, Any]]) -> None:
         holder.update(before)
 
 
-def _tensors(value: Any, but: Sequence[str] = ()) -> list[Tensor]:
+def _tensors(value: Any) -> list[Tensor]:
     """Return the plain tensors in dictionaries and lists."""
-    kept = {name: each for name, each in value.items() if name not in but} if but else value
-    return [each for leaf in leaves(kept) for each in unwrapped(leaf.tensor)]
+    return [each for leaf in leaves(value) for each in unwrapped(leaf.tensor)]
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

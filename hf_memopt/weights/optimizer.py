@@ -6,7 +6,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -20,11 +20,10 @@ from hf_memopt.transfer import Copier
 from hf_memopt.transfer.scratch_file import check_disk
 from hf_memopt.units import GIB, MIB, format_bytes
 from hf_memopt.weights.coupling import UpdateVisits, bare_copy, bare_step, random_numbers_kept, refuse_coupled
+from hf_memopt.weights.homes import HOMES, Home
 from hf_memopt.weights.optimizer_units import StateHome, StateUnit, Traffic, leaves, packed_state
 from hf_memopt.weights.quantised import rewrapped
 
-OptimizerHome = Literal["host", "file"]
-OPTIMIZER_HOMES: tuple[str, ...] = get_args(OptimizerHome)
 # State of small parameters travels together, up to so many bytes, or as many as that of the largest parameter.
 _UNIT_BYTES = 32 * MIB
 # Units on their way ahead of the one that is updated; all on their way take so many bytes at most.
@@ -123,13 +122,13 @@ class OffloadedOptimizer(Optimizer):
     def __init__(
         self,
         optimizer: Optimizer,
-        home: OptimizerHome = "host",
+        home: Home = "host",
         budget_gib: float | None = None,
         disk: str | os.PathLike[str] | None = None,
         copier: Copier | None = None,
     ) -> None:
-        if home not in OPTIMIZER_HOMES:
-            raise ValueError(f"home={home!r} is unknown; use one of {', '.join(OPTIMIZER_HOMES)}")
+        if home not in HOMES:
+            raise ValueError(f"home={home!r} is unknown; use one of {', '.join(HOMES)}")
         NOT_NEGATIVE.check("budget_gib", budget_gib)
         check_disk(disk)
         _refuse(optimizer)
@@ -313,6 +312,8 @@ class OffloadedOptimizer(Optimizer):
     def _take_in(self, parameters: Iterable[Tensor]) -> None:
         """Give parameters that have none yet units, with places at home, and move the state there is."""
         new = {each for each in parameters if each not in self._units}
+        if not new:
+            return
         measured: dict[Any, int] = {}
         of_groups = [(group, [each for each in group["params"] if each in new]) for group in self.param_groups]
         sizes = {each: self._state_bytes(group, each, measured) for group, those in of_groups for each in those}
@@ -458,6 +459,12 @@ def _shown(value: Any, at_home: Mapping[int, Tensor]) -> Any:
 OffloadedOptimizer.step = torch._disable_dynamo(  # type: ignore[method-assign, attr-defined]
     Optimizer.profile_hook_step(OffloadedOptimizer.step)
 )
+
+
+def report_of(optimizer: Any) -> OptimizerReport | None:
+    """Return the costs so far of an optimizer, or of the one inside accelerate's, whose state has a home."""
+    inner = optimizer if isinstance(optimizer, OffloadedOptimizer) else getattr(optimizer, "optimizer", None)
+    return inner.report() if isinstance(inner, OffloadedOptimizer) else None
 
 
 def _different(units: Mapping[Tensor, StateUnit | None]) -> set[StateUnit]:

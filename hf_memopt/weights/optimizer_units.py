@@ -49,20 +49,21 @@ def leaves(container: Any) -> Iterator[Leaf]:
             yield from leaves(value)
 
 
-def movable(leaf: Leaf, parameter: Tensor) -> Iterator[Tensor]:
-    """Yield the plain tensors inside of a leaf that move, in the order of their fields."""
+def movable(found: Iterable[Leaf], parameter: Tensor) -> Iterator[Tensor]:
+    """Yield the plain tensors inside of a parameter's leaves that move."""
     plain = [each for each in (parameter, parameter.grad) if each is not None and type(each) in _PLAIN_PARAMETERS]
     owned = {each.untyped_storage()._cdata for each in plain}
-    for tensor in unwrapped(leaf.tensor) if is_quantised(leaf.tensor) else (leaf.tensor,):
-        if (
-            type(tensor) in PLAIN_TYPES
-            and tensor.dim() > 0
-            and tensor.numel() > 0
-            and tensor.layout is torch.strided
-            and tensor.device == parameter.device
-            and tensor.untyped_storage()._cdata not in owned
-        ):
-            yield tensor
+    for leaf in found:
+        for tensor in unwrapped(leaf.tensor) if is_quantised(leaf.tensor) else (leaf.tensor,):
+            if (
+                type(tensor) in PLAIN_TYPES
+                and tensor.dim() > 0
+                and tensor.numel() > 0
+                and tensor.layout is torch.strided
+                and tensor.device == parameter.device
+                and tensor.untyped_storage()._cdata not in owned
+            ):
+                yield tensor
 
 
 _PLAIN_PARAMETERS = {Tensor, *PARAMETER_TYPES}
@@ -70,9 +71,9 @@ _PLAIN_PARAMETERS = {Tensor, *PARAMETER_TYPES}
 
 def packed_state(state: Mapping[Tensor, Any], parameters: Iterable[Tensor]) -> "PackedState":
     """Lay out the state of some parameters in one block."""
-    found = [(leaf, list(movable(leaf, each))) for each in parameters for leaf in leaves(state.get(each) or {})]
-    ranges = memory_ranges([tensor for _, tensors in found for tensor in tensors])
-    return PackedState([leaf for leaf, _ in found], ranges, packed(ranges))
+    found = [(each, list(leaves(state.get(each) or {}))) for each in parameters]
+    ranges = memory_ranges([tensor for each, its in found for tensor in movable(its, each)])
+    return PackedState([leaf for _, its in found for leaf in its], ranges, packed(ranges))
 
 
 class PackedState:
@@ -174,10 +175,10 @@ class StateUnit:
                 memory.give()
                 memory.show()
                 self.is_here = True
-            if memory is None or not (is_reserved or (self.is_here and found.is_in(memory.block))):
-                self._release()
-                memory = self._reserve(found.num_bytes)
-            if not found.is_in(memory.block):
+            if memory is None or not (self.is_here and found.is_in(memory.block)):
+                if memory is None or not is_reserved:
+                    self._release()
+                    memory = self._reserve(found.num_bytes)
                 found.move(memory.block)
                 if self._device.type == "cpu":
                     return_freed_memory()

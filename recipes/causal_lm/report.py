@@ -9,13 +9,14 @@ from hf_memopt.recipes.causal_lm.step import Run
 from hf_memopt.recipes.common.comparison import read_costs
 from hf_memopt.recipes.common.cost import RunCost, table
 from hf_memopt.recipes.common.results import can_draw, drawn, plot_history, run_results, write_results
+from hf_memopt.weights.optimizer import report_of
 
 logger = logging.getLogger(__name__)
 
 
 def results(run: Run, cost: RunCost) -> dict[str, Any]:
     final = [entry for entry in run.progress.history if "eval_loss" in entry][-1]
-    more = {"corpus": describe_corpus(run.options.data), "final": final, "optimizer": run.optimizer_report()}
+    more = {"corpus": describe_corpus(run.options.data), "final": final, "optimizer": report_of(run.optimizer)}
     return run_results(run, cost, libraries=("transformers", "datasets"), **more)
 
 

@@ -17,7 +17,7 @@ from hf_memopt.recipes.causal_lm.options import Options
 from hf_memopt.recipes.causal_lm.step import Batch, Run, make_optimizer, update
 from hf_memopt.recipes.common.auto_plan import RecipeWorkload, activation_levers
 from hf_memopt.recipes.common.flags import read_options
-from hf_memopt.weights import OPTIMIZER_HOMES
+from hf_memopt.weights.homes import HOMES
 
 __all__ = ["workload"]
 
@@ -36,7 +36,7 @@ class CausalLM(RecipeWorkload):
     BATCH = ("training.per_device_batch_size", "training.gradient_accumulation_steps")
     LEVERS: ClassVar = {
         "activations": activation_levers("model.gradient_checkpointing"),
-        "optimizer_home": {home: {"training.optimizer_home": home} for home in ("off", *OPTIMIZER_HOMES)},
+        "optimizer_home": {home: {"training.optimizer_home": home} for home in ("off", *HOMES)},
     }
 
     def __init__(

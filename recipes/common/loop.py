@@ -24,8 +24,7 @@ from hf_memopt.recipes.common.options import RunOptions, checkpoints_folder
 from hf_memopt.recipes.common.results import History
 from hf_memopt.report.offloading import OffloadingRecord
 from hf_memopt.training.finite_check import FiniteCheck
-from hf_memopt.weights import OffloadedOptimizer
-from hf_memopt.weights.optimizer import OptimizerReport
+from hf_memopt.weights.optimizer import report_of
 
 logger = logging.getLogger(__name__)
 
@@ -116,18 +115,13 @@ class Run:
 
     def end(self, timer: StepTimer) -> RunCost:
         """Return the cost of the updates; leave the offloader's work in the run's folder, and warn if there is none."""
-        report = self.optimizer_report()
+        report = report_of(self.optimizer)
         away = [] if report is None else [str(report)]
         if (self.offloader is not None or away) and self.accelerator.is_main_process:
             OffloadingRecord.of(self.offloader, facts={}, weights=away).write(Path(self.options.output_dir))
         cost = timer.cost()
         warn_if_nothing_offloaded(cost, self.options.offload, self.accelerator.device.type)
         return cost
-
-    def optimizer_report(self) -> OptimizerReport | None:
-        """Return the costs of an optimizer whose state lives elsewhere."""
-        optimizer = getattr(self.optimizer, "optimizer", None)  # inside of accelerate's
-        return optimizer.report() if isinstance(optimizer, OffloadedOptimizer) else None
 
     def position(self) -> dict[str, Any]:
         return asdict(self.progress)

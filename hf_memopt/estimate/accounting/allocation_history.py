@@ -21,7 +21,7 @@ class StorageRecord:
         operation: that made it, such as "aten.mm.default".
         owner: the module that was running; "" outside of modules.
         kind: its use, where that is known; "" for the results of operations.
-        born, died: positions of its birth and its death; None while it lives.
+        born, died: positions where it is allocated and freed; `died` is None while it is allocated.
         source: index of the storage that it was made from, where no module was running; None if unknown.
         stream: number of the stream for which it was allocated; 0, the first one.
     """

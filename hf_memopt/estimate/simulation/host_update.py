@@ -1,4 +1,4 @@
-"""DeepSpeed's optimizers on the host beside a simulated card, and its files: the parts that it compiles."""
+"""Stand-ins for the compiled parts of DeepSpeed in a simulation: its Adam on the host and its asynchronous files."""
 
 from typing import Any
 

@@ -113,7 +113,7 @@ def need_trl(asked: str) -> None:
 
 
 def trainer_for(given: Mapping[str, Any], source: str) -> TrlTrainer | None:
-    """Return the one trainer that has all the fields; the first, SFT's, if it has; None if no trainer has."""
+    """Return SFT's trainer if it has all the fields, else the only one that does; None if none does."""
     known = {each: each.names() for each in TRL.values()}
     having = [each for each, names in known.items() if given.keys() <= names]
     if having and having[0] is TRL["sft"]:
