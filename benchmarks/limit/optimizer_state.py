@@ -87,7 +87,7 @@ def _cells(row: Row, rows: list[Row], num_steps: int) -> dict[str, str]:
         **limited.common_cells(row, "update"),
     }
     if NO_STATE in free:
-        cells["for state"] = f"{(row['peak_bytes'] - free[NO_STATE]['peak_bytes']) / MIB:.0f}"
+        cells["for state"] = f"{(row['peak_bytes'] - free[NO_STATE]['peak_bytes']) / MIB:z.0f}"
     if row["cpu_s"] is None:
         return cells
     return cells | {
