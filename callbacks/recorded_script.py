@@ -45,7 +45,7 @@ class Order:
 
     folder: str  # each rank writes `rank-N.json` into it
     num_steps: int
-    perturbed: str | None  # dtype in whose last place every weight is changed, by name; None: no change
+    perturbed: str | None  # name of a dtype: each weight is changed by one unit in its last place; None: no change
     in_float32: bool  # whether autocast and TF32 are off
     seed: int  # of all generators before the script begins
     switches: list[str]  # their texts

@@ -14,7 +14,7 @@ from hf_memopt.recipes.memory_limit import limits
 from hf_memopt.recipes.memory_limit.limited_process import LimitedRun, run_limited
 from hf_memopt.transfer.scratch_file import file_system
 
-# Waiting threads sleep instead of spinning, and glibc returns larger blocks as soon as they are freed.
+# Makes threads sleep while they wait, and glibc return blocks of 64 KiB and more as soon as they are freed.
 ENVIRONMENT = {"OMP_WAIT_POLICY": "passive", "MALLOC_MMAP_THRESHOLD_": str(2**16)}
 TOO_SLOW_S = 60.0
 
@@ -114,7 +114,7 @@ def median(values: Iterable[float]) -> float | None:
 
 
 def are_equal(runs: Sequence[Row], reference: Row, names: Iterable[str]) -> bool | None:
-    """Return whether these results of all finished runs equal those of the reference; None if no run finished."""
+    """Compare results of all finished runs, by name, with those of the reference; None if no run finished."""
     equal = [run[name] == reference[name] for run in finished(runs) for name in names]
     return all(equal) if equal else None
 

@@ -29,6 +29,7 @@ from benchmarks.limit.limited import Row
 from benchmarks.limit.workloads import WORKLOADS
 from hf_memopt.recipes.memory_limit import limits
 from hf_memopt.recipes.memory_limit.limited_process import LimitedRun
+from hf_memopt.units import GIB
 
 ENVIRONMENTS = {"mapped": limited.ENVIRONMENT, "default": {"OMP_WAIT_POLICY": "passive"}}
 # Shares of the bytes that the steps of a plain run add to its memory at rest.
@@ -64,7 +65,7 @@ class Bench:
             "kind": kind,
             "is_toy": self._options.size == "toy",
             "folder": str(self._folder),
-            "budget_gib": self._facts.get("budget_bytes", 0) / 2**30,
+            "budget_gib": self._facts.get("budget_bytes", 0) / GIB,
         }
         name = f"{self._workload}, {kind}, {allocator}"
         limit_bytes = None if kind == NO_LIMIT else self._facts["limit_bytes"]

@@ -68,7 +68,7 @@ class Difference:
     switched: Fingerprint | None
     relative: float
     roundings: float  # the same in units of the precision in which the plain tensor is stored
-    of_yardstick: float | None = None  # in units of `unit`; None where nothing shows the size of rounding
+    of_yardstick: float | None = None  # the difference in units of `unit`; None if rounding was not measured
     allowed: float = 0.0  # the largest multiple that rounding has
     unit: str = ""  # the size of rounding here, in words
     systematic: str = ""  # evidence that a difference of the size of rounding is none

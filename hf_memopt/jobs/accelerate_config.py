@@ -35,7 +35,7 @@ class Sharing:
 
     Attributes:
         optimizer_on: of the optimizer's state, and of the float32 copies that it updates: the device, the host, or an
-            NVMe disk. FSDP2 has `CPUOffloadPolicy`, with the weights; DeepSpeed updates with an Adam of its own there.
+            NVMe disk. FSDP2 moves the weights too (`CPUOffloadPolicy`); DeepSpeed runs its own Adam on the host.
         weights_on: of the trained weights between their uses.
         largest_weight: its numbers, where weights are on a disk: DeepSpeed reads each into one of its buffers.
     """

@@ -50,10 +50,7 @@ class HuggingFaceModel(ModelOptions):
 
     @property
     def levers(self) -> tuple[Lever, ...]:
-        return tuple(
-            Lever(name, tuple(values), of_disk=tuple(value for value in values if "file" in value or NVME in value))
-            for name, values in self._choices.items()
-        )
+        return tuple(Lever.of(name, ways) for name, ways in self._choices.items())
 
     @property
     def name(self) -> str:

@@ -38,7 +38,7 @@ def check_varied(vary: str | None) -> tuple[str, ...] | None:
 def choices_of(options: Any, varied: tuple[str, ...] | None) -> dict[str, dict[str, Changes]]:
     """Return the values of each lever and the `ModelOptions` that they change; the first of each changes none.
 
-    `varied` are names of levers beside activations; None, the base of adapters alone.
+    `varied` names the levers besides activations; None chooses the home of the base, where adapters are trained.
     """
     is_plain = options.engine == DDP and not options.gradient_cache
     ways = [name for name in ACTIVATIONS if is_plain or name in _OF_SHARDS]

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from hf_memopt.estimate.simulated_step import SimulatedStep
 
@@ -31,12 +31,18 @@ class Lever:
     Attributes:
         name: as the user sets it, such as a flag of the recipe.
         values: from the fastest to the most frugal; the first changes nothing.
-        of_disk: the values that read a disk, and are tried where there is one.
+        of_disk: the values that need a disk, and are tried where there is one.
     """
 
     name: str
     values: tuple[Any, ...]
     of_disk: tuple[Any, ...] = ()
+
+    @classmethod
+    def of(cls, name: str, ways: Mapping[str, Mapping[str, Any]]) -> Self:
+        """Make a lever from the options that each of its values changes; those that move bytes to a disk need one."""
+        of_disk = [value for value, changes in ways.items() if not {"file", "nvme"}.isdisjoint(changes.values())]
+        return cls(name, tuple(ways), tuple(of_disk))
 
     def without_disk(self) -> "Lever":
         return replace(self, values=tuple(value for value in self.values if value not in self.of_disk))

@@ -149,8 +149,7 @@ class StreamedWeights:
         if home not in BASE_HOMES:
             raise ValueError(f"home={home!r} is unknown; use one of {', '.join(BASE_HOMES)}")
         NOT_NEGATIVE.check("budget_gib", budget_gib)
-        if disk is not None:
-            check_disk(disk)
+        check_disk(disk)
         _refuse_what_places_weights(model)
         _refuse_streamed(model)
         if is_compiled(model):

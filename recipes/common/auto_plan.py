@@ -59,8 +59,7 @@ class RecipeWorkload(ABC):
             raise ValueError(f"effective_batch={effective_batch} must be at least 1")
         self.name, self.options, self.effective_batch = name, options, effective_batch
         precisions = PRECISIONS if precision == "auto" else (precision,)
-        levers = [Lever(name, tuple(ways), of_disk=tuple({"file"} & ways.keys())) for name, ways in self.LEVERS.items()]
-        self.levers = (*levers, Lever(PRECISION, precisions))
+        self.levers = (*(Lever.of(name, ways) for name, ways in self.LEVERS.items()), Lever(PRECISION, precisions))
 
     @property
     def micro_batches(self) -> list[int]:

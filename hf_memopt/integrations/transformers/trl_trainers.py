@@ -113,7 +113,10 @@ def need_trl(asked: str) -> None:
 
 
 def trainer_for(given: Mapping[str, Any], source: str) -> TrlTrainer | None:
-    """Return SFT's trainer if it has all the fields, else the only one that does; None if none does."""
+    """Find the trainer that has all the fields, preferably SFT's; return None if there is none.
+
+    Raises ValueError where several others have them, or no trainer has all that some have.
+    """
     known = {each: each.names() for each in TRL.values()}
     having = [each for each, names in known.items() if given.keys() <= names]
     if having and having[0] is TRL["sft"]:

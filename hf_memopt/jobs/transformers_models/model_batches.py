@@ -16,7 +16,7 @@ _IMAGE_SIZE = re.compile(r"([1-9]\d{0,4})(?:x([1-9]\d{0,4}))?")
 
 
 class Sample(NamedTuple):
-    """The sizes of samples beside the model's configuration; None, as that says, or a denoiser's script.
+    """The sizes of samples; None takes that of the model's configuration, or of a denoiser's script.
 
     Attributes:
         seq_len: tokens, those of images too; or frames of sound.

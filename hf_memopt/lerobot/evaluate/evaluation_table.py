@@ -3,23 +3,22 @@
 from collections.abc import Mapping
 from typing import Any
 
-from hf_memopt.lerobot.evaluate.measure import ReflowEvaluation
+from hf_memopt.lerobot.evaluate.measure import FIGURES, ReflowEvaluation
 from hf_memopt.lerobot.evaluate.rollouts import RolloutResult
 from hf_memopt.text_table import align
 
 _SIDES = (("teacher", "#7f8c9b"), ("student", "#e58b3d"))
-# Title of a column, field of ModelEvaluation and form of its numbers.
-_FIGURES = {"error": ("error", ".4f"), "spread": ("spread", ".4f"), "ms": ("latency_ms", ".1f")}
+_COLUMNS = ("error", "spread", "ms")
 
 Rollouts = Mapping[int, RolloutResult]
 
 
 def table(evaluation: ReflowEvaluation, rollouts: Rollouts | None = None) -> str:
-    header = ["steps", *(f"{name} {figure}" for figure in _FIGURES for name, _ in _SIDES)]
+    header = ["steps", *(f"{name} {figure}" for figure in _COLUMNS for name, _ in _SIDES)]
     rows = [[*header, *(["success", "reward"] if rollouts else [])]]
     for steps in evaluation.student.error:
         rows.append([str(steps)])
-        for field, form in _FIGURES.values():
+        for field, form in (FIGURES[title] for title in _COLUMNS):
             rows[-1] += [format(getattr(side, field)[steps], form) for side in (evaluation.teacher, evaluation.student)]
         if rollouts:
             rows[-1] += [f"{rollouts[steps].success_rate:.0%}", f"{rollouts[steps].mean_reward:.3f}"]

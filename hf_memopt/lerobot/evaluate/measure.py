@@ -38,6 +38,15 @@ _NUM_SPREAD_SAMPLES = 8
 _NUM_LATENCY_RUNS = 7
 
 
+# By title of a column, field of `ModelEvaluation` and form of its numbers.
+FIGURES = {
+    "error": ("error", ".4f"),
+    "spread": ("spread", ".4f"),
+    "ms": ("latency_ms", ".1f"),
+    "success": ("success_rate", ".0%"),
+}
+
+
 @dataclass(frozen=True)
 class ModelEvaluation:
     """One model's side of a comparison. Actions are normalised; dictionaries are keyed by number of Euler steps."""

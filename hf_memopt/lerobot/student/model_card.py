@@ -13,7 +13,7 @@ from lerobot.policies import get_policy_class
 
 from hf_memopt import __version__
 from hf_memopt.lerobot.checkpoint_files import file_in, read_object
-from hf_memopt.lerobot.evaluate.measure import ReflowEvaluation, evaluate_reflow, held_out_batches
+from hf_memopt.lerobot.evaluate.measure import FIGURES, ReflowEvaluation, evaluate_reflow, held_out_batches
 from hf_memopt.lerobot.flow.known_flows import flow_of
 from hf_memopt.lerobot.flow.reflow_options import is_student
 from hf_memopt.lerobot.policy_files import load_config, load_policy, load_teacher, resolve_checkpoint
@@ -35,8 +35,7 @@ _CARD_SETTINGS = (
     "share_prefix",
     "dtype",
 )
-# Title of a column, field of ModelEvaluation and form of its numbers.
-_FIGURES = {"error": ("error", ".4f"), "ms": ("latency_ms", ".1f"), "success": ("success_rate", ".0%")}
+_COLUMNS = ("error", "ms", "success")
 
 
 @dataclass(frozen=True)
@@ -193,7 +192,7 @@ def _by_steps(evaluation: ReflowEvaluation) -> Iterator[str]:
     sides = {"teacher": evaluation.teacher, "student": evaluation.student}
     columns = {
         f"{figure}, {name}": (values, form)
-        for figure, (field, form) in _FIGURES.items()
+        for figure, (field, form) in ((title, FIGURES[title]) for title in _COLUMNS)
         for name, side in sides.items()
         if (values := getattr(side, field))
     }

@@ -25,7 +25,7 @@ WIDTH, DEPTH = 1024, 8
 WEIGHTS = DEPTH * WIDTH * WIDTH
 FLOATS = 4 * WEIGHTS
 
-# The bytes of state, at most, and how many of a layer's gradient are temporaries of its update.
+# Makes the optimizer; the bytes of its state, at most.
 Kind = Callable[[list[nn.Parameter]], Optimizer]
 KINDS: dict[str, tuple[Kind, int]] = {
     "fused AdamW": (lambda weights: torch.optim.AdamW(weights, fused=True), 2 * FLOATS),
@@ -37,7 +37,7 @@ KINDS: dict[str, tuple[Kind, int]] = {
 
 
 class Job:
-    """Trains layers, and holds the bytes that its optimizer has moved against the state's."""
+    """Trains layers, and compares the bytes that its optimizer has moved with those of the state."""
 
     def __init__(self, device: torch.device, kind: str, home: Any, dtype: torch.dtype) -> None:
         make, self.state_bytes = KINDS[kind]
