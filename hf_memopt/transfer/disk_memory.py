@@ -79,7 +79,7 @@ class DirectDisk(_Disk):
         return self.file.read(block.extent, destination)
 
     def at_home(self, block: DiskBlock) -> mmap.mmap:
-        assert block.offset == 0
+        """Map the extent, in which the bytes begin at `block.offset`."""
         return self.file.mapped(block.extent)
 
     def empty_device(self, num_bytes: int, block: DiskBlock, first: int) -> Tensor:
@@ -100,6 +100,7 @@ class StagedBlock:
     extent: Extent
     nbytes: int
     write: "_StagedWrite | None" = None
+    offset = 0
 
 
 class StagedDisk(_Disk):

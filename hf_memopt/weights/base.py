@@ -1,4 +1,4 @@
-"""Frozen weights that live in host memory or in files, and visit the device in forward and backward."""
+"""Weights that live in host memory or in files, and visit the device in forward, backward and update."""
 
 import logging
 import os
@@ -9,18 +9,22 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
-from hf_memopt.autograd_state import COMES_AND_GOES, in_backward
+from hf_memopt.autograd_state import COMES_AND_GOES, PARAMETER_TYPES, in_backward
 from hf_memopt.ranges import NOT_NEGATIVE
-from hf_memopt.transfer import Copier, copier_for
-from hf_memopt.transfer.backends import backend_of
+from hf_memopt.transfer import Copier, SyncCopier, copier_for
+from hf_memopt.transfer.backends import PLAIN_TYPES, backend_of
 from hf_memopt.transfer.host_memory import return_freed_memory
 from hf_memopt.transfer.scratch_file import check_disk
 from hf_memopt.units import GIB, format_bytes
+from hf_memopt.weights.block_home import BlockHome
+from hf_memopt.weights.gradients import Gradients
 from hf_memopt.weights.homes import make_home
+from hf_memopt.weights.optimizer import OffloadedOptimizer
 from hf_memopt.weights.packed_weights import PackedWeights
 from hf_memopt.weights.quantised import claim_device, return_second_tensors, stored_tensors
 from hf_memopt.weights.residency.guards import REMEDY, ParameterGuards
@@ -28,6 +32,8 @@ from hf_memopt.weights.residency.model_state import ModelState
 from hf_memopt.weights.residency.selection import Selection, is_compiled, select
 from hf_memopt.weights.residency.visiting import Visiting
 from hf_memopt.weights.residency.with_statement import WithStatement
+from hf_memopt.weights.shared_memory import several_ranks
+from hf_memopt.weights.trained import TrainedWeights
 from hf_memopt.weights.weight_files import loaded_from
 
 logger = logging.getLogger(__name__)
@@ -91,13 +97,18 @@ class WeightsReport:
 
 
 class StreamedWeights:
-    """Has the frozen weights of a model visit the device, in forward and backward, so that they take little of it.
+    """Has the weights of a model visit the device, in forward and backward, so that they take little of it.
 
     Gradients are those of the resident run, bit for bit. Each module's call brings the weights that it reads, and so
     does autograd before it runs the nodes of that call; they are dropped when that is over. Other code that reads a
     weight within a pass has it brought, too. The order of visits is learned in the first step. From then on the next
-    weights are on their way while the present ones compute. Nothing is written back. It needs no checkpointing and goes
-    with both kinds. Threads may share the model.
+    weights are on their way while the present ones compute. It needs no checkpointing and goes with both kinds. Threads
+    may share the model.
+
+    With `trained=True` the weights that train stream, too, and their gradients go home as soon as they are complete.
+    `adopt(optimizer)` has the update visit weights, gradients and state a few parameters at a time. `p.grad` is then an
+    object that clipping, scaling and logging use as ever: functions of it bring its bytes, but for norms, which were
+    recorded, and factors, which wait for the update.
 
     Between passes a weight is away: a read or write raises a RuntimeError that names it, except inside of `visit`.
 
@@ -113,19 +124,22 @@ class StreamedWeights:
         home: of the weights between visits. `"host"`, one copy in host memory, page-locked on CUDA; `"file"`, the
             safetensors files that hold them, and a file without a name for those that no file holds byte for byte,
             written once; `"auto"`, the host where it has room for them and is not the device's own memory, else files.
+            What trains is read from the safetensors files until its first update, and then from another file without a
+            name: they are never written.
+        trained: whether all parameters stream, with their gradients.
         budget_gib: device memory for frozen weights, used by those that are visited soonest. None: as much as a visit
             and the next one take, and none between steps.
         device: that runs the model. None: the one where its weights are, or else the accelerator, if there is one.
         copier: how bytes move. None: side streams on an accelerator, plain copies on the CPU.
         files: safetensors files, or folders of them, where weights may lie. None: the folder that transformers has
             loaded the model from, or the files that it has mapped.
-        disk: folder on a local disk for the weights that no such file holds. None: the system's for temporary files.
+        disk: folder on a local disk for the files without a name. None: the system's for temporary files.
 
     Raises:
         DiskError: a file of the weights cannot be read or written.
         ValueError: unknown home; negative budget, or one below what stays on the device anyway; no frozen weights;
             sharded ones, or ones made in inference mode; a model split over several devices, or compiled as one region;
-            weights that stream already.
+            weights that stream already; several ranks with `trained=True`, or quantised weights that train.
 
     Autocast copies a weight of another dtype for each use, and autograd keeps the copy. For linear layers and
     convolutions this object makes the copies, and drops them; in other modules they stay until backward.
@@ -140,6 +154,7 @@ class StreamedWeights:
         model: nn.Module,
         *,
         home: BaseHome = "auto",
+        trained: bool = False,
         budget_gib: float | None = None,
         device: torch.device | str | None = None,
         copier: Copier | None = None,
@@ -152,14 +167,17 @@ class StreamedWeights:
         check_disk(disk)
         _refuse_what_places_weights(model)
         _refuse_streamed(model)
+        if trained:
+            _refuse_what_cannot_train(model)
         if is_compiled(model):
             raise ValueError(
                 "model is compiled as one region, which would need all its weights at once; compile its layers "
                 "instead, or compile it after it streams"
             )
         self.device = _device_of(model) if device is None else torch.device(device)
+        self._given_copier = copier
         self._copier = copier_for(self.device, purpose="base") if copier is None else copier
-        self._model = model
+        self._model, self._trains, self._disk = model, trained, disk
         # By thread, of the outermost `stream()`. One that was interrupted as it ended may still stand here.
         self._outermost: dict[int, WithStatement] = {}
         undo = ModelState(model).put_back
@@ -173,6 +191,36 @@ class StreamedWeights:
             undo()
             raise
 
+    def adopt(self, optimizer: Optimizer) -> OffloadedOptimizer:
+        """Have an optimizer visit the weights that train, their gradients and its state, in each `step`.
+
+        Takes the space for all of them at their home.
+
+        Args:
+            optimizer: of parameters of the model, or an `OffloadedOptimizer` of such. Its `step`, `state_dict`,
+                `load_state_dict` and `add_param_group` are those of the returned object from then on.
+
+        Returns:
+            OffloadedOptimizer: with the state of the optimizer at the home of the weights.
+
+        Raises:
+            ValueError: made without `trained=True`, or an optimizer that `OffloadedOptimizer` refuses.
+            DiskError: the disk has no room.
+        """
+        if self._gradients is None:
+            raise ValueError("adopt(optimizer) needs StreamedWeights(model, trained=True)")
+        if not isinstance(optimizer, OffloadedOptimizer):
+            home: Any = self._home_name
+            adopted = OffloadedOptimizer(optimizer, home, disk=self._disk, copier=self._given_copier)
+            adopted.redirect()
+        else:
+            adopted = optimizer
+        self._follow_gradients()
+        self._home.reserve(self.device)
+        self._gradients.reserve()
+        adopted.weights = TrainedWeights(self._visiting, self._gradients)
+        return adopted
+
     @contextmanager
     def stream(self, path: str = "") -> Iterator[None]:
         """Enclose a forward pass and its loss; backward may run inside or afterwards, any number of times.
@@ -185,7 +233,7 @@ class StreamedWeights:
 
         Raises:
             DiskError: a file of the weights has changed.
-            RuntimeError: a streamed weight was unfrozen, replaced, written, cast or moved.
+            RuntimeError: a streamed weight was replaced, cast or moved, or a frozen one unfrozen or written.
         """
         thread = threading.get_ident()
         outermost = self._outermost.get(thread)
@@ -203,12 +251,14 @@ class StreamedWeights:
     def visit(self, module: nn.Module) -> Iterator[None]:
         """Keep the weights of a module, and of those inside it, on the device, so that any code may read them.
 
+        With `trained=True` it may write them, too: what was written goes home.
+
         Args:
             module: the model or a part of it.
 
         Raises:
-            RuntimeError: one of them was written, replaced, unfrozen, cast or moved. Frozen weights are not written
-                back; `remove()` first.
+            RuntimeError: one of them was replaced, cast or moved, or else, where none trains, written or unfrozen:
+                `remove()` first.
 
         Takes device memory for all of them at once, beyond `budget_gib` if need be.
         """
@@ -242,11 +292,14 @@ class StreamedWeights:
         )
 
     def remove(self) -> None:
-        """Put all weights onto the device, as ordinary parameters. A second call does nothing.
+        """Put all weights, and gradients, onto the device, as ordinary tensors. A second call does nothing.
 
-        Takes device memory for all of them. Graphs of earlier steps can be run no more.
+        Takes device memory for all of them. Graphs of earlier steps can be run no more. An optimizer that was adopted
+        keeps the home of its state.
         """
         self._guards.remove()
+        if self._gradients is not None:
+            self._gradients.remove()
         self._visiting.restore()
         _ignore_in_ddp(self._model, set(getattr(self._model, _IGNORED, ())) - self._ignored.keys())
         while self._ignored:
@@ -266,11 +319,12 @@ class StreamedWeights:
     ) -> None:
         claim_device(model, self._copier)
         return_second_tensors(model)
-        chosen = select(model)
+        chosen = select(model, self._trains)
         weights = PackedWeights(model, exclude=chosen.others, inner_of=stored_tensors)
         self._home_name = _home_of(home, self.device, weights.num_bytes)
         where = loaded_from(model) if files is None else files
-        self._home = make_home(weights, self._home_name, self.device, self._copier, where, disk)
+        written = self._make_room_to_write(weights) if self._trains else None
+        self._home = make_home(weights, self._home_name, self.device, self._copier, where, disk, written)
         self._sources = _own_memory(weights)
         weights.drop_sources()
         self._streamed_bytes = weights.num_bytes
@@ -283,19 +337,41 @@ class StreamedWeights:
             self._copier,
             _budget(budget_gib, chosen),
             repeats=True,
-            remedy=f"read or write it inside `with base.visit(module):` of its StreamedWeights, or {REMEDY}",
+            remedy=(
+                "have its StreamedWeights adopt(optimizer) that updates it, and read or write it elsewhere inside `with "
+                "weights.visit(module):`"
+                if self._trains
+                else f"read or write it inside `with base.visit(module):` of its StreamedWeights, or {REMEDY}"
+            ),
             remedy_of_writes=REMEDY,
+            is_written_home=self._trains,
+            what="weight" if self._trains else "frozen weight",
         )
-        at_home = {
-            id(each.tensor): view
-            for piece, values in zip(weights.slices, self._home.views, strict=True)
-            for each, view in zip(piece.offsets, values, strict=True)
+        places = {
+            id(each.tensor): (number, place)
+            for number, piece in enumerate(weights.slices)
+            for place, each in enumerate(piece.offsets)
         }
-        self._guards = ParameterGuards(chosen.streamed, at_home, self._home.check, self._visiting.is_unchanged)
+
+        def at_home(tensor: Tensor) -> Tensor:
+            number, place = places[id(tensor)]
+            return self._home.views[number][place]
+
+        self._guards = ParameterGuards(
+            chosen.streamed,
+            at_home,
+            self._check_home,
+            self._visiting.is_unchanged,
+            self._visiting.load if self._trains else None,
+        )
+        self._gradients = None if written is None else Gradients(written, self._visiting.lock)
+        self._streamed = {each.parameter for each in chosen.streamed}
+        self._follow_gradients()
         self._names = {reason: tuple(named) for reason, named in chosen.resident.items() if reason != "small"}
         self._visiting.bind()
         others = set(getattr(model, _IGNORED, ()))
-        self._ignored = {each.name: each.parameter for each in chosen.streamed if each.name not in others}
+        frozen = [each for each in chosen.streamed if not each.parameter.requires_grad]
+        self._ignored = {each.name: each.parameter for each in frozen if each.name not in others}
         _ignore_in_ddp(model, others | self._ignored.keys())
         for tensor in chosen.others:
             if tensor.device != self.device:
@@ -305,6 +381,7 @@ class StreamedWeights:
     @contextmanager
     def _pass(self, path: str) -> Iterator[None]:
         self._visiting.follow_quantised()
+        self._follow_gradients()
         self._guards.check()
         self._home.check()
         trains, has_failed = torch.is_grad_enabled(), True
@@ -315,6 +392,25 @@ class StreamedWeights:
             has_failed = False
         finally:
             self._visiting.end(begun, has_failed, trains)
+
+
+    def _make_room_to_write(self, weights: PackedWeights) -> BlockHome:
+        copier = None if self.device.type == "cpu" and type(self._copier) is SyncCopier else self._copier
+        written = BlockHome(self._home_name, copier, self._disk, "weights that train and their gradients")
+        written.largest_bytes = max(piece.num_bytes for piece in weights.slices)
+        return written
+
+    def _follow_gradients(self) -> None:
+        if self._gradients is not None:
+            for name, parameter in self._model.named_parameters():
+                self._gradients.follow(parameter, name, has_home=parameter in self._streamed)
+
+    def _check_home(self) -> None:
+        """Have the home up to date, and its files as they were."""
+        self._visiting.flush()
+        if self._trains:
+            self._home.settle()
+        self._home.check()
 
 
 def streamed_weights_of(model: nn.Module) -> StreamedWeights | None:
@@ -371,6 +467,20 @@ def _refuse_what_places_weights(model: nn.Module) -> None:
             raise ValueError(
                 f"model{name and '.' + name} is a {type(module).__name__}, which places the weights itself; stream "
                 "those of the model inside before it is wrapped"
+            )
+
+
+def _refuse_what_cannot_train(model: nn.Module) -> None:
+    if several_ranks():
+        raise ValueError(
+            "trained=True on several ranks: gradients at their home are not averaged over ranks; use one process, or "
+            "FSDP or DeepSpeed"
+        )
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and type(parameter) not in PLAIN_TYPES | PARAMETER_TYPES:
+            raise ValueError(
+                f"trained=True: {name!r} is a {type(parameter).__name__}; only plain weights can train with a home. "
+                "Freeze it, or load the model unquantised and unsharded"
             )
 
 

@@ -132,7 +132,7 @@ def bare_copy(optimizer: Optimizer, group: dict[str, Any], parameters: list[Tens
     """Return an optimizer of the same class and attributes, with one group of other parameters, without state."""
     copied: Optimizer = object.__new__(type(optimizer))
     for name, value in vars(optimizer).items():
-        if name not in ("step", "param_groups", "state") and "hooks" not in name:
+        if name not in (*REDIRECTED, "param_groups", "state") and "hooks" not in name:
             vars(copied)[name] = tree_map(_copied, value)
     options = {name: tree_map(_copied, value) for name, value in group.items() if name not in _OF_PARAMETERS}
     names = {"param_names": [str(number) for number in range(len(parameters))]} if "param_names" in group else {}
@@ -215,6 +215,8 @@ def _falls_back_to_loop(group: dict[str, Any]) -> bool:
     return not _default_to_fused_or_foreach(parameters, group.get("differentiable", False))[1]
 
 
+# Methods of an optimizer that another object may have taken over.
+REDIRECTED = ("step", "state_dict", "load_state_dict", "add_param_group")
 _OF_PARAMETERS = ("params", "param_names")
 
 

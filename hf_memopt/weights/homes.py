@@ -11,8 +11,11 @@ from torch import Tensor
 
 from hf_memopt.transfer import Copier, SyncCopier, Transfer
 from hf_memopt.transfer.backends import backend_of, readable_in_place
+from hf_memopt.transfer.direct_io import PAGE
 from hf_memopt.transfer.file_reader import BlockInFiles, DirectReads, StagedReads
+from hf_memopt.transfer.lower_memory import Place
 from hf_memopt.transfer.storage_memory import ResizedMemory, StorageMemory, WholePages
+from hf_memopt.weights.block_home import BlockHome
 from hf_memopt.weights.packed_weights import PackedWeights, WeightSlice, views
 from hf_memopt.weights.shared_memory import refuse_different, several_ranks, share
 from hf_memopt.weights.weight_files import in_files
@@ -24,7 +27,7 @@ _VECTOR_BYTES = 64
 
 
 class WeightsHome(Protocol):
-    """The place of a `PackedWeights` block. Nothing is ever written back to it.
+    """The place of a `PackedWeights` block.
 
     Attributes:
         num_bytes: of the block.
@@ -48,6 +51,12 @@ class WeightsHome(Protocol):
 
     def to_device(self, start: int, destination: Tensor) -> Transfer:
         """Start copying the bytes of the block from `start` on to device memory, `(num_bytes,)` uint8."""
+
+    def to_home(self, start: int, source: Tensor) -> Transfer:
+        """Start writing a slice home, which begins at `start` of the block, from device memory, `(num_bytes,)` uint8."""
+
+    def reserve(self, device: torch.device) -> None:
+        """Take the space for all slices to be written; an error if there is none."""
 
     def memory(self, piece: WeightSlice, device: torch.device, message: str) -> StorageMemory:
         """Return memory of the device for a slice, which comes and goes; see `AccessGuard` for the message."""
@@ -85,11 +94,13 @@ def make_home(
     copier: Copier,
     files: Iterable[str | os.PathLike[str]] | None,
     disk: str | os.PathLike[str] | None,
+    written: BlockHome | None = None,
 ) -> WeightsHome:
     """Copy weights to host memory, or find them in files.
 
     Packed weights still have their sources. `files` are those of `in_files`, and `disk` is a folder for the weights
-    that none of them holds; None, the system's for temporary files.
+    that none of them holds; None, the system's for temporary files. `written` is where slices of files go that are
+    written, None where none is.
 
     Raises:
         ValueError: ranks have different weights, or a path leads to no safetensors file.
@@ -104,7 +115,8 @@ def make_home(
         if are_several:
             refuse_different(weights)
         block = in_files(weights, files, Path(tempfile.gettempdir() if disk is None else disk))
-        return FileHome(weights, block, None if device.type == "cpu" and type(copier) is SyncCopier else copier)
+        copier_between = None if device.type == "cpu" and type(copier) is SyncCopier else copier
+        return FileHome(weights, block, copier_between, written)
     if are_several:
         return HostHome(weights, share(weights, device), copier)
     master = copier.empty_host(weights.num_bytes)
@@ -113,7 +125,7 @@ def make_home(
 
 
 class HostHome:
-    """A block in host memory, `master`, which nothing writes again."""
+    """A block in host memory, `master`; shared with other ranks, it is not written again."""
 
     file_bytes = bytes_read = 0
     waited_s = 0.0
@@ -125,6 +137,12 @@ class HostHome:
 
     def to_device(self, start: int, destination: Tensor) -> Transfer:
         return self._copier.to_device(self._master[start : start + destination.nbytes], destination)
+
+    def to_home(self, start: int, source: Tensor) -> Transfer:
+        return self._copier.to_host(source, self._master[start : start + source.nbytes])
+
+    def reserve(self, device: torch.device) -> None:
+        """Do nothing: the block has its space."""
 
     def memory(self, piece: WeightSlice, device: torch.device, message: str) -> StorageMemory:
         return ResizedMemory(piece.num_bytes, device, message)
@@ -151,37 +169,86 @@ class HostHome:
 class FileHome:
     """A block in files. Between visits weights are mapped: the system reads pages that are touched, and may drop them.
 
+    Those files are never written: a slice that is has another place from then on.
+
     To read mapped weights where a file has become shorter ends the process, so that each reader calls `check` right
     before.
 
     Args:
         copier: between host and device; None where the device computes in host memory.
+        written: home of slices that are written; None where none is.
     """
 
-    def __init__(self, weights: PackedWeights, block: BlockInFiles, copier: Copier | None) -> None:
+    def __init__(
+        self, weights: PackedWeights, block: BlockInFiles, copier: Copier | None, written: BlockHome | None = None
+    ) -> None:
         self.num_bytes = self.file_bytes = weights.num_bytes
         self._slices, self._block = weights.slices, block
         self._reads = DirectReads(block) if copier is None else StagedReads(block, copier)
         self.host_bytes = self._reads.host_bytes
-        self.views = [_mapped(piece, block) for piece in weights.slices]
+        self._views = [_mapped(piece, block) for piece in weights.slices]
+        self._written, self._bytes_read_back = written, 0
+        self._numbers = {piece.start: number for number, piece in enumerate(weights.slices)}
+        # By the first byte of a slice, its place; those that were written, and those of which the old place is shown.
+        self._places: dict[int, Place] = {}
+        self._is_written: set[int] = set()
+        self._is_mapped_before: set[int] = set()
 
     @property
     def bytes_read(self) -> int:
-        return self._block.bytes_read
+        return self._block.bytes_read + self._bytes_read_back
 
     @property
     def waited_s(self) -> float:
-        return self._block.waited_s
+        written = self._written and self._written.file
+        return self._block.waited_s + (written.waited_s if written else 0.0)
+
+    @property
+    def views(self) -> list[list[Tensor]]:
+        while self._is_mapped_before:
+            start = self._is_mapped_before.pop()
+            number, (memory, block) = self._numbers[start], self._places[start]
+            piece = self._slices[number]
+            whole = torch.frombuffer(memory.at_home(block), dtype=torch.uint8)[block.offset :][: piece.num_bytes]
+            self._views[number] = views([each._replace(start=each.start - start) for each in piece.offsets], whole)
+        return self._views
 
     def to_device(self, start: int, destination: Tensor) -> Transfer:
-        return self._reads.read(start, destination)
+        if start not in self._is_written:
+            return self._reads.read(start, destination)
+        place = self._places[start]
+        self._bytes_read_back += destination.nbytes
+        return place.memory.read(place.block, destination)
+
+    def to_home(self, start: int, source: Tensor) -> Transfer:
+        place = self._place(start, source.device)
+        transfer = place.memory.write(source, place.block)
+        if start not in self._is_written:
+            self._is_written.add(start)
+            self._is_mapped_before.add(start)
+        return transfer
+
+    def reserve(self, device: torch.device) -> None:
+        for start in self._numbers:
+            self._place(start, device)
+
+    def _place(self, start: int, device: torch.device) -> Place:
+        if start not in self._places:
+            assert self._written is not None
+            self._places[start] = self._written.place(device, self._slices[self._numbers[start]].num_bytes)
+        return self._places[start]
 
     def memory(self, piece: WeightSlice, device: torch.device, message: str) -> StorageMemory:
         ahead = self._block.pieces[piece.start].position - piece.start
         is_aligned = all((each.start + ahead - each.tensor.data_ptr()) % _VECTOR_BYTES == 0 for each in piece.offsets)
-        if isinstance(self._reads, DirectReads) and is_aligned and WholePages.are_available():
-            self.host_bytes = 0  # no read passes through other memory
-            return self._reads.memory(piece.start, piece.num_bytes, message)
+        if isinstance(self._reads, DirectReads) and WholePages.are_available():
+            if is_aligned:
+                self.host_bytes = 0  # no read passes through other memory
+                return self._reads.memory(piece.start, piece.num_bytes, message)
+            if self._written is not None:
+                first = piece.offsets[0]
+                offset = (first.tensor.data_ptr() - first.start + piece.start) % PAGE
+                return WholePages(piece.num_bytes, offset, message, self._reads.spare)
         return ResizedMemory(piece.num_bytes, device, message)
 
     def rows(self, slice_number: int, place: int, indices: Tensor) -> Tensor:
@@ -191,6 +258,8 @@ class FileHome:
         """
         device, indices = indices.device, indices.cpu()
         piece, table = self._slices[slice_number], self.views[slice_number][place]
+        if piece.start in self._is_written:
+            return looked_up(table, indices).to(device)
         found, offset = self._block.pieces[piece.start], piece.offsets[place]
         looked_up(torch.empty(1, device="cpu").expand(len(table)), indices)  # raises where an index is wrong
         if not table[0].is_contiguous():

@@ -4,9 +4,11 @@ import inspect
 import os
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, NamedTuple
+from types import MethodType
+from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -19,10 +21,14 @@ from hf_memopt.ranges import NOT_NEGATIVE
 from hf_memopt.transfer import Copier
 from hf_memopt.transfer.scratch_file import check_disk
 from hf_memopt.units import GIB, MIB, format_bytes
-from hf_memopt.weights.coupling import UpdateVisits, bare_copy, bare_step, random_numbers_kept, refuse_coupled
+from hf_memopt.weights.block_home import BlockHome
+from hf_memopt.weights.coupling import REDIRECTED, UpdateVisits, bare_copy, bare_step, random_numbers_kept, refuse_coupled
 from hf_memopt.weights.homes import HOMES, Home
-from hf_memopt.weights.optimizer_units import StateHome, StateUnit, Traffic, leaves, packed_state
+from hf_memopt.weights.optimizer_units import StateUnit, Traffic, leaves, packed_state
 from hf_memopt.weights.quantised import rewrapped
+
+if TYPE_CHECKING:
+    from hf_memopt.weights.trained import TrainedWeights
 
 # State of small parameters travels together, up to so many bytes, or as many as that of the largest parameter.
 _UNIT_BYTES = 32 * MIB
@@ -135,13 +141,23 @@ class OffloadedOptimizer(Optimizer):
         refuse_coupled(optimizer, optimizer.param_groups)
         self.optimizer = optimizer
         self._home_name, self._budget_bytes = home, int((budget_gib or 0) * GIB)
-        self._home = StateHome(home, copier, disk)
+        self._home = BlockHome(home, copier, disk)
         self._traffic = Traffic()
         # None: their state stays on the device.
         self._units: dict[Tensor, StateUnit | None] = {}
         self._resident_bytes = 0
         self._update: _Update | None = None
         self._num_updates = 0
+        self.weights: TrainedWeights | None = None
+
+    def redirect(self) -> None:
+        """Have the methods of the optimizer inside be those of this object, for whoever has that one."""
+        inner = vars(self.optimizer)
+        is_scheduled = hasattr(self.optimizer.step, "_wrapped_by_lr_sched")
+        for name in REDIRECTED:
+            inner[name] = MethodType(_method_of(self, name), self.optimizer)
+        if is_scheduled:
+            inner["step"].__func__._wrapped_by_lr_sched = True  # a scheduler warns where it is missing
 
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":
@@ -186,7 +202,7 @@ class OffloadedOptimizer(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters; a ValueError as for the constructor."""
-        self.optimizer.add_param_group(param_group)
+        type(self.optimizer).add_param_group(self.optimizer, param_group)
         try:
             refuse_coupled(self.optimizer, self.param_groups[-1:])
         except BaseException:
@@ -282,8 +298,9 @@ class OffloadedOptimizer(Optimizer):
         inner = vars(self.optimizer)
         inner |= update.of_scaler
         try:
-            while update.left:
-                self._visit(update)
+            with nullcontext() if self.weights is None else self.weights.update():
+                while update.left:
+                    self._visit(update)
         finally:
             for name in update.of_scaler:
                 inner.pop(name, None)
@@ -300,12 +317,15 @@ class OffloadedOptimizer(Optimizer):
             for after, *_ in update.left[1 : 1 + _AHEAD]:
                 if after is not None and not (after.is_new or after.going) and self._traffic.has_room(after):
                     self._traffic.bring(after)
-        update.is_torn = True
-        update.visits.update(number, parameters)
-        if unit is not None:
-            unit.pack(self.optimizer.state)
-        del update.left[0]
-        update.is_torn = False
+        with nullcontext() if self.weights is None else self.weights.visit(parameters):
+            if self.weights is not None and len(update.left) > 1:
+                self.weights.fetch(update.left[1].parameters)
+            update.is_torn = True
+            update.visits.update(number, parameters)
+            if unit is not None:
+                unit.pack(self.optimizer.state)
+            del update.left[0]
+            update.is_torn = False
         if unit is not None:
             self._traffic.send(unit)
 
@@ -379,7 +399,7 @@ class OffloadedOptimizer(Optimizer):
         """
         self._refuse_interrupted()
         with patch.object(self.optimizer, "state", defaultdict(dict, self.state)):
-            return self.optimizer.state_dict()
+            return type(self.optimizer).state_dict(self.optimizer)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict, of this class or of the optimizer inside, a few parameters at a time.
@@ -402,11 +422,12 @@ class OffloadedOptimizer(Optimizer):
             patch.object(inner, "_optimizer_load_state_dict_pre_hooks", OrderedDict()),
             patch.object(inner, "_optimizer_load_state_dict_post_hooks", OrderedDict()),
         ):
-            inner.load_state_dict({**state_dict, "state": {}})
+            load = type(inner).load_state_dict
+            load(inner, {**state_dict, "state": {}})
             self._units, self._resident_bytes, self._traffic.limit_bytes = {}, 0, 0
             try:
                 for part in _parts(state_dict["state"]):
-                    inner.load_state_dict({**state_dict, "state": part})
+                    load(inner, {**state_dict, "state": part})
                     loaded.update(inner.state)
                     self._take_in([each for each in inner.state if isinstance(each, Tensor)])
             except BaseException:
@@ -459,6 +480,14 @@ def _shown(value: Any, at_home: Mapping[int, Tensor]) -> Any:
 OffloadedOptimizer.step = torch._disable_dynamo(  # type: ignore[method-assign, attr-defined]
     Optimizer.profile_hook_step(OffloadedOptimizer.step)
 )
+
+
+def _method_of(optimizer: OffloadedOptimizer, name: str) -> Callable[..., Any]:
+    def method(inner: Optimizer, *args: Any, **options: Any) -> Any:
+        return getattr(optimizer, name)(*args, **options)
+
+    method.__name__ = name
+    return method
 
 
 def report_of(optimizer: Any) -> OptimizerReport | None:

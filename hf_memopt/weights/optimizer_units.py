@@ -5,8 +5,6 @@
 Tensors with a shape move. Counters without one, numbers, and tensors on another device stay where they are.
 """
 
-import os
-import tempfile
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -15,20 +13,14 @@ import torch
 from torch import Tensor
 
 from hf_memopt.autograd_state import PARAMETER_TYPES, unwrapped
-from hf_memopt.transfer.backends import PLAIN_TYPES, backend_of, copier_for
-from hf_memopt.transfer.copier import Copier, Transfer
-from hf_memopt.transfer.direct_io import PAGE
-from hf_memopt.transfer.disk_memory import DirectDisk, StagedDisk
+from hf_memopt.transfer.backends import PLAIN_TYPES
+from hf_memopt.transfer.copier import Transfer
 from hf_memopt.transfer.host_memory import return_freed_memory
-from hf_memopt.transfer.lower_memory import LowerHost, LowerMemory, Place
-from hf_memopt.transfer.storage_memory import ResizedMemory, SparePages, StorageMemory, WholePages
-from hf_memopt.transfer.tier_file import TierFile
-from hf_memopt.units import MIB, format_bytes
+from hf_memopt.transfer.lower_memory import Place
+from hf_memopt.transfer.storage_memory import StorageMemory, WholePages
+from hf_memopt.weights.block_home import BlockHome
 from hf_memopt.weights.packed_weights import MemoryRange, WeightSlice, memory_ranges, packed, views
 from hf_memopt.weights.quantised import is_quantised, rewrapped
-
-# Host memory that state passes through on its way to a file and back: room for three units at least up to here.
-_STAGING_BYTES = 128 * MIB
 
 
 class Leaf(NamedTuple):
@@ -109,7 +101,7 @@ class PackedState:
 class StateUnit:
     """The state of neighbouring parameters of one group and device, with a place of `num_bytes` reserved at home."""
 
-    def __init__(self, parameters: list[Tensor], home: "StateHome", num_bytes: int) -> None:
+    def __init__(self, parameters: list[Tensor], home: BlockHome, num_bytes: int) -> None:
         self.parameters, self._home, self._device = parameters, home, parameters[0].device
         self.is_here = False  # or on its way to or from the device
         self.is_newer = False  # than the bytes at home
@@ -260,56 +252,6 @@ class StateUnit:
     def _share_with_forks(self, is_wanted: bool) -> None:
         if isinstance(self._memory, WholePages):
             self._memory.share_with_forks(is_wanted)
-
-
-class StateHome:
-    """The memories that state is in between updates, one for each device that has parameters."""
-
-    def __init__(self, home: str, copier: Copier | None, disk: str | os.PathLike[str] | None) -> None:
-        self._home, self._copier = home, copier
-        self._folder = tempfile.gettempdir() if disk is None else disk
-        self.file: TierFile | None = None
-        self.largest_bytes = 0  # of the units to come
-        self.memories: dict[torch.device, LowerMemory] = {}
-        self._spare = SparePages()
-
-    def block(self, device: torch.device, num_bytes: int, message: str) -> tuple[StorageMemory, Place]:
-        """Return memory of the device, which is there, and a place of as many bytes at home."""
-        lower = self._memory(device, num_bytes)
-        memory: StorageMemory
-        if isinstance(lower, DirectDisk):
-            memory = WholePages(num_bytes, 0, message, self._spare)
-        else:
-            memory = ResizedMemory(num_bytes, device, message)
-        block = lower.acquire(num_bytes, memory.block.untyped_storage())
-        if block is None:
-            raise MemoryError(f"home={self._home!r} has no room for {format_bytes(num_bytes)} of an optimizer's state")
-        return memory, Place(lower, block)
-
-    def trim(self) -> None:
-        """Give memory that units have dropped back to the system."""
-        self._spare.free()
-        for memory in self.memories.values():
-            memory.trim()
-
-    def _memory(self, device: torch.device, num_bytes: int) -> LowerMemory:
-        found = self.memories.get(device)
-        if isinstance(found, StagedDisk) and found.staging_bytes < num_bytes:
-            found = None  # units that have gone through the smaller one keep it
-        if found is None:
-            found = self.memories[device] = self._new_memory(device, num_bytes)
-        return found
-
-    def _new_memory(self, device: torch.device, num_bytes: int) -> LowerMemory:
-        if self._home == "file" and self.file is None:
-            self.file = backend_of(device).open_file(self._folder, None)
-        if self.file is not None and device.type == "cpu" and self._copier is None and WholePages.are_available():
-            return DirectDisk(self.file)
-        copier = copier_for(device, purpose="optimizer") if self._copier is None else self._copier
-        if self.file is None:
-            return LowerHost(copier, None)
-        largest_bytes = max(self.largest_bytes, num_bytes) + PAGE
-        return StagedDisk(self.file, copier, max(largest_bytes, min(3 * largest_bytes, _STAGING_BYTES)))
 
 
 class Traffic:

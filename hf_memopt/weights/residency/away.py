@@ -172,7 +172,10 @@ _METHODS = (
     "is_floating_point is_complex is_signed is_conj is_neg is_inference requires_grad_ has_names is_same_size __len__ "
     "__hash__ register_hook register_post_accumulate_grad_hook dense_dim sparse_dim is_distributed"
 )
-_FUNCTIONS = "is_floating_point is_complex numel is_tensor is_inference is_same_size is_conj is_neg is_signed"
+_FUNCTIONS = (
+    "is_floating_point is_complex numel is_tensor is_inference is_same_size is_conj is_neg is_signed zeros_like "
+    "ones_like empty_like full_like rand_like randn_like"
+)
 
 
 @cache

@@ -1,7 +1,7 @@
 """Guards of streamed parameters: their state is saved and compared at home, and nobody may change them."""
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Self
 
@@ -28,27 +28,31 @@ class StreamedParameter(NamedTuple):
 class ParameterGuards:
     """Guards the parameters as long as they stream.
 
-    A state dict gets their values at home. Loading other values raises a RuntimeError that names the weight. `check`
-    finds those that were replaced, unfrozen, written, cast or moved.
+    A state dict gets their values at home. Loading other values raises a RuntimeError that names the weight, unless
+    they train. `check` finds those that were replaced, unfrozen, written, cast or moved.
 
     Args:
-        at_home: by the id of a plain tensor, the same tensor at its home.
+        at_home: returns a plain tensor, or one inside a quantised weight, as it is at home.
+        check_home: to be called before each read of a value at home.
         is_unchanged: whether a parameter is bound as it was, and nobody has written it.
+        load: writes a parameter and its home; None where they are frozen.
     """
 
     def __init__(
         self,
         parameters: Sequence[StreamedParameter],
-        at_home: Mapping[int, Tensor],
+        at_home: Callable[[Tensor], Tensor],
         check_home: Callable[[], None],
         is_unchanged: Callable[[nn.Parameter], bool],
+        load: Callable[[Tensor, Tensor], None] | None = None,
     ) -> None:
-        self._parameters, self._is_unchanged = parameters, is_unchanged
+        self._parameters, self._is_unchanged, self._train = parameters, is_unchanged, load is not None
         self._handles: list[RemovableHandle] = []
         self._states: dict[Any, _StateAtHome] = {}
         for each in parameters:
-            state = self._states.setdefault(each.owner, _StateAtHome(check_home, self._check))
-            state.add(each, rewrapped(each.parameter, lambda inner: at_home[id(inner)]))
+            state = self._states.setdefault(each.owner, _StateAtHome(check_home, self._check, load))
+            quantised = rewrapped(each.parameter, at_home) if is_quantised(each.parameter) else None
+            state.add(each, partial(at_home, each.parameter) if quantised is None else partial(_itself, quantised))
         for owner, state in self._states.items():
             # torch writes an attribute of the hook, which a method has no room for.
             self._handles.append(owner.register_state_dict_post_hook(partial(state.supply)))
@@ -66,11 +70,15 @@ class ParameterGuards:
     def _check(self, each: StreamedParameter) -> None:
         name, owner, attribute, parameter = each
         if owner._parameters.get(attribute) is not parameter:
-            raise RuntimeError(f"frozen weight {name!r} was replaced while it streams; {REMEDY}")
-        if parameter.requires_grad:
+            raise RuntimeError(f"weight {name!r} was replaced while it streams; {REMEDY}")
+        if parameter.requires_grad and not self._train:
             raise RuntimeError(f"frozen weight {name!r} requires a gradient while it streams; {REMEDY}")
         if not self._is_unchanged(parameter) or self._states[owner].is_written(attribute):
-            raise RuntimeError(f"frozen weight {name!r} was written, cast or moved while it streams; {REMEDY}")
+            raise RuntimeError(f"weight {name!r} was written, cast or moved while it streams; {REMEDY}")
+
+
+def _itself(value: Tensor) -> Tensor:
+    return value
 
 
 def _with_own_storage(view: Tensor) -> Tensor:
@@ -100,19 +108,24 @@ class NotCopied:
 
 
 class _StateAtHome(NotCopied):
-    """Saves a module's streamed weights from their home, and loads nothing in their place.
+    """Saves a module's streamed weights from their home, and loads them, where they train, to there.
 
-    A checkpoint of the same base has nothing new for them. A copy of the module has weights of its own.
+    A checkpoint of the same base has nothing new for frozen ones. A copy of the module has weights of its own.
     """
 
-    def __init__(self, check_home: Callable[[], None], check: Callable[[StreamedParameter], None]) -> None:
-        self._check_home, self._check = check_home, check
-        self._values: dict[str, tuple[StreamedParameter, Tensor]] = {}
+    def __init__(
+        self,
+        check_home: Callable[[], None],
+        check: Callable[[StreamedParameter], None],
+        load: Callable[[Tensor, Tensor], None] | None,
+    ) -> None:
+        self._check_home, self._check, self._load = check_home, check, load
+        self._values: dict[str, tuple[StreamedParameter, Callable[[], Tensor]]] = {}
         # By name, and by the id of the tensor at home, what state dicts have got.
         self._handed_out: dict[str, dict[int, Tensor]] = defaultdict(dict)
         self._taken: set[str] = set()
 
-    def add(self, parameter: StreamedParameter, value: Tensor) -> None:
+    def add(self, parameter: StreamedParameter, value: Callable[[], Tensor]) -> None:
         self._values[parameter.attribute] = parameter, value
 
     def supply(self, module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
@@ -120,19 +133,25 @@ class _StateAtHome(NotCopied):
         for parameter, value in self._streamed(module, state, prefix):
             self._check(parameter)
             handed_out = self._handed_out[parameter.attribute]
-            state[prefix + parameter.attribute] = rewrapped(value, partial(_alias, handed_out))
+            state[prefix + parameter.attribute] = rewrapped(value(), partial(_alias, handed_out))
 
     def is_written(self, attribute: str) -> bool:
         """Return whether what a state dict has got was written, which no home keeps."""
         return any(each._version for each in self._handed_out.get(attribute, {}).values())
 
-    def begin_loading(self, module: nn.Module, state: Any, prefix: str, *others: Any) -> None:
+    def begin_loading(self, module: nn.Module, state: Any, prefix: str, options: Any, *others: Any) -> None:
         streamed = self._streamed(module, state, prefix)
         if streamed:
             self._check_home()
         for parameter, value in streamed:
             name = prefix + parameter.attribute
-            if not _is_equal(state[name], value):
+            if self._load is not None and not is_quantised(parameter.parameter):
+                if options.get("assign_to_params_buffers"):
+                    raise RuntimeError(f"weight {name!r} cannot be replaced while it streams; load with assign=False")
+                if not isinstance(state[name], Tensor) or state[name].shape != parameter.parameter.shape:
+                    continue  # torch's message names both shapes
+                self._load(parameter.parameter, state[name])
+            elif not _is_equal(state[name], value()):
                 raise RuntimeError(f"frozen weight {name!r} cannot be loaded while it streams; {REMEDY}")
             del state[name]
             self._taken.add(name)
@@ -141,7 +160,9 @@ class _StateAtHome(NotCopied):
         incompatible.missing_keys[:] = [name for name in incompatible.missing_keys if name not in self._taken]
         self._taken.clear()
 
-    def _streamed(self, module: nn.Module, state: Any, prefix: str) -> list[tuple[StreamedParameter, Tensor]]:
+    def _streamed(
+        self, module: nn.Module, state: Any, prefix: str
+    ) -> list[tuple[StreamedParameter, Callable[[], Tensor]]]:
         return [
             found
             for attribute, found in self._values.items()

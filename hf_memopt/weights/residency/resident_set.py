@@ -241,14 +241,20 @@ class ResidentSet:
         self._ahead.discard(number)
         storage = self.storages[number]
         reason = HELD if storage.is_exported() else WRITTEN if storage.has_changed_by_arrays() else None
+        if reason is WRITTEN and storage.note_written():
+            reason = None
         if reason is not None:
             self.keep(number, reason)
             return
-        num_bytes = storage.num_bytes if storage.has_memory else 0
+        had_memory = storage.has_memory
         try:
             storage.drop()
         finally:
-            self._count(-num_bytes)
+            if had_memory and not storage.has_memory:
+                self._count(-storage.num_bytes)
+            elif storage.has_memory:  # its way home has failed
+                self._unused[number] = math.inf
+                heapq.heappush(self._furthest, (-math.inf, number))
 
     def _count(self, num_bytes: int) -> None:
         self.device_bytes += num_bytes

@@ -1,4 +1,4 @@
-"""The frozen weights of a model that stream, those that stay, and the modules that visit them."""
+"""The weights of a model that stream, those that stay, and the modules that visit them."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -22,9 +22,9 @@ class Selection:
     """The parameters that stream, under each of their names, and the tensors that stay.
 
     Attributes:
-        streamed: frozen parameters.
-        others: parameters that train, buffers, and frozen parameters that stay.
-        resident: by reason, the frozen parameters that stay, by name.
+        streamed: parameters, frozen unless those that train stream too.
+        others: parameters that stay, and buffers.
+        resident: by reason, the parameters that would stream otherwise, by name.
     """
 
     streamed: tuple[StreamedParameter, ...]
@@ -36,25 +36,27 @@ class Selection:
         return {reason: sum(each.nbytes for each in named.values()) for reason, named in self.resident.items()}
 
 
-def select(model: nn.Module) -> Selection:
-    """Return the parameters that stream; a ValueError where none is frozen, or one cannot stream.
+def select(model: nn.Module, trained: bool = False) -> Selection:
+    """Return the parameters that stream, the frozen ones or all; a ValueError where there are none, or one cannot.
 
     Those cannot that are sharded, sparse, on the meta device, or made in inference mode.
     """
     frozen: dict[nn.Parameter, int] = {}
     for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
+        if trained or not parameter.requires_grad:
             if parameter.is_inference():
                 raise ValueError(
-                    f"frozen weight {name!r} was made in torch.inference_mode(), and autograd cannot save it; load the "
+                    f"weight {name!r} was made in torch.inference_mode(), and autograd cannot save it; load the "
                     "model outside of that mode"
                 )
             frozen[parameter] = sum(
                 {inner.data_ptr(): inner.nbytes for inner in stored_tensors(name, parameter)}.values()
             )
+    if trained and not any(each.requires_grad for each in model.parameters()):
+        raise ValueError("trained=True: model has no weights that train; unfreeze some, or leave trained out")
     if not any(frozen.values()):
         raise ValueError("model has no frozen weights that could stream; freeze its base with requires_grad_(False)")
-    staying = why_they_stay(model)
+    staying = why_they_stay(model, trained)
     room = int(_SMALL_SHARE * sum(frozen.values()))
     for parameter, num_bytes in sorted(frozen.items(), key=lambda each: each[1]):
         room -= num_bytes
@@ -76,13 +78,13 @@ def select(model: nn.Module) -> Selection:
     return Selection(streamed, tuple(others), resident)
 
 
-def why_they_stay(model: nn.Module) -> dict[Tensor, str]:
-    """Return the frozen parameters whose bytes belong to others too, or are written, each with the reason in words."""
-    frozen: set[Tensor] = {each for each in model.parameters() if not each.requires_grad}
+def why_they_stay(model: nn.Module, trained: bool = False) -> dict[Tensor, str]:
+    """Return the parameters whose bytes belong to others too, or are written, each with the reason in words."""
+    frozen: set[Tensor] = {each for each in model.parameters() if trained or not each.requires_grad}
     tables = [each for each in model.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag)]
     others: list[tuple[str, list[Tensor]]] = [
         ("written by its module (max_norm)", [each.weight for each in tables if each.max_norm is not None]),
-        ("memory of a trained weight", [each for each in model.parameters() if each.requires_grad]),
+        ("memory of a trained weight", [each for each in model.parameters() if each not in frozen]),
         ("memory of a buffer", list(model.buffers())),
         ("memory of an attribute", [each for each in _attributes(model) if each not in frozen]),
     ]

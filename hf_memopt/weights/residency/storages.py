@@ -1,10 +1,11 @@
-"""Storages of frozen weights: each has memory while something uses it, and none in between.
+"""Storages of weights: each has memory while something uses it, and none in between.
 
 The storage stays the same object, so that every alias of it sees the bytes come back: views that autograd has saved,
 those in the frames of checkpointed regions, and those in the contexts of custom functions.
 """
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -57,6 +58,10 @@ class Storage:
         """Return whether its memory has other bytes than the home, where an array has had it."""
         return False
 
+    def note_written(self) -> bool:
+        """Take note that its bytes have changed; returns whether they go home before its memory is given up."""
+        return False
+
 
 class StreamedStorage(Storage):
     """The storage of one slice of weights, to which their parameters are bound.
@@ -65,9 +70,11 @@ class StreamedStorage(Storage):
         tensors: the parameters, or the tensors inside quantised ones.
         present: by tensor, its view of the storage.
         key: of the storage, torch's own.
+        num_writes: how often its bytes have changed.
 
     Args:
         parameters: those of which it holds bytes.
+        is_written_home: whether what is written to it goes home, before its memory is given up.
     """
 
     def __init__(
@@ -78,6 +85,7 @@ class StreamedStorage(Storage):
         device: torch.device,
         copier: Copier,
         message: str,
+        is_written_home: bool = False,
     ) -> None:
         super().__init__(piece.num_bytes)
         self.message = message
@@ -98,6 +106,10 @@ class StreamedStorage(Storage):
         self._transfer: Transfer | None = None
         self._is_starting = False
         self._is_filled = False
+        self._is_written_home = is_written_home
+        self.num_writes = 0
+        self._is_newer = False  # than the bytes at home
+        self._going: Transfer | None = None  # the write home that is under way
         # By an array, whose writes torch does not count.
         self._has_changed = False
 
@@ -112,6 +124,7 @@ class StreamedStorage(Storage):
             self._is_starting = False
 
     def arrive(self) -> None:
+        self.settle()  # its user may write it
         if not self._is_filled:
             assert self._transfer is not None
             try:
@@ -129,9 +142,11 @@ class StreamedStorage(Storage):
 
     def rest(self) -> None:
         set_away(self._classes)
+        self._send()
 
     def drop(self) -> None:
         set_away(self._classes)
+        self.flush()
         self._is_filled = False
         self._settle()
         error: Exception | None = None
@@ -149,8 +164,40 @@ class StreamedStorage(Storage):
         if error is not None:
             raise error
 
+    def note_written(self) -> bool:
+        if self._is_written_home:
+            self.num_writes += 1
+            self._is_newer, self._has_changed = True, False
+            with torch._C.DisableTorchFunctionSubclass():
+                self._versions = [tensor._version for tensor in self.tensors]
+        return self._is_written_home
+
+    def flush(self) -> None:
+        """Have the home up to date."""
+        self._send()
+        self.settle()
+
+    def settle(self) -> None:
+        """Wait until a write home that is under way is over; the bytes stay where it has failed."""
+        if self._going is not None:
+            try:
+                self._going.wait()
+            except Exception:
+                self._going, self._is_newer = None, True
+                raise
+            self._going = None
+
+    def _send(self) -> None:
+        """Start writing the bytes home where they have changed."""
+        if self._is_newer and self._is_filled and self._going is None:
+            assert self._to_fill is not None
+            self._settle()
+            self._is_starting = True
+            self._going = self._home.to_home(self._start, self._to_fill)
+            self._is_starting = self._is_newer = False
+
     def _settle(self) -> None:
-        """Wait for a copy that an interrupt has cut off as it was started."""
+        """Wait for a copy that an interrupt has cut off as it was started, either way."""
         if self._is_starting:
             self._home.settle()
             self._is_starting = False
@@ -233,11 +280,15 @@ class CastWeight:
     """
 
     @torch.inference_mode(False)  # autograd saves it in later passes
-    def __init__(self, original: Tensor, dtype: torch.dtype, copier: Copier, message: str) -> None:
+    def __init__(self, storage: StreamedStorage, dtype: torch.dtype, copier: Copier) -> None:
+        original = storage.present[0]
         self.num_bytes = original.numel() * dtype.itemsize
         self.users: set[object] = set()
-        self._original, self._copier = original, copier
-        self._memory = ResizedMemory(self.num_bytes, original.device, message)
+        self._storage, self._original, self._copier = storage, original, copier
+        self._num_writes = storage.num_writes
+        # Of the weight that trains, the result that the graph has, and the autocast context that it was made in.
+        self._in_graph: tuple[Any, Tensor] | None = None
+        self._memory = ResizedMemory(self.num_bytes, original.device, storage.message)
         self.tensor = self._memory.block.view(dtype).as_strided(original.size(), original.stride())
         self._memory.take()
         self._to_fill: Tensor | None = None
@@ -248,10 +299,57 @@ class CastWeight:
         filled = self._to_fill.data.view(self.tensor.dtype)  # not counted as a change of what autograd has saved
         with torch.no_grad():
             filled.as_strided(self.tensor.size(), self.tensor.stride()).copy_(self._original)
+        if self._num_writes != self._storage.num_writes:  # a graph that has saved it is out of date
+            self._num_writes = self._storage.num_writes
+            torch.autograd.graph.increment_version(self.tensor)
         self._memory.show()
+
+    def in_graph(self, weight: Tensor) -> Tensor:
+        """Return the tensor with its edge to a weight that trains.
+
+        Autocast casts a float32 leaf once for all uses in its context, whose gradients add up before the cast back.
+        """
+        context = autocast_context(weight.device) if weight.dtype is torch.float32 and weight.is_leaf else None
+        if self._in_graph is None or context is None or self._in_graph[0] is not context:
+            self._in_graph = context, _Cast.apply(weight, self.tensor)
+        return self._in_graph[1]
+
+    def forget_graph(self) -> None:
+        self._in_graph = None
 
     def drop(self) -> None:
         filled, self._to_fill = self._to_fill, None
         if filled is not None:
             self._copier.release(filled)
         self._memory.take()
+
+
+class _Cast(torch.autograd.Function):
+    """A cast whose result, in memory that comes and goes, is there already."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, cast: Tensor) -> Tensor:
+        ctx.dtype = weight.dtype
+        return cast.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return gradient.to(ctx.dtype), None
+
+
+def autocast_context(device: torch.device) -> object | None:
+    """Return an object of the outermost autocast context, the same one each time in it; None where it caches nothing.
+
+    It is the node of a cast that autocast has in its cache.
+    """
+    if not torch.is_autocast_cache_enabled():
+        return None
+    one = _one(device)
+    product: Any = torch.mm(one, one).grad_fn
+    return next(node for node, _ in product.next_functions if node is not None)
+
+
+@cache
+@torch.inference_mode(False)
+def _one(device: torch.device) -> Tensor:
+    return torch.ones(1, 1, device=device, requires_grad=True)

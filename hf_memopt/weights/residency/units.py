@@ -133,7 +133,11 @@ class Unit:
         enter = partial(visits.enter, self.visit, cast=cast)
         leave = partial(visits.leave, self.visit, cast=cast)
         backward = BackwardVisit(self.visit, enter, leave, visits.open_visits)
-        call = _Call(module, self._is_one_operator, leave, backward, None if cast is None else cast.tensor)
+        used: Tensor | None = None
+        if cast is not None:
+            trains = torch.is_grad_enabled() and module.weight.requires_grad
+            used = cast.in_graph(module.weight) if trains else cast.tensor
+        call = _Call(module, self._is_one_operator, leave, backward, used)
         visits.open_visits.calls.append(call)
         enter(call)
         if torch.is_grad_enabled() and not self._is_one_operator:

@@ -3,7 +3,7 @@
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -63,6 +63,8 @@ class Visiting(NotCopied):
 
     Args:
         budget_bytes: see `ResidentSet`, as for `repeats`.
+        is_written_home: see `StreamedStorage`.
+        what: the weights, for error messages.
         remedy: the end of the message for an access to a weight that is away, outside of a pass.
         remedy_of_writes: of the message for a weight that was written.
 
@@ -82,10 +84,12 @@ class Visiting(NotCopied):
         repeats: bool,
         remedy: str,
         remedy_of_writes: str,
+        is_written_home: bool = False,
+        what: str = "frozen weight",
     ) -> None:
         self.lock = threading.RLock()
         self._home, self._device, self._copier = home, device, copier
-        self._remedy, self._remedy_of_writes, self._repeats = remedy, remedy_of_writes, repeats
+        self._remedy, self._remedy_of_writes, self._what, self._repeats = remedy, remedy_of_writes, what, repeats
         self.is_active = repeats
         self._slices_of = weights.slices_of
         self.names: dict[int, str] = {}
@@ -95,7 +99,9 @@ class Visiting(NotCopied):
                 self.names.setdefault(number, name)
                 owners[number].append(parameter)
         self.found = [
-            StreamedStorage(piece, owners[number], home, device, copier, self._message(self.names[number]))
+            StreamedStorage(
+                piece, owners[number], home, device, copier, self._message(self.names[number]), is_written_home
+            )
             for number, piece in enumerate(weights.slices)
         ]
         home.trim()
@@ -117,6 +123,8 @@ class Visiting(NotCopied):
             self._add_unit(module, visit)
         self._modules = set(model.modules())
         self._alone: dict[int, Visit] = {}
+        # By the ids of parameters that are updated together.
+        self._updates: dict[tuple[int, ...], Visit] = {}
         # By thread, the pass that it is in, and its reads in calls outside of passes; passes that are over.
         self._passes: dict[int, Pass] = {}
         self._outside: dict[int, Pass] = {}
@@ -161,6 +169,8 @@ class Visiting(NotCopied):
             if self._passes.get(thread) is not over:
                 return  # it was interrupted, and another one has begun
             self._has_failed |= has_failed
+            for cast in self._casts.values():
+                cast.forget_graph()
             if has_failed:
                 self.open_visits.close_calls()
             if needs_backward and not has_failed:
@@ -245,6 +255,40 @@ class Visiting(NotCopied):
                 for storage, tensors in zip(self.found, at_home, strict=True):
                     storage.unbind(tensors)
 
+    def flush(self) -> None:
+        """Have the home up to date."""
+        with self.lock:
+            for storage in self.found:
+                storage.flush()
+
+    def load(self, parameter: Tensor, value: Tensor) -> None:
+        """Write a parameter, and its home."""
+        numbers, user = self._slices_of[id(parameter)], object()
+        try:
+            self.enter(numbers, user, is_model=False)
+            with torch.no_grad():
+                call_unseen(Tensor.copy_, (parameter, value), {})
+        finally:
+            self.leave(numbers, user)
+
+    def update(self, parameters: Sequence[Tensor], user: object) -> Visit:
+        """Enter the visit of an update, in which parameters have the classes that optimizers expect."""
+        key = tuple(map(id, parameters))
+        if key not in self._updates:
+            numbers = (number for each in key for number in self._slices_of.get(each, ()))
+            self._updates[key] = tuple(dict.fromkeys(numbers))
+        visit = self._updates[key]
+        self.enter(visit, user)
+        for number in visit:
+            self.found[number].show(are_watched=False)
+        return visit
+
+    def end_update(self, visit: Visit, user: object) -> None:
+        for number in visit:
+            self.found[number].show()
+            self.found[number].note_written()
+        self.leave(visit, user)
+
     def is_unchanged(self, parameter: Tensor) -> bool:
         return all(self.found[number].is_unchanged() for number in self._slices_of[id(parameter)])
 
@@ -312,11 +356,11 @@ class Visiting(NotCopied):
             self._hold(self._slices_of[id(parameter)])
         if isinstance(parameter, Away):
             name = self._name_of(parameter)
-            raise RuntimeError(f"frozen weight {name!r} cannot be copied while its weights stream; {self._remedy}")
+            raise RuntimeError(f"{self._what} {name!r} cannot be copied while its weights stream; {self._remedy}")
 
     def _message(self, name: str) -> str:
         return (
-            f"frozen weight {name!r} is away: its bytes are on {self._device} only while they are used; {self._remedy}"
+            f"{self._what} {name!r} is away: its bytes are on {self._device} only while they are used; {self._remedy}"
         )
 
     def _name_of(self, parameter: Tensor) -> str:
@@ -355,11 +399,19 @@ class Visiting(NotCopied):
         thread = threading.get_ident()
         return self._passes.get(thread) or self._outside.setdefault(thread, Pass(self.open_visits.num_ended))
 
-    def _rows(self, table: Tensor, indices: Tensor) -> Tensor:
+    def _rows(self, table: Tensor, indices: Tensor, padding: int, is_scaled: bool) -> Tensor:
         (number,) = self._slices_of[id(table)]
         place = next(place for place, each in enumerate(self.found[number].tensors) if each is table)
-        with torch._C._DisableFuncTorch(), self._without_modes():
-            return self._home.rows(number, place, indices)
+
+        def looked_up() -> Tensor:
+            with torch._C._DisableFuncTorch(), self._without_modes():
+                self.found[number].flush()
+                return self._home.rows(number, place, indices)
+
+        if not (torch.is_grad_enabled() and table.requires_grad):
+            return looked_up()
+        rows: Tensor = _Rows.apply(table, indices, looked_up, padding, is_scaled)
+        return rows
 
     # -------------------------------------------------------------------------------------------- visits
 
@@ -388,7 +440,8 @@ class Visiting(NotCopied):
     def leave(self, visit: Visit, user: object, cast: CastWeight | None = None, outputs: Iterable[Tensor] = ()) -> None:
         with self.lock, torch._C._DisableFuncTorch(), self._without_modes():
             for number in visit:
-                if self.found[number].is_written():  # which `remove` then puts onto the device
+                written = self.found[number]
+                if written.is_written() and not written.note_written():  # which `remove` then puts onto the device
                     self.storages.keep(number, WRITTEN)
             self._keep_handed_out(visit, outputs)
             self.storages.leave(visit, user, cast)
@@ -419,9 +472,9 @@ class Visiting(NotCopied):
 
     def refuse_writes(self, visit: Visit) -> None:
         for number in visit:
-            if self.found[number].is_written():
+            if self.found[number].is_written() and not self.found[number].note_written():
                 name = self.names[number]
-                raise RuntimeError(f"frozen weight {name!r} was written while it streams; {self._remedy_of_writes}")
+                raise RuntimeError(f"{self._what} {name!r} was written while it streams; {self._remedy_of_writes}")
 
     def _is_held(self, number: int) -> bool:
         return self.found[number].is_held_by_others()
@@ -459,12 +512,14 @@ class Visiting(NotCopied):
         dtype = torch.get_autocast_dtype(kind)
         if weight.dtype is dtype or not self.may_be_cast(visit, weight):
             return None
+        if weight.requires_grad and torch._C._functorch.peek_interpreter_stack() is not None:
+            return None
         storage = self.found[visit[0]]
         with self.lock:
             key = id(weight), dtype
             if key not in self._casts:
                 with self._without_modes():
-                    self._casts[key] = CastWeight(storage.present[0], dtype, self._copier, storage.message)
+                    self._casts[key] = CastWeight(storage, dtype, self._copier)
             return self._casts[key]
 
 
@@ -491,15 +546,46 @@ class _BackwardReads(Pass):
         self._visiting._release(self)
 
 
-def _looked_up(function: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor] | None:
-    """Return table and indices of an embedding that is read in few rows; None for any other function.
+class _Rows(torch.autograd.Function):
+    """Rows of a table that trains, looked up at home; the gradient needs no more than the length of the table."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, table: Tensor, indices: Tensor, looked_up: Callable[[], Tensor], padding: int, is_scaled: bool
+    ) -> Tensor:
+        ctx.save_for_backward(indices)
+        ctx.length, ctx.padding, ctx.is_scaled = len(table), padding, is_scaled
+        return looked_up()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        of_table = torch.ops.aten.embedding_dense_backward(
+            gradient, ctx.saved_tensors[0], ctx.length, ctx.padding, ctx.is_scaled
+        )
+        return of_table, None, None, None, None
+
+
+class _Lookup(NamedTuple):
+    """An embedding's table and indices, the row that has no gradient, and whether gradients are scaled by frequency."""
+
+    table: Tensor
+    indices: Tensor
+    padding: int
+    is_scaled: bool
+
+
+def _looked_up(function: Any, args: Any, kwargs: Any) -> _Lookup | None:
+    """Return what an embedding looks up that is read in few rows; None for any other function.
 
     What torch traces needs the function itself: the rows would be a constant of the trace.
     """
     tracing = sys.modules.get("torch.fx.experimental.proxy_tensor")
     if torch._C._get_tracing_state() or (tracing is not None and tracing.get_proxy_mode() is not None):
         return None
-    names = {functional.embedding: ("input", "weight", "padding_idx", "max_norm"), torch.embedding: ("weight", "input")}
+    names = {
+        functional.embedding: _names("input weight padding_idx max_norm norm_type scale_grad_by_freq sparse"),
+        torch.embedding: _names("weight input padding_idx scale_grad_by_freq sparse"),
+    }
     given = dict(zip(names.get(function, ()), args, strict=False)) | kwargs
     table, indices = given.get("weight"), given.get("input", given.get("indices"))
     if table is None or indices is None or given.get("max_norm") is not None:
@@ -507,7 +593,16 @@ def _looked_up(function: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor] |
     is_read_on_the_host = is_plain(indices) and not torch._C._functorch.is_functorch_wrapped_tensor(indices)
     if table.dim() != 2 or not is_read_on_the_host or indices.numel() >= table.shape[0]:
         return None
-    return table, indices
+    if torch.is_grad_enabled() and table.requires_grad:
+        if given.get("sparse") or torch._C._functorch.peek_interpreter_stack() is not None:
+            return None
+    padding = given.get("padding_idx")
+    padding = -1 if padding is None else padding + len(table) * (padding < 0 and function is functional.embedding)
+    return _Lookup(table, indices, padding, bool(given.get("scale_grad_by_freq")))
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
 
 
 def _needs_gradients(args: Any, kwargs: Any) -> bool:

@@ -1,0 +1,461 @@
+"""Gradients that live in host memory or in a file from when they are complete until the update.
+
+    backward ── take() ──► on its way home ── settle() ──► away ── enter() ──► the update ── leave() ──► away
+
+The object in a parameter's `.grad` stays: an `AwayGradient`, which brings the bytes for any function that needs them.
+Norms are recorded while the bytes are there, and factors are kept until they are needed, so that clipping moves none.
+"""
+
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.hooks import RemovableHandle
+
+from hf_memopt.autograd_state import bytes_of
+from hf_memopt.transfer.backends import PLAIN_TYPES
+from hf_memopt.transfer.copier import Transfer
+from hf_memopt.transfer.lower_memory import Place
+from hf_memopt.weights.block_home import BlockHome
+
+_aten = torch.ops.aten
+
+
+class _Slot:
+    """A parameter's places for its gradient: one, unless an earlier gradient is still held by someone."""
+
+    def __init__(self, parameter: nn.Parameter, name: str, has_home: bool) -> None:
+        self.parameter, self.name, self.has_home = parameter, name, has_home
+        self.free: list[Place] = []
+        self.handle: RemovableHandle | None = None
+
+
+class _Gradient:
+    """The bytes of a gradient: on the device as `value`, or in `place`. Detached gradients share them.
+
+    Attributes:
+        factors: operators and operands that are applied to the bytes at home whenever these are brought.
+        norm: the 2-norm of the bytes at home, as `torch._foreach_norm` computes it.
+        is_changed: whether `value` has other bytes than those whose norm was recorded.
+        is_viewed: whether others may have views of `value`, which then stays.
+    """
+
+    def __init__(self, gradients: "Gradients", slot: _Slot, value: Tensor, place: Place | None) -> None:
+        self.gradients, self.place = gradients, place
+        self.factors: list[tuple[Any, Any]] = []
+        self.is_changed = self.is_viewed = False
+        self.coming: Transfer | None = None
+        self.going: Transfer | None = None
+        self._slot = slot
+        self._dtype, self._size, self._stride = value.dtype, value.size(), value.stride()
+        self.value: Tensor | None = value
+        self.nbytes = value.nbytes
+        self.norm: Tensor | None = None
+        self._memory: Tensor | None = None
+
+    def __del__(self) -> None:
+        if self.place is not None:
+            self._slot.free.append(self.place)
+
+    @property
+    def present(self) -> Tensor:
+        assert self.value is not None
+        return self.value
+
+    def fetch(self) -> None:
+        """Start bringing the bytes."""
+        if self.value is None and self.coming is None:
+            assert self.place is not None
+            memory, block = self.place
+            self._memory = memory.empty_device(self.nbytes, block, 0)
+            self.coming = memory.read(block, self._memory)
+            self.gradients.bytes_read += self.nbytes
+
+    def bring(self) -> Tensor:
+        """Return the value on the device, with all factors applied."""
+        value = self.bring_unscaled()
+        for function, operand in self.factors:
+            function(value, operand)
+            self.is_changed = True
+        self.factors = []
+        return value
+
+    def bring_unscaled(self) -> Tensor:
+        if self.going is not None:
+            self.settle()
+        if self.value is None:
+            self.fetch()
+            assert self.coming is not None
+            assert self._memory is not None
+            try:
+                self.coming.wait()
+            finally:
+                self.coming = None
+            typed, self._memory = self._memory.view(self._dtype), None
+            self.value = typed.as_strided(self._size, self._stride, typed.storage_offset())
+        return self.value
+
+    def send(self) -> None:
+        """Record the norm, and start writing the value home."""
+        value = self.present
+        if value.is_floating_point() or value.is_complex():
+            (self.norm,) = torch._foreach_norm([value])
+        self.is_changed = False
+        if self.place is not None and not self.is_viewed:
+            memory, block = self.place
+            first = value.storage_offset() * value.itemsize
+            self.going = memory.write(bytes_of(value)[first : first + self.nbytes], block)
+
+    def settle(self) -> None:
+        """Wait until the value is at home."""
+        if self.going is not None:
+            try:
+                self.going.wait()
+            except Exception:
+                self.going, self.is_changed = None, True  # the value stays
+                raise
+            self.going = None
+
+    def drop(self) -> None:
+        """Give up the value on the device, whose bytes are at home."""
+        if self.place is not None and not self.is_viewed:
+            self.value = None
+
+
+class AwayGradient(Tensor):
+    """A gradient whose bytes may be away, in a parameter's `.grad`: any function of tensors brings them.
+
+    `type(p.grad) is Tensor` is False, the only difference that is left. To keep its values, clone it.
+    """
+
+    gradient: _Gradient
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, gradient: _Gradient) -> "AwayGradient":
+        value = gradient.value
+        size, stride = gradient._size, gradient._stride
+        device = gradient._slot.parameter.device if value is None else value.device
+        made: Any = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+        found: AwayGradient = made(cls, size, strides=stride, dtype=gradient._dtype, device=device)
+        found.gradient = gradient
+        return found
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        if isinstance(first, AwayGradient):
+            return _answer(func, first, args, kwargs)
+        if isinstance(first, list | tuple) and func in _one_by_one() and not _holds_gradients((args[1:], kwargs)):
+            found = [_element(func, each, args[1:], kwargs) for each in first]
+            return found if func in _with_results() else None
+        return _on_values(func, args, kwargs)
+
+    def numpy(self, **options: Any) -> Any:
+        return self._for_good().numpy(**options)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self._for_good().__dlpack__(**options)
+
+    def tolist(self) -> Any:
+        return self.clone().tolist()
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        found = memo[id(self)] = self.clone()
+        return found
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __repr__(self, **options: Any) -> str:
+        return self.clone().__repr__(**options)
+
+    def _for_good(self) -> Tensor:
+        """Return the value, which stays on the device from now on."""
+        with self.gradient.gradients.lock:
+            value = self.gradient.bring()
+            self.gradient.is_viewed = True
+            return value
+
+
+class Gradients:
+    """Takes gradients of parameters home as soon as they are complete.
+
+    Args:
+        home: of the gradients.
+        lock: of all bookkeeping; backward passes may run on several threads.
+    """
+
+    def __init__(self, home: BlockHome, lock: threading.RLock) -> None:
+        self._home, self.lock = home, lock
+        self._slots: dict[int, _Slot] = {}
+        self._going: deque[_Gradient] = deque()
+        self.limit_bytes = 0
+        self.bytes_read = self.bytes_written = 0
+
+    def follow(self, parameter: nn.Parameter, name: str, has_home: bool) -> None:
+        """Take the gradients of a parameter; without a home they stay on the device, in the same kind of object."""
+        slot = self._slots.setdefault(id(parameter), _Slot(parameter, name, has_home))
+        if slot.handle is None and parameter.requires_grad:
+            slot.handle = parameter.register_post_accumulate_grad_hook(self._take)
+            if has_home:
+                self.limit_bytes = max(self.limit_bytes, parameter.nbytes)
+
+    def reserve(self) -> None:
+        """Take a place for each gradient; an error if there is no room."""
+        for slot in self._slots.values():
+            if slot.has_home and slot.handle is not None and not slot.free and slot.parameter.grad is None:
+                slot.free.append(self._home.place(slot.parameter.device, slot.parameter.nbytes))
+
+    def fetch(self, parameters: Iterable[Tensor]) -> None:
+        """Start bringing the gradients of parameters."""
+        for parameter in parameters:
+            if isinstance(parameter.grad, AwayGradient):
+                parameter.grad.gradient.fetch()
+
+    def enter(self, parameters: Iterable[Tensor]) -> "list[_Entered]":
+        """Replace gradients that are away by their values, for an optimizer."""
+        entered: list[_Entered] = []
+        try:
+            for parameter in parameters:
+                away = parameter.grad
+                if isinstance(away, AwayGradient):
+                    value = away.gradient.bring_unscaled()
+                    for function, operand in away.gradient.factors:
+                        function(value, operand)
+                    parameter.grad = value
+                    entered.append(_Entered(parameter, away, value, value._version))
+        except BaseException:
+            self.leave(entered)
+            raise
+        return entered
+
+    def leave(self, entered: "Iterable[_Entered]") -> None:
+        """Put the objects back in the place of values; what is at home stays as it is, unless a value was written."""
+        for parameter, away, value, version in entered:
+            gradient = away.gradient
+            if parameter.grad is value:
+                parameter.grad = away
+            if gradient.place is None or gradient.is_viewed or value._version != version:
+                gradient.factors, gradient.is_changed = [], True
+                self.put_back(gradient)
+            else:
+                gradient.drop()
+
+    def norm_of(self, gradient: _Gradient) -> Tensor:
+        """Return the 2-norm, as `torch._foreach_norm` computes it."""
+        with self.lock:
+            if gradient.norm is not None and not (gradient.factors or gradient.is_changed or gradient.is_viewed):
+                return gradient.norm.clone()
+            try:
+                return torch._foreach_norm([gradient.bring()])[0]
+            finally:
+                self.put_back(gradient)
+
+    def put_back(self, gradient: _Gradient) -> None:
+        """End a use of the value: write it home where it has changed, and drop it."""
+        if gradient.is_changed:
+            self._send(gradient)
+        elif gradient.going is None:
+            gradient.drop()
+
+    def settle(self) -> None:
+        """Wait until all gradients are at home."""
+        while self._going:
+            self._settle_first()
+
+    def remove(self) -> None:
+        """Leave plain gradients, on the device, in the place of all."""
+        for slot in self._slots.values():
+            if slot.handle is not None:
+                slot.handle.remove()
+            if isinstance(slot.parameter.grad, AwayGradient):
+                gradient = slot.parameter.grad.gradient
+                slot.parameter.grad = gradient.bring()
+                gradient.is_viewed = True
+        self.settle()
+
+    def _take(self, parameter: Any) -> None:
+        value = parameter.grad
+        if value is None or isinstance(value, AwayGradient):
+            return
+        slot = self._slots[id(parameter)]
+        if value.layout is not torch.strided:
+            raise ValueError(
+                f"gradient of trained weight {slot.name!r} is sparse, which has no home; make its module with "
+                "sparse=False"
+            )
+        if type(value) not in PLAIN_TYPES or value.requires_grad:  # as create_graph=True leaves it
+            return
+        with self.lock:
+            gradient = _Gradient(self, slot, value, self._place_for(slot, value))
+            parameter.grad = AwayGradient(gradient)
+            self._send(gradient)
+
+    def _place_for(self, slot: _Slot, value: Tensor) -> Place | None:
+        is_dense = torch.ops.aten.is_non_overlapping_and_dense(value) and not (value.is_conj() or value.is_neg())
+        if not slot.has_home or not is_dense or value.nbytes == 0:
+            return None
+        if not slot.free:
+            self.settle()  # one that nobody has any more may be on its way
+        fitting = [each for each in slot.free if each.nbytes == value.nbytes]
+        if fitting:
+            slot.free.remove(fitting[0])
+            return fitting[0]
+        return self._home.place(value.device, value.nbytes)
+
+    def _send(self, gradient: _Gradient) -> None:
+        while self._going and sum(each.nbytes for each in self._going) + gradient.nbytes > self.limit_bytes:
+            self._settle_first()
+        gradient.send()
+        if gradient.going is not None:
+            self.bytes_written += gradient.nbytes
+            self._going.append(gradient)
+
+    def _settle_first(self) -> None:
+        gradient = self._going[0]
+        try:
+            gradient.settle()
+        finally:
+            if gradient.going is None:
+                self._going.popleft()
+        if not gradient.is_changed:
+            gradient.drop()
+
+
+class _Entered(NamedTuple):
+    """A gradient in use by an optimizer: its object, its value, and the version of that with all factors applied."""
+
+    parameter: Tensor
+    away: AwayGradient
+    value: Tensor
+    version: int
+
+
+def _answer(function: Any, first: AwayGradient, args: Any, kwargs: Any) -> Any:
+    """Return the result of a function whose first argument is away, without its bytes where that is possible."""
+    gradient = first.gradient
+    if function is _aten.detach.default:
+        return AwayGradient(gradient)
+    if function is _aten.linalg_vector_norm.default and _is_plain_norm(args, kwargs):
+        if first.device.type == "cpu" or _is_asked_by_clipping():
+            return gradient.gradients.norm_of(gradient)
+    if function in _factors() and len(args) == 2 and not kwargs and gradient.place is not None:
+        operand = args[1]
+        if not isinstance(operand, Tensor) or (operand.dim() == 0 and type(operand) in PLAIN_TYPES):
+            gradient.factors.append((function, operand.clone() if isinstance(operand, Tensor) else operand))
+            return first
+    return _on_values(function, args, kwargs)
+
+
+def _element(function: Any, each: Tensor, args: Any, kwargs: Any) -> Any:
+    """Return the result of a function of lists for one element of its first list."""
+    if isinstance(each, AwayGradient):
+        gradient = each.gradient
+        if function is _aten._foreach_norm.Scalar and _is_plain_norm((each, *args), kwargs):
+            return gradient.gradients.norm_of(gradient)
+        single = _single().get(function)
+        if single is not None and not kwargs:
+            return _answer(single, each, (each, *args), kwargs)
+    found = _on_values(function, ([each], *args), kwargs)
+    return found[0] if function in _with_results() else None
+
+
+def _on_values(function: Any, args: Any, kwargs: Any) -> Any:
+    """Return the result of a function for values that are brought, and written home where it has changed them."""
+    found = {id(each.gradient): each for each in tree_leaves((args, kwargs)) if isinstance(each, AwayGradient)}
+    gradients = next(iter(found.values())).gradient.gradients
+    with gradients.lock:
+        try:
+            for each in found.values():
+                each.gradient.bring()
+            for each in _written(function, args, kwargs):  # which torch does not count here
+                each.gradient.is_changed = True
+            values = tree_map_only(AwayGradient, lambda each: each.gradient.present, (args, kwargs))
+            result = function(*values[0], **values[1])
+            away = {id(each.gradient.present): each for each in found.values()}
+            by_storage = {each.gradient.present.untyped_storage()._cdata: each for each in found.values()}
+            for tensor in tree_leaves(result):
+                if isinstance(tensor, Tensor) and id(tensor) not in away and type(tensor) in PLAIN_TYPES:
+                    viewed = by_storage.get(tensor.untyped_storage()._cdata)
+                    if viewed is not None:
+                        viewed.gradient.is_viewed = True
+            return tree_map_only(Tensor, lambda tensor: away.get(id(tensor), tensor), result)
+        finally:
+            for each in found.values():
+                gradients.put_back(each.gradient)
+
+
+def _written(function: Any, args: Any, kwargs: Any) -> list[AwayGradient]:
+    """Return those that a function writes."""
+    names = (each.name for each in function._schema.arguments if each.alias_info and each.alias_info.is_write)
+    places = {each.name: place for place, each in enumerate(function._schema.arguments)}
+    given = [kwargs[name] if name in kwargs else args[places[name] : places[name] + 1] for name in names]
+    return [each for each in tree_leaves(given) if isinstance(each, AwayGradient)]
+
+
+def _holds_gradients(arguments: Any) -> bool:
+    return any(isinstance(each, AwayGradient) for each in tree_leaves(arguments))
+
+
+def _is_plain_norm(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Return whether these are the arguments of the 2-norm of a whole tensor."""
+    return not kwargs and (len(args) == 1 or (len(args) == 2 and args[1] == 2))
+
+
+def _is_asked_by_clipping() -> bool:
+    """Return whether torch's clipping asks, which takes `_foreach_norm` of plain gradients unless told otherwise.
+
+    The two round differently on an accelerator.
+    """
+    code: Any = torch.nn.utils.clip_grad._get_total_norm.__wrapped__.__code__  # type: ignore[attr-defined]
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None and frame.f_locals["foreach"] is not False
+
+
+@cache
+def _factors() -> frozenset[Any]:
+    """Return the operators in place whose operand can wait until the bytes are brought."""
+    return frozenset({_aten.mul_.Tensor, _aten.mul_.Scalar, _aten.div_.Tensor, _aten.div_.Scalar})
+
+
+@cache
+def _single() -> dict[Any, Any]:
+    """Return by operator of a list that of one tensor."""
+    return {
+        _aten._foreach_mul_.Scalar: _aten.mul_.Scalar,
+        _aten._foreach_mul_.Tensor: _aten.mul_.Tensor,
+        _aten._foreach_div_.Scalar: _aten.div_.Scalar,
+        _aten._foreach_div_.Tensor: _aten.div_.Tensor,
+    }
+
+
+@cache
+def _with_results() -> frozenset[Any]:
+    """Return the operators of one list that return another."""
+    names = "norm abs neg sqrt sign mul.Scalar mul.Tensor div.Scalar div.Tensor add.Scalar sub.Scalar"
+    return frozenset(_overload(f"_foreach_{name}") for name in names.split())
+
+
+@cache
+def _one_by_one() -> frozenset[Any]:
+    """Return the operators of one list that treat its tensors apart, so that one at a time needs to be there."""
+    names = "zero_ abs_ neg_ sqrt_ sign_ mul_.Scalar mul_.Tensor div_.Scalar div_.Tensor add_.Scalar sub_.Scalar"
+    names = f"{names} clamp_min_.Scalar clamp_max_.Scalar"
+    unscale: Callable[..., Any] = _aten._amp_foreach_non_finite_check_and_unscale_.default
+    return _with_results() | {_overload(f"_foreach_{name}") for name in names.split()} | {unscale}
+
+
+def _overload(name: str) -> Any:
+    packet, _, overload = name.partition(".")
+    found = getattr(_aten, packet)
+    return getattr(found, overload or next(iter(found.overloads())))
