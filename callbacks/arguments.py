@@ -39,6 +39,9 @@ class MemoptArguments(OffloadArguments):
     base_budget_gib: Annotated[float, NOT_NEGATIVE] | None = flag(
         None, "device memory that the frozen weights may take, in GiB; the more, the less is copied"
     )
+    trained: bool = flag(
+        False, "weights that train have the home of --base, too, with their gradients and the optimizer's state"
+    )
     frozen: Literal["off", "auto", "resident", "swap", "stream"] = flag(
         "off",
         "where TRL's reference model, teacher and reward models wait for their calls; off: as the trainer has them",
@@ -65,6 +68,8 @@ class MemoptArguments(OffloadArguments):
                 raise ValueError(f"{field.name}={value!r} is unknown; choose from {', '.join(known)}")
         if self.base_budget_gib is not None and self.base == "off":
             raise ValueError(f"base_budget_gib={self.base_budget_gib} needs base=auto, host or file, and base=off")
+        if self.trained and self.base == "off":
+            raise ValueError("trained=True needs base=auto, host or file, and base=off")
         if self.frozen_home != "host" and self.frozen == "off":
             raise ValueError(f"frozen_home={self.frozen_home} needs frozen=auto, swap or stream, and frozen=off")
         if self.budget_gib is not None and self.offload != "auto":
@@ -73,23 +78,26 @@ class MemoptArguments(OffloadArguments):
             raise ValueError("memory_report=True shows what memory_log=False leaves out; switch memory_log on")
 
     def stream_base(self, model: nn.Module | None, args: TrainingArguments | None) -> StreamedWeights | None:
-        """Have the frozen weights of a model stream as `base` says, before a trainer with these arguments moves it.
+        """Have the weights of a model stream as `base` and `trained` say, before a trainer with these moves it.
 
         `attach` does the same, but only after the trainer has moved the model.
         """
         if self.base == "off":
             return None
-        return stream_base(model, args, self.base, budget_gib=self.base_budget_gib, disk=self.disk)
+        budget_gib = self.base_budget_gib
+        return stream_base(model, args, self.base, trained=self.trained, budget_gib=budget_gib, disk=self.disk)
 
     def attach(self, trainer: Trainer) -> Attachment:
         """Attach this to a trainer, as `hf_memopt.attach` does."""
         base = None
         if self.base != "off":
-            base = stream_trainer(trainer, self.base, budget_gib=self.base_budget_gib, disk=self.disk)
+            budget_gib = self.base_budget_gib
+            base = stream_trainer(trainer, self.base, trained=self.trained, budget_gib=budget_gib, disk=self.disk)
         return attach(
             trainer,
             offloader=self.make_offloader(trainer.args.device),
             base=base,
+            trained=self.trained,
             frozen=None if self.frozen == "off" else self.frozen,
             frozen_home=self.frozen_home,
             optimizer_home=None if self.optimizer_home == "off" else self.optimizer_home,

@@ -42,6 +42,7 @@ def attach(
     *,
     offloader: ActivationOffloader | str | None = "auto",
     base: BaseHome | StreamedWeights | None = None,
+    trained: bool = False,
     frozen: TeacherMode | None = None,
     frozen_home: Home = "host",
     optimizer_home: Home | None = None,
@@ -62,6 +63,8 @@ def attach(
         base: the `StreamedWeights` of the trainer's model, or the home of its frozen weights, from which they then
             stream. The trainer has moved a model that does not stream yet to its device: where it does not fit, make
             the `StreamedWeights` before the trainer. Those of a model that streams already work with None as well.
+        trained: with a `base`, the weights that train stream, too; their gradients and the optimizer's state have their
+            home there as well, unless `optimizer_home` names another one.
         frozen: mode of `OffloadedTeacher` by which TRL's reference model, teacher and reward models live between their
             calls. None leaves them as they are.
         frozen_home: where they live between calls: `"host"`, in host memory; `"file"`, in the safetensors files of the
@@ -101,14 +104,20 @@ def attach(
                     "model"
                 )
             undo.callback(apply_selective_checkpointing(trainer.model).remove)
+        if trained and base is None and not streams_alone(trainer):
+            raise ValueError("trained=True needs base, the home of the weights: 'host' or 'file'")
+        weights: StreamedWeights | None = None
         if base is not None or streams_alone(trainer):
-            undo.callback(StreamedBase(trainer, base).remove)
+            streamed = StreamedBase(trainer, base, trained)
+            undo.callback(streamed.remove)
+            weights = streamed.weights if streamed.weights.trained else None
         if chosen is not None:
             undo.callback(OffloadedLoss(trainer, chosen).remove)
         if frozen is not None:
             undo.callback(FrozenModels(trainer, frozen, frozen_home).remove)
-        if optimizer_home is not None:
-            undo.callback(HomeOfOptimizers(optimizer_home, optimizer_disk).take_from(trainer))
+        if optimizer_home is not None or weights is not None:
+            home = weights.home if optimizer_home is None and weights is not None else optimizer_home
+            undo.callback(HomeOfOptimizers(home, optimizer_disk, weights).take_from(trainer))
         if memory:
             lines = partial(lines_about_weights, trainer)
             undo.callback(RunReports(trainer, chosen, lines, is_selective=selective_checkpointing).remove)

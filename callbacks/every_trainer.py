@@ -86,7 +86,7 @@ def attached(arguments: MemoptArguments) -> Iterator[Attached]:
     trainers: weakref.WeakSet[Trainer] = weakref.WeakSet()
     of_accelerators: list[ActivationOffloader] = []
     found = Attached()
-    if arguments.optimizer_home != "off":
+    if arguments.optimizer_home != "off" and not arguments.trained:
         found.optimizers = HomeOfOptimizers(arguments.optimizer_home, arguments.disk)
     make_trainer, prepare = Trainer.__init__, Accelerator.prepare
     signature = inspect.signature(make_trainer)
@@ -98,7 +98,8 @@ def attached(arguments: MemoptArguments) -> Iterator[Attached]:
         arguments.stream_base(given.get("model"), given.get("args"))
         make_trainer(trainer, *args, **kwargs)
         trainers.add(trainer)
-        replace(arguments, frozen="off", frozen_home="host", optimizer_home="off").attach(trainer)
+        home = arguments.optimizer_home if arguments.trained else "off"
+        replace(arguments, frozen="off", frozen_home="host", optimizer_home=home).attach(trainer)
         if found.optimizers is not None:
             found.optimizers.take_from(trainer)
         if arguments.frozen != "off":

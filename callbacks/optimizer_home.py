@@ -9,7 +9,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 from hf_memopt.transfer.scratch_file import check_disk
-from hf_memopt.weights import OffloadedOptimizer
+from hf_memopt.weights import OffloadedOptimizer, StreamedWeights
 from hf_memopt.weights.homes import HOMES, Home
 from hf_memopt.weights.optimizer import OptimizerReport
 
@@ -17,14 +17,20 @@ logger = logging.getLogger(__name__)
 
 
 class HomeOfOptimizers(TrainerCallback):
-    """Gives the state of optimizers a home between updates, and logs the costs when a trainer's training ends."""
+    """Gives the state of optimizers a home between updates, and logs the costs when a trainer's training ends.
 
-    def __init__(self, home: Home, disk: str | os.PathLike[str] | None) -> None:
+    Args:
+        weights: those that stream while they train, whose updates visit them. None leaves weights where they are.
+    """
+
+    def __init__(
+        self, home: Home, disk: str | os.PathLike[str] | None, weights: StreamedWeights | None = None
+    ) -> None:
         if home not in HOMES:
             raise ValueError(f"optimizer_home={home!r} is unknown; use one of {', '.join(HOMES)}")
         check_disk(disk)
         self._home: Home = home
-        self._disk = disk
+        self._disk, self._weights = disk, weights
         self._reports: dict[object, OptimizerReport] = {}  # they outlive their optimizers
         self.unreached = (  # until one of them has made an update, then empty
             f"optimizer_home={home} reaches no optimizer that is stepped; give it to Accelerator.prepare, or make it "
@@ -39,7 +45,10 @@ class HomeOfOptimizers(TrainerCallback):
             try:
                 optimizer = OffloadedOptimizer(optimizer, self._home, disk=self._disk)
             except ValueError as error:
-                raise ValueError(f"optimizer_home={self._home!r}: {error}") from error
+                option = f"optimizer_home={self._home!r}" if self._weights is None else "trained=True"
+                raise ValueError(f"{option}: {error}") from error
+        if self._weights is not None:
+            self._weights.adopt(optimizer)
         key = object()
 
         def note(stepped: Any, *others: Any) -> None:

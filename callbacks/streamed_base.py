@@ -1,4 +1,4 @@
-"""The frozen base of a trainer's model, which streams through the training steps."""
+"""The weights of a trainer's model, frozen or all, which stream through the training steps."""
 
 import logging
 import os
@@ -21,12 +21,15 @@ class StreamedBase(TrainerCallback):
     Args:
         base: the weights, or their home, from which they stream from now on and until `remove`. None takes those of a
             model that streams already, and `remove` leaves them so.
+        trained: whether those stream that train, too, where `base` is a home.
     """
 
-    def __init__(self, trainer: Trainer, base: BaseHome | StreamedWeights | None) -> None:
+    def __init__(
+        self, trainer: Trainer, base: BaseHome | StreamedWeights | None, trained: bool = False
+    ) -> None:
         if _is_attached(trainer):
             raise ValueError(f"base={base!r}: the trainer's base streams already; remove() the earlier handle first")
-        self.weights = _streamed_weights(trainer, base)
+        self.weights = _streamed_weights(trainer, base, trained)
         self._trainer, self._restores = trainer, base is not None
         self._undo = [enclose(trainer, self.weights.stream), enclose_calls(trainer.model, self.weights.stream)]
         trainer.add_callback(self)
@@ -49,7 +52,12 @@ def streams_alone(trainer: Trainer) -> bool:
 
 
 def stream_trainer(
-    trainer: Trainer, base: BaseHome, *, budget_gib: float | None = None, disk: str | None = None
+    trainer: Trainer,
+    base: BaseHome,
+    *,
+    trained: bool = False,
+    budget_gib: float | None = None,
+    disk: str | os.PathLike[str] | None = None,
 ) -> StreamedWeights:
     """Return what `stream_base` does for the model of a trainer, which has moved it to its device."""
     if trainer.model_init is not None:
@@ -64,7 +72,7 @@ def stream_trainer(
             base,
             trainer.args.device,
         )
-    return stream_base(trainer.model, trainer.args, base, budget_gib=budget_gib, disk=disk)
+    return stream_base(trainer.model, trainer.args, base, trained=trained, budget_gib=budget_gib, disk=disk)
 
 
 def stream_base(
@@ -72,10 +80,11 @@ def stream_base(
     args: TrainingArguments | None,
     base: BaseHome,
     *,
+    trained: bool = False,
     budget_gib: float | None = None,
-    disk: str | None = None,
+    disk: str | os.PathLike[str] | None = None,
 ) -> StreamedWeights:
-    """Return the object by which the base of a trainer's model streams; it is made unless the model streams already."""
+    """Return the object by which a trainer's model streams; it is made unless the model streams already."""
     if model is None:
         raise ValueError(f"base={base!r} needs a trainer that is given its model; leave model_init out")
     if args is not None:
@@ -88,19 +97,21 @@ def stream_base(
             )
     present = streamed_weights_of(model)
     if present is None:
-        if all(parameter.requires_grad for parameter in model.parameters()):
+        if not trained and all(parameter.requires_grad for parameter in model.parameters()):
             raise ValueError(
-                f"base={base!r}: model has no frozen weights that could stream; train adapters, or leave base out; for "
-                "a frozen reference, teacher or reward model beside it use frozen='auto'"
+                f"base={base!r}: model has no frozen weights that could stream; add trained=True for those that train, "
+                "train adapters, or leave base out; for a frozen reference, teacher or reward model use frozen='auto'"
             )
         try:
             device = None if args is None else args.device
-            return StreamedWeights(model, home=base, budget_gib=budget_gib, device=device, disk=disk)
+            return StreamedWeights(model, home=base, trained=trained, budget_gib=budget_gib, device=device, disk=disk)
         except ValueError as error:
             raise ValueError(f"base={base!r}: {error}") from error
     home = present.report().home
     if base not in ("auto", home):
         raise ValueError(f"base={base!r}: the model's weights stream already, with home={home!r}; use base={home!r}")
+    if trained and not present.trained:
+        raise ValueError("trained=True: the model's frozen weights stream already; make that StreamedWeights with it")
     return present
 
 
@@ -114,10 +125,12 @@ def _is_attached(trainer: Trainer) -> bool:
     return any(isinstance(callback, StreamedBase) for callback in trainer.callback_handler.callbacks)
 
 
-def _streamed_weights(trainer: Trainer, base: BaseHome | StreamedWeights | None) -> StreamedWeights:
+def _streamed_weights(
+    trainer: Trainer, base: BaseHome | StreamedWeights | None, trained: bool
+) -> StreamedWeights:
     present = streamed_weights_of(trainer.model)
     if present is not None and (base is None or base is present):
         return present
     if base is None or isinstance(base, StreamedWeights):
         raise ValueError("base: these StreamedWeights are not of the trainer's model; make them of that")
-    return stream_trainer(trainer, base)
+    return stream_trainer(trainer, base, trained=trained)

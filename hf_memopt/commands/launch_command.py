@@ -32,6 +32,7 @@ FLAGS are those of accelerate launch and the following, the fields of MemoptArgu
                              visit the device in forward and backward: host memory, or their safetensors files;
                              those without such a file are written to one in --disk
   --base_budget_gib GIB      device memory that the frozen weights may take; the more, the less is copied
+  --trained                  weights that train have that home, too, with their gradients and the optimizer's state
   --frozen MODE              off (default), auto, resident, swap or stream: where TRL's reference model, teacher and
                              reward models wait for their calls
   --frozen_home HOME         host (default) or file: where they wait, in host memory or in their safetensors files

@@ -141,6 +141,11 @@ class StreamedWeights:
             sharded ones, or ones made in inference mode; a model split over several devices, or compiled as one region;
             weights that stream already; several ranks with `trained=True`, or quantised weights that train.
 
+    Attributes:
+        device: that runs the model.
+        home: `"host"` or `"file"`.
+        trained: whether weights that train stream.
+
     Autocast copies a weight of another dtype for each use, and autograd keeps the copy. For linear layers and
     convolutions this object makes the copies, and drops them; in other modules they stay until backward.
 
@@ -177,7 +182,7 @@ class StreamedWeights:
         self.device = _device_of(model) if device is None else torch.device(device)
         self._given_copier = copier
         self._copier = copier_for(self.device, purpose="base") if copier is None else copier
-        self._model, self._trains, self._disk = model, trained, disk
+        self._model, self.trained, self._disk = model, trained, disk
         # By thread, of the outermost `stream()`. One that was interrupted as it ended may still stand here.
         self._outermost: dict[int, WithStatement] = {}
         undo = ModelState(model).put_back
@@ -186,7 +191,7 @@ class StreamedWeights:
                 self._begin(model, home, budget_gib, files, disk)
             undo = self.remove  # the memory that the weights had is freed
             return_freed_memory()
-            logger.info("frozen weights: %s stream from %s", format_bytes(self._streamed_bytes), self._home_name)
+            logger.info("frozen weights: %s stream from %s", format_bytes(self._streamed_bytes), self.home)
         except BaseException:  # an interrupt, too
             undo()
             raise
@@ -210,7 +215,7 @@ class StreamedWeights:
         if self._gradients is None:
             raise ValueError("adopt(optimizer) needs StreamedWeights(model, trained=True)")
         if not isinstance(optimizer, OffloadedOptimizer):
-            home: Any = self._home_name
+            home: Any = self.home
             adopted = OffloadedOptimizer(optimizer, home, disk=self._disk, copier=self._given_copier)
             adopted.redirect()
         else:
@@ -277,7 +282,7 @@ class StreamedWeights:
         if held:
             resident["held by tensors outside of the model"] = held
         return WeightsReport(
-            home=self._home_name,
+            home=self.home,
             device=str(self.device),
             streamed_bytes=self._streamed_bytes,
             host_bytes=self._home.host_bytes,
@@ -319,12 +324,12 @@ class StreamedWeights:
     ) -> None:
         claim_device(model, self._copier)
         return_second_tensors(model)
-        chosen = select(model, self._trains)
+        chosen = select(model, self.trained)
         weights = PackedWeights(model, exclude=chosen.others, inner_of=stored_tensors)
-        self._home_name = _home_of(home, self.device, weights.num_bytes)
+        self.home = _home_of(home, self.device, weights.num_bytes)
         where = loaded_from(model) if files is None else files
-        written = self._make_room_to_write(weights) if self._trains else None
-        self._home = make_home(weights, self._home_name, self.device, self._copier, where, disk, written)
+        written = self._make_room_to_write(weights) if self.trained else None
+        self._home = make_home(weights, self.home, self.device, self._copier, where, disk, written)
         self._sources = _own_memory(weights)
         weights.drop_sources()
         self._streamed_bytes = weights.num_bytes
@@ -340,12 +345,12 @@ class StreamedWeights:
             remedy=(
                 "have its StreamedWeights adopt(optimizer) that updates it, and read or write it elsewhere inside `with "
                 "weights.visit(module):`"
-                if self._trains
+                if self.trained
                 else f"read or write it inside `with base.visit(module):` of its StreamedWeights, or {REMEDY}"
             ),
             remedy_of_writes=REMEDY,
-            is_written_home=self._trains,
-            what="weight" if self._trains else "frozen weight",
+            is_written_home=self.trained,
+            what="weight" if self.trained else "frozen weight",
         )
         places = {
             id(each.tensor): (number, place)
@@ -362,7 +367,7 @@ class StreamedWeights:
             at_home,
             self._check_home,
             self._visiting.is_unchanged,
-            self._visiting.load if self._trains else None,
+            self._visiting.load if self.trained else None,
         )
         self._gradients = None if written is None else Gradients(written, self._visiting.lock)
         self._streamed = {each.parameter for each in chosen.streamed}
@@ -396,7 +401,7 @@ class StreamedWeights:
 
     def _make_room_to_write(self, weights: PackedWeights) -> BlockHome:
         copier = None if self.device.type == "cpu" and type(self._copier) is SyncCopier else self._copier
-        written = BlockHome(self._home_name, copier, self._disk, "weights that train and their gradients")
+        written = BlockHome(self.home, copier, self._disk, "weights that train and their gradients")
         written.largest_bytes = max(piece.num_bytes for piece in weights.slices)
         return written
 
@@ -408,7 +413,7 @@ class StreamedWeights:
     def _check_home(self) -> None:
         """Have the home up to date, and its files as they were."""
         self._visiting.flush()
-        if self._trains:
+        if self.trained:
             self._home.settle()
         self._home.check()
 
