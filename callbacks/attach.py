@@ -116,7 +116,7 @@ def attach(
         if frozen is not None:
             undo.callback(FrozenModels(trainer, frozen, frozen_home).remove)
         if optimizer_home is not None or weights is not None:
-            home = weights.home if optimizer_home is None and weights is not None else optimizer_home
+            home: Any = weights.home if optimizer_home is None and weights is not None else optimizer_home
             undo.callback(HomeOfOptimizers(home, optimizer_disk, weights).take_from(trainer))
         if memory:
             lines = partial(lines_about_weights, trainer)

@@ -23,9 +23,7 @@ class HomeOfOptimizers(TrainerCallback):
         weights: those that stream while they train, whose updates visit them. None leaves weights where they are.
     """
 
-    def __init__(
-        self, home: Home, disk: str | os.PathLike[str] | None, weights: StreamedWeights | None = None
-    ) -> None:
+    def __init__(self, home: Home, disk: str | os.PathLike[str] | None, weights: StreamedWeights | None = None) -> None:
         if home not in HOMES:
             raise ValueError(f"optimizer_home={home!r} is unknown; use one of {', '.join(HOMES)}")
         check_disk(disk)

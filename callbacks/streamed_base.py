@@ -24,9 +24,7 @@ class StreamedBase(TrainerCallback):
         trained: whether those stream that train, too, where `base` is a home.
     """
 
-    def __init__(
-        self, trainer: Trainer, base: BaseHome | StreamedWeights | None, trained: bool = False
-    ) -> None:
+    def __init__(self, trainer: Trainer, base: BaseHome | StreamedWeights | None, trained: bool = False) -> None:
         if _is_attached(trainer):
             raise ValueError(f"base={base!r}: the trainer's base streams already; remove() the earlier handle first")
         self.weights = _streamed_weights(trainer, base, trained)
@@ -125,9 +123,7 @@ def _is_attached(trainer: Trainer) -> bool:
     return any(isinstance(callback, StreamedBase) for callback in trainer.callback_handler.callbacks)
 
 
-def _streamed_weights(
-    trainer: Trainer, base: BaseHome | StreamedWeights | None, trained: bool
-) -> StreamedWeights:
+def _streamed_weights(trainer: Trainer, base: BaseHome | StreamedWeights | None, trained: bool) -> StreamedWeights:
     present = streamed_weights_of(trainer.model)
     if present is not None and (base is None or base is present):
         return present

@@ -40,6 +40,11 @@ logger = logging.getLogger(__name__)
 
 BaseHome = Literal["auto", "host", "file"]
 BASE_HOMES: tuple[str, ...] = get_args(BaseHome)
+_REMEDY_OF_FROZEN = f"read or write it inside `with base.visit(module):` of its StreamedWeights, or {REMEDY}"
+_REMEDY_OF_TRAINED = (
+    "have its StreamedWeights adopt(optimizer) that updates it, and read or write it elsewhere inside "
+    "`with weights.visit(module):`"
+)
 # The attribute of a model that holds the object by which its weights stream.
 _STREAMED = "_hf_memopt_streamed_weights"
 # The one in which DistributedDataParallel finds the names of parameters that it leaves alone.
@@ -185,6 +190,8 @@ class StreamedWeights:
         self._model, self.trained, self._disk = model, trained, disk
         # By thread, of the outermost `stream()`. One that was interrupted as it ended may still stand here.
         self._outermost: dict[int, WithStatement] = {}
+        self._gradients: Gradients | None = None
+        self._updates: TrainedWeights | None = None
         undo = ModelState(model).put_back
         try:
             with torch.inference_mode(False):  # autograd saves weights in later passes
@@ -223,7 +230,7 @@ class StreamedWeights:
         self._follow_gradients()
         self._home.reserve(self.device)
         self._gradients.reserve()
-        adopted.weights = TrainedWeights(self._visiting, self._gradients)
+        adopted.weights = self._updates = TrainedWeights(self._visiting, self._gradients)
         return adopted
 
     @contextmanager
@@ -267,6 +274,7 @@ class StreamedWeights:
 
         Takes device memory for all of them at once, beyond `budget_gib` if need be.
         """
+        self._end_interrupted()
         self._home.check()
         with self._visiting.visit(module, WithStatement.of_caller()):
             yield
@@ -342,12 +350,7 @@ class StreamedWeights:
             self._copier,
             _budget(budget_gib, chosen),
             repeats=True,
-            remedy=(
-                "have its StreamedWeights adopt(optimizer) that updates it, and read or write it elsewhere inside `with "
-                "weights.visit(module):`"
-                if self.trained
-                else f"read or write it inside `with base.visit(module):` of its StreamedWeights, or {REMEDY}"
-            ),
+            remedy=_REMEDY_OF_TRAINED if self.trained else _REMEDY_OF_FROZEN,
             remedy_of_writes=REMEDY,
             is_written_home=self.trained,
             what="weight" if self.trained else "frozen weight",
@@ -385,6 +388,7 @@ class StreamedWeights:
 
     @contextmanager
     def _pass(self, path: str) -> Iterator[None]:
+        self._end_interrupted()
         self._visiting.follow_quantised()
         self._follow_gradients()
         self._guards.check()
@@ -398,12 +402,15 @@ class StreamedWeights:
         finally:
             self._visiting.end(begun, has_failed, trains)
 
-
     def _make_room_to_write(self, weights: PackedWeights) -> BlockHome:
         copier = None if self.device.type == "cpu" and type(self._copier) is SyncCopier else self._copier
         written = BlockHome(self.home, copier, self._disk, "weights that train and their gradients")
         written.largest_bytes = max(piece.num_bytes for piece in weights.slices)
         return written
+
+    def _end_interrupted(self) -> None:
+        if self._updates is not None:
+            self._updates.close()
 
     def _follow_gradients(self) -> None:
         if self._gradients is not None:
@@ -412,6 +419,7 @@ class StreamedWeights:
 
     def _check_home(self) -> None:
         """Have the home up to date, and its files as they were."""
+        self._end_interrupted()
         self._visiting.flush()
         if self.trained:
             self._home.settle()

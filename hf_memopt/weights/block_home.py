@@ -32,7 +32,11 @@ class BlockHome:
     """
 
     def __init__(
-        self, home: str, copier: Copier | None, disk: str | os.PathLike[str] | None, contents: str = "an optimizer's state"
+        self,
+        home: str,
+        copier: Copier | None,
+        disk: str | os.PathLike[str] | None,
+        contents: str = "an optimizer's state",
     ) -> None:
         self._home, self._copier, self._contents = home, copier, contents
         self._folder = tempfile.gettempdir() if disk is None else disk
@@ -53,7 +57,9 @@ class BlockHome:
 
     def place(self, device: torch.device, num_bytes: int) -> Place:
         """Return a place for bytes that may lie anywhere on the device."""
-        return self._acquired(self._memory(device, num_bytes), num_bytes, torch.UntypedStorage(0))
+        return self._acquired(
+            self._memory(device, num_bytes), num_bytes, torch.empty(0, device="cpu").untyped_storage()
+        )
 
     def _acquired(self, lower: LowerMemory, num_bytes: int, storage: torch.UntypedStorage) -> Place:
         block = lower.acquire(num_bytes, storage)

@@ -10,8 +10,9 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,13 +47,15 @@ class _Gradient:
         is_viewed: whether others may have views of `value`, which then stays.
     """
 
+    place: Place | None = None
+
     def __init__(self, gradients: "Gradients", slot: _Slot, value: Tensor, place: Place | None) -> None:
-        self.gradients, self.place = gradients, place
+        self.gradients, self._slot = gradients, slot
+        self.place = place
         self.factors: list[tuple[Any, Any]] = []
         self.is_changed = self.is_viewed = False
         self.coming: Transfer | None = None
         self.going: Transfer | None = None
-        self._slot = slot
         self._dtype, self._size, self._stride = value.dtype, value.size(), value.stride()
         self.value: Tensor | None = value
         self.nbytes = value.nbytes
@@ -68,6 +71,10 @@ class _Gradient:
         assert self.value is not None
         return self.value
 
+    def can_wait(self) -> bool:
+        """Return whether the bytes are at home, or on their way, and nobody else sees them."""
+        return self.place is not None and not (self.is_viewed or self.is_changed)
+
     def fetch(self) -> None:
         """Start bringing the bytes."""
         if self.value is None and self.coming is None:
@@ -80,10 +87,14 @@ class _Gradient:
     def bring(self) -> Tensor:
         """Return the value on the device, with all factors applied."""
         value = self.bring_unscaled()
-        for function, operand in self.factors:
-            function(value, operand)
-            self.is_changed = True
-        self.factors = []
+        if self.factors:
+            try:
+                for function, operand in self.factors:
+                    function(value, operand)
+            except BaseException:  # an interrupt, too
+                self.drop()
+                raise
+            self.factors, self.is_changed = [], True
         return value
 
     def bring_unscaled(self) -> Tensor:
@@ -135,20 +146,22 @@ class AwayGradient(Tensor):
     """
 
     gradient: _Gradient
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     @staticmethod
     def __new__(cls, gradient: _Gradient) -> "AwayGradient":
         value = gradient.value
         size, stride = gradient._size, gradient._stride
         device = gradient._slot.parameter.device if value is None else value.device
-        made: Any = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+        made: Any = Tensor._make_wrapper_subclass
         found: AwayGradient = made(cls, size, strides=stride, dtype=gradient._dtype, device=device)
         found.gradient = gradient
         return found
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         first = args[0] if args else None
         if isinstance(first, AwayGradient):
@@ -174,8 +187,8 @@ class AwayGradient(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
-    def __repr__(self, **options: Any) -> str:
-        return self.clone().__repr__(**options)
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
+        return repr(self.clone())
 
     def _for_good(self) -> Tensor:
         """Return the value, which stays on the device from now on."""
@@ -204,7 +217,7 @@ class Gradients:
         """Take the gradients of a parameter; without a home they stay on the device, in the same kind of object."""
         slot = self._slots.setdefault(id(parameter), _Slot(parameter, name, has_home))
         if slot.handle is None and parameter.requires_grad:
-            slot.handle = parameter.register_post_accumulate_grad_hook(self._take)
+            slot.handle = parameter.register_post_accumulate_grad_hook(self._take)  # type: ignore[no-untyped-call]
             if has_home:
                 self.limit_bytes = max(self.limit_bytes, parameter.nbytes)
 
@@ -220,33 +233,28 @@ class Gradients:
             if isinstance(parameter.grad, AwayGradient):
                 parameter.grad.gradient.fetch()
 
-    def enter(self, parameters: Iterable[Tensor]) -> "list[_Entered]":
-        """Replace gradients that are away by their values, for an optimizer."""
-        entered: list[_Entered] = []
-        try:
-            for parameter in parameters:
-                away = parameter.grad
-                if isinstance(away, AwayGradient):
-                    value = away.gradient.bring_unscaled()
-                    for function, operand in away.gradient.factors:
-                        function(value, operand)
-                    parameter.grad = value
-                    entered.append(_Entered(parameter, away, value, value._version))
-        except BaseException:
-            self.leave(entered)
-            raise
-        return entered
+    def enter(self, parameters: Iterable[Tensor], entered: "list[Entered]") -> None:
+        """Replace gradients that are away by their values, for an optimizer, and note them in a list."""
+        for parameter in parameters:
+            away = parameter.grad
+            if isinstance(away, AwayGradient):
+                value = away.gradient.bring_unscaled()
+                entered.append(Entered(parameter, away, value))
+                for function, operand in away.gradient.factors:
+                    function(value, operand)
+                entered[-1].version = value._version
+                parameter.grad = value
 
-    def leave(self, entered: "Iterable[_Entered]") -> None:
+    def leave(self, entered: "Iterable[Entered]") -> None:
         """Put the objects back in the place of values; what is at home stays as it is, unless a value was written."""
-        for parameter, away, value, version in entered:
-            gradient = away.gradient
-            if parameter.grad is value:
-                parameter.grad = away
-            if gradient.place is None or gradient.is_viewed or value._version != version:
+        for each in entered:
+            gradient = each.away.gradient
+            if each.parameter.grad is each.value:
+                each.parameter.grad = each.away
+            if each.version is not None and each.value._version != each.version:
                 gradient.factors, gradient.is_changed = [], True
                 self.put_back(gradient)
-            else:
+            elif gradient.factors or not gradient.is_changed:
                 gradient.drop()
 
     def norm_of(self, gradient: _Gradient) -> Tensor:
@@ -330,13 +338,17 @@ class Gradients:
             gradient.drop()
 
 
-class _Entered(NamedTuple):
-    """A gradient in use by an optimizer: its object, its value, and the version of that with all factors applied."""
+@dataclass
+class Entered:
+    """A gradient in use by an optimizer: its object, its value, and the version of that once all factors are applied.
+
+    There are factors only for a value that its home has, too.
+    """
 
     parameter: Tensor
     away: AwayGradient
     value: Tensor
-    version: int
+    version: int | None = None
 
 
 def _answer(function: Any, first: AwayGradient, args: Any, kwargs: Any) -> Any:
@@ -344,10 +356,10 @@ def _answer(function: Any, first: AwayGradient, args: Any, kwargs: Any) -> Any:
     gradient = first.gradient
     if function is _aten.detach.default:
         return AwayGradient(gradient)
-    if function is _aten.linalg_vector_norm.default and _is_plain_norm(args, kwargs):
-        if first.device.type == "cpu" or _is_asked_by_clipping():
-            return gradient.gradients.norm_of(gradient)
-    if function in _factors() and len(args) == 2 and not kwargs and gradient.place is not None:
+    is_norm = function is _aten.linalg_vector_norm.default and _is_plain_norm(args, kwargs)
+    if is_norm and (first.device.type == "cpu" or _is_asked_by_clipping()):
+        return gradient.gradients.norm_of(gradient)
+    if function in _factors() and len(args) == 2 and not kwargs and gradient.can_wait():
         operand = args[1]
         if not isinstance(operand, Tensor) or (operand.dim() == 0 and type(operand) in PLAIN_TYPES):
             gradient.factors.append((function, operand.clone() if isinstance(operand, Tensor) else operand))

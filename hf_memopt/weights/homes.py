@@ -40,8 +40,10 @@ class WeightsHome(Protocol):
 
     num_bytes: int
     host_bytes: int
-    views: list[list[Tensor]]
     file_bytes: int
+
+    @property
+    def views(self) -> list[list[Tensor]]: ...
 
     @property
     def bytes_read(self) -> int: ...
@@ -53,7 +55,7 @@ class WeightsHome(Protocol):
         """Start copying the bytes of the block from `start` on to device memory, `(num_bytes,)` uint8."""
 
     def to_home(self, start: int, source: Tensor) -> Transfer:
-        """Start writing a slice home, which begins at `start` of the block, from device memory, `(num_bytes,)` uint8."""
+        """Start writing the slice that begins at `start` of the block home from device memory, `(num_bytes,)` uint8."""
 
     def reserve(self, device: torch.device) -> None:
         """Take the space for all slices to be written; an error if there is none."""
@@ -189,10 +191,12 @@ class FileHome:
         self._views = [_mapped(piece, block) for piece in weights.slices]
         self._written, self._bytes_read_back = written, 0
         self._numbers = {piece.start: number for number, piece in enumerate(weights.slices)}
-        # By the first byte of a slice, its place; those that were written, and those of which the old place is shown.
+        # By the first byte of a slice, its place; those that were written, those that are shown from there, and those
+        # that were written since they were shown.
         self._places: dict[int, Place] = {}
         self._is_written: set[int] = set()
-        self._is_mapped_before: set[int] = set()
+        self._is_shown: set[int] = set()
+        self._is_newer: set[int] = set()
 
     @property
     def bytes_read(self) -> int:
@@ -205,12 +209,14 @@ class FileHome:
 
     @property
     def views(self) -> list[list[Tensor]]:
-        while self._is_mapped_before:
-            start = self._is_mapped_before.pop()
+        for start in tuple(self._is_newer):
             number, (memory, block) = self._numbers[start], self._places[start]
-            piece = self._slices[number]
-            whole = torch.frombuffer(memory.at_home(block), dtype=torch.uint8)[block.offset :][: piece.num_bytes]
-            self._views[number] = views([each._replace(start=each.start - start) for each in piece.offsets], whole)
+            shown, piece = memory.at_home(block), self._slices[number]  # waits for the last write
+            if start not in self._is_shown:
+                whole = torch.frombuffer(shown, dtype=torch.uint8)[block.offset :][: piece.num_bytes]
+                self._views[number] = views([each._replace(start=each.start - start) for each in piece.offsets], whole)
+                self._is_shown.add(start)
+            self._is_newer.discard(start)
         return self._views
 
     def to_device(self, start: int, destination: Tensor) -> Transfer:
@@ -223,9 +229,8 @@ class FileHome:
     def to_home(self, start: int, source: Tensor) -> Transfer:
         place = self._place(start, source.device)
         transfer = place.memory.write(source, place.block)
-        if start not in self._is_written:
-            self._is_written.add(start)
-            self._is_mapped_before.add(start)
+        self._is_written.add(start)
+        self._is_newer.add(start)
         return transfer
 
     def reserve(self, device: torch.device) -> None:

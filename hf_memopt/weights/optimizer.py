@@ -22,7 +22,14 @@ from hf_memopt.transfer import Copier
 from hf_memopt.transfer.scratch_file import check_disk
 from hf_memopt.units import GIB, MIB, format_bytes
 from hf_memopt.weights.block_home import BlockHome
-from hf_memopt.weights.coupling import REDIRECTED, UpdateVisits, bare_copy, bare_step, random_numbers_kept, refuse_coupled
+from hf_memopt.weights.coupling import (
+    REDIRECTED,
+    UpdateVisits,
+    bare_copy,
+    bare_step,
+    random_numbers_kept,
+    refuse_coupled,
+)
 from hf_memopt.weights.homes import HOMES, Home
 from hf_memopt.weights.optimizer_units import StateUnit, Traffic, leaves, packed_state
 from hf_memopt.weights.quantised import rewrapped

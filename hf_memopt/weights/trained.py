@@ -2,11 +2,20 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from hf_memopt.weights.gradients import Gradients
-from hf_memopt.weights.residency.visiting import Pass, Visiting
+from hf_memopt.weights.gradients import Entered, Gradients
+from hf_memopt.weights.residency.visiting import Visiting
+
+
+@dataclass(eq=False)
+class _Open:
+    """A visit of an update, and the user of its storages."""
+
+    parameters: Sequence[Tensor]
+    entered: list[Entered] = field(default_factory=list)
 
 
 class TrainedWeights:
@@ -14,11 +23,12 @@ class TrainedWeights:
 
     def __init__(self, visiting: Visiting, gradients: Gradients) -> None:
         self._visiting, self._gradients = visiting, gradients
-        self._pass: Pass | None = None
+        self._open: _Open | None = None
 
     @contextmanager
     def update(self) -> Iterator[None]:
         """Enclose an update, or the rest of one. When it ends, weights and gradients are at home."""
+        self.close()
         self._gradients.settle()
         under_way, has_failed = self._visiting.begin("update"), True
         try:
@@ -31,17 +41,22 @@ class TrainedWeights:
     @contextmanager
     def visit(self, parameters: Sequence[Tensor]) -> Iterator[None]:
         """Have some parameters and their gradients on the device, as plain tensors."""
-        user = object()
         with self._gradients.lock:
-            visit = self._visiting.update(parameters, user)
+            self._open = _Open(parameters)
             try:
-                entered = self._gradients.enter(parameters)
-                try:
-                    yield
-                finally:
-                    self._gradients.leave(entered)
+                self._visiting.enter_update(parameters, self._open)
+                self._gradients.enter(parameters, self._open.entered)
+                yield
             finally:
-                self._visiting.end_update(visit, user)
+                self.close()
+
+    def close(self) -> None:
+        """End the visit that is open, of which an interrupt may have cut off the end."""
+        if self._open is not None:
+            with self._gradients.lock:
+                self._gradients.leave(self._open.entered)
+                self._visiting.leave_update(self._open.parameters, self._open)
+                self._open = None
 
     def fetch(self, parameters: Iterable[Tensor]) -> None:
         """Start bringing gradients that are needed next; weights are fetched in the order of the update before."""

@@ -89,12 +89,12 @@ def _with_own_storage(view: Tensor) -> Tensor:
     return found
 
 
-def _alias(handed_out: dict[int, Tensor], view: Tensor) -> Tensor:
+def _alias(handed_out: dict[int, tuple[Tensor, Tensor]], view: Tensor) -> Tensor:
     """Return a tensor on the memory of a view, which counts writes together with that in `handed_out`."""
     if id(view) not in handed_out:
         with torch.inference_mode(False):  # in which writes are not counted
-            handed_out[id(view)] = _with_own_storage(view)
-    return handed_out[id(view)].detach()
+            handed_out[id(view)] = view, _with_own_storage(view)
+    return handed_out[id(view)][1].detach()
 
 
 class NotCopied:
@@ -121,8 +121,8 @@ class _StateAtHome(NotCopied):
     ) -> None:
         self._check_home, self._check, self._load = check_home, check, load
         self._values: dict[str, tuple[StreamedParameter, Callable[[], Tensor]]] = {}
-        # By name, and by the id of the tensor at home, what state dicts have got.
-        self._handed_out: dict[str, dict[int, Tensor]] = defaultdict(dict)
+        # By name, and by the id of the tensor at home, that tensor and what state dicts have got.
+        self._handed_out: dict[str, dict[int, tuple[Tensor, Tensor]]] = defaultdict(dict)
         self._taken: set[str] = set()
 
     def add(self, parameter: StreamedParameter, value: Callable[[], Tensor]) -> None:
@@ -137,7 +137,7 @@ class _StateAtHome(NotCopied):
 
     def is_written(self, attribute: str) -> bool:
         """Return whether what a state dict has got was written, which no home keeps."""
-        return any(each._version for each in self._handed_out.get(attribute, {}).values())
+        return any(each._version for _, each in self._handed_out.get(attribute, {}).values())
 
     def begin_loading(self, module: nn.Module, state: Any, prefix: str, options: Any, *others: Any) -> None:
         streamed = self._streamed(module, state, prefix)

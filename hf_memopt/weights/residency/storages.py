@@ -311,7 +311,7 @@ class CastWeight:
         """
         context = autocast_context(weight.device) if weight.dtype is torch.float32 and weight.is_leaf else None
         if self._in_graph is None or context is None or self._in_graph[0] is not context:
-            self._in_graph = context, _Cast.apply(weight, self.tensor)
+            self._in_graph = context, _cast(weight, self.tensor)
         return self._in_graph[1]
 
     def forget_graph(self) -> None:
@@ -333,8 +333,11 @@ class _Cast(torch.autograd.Function):
         return cast.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient.to(ctx.dtype), None
+
+
+_cast: Any = _Cast.apply
 
 
 def autocast_context(device: torch.device) -> object | None:
@@ -346,7 +349,8 @@ def autocast_context(device: torch.device) -> object | None:
         return None
     one = _one(device)
     product: Any = torch.mm(one, one).grad_fn
-    return next(node for node, _ in product.next_functions if node is not None)
+    node: object = next(node for node, _ in product.next_functions if node is not None)
+    return node
 
 
 @cache

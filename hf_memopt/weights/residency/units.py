@@ -135,8 +135,9 @@ class Unit:
         backward = BackwardVisit(self.visit, enter, leave, visits.open_visits)
         used: Tensor | None = None
         if cast is not None:
-            trains = torch.is_grad_enabled() and module.weight.requires_grad
-            used = cast.in_graph(module.weight) if trains else cast.tensor
+            weight: Any = module.weight
+            trains = torch.is_grad_enabled() and weight.requires_grad
+            used = cast.in_graph(weight) if trains else cast.tensor
         call = _Call(module, self._is_one_operator, leave, backward, used)
         visits.open_visits.calls.append(call)
         enter(call)

@@ -271,23 +271,27 @@ class Visiting(NotCopied):
         finally:
             self.leave(numbers, user)
 
-    def update(self, parameters: Sequence[Tensor], user: object) -> Visit:
+    def enter_update(self, parameters: Sequence[Tensor], user: object) -> None:
         """Enter the visit of an update, in which parameters have the classes that optimizers expect."""
+        visit = self._visit_of_update(parameters)
+        self.enter(visit, user)
+        for number in visit:
+            self.found[number].show(are_watched=False)
+
+    def leave_update(self, parameters: Sequence[Tensor], user: object) -> None:
+        visit = self._visit_of_update(parameters)
+        for number in visit:
+            if user in self.found[number].users:
+                self.found[number].show()
+                self.found[number].note_written()
+        self.leave(visit, user)
+
+    def _visit_of_update(self, parameters: Sequence[Tensor]) -> Visit:
         key = tuple(map(id, parameters))
         if key not in self._updates:
             numbers = (number for each in key for number in self._slices_of.get(each, ()))
             self._updates[key] = tuple(dict.fromkeys(numbers))
-        visit = self._updates[key]
-        self.enter(visit, user)
-        for number in visit:
-            self.found[number].show(are_watched=False)
-        return visit
-
-    def end_update(self, visit: Visit, user: object) -> None:
-        for number in visit:
-            self.found[number].show()
-            self.found[number].note_written()
-        self.leave(visit, user)
+        return self._updates[key]
 
     def is_unchanged(self, parameter: Tensor) -> bool:
         return all(self.found[number].is_unchanged() for number in self._slices_of[id(parameter)])
@@ -410,7 +414,7 @@ class Visiting(NotCopied):
 
         if not (torch.is_grad_enabled() and table.requires_grad):
             return looked_up()
-        rows: Tensor = _Rows.apply(table, indices, looked_up, padding, is_scaled)
+        rows: Tensor = _rows(table, indices, looked_up, padding, is_scaled)
         return rows
 
     # -------------------------------------------------------------------------------------------- visits
@@ -558,11 +562,14 @@ class _Rows(torch.autograd.Function):
         return looked_up()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         of_table = torch.ops.aten.embedding_dense_backward(
             gradient, ctx.saved_tensors[0], ctx.length, ctx.padding, ctx.is_scaled
         )
         return of_table, None, None, None, None
+
+
+_rows: Any = _Rows.apply
 
 
 class _Lookup(NamedTuple):
@@ -593,9 +600,9 @@ def _looked_up(function: Any, args: Any, kwargs: Any) -> _Lookup | None:
     is_read_on_the_host = is_plain(indices) and not torch._C._functorch.is_functorch_wrapped_tensor(indices)
     if table.dim() != 2 or not is_read_on_the_host or indices.numel() >= table.shape[0]:
         return None
-    if torch.is_grad_enabled() and table.requires_grad:
-        if given.get("sparse") or torch._C._functorch.peek_interpreter_stack() is not None:
-            return None
+    needs_torch = given.get("sparse") or torch._C._functorch.peek_interpreter_stack() is not None
+    if needs_torch and torch.is_grad_enabled() and table.requires_grad:
+        return None
     padding = given.get("padding_idx")
     padding = -1 if padding is None else padding + len(table) * (padding < 0 and function is functional.embedding)
     return _Lookup(table, indices, padding, bool(given.get("scale_grad_by_freq")))
