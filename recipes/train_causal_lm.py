@@ -36,7 +36,7 @@ from hf_memopt.recipes.causal_lm import data as data
 from hf_memopt.recipes.causal_lm import report as report
 from hf_memopt.recipes.causal_lm.model import make_model
 from hf_memopt.recipes.causal_lm.options import Options, TrainingOptions, parse
-from hf_memopt.recipes.causal_lm.step import Run, make_optimizer, update
+from hf_memopt.recipes.causal_lm.step import Run, make_optimizer, stream_weights, update
 from hf_memopt.recipes.causal_lm.workload import CausalLM
 from hf_memopt.recipes.common import loop
 from hf_memopt.recipes.common.comparison import Begin
@@ -97,7 +97,8 @@ def prepare(accelerator: Accelerator, options: Options, tokenizer: Any, blocks: 
         )
     set_seed(training.seed)
     model = make_model(options.model, tokenizer, options.data.block_size)
-    optimizer = make_optimizer(model, options, accelerator.device)
+    weights = stream_weights(model, options, accelerator.device)
+    optimizer = make_optimizer(model, options, accelerator.device, weights)
     scheduler = loop.make_schedule(optimizer, training, training.max_steps, accelerator.num_processes)
     loader = {"batch_size": training.per_device_batch_size, "collate_fn": default_data_collator}
     # A generator of its own keeps the loader from drawing from the one that dropout uses, so that resuming is exact.
@@ -105,7 +106,9 @@ def prepare(accelerator: Accelerator, options: Options, tokenizer: Any, blocks: 
     held_out = DataLoader(blocks["test"], generator=torch.Generator(), **loader)
     model, optimizer, scheduler, batches, held_out = accelerator.prepare(model, optimizer, scheduler, batches, held_out)
     memory = MemoryLogger(accelerator, log_every=training.log_every, output_dir=training.output_dir)
-    run = Run(accelerator, options, model, optimizer, scheduler, batches, memory=memory, held_out=held_out)
+    run = Run(
+        accelerator, options, model, optimizer, scheduler, batches, memory=memory, held_out=held_out, weights=weights
+    )
     run.finite = run.finite_check(model, optimizer)
     return run
 
@@ -115,7 +118,8 @@ def evaluate(run: Run) -> dict[str, float]:
     losses = []
     with torch.no_grad():
         for batch in run.held_out:
-            loss = run.model(**batch, labels=batch["input_ids"]).loss
+            with run.visiting():
+                loss = run.model(**batch, labels=batch["input_ids"]).loss
             losses.append(run.accelerator.gather_for_metrics(loss.repeat(len(batch["input_ids"]))))
     run.model.train()
     eval_loss = torch.cat(losses).mean().item()

@@ -42,7 +42,7 @@ class _Gradient:
 
     Attributes:
         factors: operators and operands that are applied to the bytes at home whenever these are brought.
-        norm: the 2-norm of the bytes at home, as `torch._foreach_norm` computes it.
+        norms: by order, norms of the bytes at home, as `torch._foreach_norm` computes them.
         is_changed: whether `value` has other bytes than those whose norm was recorded.
         is_viewed: whether others may have views of `value`, which then stays.
     """
@@ -59,7 +59,7 @@ class _Gradient:
         self._dtype, self._size, self._stride = value.dtype, value.size(), value.stride()
         self.value: Tensor | None = value
         self.nbytes = value.nbytes
-        self.norm: Tensor | None = None
+        self.norms: dict[float, Tensor] = {}
         self._memory: Tensor | None = None
 
     def __del__(self) -> None:
@@ -113,10 +113,9 @@ class _Gradient:
         return self.value
 
     def send(self) -> None:
-        """Record the norm, and start writing the value home."""
+        """Record the norms, and start writing the value home."""
         value = self.present
-        if value.is_floating_point() or value.is_complex():
-            (self.norm,) = torch._foreach_norm([value])
+        self.norms = {order: torch._foreach_norm([value], order)[0] for order in self.gradients.orders}
         self.is_changed = False
         if self.place is not None and not self.is_viewed:
             memory, block = self.place
@@ -204,12 +203,17 @@ class Gradients:
     Args:
         home: of the gradients.
         lock: of all bookkeeping; backward passes may run on several threads.
+
+    Attributes:
+        orders: of the norms that are recorded.
+        limit_bytes: of gradients on their way home at a time, unless one is larger.
     """
 
     def __init__(self, home: BlockHome, lock: threading.RLock) -> None:
         self._home, self.lock = home, lock
         self._slots: dict[int, _Slot] = {}
         self._going: deque[_Gradient] = deque()
+        self.orders = {2.0}
         self.limit_bytes = 0
         self.bytes_read = self.bytes_written = 0
 
@@ -257,13 +261,14 @@ class Gradients:
             elif gradient.factors or not gradient.is_changed:
                 gradient.drop()
 
-    def norm_of(self, gradient: _Gradient) -> Tensor:
-        """Return the 2-norm, as `torch._foreach_norm` computes it."""
+    def norm_of(self, gradient: _Gradient, order: float) -> Tensor:
+        """Return a norm, as `torch._foreach_norm` computes it; those of this order are recorded from now on."""
         with self.lock:
-            if gradient.norm is not None and not (gradient.factors or gradient.is_changed or gradient.is_viewed):
-                return gradient.norm.clone()
+            self.orders.add(order)
+            if order in gradient.norms and not (gradient.factors or gradient.is_changed or gradient.is_viewed):
+                return gradient.norms[order].clone()
             try:
-                return torch._foreach_norm([gradient.bring()])[0]
+                return torch._foreach_norm([gradient.bring()], order)[0]
             finally:
                 self.put_back(gradient)
 
@@ -356,9 +361,9 @@ def _answer(function: Any, first: AwayGradient, args: Any, kwargs: Any) -> Any:
     gradient = first.gradient
     if function is _aten.detach.default:
         return AwayGradient(gradient)
-    is_norm = function is _aten.linalg_vector_norm.default and _is_plain_norm(args, kwargs)
-    if is_norm and (first.device.type == "cpu" or _is_asked_by_clipping()):
-        return gradient.gradients.norm_of(gradient)
+    order = _order(args, kwargs) if function is _aten.linalg_vector_norm.default else None
+    if order is not None and (first.device.type == "cpu" or _is_asked_by_clipping()):
+        return gradient.gradients.norm_of(gradient, order)
     if function in _factors() and len(args) == 2 and not kwargs and gradient.can_wait():
         operand = args[1]
         if not isinstance(operand, Tensor) or (operand.dim() == 0 and type(operand) in PLAIN_TYPES):
@@ -371,8 +376,9 @@ def _element(function: Any, each: Tensor, args: Any, kwargs: Any) -> Any:
     """Return the result of a function of lists for one element of its first list."""
     if isinstance(each, AwayGradient):
         gradient = each.gradient
-        if function is _aten._foreach_norm.Scalar and _is_plain_norm((each, *args), kwargs):
-            return gradient.gradients.norm_of(gradient)
+        order = _order((each, *args), kwargs) if function is _aten._foreach_norm.Scalar else None
+        if order is not None:
+            return gradient.gradients.norm_of(gradient, order)
         single = _single().get(function)
         if single is not None and not kwargs:
             return _answer(single, each, (each, *args), kwargs)
@@ -417,9 +423,9 @@ def _holds_gradients(arguments: Any) -> bool:
     return any(isinstance(each, AwayGradient) for each in tree_leaves(arguments))
 
 
-def _is_plain_norm(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Return whether these are the arguments of the 2-norm of a whole tensor."""
-    return not kwargs and (len(args) == 1 or (len(args) == 2 and args[1] == 2))
+def _order(args: Sequence[Any], kwargs: dict[str, Any]) -> float | None:
+    """Return the order of the norm of a whole tensor; None for other arguments."""
+    return None if kwargs or len(args) > 2 else float(args[1]) if len(args) == 2 else 2.0
 
 
 def _is_asked_by_clipping() -> bool:

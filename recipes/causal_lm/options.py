@@ -50,6 +50,13 @@ class TrainingOptions(RunOptions):
     optimizer_home: Literal["off", "host", "file"] = flag(
         "off", "where AdamW's states live between updates: in host memory, or in a file in --disk"
     )
+    base: Literal["off", "host", "file"] = flag(
+        "off",
+        "home of the weights between visits to the device: host memory, or files, in --disk once they are written",
+    )
+    trained: bool = flag(
+        False, "with --base: weights that train have that home, with their gradients and AdamW's states"
+    )
     warmup_steps: CountOrZero = flag(10, "updates until the learning rate has reached its peak")
     max_grad_norm: Positive = flag(1.0, "clip gradients to this norm")
     log_every: Count = flag(10, "updates between log lines")
@@ -71,7 +78,12 @@ def parse(description: str, arguments: Sequence[str] | None = None, compared: Se
     """Read the command line; `compared` are modes of offloading, none for training, which needs a folder of its own."""
     options = read_options(Options, description, arguments)
     remedy = "the inputs of checkpointed blocks; add --gradient_checkpointing"
+    training = options.training
+    if training.trained != (training.base != "off"):
+        raise ValueError(
+            f"base={training.base} and trained={training.trained}: this recipe trains all weights; give both, or neither"
+        )
     check_offloading(options.offload, compared, checkpointed=options.model.gradient_checkpointing, remedy=remedy)
     if not compared:
-        check_folder(options.training.output_dir, options.training.resume_from_checkpoint)
+        check_folder(training.output_dir, training.resume_from_checkpoint)
     return options

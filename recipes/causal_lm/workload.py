@@ -14,7 +14,7 @@ from hf_memopt.jobs.transformers_models.random_weights import weights_from_confi
 from hf_memopt.recipes.causal_lm import data as data
 from hf_memopt.recipes.causal_lm.model import make_model
 from hf_memopt.recipes.causal_lm.options import Options
-from hf_memopt.recipes.causal_lm.step import Batch, Run, make_optimizer, update
+from hf_memopt.recipes.causal_lm.step import Batch, Run, make_optimizer, stream_weights, update
 from hf_memopt.recipes.common.auto_plan import RecipeWorkload, activation_levers
 from hf_memopt.recipes.common.flags import read_options
 from hf_memopt.weights.homes import HOMES
@@ -54,10 +54,11 @@ class CausalLM(RecipeWorkload):
         with weights_from_config(AutoModelForCausalLM), accelerator.device:
             model = make_model(options.model, self._tokenizer, options.data.block_size)
         model.train()
-        optimizer = make_optimizer(model, options, accelerator.device)
+        weights = stream_weights(model, options, accelerator.device)
+        optimizer = make_optimizer(model, options, accelerator.device, weights)
         schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
         model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
-        run = Run(accelerator, options, model, optimizer, schedule)
+        run = Run(accelerator, options, model, optimizer, schedule, weights=weights)
         return run, _batches((training.per_device_batch_size, options.data.block_size), accelerator.device)
 
     def step(self, state: tuple[Run, Iterator[Batch]]) -> Tensor:

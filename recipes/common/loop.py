@@ -24,6 +24,7 @@ from hf_memopt.recipes.common.options import RunOptions, checkpoints_folder
 from hf_memopt.recipes.common.results import History
 from hf_memopt.report.offloading import OffloadingRecord
 from hf_memopt.training.finite_check import FiniteCheck
+from hf_memopt.weights.base import streamed_weights_of
 from hf_memopt.weights.optimizer import report_of
 
 logger = logging.getLogger(__name__)
@@ -117,6 +118,8 @@ class Run:
         """Return the cost of the updates; leave the offloader's work in the run's folder, and warn if there is none."""
         report = report_of(self.optimizer)
         away = [] if report is None else [str(report)]
+        weights = streamed_weights_of(self.model) if isinstance(self.model, nn.Module) else None
+        away += [] if weights is None else [str(weights.report())]
         if (self.offloader is not None or away) and self.accelerator.is_main_process:
             OffloadingRecord.of(self.offloader, facts={}, weights=away).write(Path(self.options.output_dir))
         cost = timer.cost()
