@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from accelerate.optimizer import AcceleratedOptimizer
@@ -64,19 +65,43 @@ class HomeOfOptimizers(TrainerCallback):
         if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
             self.refuse("DeepSpeed" if trainer.is_deepspeed_enabled else "FSDP")
         plain = trainer.create_optimizer
+        backward = trainer.accelerator.backward
 
         def create_optimizer(*args: Any, **kwargs: Any) -> Any:
             plain(*args, **kwargs)
             trainer.optimizer = self.take(trainer.optimizer)
             return trainer.optimizer
 
+        def backward_with_update(*args: Any, **kwargs: Any) -> None:
+            with self._update_in_backward(trainer):
+                backward(*args, **kwargs)
+
         def undo() -> None:
             del trainer.create_optimizer
+            vars(trainer.accelerator).pop("backward", None)
             trainer.remove_callback(self)
 
         trainer.create_optimizer = create_optimizer
+        if self._weights is not None:
+            trainer.accelerator.backward = backward_with_update
         trainer.add_callback(self)
         return undo
+
+    def _update_in_backward(self, trainer: Trainer) -> AbstractContextManager[None]:
+        """Return the context of a backward pass: that of the update, where nothing looks at gradients in between."""
+        accelerator, optimizer = trainer.accelerator, getattr(trainer.optimizer, "optimizer", None)
+        may_be_seen = (
+            trainer.args.max_grad_norm
+            or accelerator.scaler is not None
+            or type(trainer).training_step is not Trainer.training_step
+            or any(
+                type(each).on_pre_optimizer_step is not TrainerCallback.on_pre_optimizer_step
+                for each in trainer.callback_handler.callbacks
+            )
+        )
+        if may_be_seen or not accelerator.sync_gradients or not isinstance(optimizer, OffloadedOptimizer):
+            return nullcontext()
+        return optimizer.update_in_backward()
 
     def refuse(self, engine: str) -> None:
         raise ValueError(

@@ -191,7 +191,7 @@ class StreamedWeights:
         # By thread, of the outermost `stream()`. One that was interrupted as it ended may still stand here.
         self._outermost: dict[int, WithStatement] = {}
         self._gradients: Gradients | None = None
-        self._updates: TrainedWeights | None = None
+        self._updates: list[TrainedWeights] = []
         undo = ModelState(model).put_back
         try:
             with torch.inference_mode(False):  # autograd saves weights in later passes
@@ -230,7 +230,9 @@ class StreamedWeights:
         self._follow_gradients()
         self._home.reserve(self.device)
         self._gradients.reserve()
-        adopted.weights = self._updates = TrainedWeights(self._visiting, self._gradients)
+        if adopted.weights is None:
+            adopted.weights = TrainedWeights(self._visiting, self._gradients)
+            self._updates.append(adopted.weights)
         return adopted
 
     @contextmanager
@@ -409,8 +411,8 @@ class StreamedWeights:
         return written
 
     def _end_interrupted(self) -> None:
-        if self._updates is not None:
-            self._updates.close()
+        for each in self._updates:
+            each.close()
 
     def _follow_gradients(self) -> None:
         if self._gradients is not None:

@@ -12,9 +12,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _default_to_fused_or_foreach
 from torch.utils._pytree import tree_leaves, tree_map
 
-from hf_memopt.autograd_state import unwrapped
+from hf_memopt.autograd_state import COMES_AND_GOES, unwrapped
 from hf_memopt.transfer.backends import backend_of
 from hf_memopt.weights.optimizer_units import leaves
+from hf_memopt.weights.residency.away import Classes
 
 # Sizes of the gradients of two parameters in each update: coupling may show only where they differ much, or are large.
 _SIZES = ((1.0, 1e3), (1e-3, 1.0), (1e2, 1e-2), (0.0, 1.0), (1.0, float("inf")))
@@ -64,6 +65,14 @@ class UpdateVisits:
                 "update depends on more than a parameter and its state"
             )
         self._after = after
+
+    def refuse_changes(self) -> None:
+        """Raise RuntimeError if the options were changed since the last visit."""
+        if self._after is not None and self._after != _settings(self._optimizer):
+            raise RuntimeError(
+                f"options of {type(self._optimizer).__name__} were changed after update_in_backward() had begun the "
+                "update; change them before, or leave it out"
+            )
 
 
 def refuse_coupled(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> None:
@@ -211,8 +220,15 @@ def _falls_back_to_loop(group: dict[str, Any]) -> bool:
     """Return whether the optimizer loops over a whole group where it would take some of its parameters at once."""
     if group.get("foreach", False) is not None or group.get("fused") is not None:
         return False
-    parameters = [each for each in group["params"] if each.grad is not None]
+    parameters = [_as_in_a_visit(each) for each in group["params"] if each.grad is not None]
     return not _default_to_fused_or_foreach(parameters, group.get("differentiable", False))[1]
+
+
+def _as_in_a_visit(parameter: Tensor) -> Tensor:
+    """Return a parameter of the class and device that a parameter which comes and goes has in its visit."""
+    if not hasattr(parameter, COMES_AND_GOES) or Classes.of(parameter).plain is not nn.Parameter:
+        return parameter
+    return nn.Parameter(torch.empty(0, dtype=parameter.dtype, device=parameter.device), requires_grad=False)
 
 
 # Methods of an optimizer that another object may have taken over.

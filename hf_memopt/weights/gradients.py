@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
-from hf_memopt.autograd_state import bytes_of
+from hf_memopt.autograd_state import bytes_of, in_backward
 from hf_memopt.transfer.backends import PLAIN_TYPES
 from hf_memopt.transfer.copier import Transfer
 from hf_memopt.transfer.lower_memory import Place
@@ -35,6 +35,7 @@ class _Slot:
         self.parameter, self.name, self.has_home = parameter, name, has_home
         self.free: list[Place] = []
         self.handle: RemovableHandle | None = None
+        self.num_additions = 0  # to its gradient
 
 
 class _Gradient:
@@ -45,6 +46,7 @@ class _Gradient:
         norms: by order, norms of the bytes at home, as `torch._foreach_norm` computes them.
         is_changed: whether `value` has other bytes than those whose norm was recorded.
         is_viewed: whether others may have views of `value`, which then stays.
+        is_used: whether an update in backward has used it, so that it is gone.
     """
 
     place: Place | None = None
@@ -53,7 +55,7 @@ class _Gradient:
         self.gradients, self._slot = gradients, slot
         self.place = place
         self.factors: list[tuple[Any, Any]] = []
-        self.is_changed = self.is_viewed = False
+        self.is_changed = self.is_viewed = self.is_used = False
         self.coming: Transfer | None = None
         self.going: Transfer | None = None
         self._dtype, self._size, self._stride = value.dtype, value.size(), value.stride()
@@ -73,7 +75,7 @@ class _Gradient:
 
     def can_wait(self) -> bool:
         """Return whether the bytes are at home, or on their way, and nobody else sees them."""
-        return self.place is not None and not (self.is_viewed or self.is_changed)
+        return self.place is not None and not (self.is_viewed or self.is_changed or self.is_used)
 
     def fetch(self) -> None:
         """Start bringing the bytes."""
@@ -98,6 +100,11 @@ class _Gradient:
         return value
 
     def bring_unscaled(self) -> Tensor:
+        if self.is_used:
+            raise RuntimeError(
+                f"gradient of {self._slot.name!r} is gone: the update in backward has used it, for training in which "
+                "nothing reads or clips gradients; leave update_in_backward() out"
+            )
         if self.going is not None:
             self.settle()
         if self.value is None:
@@ -114,13 +121,15 @@ class _Gradient:
 
     def send(self) -> None:
         """Record the norms, and start writing the value home."""
-        value = self.present
-        self.norms = {order: torch._foreach_norm([value], order)[0] for order in self.gradients.orders}
-        self.is_changed = False
+        self.record_norms()
+        value, self.is_changed = self.present, False
         if self.place is not None and not self.is_viewed:
             memory, block = self.place
             first = value.storage_offset() * value.itemsize
             self.going = memory.write(bytes_of(value)[first : first + self.nbytes], block)
+
+    def record_norms(self) -> None:
+        self.norms = {order: torch._foreach_norm([self.present], order)[0] for order in self.gradients.orders}
 
     def settle(self) -> None:
         """Wait until the value is at home."""
@@ -207,6 +216,8 @@ class Gradients:
     Attributes:
         orders: of the norms that are recorded.
         limit_bytes: of gradients on their way home at a time, unless one is larger.
+        when_added: called with each parameter whose gradient a backward pass has made, or added to; the gradient stays
+            on the device where it returns True.
     """
 
     def __init__(self, home: BlockHome, lock: threading.RLock) -> None:
@@ -214,6 +225,8 @@ class Gradients:
         self._slots: dict[int, _Slot] = {}
         self._going: deque[_Gradient] = deque()
         self.orders = {2.0}
+        self.when_added: Callable[[Tensor], bool] | None = None
+        self._factor: tuple[Any, bool] = (None, False)
         self.limit_bytes = 0
         self.bytes_read = self.bytes_written = 0
 
@@ -261,6 +274,12 @@ class Gradients:
             elif gradient.factors or not gradient.is_changed:
                 gradient.drop()
 
+    def is_one(self, factor: Any) -> bool:
+        """Return whether a factor changes nothing; the host waits for one on the device, once for all gradients."""
+        if self._factor[0] is not factor:
+            self._factor = factor, bool(factor == 1)
+        return self._factor[1]
+
     def norm_of(self, gradient: _Gradient, order: float) -> Tensor:
         """Return a norm, as `torch._foreach_norm` computes it; those of this order are recorded from now on."""
         with self.lock:
@@ -274,10 +293,29 @@ class Gradients:
 
     def put_back(self, gradient: _Gradient) -> None:
         """End a use of the value: write it home where it has changed, and drop it."""
+        if gradient.is_changed and self.when_added is not None and in_backward():
+            return  # `_take` comes next
         if gradient.is_changed:
             self._send(gradient)
         elif gradient.going is None:
             gradient.drop()
+
+    def use_up(self, parameters: Iterable[Tensor]) -> None:
+        """Give up gradients that an update in backward has used, but for their norms.
+
+        Clipping that does not clip is allowed, by which trainers ask for norms. Any other use raises an error.
+        """
+        for parameter in parameters:
+            if isinstance(parameter.grad, AwayGradient):
+                gradient = parameter.grad.gradient
+                gradient.value, gradient.is_changed, gradient.is_used = None, False, True
+
+    def num_additions(self) -> dict[Tensor, int]:
+        """Return how often a gradient was made, or added to, by parameter, since the last call."""
+        found = {slot.parameter: slot.num_additions for slot in self._slots.values() if slot.num_additions}
+        for slot in self._slots.values():
+            slot.num_additions = 0
+        return found
 
     def settle(self) -> None:
         """Wait until all gradients are at home."""
@@ -296,10 +334,15 @@ class Gradients:
         self.settle()
 
     def _take(self, parameter: Any) -> None:
-        value = parameter.grad
-        if value is None or isinstance(value, AwayGradient):
+        value, slot = parameter.grad, self._slots[id(parameter)]
+        slot.num_additions += 1
+        if isinstance(value, AwayGradient):
+            with self.lock:
+                if value.gradient.is_changed and not self._stays(parameter, value.gradient):
+                    self._send(value.gradient)
             return
-        slot = self._slots[id(parameter)]
+        if value is None:
+            return
         if value.layout is not torch.strided:
             raise ValueError(
                 f"gradient of trained weight {slot.name!r} is sparse, which has no home; make its module with "
@@ -310,7 +353,15 @@ class Gradients:
         with self.lock:
             gradient = _Gradient(self, slot, value, self._place_for(slot, value))
             parameter.grad = AwayGradient(gradient)
-            self._send(gradient)
+            gradient.is_changed = True
+            if not self._stays(parameter, gradient):
+                self._send(gradient)
+
+    def _stays(self, parameter: Tensor, gradient: _Gradient) -> bool:
+        if self.when_added is None:
+            return False
+        gradient.record_norms()
+        return self.when_added(parameter)
 
     def _place_for(self, slot: _Slot, value: Tensor) -> Place | None:
         is_dense = torch.ops.aten.is_non_overlapping_and_dense(value) and not (value.is_conj() or value.is_neg())
@@ -364,6 +415,8 @@ def _answer(function: Any, first: AwayGradient, args: Any, kwargs: Any) -> Any:
     order = _order(args, kwargs) if function is _aten.linalg_vector_norm.default else None
     if order is not None and (first.device.type == "cpu" or _is_asked_by_clipping()):
         return gradient.gradients.norm_of(gradient, order)
+    if function in _factors() and gradient.is_used and gradient.gradients.is_one(args[1]):
+        return first
     if function in _factors() and len(args) == 2 and not kwargs and gradient.can_wait():
         operand = args[1]
         if not isinstance(operand, Tensor) or (operand.dim() == 0 and type(operand) in PLAIN_TYPES):

@@ -3,12 +3,12 @@
 import inspect
 import os
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from types import MethodType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
@@ -82,7 +82,8 @@ class OptimizerReport:
         )
 
 
-class _Visit(NamedTuple):
+@dataclass(eq=False)
+class _Visit:
     """Parameters of a group, by its number, to update at a time: of one unit, or all with state that stays."""
 
     unit: StateUnit | None
@@ -98,7 +99,14 @@ class _Update:
     gradients: dict[Tensor, tuple[Tensor, int]]  # with their versions, as it began
     of_scaler: dict[str, Any]  # what a GradScaler has set
     visits: UpdateVisits
-    is_torn: bool = False  # the optimizer is at work on the first visit that is left
+    is_torn: bool = False  # the optimizer is at work on a visit
+    is_in_backward: bool = False  # it has begun there, and `step` ends it
+
+    def done(self, visit: _Visit) -> None:
+        if self.is_in_backward:
+            self.gradients.update((each, (each.grad, 0)) for each in visit.parameters)
+        else:
+            self.left.remove(visit)
 
 
 class OffloadedOptimizer(Optimizer):
@@ -228,9 +236,53 @@ class OffloadedOptimizer(Optimizer):
             raise ValueError("closure is not supported by OffloadedOptimizer; call it before step(), without one")
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("OffloadedOptimizer.step() cannot be captured in a CUDA graph, which copies no state")
-        self._refuse_interrupted()
+        if self._update is None or self._update.is_torn or not self._update.is_in_backward:
+            self._refuse_interrupted()
         self._begin()
         self._go_on()
+
+    @contextmanager
+    def update_in_backward(self) -> Iterator[None]:
+        """Enclose the last backward pass before `step`, and update each weight there once its gradient is complete.
+
+        For weights that train with a home, where nothing reads, clips or scales gradients before `step`: an access to
+        one that was used is a RuntimeError. The weight is on the device then, and neither it nor its gradient travels
+        again. `step` updates the others: all of them in the first such pass, from which is learned which gradients
+        come at once.
+
+        Raises:
+            ValueError: the weights have no home; see `StreamedWeights.adopt`.
+            RuntimeError: an earlier update was interrupted. So is this one if the pass fails after the first update.
+        """
+        weights = self.weights
+        if weights is None:
+            raise ValueError("update_in_backward() needs weights with a home; StreamedWeights.adopt gives them one")
+        self._refuse_interrupted()
+        visits = self._visits(each for each in weights.at_once if self.optimizer.state.get(each))
+        visit_of = {parameter: place for place, each in enumerate(visits) for parameter in each.parameters}
+        waiting = {parameter: set(visits[place].parameters) for parameter, place in visit_of.items()}
+
+        def when_complete(parameter: Tensor) -> bool:
+            """Update the parameters of a visit when all their gradients are there."""
+            if parameter not in visit_of:
+                return False
+            if self._update is None:
+                self._update = _Update([], {}, {}, UpdateVisits(self.optimizer), is_in_backward=True)
+            place = visit_of[parameter]
+            waiting[visits[place].parameters[0]].discard(parameter)
+            if not waiting[visits[place].parameters[0]]:
+                with torch.autocast(parameter.device.type, enabled=False):
+                    self._visit(self._update, visits[place], visits[max(place - _AHEAD, 0) : place][::-1])
+                weights.use_up(visits[place].parameters)
+            return True
+
+        try:
+            with weights.in_backward(when_complete):
+                yield
+        except BaseException:
+            if self._update is not None:
+                self._update.is_torn = True
+            raise
 
     def finish_update(self) -> None:
         """Go on with an update that an error or an interrupt has ended, exactly as if it had not.
@@ -244,7 +296,7 @@ class OffloadedOptimizer(Optimizer):
             raise RuntimeError("no update was interrupted; call step()")
         if update.is_torn:
             raise RuntimeError(f"the optimizer itself was interrupted, so that its update stays unfinished; {_REMEDY}")
-        for parameter in chain.from_iterable(parameters for *_, parameters in update.left):
+        for parameter in chain.from_iterable(each.parameters for each in update.left):
             before, version = update.gradients[parameter]
             if parameter.grad is not before or before._version != version:
                 raise RuntimeError(f"gradients have changed since the update was interrupted; {_REMEDY}")
@@ -269,35 +321,45 @@ class OffloadedOptimizer(Optimizer):
 
     def _refuse_interrupted(self) -> None:
         if self._update is not None:
-            left = sum(len(parameters) for *_, parameters in self._update.left)
+            left = sum(len(each.parameters) for each in self._update.left)
             raise RuntimeError(
                 f"an update was interrupted with {left} of {len(self._update.gradients)} parameters left; call "
                 f"finish_update(), or {_REMEDY}"
             )
 
     def _begin(self) -> None:
+        before = self._update  # in backward
         gradients = {
             parameter: (parameter.grad, parameter.grad._version)
             for group in self.param_groups
             for parameter in group["params"]
-            if parameter.grad is not None
+            if parameter.grad is not None and (before is None or parameter not in before.gradients)
         }
         if any(gradient.layout is not torch.strided for gradient, _ in gradients.values()):
             raise ValueError("sparse gradients are not supported by OffloadedOptimizer; use dense ones")
         for unit in _different(self._units):
             unit.check()
         self._take_in(gradients)
-        left: list[_Visit] = []
+        left = self._visits(gradients)
+        of_scaler = {name: vars(self)[name] for name in _OF_SCALER if name in vars(self)}
+        if before is None:
+            # Options that count updates do so without gradients, too.
+            self._update = _Update(left or [_Visit(None, 0, [])], gradients, of_scaler, UpdateVisits(self.optimizer))
+        else:
+            before.visits.refuse_changes()
+            self._update = _Update(left, gradients, of_scaler, before.visits)
+
+    def _visits(self, parameters: Iterable[Tensor]) -> list[_Visit]:
+        """Return the visits of some parameters, in the order of the groups."""
+        wanted, found = set(parameters), list[_Visit]()
         for number, group in enumerate(self.param_groups):
             for parameter in group["params"]:
-                if parameter in gradients:
-                    its_unit = self._units[parameter]
-                    if not left or (left[-1].unit, left[-1].number) != (its_unit, number):
-                        left.append(_Visit(its_unit, number, []))
-                    left[-1].parameters.append(parameter)
-        of_scaler = {name: vars(self)[name] for name in _OF_SCALER if name in vars(self)}
-        # Options that count updates do so without gradients, too.
-        self._update = _Update(left or [_Visit(None, 0, [])], gradients, of_scaler, UpdateVisits(self.optimizer))
+                if parameter in wanted:
+                    unit = self._units[parameter]
+                    if not found or (found[-1].unit, found[-1].number) != (unit, number):
+                        found.append(_Visit(unit, number, []))
+                    found[-1].parameters.append(parameter)
+        return found
 
     def _go_on(self) -> None:
         update = self._update
@@ -307,7 +369,7 @@ class OffloadedOptimizer(Optimizer):
         try:
             with nullcontext() if self.weights is None else self.weights.update():
                 while update.left:
-                    self._visit(update)
+                    self._visit(update, update.left[0], update.left[1 : 1 + _AHEAD])
         finally:
             for name in update.of_scaler:
                 inner.pop(name, None)
@@ -316,22 +378,23 @@ class OffloadedOptimizer(Optimizer):
         self._update = None
         self._num_updates += 1
 
-    def _visit(self, update: _Update) -> None:
-        unit, number, parameters = update.left[0]
+    def _visit(self, update: _Update, visit: _Visit, ahead: Sequence[_Visit]) -> None:
+        """Update the parameters of a visit, while the state of those ahead is on its way."""
+        unit = visit.unit
         if unit is not None:
             self._traffic.bring(unit)
             unit.arrive()
-            for after, *_ in update.left[1 : 1 + _AHEAD]:
+            for after in (each.unit for each in ahead):
                 if after is not None and not (after.is_new or after.going) and self._traffic.has_room(after):
                     self._traffic.bring(after)
-        with nullcontext() if self.weights is None else self.weights.visit(parameters):
-            if self.weights is not None and len(update.left) > 1:
-                self.weights.fetch(update.left[1].parameters)
+        with nullcontext() if self.weights is None else self.weights.visit(visit.parameters):
+            if self.weights is not None and ahead and not update.is_in_backward:
+                self.weights.fetch(ahead[0].parameters)
             update.is_torn = True
-            update.visits.update(number, parameters)
+            update.visits.update(visit.number, visit.parameters)
             if unit is not None:
                 unit.pack(self.optimizer.state)
-            del update.left[0]
+            update.done(visit)
             update.is_torn = False
         if unit is not None:
             self._traffic.send(unit)

@@ -1,6 +1,6 @@
 """The update of weights that stream while they train: it visits weights and gradients, a few parameters at a time."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -19,11 +19,16 @@ class _Open:
 
 
 class TrainedWeights:
-    """Weights and gradients with a home, for `OffloadedOptimizer`."""
+    """Weights and gradients with a home, for `OffloadedOptimizer`.
+
+    Attributes:
+        at_once: parameters whose gradients came at once in the last pass of `in_backward`.
+    """
 
     def __init__(self, visiting: Visiting, gradients: Gradients) -> None:
         self._visiting, self._gradients = visiting, gradients
         self._open: _Open | None = None
+        self.at_once: set[Tensor] = set()
 
     @contextmanager
     def update(self) -> Iterator[None]:
@@ -57,6 +62,29 @@ class TrainedWeights:
                 self._gradients.leave(self._open.entered)
                 self._visiting.leave_update(self._open.parameters, self._open)
                 self._open = None
+
+    @contextmanager
+    def in_backward(self, when_complete: Callable[[Tensor], bool]) -> Iterator[None]:
+        """Call a function with parameters in a backward pass, each when its gradient is complete.
+
+        That is known of those which got it at once in the last such pass: reentrant checkpointing's regions add to it.
+        """
+        gradients, at_once = self._gradients, self.at_once
+        gradients.num_additions()
+
+        def when_added(parameter: Tensor) -> bool:
+            return parameter in at_once and when_complete(parameter)
+
+        gradients.when_added = when_added
+        try:
+            yield
+        finally:
+            gradients.when_added = None
+            self.at_once = {each for each, number in gradients.num_additions().items() if number == 1}
+
+    def use_up(self, parameters: Iterable[Tensor]) -> None:
+        """Give up the gradients of parameters that were updated in backward."""
+        self._gradients.use_up(parameters)
 
     def fetch(self, parameters: Iterable[Tensor]) -> None:
         """Start bringing gradients that are needed next; weights are fetched in the order of the update before."""

@@ -81,7 +81,7 @@ def parse(description: str, arguments: Sequence[str] | None = None, compared: Se
     training = options.training
     if training.trained != (training.base != "off"):
         raise ValueError(
-            f"base={training.base} and trained={training.trained}: this recipe trains all weights; give both, or neither"
+            f"base={training.base}, trained={training.trained}: this recipe trains all weights; give both, or neither"
         )
     check_offloading(options.offload, compared, checkpointed=options.model.gradient_checkpointing, remedy=remedy)
     if not compared:

@@ -4,6 +4,7 @@ import copy
 import errno
 import itertools
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -391,3 +392,75 @@ def test_the_peak_is_that_of_visits(tmp_path: Path) -> None:
 def test_what_cannot_train_is_refused(make: Any, complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         make(half_frozen(network()))
+
+
+class InBackward(Training):
+    """Training whose update runs in the last backward pass."""
+
+    def backward(self, number: int) -> None:
+        for micro_batch in range(2):
+            torch.manual_seed(10 * number + micro_batch)
+            is_early = self.adopted is not None and micro_batch == 1
+            with self.weights.stream() if self.weights else nullcontext():
+                loss = self.loss_of(self.model, 10 * number + micro_batch, self.autocast)
+            with self.adopted.update_in_backward() if is_early else nullcontext():
+                loss.backward()
+            self.found.append(loss.detach())
+
+
+@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("kind", ["adamw", "adafactor", "sgd foreach"])
+@pytest.mark.parametrize("checkpointing", ["none", "reentrant", "non-reentrant"])
+def test_an_update_in_backward_is_that_of_step(checkpointing: str, kind: str, home: str, tmp_path: Path) -> None:
+    def run(options: dict[str, Any]) -> Training:
+        own = {"home": options.pop("home", "")}
+        return InBackward(network(checkpointing), kind=kind, max_norm=None, **own).start(**options).run(4)
+
+    found = run(options_of(home, tmp_path))
+    assert are_equal(found, run({}))
+
+
+def test_an_update_in_backward_moves_weights_and_gradients_once_less(tmp_path: Path) -> None:
+    read, written = [], []
+    for kind in (InBackward, Training):
+        training = kind(network(), "file", max_norm=None).start(disk=tmp_path).run(3)
+        before = training.weights.report().bytes_to_device, training.weights._gradients.bytes_written
+        training.update(3)
+        read.append(training.weights.report().bytes_to_device - before[0])
+        written.append(training.weights._gradients.bytes_written - before[1])
+    assert read[0] < read[1]
+    assert written[0] < 0.6 * written[1]
+
+
+def test_what_an_update_in_backward_has_used_is_gone() -> None:
+    training = InBackward(network(), "host", max_norm=None).start().run(2)
+    training.backward(3)
+    norm = nn.utils.clip_grad_norm_(training.model.parameters(), torch.inf)  # for logs
+    assert norm > 0.1
+    for act in (lambda each: each.sum(), lambda each: each.norm(1), lambda each: each.mul_(2)):
+        with pytest.raises(RuntimeError, match=r"gradient of 'back.weight' is gone.*update_in_backward\(\)"):
+            act(training.model.back.weight.grad)
+    with pytest.raises(RuntimeError, match="is gone"):
+        nn.utils.clip_grad_norm_(training.model.parameters(), 0.1)
+    training.optimizer.param_groups[0]["lr"] = 0.5
+    with pytest.raises(RuntimeError, match="options of AdamW were changed after"):
+        training.optimizer.step()
+
+
+def test_an_error_in_a_backward_that_updates_is_not_passed_over() -> None:
+    training = InBackward(network(), "host", max_norm=None).start().run(2)
+    calls = iter([None, ZeroDivisionError])
+
+    def fail(gradient: Tensor) -> None:
+        for error in filter(None, [next(calls)]):
+            raise error
+
+    training.model.narrow.weight.register_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        training.backward(3)
+    for act in (training.optimizer.step, training.adopted.finish_update):
+        with pytest.raises(RuntimeError, match="load a checkpoint"):
+            act()
+    with pytest.raises(ValueError, match=r"update_in_backward\(\) needs weights with a home"):
+        with OffloadedOptimizer(torch.optim.SGD(network().parameters())).update_in_backward():
+            pass

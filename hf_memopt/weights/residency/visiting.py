@@ -274,7 +274,7 @@ class Visiting(NotCopied):
     def enter_update(self, parameters: Sequence[Tensor], user: object) -> None:
         """Enter the visit of an update, in which parameters have the classes that optimizers expect."""
         visit = self._visit_of_update(parameters)
-        self.enter(visit, user)
+        self.enter(visit, user, is_model=not in_backward())
         for number in visit:
             self.found[number].show(are_watched=False)
 
