@@ -312,7 +312,9 @@ class Gradients:
 
     def num_additions(self) -> dict[Tensor, int]:
         """Return how often a gradient was made, or added to, by parameter, since the last call."""
-        found = {slot.parameter: slot.num_additions for slot in self._slots.values() if slot.num_additions}
+        found: dict[Tensor, int] = {
+            slot.parameter: slot.num_additions for slot in self._slots.values() if slot.num_additions
+        }
         for slot in self._slots.values():
             slot.num_additions = 0
         return found

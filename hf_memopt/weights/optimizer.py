@@ -5,7 +5,7 @@ import os
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -101,10 +101,11 @@ class _Update:
     visits: UpdateVisits
     is_torn: bool = False  # the optimizer is at work on a visit
     is_in_backward: bool = False  # it has begun there, and `step` ends it
+    updated: set[Tensor] = field(default_factory=set)  # there
 
     def done(self, visit: _Visit) -> None:
         if self.is_in_backward:
-            self.gradients.update((each, (each.grad, 0)) for each in visit.parameters)
+            self.updated.update(visit.parameters)
         else:
             self.left.remove(visit)
 
@@ -333,7 +334,7 @@ class OffloadedOptimizer(Optimizer):
             parameter: (parameter.grad, parameter.grad._version)
             for group in self.param_groups
             for parameter in group["params"]
-            if parameter.grad is not None and (before is None or parameter not in before.gradients)
+            if parameter.grad is not None and (before is None or parameter not in before.updated)
         }
         if any(gradient.layout is not torch.strided for gradient, _ in gradients.values()):
             raise ValueError("sparse gradients are not supported by OffloadedOptimizer; use dense ones")
