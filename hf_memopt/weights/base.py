@@ -59,8 +59,8 @@ class WeightsReport:
         home: `"host"` or `"file"`.
         device: that runs the model.
         streamed_bytes: weights that stream.
-        host_bytes: host memory of their copy, which all ranks of a machine share; with files, of the memory that reads
-            pass through.
+        host_bytes: host memory of their copy, which all ranks of a machine share, and of gradients; with files, of the
+            memory that reads and writes pass through.
         device_bytes: device memory of streamed weights now.
         peak_device_bytes: its peak.
         bytes_to_device: copied, or read, to the device.
@@ -69,6 +69,9 @@ class WeightsReport:
         resident: by reason, the bytes of frozen weights that stay on the device.
         names: by reason, the names of those that would stream otherwise.
         smallest_budget_bytes: device memory that the visits of a step need; None before the first step.
+        trained: whether weights that train stream.
+        bytes_to_home: of weights that were written.
+        gradient_bytes: read, and written, of gradients.
     """
 
     home: str
@@ -83,16 +86,24 @@ class WeightsReport:
     resident: dict[str, int] = field(default_factory=dict)
     names: dict[str, tuple[str, ...]] = field(default_factory=dict)
     smallest_budget_bytes: int | None = None
+    trained: bool = False
+    bytes_to_home: int = 0
+    gradient_bytes: tuple[int, int] = 0, 0
 
     def __str__(self) -> str:
         lines = [
-            f"frozen weights: {format_bytes(self.streamed_bytes)} stream from "
+            f"{'weights' if self.trained else 'frozen weights'}: {format_bytes(self.streamed_bytes)} stream from "
             f"{'their files' if self.home == 'file' else 'host memory'} to {self.device}",
             f"  {self.device}: {format_bytes(self.device_bytes)} now, {format_bytes(self.peak_device_bytes)} at most; "
             f"host memory: {format_bytes(self.host_bytes)}",
             f"  brought: {format_bytes(self.bytes_to_device)}, of these from files {format_bytes(self.bytes_read)}; "
             f"waited {self.stall_ms:.1f} ms",
         ]
+        if self.trained:
+            read, written = map(format_bytes, self.gradient_bytes)
+            lines.append(
+                f"  updates wrote {format_bytes(self.bytes_to_home)}; gradients: {written} written, {read} read"
+            )
         for reason, num_bytes in self.resident.items():
             first, *others = self.names.get(reason, ("",))
             named = f": {first}" if first else ""
@@ -198,7 +209,8 @@ class StreamedWeights:
                 self._begin(model, home, budget_gib, files, disk)
             undo = self.remove  # the memory that the weights had is freed
             return_freed_memory()
-            logger.info("frozen weights: %s stream from %s", format_bytes(self._streamed_bytes), self.home)
+            what = "weights" if trained else "frozen weights"
+            logger.info("%s: %s stream from %s", what, format_bytes(self._streamed_bytes), self.home)
         except BaseException:  # an interrupt, too
             undo()
             raise
@@ -295,7 +307,7 @@ class StreamedWeights:
             home=self.home,
             device=str(self.device),
             streamed_bytes=self._streamed_bytes,
-            host_bytes=self._home.host_bytes,
+            host_bytes=self._home.host_bytes + (0 if self._gradients is None else self._gradients.host_bytes),
             device_bytes=storages.device_bytes,
             peak_device_bytes=storages.peak_device_bytes,
             bytes_to_device=storages.bytes_brought,
@@ -304,6 +316,11 @@ class StreamedWeights:
             resident=resident,
             names=self._names | self._visiting.names_of_resident(),
             smallest_budget_bytes=storages.visit_bytes,
+            trained=self.trained,
+            bytes_to_home=sum(each.bytes_to_home for each in self._visiting.found),
+            gradient_bytes=(0, 0)
+            if self._gradients is None
+            else (self._gradients.bytes_read, self._gradients.bytes_written),
         )
 
     def remove(self) -> None:

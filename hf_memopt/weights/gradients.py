@@ -230,6 +230,11 @@ class Gradients:
         self.limit_bytes = 0
         self.bytes_read = self.bytes_written = 0
 
+    @property
+    def host_bytes(self) -> int:
+        """Return the host memory of their home, or that they pass through."""
+        return sum(memory.host_bytes_held for memory in self._home.memories.values())
+
     def follow(self, parameter: nn.Parameter, name: str, has_home: bool) -> None:
         """Take the gradients of a parameter; without a home they stay on the device, in the same kind of object."""
         slot = self._slots.setdefault(id(parameter), _Slot(parameter, name, has_home))

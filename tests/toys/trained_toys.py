@@ -50,8 +50,9 @@ def network(checkpointing: str = "none", dtype: torch.dtype = torch.float32) -> 
 
 
 def loss_of(model: nn.Module, number: int, autocast: bool = False) -> Tensor:
-    ids = torch.randint(0, ROWS, (24,), generator=torch.Generator().manual_seed(number))
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+    device = next(model.parameters()).device
+    ids = torch.randint(0, ROWS, (24,), generator=torch.Generator().manual_seed(number)).to(device)
+    with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
         return nn.functional.cross_entropy(model(ids).float(), ids)
 
 
@@ -65,12 +66,14 @@ class Training:
     autocast: bool = False
     max_norm: float | None = 0.1
     loss_of: Callable[[nn.Module, int, bool], Tensor] = loss_of
+    device: str = "cpu"
 
     def start(self, **options: Any) -> "Training":
         self.weights: StreamedWeights | None = None
         if self.home:
             home: Any = self.home
-            self.weights = StreamedWeights(self.model, home=home, trained=True, device="cpu", **options)
+            self.weights = StreamedWeights(self.model, home=home, trained=True, device=self.device, **options)
+        self.model.to(self.device)
         self.optimizer: Optimizer = MAKERS[self.kind]([each for each in self.model.parameters() if each.requires_grad])
         self.adopted: OffloadedOptimizer | None = None
         if self.weights is not None:
@@ -104,7 +107,7 @@ class Training:
 
 
 def trained(home: str = "", num_updates: int = 3, make: Callable[[], nn.Module] = network, **options: Any) -> Training:
-    own = {name: options.pop(name) for name in ("kind", "autocast", "max_norm", "loss_of") if name in options}
+    own = {name: options.pop(name) for name in ("kind", "autocast", "max_norm", "loss_of", "device") if name in options}
     return Training(make(), home, **own).start(**options).run(num_updates)
 
 

@@ -71,6 +71,7 @@ class StreamedStorage(Storage):
         present: by tensor, its view of the storage.
         key: of the storage, torch's own.
         num_writes: how often its bytes have changed.
+        bytes_to_home: written there so far.
 
     Args:
         parameters: those of which it holds bytes.
@@ -107,7 +108,7 @@ class StreamedStorage(Storage):
         self._is_starting = False
         self._is_filled = False
         self._is_written_home = is_written_home
-        self.num_writes = 0
+        self.num_writes = self.bytes_to_home = 0
         self._is_newer = False  # than the bytes at home
         self._going: Transfer | None = None  # the write home that is under way
         # By an array, whose writes torch does not count.
@@ -195,6 +196,7 @@ class StreamedStorage(Storage):
             self._is_starting = True
             self._going = self._home.to_home(self._start, self._to_fill)
             self._is_starting = self._is_newer = False
+            self.bytes_to_home += self.num_bytes
 
     def _settle(self) -> None:
         """Wait for a copy that an interrupt has cut off as it was started, either way."""
