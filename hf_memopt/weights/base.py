@@ -24,7 +24,7 @@ from hf_memopt.units import GIB, format_bytes
 from hf_memopt.weights.block_home import BlockHome
 from hf_memopt.weights.gradients import Gradients
 from hf_memopt.weights.homes import make_home
-from hf_memopt.weights.optimizer import OffloadedOptimizer
+from hf_memopt.weights.optimizer import OffloadedOptimizer, offloaded
 from hf_memopt.weights.packed_weights import PackedWeights
 from hf_memopt.weights.quantised import claim_device, return_second_tensors, stored_tensors
 from hf_memopt.weights.residency.guards import REMEDY, ParameterGuards
@@ -202,7 +202,7 @@ class StreamedWeights:
         # By thread, of the outermost `stream()`. One that was interrupted as it ended may still stand here.
         self._outermost: dict[int, WithStatement] = {}
         self._gradients: Gradients | None = None
-        self._updates: list[TrainedWeights] = []
+        self._adopted: list[OffloadedOptimizer] = []
         undo = ModelState(model).put_back
         try:
             with torch.inference_mode(False):  # autograd saves weights in later passes
@@ -233,18 +233,24 @@ class StreamedWeights:
         """
         if self._gradients is None:
             raise ValueError("adopt(optimizer) needs StreamedWeights(model, trained=True)")
-        if not isinstance(optimizer, OffloadedOptimizer):
+        adopted = offloaded(optimizer)
+        if adopted is None:
             home: Any = self.home
             adopted = OffloadedOptimizer(optimizer, home, disk=self._disk, copier=self._given_copier)
             adopted.redirect()
-        else:
-            adopted = optimizer
+        known = set(self._model.parameters())
+        parameters = [each for group in adopted.param_groups for each in group["params"]]
+        if any(hasattr(each, COMES_AND_GOES) and each not in known for each in parameters):
+            raise ValueError(
+                "optimizer has weights of two models that stream; give each model an optimizer, or stream one module "
+                "that holds both"
+            )
         self._follow_gradients()
         self._home.reserve(self.device)
         self._gradients.reserve()
         if adopted.weights is None:
             adopted.weights = TrainedWeights(self._visiting, self._gradients)
-            self._updates.append(adopted.weights)
+            self._adopted.append(adopted)
         return adopted
 
     @contextmanager
@@ -330,8 +336,11 @@ class StreamedWeights:
         keeps the home of its state.
         """
         self._guards.remove()
+        self._end_interrupted()
         if self._gradients is not None:
             self._gradients.remove()
+        while self._adopted:
+            self._adopted.pop().weights = None
         self._visiting.restore()
         _ignore_in_ddp(self._model, set(getattr(self._model, _IGNORED, ())) - self._ignored.keys())
         while self._ignored:
@@ -390,6 +399,7 @@ class StreamedWeights:
             self._check_home,
             self._visiting.is_unchanged,
             self._visiting.load if self.trained else None,
+            self._visiting.move_home if self.trained and self._home.file_bytes else None,
         )
         self._gradients = None if written is None else Gradients(written, self._visiting.lock)
         self._streamed = {each.parameter for each in chosen.streamed}
@@ -428,8 +438,9 @@ class StreamedWeights:
         return written
 
     def _end_interrupted(self) -> None:
-        for each in self._updates:
-            each.close()
+        for each in self._adopted:
+            if each.weights is not None:
+                each.weights.close()
 
     def _follow_gradients(self) -> None:
         if self._gradients is not None:

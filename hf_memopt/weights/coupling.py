@@ -137,6 +137,22 @@ def _refuse_coupled(optimizer: Optimizer, group: dict[str, Any], like: Sequence[
         raise ValueError("updates parameters that have no gradients")
 
 
+def writes_gradients(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer changes gradients in its update, found out on a small parameter of each group."""
+    for group in optimizer.param_groups:
+        trained = [each for each in group["params"] if each.requires_grad and not nn.parameter.is_lazy(each)]
+        if trained and backend_of(trained[0].device).has_values:
+            alone, small = _probe(optimizer, group, trained[:1])
+            with random_numbers_kept(small[0].device):
+                for sizes in _SIZES:
+                    _set_gradients(small, sizes[:1])
+                    before = small[0].grad.clone()  # type: ignore[union-attr]
+                    bare_step(alone)
+                    if small[0].grad is None or not _same(before, small[0].grad):
+                        return True
+    return False
+
+
 def bare_copy(optimizer: Optimizer, group: dict[str, Any], parameters: list[Tensor]) -> Optimizer:
     """Return an optimizer of the same class and attributes, with one group of other parameters, without state."""
     copied: Optimizer = object.__new__(type(optimizer))

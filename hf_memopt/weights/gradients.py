@@ -8,10 +8,11 @@ Norms are recorded while the bytes are there, and factors are kept until they ar
 
 import sys
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
-from hf_memopt.autograd_state import bytes_of, in_backward
+from hf_memopt.autograd_state import bytes_of, in_backward, num_tensors_on
 from hf_memopt.transfer.backends import PLAIN_TYPES
 from hf_memopt.transfer.copier import Transfer
 from hf_memopt.transfer.lower_memory import Place
@@ -32,10 +33,16 @@ class _Slot:
     """A parameter's places for its gradient: one, unless an earlier gradient is still held by someone."""
 
     def __init__(self, parameter: nn.Parameter, name: str, has_home: bool) -> None:
-        self.parameter, self.name, self.has_home = parameter, name, has_home
+        # torch's garbage collector does not see that a gradient in `.grad` has this.
+        self._parameter = weakref.ref(parameter)
+        self.name, self.has_home, self.nbytes, self.device = name, has_home, parameter.nbytes, parameter.device
         self.free: list[Place] = []
         self.handle: RemovableHandle | None = None
         self.num_additions = 0  # to its gradient
+
+    @property
+    def parameter(self) -> nn.Parameter | None:
+        return self._parameter()
 
 
 class _Gradient:
@@ -45,7 +52,7 @@ class _Gradient:
         factors: operators and operands that are applied to the bytes at home whenever these are brought.
         norms: by order, norms of the bytes at home, as `torch._foreach_norm` computes them.
         is_changed: whether `value` has other bytes than those whose norm was recorded.
-        is_viewed: whether others may have views of `value`, which then stays.
+        is_viewed: whether others may have views of `value`, or itself, so that it stays as long as they do.
         is_used: whether an update in backward has used it, so that it is gone.
     """
 
@@ -115,8 +122,12 @@ class _Gradient:
                 self.coming.wait()
             finally:
                 self.coming = None
-            typed, self._memory = self._memory.view(self._dtype), None
-            self.value = typed.as_strided(self._size, self._stride, typed.storage_offset())
+            memory, self._memory = self._memory, None
+            if memory.storage_offset():  # which functions may be given, as they find it in `AwayGradient`
+                memory = torch.from_numpy(memory.numpy())
+            with torch.no_grad():
+                empty = torch.empty(0, dtype=self._dtype, device=memory.device)
+                self.value = empty.set_(memory.untyped_storage(), 0, self._size, self._stride)
         return self.value
 
     def send(self) -> None:
@@ -141,6 +152,10 @@ class _Gradient:
                 raise
             self.going = None
 
+    def is_held(self) -> bool:
+        """Return whether anybody else has the value, or a view of it."""
+        return sys.getrefcount(self.value) > 2 or num_tensors_on(self.present.untyped_storage()._cdata) > 1
+
     def drop(self) -> None:
         """Give up the value on the device, whose bytes are at home."""
         if self.place is not None and not self.is_viewed:
@@ -160,7 +175,7 @@ class AwayGradient(Tensor):
     def __new__(cls, gradient: _Gradient) -> "AwayGradient":
         value = gradient.value
         size, stride = gradient._size, gradient._stride
-        device = gradient._slot.parameter.device if value is None else value.device
+        device = gradient._slot.device if value is None else value.device
         made: Any = Tensor._make_wrapper_subclass
         found: AwayGradient = made(cls, size, strides=stride, dtype=gradient._dtype, device=device)
         found.gradient = gradient
@@ -178,6 +193,17 @@ class AwayGradient(Tensor):
             found = [_element(func, each, args[1:], kwargs) for each in first]
             return found if func in _with_results() else None
         return _on_values(func, args, kwargs)
+
+    data = property(Tensor.detach, lambda self, value: self._replace(value))  # type: ignore[assignment]
+
+    def _replace(self, value: Tensor) -> None:
+        if (value.shape, value.dtype, value.device) != (self.shape, self.dtype, self.device):
+            raise RuntimeError(
+                f"gradient of {self.gradient._slot.name!r} cannot be replaced by a {value.dtype} tensor of shape "
+                f"{tuple(value.shape)} on {value.device}; assign p.grad itself"
+            )
+        with torch.no_grad():
+            self.copy_(value)
 
     def numpy(self, **options: Any) -> Any:
         return self._for_good().numpy(**options)
@@ -202,7 +228,7 @@ class AwayGradient(Tensor):
         """Return the value, which stays on the device from now on."""
         with self.gradient.gradients.lock:
             value = self.gradient.bring()
-            self.gradient.is_viewed = True
+            self.gradient.gradients.note_view(self.gradient)
             return value
 
 
@@ -228,6 +254,7 @@ class Gradients:
         self.when_added: Callable[[Tensor], bool] | None = None
         self._factor: tuple[Any, bool] = (None, False)
         self.limit_bytes = 0
+        self._viewed: list[weakref.ref[_Gradient]] = []
         self.bytes_read = self.bytes_written = 0
 
     @property
@@ -239,15 +266,18 @@ class Gradients:
         """Take the gradients of a parameter; without a home they stay on the device, in the same kind of object."""
         slot = self._slots.setdefault(id(parameter), _Slot(parameter, name, has_home))
         if slot.handle is None and parameter.requires_grad:
-            slot.handle = parameter.register_post_accumulate_grad_hook(self._take)  # type: ignore[no-untyped-call]
+            hook = partial(_take_in, weakref.ref(self), slot)
+            slot.handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
             if has_home:
                 self.limit_bytes = max(self.limit_bytes, parameter.nbytes)
 
     def reserve(self) -> None:
         """Take a place for each gradient; an error if there is no room."""
         for slot in self._slots.values():
-            if slot.has_home and slot.handle is not None and not slot.free and slot.parameter.grad is None:
-                slot.free.append(self._home.place(slot.parameter.device, slot.parameter.nbytes))
+            parameter = slot.parameter
+            needs_place = slot.has_home and slot.handle is not None and not slot.free
+            if needs_place and parameter is not None and parameter.grad is None:
+                slot.free.append(self._home.place(slot.device, slot.nbytes))
 
     def fetch(self, parameters: Iterable[Tensor]) -> None:
         """Start bringing the gradients of parameters."""
@@ -267,13 +297,21 @@ class Gradients:
                 entered[-1].version = value._version
                 parameter.grad = value
 
-    def leave(self, entered: "Iterable[Entered]") -> None:
-        """Put the objects back in the place of values; what is at home stays as it is, unless a value was written."""
+    def leave(self, entered: "Iterable[Entered]", are_written: bool) -> None:
+        """Put the objects back in the place of values; what is at home stays as it is, unless a value was written.
+
+        `are_written` says that the optimizer may have done so in a way that torch does not count.
+        """
         for each in entered:
             gradient = each.away.gradient
             if each.parameter.grad is each.value:
                 each.parameter.grad = each.away
-            if each.version is not None and each.value._version != each.version:
+            value, each.value = each.value, None
+            is_written = each.version is not None and (are_written or value._version != each.version)
+            del value
+            if gradient.value is not None and gradient.is_held():  # the optimizer's state, for example
+                self.note_view(gradient)
+            if is_written:
                 gradient.factors, gradient.is_changed = [], True
                 self.put_back(gradient)
             elif gradient.factors or not gradient.is_changed:
@@ -299,7 +337,8 @@ class Gradients:
     def put_back(self, gradient: _Gradient) -> None:
         """End a use of the value: write it home where it has changed, and drop it."""
         if gradient.is_changed and self.when_added is not None and in_backward():
-            return  # `_take` comes next
+            return  # `take` comes next
+        self._end_views()
         if gradient.is_changed:
             self._send(gradient)
         elif gradient.going is None:
@@ -317,31 +356,52 @@ class Gradients:
 
     def num_additions(self) -> dict[Tensor, int]:
         """Return how often a gradient was made, or added to, by parameter, since the last call."""
-        found: dict[Tensor, int] = {
-            slot.parameter: slot.num_additions for slot in self._slots.values() if slot.num_additions
-        }
+        found: dict[Tensor, int] = {}
         for slot in self._slots.values():
+            parameter = slot.parameter
+            if parameter is not None and slot.num_additions:
+                found[parameter] = slot.num_additions
             slot.num_additions = 0
         return found
 
     def settle(self) -> None:
         """Wait until all gradients are at home."""
+        self._end_views()
         while self._going:
             self._settle_first()
+
+    def note_view(self, gradient: _Gradient) -> None:
+        """Take note that others may have views of a value, which then stays."""
+        if not gradient.is_viewed:
+            gradient.is_viewed = True
+            self._viewed.append(weakref.ref(gradient))
+
+    def _end_views(self) -> None:
+        """Write values home that nobody has a view of any more."""
+        viewed, self._viewed = self._viewed, []
+        for each in viewed:
+            gradient = each()
+            if gradient is not None and gradient.is_held():
+                self._viewed.append(each)
+            elif gradient is not None:
+                gradient.is_viewed, gradient.is_changed = False, True
+                self._send(gradient)
 
     def remove(self) -> None:
         """Leave plain gradients, on the device, in the place of all."""
         for slot in self._slots.values():
             if slot.handle is not None:
                 slot.handle.remove()
-            if isinstance(slot.parameter.grad, AwayGradient):
-                gradient = slot.parameter.grad.gradient
-                slot.parameter.grad = gradient.bring()
-                gradient.is_viewed = True
+            parameter = slot.parameter
+            if parameter is not None and isinstance(parameter.grad, AwayGradient):
+                gradient = parameter.grad.gradient
+                parameter.grad = gradient.bring()
+                self.note_view(gradient)
         self.settle()
 
-    def _take(self, parameter: Any) -> None:
-        value, slot = parameter.grad, self._slots[id(parameter)]
+    def take(self, slot: _Slot, parameter: Any) -> None:
+        """Take the gradient that a backward pass has made for a parameter, or has added to."""
+        value = parameter.grad
         slot.num_additions += 1
         if isinstance(value, AwayGradient):
             with self.lock:
@@ -358,9 +418,14 @@ class Gradients:
         if type(value) not in PLAIN_TYPES or value.requires_grad:  # as create_graph=True leaves it
             return
         with self.lock:
+            is_held = _is_held_by_others(value)
+            if value.storage_offset() and not is_held:
+                value = value.clone()  # a part of a larger tensor
             gradient = _Gradient(self, slot, value, self._place_for(slot, value))
             parameter.grad = AwayGradient(gradient)
             gradient.is_changed = True
+            if is_held:
+                self.note_view(gradient)
             if not self._stays(parameter, gradient):
                 self._send(gradient)
 
@@ -410,8 +475,45 @@ class Entered:
 
     parameter: Tensor
     away: AwayGradient
-    value: Tensor
+    value: Tensor | None
     version: int | None = None
+
+
+def _take_in(gradients: "weakref.ref[Gradients]", slot: _Slot, parameter: Tensor) -> None:
+    found = gradients()
+    if found is not None:
+        found.take(slot, parameter)
+
+
+def _is_held_by_others(value: Tensor) -> bool:
+    """Return whether others have a gradient that a backward pass has just made, or added to, or share its memory."""
+    is_new = value._version == 0
+    most = _uses_of_new() if is_new else (_uses_of_new()[0], 1)
+    return any(uses > usual for uses, usual in zip(_uses(value), most, strict=True))
+
+
+def _uses(value: Tensor) -> tuple[int, int]:
+    return sys.getrefcount(value), num_tensors_on(value.untyped_storage()._cdata)
+
+
+@cache
+@torch.inference_mode(False)
+def _uses_of_new() -> tuple[int, int]:
+    """Return references to a new gradient, and tensors on its memory, where `_is_held_by_others` asks."""
+    leaf = torch.ones(1, device="cpu", requires_grad=True)
+    found: list[tuple[int, int]] = []
+
+    def take(slot: None, parameter: Tensor) -> None:
+        value: Any = parameter.grad
+        found.append(_asked(value))
+
+    def _asked(value: Tensor) -> tuple[int, int]:
+        return _uses(value)
+
+    leaf.register_post_accumulate_grad_hook(partial(take, None))  # type: ignore[no-untyped-call]
+    with torch.enable_grad():
+        (leaf * 2).backward()
+    return found[0]
 
 
 def _answer(function: Any, first: AwayGradient, args: Any, kwargs: Any) -> Any:
@@ -464,7 +566,7 @@ def _on_values(function: Any, args: Any, kwargs: Any) -> Any:
                 if isinstance(tensor, Tensor) and id(tensor) not in away and type(tensor) in PLAIN_TYPES:
                     viewed = by_storage.get(tensor.untyped_storage()._cdata)
                     if viewed is not None:
-                        viewed.gradient.is_viewed = True
+                        gradients.note_view(viewed.gradient)
             return tree_map_only(Tensor, lambda tensor: away.get(id(tensor), tensor), result)
         finally:
             for each in found.values():

@@ -29,6 +29,7 @@ from hf_memopt.weights.coupling import (
     bare_step,
     random_numbers_kept,
     refuse_coupled,
+    writes_gradients,
 )
 from hf_memopt.weights.homes import HOMES, Home
 from hf_memopt.weights.optimizer_units import StateUnit, Traffic, leaves, packed_state
@@ -156,6 +157,7 @@ class OffloadedOptimizer(Optimizer):
         _refuse(optimizer)
         refuse_coupled(optimizer, optimizer.param_groups)
         self.optimizer = optimizer
+        self._writes_gradients = writes_gradients(optimizer)
         self._home_name, self._budget_bytes = home, int((budget_gib or 0) * GIB)
         self._home = BlockHome(home, copier, disk)
         self._traffic = Traffic()
@@ -343,6 +345,8 @@ class OffloadedOptimizer(Optimizer):
         self._take_in(gradients)
         left = self._visits(gradients)
         of_scaler = {name: vars(self)[name] for name in _OF_SCALER if name in vars(self)}
+        if self.weights is not None:  # fused kernels divide gradients by the scale, and count no write
+            self.weights.writes_gradients = bool(of_scaler) or self._writes_gradients
         if before is None:
             # Options that count updates do so without gradients, too.
             self._update = _Update(left or [_Visit(None, 0, [])], gradients, of_scaler, UpdateVisits(self.optimizer))
@@ -558,7 +562,17 @@ def _method_of(optimizer: OffloadedOptimizer, name: str) -> Callable[..., Any]:
         return getattr(optimizer, name)(*args, **options)
 
     method.__name__ = name
+    method.offloaded = optimizer  # type: ignore[attr-defined]
     return method
+
+
+def offloaded(optimizer: Optimizer) -> OffloadedOptimizer | None:
+    """Return the object by which an optimizer's state has a home, itself or the one that has redirected it, if any."""
+    if isinstance(optimizer, OffloadedOptimizer):
+        return optimizer
+    step: Any = getattr(optimizer, "step", None)
+    found: OffloadedOptimizer | None = getattr(getattr(step, "__func__", None), "offloaded", None)
+    return found
 
 
 def report_of(optimizer: Any) -> OptimizerReport | None:

@@ -23,12 +23,14 @@ class TrainedWeights:
 
     Attributes:
         at_once: parameters whose gradients came at once in the last pass of `in_backward`.
+        writes_gradients: whether the optimizer writes gradients in its update.
     """
 
     def __init__(self, visiting: Visiting, gradients: Gradients) -> None:
         self._visiting, self._gradients = visiting, gradients
         self._open: _Open | None = None
         self.at_once: set[Tensor] = set()
+        self.writes_gradients = False
 
     @contextmanager
     def update(self) -> Iterator[None]:
@@ -59,7 +61,7 @@ class TrainedWeights:
         """End the visit that is open, of which an interrupt may have cut off the end."""
         if self._open is not None:
             with self._gradients.lock:
-                self._gradients.leave(self._open.entered)
+                self._gradients.leave(self._open.entered, self.writes_gradients)
                 self._visiting.leave_update(self._open.parameters, self._open)
                 self._open = None
 

@@ -11,11 +11,13 @@ While its bytes are there, it is a `WatchedParameter`, whose writes are counted.
 import sys
 from collections.abc import Iterable
 from functools import cache
+from inspect import signature
 from types import GetSetDescriptorType
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
@@ -47,6 +49,8 @@ class Away:
         kwargs = kwargs or {}
         if func in _without_bytes():
             return call_unseen(func, args, kwargs)
+        if func in (torch.autograd.grad, torch.autograd.backward):
+            return _by_edges(func, args, kwargs)
         found = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Away)]
         away: Any = [each for each in found if COMES_AND_GOES in vars(each)]
         if not away:  # views, to which a subclass of tensors has handed its class down
@@ -72,7 +76,7 @@ class WatchedParameter(nn.Parameter):
 
     __slots__ = ()
 
-    data = property(Tensor.detach, Tensor.data.__set__)  # type: ignore[attr-defined]
+    data = property(Tensor.detach, lambda self, value: _set_data(self, value))
 
     def detach(self) -> Tensor:
         found = Tensor.detach(self)
@@ -100,6 +104,15 @@ class WatchedParameter(nn.Parameter):
         found = nn.Parameter(Tensor.detach(self), self.requires_grad)
         vars(found).update((name, each) for name, each in vars(self).items() if name != COMES_AND_GOES)
         return found.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+def _set_data(parameter: Any, value: Tensor) -> None:
+    """Write the value where the parameter is bound, if it fits there."""
+    if (value.shape, value.dtype, value.device) == (parameter.shape, parameter.dtype, parameter.device):
+        with torch.no_grad():
+            Tensor.detach(parameter).copy_(value)
+    else:
+        _data.__set__(parameter, value)
 
 
 PARAMETER_TYPES.add(WatchedParameter)
@@ -150,6 +163,18 @@ def call_unseen(function: Any, args: Any, kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
 
+def _by_edges(function: Any, args: Any, kwargs: Any) -> Any:
+    """Call `torch.autograd.grad` or `.backward` for weights that are away by their edges in the graph."""
+    given = signature(function).bind(*args, **kwargs).arguments
+    inputs = given["inputs"] if isinstance(given["inputs"], list | tuple) else (given["inputs"],)
+    given["inputs"] = [get_gradient_edge(each) if isinstance(each, Away) else each for each in inputs]
+    is_whole = given.pop("materialize_grads", False)
+    found = function(**given, **({"allow_unused": True} if is_whole else {}))
+    if not is_whole:
+        return found
+    return tuple(torch.zeros_like(each) if its is None else its for each, its in zip(inputs, found, strict=True))
+
+
 @cache
 def _away_class(kind: Any) -> Any:
     return type(kind)(kind.__name__, (Away, kind), {"__slots__": (), "__module__": kind.__module__})
@@ -170,7 +195,7 @@ _WITH_BYTES = ("data", "T", "mT", "H", "mH", "real", "imag")
 _METHODS = (
     "size stride dim ndimension numel nelement element_size storage_offset untyped_storage is_contiguous get_device "
     "is_floating_point is_complex is_signed is_conj is_neg is_inference requires_grad_ has_names is_same_size __len__ "
-    "__hash__ register_hook register_post_accumulate_grad_hook dense_dim sparse_dim is_distributed"
+    "__hash__ register_hook register_post_accumulate_grad_hook dense_dim sparse_dim is_distributed expand_as view_as"
 )
 _FUNCTIONS = (
     "is_floating_point is_complex numel is_tensor is_inference is_same_size is_conj is_neg is_signed zeros_like "

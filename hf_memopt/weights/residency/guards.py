@@ -36,6 +36,7 @@ class ParameterGuards:
         check_home: to be called before each read of a value at home.
         is_unchanged: whether a parameter is bound as it was, and nobody has written it.
         load: writes a parameter and its home; None where they are frozen.
+        show: called with a parameter that a state dict is about to show, which later updates are to change.
     """
 
     def __init__(
@@ -45,12 +46,14 @@ class ParameterGuards:
         check_home: Callable[[], None],
         is_unchanged: Callable[[nn.Parameter], bool],
         load: Callable[[Tensor, Tensor], None] | None = None,
+        show: Callable[[Tensor], None] | None = None,
     ) -> None:
         self._parameters, self._is_unchanged, self._train = parameters, is_unchanged, load is not None
         self._handles: list[RemovableHandle] = []
         self._states: dict[Any, _StateAtHome] = {}
+        handed_out: dict[int, tuple[Tensor, Tensor]] = {}
         for each in parameters:
-            state = self._states.setdefault(each.owner, _StateAtHome(check_home, self._check, load))
+            state = self._states.setdefault(each.owner, _StateAtHome(check_home, self._check, load, show, handed_out))
             quantised = rewrapped(each.parameter, at_home) if is_quantised(each.parameter) else None
             state.add(each, partial(at_home, each.parameter) if quantised is None else partial(_itself, quantised))
         for owner, state in self._states.items():
@@ -89,14 +92,6 @@ def _with_own_storage(view: Tensor) -> Tensor:
     return found
 
 
-def _alias(handed_out: dict[int, tuple[Tensor, Tensor]], view: Tensor) -> Tensor:
-    """Return a tensor on the memory of a view, which counts writes together with that in `handed_out`."""
-    if id(view) not in handed_out:
-        with torch.inference_mode(False):  # in which writes are not counted
-            handed_out[id(view)] = view, _with_own_storage(view)
-    return handed_out[id(view)][1].detach()
-
-
 class NotCopied:
     """An object inside of a model whose weights stream: copies of the model share it, and pickles are refused."""
 
@@ -118,26 +113,40 @@ class _StateAtHome(NotCopied):
         check_home: Callable[[], None],
         check: Callable[[StreamedParameter], None],
         load: Callable[[Tensor, Tensor], None] | None,
+        show: Callable[[Tensor], None] | None,
+        handed_out: dict[int, tuple[Tensor, Tensor]],
     ) -> None:
-        self._check_home, self._check, self._load = check_home, check, load
+        self._check_home, self._check, self._load, self._show = check_home, check, load, show
         self._values: dict[str, tuple[StreamedParameter, Callable[[], Tensor]]] = {}
-        # By name, and by the id of the tensor at home, that tensor and what state dicts have got.
-        self._handed_out: dict[str, dict[int, tuple[Tensor, Tensor]]] = defaultdict(dict)
+        # By the id of a tensor at home, that tensor and what state dicts have got; by name, the ids of one's tensors.
+        self._handed_out = handed_out
+        self._shown: dict[str, set[int]] = defaultdict(set)
         self._taken: set[str] = set()
 
     def add(self, parameter: StreamedParameter, value: Callable[[], Tensor]) -> None:
         self._values[parameter.attribute] = parameter, value
 
     def supply(self, module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
+        streamed = self._streamed(module, state, prefix)
+        for parameter, _ in streamed if self._show is not None else ():
+            self._show(parameter.parameter)
         self._check_home()
-        for parameter, value in self._streamed(module, state, prefix):
+        for parameter, value in streamed:
             self._check(parameter)
-            handed_out = self._handed_out[parameter.attribute]
-            state[prefix + parameter.attribute] = rewrapped(value(), partial(_alias, handed_out))
+            alias = partial(self._alias, self._shown[parameter.attribute])
+            state[prefix + parameter.attribute] = rewrapped(value(), alias)
 
     def is_written(self, attribute: str) -> bool:
         """Return whether what a state dict has got was written, which no home keeps."""
-        return any(each._version for _, each in self._handed_out.get(attribute, {}).values())
+        return any(self._handed_out[each][1]._version for each in self._shown.get(attribute, ()))
+
+    def _alias(self, shown: set[int], view: Tensor) -> Tensor:
+        """Return a tensor on the memory of a view at home, which counts writes together with others of it."""
+        if id(view) not in self._handed_out:
+            with torch.inference_mode(False):  # in which writes are not counted
+                self._handed_out[id(view)] = view, _with_own_storage(view)
+        shown.add(id(view))
+        return self._handed_out[id(view)][1].detach()
 
     def begin_loading(self, module: nn.Module, state: Any, prefix: str, options: Any, *others: Any) -> None:
         streamed = self._streamed(module, state, prefix)
@@ -151,6 +160,8 @@ class _StateAtHome(NotCopied):
                 if not isinstance(state[name], Tensor) or state[name].shape != parameter.parameter.shape:
                     continue  # torch's message names both shapes
                 self._load(parameter.parameter, state[name])
+                for each in self._shown.pop(parameter.attribute, ()):  # one may be written before it is loaded
+                    self._handed_out.pop(each, None)
             elif not _is_equal(state[name], value()):
                 raise RuntimeError(f"frozen weight {name!r} cannot be loaded while it streams; {REMEDY}")
             del state[name]

@@ -6,7 +6,7 @@ those in the frames of checkpointed regions, and those in the contexts of custom
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -263,9 +263,9 @@ class StreamedStorage(Storage):
             return self._has_changed or [tensor._version for tensor in self.tensors] != self._versions
 
     def is_unchanged(self) -> bool:
-        """Return whether the parameters are bound as this object has left them, and nobody has written them."""
+        """Return whether the parameters are bound as this object has left them, and no write would be lost."""
         with torch._C.DisableTorchFunctionSubclass():
-            return not self.is_written() and all(
+            return (self._is_written_home or not self.is_written()) and all(
                 tensor.dtype == view.dtype and tensor.untyped_storage()._cdata == self.key
                 for tensor, view in zip(self.tensors, self.present, strict=True)
             )
@@ -288,8 +288,7 @@ class CastWeight:
         self.users: set[object] = set()
         self._storage, self._original, self._copier = storage, original, copier
         self._num_writes = storage.num_writes
-        # Of the weight that trains, the result that the graph has, and the autocast context that it was made in.
-        self._in_graph: tuple[Any, Tensor] | None = None
+        self._in_graph: _InGraph | None = None
         self._memory = ResizedMemory(self.num_bytes, original.device, storage.message)
         self.tensor = self._memory.block.view(dtype).as_strided(original.size(), original.stride())
         self._memory.take()
@@ -312,18 +311,41 @@ class CastWeight:
         Autocast casts a float32 leaf once for all uses in its context, whose gradients add up before the cast back.
         """
         context = autocast_context(weight.device) if weight.dtype is torch.float32 and weight.is_leaf else None
-        if self._in_graph is None or context is None or self._in_graph[0] is not context:
-            self._in_graph = context, _cast(weight, self.tensor)
-        return self._in_graph[1]
+        if context is None:
+            found: Tensor = _cast(weight, self.tensor)
+            return found
+        if self._in_graph is None or self._in_graph.context is not context:
+            self._in_graph = _InGraph(context, _cast(weight, self.tensor), self._storage.num_writes)
+        if self._in_graph.num_writes != self._storage.num_writes:
+            name = self._storage.message.partition(" is away")[0]
+            raise RuntimeError(
+                f"{name} was written inside of autocast, whose cache keeps a cast of the old values; leave autocast "
+                "before the update"
+            )
+        return self._in_graph.tensor
 
-    def forget_graph(self) -> None:
-        self._in_graph = None
+    def is_in_graph(self, context: object | None) -> bool:
+        """Return whether a graph has a result of this autocast context."""
+        return self._in_graph is not None and self._in_graph.context is context
+
+    def forget_graph(self, context: object | None) -> None:
+        """Forget the result that a graph has, unless it is of the present autocast context."""
+        if self._in_graph is not None and self._in_graph.context is not context:
+            self._in_graph = None
 
     def drop(self) -> None:
         filled, self._to_fill = self._to_fill, None
         if filled is not None:
             self._copier.release(filled)
         self._memory.take()
+
+
+class _InGraph(NamedTuple):
+    """The cast of a weight that trains, as a graph has it, of an autocast context and after so many writes."""
+
+    context: object
+    tensor: Tensor
+    num_writes: int
 
 
 class _Cast(torch.autograd.Function):

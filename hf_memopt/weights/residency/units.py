@@ -8,7 +8,8 @@ place takes a view's node out of the graph, and a loss may be computed from some
 
 The nodes of a module that calls one operator run in a row, and the last one closes the visit. Elsewhere some may not
 run, and the nodes behind the inputs close it: they have lower numbers than those of the operations, and autograd runs
-the node with the highest number first. Where all inputs are leaves or without a gradient, backward's end does.
+the node with the highest number first. Where all inputs are leaves or without a gradient, the last node of the call
+closes it, if all of them run, and else backward's end.
 """
 
 import copyreg
@@ -82,7 +83,7 @@ class Unit:
             vars(module)[_UNIT] = self
             module.__class__ = _visiting_class(kind)
         if not is_hidden:
-            self._handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
+            self._handles.append(module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True))
             self._handles.append(module.register_forward_hook(self._leave, with_kwargs=True, always_call=True))
 
     def __deepcopy__(self, memo: Any) -> "Unit":
@@ -191,14 +192,16 @@ class _Call:
     ) -> None:
         self.module, self.cast, self._is_one_operator = module, cast, is_one_operator
         self._leave, self._backward = leave, backward
+        self._has_inputs = False  # with nodes behind them
         # Nodes made during the call have at least this number.
         self._first_node = next_node()
 
     def close_after(self, inputs: Any) -> None:
         """Have the nodes behind inputs close the visit in backward."""
-        for node in {tensor.grad_fn for tensor in tree_leaves(inputs) if isinstance(tensor, Tensor)}:
-            if node is not None:
-                node.register_prehook(self._backward.close)
+        behind = {tensor.grad_fn for tensor in tree_leaves(inputs) if isinstance(tensor, Tensor)} - {None}
+        for node in behind:
+            node.register_prehook(self._backward.close)
+        self._has_inputs = bool(behind)
 
     def finish(self, inputs: Any, output: Any) -> None:
         """End the visit, and have the nodes of the call open another one in backward."""
@@ -208,7 +211,7 @@ class _Call:
             nodes = list(self._nodes((*outputs, *others)))
             for node in nodes:
                 node.register_prehook(self._backward.open)
-            if self._is_one_operator:
+            if self._is_one_operator or not self._has_inputs:
                 self._backward.close_after(nodes)
         self.end(outputs)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes, is_in_torch_dispatch_mode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hf_memopt.autograd_state import COMES_AND_GOES, calling_module, in_backward, is_plain
 from hf_memopt.transfer import Copier
@@ -23,25 +23,33 @@ from hf_memopt.weights.residency.backward_visits import OpenVisits
 from hf_memopt.weights.residency.guards import NotCopied
 from hf_memopt.weights.residency.resident_set import HELD, WRITTEN, ResidentSet
 from hf_memopt.weights.residency.selection import calls_no_modules, visits_of
-from hf_memopt.weights.residency.storages import CastWeight, StreamedStorage
+from hf_memopt.weights.residency.storages import CastWeight, StreamedStorage, autocast_context
 from hf_memopt.weights.residency.units import Unit
 from hf_memopt.weights.residency.visit_order import Visit
 from hf_memopt.weights.residency.with_statement import WithStatement
 
 _NOTHING = nullcontext()
+# Autocast hands these a cast of a weight, the same one as to its module.
+_CAST_BY_AUTOCAST = {
+    functional.linear,
+    *(getattr(torch, f"conv{kind}{number}d") for kind in ("", "_transpose") for number in (1, 2, 3)),
+    *(getattr(kind, name) for kind in (torch, Tensor) for name in ("matmul", "mm", "addmm")),
+    Tensor.__matmul__,
+    Tensor.__rmatmul__,
+}
 
 
 class Pass:
     """A pass of a thread through the model, and the user of storages that were read without a visit.
 
     Attributes:
-        held: those storages, by number.
+        held: those storages, by number, and their casts where these are in use.
         num_ended: backward passes that were over when this one ended; None until then, and where none follows.
         num_ended_before: those that were over when it began.
     """
 
     def __init__(self, num_ended: int) -> None:
-        self.held: dict[int, None] = {}
+        self.held: dict[int, CastWeight | None] = {}
         self.num_ended: int | None = None
         self.num_ended_before = num_ended
 
@@ -123,6 +131,8 @@ class Visiting(NotCopied):
             self._add_unit(module, visit)
         self._modules = set(model.modules())
         self._alone: dict[int, Visit] = {}
+        # The ids of weights that train which others than their modules have used under autocast.
+        self._cast_by_torch: set[int] = set()
         # By the ids of parameters that are updated together.
         self._updates: dict[tuple[int, ...], Visit] = {}
         # By thread, the pass that it is in, and its reads in calls outside of passes; passes that are over.
@@ -157,6 +167,7 @@ class Visiting(NotCopied):
                     self._release(each)
             self._over = [each for each in self._over if each.held]
             self._extend_units()
+            self._forget_graphs()
             self.storages.begin(kind, has_failed)
             self._home.trim()
             self._passes[thread] = Pass(self.open_visits.num_ended)
@@ -169,8 +180,7 @@ class Visiting(NotCopied):
             if self._passes.get(thread) is not over:
                 return  # it was interrupted, and another one has begun
             self._has_failed |= has_failed
-            for cast in self._casts.values():
-                cast.forget_graph()
+            self._forget_graphs()
             if has_failed:
                 self.open_visits.close_calls()
             if needs_backward and not has_failed:
@@ -204,6 +214,7 @@ class Visiting(NotCopied):
             try:
                 self._hold_after(numbers, before)
             finally:
+                self._note_written(numbers)  # torch does not count all writes
                 self.leave(numbers, user)
                 del self._outside_visits[id(user)]
 
@@ -219,6 +230,12 @@ class Visiting(NotCopied):
                 for number, num_holders in zip(numbers, before, strict=False):
                     if self.found[number].num_holders() > num_holders:
                         self.storages.keep(number, HELD)
+
+    def _forget_graphs(self) -> None:
+        is_on = torch.is_autocast_enabled(self._device.type)
+        context = autocast_context(self._device) if self._casts and is_on else None
+        for cast in self._casts.values():
+            cast.forget_graph(context)
 
     def _end_interrupted(self) -> None:
         """End visits of which an interrupt has cut off the end."""
@@ -258,8 +275,20 @@ class Visiting(NotCopied):
     def flush(self) -> None:
         """Have the home up to date."""
         with self.lock:
+            for each in (*self._passes.values(), *self._outside.values(), *self._over):
+                self._note_written(each.held)
             for storage in self.found:
                 storage.flush()
+
+    def move_home(self, parameter: Tensor) -> None:
+        """Have a parameter at the place that updates write, where a state dict shows it from then on."""
+        numbers, user = self._slices_of[id(parameter)], object()
+        if not all(self.found[number].num_writes for number in numbers):
+            try:
+                self.enter(numbers, user, is_model=False)
+                self._note_written(numbers)
+            finally:
+                self.leave(numbers, user)
 
     def load(self, parameter: Tensor, value: Tensor) -> None:
         """Write a parameter, and its home."""
@@ -280,10 +309,10 @@ class Visiting(NotCopied):
 
     def leave_update(self, parameters: Sequence[Tensor], user: object) -> None:
         visit = self._visit_of_update(parameters)
-        for number in visit:
-            if user in self.found[number].users:
-                self.found[number].show()
-                self.found[number].note_written()
+        entered = [number for number in visit if user in self.found[number].users]
+        for number in entered:
+            self.found[number].show()
+        self._note_written(entered)
         self.leave(visit, user)
 
     def _visit_of_update(self, parameters: Sequence[Tensor]) -> Visit:
@@ -349,6 +378,8 @@ class Visiting(NotCopied):
         module = calling_module()
         if module in self._modules:
             self._read_by[module].update(numbers)
+        if function in _CAST_BY_AUTOCAST and torch.is_grad_enabled() and torch.is_autocast_enabled(self._device.type):
+            args, kwargs = self._with_casts(parameters, args, kwargs)
         self._hold(numbers)
         function = WATCHED.get(function, function)
         if any(isinstance(each, Away) for each in parameters):
@@ -385,13 +416,28 @@ class Visiting(NotCopied):
         own = {*self.open_visits.of_present_pass(), self._passes.get(thread), self._outside.get(thread), *visits}
         return not any(own.isdisjoint(self.found[number].users) for number in numbers)
 
-    def _hold(self, numbers: Iterable[int]) -> None:
-        """Have storages on the device until the present pass and its backward are over."""
+    def _hold(self, numbers: Iterable[int], cast: CastWeight | None = None) -> None:
+        """Have storages, or a cast of one, on the device until the present pass and its backward are over."""
         with self.lock:
             user = self._reading_pass()
             for number in numbers:
-                user.held[number] = None
-                self.enter(self._alone.setdefault(number, (number,)), user)
+                user.held[number] = user.held.get(number) or cast
+                self.enter(self._alone.setdefault(number, (number,)), user, cast)
+
+    def _with_casts(self, parameters: list[Tensor], args: Any, kwargs: Any) -> Any:
+        """Replace weights that train by the casts that their modules have used in the present autocast context.
+
+        Gradients of all uses of one cast add up before it is cast back. From the next pass on autocast casts them.
+        """
+        casts: dict[int, Tensor] = {}
+        context = autocast_context(self._device)
+        for parameter in parameters:
+            cast = self._casts.get((id(parameter), torch.get_autocast_dtype(self._device.type)))
+            if cast is not None and parameter.requires_grad and cast.is_in_graph(context):
+                self._hold(self._slices_of[id(parameter)], cast)
+                casts[id(parameter)] = cast.in_graph(parameter)
+            self._cast_by_torch.add(id(parameter))
+        return tree_map_only(Tensor, lambda each: casts.get(id(each), each), (args, kwargs))
 
     def _reading_pass(self) -> Pass:
         """Return the user of what is read now: held until the end of the backward pass, or of the thread's own pass."""
@@ -483,9 +529,15 @@ class Visiting(NotCopied):
     def _is_held(self, number: int) -> bool:
         return self.found[number].is_held_by_others()
 
+    def _note_written(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            self.found[number].note_written()
+
     def _release(self, user: Pass) -> None:
+        self._note_written(user.held)
         while user.held:
-            self.leave((next(reversed(user.held)),), user)
+            number, cast = next(reversed(user.held.items()))
+            self.leave((number,), user, cast)
             user.held.popitem()
 
     def _when_ended(self) -> None:
@@ -516,7 +568,8 @@ class Visiting(NotCopied):
         dtype = torch.get_autocast_dtype(kind)
         if weight.dtype is dtype or not self.may_be_cast(visit, weight):
             return None
-        if weight.requires_grad and torch._C._functorch.peek_interpreter_stack() is not None:
+        is_transformed = torch._C._functorch.peek_interpreter_stack() is not None
+        if weight.requires_grad and (is_transformed or id(weight) in self._cast_by_torch):
             return None
         storage = self.found[visit[0]]
         with self.lock:
