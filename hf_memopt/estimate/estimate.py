@@ -181,7 +181,7 @@ def _run(
         # Host memory of a run is a result, and no matter of this machine.
         return sys.maxsize if below.host_bytes is None else max(0, below.host_bytes - log.history.host_bytes())
 
-    base = VirtualBase(clock, disk, lambda memory: labels.add([memory], categories.STREAMED))
+    base = VirtualBase(clock, disk, phases, lambda memory, kind: labels.add([memory], kind), labels.kind_of)
     opened = simulation(
         like, clock, phases, lambda block: labels.add([block], categories.TEACHER), free_host_bytes, base
     )
@@ -206,8 +206,7 @@ def _run(
         history = log.closed()
     streamed = None
     if base.is_used:
-        peak_bytes = categories.peak_of(history, categories.STREAMED)
-        streamed = StreamedEstimate(peak_bytes, base.step_bytes_brought, base.step_bytes_read)
+        streamed = base.estimate(categories.peak_of(history, categories.STREAMED))
     return _Run(
         history,
         data_dependent.guesses,

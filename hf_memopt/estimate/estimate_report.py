@@ -48,23 +48,44 @@ class LargeTensor:
 
 @dataclass(frozen=True, slots=True)
 class StreamedEstimate:
-    """The visits of frozen weights that stream (`StreamedWeights`).
+    """The visits of weights that stream (`StreamedWeights`), with gradients and optimizer state that have a home.
 
     Attributes:
-        peak_bytes: of device memory for them, small weights that stay left out.
+        peak_bytes: of device memory for weights, small ones that stay left out.
         bytes_to_device: brought in a step, or an update.
-        bytes_read: of these, from files.
+        bytes_read: of these, weights from files.
+        bytes_to_home: gradients, weights and state that go back.
+        update_bytes_to_device, update_bytes_read, update_bytes_to_home: parts of these that move outside of passes.
+        bytes_to_add_to: gradients brought in passes, all but the first of an update.
     """
 
     peak_bytes: int
     bytes_to_device: int
     bytes_read: int
+    bytes_to_home: int = 0
+    update_bytes_to_device: int = 0
+    update_bytes_read: int = 0
+    update_bytes_to_home: int = 0
+    bytes_to_add_to: int = 0
 
     def __str__(self) -> str:
         files = ", read from files" if self.bytes_read else ""
+        back = f", {format_gib(self.bytes_to_home)} written back" if self.bytes_to_home else ""
         return (
             f"{format_gib(self.peak_bytes)} of the device at most, {format_gib(self.bytes_to_device)} brought in a "
-            f"step{files}"
+            f"step{files}{back}"
+        )
+
+    def with_passes(self, times: float) -> "StreamedEstimate":
+        """Return it for an update of `times` as many passes; where that is more, two were simulated."""
+        more, added = times - 1, self.bytes_to_add_to
+        return replace(
+            self,
+            bytes_to_device=self.bytes_to_device
+            + round(more * (self.bytes_to_device - self.update_bytes_to_device + added)),
+            bytes_read=self.bytes_read + round(more * (self.bytes_read - self.update_bytes_read)),
+            bytes_to_home=self.bytes_to_home + round(more * (self.bytes_to_home - self.update_bytes_to_home)),
+            bytes_to_add_to=added + round(2 * more * added),
         )
 
 
@@ -166,11 +187,7 @@ class MemoryEstimate:
 
     def with_passes(self, times: float) -> "MemoryEstimate":
         """Return it for an update that has `times` as many forward and backward passes, with no other peak."""
-        streamed = self.streamed and replace(
-            self.streamed,
-            bytes_to_device=round(self.streamed.bytes_to_device * times),
-            bytes_read=round(self.streamed.bytes_read * times),
-        )
+        streamed = self.streamed and self.streamed.with_passes(times)
         num_bytes = self.update_bytes_written + times * (self.disk_bytes_written - self.update_bytes_written)
         written = replace(self, disk_bytes_written=round(num_bytes), streamed=streamed)
         if self.step_ms is None or self.step_range_ms is None or self.stall_ms is None:

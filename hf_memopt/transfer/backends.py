@@ -31,8 +31,8 @@ class DeviceBackend:
         is_unlimited: whether its memory is the host's, or cannot run out.
         free_host_bytes: host memory that copies may take.
         open_file: of the user's folder, if there is one, and the most bytes: the file below the host, if there is one.
-        home_in_files: of `PackedWeights`, their device and its copier: a home in files that are simulated; None where
-            files are real.
+        home_in_files: of `PackedWeights`, their device, its copier and the home of those that are written: a home in
+            files that are simulated; None where files are real.
         has_values: whether tensors have numbers, which those of a simulation have not.
     """
 
@@ -44,7 +44,7 @@ class DeviceBackend:
     is_unlimited: bool = False
     free_host_bytes: Callable[[], int] = available_bytes
     open_file: Callable[[str | os.PathLike[str] | None, int | None], TierFile | None] = open_scratch_file
-    home_in_files: Callable[[Any, torch.device, Copier], Any] | None = None
+    home_in_files: Callable[[Any, torch.device, Copier, Any], Any] | None = None
     has_values: bool = True
 
 

@@ -403,7 +403,6 @@ class StreamedWeights:
         )
         self._gradients = None if written is None else Gradients(written, self._visiting.lock)
         self._streamed = {each.parameter for each in chosen.streamed}
-        self._follow_gradients()
         self._names = {reason: tuple(named) for reason, named in chosen.resident.items() if reason != "small"}
         self._visiting.bind()
         others = set(getattr(model, _IGNORED, ()))
@@ -413,6 +412,7 @@ class StreamedWeights:
         for tensor in chosen.others:
             if tensor.device != self.device:
                 tensor.data = tensor.to(self.device)
+        self._follow_gradients()  # of parameters where they stay: a simulated one that moves loses its hooks
         setattr(model, _STREAMED, self)
 
     @contextmanager

@@ -110,7 +110,7 @@ def make_home(
     """
     simulated = backend_of(device).home_in_files
     if home == "file" and simulated is not None:
-        made: WeightsHome = simulated(weights, device, copier)
+        made: WeightsHome = simulated(weights, device, copier, written)
         return made
     are_several = several_ranks() and weights.num_bytes > 0
     if home == "file":

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_memopt.autograd_state import in_backward
 from hf_memopt.estimate.accounting.allocation_history import AllocationHistory, Change, StorageRecord
 from hf_memopt.estimate.accounting.operation import Operation, device_kind, name_of, tensors_in
+from hf_memopt.weights.gradients import AwayGradient
 
 SETUP, FORWARD, BACKWARD, OUTSIDE, OPTIMIZER = "setup", "forward", "backward", "between passes", "optimizer"
 # Of text that is then trained on; the simulation runs a few of its tokens, which tell no times.
@@ -91,6 +92,8 @@ class StepPhases:
         return self.name == BACKWARD != before
 
 
+# Classes whose operations run others on tensors of their own.
+_OPENED = (DTensor, AwayGradient)
 # Questions that go through the dispatcher, without computing anything.
 _DEVICE, _LAYOUT = torch.ops.prim.device.default, torch.ops.prim.layout.default
 
@@ -127,12 +130,12 @@ class AllocationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Half of all that is dispatched asks for a device, and each mode below costs time.
-        if function is _DEVICE and type(args[0]) is FakeTensor:
+        if function is _DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device
         if function is _DEVICE or function is _LAYOUT:
             return function(*args, **(kwargs or {}))
-        if any(each is not FakeTensor and issubclass(each, DTensor) for each in types):
-            return NotImplemented  # its own operations, on the local tensors, are to be seen
+        if any(each is not FakeTensor and issubclass(each, _OPENED) for each in types):
+            return NotImplemented  # its own operations, on the tensors inside, are to be seen
         if self.phases.observe():
             self.history.backwards.append(self.history.position)
         self._place = self._running_place()

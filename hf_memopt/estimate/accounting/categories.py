@@ -85,6 +85,11 @@ class StepLabels:
         records = ((tensor, self._log.record_of(tensor)) for tensor in tensors)
         self._log.label((tensor for tensor, record in records if record is None or not record.kind), kind)
 
+    def kind_of(self, tensor: Tensor) -> str:
+        """Return the use that memory was labelled with, "" without one."""
+        record = self._log.record_of(tensor)
+        return "" if record is None else record.kind
+
     def reach(self, parameters: Iterable[nn.Parameter]) -> None:
         """Note the gradients of parameters, which may be gone before the update."""
         for parameter in parameters:

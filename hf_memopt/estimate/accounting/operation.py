@@ -7,6 +7,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from hf_memopt.autograd_state import unwrapped
+from hf_memopt.weights.gradients import AwayGradient
 
 
 class Operation(NamedTuple):
@@ -35,7 +36,7 @@ def _collect(value: Any, found: list[Tensor]) -> None:
     elif isinstance(value, list | tuple):
         for item in value:
             _collect(item, found)
-    elif isinstance(value, Tensor):
+    elif isinstance(value, Tensor) and not isinstance(value, AwayGradient):  # which has no memory of its own
         found += unwrapped(value)  # the tensors with memory: quantised optimizer states, say, consist of others
     elif isinstance(value, dict):
         for item in value.values():

@@ -126,8 +126,8 @@ def simulation(
     which is why autograd's threads are off.
     """
     clock = VirtualClock(DEFAULT_CARD, like) if clock is None else clock
-    base = VirtualBase(clock, VirtualDisk(clock, None), lambda memory: None) if base is None else base
     phases = StepPhases() if phases is None else phases
+    base = VirtualBase(clock, VirtualDisk(clock, None), phases) if base is None else base
     data_dependent = DataDependentOps(phases)
     _BACKEND.phases, _BACKEND.clock, VirtualEvent.clock = phases, clock, clock
     device = torch.device("cpu")
@@ -181,6 +181,8 @@ def _simulated_type(
     def make_copier(device: torch.device, pin_memory: bool, purpose: str) -> VirtualCopier:
         if purpose == "base":
             return base.make_copier(device)
+        if purpose == "optimizer":
+            return base.make_copier_of_state(device)
         return VirtualCopier(clock, device, on_teacher_block if purpose == "teacher" else None)
 
     return DeviceBackend(

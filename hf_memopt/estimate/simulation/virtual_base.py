@@ -1,5 +1,6 @@
 """The streamed weights of a simulated run: their memory is labelled, their copies are counted and take time."""
 
+from collections import Counter
 from collections.abc import Callable
 
 import torch
@@ -7,11 +8,16 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from hf_memopt.estimate.accounting.allocation_log import OPTIMIZER, StepPhases
+from hf_memopt.estimate.accounting.categories import GRADIENT, STREAMED
+from hf_memopt.estimate.estimate_report import StreamedEstimate
 from hf_memopt.estimate.simulation.virtual_disk import VirtualDisk
 from hf_memopt.estimate.simulation.virtual_time import VirtualClock, VirtualCopier, VirtualTransfer
-from hf_memopt.transfer import Copier
+from hf_memopt.transfer import Copier, Transfer
 from hf_memopt.transfer.file_reader import PART_BYTES, staging_bytes
 from hf_memopt.transfer.storage_memory import ResizedMemory, StorageMemory
+from hf_memopt.transfer.lower_memory import Place
+from hf_memopt.weights.block_home import BlockHome
 from hf_memopt.weights.homes import looked_up
 from hf_memopt.weights.packed_weights import OffsetTensor, PackedWeights, WeightSlice
 
@@ -19,62 +25,138 @@ _HOST = torch.device("cpu")
 
 
 class VirtualBase:
-    """Makes the copiers of streamed weights, and counts the bytes that they bring to the device or read in a step.
+    """Makes the copiers of streamed weights and of optimizers' state, and counts the bytes that they move in a step.
 
-    `label` is called with device memory that holds streamed weights, at the latest before that is given back.
+    `label` is called with device memory and its use, at the latest before that is given back; `kind_of` tells the use
+    of memory that was labelled before.
     """
 
-    def __init__(self, clock: VirtualClock, disk: VirtualDisk, label: Callable[[Tensor], None]) -> None:
-        self.clock, self.disk, self.label = clock, disk, label
+    def __init__(
+        self,
+        clock: VirtualClock,
+        disk: VirtualDisk,
+        phases: StepPhases,
+        label: Callable[[Tensor, str], None] = lambda memory, kind: None,
+        kind_of: Callable[[Tensor], str] = lambda memory: "",
+    ) -> None:
+        self.clock, self.disk, self.label, self.kind_of = clock, disk, label, kind_of
         self.is_used = False
-        self.step_bytes_brought = self.step_bytes_read = 0
+        self._phases = phases
+        self._moved: Counter[str] = Counter()
+        self.begin_step()
 
     def make_copier(self, device: torch.device) -> "_BaseCopier":
         self.is_used = True
         return _BaseCopier(self, device)
 
+    def make_copier_of_state(self, device: torch.device) -> "_CountingCopier":
+        return _CountingCopier(self, device)
+
     def begin_step(self) -> None:
-        self.step_bytes_brought = self.step_bytes_read = 0
+        self._moved = Counter()
+
+    def count(self, name: str, num_bytes: int) -> None:
+        """Add bytes to an attribute of `StreamedEstimate`, and to the one for updates during these."""
+        self._moved[name] += num_bytes
+        if self._phases.name == OPTIMIZER:
+            self._moved[f"update_{name}"] += num_bytes
+
+    def count_again(self, num_bytes: int) -> None:
+        """Count a gradient that is brought; in passes, so that another one is added to it."""
+        if self._phases.name != OPTIMIZER:
+            self._moved["bytes_to_add_to"] += num_bytes
+
+    def estimate(self, peak_bytes: int) -> StreamedEstimate:
+        """Return the figures of the newest step."""
+        return StreamedEstimate(peak_bytes, **{"bytes_to_device": 0, "bytes_read": 0} | self._moved)
 
 
-class _BaseCopier(VirtualCopier):
+class _CountingCopier(VirtualCopier):
     def __init__(self, base: VirtualBase, device: torch.device) -> None:
         super().__init__(base.clock, device)
         self._base = base
 
     def to_device(self, source: Tensor, destination: Tensor) -> VirtualTransfer:
-        self._base.step_bytes_brought += destination.nbytes
-        self._base.label(destination)
+        self._base.count("bytes_to_device", destination.nbytes)
         return super().to_device(source, destination)
+
+    def to_host(self, source: Tensor, destination: Tensor) -> VirtualTransfer:
+        self._base.count("bytes_to_home", source.nbytes)
+        return super().to_host(source, destination)
+
+
+class _BaseCopier(_CountingCopier):
+    """Memory that it makes is for gradients; weights come and go in memory of their own."""
+
+    def empty_device(self, num_bytes: int) -> Tensor:
+        block = super().empty_device(num_bytes)
+        self._base.label(block, GRADIENT)
+        return block
+
+    def to_device(self, source: Tensor, destination: Tensor) -> VirtualTransfer:
+        if self._base.kind_of(destination) == GRADIENT:
+            self._base.count_again(destination.nbytes)
+        else:
+            self._base.label(destination, STREAMED)
+        return super().to_device(source, destination)
+
+    def to_host(self, source: Tensor, destination: Tensor) -> VirtualTransfer:
+        if self._base.kind_of(source) != STREAMED:
+            self._base.label(source, GRADIENT)
+        return super().to_host(source, destination)
 
     def release(self, buffer: Tensor) -> None:
         """Label memory that no copy has filled: the casts of weights."""
-        self._base.label(buffer)
+        self._base.label(buffer, STREAMED)
 
 
 class VirtualFileHome:
     """A `WeightsHome` in files that do not exist.
 
     Reads pass through a ring in host memory part by part, so that a copy ends with the last part after its read.
+    Slices that are written have places in `written` from then on.
     """
 
     bytes_read, waited_s = 0, 0.0
 
-    def __init__(self, base: VirtualBase, weights: PackedWeights, device: torch.device, copier: Copier) -> None:
+    def __init__(
+        self,
+        base: VirtualBase,
+        weights: PackedWeights,
+        device: torch.device,
+        copier: Copier,
+        written: BlockHome | None = None,
+    ) -> None:
         self.num_bytes = self.file_bytes = weights.num_bytes
-        self._base, self._copier = base, copier
+        self._base, self._copier, self._written = base, copier, written
+        self._sizes = {piece.start: piece.num_bytes for piece in weights.slices}
+        self._places: dict[int, Place] = {}
+        self._is_written: set[int] = set()
         on_device = device.type != "cpu"
         self._ring = copier.empty_host(staging_bytes(weights.num_bytes) if on_device else 0)
         self.host_bytes = self._ring.nbytes
         self.views = [[_unread(each) for each in piece.offsets] for piece in weights.slices]
 
-    def to_device(self, start: int, destination: Tensor) -> VirtualTransfer:
-        self._base.step_bytes_read += destination.nbytes
+    def to_device(self, start: int, destination: Tensor) -> Transfer:
+        self._base.count("bytes_read", destination.nbytes)
+        if start in self._is_written:
+            place = self._places[start]
+            return place.memory.read(place.block, destination)
         read = self._base.disk.reads.copy(destination.nbytes)
         copy = self._copier.to_device(destination, destination)
         assert isinstance(copy, VirtualTransfer)
         last_s = min(PART_BYTES, destination.nbytes) / self._base.clock.card.link_bytes_per_s
         return VirtualTransfer(self._base.clock, max(copy.ended_s, read.ended_s + last_s))
+
+    def to_home(self, start: int, source: Tensor) -> Transfer:
+        self._is_written.add(start)
+        place = self._places[start]
+        return place.memory.write(source, place.block)
+
+    def reserve(self, device: torch.device) -> None:
+        assert self._written is not None
+        for start in self._sizes.keys() - self._places.keys():
+            self._places[start] = self._written.place(device, self._sizes[start])
 
     def memory(self, piece: WeightSlice, device: torch.device, message: str) -> StorageMemory:
         return ResizedMemory(piece.num_bytes, device, message)
