@@ -26,7 +26,7 @@ _TRAINING = (
     *("images_per_sample", "image_size", "text_tokens", "num_frames", "encoders", "freeze_vision_tower"),
     *("passages", "gradient_cache", "padding"),
     *("lora_rank", "lora_targets", "use_dora"),
-    *("base", "base_budget", "optimizer_in_backward", "max_grad_norm", "num_gpus"),
+    *("base", "base_budget", "trained", "optimizer_in_backward", "max_grad_norm", "num_gpus"),
 )
 # A plan tries all homes of frozen weights.
 _REPEATED = tuple(name for name in _TRAINING if name != "base")
@@ -186,7 +186,8 @@ def _plan_command(spec: JobSpec, job: "Workload") -> str:
         again = sorted(OF_FILES & said.keys())
     else:
         words += [*FIELDS["model"].words(spec.model), *FIELDS["gpu"].words(spec.gpu), *batch]
-        again = [name for name in said if name in _REPEATED and (name in CHOICES or said[name] != DEFAULTS.get(name))]
+        repeated = (*_REPEATED, "base") if spec.trained else _REPEATED
+        again = [name for name in said if name in repeated and (name in CHOICES or said[name] != DEFAULTS.get(name))]
     again += [name for name in ("host", "disk", "link") if name in said]
     words += [word for text in spec.set for word in FIELDS["set"].words(text)]
     return shlex.join([*words, *(word for name in again for word in FIELDS[name].words(said[name]))])

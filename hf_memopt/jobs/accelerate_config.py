@@ -21,7 +21,7 @@ _ZERO_STAGES = {ZERO2: 2, ZERO3: 3}
 _PLACES = {DEVICE: "none", HOST: "cpu", NVME: "nvme"}
 # For DeepSpeed's files, until a folder of the machine's is named.
 NVME_FOLDER = "/local_nvme"
-_OF_BITSANDBYTES = ("adamw-8bit-bnb", "paged-adamw-8bit", "paged-adamw-32bit")
+OPTIMIZERS_OF_BITSANDBYTES = ("adamw-8bit-bnb", "paged-adamw-8bit", "paged-adamw-32bit")
 _OF_TORCH = ("adamw", "adamw-foreach", "sgd")
 # Numbers in `buffer_size` of DeepSpeed's `offload_param`, by default.
 _WEIGHT_BUFFER = 100_000_000
@@ -110,7 +110,7 @@ def check_options(options: Any) -> None:
         raise ValueError(
             f"optimizer={optimizer!r} with engine={engine!r} is not simulated; use one of {', '.join(_OF_TORCH)}"
         )
-    if engine != DDP and optimizer in _OF_BITSANDBYTES:
+    if engine != DDP and optimizer in OPTIMIZERS_OF_BITSANDBYTES:
         raise ValueError(f"optimizer={optimizer!r} with engine={engine!r} is not simulated; use another optimizer")
     if engine != DDP and optimizer == "adafactor":
         raise ValueError(
@@ -134,7 +134,7 @@ def check_options(options: Any) -> None:
             f"optimizer_home={options.optimizer_home!r} with engine={engine!r}: the engine shares the state out, and "
             f"may keep it elsewhere; give optimizer_on='host' instead, or engine={DDP!r}"
         )
-    if optimizer in _OF_BITSANDBYTES:
+    if optimizer in OPTIMIZERS_OF_BITSANDBYTES:
         raise ValueError(
             f"optimizer={optimizer!r} with optimizer_home={options.optimizer_home!r} is not simulated; use another "
             "optimizer"

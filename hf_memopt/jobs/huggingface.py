@@ -27,7 +27,7 @@ from hf_memopt.jobs.transformers_models.tasks import CONTRASTIVE
 from hf_memopt.jobs.workload import RESIDENT, Lever, divisors, num_steps
 from hf_memopt.units import GIB
 
-_HOMES = {"off": "", "host": "optimizer's state on the host", "file": "optimizer's state in a file"}
+_HOMES = {"host": "on the host", "file": "in a file"}
 
 
 @dataclass(frozen=True)
@@ -55,10 +55,12 @@ class HuggingFaceModel(ModelOptions):
     @property
     def name(self) -> str:
         images = self.kind_of_task.describe(self.config, self.sample)
-        shared, home = str(self.sharing), _HOMES[self.optimizer_home]
+        parts = [str(self.sharing)] if self.sharing.has_group else []
+        parts += [f"weights and gradients {_HOMES[self.home]}"] if self.trained else []
+        parts += [] if self.home_of_state == "off" else [f"optimizer's state {_HOMES[self.home_of_state]}"]
         return (
             f"{self.model} as {self.kind_of_task.class_name(self.config)} in {self._weights}{images and f' {images}'}"
-            f"{shared and f', {shared}'}{home and f', {home}'}"
+            f"{''.join(f', {part}' for part in parts)}"
         )
 
     @property
@@ -249,5 +251,6 @@ class HuggingFaceModel(ModelOptions):
         if chosen["optimizer_home"] != "off":
             switches["optimizer_home"] = chosen["optimizer_home"]
         memopt = " ".join(f"--{name} {value}" for name, value in switches.items())
+        memopt += " --trained" if chosen["trained"] else ""
         memopt += " --selective_checkpointing" if chosen["checkpointing"] == "selective" else ""
         return f"hf-memopt launch {launched} {memopt} -- {self.kind_of_task.script(chosen, self.config)}"

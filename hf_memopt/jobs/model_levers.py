@@ -49,7 +49,7 @@ def choices_of(options: Any, varied: tuple[str, ...] | None) -> dict[str, dict[s
         names = CHOICES["base"] if options.base is None else (options.base,)
         found["base"] = {name: {"base": name} for name in names}
     # Adapters have little to keep elsewhere. An engine would move the frozen weights: a streamed base does so better.
-    optimizers = _optimizers_in_place if "base" in found or options.optimizer_home != "off" else _optimizers
+    optimizers = _optimizers_in_place if "base" in found or options.home_of_state != "off" else _optimizers
     makers = {"optimizer": optimizers, "loss": _losses, "precision": _precisions, "quantize": _quantizations}
     for name in varied or ():
         if name in makers:
@@ -73,6 +73,9 @@ def _optimizers(options: Any) -> Iterator[tuple[str, Changes]]:
         zero = {"precision": "bf16"} if (options.dtype, options.precision) == ("bfloat16", "no") else {}
         yield f"{options.optimizer}, state on host", {"optimizer_home": "host"}
         yield f"{options.optimizer}, state in a file", {"optimizer_home": "file"}
+        if options.lora_rank is None and options.base is None:
+            for home, place in (("host", "on host"), ("file", "in files")):
+                yield f"{options.optimizer}, weights and gradients {place}", {"base": home, "trained": True}
         yield "adamw and weights on host (fsdp2)", {"engine": FSDP2, "optimizer_on": HOST}
         yield "adamw on host (zero2)", zero | {"engine": ZERO2, "optimizer_on": HOST}
         yield "adamw and weights on host (zero3)", zero | {"engine": ZERO3, "optimizer_on": HOST, "weights_on": HOST}

@@ -57,17 +57,21 @@ def fields_of(options: Any, chosen: Mapping[str, Any]) -> dict[str, Any]:
         "gradient_checkpointing_kwargs": {"use_reentrant": chosen["checkpointing"] == "reentrant"},
         "selective_checkpointing": chosen["checkpointing"] == "selective",
         **({} if options.optimizer_home == "off" else {"optimizer_home": options.optimizer_home}),
-        **({} if chosen["lora_rank"] is None else _adapters(options, chosen)),
+        **({} if chosen["base"] == RESIDENT else _streamed(options, chosen)),
+        **({} if chosen["lora_rank"] is None else _adapters(chosen)),
     }
 
 
-def _adapters(options: Any, chosen: Mapping[str, Any]) -> dict[str, Any]:
+def _streamed(options: Any, chosen: Mapping[str, Any]) -> dict[str, Any]:
     budget = options.base_budget_gib
-    streamed = {"base": chosen["base"]} | ({} if budget is None else {"base_budget_gib": budget})
+    fields = {"base": chosen["base"]} | ({} if budget is None else {"base_budget_gib": budget})
+    return fields | ({"trained": True} if options.trained else {})
+
+
+def _adapters(chosen: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **{name: chosen[name] for name in ("lora_rank", "lora_targets", "use_dora")},
         "quantize": _name(STORED, chosen["quantize"]),
-        **(streamed if chosen["base"] != RESIDENT else {}),
     }
 
 

@@ -198,6 +198,9 @@ class JobSpec:
     base_budget: Text = unsaid(
         "device memory for frozen weights, such as 3GiB, whose rest beside the visits keeps some there"
     )
+    trained: bool = flag(
+        False, "weights that train have the home of --base, too, with their gradients and the optimizer's state"
+    )
     padding: bool = flag(False, "give batches an attention mask, as if some samples were shorter")
     use_dora: bool = flag(False, "adapters with a magnitude for each output (DoRA)")
     optimizer_in_backward: bool = flag(

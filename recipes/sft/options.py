@@ -82,8 +82,10 @@ def parse(description: str, arguments: Sequence[str] | None = None) -> Options:
     check_ranges(sft)
     if sft.lora_rank is None and sft.quantize != "none":
         raise ValueError(f"quantize={sft.quantize!r} freezes the base, so that adapters have to learn; add --lora_rank")
-    if sft.lora_rank is None and memopt.base != "off":
-        raise ValueError(f"base={memopt.base!r} streams frozen weights, and all of them learn; add --lora_rank")
+    if sft.lora_rank is None and memopt.base != "off" and not memopt.trained:
+        raise ValueError(
+            f"base={memopt.base!r} streams frozen weights, and all of them learn; add --lora_rank or --trained"
+        )
     check_card(sft.plan)
     if sft.plan is not None and memopt.budget_gib is not None:
         raise ValueError(f"plan={sft.plan!r} chooses what is offloaded; leave --budget_gib={memopt.budget_gib} out")

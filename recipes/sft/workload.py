@@ -64,6 +64,7 @@ def simulated(options: Options, **changes: Any) -> "SupervisedFineTuning":
         "quantize": STORED[sft.quantize],
         "base": HOMES[memopt.base],
         "base_budget": None if memopt.base_budget_gib is None else f"{memopt.base_budget_gib}GiB",
+        "trained": memopt.trained,
         "max_grad_norm": training.max_grad_norm or None,
         "offload_threshold_mb": memopt.offload_threshold_mb,
     }

@@ -7,7 +7,14 @@ from typing import Any
 import torch
 
 from hf_memopt.estimate.gpus import parse_size
-from hf_memopt.jobs.accelerate_config import DDP, Sharing, check_options, check_zero, shards_weights
+from hf_memopt.jobs.accelerate_config import (
+    DDP,
+    OPTIMIZERS_OF_BITSANDBYTES,
+    Sharing,
+    check_options,
+    check_zero,
+    shards_weights,
+)
 from hf_memopt.jobs.diffusers_models.denoising import Denoising
 from hf_memopt.jobs.diffusers_models.pipeline_encoders import EncoderConfig, read_encoders
 from hf_memopt.jobs.spec import CHOICES, DEFAULTS
@@ -60,6 +67,7 @@ class ModelOptions:
         max_grad_norm: None, gradients are not clipped.
         base: None, as "resident", but plans try the others.
         base_budget: None, as little as visits need.
+        trained: the optimizer's state has the home of the weights, too, unless `optimizer_home` says another.
     """
 
     model: str
@@ -91,6 +99,7 @@ class ModelOptions:
     kbit_preparation: str = DEFAULTS["kbit_preparation"]
     base: str | None = None
     base_budget: str | None = None
+    trained: bool = False
     max_grad_norm: float | None = DEFAULTS["max_grad_norm"]
     offload_threshold_mb: float = 10.0
     num_gpus: int = DEFAULTS["num_gpus"]
@@ -222,6 +231,8 @@ class ModelOptions:
             check_choice("base", self.base)
         if self.base_budget is not None:
             parse_size(self.base_budget, "base_budget")
+        if self.trained:
+            self._check_trained()
         if self.streams or self.home == RESIDENT:
             return
         if self.sharing.has_group:
@@ -229,7 +240,25 @@ class ModelOptions:
                 f"base={self.base!r} with num_gpus={self.num_gpus} and engine={self.engine!r} is not simulated: ranks "
                 f"share one copy of the weights; use one GPU and engine={DDP!r}"
             )
-        raise ValueError(f"base={self.base!r}: weights that train do not stream; give a lora_rank")
+        raise ValueError(f"base={self.base!r}: weights that train do not stream; give a lora_rank, or trained=True")
+
+    def _check_trained(self) -> None:
+        if self.home == RESIDENT:
+            raise ValueError("trained=True needs a home for the weights; give base='host' or base='file'")
+        if self.sharing.has_group:
+            raise ValueError(
+                f"trained=True with num_gpus={self.num_gpus} and engine={self.engine!r}: gradients at their home are "
+                f"not averaged over ranks, and engines place weights themselves; use one GPU and engine={DDP!r}"
+            )
+        if self.optimizer_in_backward:
+            raise ValueError(
+                "trained=True with optimizer_in_backward=True: weights and gradients visit the device for an update of "
+                "all weights, after backward; leave one of them out"
+            )
+        if self.optimizer in OPTIMIZERS_OF_BITSANDBYTES:
+            raise ValueError(f"optimizer={self.optimizer!r} with trained=True is not simulated; use another optimizer")
+        if self.gradient_cache:
+            raise ValueError("trained=True with gradient_cache=True is not simulated; leave one of them out")
 
     @property
     def sharing(self) -> Sharing:
@@ -238,12 +267,17 @@ class ModelOptions:
     @property
     def streams(self) -> bool:
         is_alone = not self.sharing.has_group and not self.gradient_cache
-        return is_alone and (self.lora_rank is not None or self.freeze_vision_tower)
+        return is_alone and (self.lora_rank is not None or self.freeze_vision_tower or self.trained)
 
     @property
     def home(self) -> str:
-        """Return where frozen weights live between their visits to the device."""
+        """Return where weights that stream live between their visits to the device."""
         return self.base or RESIDENT
+
+    @property
+    def home_of_state(self) -> str:
+        """Return where the optimizer's state lives between updates; "off", on the device."""
+        return self.home if self.trained and self.optimizer_home == "off" else self.optimizer_home
 
     @property
     def base_budget_gib(self) -> float | None:

@@ -42,7 +42,8 @@ class ModelUpdate:
         self._streamed = None
         if options.home != RESIDENT:
             home: Any = options.home
-            self._streamed = StreamedWeights(model, home=home, budget_gib=options.base_budget_gib, device=device)
+            budget_gib, trained = options.base_budget_gib, options.trained
+            self._streamed = StreamedWeights(model, home=home, trained=trained, budget_gib=budget_gib, device=device)
         with device:
             self._inputs: dict[str, Any] = options.batch(config, micro_batch)
             self._encoders = None
@@ -88,6 +89,8 @@ class ModelUpdate:
         if options.optimizer_home != "off":
             home: Any = options.optimizer_home
             optimizer = OffloadedOptimizer(optimizer, home=home)
+        if self._streamed is not None and options.trained:
+            optimizer = self._streamed.adopt(optimizer)
         with adapters_kept_by_fsdp() if options.quantize != "none" else nullcontext():
             return self._accelerator.prepare(model, optimizer)  # type: ignore[no-any-return]
 
