@@ -212,6 +212,51 @@ def test_a_plan_prefers_a_home_that_is_faster_than_what_else_fits(
     assert options.memopt.optimizer_home == "host"
 
 
+@pytest.mark.e2e
+def test_a_plan_has_weights_visit_where_the_state_alone_is_not_enough(
+    folder_of: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def choices(options: Any, varied: Any) -> Any:
+        homes = model_levers.choices_of(options, varied)["optimizer"]
+        tried = ("adamw", "adamw, state on host", "adamw, weights and gradients on host")
+        return {"activations": {"kept": {}}, "optimizer": {name: homes[name] for name in tried}}
+
+    monkeypatch.setattr("hf_memopt.jobs.huggingface.choices_of", choices)
+    model = folder_of("qwen3", hidden_size=512, intermediate_size=2048, num_hidden_layers=4)
+    workload = huggingface.HuggingFaceModel(model, seq_len=TOKENS, effective_batch=1, vary="optimizer")
+    on_host = workload.with_settings({"optimizer": "adamw, state on host"}).step_with("none", "off", 1)
+    needed = needed_bytes(run_isolated(lambda: simulate_step(on_host, gpu=CARD)), CARD)
+    card = replace(CARD, memory_bytes=needed - 20 * MIB)
+    best = jobs.plan(workload, gpu=card, num_workers=1, progress=False).best
+    assert best.settings == {"activations": "kept", "optimizer": "adamw, weights and gradients on host"}
+    assert best.fits
+    written = workload.write(best.settings, 1, tmp_path)
+    _, _, memopt = sft_options.parse("", ["--config", str(written[2])])
+    assert (memopt.base, memopt.trained, memopt.optimizer_home) == ("host", True, "off")
+    assert workload.command(written).endswith(f" -m hf_memopt.recipes.train_sft --config {written[2]}")
+
+
+def test_the_launched_command_has_weights_that_train_in_files(folder_of: FolderOf, tmp_path: Path) -> None:
+    workload = huggingface.HuggingFaceModel(folder_of("bert"), seq_len=TOKENS, vary="optimizer")
+    settings = {"activations": "kept", "optimizer": "adamw, weights and gradients in files"}
+    command = workload.command(workload.write(settings, 8, tmp_path))
+    assert " --offload off --base file --trained -- " in command
+    given = huggingface.HuggingFaceModel(folder_of("bert"), seq_len=TOKENS, base="file", trained=True)
+    assert given.name.endswith("float32, weights and gradients in a file, optimizer's state in a file")
+
+
+@pytest.mark.e2e
+def test_adapters_train_with_a_home_on_a_base_that_streams(folder_of: FolderOf) -> None:
+    model = folder_of("qwen3", **WIDE)
+    options = {"lora_rank": 2, "precision": "bf16", "base": "host"}
+    frozen, trained = (estimate(model, trained=trained, **options) for trained in (False, True))
+    assert frozen.streamed is not None
+    assert trained.streamed is not None
+    assert frozen.streamed.bytes_to_home == 0 < trained.streamed.bytes_to_home < 0.1 * trained.streamed.bytes_to_device
+    assert trained.peak_bytes <= frozen.peak_bytes
+    assert trained.unreached == frozen.unreached
+
+
 @pytest.mark.parametrize("home", ["host", "file"])
 def test_the_launched_command_has_the_home(home: str, folder_of: FolderOf, tmp_path: Path) -> None:
     workload = huggingface.HuggingFaceModel(folder_of("bert"), seq_len=TOKENS, optimizer_home=home)

@@ -69,6 +69,18 @@ def test_the_state_has_a_home_of_its_own_or_that_of_an_engine(qwen3: Path) -> No
     assert (sharded.engine, sharded.optimizer_on, sharded.num_gpus) == ("fsdp2", "host", 1)
 
 
+def test_weights_that_train_have_a_home_where_all_of_them_do(qwen3: Path) -> None:
+    model = options(qwen3, vary="optimizer")
+    for name, home in (("on host", "host"), ("in files", "file")):
+        changed = model.with_settings({"activations": "kept", "optimizer": f"adamw, weights and gradients {name}"})
+        assert (changed.base, changed.trained, changed.home_of_state) == (home, True, home)
+    values = {lever.name: lever.values for lever in options(qwen3, **LORA, vary="optimizer").levers}["optimizer"]
+    assert "adamw, weights and gradients on host" not in values
+    given = options(qwen3, base="file", trained=True, optimizer_home="host", vary=ALL)
+    assert given.home_of_state == "host"
+    assert {lever.name: lever.values for lever in given.levers}["base"] == ("file",)
+
+
 def test_zero_trains_16_bits_in_that_precision(qwen3: Path) -> None:
     model = options(qwen3, vary="optimizer", dtype="bfloat16")
     zero = model.with_settings({"activations": "kept", "optimizer": "adamw on host (zero2)"})
@@ -82,7 +94,11 @@ def test_disks_are_read_where_there_is_one(qwen3: Path) -> None:
         for lever in model.levers
     }
     assert of_disk["base"] == ("file",)
-    assert of_disk["optimizer"] == ("adamw, state in a file", "adamw on nvme, weights on host (zero3)")
+    assert of_disk["optimizer"] == (
+        "adamw, state in a file",
+        "adamw, weights and gradients in files",
+        "adamw on nvme, weights on host (zero3)",
+    )
 
 
 def test_an_engine_moves_no_weights_that_stream(qwen3: Path) -> None:

@@ -33,6 +33,20 @@ huggingface = LateModule("hf_memopt.jobs.huggingface")
         ({"base": "host"}, "base='host': weights that train do not stream; give a lora_rank"),
         ({"base": "file", "lora_rank": 2, "num_gpus": 2}, "base='file' with num_gpus=2 and engine='ddp' is not"),
         ({"base": "host", "lora_rank": 2, "base_budget": "much"}, "base_budget='much' is not a size"),
+        ({"trained": True}, "trained=True needs a home for the weights; give base='host' or base='file'"),
+        (
+            {"trained": True, "base": "host", "num_gpus": 2},
+            "trained=True with num_gpus=2 and engine='ddp': .* use one GPU and engine='ddp'",
+        ),
+        ({"trained": True, "base": "host", "engine": "zero3", "precision": "bf16"}, "trained=True with .*'zero3': grad"),
+        (
+            {"trained": True, "base": "file", "optimizer_in_backward": True, "max_grad_norm": None},
+            "trained=True with optimizer_in_backward=True: .* leave one of them out",
+        ),
+        (
+            {"trained": True, "base": "host", "optimizer": "paged-adamw-8bit"},
+            "optimizer='paged-adamw-8bit' with trained=True is not simulated; use another optimizer",
+        ),
         ({"task": "masked"}, "no class of model_type='qwen3' for task='masked'"),
     ],
 )
