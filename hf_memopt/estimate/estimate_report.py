@@ -56,12 +56,12 @@ class StreamedEstimate:
         bytes_read: of these, weights from files.
         bytes_to_home: gradients, weights and state that go back.
         update_bytes_to_device, update_bytes_read, update_bytes_to_home: parts of these that move outside of passes.
-        bytes_to_add_to: gradients brought in passes, all but the first of an update.
+        bytes_to_add_to: gradients brought in all passes of an update but the first.
     """
 
     peak_bytes: int
-    bytes_to_device: int
-    bytes_read: int
+    bytes_to_device: int = 0
+    bytes_read: int = 0
     bytes_to_home: int = 0
     update_bytes_to_device: int = 0
     update_bytes_read: int = 0

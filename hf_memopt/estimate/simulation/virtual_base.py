@@ -15,8 +15,8 @@ from hf_memopt.estimate.simulation.virtual_disk import VirtualDisk
 from hf_memopt.estimate.simulation.virtual_time import VirtualClock, VirtualCopier, VirtualTransfer
 from hf_memopt.transfer import Copier, Transfer
 from hf_memopt.transfer.file_reader import PART_BYTES, staging_bytes
-from hf_memopt.transfer.storage_memory import ResizedMemory, StorageMemory
 from hf_memopt.transfer.lower_memory import Place
+from hf_memopt.transfer.storage_memory import ResizedMemory, StorageMemory
 from hf_memopt.weights.block_home import BlockHome
 from hf_memopt.weights.homes import looked_up
 from hf_memopt.weights.packed_weights import OffsetTensor, PackedWeights, WeightSlice
@@ -43,7 +43,6 @@ class VirtualBase:
         self.is_used = False
         self._phases = phases
         self._moved: Counter[str] = Counter()
-        self.begin_step()
 
     def make_copier(self, device: torch.device) -> "_BaseCopier":
         self.is_used = True
@@ -68,7 +67,7 @@ class VirtualBase:
 
     def estimate(self, peak_bytes: int) -> StreamedEstimate:
         """Return the figures of the newest step."""
-        return StreamedEstimate(peak_bytes, **{"bytes_to_device": 0, "bytes_read": 0} | self._moved)
+        return StreamedEstimate(peak_bytes, **self._moved)
 
 
 class _CountingCopier(VirtualCopier):
