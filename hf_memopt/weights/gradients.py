@@ -194,7 +194,7 @@ class AwayGradient(Tensor):
             return found if func in _with_results() else None
         return _on_values(func, args, kwargs)
 
-    data = property(Tensor.detach, lambda self, value: self._replace(value))  # type: ignore[assignment]
+    data = property(Tensor.detach, lambda self, value: self._replace(value))
 
     def _replace(self, value: Tensor) -> None:
         if (value.shape, value.dtype, value.device) != (self.shape, self.dtype, self.device):
@@ -307,6 +307,7 @@ class Gradients:
             if each.parameter.grad is each.value:
                 each.parameter.grad = each.away
             value, each.value = each.value, None
+            assert value is not None
             is_written = each.version is not None and (are_written or value._version != each.version)
             del value
             if gradient.value is not None and gradient.is_held():  # the optimizer's state, for example
@@ -512,7 +513,7 @@ def _uses_of_new() -> tuple[int, int]:
 
     leaf.register_post_accumulate_grad_hook(partial(take, None))  # type: ignore[no-untyped-call]
     with torch.enable_grad():
-        (leaf * 2).backward()
+        torch.autograd.backward(leaf * 2)
     return found[0]
 
 

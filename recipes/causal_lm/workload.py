@@ -36,7 +36,8 @@ class CausalLM(RecipeWorkload):
     BATCH = ("training.per_device_batch_size", "training.gradient_accumulation_steps")
     LEVERS: ClassVar = {
         "activations": activation_levers("model.gradient_checkpointing"),
-        "optimizer_home": {home: {"training.optimizer_home": home} for home in ("off", *HOMES)},
+        "optimizer_home": {home: {"training.optimizer_home": home} for home in ("off", *HOMES)}
+        | {f"{home}, weights too": {"training.base": home, "training.trained": True} for home in HOMES},
     }
 
     def __init__(

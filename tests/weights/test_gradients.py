@@ -1,7 +1,9 @@
 """Tests of gradients that live at home: whoever reads or writes `p.grad` finds what plain gradients would show."""
 
 import copy
+import gc
 import io
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from optimizer_toys import equal
+from optimizer_toys import MAKERS, equal
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm, parameters_to_vector
-from trained_toys import Training, gradients, network
+from trained_toys import Training, are_equal, gradients, network
 
 from hf_memopt.weights.gradients import AwayGradient, Gradients
 
@@ -87,6 +89,9 @@ USES: dict[str, tuple[Callable[[Model], Any], bool]] = {
     "dlpack": (each_of(lambda gradient: torch.from_dlpack(gradient).clone()), False),
     "written through a view": (each_of(written_through_a_view), False),
     "clipped behind a view": (lambda model: [(each.view(-1), each.mul_(0.5))[0] for each in gradients(model)], False),
+    "data exchanged": (each_of(lambda gradient: setattr(gradient, "data", gradient.data.clamp(-1e-4, 1e-4))), False),
+    "parts by offset": (each_of(lambda each: each.as_strided((4,), (2,), each.storage_offset()).clone()), False),
+    "diagonals": (each_of(lambda gradient: gradient.fill_diagonal_(0) if gradient.dim() == 2 else None), False),
     "written by index": (each_of(lambda gradient: gradient.__setitem__(0, 0.5)), False),
     "lists": (each_of(lambda gradient: gradient.tolist()), False),
     "texts": (each_of(repr), False),
@@ -188,3 +193,80 @@ def test_gradients_that_record_a_graph_stay_plain() -> None:
         loss = training.loss_of(training.model, 0, False)
     loss.backward(create_graph=True)
     assert all(type(each) is Tensor and each.requires_grad for each in gradients(training.model))
+
+
+def test_gradients_that_others_hold_stay_theirs() -> None:
+    def run(home: str) -> list[Any]:
+        model = network()
+        weights = [each for each in model.parameters() if each is not model.unused.weight]
+        flat, kept, place = torch.zeros(sum(each.numel() for each in weights)), [], 0
+        for each in weights[:-3]:  # as gradients in buckets are
+            each.grad = flat[place : place + each.numel()].view_as(each)
+            place += each.numel()
+        weights[-3].register_post_accumulate_grad_hook(lambda each: kept.append(each.grad))
+        training = Training(model, home, max_norm=None).start()
+        for number in range(2):
+            training.backward(number)
+            flat.mul_(0.5)
+            kept.pop().mul_(0.5)
+            training.optimizer.step()
+            flat.zero_()
+        return [flat, *training.results()]
+
+    assert equal(run("host"), run(""))
+
+
+def test_views_keep_a_gradient_as_long_as_they_live(tmp_path: Path) -> None:
+    training = Training(network(), "file").start(disk=tmp_path)
+    training.backward(0)
+    kept = training.model.back.weight.grad.view(-1)
+    largest = [each.flatten().abs().max() for each in gradients(training.model)]
+    assert len(largest) > 5
+    found = gradients_of(training)
+    found.settle()
+    here = [each for each in training.model.parameters() if each.grad is not None and _is_here(each)]
+    assert [each is training.model.back.weight for each in here if found._slots[id(each)].has_home] == [True]
+    kept.fill_(2.0)
+    del kept
+    found.settle()
+    assert not _is_here(training.model.back.weight)
+    assert torch.equal(training.model.back.weight.grad.clone(), torch.full_like(training.model.back.weight, 2.0))
+
+
+def _is_here(parameter: nn.Parameter) -> bool:
+    assert isinstance(parameter.grad, AwayGradient)
+    return parameter.grad.gradient.value is not None
+
+
+@pytest.mark.parametrize("home", ["host", "file"])
+def test_a_model_that_is_dropped_is_freed_with_its_gradients(home: str, tmp_path: Path) -> None:
+    training = Training(network(), home).start(disk=tmp_path).run(1)
+    training.backward(1)
+    model = weakref.ref(training.model)
+    del training
+    gc.collect()
+    assert model() is None
+
+
+class Writes(torch.optim.SGD):
+    """Writes gradients in a way that torch does not count."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for each in group["params"]:
+                if each.grad is not None:
+                    each.grad.data.add_(each.data, alpha=0.1)
+        return super().step(closure)
+
+
+def test_an_optimizer_may_write_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MAKERS, "writes", lambda each: Writes(each, 0.1))
+
+    def run(home: str) -> Training:
+        training = Training(network(), home, kind="writes", max_norm=None).start()
+        for number in range(3):  # which nothing sets to zero
+            training.backward(number)
+            training.optimizer.step()
+        return training
+
+    assert are_equal(run("file"), run(""))

@@ -151,8 +151,43 @@ def with_evaluation(model: nn.Module, number: int, autocast: bool) -> Tensor:
     return loss_of(model, number) * before
 
 
+def with_functions(model: Any, number: int, autocast: bool) -> Tensor:
+    """Hand weights to functions, under autocast before and after their modules have used the cached cast."""
+    with torch.autocast("cpu", torch.bfloat16):
+        before = nn.functional.linear(torch.ones(3, 32), model.narrow.weight).mean()
+        loss = loss_of(model, number, True)
+        after = nn.functional.linear(torch.ones(3, 64), model.back.weight).mean() + model.wide.weight.norm()
+    return loss + before.float() + after.float()
+
+
+def with_two_passes(model: Any, number: int, autocast: bool) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            other = loss_of(model, number + 1, True)
+        return loss_of(model, number, True) + other + loss_of(model, number + 2, True)
+
+
+def with_inputs(model: Any, number: int, autocast: bool) -> Tensor:
+    """Ask for gradients of some weights, which need not be there."""
+    loss = loss_of(model, number)
+    loss.backward(inputs=[model.back.weight], retain_graph=True)
+    (found,) = torch.autograd.grad(loss, model.wide.weight, retain_graph=True)
+    return loss + found.norm() * 0
+
+
 @pytest.mark.parametrize("home", ["host by copies", "file"])
-@pytest.mark.parametrize("loss", [with_penalty, with_graph, with_early_backward, with_evaluation])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        with_penalty,
+        with_graph,
+        with_early_backward,
+        with_evaluation,
+        with_functions,
+        with_two_passes,
+        with_inputs,
+    ],
+)
 def test_losses_of_all_kinds(loss: Any, home: str, tmp_path: Path) -> None:
     assert are_equal(trained(loss_of=loss, **options_of(home, tmp_path)), trained(loss_of=loss))
 
@@ -244,6 +279,11 @@ def test_a_visit_reads_and_writes_from_outside(home: str, tmp_path: Path) -> Non
                     mean.lerp_(each, 0.5)
                 training.model.back.weight.clamp_(-0.05, 0.05)
                 training.model.wide.weight.data.mul_(1.01)
+                training.model.narrow.weight.grad = torch.ones_like(training.model.narrow.weight)
+                torch.optim.AdamW([training.model.narrow.weight], fused=True).step()  # torch counts no write
+                training.model.narrow.weight.grad = None
+                vector = nn.utils.parameters_to_vector(training.model.twice.parameters())
+                nn.utils.vector_to_parameters(vector * 0.99, training.model.twice.parameters())
                 copied = copy.deepcopy(training.model)
             training.found.append(copied.state_dict())
         return [*training.results(), average.state_dict()]
@@ -464,3 +504,65 @@ def test_an_error_in_a_backward_that_updates_is_not_passed_over() -> None:
     with pytest.raises(ValueError, match=r"update_in_backward\(\) needs weights with a home"):
         with OffloadedOptimizer(torch.optim.SGD(network().parameters())).update_in_backward():
             pass
+
+
+def chunked() -> nn.Module:
+    """Return a model whose parameters are parts of one tensor, and count writes together."""
+    torch.manual_seed(0)
+    model, (first, second) = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), torch.randn(128, 64).chunk(2)
+    model[0].weight, model[1].weight = nn.Parameter(first), nn.Parameter(second)
+    return model
+
+
+def test_parameters_that_are_parts_of_one_tensor(tmp_path: Path) -> None:
+    def loss(model: nn.Module, number: int, autocast: bool) -> Tensor:
+        joined = torch.cat([each.weight for each in model])  # its gradient is one tensor, too
+        return model(torch.ones(2, 64)).square().mean() + joined.square().mean()
+
+    settings: dict[str, Any] = {"make": chunked, "loss_of": loss}
+    assert are_equal(trained(**settings, **options_of("file", tmp_path)), trained(**settings))
+
+
+@pytest.mark.parametrize("home", ["host", "file"])
+def test_a_state_dict_follows_updates_and_keeps_ties(home: str, tmp_path: Path) -> None:
+    training, want = trained(home, 0, disk=tmp_path), trained(num_updates=0)
+    found, plain = training.model.state_dict(), want.model.state_dict()
+    training.update(0)
+    want.update(0)
+    with torch.no_grad():
+        assert equal(found, plain)
+    assert found["table.weight"].data_ptr() == found["head.weight"].data_ptr()
+    found["back.weight"].zero_()
+    training.model.load_state_dict(found)
+    assert not training.model.state_dict()["back.weight"].any()
+    training.update(1)
+
+
+def test_an_optimizer_may_be_adopted_again_after_removing() -> None:
+    def run(home: str) -> Training:
+        training = trained(home, 1)
+        if training.weights is not None:
+            training.weights.remove()
+            training.weights = None
+        training.update(1)
+        if home:
+            training.weights = StreamedWeights(training.model, home="host", trained=True, device="cpu")
+            training.weights.adopt(training.optimizer)
+        training.update(2)
+        return training
+
+    assert are_equal(run("host"), run(""))
+
+
+def test_one_optimizer_of_two_models_is_refused() -> None:
+    one, other = (StreamedWeights(network(), home="host", trained=True, device="cpu") for _ in range(2))
+    parameters = [*one._model.parameters(), *other._model.parameters()]
+    with pytest.raises(ValueError, match="weights of two models that stream"):
+        one.adopt(torch.optim.SGD(parameters))
+
+
+def test_autocast_around_an_update_is_refused() -> None:
+    training = Training(network(), "host").start()
+    with pytest.raises(RuntimeError, match=r"weight 'back.weight' was written inside of autocast.*leave autocast"):
+        with torch.autocast("cpu", torch.bfloat16):
+            training.run(2)

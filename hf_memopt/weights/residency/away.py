@@ -167,7 +167,7 @@ def _by_edges(function: Any, args: Any, kwargs: Any) -> Any:
     """Call `torch.autograd.grad` or `.backward` for weights that are away by their edges in the graph."""
     given = signature(function).bind(*args, **kwargs).arguments
     inputs = given["inputs"] if isinstance(given["inputs"], list | tuple) else (given["inputs"],)
-    given["inputs"] = [get_gradient_edge(each) if isinstance(each, Away) else each for each in inputs]
+    given["inputs"] = [get_gradient_edge(each) if isinstance(each, Tensor) else each for each in inputs]
     is_whole = given.pop("materialize_grads", False)
     found = function(**given, **({"allow_unused": True} if is_whole else {}))
     if not is_whole:

@@ -128,11 +128,12 @@ class _StateAtHome(NotCopied):
 
     def supply(self, module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
         streamed = self._streamed(module, state, prefix)
-        for parameter, _ in streamed if self._show is not None else ():
-            self._show(parameter.parameter)
+        for parameter, _ in streamed:
+            self._check(parameter)
+            if self._show is not None and parameter.parameter.requires_grad:
+                self._show(parameter.parameter)
         self._check_home()
         for parameter, value in streamed:
-            self._check(parameter)
             alias = partial(self._alias, self._shown[parameter.attribute])
             state[prefix + parameter.attribute] = rewrapped(value(), alias)
 

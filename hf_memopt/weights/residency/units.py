@@ -198,10 +198,10 @@ class _Call:
 
     def close_after(self, inputs: Any) -> None:
         """Have the nodes behind inputs close the visit in backward."""
-        behind = {tensor.grad_fn for tensor in tree_leaves(inputs) if isinstance(tensor, Tensor)} - {None}
-        for node in behind:
-            node.register_prehook(self._backward.close)
-        self._has_inputs = bool(behind)
+        for node in {tensor.grad_fn for tensor in tree_leaves(inputs) if isinstance(tensor, Tensor)}:
+            if node is not None:
+                node.register_prehook(self._backward.close)
+                self._has_inputs = True
 
     def finish(self, inputs: Any, output: Any) -> None:
         """End the visit, and have the nodes of the call open another one in backward."""
