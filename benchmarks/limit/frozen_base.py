@@ -15,7 +15,6 @@ threads that wait for each other sleep (`OMP_WAIT_POLICY`), and glibc gives larg
 """
 
 import argparse
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -109,7 +108,7 @@ def measure(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any
     }
 
     def run(kind: str) -> Row:
-        drop_cached(base)
+        limited.drop_cached(base)
         settings = {"base": str(base), "kind": kind, "num_tokens": size.num_tokens, "budget_gib": size.budget_gib}
         limit_bytes = None if kind == NO_LIMIT else round(size.limit_gib * GIB)
         found = processes.run(kind, options.steps, settings, limit_bytes)
@@ -118,14 +117,6 @@ def measure(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any
 
     for rows in limited.in_turns([(kind,) for kind in options.kinds], options.runs, run, summary):
         yield {**facts, "rows": rows}
-
-
-def drop_cached(base: Path) -> None:
-    """Have the system drop a folder's files from its cache."""
-    for path in base.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def summary(kind: str, runs: list[Row], reference: Row) -> Row:

@@ -1,7 +1,9 @@
-"""Full fine-tuning of a Llama, by kind of its optimizer's state."""
+"""Full fine-tuning of a Llama, by kind of its optimizer's state, and updates of any kind."""
 
+import hashlib
 import statistics
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -38,40 +40,85 @@ KINDS: dict[str, Callable[[list[Tensor], Path], Optimizer]] = {
 }
 
 
-class Training:
-    """Updates after clipping, each of several micro-batches of one sequence, at a rate that falls to zero."""
+class Updates:
+    """Updates after clipping, each of several micro-batches of one sequence, at a rate that falls to zero.
 
-    def __init__(self, model: dict[str, int], num_tokens: int, kind: str, num_steps: int, folder: str) -> None:
-        from transformers import LlamaConfig, LlamaForCausalLM, get_linear_schedule_with_warmup  # seconds
+    Args:
+        stream: around a forward pass.
+        visit: around uses of a module's weights.
+        set_to_none: whether gradients are freed between updates.
+    """
 
-        torch.manual_seed(0)
-        config = LlamaConfig(**model, tie_word_embeddings=False, use_cache=False)
-        self._model, self._tokens = LlamaForCausalLM(config).train(), (config.vocab_size, (1, num_tokens))
-        self._optimizer = KINDS[kind](list(self._model.parameters()), Path(folder))
-        self._schedule = get_linear_schedule_with_warmup(self._optimizer, 0, num_steps)
+    def __init__(
+        self,
+        model: Any,
+        optimizer: Optimizer,
+        num_tokens: int,
+        num_steps: int,
+        stream: Callable[[], AbstractContextManager[None]] = nullcontext,
+        visit: Callable[[nn.Module], AbstractContextManager[Any]] = nullcontext,
+        set_to_none: bool = True,
+    ) -> None:
+        from transformers import get_linear_schedule_with_warmup  # seconds
+
+        self._model, self._tokens = model, (model.config.vocab_size, (1, num_tokens))
+        self._optimizer, self._set_to_none = optimizer, set_to_none
+        self._stream, self._visit = stream, visit
+        self._schedule = get_linear_schedule_with_warmup(optimizer, 0, num_steps)
         self._counters = psutil.Process().io_counters
         self._read_before = self._counters().read_bytes
+        torch.manual_seed(0)
 
     def step(self) -> float:
         losses = []
         for _ in range(MICRO_BATCHES):
             tokens = torch.randint(*self._tokens)
-            loss = self._model(input_ids=tokens, labels=tokens).loss
-            (loss / MICRO_BATCHES).backward()
+            with self._stream():
+                loss = self._model(input_ids=tokens, labels=tokens).loss
+            self._backward(loss)
             losses.append(loss.item())
-        nn.utils.clip_grad_norm_(self._model.parameters(), MAX_NORM)
-        self._optimizer.step()
-        self._schedule.step()
-        self._optimizer.zero_grad()
+        self._update()
         return statistics.fmean(losses)
 
     def results(self) -> dict[str, Any]:
         num_read, optimizer = self._counters().read_bytes - self._read_before, self._optimizer
-        states = optimizer.state_dict()["state"].items()
-        state = {f"{number} {name}": each for number, of in states for name, each in of.items() if each is not None}
         return {
             "read_bytes": num_read,
-            "weights_digest": weights_sha256(self._model),
-            "state_digest": weights_sha256(nn.ParameterDict(state)),
+            "weights_digest": self._weights_digest(),
+            "state_digest": self._state_digest(),
             "report": asdict(optimizer.report()) if isinstance(optimizer, OffloadedOptimizer) else None,
         }
+
+    def _backward(self, loss: Tensor) -> None:
+        (loss / MICRO_BATCHES).backward()  # type: ignore[no-untyped-call]
+
+    def _update(self) -> None:
+        nn.utils.clip_grad_norm_(self._model.parameters(), MAX_NORM)
+        self._optimizer.step()
+        self._schedule.step()
+        self._optimizer.zero_grad(self._set_to_none)
+
+    def _weights_digest(self) -> str:
+        """Return the digest of all weights, of which a module's are in memory at a time."""
+        digest = hashlib.sha256()
+        for name, module in self._model.named_modules():
+            if not list(module.children()):
+                with self._visit(module):
+                    digest.update(f"{name} {weights_sha256(module)}\n".encode())
+        return digest.hexdigest()
+
+    def _state_digest(self) -> str | None:
+        states = self._optimizer.state_dict()["state"].items()
+        state = {f"{number} {name}": each for number, of in states for name, each in of.items() if each is not None}
+        return weights_sha256(nn.ParameterDict(state))
+
+
+class Training(Updates):
+    """Updates of a model that is in memory before the first one."""
+
+    def __init__(self, model: dict[str, int], num_tokens: int, kind: str, num_steps: int, folder: str) -> None:
+        from transformers import LlamaConfig, LlamaForCausalLM  # seconds
+
+        torch.manual_seed(0)
+        made = LlamaForCausalLM(LlamaConfig(**model, tie_word_embeddings=False, use_cache=False)).train()
+        super().__init__(made, KINDS[kind](list(made.parameters()), Path(folder)), num_tokens, num_steps)

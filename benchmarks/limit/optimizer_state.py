@@ -16,13 +16,13 @@ that wait for each other sleep, and glibc gives larger blocks back when they are
 """
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import MIB, print_rows
 from benchmarks.limit import limited
-from benchmarks.limit.full_training import KINDS, MAX_NORM, MICRO_BATCHES, NO_STATE, PLAIN
+from benchmarks.limit.full_training import KINDS, MAX_NORM, MICRO_BATCHES, NO_STATE
 from benchmarks.limit.limited import Row
 from hf_memopt.units import GIB
 
@@ -39,22 +39,35 @@ SIZES: dict[str, dict[str, Any]] = {
 TOO_SLOW = 5
 COSTS = ("cpu_s", "wall_s", "read_bytes", "written_bytes")
 DIGESTS = ("weights_digest", "state_digest")
+MemoryCells = Callable[[Row, list[Row]], dict[str, str]]
 
 
 def measure(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
     processes = limited.Processes("full_training", folder, limit_kind="auto", too_slow=TOO_SLOW)
-    facts: dict[str, Any] = {
-        "sizes": SIZES[options.size] | {"micro_batches": MICRO_BATCHES, "max_norm": MAX_NORM},
+    size = SIZES[options.size]
+    return measured(options, processes, size, {**size, "folder": str(folder)}, {"allowance_share": ALLOWANCE})
+
+
+def measured(
+    options: argparse.Namespace,
+    processes: limited.Processes,
+    size: dict[str, Any],
+    settings: dict[str, Any],
+    limit: dict[str, Any],
+) -> Iterator[dict[str, Any]]:
+    """Run the kinds, each without a limit and under it; the first run finds the limit that `limit` does not give."""
+    facts = {
+        "sizes": size | {"micro_batches": MICRO_BATCHES, "max_norm": MAX_NORM},
         "num_steps": NUM_STEPS,
-        "allowance_share": ALLOWANCE,
         "environment": limited.ENVIRONMENT,
+        **limit,
     }
 
     def run(kind: str, is_limited: bool) -> Row:
         name = f"{kind}, {'limited' if is_limited else 'no limit'}"
-        settings = {**SIZES[options.size], "kind": kind, "num_steps": NUM_STEPS, "folder": str(folder)}
-        found = processes.run(name, NUM_STEPS, settings, facts["limit_bytes"] if is_limited else None)
-        if "limit" not in facts:
+        its_settings = {**settings, "kind": kind, "num_steps": NUM_STEPS}
+        found = processes.run(name, NUM_STEPS, its_settings, facts["limit_bytes"] if is_limited else None)
+        if "limit_bytes" not in facts:
             facts.update(processes.limit_facts(found, ALLOWANCE))
         return limited.row_of(found, (*COSTS, *DIGESTS, "report"))
 
@@ -73,26 +86,31 @@ def summary(kind: str, is_limited: bool, runs: list[Row], reference: Row) -> Row
     }
 
 
-def print_report(results: dict[str, Any]) -> None:
+def print_report(results: dict[str, Any], memory_cells: MemoryCells | None = None) -> None:
+    """Print a table; the cells of a row about its memory are found from the row and those without a limit."""
     limit = f"{results['limit_bytes'] / MIB:.0f} MiB ({results['limit']})"
     print(f"medians of {results['num_runs']} runs of {results['num_steps']} updates; the limit is {limit}")
-    print_rows([_cells(row, results["rows"], results["num_steps"]) for row in results["rows"]])
+    free = [row for row in results["rows"] if not row["is_limited"]]
+    print_rows([_cells(row, free, results["num_steps"], memory_cells or _for_state) for row in results["rows"]])
 
 
-def _cells(row: Row, rows: list[Row], num_steps: int) -> dict[str, str]:
-    free = {each["kind"]: each for each in rows if not each["is_limited"]}
+def _for_state(row: Row, free: list[Row]) -> dict[str, str]:
+    without = [each["peak_bytes"] for each in free if each["kind"] == NO_STATE]
+    return {"for state": f"{(row['peak_bytes'] - without[0]) / MIB:z.0f}"} if without else {}
+
+
+def _cells(row: Row, free: list[Row], num_steps: int, memory_cells: MemoryCells) -> dict[str, str]:
     cells = {
         "kind": row["kind"],
         "limit": "yes" if row["is_limited"] else "no",
         **limited.common_cells(row, "update"),
+        **memory_cells(row, free),
     }
-    if NO_STATE in free:
-        cells["for state"] = f"{(row['peak_bytes'] - free[NO_STATE]['peak_bytes']) / MIB:z.0f}"
     if row["cpu_s"] is None:
         return cells
     return cells | {
         "CPU s": f"{row['cpu_s'] / num_steps:.2f}",
-        "of plain": f"{row['cpu_s'] / free[PLAIN]['cpu_s']:.2f}",
+        "of plain": f"{row['cpu_s'] / free[0]['cpu_s']:.2f}",
         "wall s": f"{row['wall_s'] / num_steps:.2f}",
         "GiB read": f"{row['read_bytes'] / num_steps / GIB:.2f}",
         "written": f"{row['written_bytes'] / num_steps / GIB:.2f}",
