@@ -173,6 +173,12 @@ JOBS = (
         None,
         "benchmarks.limit.optimizer_state --size toy --runs 1 --kinds mapped 'ours, file' --folder {folder}/disk",
     ),
+    Job(
+        "trained-weights",
+        5,
+        None,
+        "benchmarks.limit.trained_weights --size toy --runs 1 --kinds 'all mapped' 'ours, all' --folder {folder}/disk",
+    ),
     Job("saved-bytes", 3, None, "benchmarks.teacher.saved_bytes --size toy"),
     Job("total-memory", 5, None, "benchmarks.teacher.total_memory --size toy --batch-sizes 4"),
     Job("techniques", 5, None, "benchmarks.planning.techniques --toy"),

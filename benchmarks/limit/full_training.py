@@ -61,7 +61,8 @@ class Updates:
     ) -> None:
         from transformers import get_linear_schedule_with_warmup  # seconds
 
-        self._model, self._tokens = model, (model.config.vocab_size, (1, num_tokens))
+        self._model = self._forward = model
+        self._tokens = (model.config.vocab_size, (1, num_tokens))
         self._optimizer, self._set_to_none = optimizer, set_to_none
         self._stream, self._visit = stream, visit
         self._schedule = get_linear_schedule_with_warmup(optimizer, 0, num_steps)
@@ -74,7 +75,7 @@ class Updates:
         for _ in range(MICRO_BATCHES):
             tokens = torch.randint(*self._tokens)
             with self._stream():
-                loss = self._model(input_ids=tokens, labels=tokens).loss
+                loss = self._forward(input_ids=tokens, labels=tokens).loss
             self._backward(loss)
             losses.append(loss.item())
         self._update()
