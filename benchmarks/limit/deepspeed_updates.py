@@ -1,7 +1,7 @@
 """Full fine-tuning by DeepSpeed's ZeRO-3 on the CPU, with weights and optimizer in files.
 
 The settings are those of https://www.deepspeed.ai/docs/config-json/ for NVMe. Buffers have room for the largest weight,
-no weight is gathered long before its use, and none is kept after it.
+no weight is gathered long before its use, and none is kept in memory after it, where up to 1e9 elements are by default.
 """
 
 import os
@@ -60,7 +60,7 @@ def settings(folder: Path, largest: int) -> dict[str, Any]:
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 1e-2}},
         "zero_optimization": {
             "stage": 3,
-            "offload_param": {**on_disk, "buffer_count": 4, "buffer_size": largest},
+            "offload_param": {**on_disk, "buffer_count": 4, "buffer_size": largest, "max_in_cpu": 0},
             "offload_optimizer": {**on_disk, "buffer_count": 4},
             "stage3_max_live_parameters": largest,
             "stage3_max_reuse_distance": 0,
