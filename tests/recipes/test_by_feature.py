@@ -45,6 +45,7 @@ SHOWN = {
     "image_reflow": r"(?s), [1-4]?\d% of it\n[1-9]\d* MiB went .*teacher: swap on .*offloading: True",
     "streamed_base": r"(?s)frozen weights: 26\.50 MiB .* their files.* 1\.50 MiB at most.*base in memory: True",
     "offloaded_optimizer": r"(?s)state in a file, .* 10 updates read .* TB per day .*state on the device: True",
+    "trained_weights": r"(?s)weights: 8\.00 MiB .* 2\.00 MiB at most.*gradients: 32\.00 MiB.*training in memory: True",
     "exact_accumulation": r"step 50  loss 0\.\d+ .*\nstep 100  loss 0\.0\d+  in 2 micro-batches",
     "gradient_cache": r"(?s)gradient: \d\.\de-0[678] of the largest entry.*step 60  loss 0\.\d+",
     "memory_reports": r"(?s)backward +\d.*No memory leak: .*\nMemory leak: .*held by .*kept_losses\[49\]",
