@@ -304,15 +304,18 @@ class Gradients:
         """
         for each in entered:
             gradient = each.away.gradient
-            if each.parameter.grad is each.value:
+            if each.value is not None and each.parameter.grad is each.value:
                 each.parameter.grad = each.away
             value, each.value = each.value, None
-            assert value is not None
-            is_written = each.version is not None and (are_written or value._version != each.version)
+            if value is None:  # it has left
+                continue
+            is_whole = each.version is not None  # all factors were applied
+            is_written = are_written or value._version != each.version
             del value
-            if gradient.value is not None and gradient.is_held():  # the optimizer's state, for example
+            is_held = gradient.value is not None and gradient.is_held()  # by the optimizer's state, for example
+            if is_whole and is_held:
                 self.note_view(gradient)
-            if is_written:
+            if is_whole and (is_held or is_written):
                 gradient.factors, gradient.is_changed = [], True
                 self.put_back(gradient)
             elif gradient.factors or not gradient.is_changed:

@@ -78,6 +78,11 @@ def streamed(run: Run) -> int:
     return report.bytes_read + report.bytes_to_device
 
 
+def trained(run: Run) -> int:
+    report = streamed_weights_of(run.trainer.model).report()  # type: ignore[union-attr]
+    return min(report.bytes_to_home, report.gradient_bytes[1], updated(run))
+
+
 def visited(run: Run) -> int:
     (part,) = (each for each in run.trainer.callback_handler.callbacks if isinstance(each, attach_module.FrozenModels))
     reports = [visits.teacher.report() for visits in part.visits.values()]
@@ -117,6 +122,7 @@ SWITCHES = {
     "selective_checkpointing": Switch({"selective_checkpointing": True}, checkpointed, NO_CHECKPOINTS),
     "base=host": Switch({"base": "host"}, streamed, ADAPTERS, WITH_ADAPTERS),
     "base=file": Switch({"base": "file"}, streamed, ADAPTERS, WITH_ADAPTERS),
+    "trained": Switch({"base": "file", "trained": True}, trained, {"optim": "adamw_torch"}),
     "frozen=swap": Switch({"frozen": "swap"}, visited, {}, FROZEN),
     "frozen=stream": Switch({"frozen": "stream"}, visited, {}, FROZEN),
     "frozen_home=file": Switch({"frozen": "stream", "frozen_home": "file"}, visited, {}, FROZEN),

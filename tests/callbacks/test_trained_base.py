@@ -5,12 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+from late_imports import LateModule
 from optimizer_toys import equal
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-from hf_memopt import StreamedWeights, attach
-from hf_memopt.callbacks import MemoptArguments
+from hf_memopt import StreamedWeights
 from hf_memopt.weights import OffloadedOptimizer
+
+transformers = LateModule("transformers")
+callbacks = LateModule("hf_memopt.callbacks")
 
 CONFIG: dict[str, Any] = {
     "hidden_size": 64,
@@ -31,16 +33,21 @@ class Rows(torch.utils.data.Dataset[Any]):
         return {"input_ids": tokens, "labels": tokens}
 
 
-def make(folder: Path, **options: Any) -> Trainer:
+def make(folder: Path, **options: Any) -> Any:
     torch.manual_seed(0)
     saving = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
     others = {"load_best_model_at_end": True, "logging_steps": 1, "report_to": [], "disable_tqdm": True}
     batches = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 4, "use_cpu": True}
-    args = TrainingArguments(str(folder), **{**saving, **others, **batches, **options})
-    return Trainer(LlamaForCausalLM(LlamaConfig(**CONFIG)), args, train_dataset=Rows(), eval_dataset=Rows())
+    args = transformers.TrainingArguments(str(folder), **{**saving, **others, **batches, **options})
+    return transformers.Trainer(
+        transformers.LlamaForCausalLM(transformers.LlamaConfig(**CONFIG)),
+        args,
+        train_dataset=Rows(),
+        eval_dataset=Rows(),
+    )
 
 
-def log_of(trainer: Trainer) -> list[Any]:
+def log_of(trainer: Any) -> list[Any]:
     return [
         {name: value for name, value in each.items() if "loss" in name or "norm" in name}
         for each in trainer.state.log_history
@@ -53,7 +60,7 @@ def run(folder: Path, switches: dict[str, Any] | None, **options: Any) -> list[A
     for resumed in (False, True):
         trainer = make(folder, **options)
         if switches is not None:
-            attach(trainer, **switches, trained=True, memory=False)
+            callbacks.attach(trainer, **switches, trained=True, memory=False)
         trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2") if resumed else None)
         found += [log_of(trainer), trainer.model.state_dict(), trainer.optimizer.state_dict()]
     return found
@@ -76,33 +83,35 @@ def test_a_trainer_logs_saves_and_resumes_as_without_it(kind: str, home: str, tm
     assert equal(run(tmp_path / "ours", switches, **TRAININGS[kind]), want)
 
 
-class Looks(TrainerCallback):
-    def on_pre_optimizer_step(self, *others: Any, **kwargs: Any) -> None:
-        for each in kwargs["model"].parameters():
-            each.grad.mul_(0.5)
+def halving() -> Any:
+    class Halving(transformers.TrainerCallback):
+        def on_pre_optimizer_step(self, *others: Any, **kwargs: Any) -> None:
+            for each in kwargs["model"].parameters():
+                each.grad.mul_(0.5)
+
+    return Halving()
 
 
-@pytest.mark.parametrize("callback", [None, Looks()])
-def test_updates_run_in_backward_where_nothing_sees_gradients(callback: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("make_callback", [None, halving])
+def test_updates_run_in_backward_where_nothing_sees_gradients(make_callback: Any, tmp_path: Path) -> None:
     found = []
     for switches in (None, {"base": "host"}):
         trainer = make(tmp_path, max_grad_norm=0.0)
-        if callback is not None:
-            trainer.add_callback(callback)
+        if make_callback is not None:
+            trainer.add_callback(make_callback())
         if switches is not None:
-            attach(trainer, **switches, trained=True, memory=False)
+            callbacks.attach(trainer, **switches, trained=True, memory=False)
         trainer.train()
         found.append([log_of(trainer), trainer.model.state_dict()])
     assert equal(found[1], found[0])
     weights = trainer.model._hf_memopt_streamed_weights
     assert weights.trained
-    at_once = weights._updates[0].at_once
-    assert bool(at_once) is (callback is None)
+    assert bool(weights._adopted[0].weights.at_once) is (make_callback is None)
 
 
 def test_removing_leaves_a_plain_trainer(tmp_path: Path) -> None:
     trainer, want = make(tmp_path), make(tmp_path)
-    handle = attach(trainer, base="file", trained=True, memory=False)
+    handle = callbacks.attach(trainer, base="file", trained=True, memory=False)
     handle.remove()
     for each in (trainer, want):
         each.train()
@@ -111,8 +120,8 @@ def test_removing_leaves_a_plain_trainer(tmp_path: Path) -> None:
 
 
 def test_arguments_stream_before_the_trainer_and_attach_adopts(tmp_path: Path) -> None:
-    arguments = MemoptArguments(base="file", trained=True, disk=str(tmp_path), memory_log=False)
-    assert MemoptArguments.from_text(arguments.to_text()) == arguments
+    arguments = callbacks.MemoptArguments(base="file", trained=True, disk=str(tmp_path), memory_log=False)
+    assert callbacks.MemoptArguments.from_text(arguments.to_text()) == arguments
     trainer = make(tmp_path)
     weights = arguments.stream_base(trainer.model, trainer.args)
     assert isinstance(weights, StreamedWeights)
@@ -131,9 +140,9 @@ def test_arguments_stream_before_the_trainer_and_attach_adopts(tmp_path: Path) -
 )
 def test_switches_without_effect_are_refused(switches: dict[str, Any], complaint: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=complaint):
-        attach(make(tmp_path), **switches)
+        callbacks.attach(make(tmp_path), **switches)
     with pytest.raises(ValueError, match=r"trained=True needs base=auto, host or file"):
-        MemoptArguments(trained=True)
+        callbacks.MemoptArguments(trained=True)
 
 
 def test_frozen_weights_that_stream_already_do_not_train(tmp_path: Path) -> None:
@@ -141,4 +150,4 @@ def test_frozen_weights_that_stream_already_do_not_train(tmp_path: Path) -> None
     trainer.model.model.requires_grad_(False)
     StreamedWeights(trainer.model, home="host")
     with pytest.raises(ValueError, match=r"trained=True: the model's frozen weights stream already"):
-        attach(trainer, base="host", trained=True)
+        callbacks.attach(trainer, base="host", trained=True)

@@ -1,6 +1,7 @@
 """Tests that training with a home goes on, to the bit, after errors and interrupts at any place."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,8 @@ def test_training_goes_on_after_any_copy_has_failed(home: str, tmp_path: Path) -
         training = Training(make(), home).start(disk=tmp_path, copier=copier)
         copier._fail_at = copier.num_operations + fail_at
         assert through_errors(training) <= 1
+        with suppress(InjectedError):
+            training.model.state_dict()
         assert equal(training.results(), want.results()), fail_at
 
 
@@ -96,6 +99,8 @@ def test_training_goes_on_after_any_operation_of_the_file_has_failed(tmp_path: P
         training, its_file = on_a_file(tmp_path)
         its_file._fail_at = first + fail_at
         through_errors(training)
+        with suppress(DiskError):  # a state dict writes what no update has written
+            training.model.state_dict()
         assert equal(training.results(), want.results()), fail_at
 
 

@@ -562,7 +562,7 @@ def test_one_optimizer_of_two_models_is_refused() -> None:
 
 
 def test_autocast_around_an_update_is_refused() -> None:
-    training = Training(network(), "host").start()
-    with pytest.raises(RuntimeError, match=r"weight 'back.weight' was written inside of autocast.*leave autocast"):
+    training = Training(network(), "host", autocast=True).start()
+    with pytest.raises(RuntimeError, match=r"weight '.*' was written inside of autocast.*leave autocast"):
         with torch.autocast("cpu", torch.bfloat16):
             training.run(2)

@@ -30,6 +30,8 @@ _NEW_PARAMETER = nn.Parameter.__new__.__code__
 class Reader(Protocol):
     """The object by which parameters stream, which they have as their attribute `COMES_AND_GOES`."""
 
+    is_written_home: bool
+
     def read(self, function: Any, args: Any, kwargs: Any, parameters: list[Tensor]) -> Any:
         """Return the result of a function that reads or writes parameters whose bytes are away."""
 
@@ -107,8 +109,10 @@ class WatchedParameter(nn.Parameter):
 
 
 def _set_data(parameter: Any, value: Tensor) -> None:
-    """Write the value where the parameter is bound, if it fits there."""
-    if (value.shape, value.dtype, value.device) == (parameter.shape, parameter.dtype, parameter.device):
+    """Write the value where the parameter is bound, if it fits there and what is written goes home."""
+    reader: Reader | None = vars(parameter).get(COMES_AND_GOES)
+    fits = (value.shape, value.dtype, value.device) == (parameter.shape, parameter.dtype, parameter.device)
+    if fits and reader is not None and reader.is_written_home:
         with torch.no_grad():
             Tensor.detach(parameter).copy_(value)
     else:

@@ -98,7 +98,7 @@ class Visiting(NotCopied):
         self.lock = threading.RLock()
         self._home, self._device, self._copier = home, device, copier
         self._remedy, self._remedy_of_writes, self._what, self._repeats = remedy, remedy_of_writes, what, repeats
-        self.is_active = repeats
+        self.is_active, self.is_written_home = repeats, is_written_home
         self._slices_of = weights.slices_of
         self.names: dict[int, str] = {}
         owners: dict[int, list[Tensor]] = defaultdict(list)
