@@ -15,15 +15,15 @@ from hf_memopt import StreamedWeights
 WIDTH, DEPTH, BATCHES = 512, 8, 4
 
 
-def train(home: str | None) -> nn.Module:
+def train(in_files: bool) -> nn.Module:
     set_seed(0)
     accelerator = Accelerator(gradient_accumulation_steps=2)
     layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(DEPTH)]
     model = nn.Sequential(*layers, nn.Linear(WIDTH, 1))
     weights = None
-    if home is not None:  # hf_memopt: before an optimizer or accelerate moves the weights
-        weights = StreamedWeights(model, home=home, trained=True, device=accelerator.device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    if in_files:  # hf_memopt: before an optimizer or accelerate moves the weights
+        weights = StreamedWeights(model, home="file", trained=True, device=accelerator.device)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     if weights is not None:
         optimizer = weights.adopt(optimizer)  # hf_memopt: updates visit weights, gradients and state
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -43,7 +43,7 @@ def train(home: str | None) -> nn.Module:
 
 
 def main() -> None:
-    plain, ours = train(None), train("file")
+    plain, ours = train(in_files=False), train(in_files=True)
     equal = all(torch.equal(one, other) for one, other in zip(plain.parameters(), ours.parameters(), strict=True))
     print(f"weights equal to those of training in memory: {equal}")
 

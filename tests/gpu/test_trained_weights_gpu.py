@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from host_waits import host_never_waits
-from torch import nn
+from torch import Tensor, nn
 from trained_toys import ROWS, WIDTH, Training, are_equal, network, trained
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -61,13 +61,20 @@ def _has_home(training: Training, parameter: nn.Parameter) -> bool:
 def test_device_memory_is_that_of_visits() -> None:
     training = on_gpu(home="host", num_updates=1)
     assert training.weights is not None
+    training.found.clear()
     before = torch.cuda.memory_allocated()
     training.run(2)
+    training.found.clear()
     assert torch.cuda.memory_allocated() == before
     assert training.weights.report().peak_device_bytes <= 2 * TABLE_BYTES + 8192
 
 
 def test_the_host_never_waits() -> None:
-    training = on_gpu(home="host", num_updates=3)
+    ids = torch.arange(24, device="cuda")
+
+    def loss_of(model: nn.Module, number: int, autocast: bool) -> Tensor:
+        return nn.functional.cross_entropy(model(ids), ids)
+
+    training = on_gpu(home="host", num_updates=3, loss_of=loss_of)
     with host_never_waits():
         training.update(3)

@@ -5,7 +5,6 @@ those in the frames of checkpointed regions, and those in the contexts of custom
 """
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -282,11 +281,13 @@ class CastWeight:
     """
 
     @torch.inference_mode(False)  # autograd saves it in later passes
-    def __init__(self, storage: StreamedStorage, dtype: torch.dtype, copier: Copier) -> None:
+    def __init__(
+        self, storage: StreamedStorage, dtype: torch.dtype, copier: Copier, contexts: "AutocastContexts"
+    ) -> None:
         original = storage.present[0]
         self.num_bytes = original.numel() * dtype.itemsize
         self.users: set[object] = set()
-        self._storage, self._original, self._copier = storage, original, copier
+        self._storage, self._original, self._copier, self._contexts = storage, original, copier, contexts
         self._num_writes = storage.num_writes
         self._in_graph: _InGraph | None = None
         self._memory = ResizedMemory(self.num_bytes, original.device, storage.message)
@@ -310,7 +311,7 @@ class CastWeight:
 
         Autocast casts a float32 leaf once for all uses in its context, whose gradients add up before the cast back.
         """
-        context = autocast_context(weight.device) if weight.dtype is torch.float32 and weight.is_leaf else None
+        context = self._contexts.present() if weight.dtype is torch.float32 and weight.is_leaf else None
         if context is None:
             found: Tensor = _cast(weight, self.tensor)
             return found
@@ -364,20 +365,20 @@ class _Cast(torch.autograd.Function):
 _cast: Any = _Cast.apply
 
 
-def autocast_context(device: torch.device) -> object | None:
-    """Return an object of the outermost autocast context, the same one each time in it; None where it caches nothing.
+class AutocastContexts:
+    """Distinguishes autocast contexts on a device, by the node of a cast that autocast has in its cache."""
 
-    It is the node of a cast that autocast has in its cache.
-    """
-    if not torch.is_autocast_cache_enabled():
-        return None
-    one = _one(device)
-    product: Any = torch.mm(one, one).grad_fn
-    node: object = next(node for node, _ in product.next_functions if node is not None)
-    return node
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._leaf: Tensor | None = None
 
-
-@cache
-@torch.inference_mode(False)
-def _one(device: torch.device) -> Tensor:
-    return torch.ones(1, 1, device=device, requires_grad=True)
+    def present(self) -> object | None:
+        """Return an object of the outermost context, always the same one in it; None where autocast caches nothing."""
+        if not (torch.is_autocast_enabled(self._device.type) and torch.is_autocast_cache_enabled()):
+            return None
+        with torch.inference_mode(False), torch.enable_grad():
+            if self._leaf is None:
+                self._leaf = torch.ones(1, 1, device=self._device, requires_grad=True)
+            product: Any = torch.mm(self._leaf, self._leaf).grad_fn
+        node: object = next(node for node, _ in product.next_functions if node is not None)
+        return node

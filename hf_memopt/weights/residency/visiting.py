@@ -23,7 +23,7 @@ from hf_memopt.weights.residency.backward_visits import OpenVisits
 from hf_memopt.weights.residency.guards import NotCopied
 from hf_memopt.weights.residency.resident_set import HELD, WRITTEN, ResidentSet
 from hf_memopt.weights.residency.selection import calls_no_modules, visits_of
-from hf_memopt.weights.residency.storages import CastWeight, StreamedStorage, autocast_context
+from hf_memopt.weights.residency.storages import AutocastContexts, CastWeight, StreamedStorage
 from hf_memopt.weights.residency.units import Unit
 from hf_memopt.weights.residency.visit_order import Visit
 from hf_memopt.weights.residency.with_statement import WithStatement
@@ -124,6 +124,7 @@ class Visiting(NotCopied):
         self.storages = ResidentSet(self.found, budget_bytes, repeats)
         self.open_visits = OpenVisits(self._when_ended)
         self._casts: dict[tuple[int, torch.dtype], CastWeight] = {}
+        self._contexts = AutocastContexts(device)
         self._units: dict[nn.Module, Unit] = {}
         layers = [each for each in model.modules() if isinstance(each, nn.TransformerEncoderLayer)]
         self._hidden = {module for layer in layers for module in layer.modules()}
@@ -232,8 +233,7 @@ class Visiting(NotCopied):
                         self.storages.keep(number, HELD)
 
     def _forget_graphs(self) -> None:
-        is_on = torch.is_autocast_enabled(self._device.type)
-        context = autocast_context(self._device) if self._casts and is_on else None
+        context = self._contexts.present() if self._casts else None
         for cast in self._casts.values():
             cast.forget_graph(context)
 
@@ -430,7 +430,7 @@ class Visiting(NotCopied):
         Gradients of all uses of one cast add up before it is cast back. From the next pass on autocast casts them.
         """
         casts: dict[int, Tensor] = {}
-        context = autocast_context(self._device)
+        context = self._contexts.present()
         for parameter in parameters:
             cast = self._casts.get((id(parameter), torch.get_autocast_dtype(self._device.type)))
             if cast is not None and parameter.requires_grad and cast.is_in_graph(context):
@@ -576,7 +576,7 @@ class Visiting(NotCopied):
             key = id(weight), dtype
             if key not in self._casts:
                 with self._without_modes():
-                    self._casts[key] = CastWeight(storage, dtype, self._copier)
+                    self._casts[key] = CastWeight(storage, dtype, self._copier, self._contexts)
             return self._casts[key]
 
 
