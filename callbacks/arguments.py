@@ -78,7 +78,7 @@ class MemoptArguments(OffloadArguments):
             raise ValueError("memory_report=True shows what memory_log=False leaves out; switch memory_log on")
 
     def stream_base(self, model: nn.Module | None, args: TrainingArguments | None) -> StreamedWeights | None:
-        """Have the weights of a model stream as `base` and `trained` say, before a trainer with these moves it.
+        """Stream the weights of a model as `base` and `trained` say, before a trainer with these arguments moves it.
 
         `attach` does the same, but only after the trainer has moved the model.
         """

@@ -216,7 +216,7 @@ class StreamedWeights:
             raise
 
     def adopt(self, optimizer: Optimizer) -> OffloadedOptimizer:
-        """Have an optimizer visit the weights that train, their gradients and its state, in each `step`.
+        """Change an optimizer's `step` to visit the weights that train, their gradients and its state.
 
         Takes the space for all of them at their home.
 
@@ -448,7 +448,7 @@ class StreamedWeights:
                 self._gradients.follow(parameter, name, has_home=parameter in self._streamed)
 
     def _check_home(self) -> None:
-        """Have the home up to date, and its files as they were."""
+        """Write home what is newer on the device, and check that files are as they were."""
         self._end_interrupted()
         self._visiting.flush()
         if self.trained:

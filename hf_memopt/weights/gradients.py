@@ -27,6 +27,22 @@ from hf_memopt.transfer.lower_memory import Place
 from hf_memopt.weights.block_home import BlockHome
 
 _aten = torch.ops.aten
+# Operators in place whose operand can wait until the bytes are brought, by those of lists that are the same for each.
+_FACTORS: dict[Any, Any] = {
+    _aten._foreach_mul_.Scalar: _aten.mul_.Scalar,
+    _aten._foreach_mul_.Tensor: _aten.mul_.Tensor,
+    _aten._foreach_div_.Scalar: _aten.div_.Scalar,
+    _aten._foreach_div_.Tensor: _aten.div_.Tensor,
+}
+# Operators of one list that treat its tensors apart, so that one at a time needs to be there.
+_ONE_BY_ONE = {
+    *_FACTORS,
+    _aten._foreach_norm.Scalar,
+    _aten._foreach_zero_.default,
+    _aten._foreach_clamp_min_.Scalar,
+    _aten._foreach_clamp_max_.Scalar,
+    _aten._amp_foreach_non_finite_check_and_unscale_.default,
+}
 
 
 class _Slot:
@@ -189,9 +205,9 @@ class AwayGradient(Tensor):
         first = args[0] if args else None
         if isinstance(first, AwayGradient):
             return _answer(func, first, args, kwargs)
-        if isinstance(first, list | tuple) and func in _one_by_one() and not _holds_gradients((args[1:], kwargs)):
+        if func in _ONE_BY_ONE and not any(isinstance(each, AwayGradient) for each in args[1:]):
             found = [_element(func, each, args[1:], kwargs) for each in first]
-            return found if func in _with_results() else None
+            return found if func is _aten._foreach_norm.Scalar else None
         return _on_values(func, args, kwargs)
 
     data = property(Tensor.detach, lambda self, value: self._replace(value))
@@ -422,7 +438,8 @@ class Gradients:
         if type(value) not in PLAIN_TYPES or value.requires_grad:  # as create_graph=True leaves it
             return
         with self.lock:
-            is_held = _is_held_by_others(value)
+            most = _uses_of_new() if value._version == 0 else (_uses_of_new()[0], 1)  # else it was added to
+            is_held = any(uses > usual for uses, usual in zip(_uses(value), most, strict=True))
             if value.storage_offset() and not is_held:
                 value = value.clone()  # a part of a larger tensor
             gradient = _Gradient(self, slot, value, self._place_for(slot, value))
@@ -489,32 +506,22 @@ def _take_in(gradients: "weakref.ref[Gradients]", slot: _Slot, parameter: Tensor
         found.take(slot, parameter)
 
 
-def _is_held_by_others(value: Tensor) -> bool:
-    """Return whether others have a gradient that a backward pass has just made, or added to, or share its memory."""
-    is_new = value._version == 0
-    most = _uses_of_new() if is_new else (_uses_of_new()[0], 1)
-    return any(uses > usual for uses, usual in zip(_uses(value), most, strict=True))
-
-
 def _uses(value: Tensor) -> tuple[int, int]:
+    """Return references to a gradient, and tensors on its memory."""
     return sys.getrefcount(value), num_tensors_on(value.untyped_storage()._cdata)
 
 
 @cache
 @torch.inference_mode(False)
 def _uses_of_new() -> tuple[int, int]:
-    """Return references to a new gradient, and tensors on its memory, where `_is_held_by_others` asks."""
-    leaf = torch.ones(1, device="cpu", requires_grad=True)
-    found: list[tuple[int, int]] = []
+    """Return what `_uses` counts in a hook for a gradient that is new and that nobody else has."""
+    leaf, found = torch.ones(1, device="cpu", requires_grad=True), list[tuple[int, int]]()
 
-    def take(slot: None, parameter: Tensor) -> None:
-        value: Any = parameter.grad
-        found.append(_asked(value))
+    def take(parameter: Any) -> None:
+        value = parameter.grad
+        found.append(_uses(value))
 
-    def _asked(value: Tensor) -> tuple[int, int]:
-        return _uses(value)
-
-    leaf.register_post_accumulate_grad_hook(partial(take, None))  # type: ignore[no-untyped-call]
+    leaf.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
     with torch.enable_grad():
         torch.autograd.backward(leaf * 2)
     return found[0]
@@ -528,11 +535,12 @@ def _answer(function: Any, first: AwayGradient, args: Any, kwargs: Any) -> Any:
     order = _order(args, kwargs) if function is _aten.linalg_vector_norm.default else None
     if order is not None and (first.device.type == "cpu" or _is_asked_by_clipping()):
         return gradient.gradients.norm_of(gradient, order)
-    if function in _factors() and gradient.is_used and gradient.gradients.is_one(args[1]):
-        return first
-    if function in _factors() and len(args) == 2 and not kwargs and gradient.can_wait():
+    if function in _FACTORS.values() and not kwargs:
         operand = args[1]
-        if not isinstance(operand, Tensor) or (operand.dim() == 0 and type(operand) in PLAIN_TYPES):
+        if gradient.is_used and gradient.gradients.is_one(operand):
+            return first
+        is_number = not isinstance(operand, Tensor) or (operand.dim() == 0 and type(operand) in PLAIN_TYPES)
+        if gradient.can_wait() and is_number:
             gradient.factors.append((function, operand.clone() if isinstance(operand, Tensor) else operand))
             return first
     return _on_values(function, args, kwargs)
@@ -541,15 +549,15 @@ def _answer(function: Any, first: AwayGradient, args: Any, kwargs: Any) -> Any:
 def _element(function: Any, each: Tensor, args: Any, kwargs: Any) -> Any:
     """Return the result of a function of lists for one element of its first list."""
     if isinstance(each, AwayGradient):
-        gradient = each.gradient
         order = _order((each, *args), kwargs) if function is _aten._foreach_norm.Scalar else None
         if order is not None:
-            return gradient.gradients.norm_of(gradient, order)
-        single = _single().get(function)
-        if single is not None and not kwargs:
-            return _answer(single, each, (each, *args), kwargs)
-    found = _on_values(function, ([each], *args), kwargs)
-    return found[0] if function in _with_results() else None
+            return each.gradient.gradients.norm_of(each.gradient, order)
+        if function in _FACTORS and not kwargs:
+            return _answer(_FACTORS[function], each, (each, *args), kwargs)
+        found = _on_values(function, ([each], *args), kwargs)
+    else:
+        found = function([each], *args, **kwargs)
+    return found[0] if found else None
 
 
 def _on_values(function: Any, args: Any, kwargs: Any) -> Any:
@@ -567,10 +575,9 @@ def _on_values(function: Any, args: Any, kwargs: Any) -> Any:
             away = {id(each.gradient.present): each for each in found.values()}
             by_storage = {each.gradient.present.untyped_storage()._cdata: each for each in found.values()}
             for tensor in tree_leaves(result):
-                if isinstance(tensor, Tensor) and id(tensor) not in away and type(tensor) in PLAIN_TYPES:
-                    viewed = by_storage.get(tensor.untyped_storage()._cdata)
-                    if viewed is not None:
-                        gradients.note_view(viewed.gradient)
+                is_other = isinstance(tensor, Tensor) and id(tensor) not in away and type(tensor) in PLAIN_TYPES
+                if is_other and tensor.untyped_storage()._cdata in by_storage:
+                    gradients.note_view(by_storage[tensor.untyped_storage()._cdata].gradient)
             return tree_map_only(Tensor, lambda tensor: away.get(id(tensor), tensor), result)
         finally:
             for each in found.values():
@@ -583,10 +590,6 @@ def _written(function: Any, args: Any, kwargs: Any) -> list[AwayGradient]:
     places = {each.name: place for place, each in enumerate(function._schema.arguments)}
     given = [kwargs[name] if name in kwargs else args[places[name] : places[name] + 1] for name in names]
     return [each for each in tree_leaves(given) if isinstance(each, AwayGradient)]
-
-
-def _holds_gradients(arguments: Any) -> bool:
-    return any(isinstance(each, AwayGradient) for each in tree_leaves(arguments))
 
 
 def _order(args: Sequence[Any], kwargs: dict[str, Any]) -> float | None:
@@ -604,42 +607,3 @@ def _is_asked_by_clipping() -> bool:
     while frame is not None and frame.f_code is not code:
         frame = frame.f_back  # type: ignore[assignment]
     return frame is not None and frame.f_locals["foreach"] is not False
-
-
-@cache
-def _factors() -> frozenset[Any]:
-    """Return the operators in place whose operand can wait until the bytes are brought."""
-    return frozenset({_aten.mul_.Tensor, _aten.mul_.Scalar, _aten.div_.Tensor, _aten.div_.Scalar})
-
-
-@cache
-def _single() -> dict[Any, Any]:
-    """Return by operator of a list that of one tensor."""
-    return {
-        _aten._foreach_mul_.Scalar: _aten.mul_.Scalar,
-        _aten._foreach_mul_.Tensor: _aten.mul_.Tensor,
-        _aten._foreach_div_.Scalar: _aten.div_.Scalar,
-        _aten._foreach_div_.Tensor: _aten.div_.Tensor,
-    }
-
-
-@cache
-def _with_results() -> frozenset[Any]:
-    """Return the operators of one list that return another."""
-    names = "norm abs neg sqrt sign mul.Scalar mul.Tensor div.Scalar div.Tensor add.Scalar sub.Scalar"
-    return frozenset(_overload(f"_foreach_{name}") for name in names.split())
-
-
-@cache
-def _one_by_one() -> frozenset[Any]:
-    """Return the operators of one list that treat its tensors apart, so that one at a time needs to be there."""
-    names = "zero_ abs_ neg_ sqrt_ sign_ mul_.Scalar mul_.Tensor div_.Scalar div_.Tensor add_.Scalar sub_.Scalar"
-    names = f"{names} clamp_min_.Scalar clamp_max_.Scalar"
-    unscale: Callable[..., Any] = _aten._amp_foreach_non_finite_check_and_unscale_.default
-    return _with_results() | {_overload(f"_foreach_{name}") for name in names.split()} | {unscale}
-
-
-def _overload(name: str) -> Any:
-    packet, _, overload = name.partition(".")
-    found = getattr(_aten, packet)
-    return getattr(found, overload or next(iter(found.overloads())))

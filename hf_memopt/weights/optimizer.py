@@ -169,7 +169,7 @@ class OffloadedOptimizer(Optimizer):
         self.weights: TrainedWeights | None = None
 
     def redirect(self) -> None:
-        """Have the methods of the optimizer inside be those of this object, for whoever has that one."""
+        """Replace methods of the optimizer inside by those of this object, for code that holds that one."""
         inner = vars(self.optimizer)
         is_scheduled = hasattr(self.optimizer.step, "_wrapped_by_lr_sched")
         for name in REDIRECTED:

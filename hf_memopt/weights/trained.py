@@ -47,7 +47,7 @@ class TrainedWeights:
 
     @contextmanager
     def visit(self, parameters: Sequence[Tensor]) -> Iterator[None]:
-        """Have some parameters and their gradients on the device, as plain tensors."""
+        """Keep some parameters and their gradients on the device, as plain tensors."""
         with self._gradients.lock:
             self._open = _Open(parameters)
             try:

@@ -19,6 +19,7 @@ def on_gpu(checkpointing: str = "none", **options: Any) -> Training:
     return found
 
 
+@pytest.mark.sweep(share=1 / 3)
 @pytest.mark.parametrize("home", ["host", "file"])
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("checkpointing", ["none", "non-reentrant", "reentrant"])

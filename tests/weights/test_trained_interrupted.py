@@ -1,5 +1,8 @@
 """Tests that training with a home goes on, to the bit, after errors and interrupts at any place."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -51,7 +54,7 @@ def through_errors(training: Training, num_updates: int = 3) -> int:
 
 def places(num_operations: int) -> range:
     """Return operations to fail in turn, some of each kind."""
-    return range(1, num_operations + 1, max(3, num_operations // 23))
+    return range(1, num_operations + 1, max(3, num_operations // 11))
 
 
 @pytest.mark.parametrize("home", ["host", "file"])
@@ -118,7 +121,7 @@ def test_passes_are_right_after_an_interrupt_at_any_place(home: str, tmp_path: P
         training.found.clear()
         training.backward(1)
 
-    for place in Interrupter(*PLACES).at_places(passes, 60):
+    for place in Interrupter(*PLACES).at_places(passes, 30):
         passes()
         assert equal(training.found, want.found), place
         found = [None if each.grad is None else each.grad.clone() for each in training.model.parameters()]
@@ -143,7 +146,7 @@ def test_an_interrupted_update_is_finished_or_refused(home: str, tmp_path: Path)
     interrupter.call(training.optimizer.step)
     count = interrupter.count
     assert training.adopted is not None
-    for number in range(1, count + 1, max(1, count // 50)):
+    for number in range(1, count + 1, max(1, count // 30)):
         begin()
         interrupter.call(training.optimizer.step, number)
         place = interrupter.place
@@ -162,3 +165,22 @@ def test_an_interrupted_update_is_finished_or_refused(home: str, tmp_path: Path)
         assert equal(training.model.state_dict(), want.model.state_dict()), place
         assert equal(training.optimizer.state_dict(), want.optimizer.state_dict()), place
     assert ends["finished"] > 10
+
+
+@pytest.mark.e2e
+def test_a_process_that_is_killed_leaves_no_file(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    code = f"from trained_toys import trained; trained('file', 1, disk={str(disk)!r}); print('updated'); input()"
+    paths = os.pathsep.join(filter(None, sys.path))
+    with subprocess.Popen(
+        [sys.executable, "-u", "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": paths},
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "updated\n"
+        process.kill()
+    assert not list(disk.iterdir())

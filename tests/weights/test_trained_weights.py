@@ -20,6 +20,7 @@ from trained_toys import Training, are_equal, gradients, loss_of, network, train
 
 from hf_memopt import OffloadedOptimizer, StreamedWeights
 from hf_memopt.transfer.scratch_file import DiskError
+from hf_memopt.weights.base import streamed_weights_of
 from hf_memopt.weights.gradients import AwayGradient
 
 HOMES = ["host", "file", "host by copies", "file by copies"]
@@ -72,7 +73,7 @@ def test_training_is_that_of_plain_weights(
 
 
 ALL = ARCHITECTURES | OWN_ARCHITECTURES
-EIGHT = ["llama", "qwen3_moe", "gemma2", "albert", "t5", "vit", "whisper", "mamba", "unet2d_condition", "dit"]
+MODELS = ["llama", "qwen3_moe", "gemma2", "albert", "t5", "vit", "whisper", "mamba", "unet2d_condition", "dit"]
 
 
 def architecture(name: str, checkpointing: bool) -> tuple[nn.Module, Callable[..., Tensor]]:
@@ -97,15 +98,16 @@ def is_equal_for(name: str, checkpointing: bool, autocast: bool, kind: str, home
     return are_equal(run(home), run({}))
 
 
-@pytest.mark.parametrize("name", EIGHT)
+@pytest.mark.sweep(share=1 / 2)
+@pytest.mark.parametrize("name", MODELS)
 def test_architectures_train_as_plain(name: str, tmp_path: Path) -> None:
-    place = EIGHT.index(name)
+    place = MODELS.index(name)
     checkpointing = ALL[name].can_checkpoint and place % 2 == 0
     home = options_of(HOMES[place % len(HOMES)], tmp_path)
     assert is_equal_for(name, checkpointing, autocast=place % 3 == 0, kind="adamw", home=home)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep(share=1 / 100)
 @pytest.mark.parametrize("seed", range(300))
 def test_any_architecture_trains_as_plain(seed: int, tmp_path: Path) -> None:
     draw = torch.Generator().manual_seed(seed)
@@ -167,6 +169,15 @@ def with_two_passes(model: Any, number: int, autocast: bool) -> Tensor:
         return loss_of(model, number, True) + other + loss_of(model, number + 2, True)
 
 
+def with_a_look(model: Any, number: int, autocast: bool) -> Tensor:
+    """Read all weights from outside between forward and backward."""
+    loss = loss_of(model, number, True)
+    weights = streamed_weights_of(model)
+    with nullcontext() if weights is None else weights.visit(model):
+        assert all(each.isfinite().all() for each in model.parameters())
+    return loss
+
+
 def with_inputs(model: Any, number: int, autocast: bool) -> Tensor:
     """Ask for gradients of some weights, which need not be there."""
     loss = loss_of(model, number)
@@ -184,6 +195,7 @@ def with_inputs(model: Any, number: int, autocast: bool) -> Tensor:
         with_early_backward,
         with_evaluation,
         with_functions,
+        with_a_look,
         with_two_passes,
         with_inputs,
     ],
@@ -448,6 +460,7 @@ class InBackward(Training):
             self.found.append(loss.detach())
 
 
+@pytest.mark.sweep(share=1 / 4)
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("kind", ["adamw", "adafactor", "sgd foreach"])
 @pytest.mark.parametrize("checkpointing", ["none", "reentrant", "non-reentrant"])

@@ -27,7 +27,7 @@ _HOST = torch.device("cpu")
 class VirtualBase:
     """Makes the copiers of streamed weights and of optimizers' state, and counts the bytes that they move in a step.
 
-    `label` is called with device memory and its use, at the latest before that is given back; `kind_of` tells the use
+    `label` is called with device memory and its use, at the latest before that is given back; `kind_of` returns the use
     of memory that was labelled before.
     """
 

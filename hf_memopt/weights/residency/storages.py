@@ -57,8 +57,8 @@ class Storage:
         """Return whether its memory has other bytes than the home, where an array has had it."""
         return False
 
-    def note_written(self) -> bool:
-        """Take note that its bytes have changed; returns whether they go home before its memory is given up."""
+    def note_written(self, is_sure: bool = True) -> bool:
+        """Take note that its bytes have, or may have, changed; returns whether they go home before its memory goes."""
         return False
 
 
@@ -69,7 +69,7 @@ class StreamedStorage(Storage):
         tensors: the parameters, or the tensors inside quantised ones.
         present: by tensor, its view of the storage.
         key: of the storage, torch's own.
-        num_writes: how often its bytes have changed.
+        num_writes: how often its bytes have changed, as far as that is sure.
         bytes_to_home: written there so far.
 
     Args:
@@ -164,16 +164,16 @@ class StreamedStorage(Storage):
         if error is not None:
             raise error
 
-    def note_written(self) -> bool:
+    def note_written(self, is_sure: bool = True) -> bool:
         if self._is_written_home:
-            self.num_writes += 1
+            self.num_writes += is_sure
             self._is_newer, self._has_changed = True, False
             with torch._C.DisableTorchFunctionSubclass():
                 self._versions = [tensor._version for tensor in self.tensors]
         return self._is_written_home
 
     def flush(self) -> None:
-        """Have the home up to date."""
+        """Write the bytes home if they are newer."""
         self._send()
         self.settle()
 

@@ -215,7 +215,7 @@ class Visiting(NotCopied):
             try:
                 self._hold_after(numbers, before)
             finally:
-                self._note_written(numbers)  # torch does not count all writes
+                self._note_written(numbers)
                 self.leave(numbers, user)
                 del self._outside_visits[id(user)]
 
@@ -273,7 +273,7 @@ class Visiting(NotCopied):
                     storage.unbind(tensors)
 
     def flush(self) -> None:
-        """Have the home up to date."""
+        """Write home what is newer on the device."""
         with self.lock:
             for each in (*self._passes.values(), *self._outside.values(), *self._over):
                 self._note_written(each.held)
@@ -281,9 +281,9 @@ class Visiting(NotCopied):
                 storage.flush()
 
     def move_home(self, parameter: Tensor) -> None:
-        """Have a parameter at the place that updates write, where a state dict shows it from then on."""
+        """Write a parameter to the place that updates write, which a state dict can show for good."""
         numbers, user = self._slices_of[id(parameter)], object()
-        if not all(self.found[number].num_writes for number in numbers):
+        if not all(self.found[number].bytes_to_home for number in numbers):
             try:
                 self.enter(numbers, user, is_model=False)
                 self._note_written(numbers)
@@ -312,7 +312,7 @@ class Visiting(NotCopied):
         entered = [number for number in visit if user in self.found[number].users]
         for number in entered:
             self.found[number].show()
-        self._note_written(entered)
+            self.found[number].note_written()
         self.leave(visit, user)
 
     def _visit_of_update(self, parameters: Sequence[Tensor]) -> Visit:
@@ -417,7 +417,7 @@ class Visiting(NotCopied):
         return not any(own.isdisjoint(self.found[number].users) for number in numbers)
 
     def _hold(self, numbers: Iterable[int], cast: CastWeight | None = None) -> None:
-        """Have storages, or a cast of one, on the device until the present pass and its backward are over."""
+        """Keep storages, or a cast of one, on the device until the present pass and its backward are over."""
         with self.lock:
             user = self._reading_pass()
             for number in numbers:
@@ -530,8 +530,9 @@ class Visiting(NotCopied):
         return self.found[number].is_held_by_others()
 
     def _note_written(self, numbers: Iterable[int]) -> None:
+        """Take note that weights may have been written; torch does not count all writes."""
         for number in numbers:
-            self.found[number].note_written()
+            self.found[number].note_written(is_sure=self.found[number].is_written())
 
     def _release(self, user: Pass) -> None:
         self._note_written(user.held)
