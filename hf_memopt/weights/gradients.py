@@ -202,7 +202,7 @@ class AwayGradient(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        first = args[0] if args else None
+        first: Any = args[0] if args else None
         if isinstance(first, AwayGradient):
             return _answer(func, first, args, kwargs)
         if func in _ONE_BY_ONE and not any(isinstance(each, AwayGradient) for each in args[1:]):

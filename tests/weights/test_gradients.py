@@ -252,6 +252,7 @@ def test_a_model_that_is_dropped_is_freed_with_its_gradients(home: str, tmp_path
 class Writes(torch.optim.SGD):
     """Writes gradients in a way that torch does not count."""
 
+    @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for each in group["params"]:
