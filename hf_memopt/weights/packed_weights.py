@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -93,9 +93,8 @@ def views(offsets: Sequence[OffsetTensor], block: Tensor) -> list[Tensor]:
 
 def bind(offsets: Sequence[OffsetTensor], tensors: Sequence[Tensor]) -> None:
     """Point the tensors of `offsets` at these views; about a microsecond each."""
-    set_data: Any = Tensor.data.__set__  # type: ignore[attr-defined]  # a class may have another
     for (tensor, *_), view in zip(offsets, tensors, strict=True):
-        set_data(tensor, view)
+        tensor.data = view
 
 
 @dataclass

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from late_imports import LateModule
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_memopt import StreamedWeights
 from hf_memopt.estimate import MemoryEstimate, estimate_peak_memory
@@ -19,6 +19,8 @@ from hf_memopt.estimate.simulated_step import SimulatedStep
 from hf_memopt.estimate.simulation.child_process import run_isolated
 from hf_memopt.transfer import SyncCopier
 from hf_memopt.transfer.direct_io import PAGE
+
+transformers = LateModule("transformers")
 
 WORDS, WIDTH, LAYERS = 512, 64, 2
 TABLE = 4 * WORDS * WIDTH
@@ -36,7 +38,7 @@ class Job:
     def __init__(
         self, device: torch.device, home: Any, num_passes: int, copier: Any = None, autocast: bool = False
     ) -> None:
-        config = LlamaConfig(
+        config = transformers.LlamaConfig(
             vocab_size=WORDS,
             hidden_size=WIDTH,
             intermediate_size=2 * WIDTH,
@@ -46,7 +48,7 @@ class Job:
             use_cache=False,
         )
         with torch.device("cpu" if home else device):
-            self.model = LlamaForCausalLM(config)
+            self.model = transformers.LlamaForCausalLM(config)
         self.num_passes, self.autocast = num_passes, autocast
         self.weights = None
         if home:
