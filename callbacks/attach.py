@@ -115,8 +115,8 @@ def attach(
             undo.callback(OffloadedLoss(trainer, chosen).remove)
         if frozen is not None:
             undo.callback(FrozenModels(trainer, frozen, frozen_home).remove)
-        if optimizer_home is not None or weights is not None:
-            home: Any = weights.home if optimizer_home is None and weights is not None else optimizer_home
+        home = weights.home if weights is not None and optimizer_home is None else optimizer_home
+        if home is not None:
             undo.callback(HomeOfOptimizers(home, optimizer_disk, weights).take_from(trainer))
         if memory:
             lines = partial(lines_about_weights, trainer)

@@ -78,7 +78,8 @@ class HomeOfOptimizers(TrainerCallback):
 
         def undo() -> None:
             del trainer.create_optimizer
-            vars(trainer.accelerator).pop("backward", None)
+            if self._weights is not None:
+                trainer.accelerator.backward = backward
             trainer.remove_callback(self)
 
         trainer.create_optimizer = create_optimizer

@@ -71,7 +71,7 @@ class Processes:
 
 
 def drop_cached(base: Path) -> None:
-    """Have the system drop a folder's files from its cache."""
+    """Drop a folder's files from the system's cache."""
     for path in base.iterdir():
         with path.open("rb") as file:
             os.fsync(file.fileno())

@@ -31,8 +31,8 @@ class DeviceBackend:
         is_unlimited: whether its memory is the host's, or cannot run out.
         free_host_bytes: host memory that copies may take.
         open_file: of the user's folder, if there is one, and the most bytes: the file below the host, if there is one.
-        home_in_files: of `PackedWeights`, their device, its copier and the home of those that are written: a home in
-            files that are simulated; None where files are real.
+        home_in_files: makes a home in simulated files, of `PackedWeights`, their device, its copier and the home of
+            slices that are written. None where files are real.
         has_values: whether tensors have numbers, which those of a simulation have not.
     """
 

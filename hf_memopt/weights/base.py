@@ -23,7 +23,7 @@ from hf_memopt.transfer.scratch_file import check_disk
 from hf_memopt.units import GIB, format_bytes
 from hf_memopt.weights.block_home import BlockHome
 from hf_memopt.weights.gradients import Gradients
-from hf_memopt.weights.homes import make_home
+from hf_memopt.weights.homes import Home, make_home
 from hf_memopt.weights.optimizer import OffloadedOptimizer, offloaded
 from hf_memopt.weights.packed_weights import PackedWeights
 from hf_memopt.weights.quantised import claim_device, return_second_tensors, stored_tensors
@@ -121,7 +121,7 @@ class StreamedWeights:
     weights are on their way while the present ones compute. It needs no checkpointing and goes with both kinds. Threads
     may share the model.
 
-    With `trained=True` the weights that train stream, too, and their gradients go home as soon as they are complete.
+    With `trained=True` trainable weights stream as well, and each gradient moves to the home once it is complete.
     `adopt(optimizer)` has the update visit weights, gradients and state a few parameters at a time. `p.grad` is then an
     object that clipping, scaling and logging use as ever: functions of it bring its bytes, but for norms, which were
     recorded, and factors, which wait for the update.
@@ -235,8 +235,7 @@ class StreamedWeights:
             raise ValueError("adopt(optimizer) needs StreamedWeights(model, trained=True)")
         adopted = offloaded(optimizer)
         if adopted is None:
-            home: Any = self.home
-            adopted = OffloadedOptimizer(optimizer, home, disk=self._disk, copier=self._given_copier)
+            adopted = OffloadedOptimizer(optimizer, self.home, disk=self._disk, copier=self._given_copier)
             adopted.redirect()
         known = set(self._model.parameters())
         parameters = [each for group in adopted.param_groups for each in group["params"]]
@@ -362,7 +361,7 @@ class StreamedWeights:
         return_second_tensors(model)
         chosen = select(model, self.trained)
         weights = PackedWeights(model, exclude=chosen.others, inner_of=stored_tensors)
-        self.home = _home_of(home, self.device, weights.num_bytes)
+        self.home: Home = _home_of(home, self.device, weights.num_bytes)
         where = loaded_from(model) if files is None else files
         written = self._make_room_to_write(weights) if self.trained else None
         self._home = make_home(weights, self.home, self.device, self._copier, where, disk, written)
@@ -475,7 +474,7 @@ def _device_of(model: nn.Module) -> torch.device:
     return weights if weights.type != "cpu" or accelerator is None else accelerator
 
 
-def _home_of(home: BaseHome, device: torch.device, num_bytes: int) -> str:
+def _home_of(home: BaseHome, device: torch.device, num_bytes: int) -> Home:
     if home != "auto":
         return home
     backend = backend_of(device)

@@ -75,30 +75,36 @@ class UpdateVisits:
             )
 
 
-def refuse_coupled(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> None:
-    """Raise ValueError, with the evidence, for an optimizer that cannot update a parameter by itself.
+def refuse_coupled(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> bool:
+    """Return whether an optimizer writes gradients; a ValueError, with the evidence, if it couples parameters.
 
     Two small parameters of each group take five updates together and, in a second copy, one at a time, while the other
     one is NaN. Coupling that begins later is not seen. Costs some milliseconds.
     """
+    are_written = False
     for group in groups:
         trained = [each for each in group["params"] if each.requires_grad and not nn.parameter.is_lazy(each)]
         if trained and backend_of(trained[0].device).has_values:
             try:
-                _refuse_coupled(optimizer, group, [trained[0], max(trained, key=Tensor.numel)])
+                are_written |= _refuse_coupled(optimizer, group, [trained[0], max(trained, key=Tensor.numel)])
             except Exception as error:
                 name = type(optimizer).__name__
                 raise ValueError(f"optimizer={name} {error}; keep its state on the device") from error
+    return are_written
 
 
-def _refuse_coupled(optimizer: Optimizer, group: dict[str, Any], like: Sequence[Tensor]) -> None:
+def _refuse_coupled(optimizer: Optimizer, group: dict[str, Any], like: Sequence[Tensor]) -> bool:
     together, both = _probe(optimizer, group, like)
     one_by_one, apart = _probe(optimizer, group, like)
     places = [each.data_ptr() for each in both]
+    are_written = False
     with random_numbers_kept(both[0].device):
         for sizes in _SIZES:
             _set_gradients(both, sizes)
+            given: list[Any] = [each.grad for each in both]
+            before = [each.clone() for each in given]
             bare_step(together)
+            are_written |= not all(map(_same, before, given))
     with random_numbers_kept(both[0].device):
         for sizes in _SIZES:
             _set_gradients(apart, sizes)
@@ -127,30 +133,15 @@ def _refuse_coupled(optimizer: Optimizer, group: dict[str, Any], like: Sequence[
     others = {name: value for name, value in vars(together).items() if name not in ("state", "param_groups")}
     if {each.untyped_storage()._cdata for each in _tensors(others)} & set.union(*storages):
         raise ValueError("keeps tensors of its state in attributes, too")
-    before = both[1].detach().clone()
+    untouched = both[1].detach().clone()
     both[0].grad, both[1].grad = torch.ones_like(both[0]), None
     try:
         bare_step(together)
     except Exception:  # it needs all gradients, as then in every step
-        return
-    if both[1].grad is not None or not _same(before, both[1].detach()):
+        return are_written
+    if both[1].grad is not None or not _same(untouched, both[1].detach()):
         raise ValueError("updates parameters that have no gradients")
-
-
-def writes_gradients(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer changes gradients in its update, found out on a small parameter of each group."""
-    for group in optimizer.param_groups:
-        trained = [each for each in group["params"] if each.requires_grad and not nn.parameter.is_lazy(each)]
-        if trained and backend_of(trained[0].device).has_values:
-            alone, small = _probe(optimizer, group, trained[:1])
-            with random_numbers_kept(small[0].device):
-                for sizes in _SIZES:
-                    _set_gradients(small, sizes[:1])
-                    before = small[0].grad.clone()  # type: ignore[union-attr]
-                    bare_step(alone)
-                    if small[0].grad is None or not _same(before, small[0].grad):
-                        return True
-    return False
+    return are_written
 
 
 def bare_copy(optimizer: Optimizer, group: dict[str, Any], parameters: list[Tensor]) -> Optimizer:

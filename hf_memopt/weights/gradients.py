@@ -81,7 +81,7 @@ class _Gradient:
         self.is_changed = self.is_viewed = self.is_used = False
         self.coming: Transfer | None = None
         self.going: Transfer | None = None
-        self._dtype, self._size, self._stride = value.dtype, value.size(), value.stride()
+        self._dtype, self._device, self._size, self._stride = value.dtype, value.device, value.size(), value.stride()
         self.value: Tensor | None = value
         self.nbytes = value.nbytes
         self.norms: dict[float, Tensor] = {}
@@ -189,11 +189,9 @@ class AwayGradient(Tensor):
 
     @staticmethod
     def __new__(cls, gradient: _Gradient) -> "AwayGradient":
-        value = gradient.value
-        size, stride = gradient._size, gradient._stride
-        device = gradient._slot.device if value is None else value.device
         made: Any = Tensor._make_wrapper_subclass
-        found: AwayGradient = made(cls, size, strides=stride, dtype=gradient._dtype, device=device)
+        layout = {"strides": gradient._stride, "dtype": gradient._dtype, "device": gradient._device}
+        found: AwayGradient = made(cls, gradient._size, **layout)
         found.gradient = gradient
         return found
 
@@ -249,7 +247,7 @@ class AwayGradient(Tensor):
 
 
 class Gradients:
-    """Takes gradients of parameters home as soon as they are complete.
+    """Moves each gradient to its home as soon as it is complete.
 
     Args:
         home: of the gradients.
@@ -280,7 +278,9 @@ class Gradients:
 
     def follow(self, parameter: nn.Parameter, name: str, has_home: bool) -> None:
         """Take the gradients of a parameter; without a home they stay on the device, in the same kind of object."""
-        slot = self._slots.setdefault(id(parameter), _Slot(parameter, name, has_home))
+        slot = self._slots.get(id(parameter))
+        if slot is None:
+            slot = self._slots[id(parameter)] = _Slot(parameter, name, has_home)
         if slot.handle is None and parameter.requires_grad:
             hook = partial(_take_in, weakref.ref(self), slot)
             slot.handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]

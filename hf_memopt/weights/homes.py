@@ -13,9 +13,8 @@ from hf_memopt.transfer import Copier, SyncCopier, Transfer
 from hf_memopt.transfer.backends import backend_of, readable_in_place
 from hf_memopt.transfer.direct_io import PAGE
 from hf_memopt.transfer.file_reader import BlockInFiles, DirectReads, StagedReads
-from hf_memopt.transfer.lower_memory import Place
 from hf_memopt.transfer.storage_memory import ResizedMemory, StorageMemory, WholePages
-from hf_memopt.weights.block_home import BlockHome
+from hf_memopt.weights.block_home import BlockHome, WrittenSlices
 from hf_memopt.weights.packed_weights import PackedWeights, WeightSlice, views
 from hf_memopt.weights.shared_memory import refuse_different, several_ranks, share
 from hf_memopt.weights.weight_files import in_files
@@ -189,12 +188,11 @@ class FileHome:
         self._reads = DirectReads(block) if copier is None else StagedReads(block, copier)
         self.host_bytes = self._reads.host_bytes
         self._views = [_mapped(piece, block) for piece in weights.slices]
-        self._written, self._bytes_read_back = written, 0
+        self._written = WrittenSlices(written, {piece.start: piece.num_bytes for piece in weights.slices})
+        self._bytes_read_back = 0
+        self.reserve = self._written.reserve
         self._numbers = {piece.start: number for number, piece in enumerate(weights.slices)}
-        # By the first byte of a slice, its place; those that were written, those that are shown from there, and those
-        # that were written since they were shown.
-        self._places: dict[int, Place] = {}
-        self._is_written: set[int] = set()
+        # Written slices that `views` shows where they were written, and those that were written since; by first bytes.
         self._is_shown: set[int] = set()
         self._is_newer: set[int] = set()
 
@@ -204,44 +202,32 @@ class FileHome:
 
     @property
     def waited_s(self) -> float:
-        written = self._written and self._written.file
-        return self._block.waited_s + (written.waited_s if written else 0.0)
+        file = self._written.home and self._written.home.file
+        return self._block.waited_s + (file.waited_s if file else 0.0)
 
     @property
     def views(self) -> list[list[Tensor]]:
         for start in tuple(self._is_newer):
-            number, (memory, block) = self._numbers[start], self._places[start]
-            shown, piece = memory.at_home(block), self._slices[number]  # waits for the last write
+            number = self._numbers[start]
+            piece = self._slices[number]
+            shown = self._written.at_home(start)  # waits for the last write
             if start not in self._is_shown:
-                whole = torch.frombuffer(shown, dtype=torch.uint8)[block.offset :][: piece.num_bytes]
+                whole = shown[: piece.num_bytes]
                 self._views[number] = views([each._replace(start=each.start - start) for each in piece.offsets], whole)
                 self._is_shown.add(start)
             self._is_newer.discard(start)
         return self._views
 
     def to_device(self, start: int, destination: Tensor) -> Transfer:
-        if start not in self._is_written:
+        if start not in self._written:
             return self._reads.read(start, destination)
-        place = self._places[start]
         self._bytes_read_back += destination.nbytes
-        return place.memory.read(place.block, destination)
+        return self._written.read(start, destination)
 
     def to_home(self, start: int, source: Tensor) -> Transfer:
-        place = self._place(start, source.device)
-        transfer = place.memory.write(source, place.block)
-        self._is_written.add(start)
+        transfer = self._written.write(start, source)
         self._is_newer.add(start)
         return transfer
-
-    def reserve(self, device: torch.device) -> None:
-        for start in self._numbers:
-            self._place(start, device)
-
-    def _place(self, start: int, device: torch.device) -> Place:
-        if start not in self._places:
-            assert self._written is not None
-            self._places[start] = self._written.place(device, self._slices[self._numbers[start]].num_bytes)
-        return self._places[start]
 
     def memory(self, piece: WeightSlice, device: torch.device, message: str) -> StorageMemory:
         ahead = self._block.pieces[piece.start].position - piece.start
@@ -250,7 +236,7 @@ class FileHome:
             if is_aligned:
                 self.host_bytes = 0  # no read passes through other memory
                 return self._reads.memory(piece.start, piece.num_bytes, message)
-            if self._written is not None:
+            if self._written.home is not None:
                 first = piece.offsets[0]
                 offset = (first.tensor.data_ptr() - first.start + piece.start) % PAGE
                 return WholePages(piece.num_bytes, offset, message, self._reads.spare)
@@ -263,7 +249,7 @@ class FileHome:
         """
         device, indices = indices.device, indices.cpu()
         piece, table = self._slices[slice_number], self.views[slice_number][place]
-        if piece.start in self._is_written:
+        if piece.start in self._written:
             return looked_up(table, indices).to(device)
         found, offset = self._block.pieces[piece.start], piece.offsets[place]
         looked_up(torch.empty(1, device="cpu").expand(len(table)), indices)  # raises where an index is wrong

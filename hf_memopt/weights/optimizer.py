@@ -29,7 +29,6 @@ from hf_memopt.weights.coupling import (
     bare_step,
     random_numbers_kept,
     refuse_coupled,
-    writes_gradients,
 )
 from hf_memopt.weights.homes import HOMES, Home
 from hf_memopt.weights.optimizer_units import StateUnit, Traffic, leaves, packed_state
@@ -155,9 +154,8 @@ class OffloadedOptimizer(Optimizer):
         NOT_NEGATIVE.check("budget_gib", budget_gib)
         check_disk(disk)
         _refuse(optimizer)
-        refuse_coupled(optimizer, optimizer.param_groups)
+        self._writes_gradients = refuse_coupled(optimizer, optimizer.param_groups)
         self.optimizer = optimizer
-        self._writes_gradients = writes_gradients(optimizer)
         self._home_name, self._budget_bytes = home, int((budget_gib or 0) * GIB)
         self._home = BlockHome(home, copier, disk)
         self._traffic = Traffic()
@@ -222,7 +220,7 @@ class OffloadedOptimizer(Optimizer):
         """Add a group of parameters; a ValueError as for the constructor."""
         type(self.optimizer).add_param_group(self.optimizer, param_group)
         try:
-            refuse_coupled(self.optimizer, self.param_groups[-1:])
+            self._writes_gradients |= refuse_coupled(self.optimizer, self.param_groups[-1:])
         except BaseException:
             self.param_groups.pop()
             raise

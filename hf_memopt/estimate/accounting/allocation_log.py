@@ -92,7 +92,7 @@ class StepPhases:
         return self.name == BACKWARD != before
 
 
-# Classes whose operations run others on tensors of their own.
+# Classes of tensors whose operations run on the tensors that they wrap.
 _OPENED = (DTensor, AwayGradient)
 # Questions that go through the dispatcher, without computing anything.
 _DEVICE, _LAYOUT = torch.ops.prim.device.default, torch.ops.prim.layout.default

@@ -36,7 +36,7 @@ def _collect(value: Any, found: list[Tensor]) -> None:
     elif isinstance(value, list | tuple):
         for item in value:
             _collect(item, found)
-    elif isinstance(value, Tensor) and not isinstance(value, AwayGradient):  # which has no memory of its own
+    elif isinstance(value, Tensor) and not isinstance(value, AwayGradient):  # a wrapper, without memory
         found += unwrapped(value)  # the tensors with memory: quantised optimizer states, say, consist of others
     elif isinstance(value, dict):
         for item in value.values():

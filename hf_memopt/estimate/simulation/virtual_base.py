@@ -15,9 +15,8 @@ from hf_memopt.estimate.simulation.virtual_disk import VirtualDisk
 from hf_memopt.estimate.simulation.virtual_time import VirtualClock, VirtualCopier, VirtualTransfer
 from hf_memopt.transfer import Copier, Transfer
 from hf_memopt.transfer.file_reader import PART_BYTES, staging_bytes
-from hf_memopt.transfer.lower_memory import Place
 from hf_memopt.transfer.storage_memory import ResizedMemory, StorageMemory
-from hf_memopt.weights.block_home import BlockHome
+from hf_memopt.weights.block_home import BlockHome, WrittenSlices
 from hf_memopt.weights.homes import looked_up
 from hf_memopt.weights.packed_weights import OffsetTensor, PackedWeights, WeightSlice
 
@@ -85,7 +84,7 @@ class _CountingCopier(VirtualCopier):
 
 
 class _BaseCopier(_CountingCopier):
-    """Memory that it makes is for gradients; weights come and go in memory of their own."""
+    """The copier of streamed weights and gradients. It allocates memory for gradients alone: weights have storages."""
 
     def empty_device(self, num_bytes: int) -> Tensor:
         block = super().empty_device(num_bytes)
@@ -127,10 +126,9 @@ class VirtualFileHome:
         written: BlockHome | None = None,
     ) -> None:
         self.num_bytes = self.file_bytes = weights.num_bytes
-        self._base, self._copier, self._written = base, copier, written
-        self._sizes = {piece.start: piece.num_bytes for piece in weights.slices}
-        self._places: dict[int, Place] = {}
-        self._is_written: set[int] = set()
+        self._base, self._copier = base, copier
+        self._written = WrittenSlices(written, {piece.start: piece.num_bytes for piece in weights.slices})
+        self.to_home, self.reserve = self._written.write, self._written.reserve
         on_device = device.type != "cpu"
         self._ring = copier.empty_host(staging_bytes(weights.num_bytes) if on_device else 0)
         self.host_bytes = self._ring.nbytes
@@ -138,24 +136,13 @@ class VirtualFileHome:
 
     def to_device(self, start: int, destination: Tensor) -> Transfer:
         self._base.count("bytes_read", destination.nbytes)
-        if start in self._is_written:
-            place = self._places[start]
-            return place.memory.read(place.block, destination)
+        if start in self._written:
+            return self._written.read(start, destination)
         read = self._base.disk.reads.copy(destination.nbytes)
         copy = self._copier.to_device(destination, destination)
         assert isinstance(copy, VirtualTransfer)
         last_s = min(PART_BYTES, destination.nbytes) / self._base.clock.card.link_bytes_per_s
         return VirtualTransfer(self._base.clock, max(copy.ended_s, read.ended_s + last_s))
-
-    def to_home(self, start: int, source: Tensor) -> Transfer:
-        self._is_written.add(start)
-        place = self._places[start]
-        return place.memory.write(source, place.block)
-
-    def reserve(self, device: torch.device) -> None:
-        assert self._written is not None
-        for start in self._sizes.keys() - self._places.keys():
-            self._places[start] = self._written.place(device, self._sizes[start])
 
     def memory(self, piece: WeightSlice, device: torch.device, message: str) -> StorageMemory:
         return ResizedMemory(piece.num_bytes, device, message)

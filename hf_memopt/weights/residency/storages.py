@@ -212,6 +212,7 @@ class StreamedStorage(Storage):
         is_absent = not self.has_memory and self.is_simulated
         if is_absent:
             self._memory.give()
+        set_plain(self._classes)  # whose `.data` binds
         bind(self._offsets, self.present)
         if is_absent:
             self._memory.take()
@@ -222,8 +223,9 @@ class StreamedStorage(Storage):
 
     def unbind(self, tensors: Sequence[Tensor]) -> None:
         """Bind the parameters to other memory, which does not come and go."""
-        set_present(self._classes)
+        set_plain(self._classes)
         bind(self._offsets, tensors)
+        set_present(self._classes)
 
     def follow(self, place: int, tensor: Tensor) -> None:
         """Bind another tensor in the place of one: a quantised weight has new ones inside after each `to(device)`."""

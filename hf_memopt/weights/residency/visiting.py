@@ -282,21 +282,22 @@ class Visiting(NotCopied):
 
     def move_home(self, parameter: Tensor) -> None:
         """Write a parameter to the place that updates write, which a state dict can show for good."""
-        numbers, user = self._slices_of[id(parameter)], object()
+        numbers = self._slices_of[id(parameter)]
         if not all(self.found[number].bytes_to_home for number in numbers):
-            try:
-                self.enter(numbers, user, is_model=False)
+            with self._brought(numbers):
                 self._note_written(numbers)
-            finally:
-                self.leave(numbers, user)
 
     def load(self, parameter: Tensor, value: Tensor) -> None:
         """Write a parameter, and its home."""
-        numbers, user = self._slices_of[id(parameter)], object()
+        with self._brought(self._slices_of[id(parameter)]), torch.no_grad():
+            call_unseen(Tensor.copy_, (parameter, value), {})
+
+    @contextmanager
+    def _brought(self, numbers: Visit) -> Iterator[None]:
+        user = object()
         try:
             self.enter(numbers, user, is_model=False)
-            with torch.no_grad():
-                call_unseen(Tensor.copy_, (parameter, value), {})
+            yield
         finally:
             self.leave(numbers, user)
 
