@@ -63,7 +63,7 @@ def test_the_recipe_makes_the_optimizer_that_its_flag_names() -> None:
 
     model = model_on(torch.device("cpu"))
     options: Any = parse("", ["--optimizer_bits=8", "--output_dir=/nonexistent/new"])
-    assert type(make_optimizer(model, options, torch.device("cpu"))).__name__ == "AdamW8bit"
+    assert type(make_optimizer(model, options, torch.device("cpu"), None)).__name__ == "AdamW8bit"
     with pytest.raises(ValueError, match=r"invalid choice: '16' .choose from 32, 8, 4"):
         parse("", ["--optimizer_bits=16"])
 
