@@ -12,7 +12,7 @@ from benchmarks.limit.full_training import Updates, mapped_state
 from benchmarks.limit.kinds import SharedMappings
 from benchmarks.limit.limited import drop_cached
 from benchmarks.limit.trained_weights import KINDS, Kind
-from hf_memopt import StreamedWeights
+from hf_memopt import OffloadedOptimizer, StreamedWeights
 
 
 class Training:
@@ -48,6 +48,8 @@ def _maker(kind: Kind) -> Callable[..., Updates]:
         model = LlamaForCausalLM.from_pretrained(base).train()
         if kind.is_checkpointed:
             model.gradient_checkpointing_enable({"use_reentrant": False})
+        if kind.home == "ours":
+            return streamed(model, folder, kind.budget_gib, **sizes)
         return _MAKERS[kind.home](model, folder, **sizes)
 
     return make
@@ -66,10 +68,14 @@ def mapped(model: PreTrainedModel, folder: Path, **sizes: int) -> Updates:
     return Updates(model, mapped_state(list(model.parameters()), folder), **sizes, set_to_none=False)
 
 
-def streamed(model: PreTrainedModel, folder: Path, **sizes: int) -> Updates:
-    weights = StreamedWeights(model, home="file", trained=True, device="cpu", disk=folder)
+def state_in_file(model: PreTrainedModel, folder: Path, **sizes: int) -> Updates:
+    return Updates(model, OffloadedOptimizer(AdamW(model.parameters()), home="file", disk=folder), **sizes)
+
+
+def streamed(model: PreTrainedModel, folder: Path, budget_gib: float | None, **sizes: int) -> Updates:
+    weights = StreamedWeights(model, home="file", trained=True, budget_gib=budget_gib, device="cpu", disk=folder)
     optimizer = weights.adopt(AdamW(model.parameters()))
     return Updates(model, optimizer, **sizes, stream=weights.stream, visit=weights.visit)
 
 
-_MAKERS: dict[str, Callable[..., Updates]] = {"memory": plain, "mappings": mapped, "ours": streamed}
+_MAKERS: dict[str, Callable[..., Updates]] = {"memory": plain, "mappings": mapped, "state": state_in_file}

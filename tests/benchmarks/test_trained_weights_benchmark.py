@@ -66,7 +66,17 @@ def test_a_base_is_written_with_the_shapes_of_its_model(tmp_path: Path, load: Lo
         assert weight.std().item() == pytest.approx(0.02, rel=0.2) if weight.dim() > 1 else weight.eq(1).all(), name
 
 
-@pytest.mark.parametrize("kind", ["all mapped", "all mapped, checkpointing", "ours, all", "ours, all, checkpointing"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "all mapped",
+        "all mapped, checkpointing",
+        "ours, state",
+        "ours, state and gradients",
+        "ours, all",
+        "ours, all, checkpointing",
+    ],
+)
 def test_a_kind_has_the_results_of_plain(kind: str, tmp_path: Path, load: Load) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 16}
     base = load("limit.trained_weights").write_base(sizes, tmp_path / "base")

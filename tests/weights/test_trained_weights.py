@@ -252,6 +252,16 @@ def test_the_files_of_a_checkpoint_are_read_and_never_written(tmp_path: Path) ->
     assert path.read_bytes() == before
 
 
+def test_a_checkpoint_may_be_saved_over_the_one_that_was_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({name: each for name, each in network().state_dict().items() if name != "head.weight"}, path)
+    found = trained("file", 1, files=[path], disk=tmp_path)
+    save_file({name: each for name, each in found.model.state_dict().items() if name != "head.weight"}, path)
+    for number in (1, 2, 3):
+        found.update(number)
+    assert are_equal(found, trained(num_updates=4))
+
+
 @pytest.mark.parametrize("is_saved_by_plain", [False, True])
 @pytest.mark.parametrize("home", HOMES)
 def test_training_goes_on_from_a_checkpoint(home: str, is_saved_by_plain: bool, tmp_path: Path) -> None:
