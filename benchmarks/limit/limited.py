@@ -1,6 +1,7 @@
 """Runs under a memory limit, one process at a time: their order, medians, options and results."""
 
 import argparse
+import bisect
 import json
 import os
 import statistics
@@ -10,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import CPU, MIB, BenchmarkParser, environment, results_path, slug, write_results
+from benchmarks.common import CPU, MIB, BenchmarkParser, environment, highest_points, results_path, slug, write_results
 from hf_memopt.recipes.memory_limit import limits
 from hf_memopt.recipes.memory_limit.limited_process import LimitedRun, run_limited
 from hf_memopt.transfer.scratch_file import file_system
@@ -18,6 +19,7 @@ from hf_memopt.transfer.scratch_file import file_system
 # Makes threads sleep while they wait, and glibc return blocks of 64 KiB and more as soon as they are freed.
 ENVIRONMENT = {"OMP_WAIT_POLICY": "passive", "MALLOC_MMAP_THRESHOLD_": str(2**16)}
 TOO_SLOW_S = 60.0
+POINTS_PER_STEP = 40
 
 Row = dict[str, Any]
 
@@ -100,6 +102,21 @@ def row_of(run: LimitedRun, results: Iterable[str]) -> Row:
         "peak_bytes": run.peak_bytes,
         **{name: run.results.get(name) for name in results},
     }
+
+
+def curve(run: LimitedRun, step_s: float) -> list[list[float]]:
+    """Return `[steps, MiB]` of the highest sample in each of `POINTS_PER_STEP` stretches of each step.
+
+    The step in which a run has ended by force counts as if it had taken `step_s`.
+    """
+    ends = [run.rest.at_s, *(step["at_s"] for step in run.steps)]
+    ends += [ends[-1] + step_s, float("inf")]
+    points = []
+    for sample in run.samples:
+        number = max(0, bisect.bisect(ends, sample.at_s) - 1)
+        place = number + (sample.at_s - ends[number]) / (ends[number + 1] - ends[number])
+        points.append((place, sample.anonymous_bytes / MIB))
+    return [[round(place, 3), round(mib, 1)] for place, mib in highest_points(points, POINTS_PER_STEP)]
 
 
 def finished(runs: Sequence[Row]) -> list[Row]:

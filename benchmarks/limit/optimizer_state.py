@@ -54,14 +54,20 @@ def measured(
     size: dict[str, Any],
     settings: dict[str, Any],
     limit: dict[str, Any],
+    drawn: Sequence[str] = (),
 ) -> Iterator[dict[str, Any]]:
-    """Run the kinds, each without a limit and under it; the first run finds the limit that `limit` does not give."""
+    """Run the kinds, each without a limit and under it; the first run finds the limit that `limit` does not give.
+
+    The first run of each row whose kind is in `drawn` keeps its curve.
+    """
     facts = {
         "sizes": size | {"micro_batches": MICRO_BATCHES, "max_norm": MAX_NORM},
         "num_steps": NUM_STEPS,
         "environment": limited.ENVIRONMENT,
         **limit,
     }
+    step_s: list[float] = []
+    undrawn = {(kind, is_limited) for kind in drawn for is_limited in (False, True)}
 
     def run(kind: str, is_limited: bool) -> Row:
         name = f"{kind}, {'limited' if is_limited else 'no limit'}"
@@ -69,7 +75,12 @@ def measured(
         found = processes.run(name, NUM_STEPS, its_settings, facts["limit_bytes"] if is_limited else None)
         if "limit_bytes" not in facts:
             facts.update(processes.limit_facts(found, ALLOWANCE))
-        return limited.row_of(found, (*COSTS, *DIGESTS, "report"))
+        row = limited.row_of(found, (*COSTS, *DIGESTS, "report"))
+        step_s.append(found.results.get("wall_s", 0.0) / NUM_STEPS)
+        if (kind, is_limited) in undrawn:
+            undrawn.remove((kind, is_limited))
+            row["curve"] = limited.curve(found, step_s[0])
+        return row
 
     cases = [(kind, is_limited) for is_limited in (False, True) for kind in options.kinds]
     for rows in limited.in_turns(cases, options.runs, run, summary):

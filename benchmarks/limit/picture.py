@@ -1,8 +1,8 @@
-"""The picture of anonymous memory over the first steps under a limit, from the benchmark's results.
+"""The picture of anonymous memory over the first steps under a limit, from a benchmark's results.
 
     python -m benchmarks.limit.picture benchmarks/results/FILE.json
 
-Needs matplotlib.
+The results are those of `under_a_limit` or `trained_weights`. Needs matplotlib.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from benchmarks.common import MIB
 from benchmarks.limit.kinds import NO_LIMIT
 from benchmarks.limit.workloads import WORKLOADS
 
-FIGURE = Path(__file__).parents[2] / "docs" / "images" / "under_a_limit.png"
+FIGURES = Path(__file__).parents[2] / "docs" / "images"
 # Large for the figure, whose page is as narrow as a phone.
 FONT_SIZE = 14
 # Dark enough for a white page, on a white background of the picture's own.
@@ -37,13 +37,31 @@ LABELS = {
 }
 
 
-@rc_context({"font.size": FONT_SIZE})
+# Rows of `trained_weights`, by kind and whether they are limited.
+TRAINED = {("plain", False): NO_LIMIT, ("plain", True): "plain", ("ours, all", True): "ours, all"}
+
+
 def draw(found: dict[str, Any], num_steps: int, path: Path) -> Path:
-    """Draw one workload's curves, each kind's first run, in the first `num_steps` steps."""
+    """Draw the curves of one workload of `under_a_limit`, each kind's first run, in the first `num_steps` steps."""
+    runs = {row["kind"]: row["runs"][0] for row in found["rows"] if "curve" in row["runs"][0]}
+    limit_bytes = found["rest_bytes"] + found["allowance_bytes"]
+    rest = "at rest: weights, gradients,\noptimizer states, libraries"
+    return _draw(runs, limit_bytes, (found["rest_bytes"], rest), num_steps, path)
+
+
+def draw_trained(results: dict[str, Any], path: Path) -> Path:
+    """Draw the curves of `trained_weights`, which start before the weights are loaded."""
+    rows = {TRAINED.get((row["kind"], row["is_limited"])): row["runs"][0] for row in results["rows"]}
+    runs = {name: rows[name] for name in LABELS if name in rows}
+    rest = runs[NO_LIMIT]["rest_bytes"], "libraries"
+    return _draw(runs, results["limit_bytes"], rest, results["num_steps"], path)
+
+
+@rc_context({"font.size": FONT_SIZE})
+def _draw(runs: dict[str, Any], limit_bytes: int, rest: tuple[int, str], num_steps: int, path: Path) -> Path:
     figure = Figure(figsize=(8, 5), layout="constrained", facecolor="white")
     axes = figure.subplots()
-    runs = {row["kind"]: row["runs"][0] for row in found["rows"] if "curve" in row["runs"][0]}
-    limit_mib = (found["rest_bytes"] + found["allowance_bytes"]) / MIB
+    limit_mib, rest_mib = limit_bytes / MIB, rest[0] / MIB
     for name, run in runs.items():
         points = [point for point in run["curve"] if point[0] <= num_steps]
         if run["end"] != "finished":
@@ -59,10 +77,8 @@ def draw(found: dict[str, Any], num_steps: int, path: Path) -> Path:
         ended = f"{runs['plain']['end']} in step {len(runs['plain']['losses']) + 1}"
         look = {"color": LOOKS["plain"]["color"], "weight": "bold", "bbox": _WHITE}
         axes.annotate(ended, (killed_at, killed_mib), xytext=(16, -24), textcoords="offset points", **look)
-    rest_mib = found["rest_bytes"] / MIB
     axes.axhspan(0, rest_mib, color="#eceff2", zorder=0)
-    at_rest = "at rest: weights, gradients,\noptimizer states, libraries"
-    axes.text(0.5, rest_mib / 2, at_rest, ha="center", va="center", color="#57606a", transform=beside)
+    axes.text(0.5, rest_mib / 2, rest[1], ha="center", va="center", color="#57606a", transform=beside)
     axes.set(
         xlabel="steps",
         ylabel="MiB of anonymous memory",
@@ -83,13 +99,17 @@ def _top(points: list[list[float]]) -> list[float]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path, help="JSON file of benchmarks.limit.under_a_limit")
+    parser.add_argument("results", type=Path, help="JSON file of one of these benchmarks")
     parser.add_argument("--workload", choices=WORKLOADS, default="language model", help="default: %(default)s")
-    parser.add_argument("--steps", type=int, default=4, help="that are shown (default: %(default)s)")
-    parser.add_argument("--figure", type=Path, default=FIGURE, help="PNG file (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=4, help="of a workload that are shown (default: %(default)s)")
+    parser.add_argument("--figure", type=Path, help=f"PNG file (default: one of {FIGURES})")
     options = parser.parse_args(arguments)
     results = json.loads(options.results.read_text())
-    print("drew", draw(results["workloads"][options.workload], options.steps, options.figure))
+    if "workloads" in results:
+        path = options.figure or FIGURES / "under_a_limit.png"
+        print("drew", draw(results["workloads"][options.workload], options.steps, path))
+    else:
+        print("drew", draw_trained(results, options.figure or FIGURES / "full_fine_tuning.png"))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,8 @@ or weights as well, are in files; with "0.15 GiB", so much of the weights stays 
 "over start" is the peak over the memory of the process between its imports and its loading; "share", of that of the
 first row. All others are as in `optimizer_state`; costs include loading. The disk needs 20 bytes per parameter.
 
-`--size large --kinds "ours, all" --runs 1` trains a billion parameters, for which plain takes 16 GB, in 3 GB.
+`--size large --kinds "ours, all" --runs 1` trains a billion parameters, for which plain takes 16 GB, in 3 GB;
+`python -m benchmarks.limit.picture FILE` draws it.
 """
 
 import argparse
@@ -87,7 +88,7 @@ def measure(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any
     processes = limited.Processes("trained_files", folder, limit_kind="group", too_slow=TOO_SLOW)
     settings = {"base": str(base), "num_tokens": size["num_tokens"], "folder": str(folder)}
     limit = {"limit": "control group", "limit_bytes": size["limit_bytes"]}
-    yield from optimizer_state.measured(options, processes, size, settings, limit)
+    yield from optimizer_state.measured(options, processes, size, settings, limit, drawn=(PLAIN, "ours, all"))
 
 
 def print_report(results: dict[str, Any]) -> None:

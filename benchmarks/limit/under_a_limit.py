@@ -17,25 +17,22 @@ process caused to be sent to the disk.
 """
 
 import argparse
-import bisect
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import MIB, highest_points, print_rows
+from benchmarks.common import MIB, print_rows
 from benchmarks.limit import limited
 from benchmarks.limit.kinds import KINDS, NO_LIMIT
 from benchmarks.limit.limited import Row
 from benchmarks.limit.workloads import WORKLOADS
 from hf_memopt.recipes.memory_limit import limits
-from hf_memopt.recipes.memory_limit.limited_process import LimitedRun
 from hf_memopt.units import GIB
 
 ENVIRONMENTS = {"mapped": limited.ENVIRONMENT, "default": {"OMP_WAIT_POLICY": "passive"}}
 # Shares of the bytes that the steps of a plain run add to its memory at rest.
 ALLOWANCE, BUDGET = 0.4, 0.25
 NUM_STEPS = 4
-POINTS_PER_STEP = 40
 # A run is too slow after so many times the time of the plain run without a limit.
 TOO_SLOW = 4
 # Kinds whose first run with the first allocator keeps its curve.
@@ -77,23 +74,8 @@ class Bench:
         row = limited.row_of(run, (*COSTS, "weights_digest", "stats"))
         if kind in self._undrawn and allocator == self._options.allocators[0]:
             self._undrawn.remove(kind)
-            row["curve"] = curve(run, self._step_s)
+            row["curve"] = limited.curve(run, self._step_s)
         return row
-
-
-def curve(run: LimitedRun, step_s: float) -> list[list[float]]:
-    """Return `[steps, MiB]` of the highest sample in each of `POINTS_PER_STEP` stretches of each step.
-
-    The step in which a run has ended by force counts as if it had taken `step_s`.
-    """
-    ends = [run.rest.at_s, *(step["at_s"] for step in run.steps)]
-    ends += [ends[-1] + step_s, float("inf")]
-    points = []
-    for sample in run.samples:
-        number = max(0, bisect.bisect(ends, sample.at_s) - 1)
-        place = number + (sample.at_s - ends[number]) / (ends[number + 1] - ends[number])
-        points.append((place, sample.anonymous_bytes / MIB))
-    return [[round(place, 3), round(mib, 1)] for place, mib in highest_points(points, POINTS_PER_STEP)]
 
 
 def summary(kind: str, allocator: str, runs: list[Row], reference: Row) -> Row:

@@ -14,20 +14,28 @@ from hf_memopt.units import GIB, MIB
 DEEPSPEED = "DeepSpeed ZeRO-3, NVMe"
 
 
-def rows_of(tmp_path: Path, output: Path, kinds: list[str], **environ: str) -> dict[tuple[str, bool], Any]:
+def results_of(tmp_path: Path, output: Path, kinds: list[str], **environ: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "benchmarks.limit.trained_weights", "--size=toy", "--runs=1", "--kinds", *kinds]
     command += [f"--folder={tmp_path / 'disk'}", f"--output={output}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ_of_processes() | environ)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert list((tmp_path / "disk").iterdir()) == []
-    return {(row["kind"], row["is_limited"]): row for row in json.loads(output.read_text())["rows"]}
+    results: dict[str, Any] = json.loads(output.read_text())
+    return results
+
+
+def rows_of(results: dict[str, Any]) -> dict[tuple[str, bool], Any]:
+    return {(row["kind"], row["is_limited"]): row for row in results["rows"]}
 
 
 @pytest.mark.e2e
 @pytest.mark.usefixtures("groups")
 @pytest.mark.slow
-def test_plain_is_killed_and_ours_ends_with_its_results(tmp_path: Path, output: Path) -> None:
-    rows = rows_of(tmp_path, output, ["all mapped", "ours, all", "ours, all, checkpointing"])
+def test_plain_is_killed_and_ours_ends_with_its_results(tmp_path: Path, output: Path, load: Load) -> None:
+    results = results_of(tmp_path, output, ["all mapped", "ours, all", "ours, all, checkpointing"])
+    picture = load("limit.picture").draw_trained(results, tmp_path / "picture.png")
+    assert picture.stat().st_size > 10_000
+    rows = rows_of(results)
     killed = rows.pop(("plain", True))
     assert killed["ends"] == ["killed"]
     assert killed["runs"][0]["reason"] == "out of memory"
@@ -48,7 +56,7 @@ def test_plain_is_killed_and_ours_ends_with_its_results(tmp_path: Path, output: 
 @needs_builds
 @pytest.mark.slow
 def test_deepspeed_trains_nearly_as_plain_does(tmp_path: Path, output: Path) -> None:
-    rows = rows_of(tmp_path, output, [DEEPSPEED], **built(ADAM, DISK))
+    rows = rows_of(results_of(tmp_path, output, [DEEPSPEED], **built(ADAM, DISK)))
     plain, other = rows["plain", False]["runs"][0], rows[DEEPSPEED, False]["runs"][0]
     assert other["losses"] == pytest.approx(plain["losses"], rel=1e-4)
     assert other["written_bytes"] > 0
