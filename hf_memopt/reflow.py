@@ -68,7 +68,8 @@ def sample_time(batch_size: int, sampling: TimeSampling, device: torch.device | 
     elif sampling == "uniform":
         time = torch.rand(batch_size, device=device)
     elif sampling == "ushaped":
-        time = _ushaped_quantile(torch.rand(batch_size, device=device))
+        scale = math.sinh(_USHAPE_SHARPNESS / 2)
+        time = 0.5 + torch.asinh((2 * torch.rand(batch_size, device=device) - 1) * scale) / _USHAPE_SHARPNESS
     else:
         raise ValueError(f"reflow_time_sampling={sampling!r} is unknown; use one of {', '.join(TIME_SAMPLINGS)}")
     return time * _TIME_RANGE + _TIME_MINIMUM
@@ -137,8 +138,3 @@ def straightness(trajectory: Tensor, normalize: bool = False) -> Tensor:
     local = num_steps * (trajectory[:-1] - trajectory[1:])
     value = (local - overall).square().mean()
     return value / overall.square().mean() if normalize else value
-
-
-def _ushaped_quantile(probability: Tensor) -> Tensor:
-    scale = math.sinh(_USHAPE_SHARPNESS / 2)
-    return 0.5 + torch.asinh((2 * probability - 1) * scale) / _USHAPE_SHARPNESS

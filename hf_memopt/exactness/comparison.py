@@ -374,9 +374,7 @@ def _difference(place: TensorPlace, plain: Fingerprint | None, switched: Fingerp
 
 def _eps(dtype: str) -> float:
     found = getattr(torch, dtype)
-    if found.is_floating_point or found.is_complex:
-        return torch.finfo(found).eps
-    return torch.finfo(torch.float32).eps
+    return torch.finfo(found if found.is_floating_point or found.is_complex else torch.float32).eps
 
 
 def _lacking(first: Mapping[TensorPlace, Fingerprint], second: Mapping[TensorPlace, Fingerprint]) -> dict[Phase, str]:

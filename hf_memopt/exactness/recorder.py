@@ -7,7 +7,6 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager, suppress
-from types import TracebackType
 from typing import Any, Self
 from unittest.mock import patch
 
@@ -99,10 +98,10 @@ class Recorder:
 
         @functools.wraps(call)
         def call_recorded(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            # Compiled functions keep this one. Within backward, checkpointed layers run forward again.
-            if torch.compiler.is_compiling() or recorder._is_over or in_backward():
-                return call(module, *args, **kwargs)
-            if torch._C._functorch.maybe_current_level() is not None:  # torch.func's tensors hold those of many calls
+            # Compiled functions keep this one. Within backward, checkpointed layers run forward again. The tensors of
+            # torch.func hold those of many calls.
+            is_in_func = torch._C._functorch.maybe_current_level() is not None
+            if torch.compiler.is_compiling() or recorder._is_over or in_backward() or is_in_func:
                 return call(module, *args, **kwargs)
             if not torch.is_grad_enabled():
                 with recorder._without_graph(module):
@@ -140,15 +139,13 @@ class Recorder:
         kind = self._device.type
         self._active.callback(torch.set_autocast_enabled, kind, torch.is_autocast_enabled(kind))
         self._active.callback(register_optimizer_step_pre_hook(self._before_update).remove)
-        self._active.callback(register_optimizer_step_post_hook(self._after_update).remove)
+        self._active.callback(register_optimizer_step_post_hook(lambda each, *_: self._updated.add(each)).remove)
         enter(self._warnings())
         reset_peak(self._device)
         self._began = time.perf_counter()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self._active.close()
         self._is_over = True
         self.recording.peak_bytes = peak_bytes(self._device)
@@ -172,7 +169,6 @@ class Recorder:
         self.recording.precision = str(dtype).removeprefix("torch.")
 
     def add_results(self, results: Any) -> None:
-        """Record the tensors among the results of a step."""
         with self._recording():
             for name, tensor in _named_tensors(results, ""):
                 self._add("result", name, tensor, micro_batch=0)
@@ -188,8 +184,10 @@ class Recorder:
             self.recording.step_s.append(began - self._began)
             for name, tensor in itertools.chain.from_iterable(map(self._named, self._models)):
                 self._add("weight", name, tensor, micro_batch=0)
-            for name, tensor in self._named_states():
-                self._add("optimizer", name, tensor, micro_batch=0)
+            for optimizer in (each for each in self._optimizers if each in self._updated):
+                for name, parameter in self._parameters_of(optimizer):
+                    for key, state in _named_tensors(optimizer.state.get(parameter, {}), ""):
+                        self._add("optimizer", f"{key} of {name}", state, micro_batch=0)
             self._updated, self._sums, self._micro_batch = set(), {}, 0
             self._num_calls.clear()
             self._step += 1
@@ -359,9 +357,6 @@ class Recorder:
                     for option, found in settings:
                         self.recording.tensors[TensorPlace(self._step, 0, "setting", f"{option} of {name}")] = found
 
-    def _after_update(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._updated.add(optimizer)
-
     def _named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield trained parameters, those of the last layers first, as backward reaches them."""
         seen: set[int] = set()
@@ -372,7 +367,6 @@ class Recorder:
                     yield name, parameter
 
     def _named(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        """Yield trained parameters, then buffers."""
         number = self._known.numbers[model]
         prefix = f"model {number}: " if number > 1 else ""
         for name, tensor in _weights_of(model):
@@ -384,12 +378,6 @@ class Recorder:
         parameters = (each for group in optimizer.param_groups for each in group["params"])
         for position, parameter in enumerate(parameters):
             yield self._known.names.get(parameter, f"parameter {position} of optimizer {number}"), parameter
-
-    def _named_states(self) -> Iterator[tuple[str, Tensor]]:
-        for optimizer in (each for each in self._optimizers if each in self._updated):
-            for name, parameter in self._parameters_of(optimizer):
-                for key, state in _named_tensors(optimizer.state.get(parameter, {}), ""):
-                    yield f"{key} of {name}", state
 
     def _add(self, phase: Phase, name: str, tensor: Tensor, micro_batch: int) -> None:
         for suffix, found in _fingerprints(tensor):

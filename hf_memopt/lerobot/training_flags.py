@@ -23,7 +23,13 @@ def read_training_flags() -> TrainPipelineConfig:
     printed = io.StringIO()
     with complaints_as_errors(), redirect_stderr(printed):
         cfg = _parsed()
-        _validate(cfg)
+        try:
+            cfg.validate()
+        except FileExistsError as error:
+            raise ValueError(
+                f"output_dir={str(cfg.output_dir)!r} exists; name a new folder, or go on with the run in it: "
+                "--resume=true --config_path=FOLDER/checkpoints/last/pretrained_model/train_config.json"
+            ) from error
         # Paths are saved in each checkpoint, which may be used from another directory.
         cfg.output_dir = Path(cfg.output_dir).absolute()
         if cfg.dataset.root is not None:
@@ -48,16 +54,6 @@ def complaints_as_errors() -> Iterator[None]:
 @parser.wrap()
 def _parsed(cfg: TrainPipelineConfig) -> TrainPipelineConfig:
     return cfg
-
-
-def _validate(cfg: TrainPipelineConfig) -> None:
-    try:
-        cfg.validate()
-    except FileExistsError as error:
-        raise ValueError(
-            f"output_dir={str(cfg.output_dir)!r} exists; name a new folder, or go on with the run in it: --resume=true "
-            "--config_path=FOLDER/checkpoints/last/pretrained_model/train_config.json"
-        ) from error
 
 
 def _innermost(error: BaseException) -> str:

@@ -196,7 +196,6 @@ def videos(output: Path, names: Sequence[str]) -> dict[str, Path]:
 
 
 def draw_film_strip(videos: Mapping[str, Path], file: Path) -> None:
-    """Draw a row for each video, by its title."""
     with drawn(file, len(videos), NUM_PICTURES, figsize=(NUM_PICTURES, 1.25 * len(videos)), squeeze=False) as grid:
         for row, (title, video) in zip(grid, videos.items(), strict=True):
             frames, seconds = read_video(video)

@@ -65,7 +65,6 @@ class PolicyTraining:
         return self._step(self._with(checkpointing), offload)
 
     def write(self, settings: Settings, micro_batch: int, folder: Path) -> list[Path]:
-        """Write an accelerate config, and lerobot's `train_config.json`."""
         checkpointing, self._offload = ACTIVATIONS[settings["activations"]]
         folder.mkdir(parents=True, exist_ok=True)
         self._with(checkpointing).save_pretrained(folder)

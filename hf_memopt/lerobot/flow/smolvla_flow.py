@@ -76,7 +76,11 @@ class SmolVLAExpert(ConditionedExpert):
     def _cache(self) -> DynamicCache:
         # A new cache for each step: lerobot appends the action tokens to some layers and crops them off again.
         cache = DynamicCache()
-        cache.layers = [_filled_layer(k, v) for k, v in zip(self._keys, self._values, strict=True)]
+        for keys, values in zip(self._keys, self._values, strict=True):
+            layer = DynamicLayer()
+            layer.keys, layer.values = keys.transpose(1, 2), values.transpose(1, 2)
+            layer.dtype, layer.device, layer.is_initialized = keys.dtype, keys.device, True
+            cache.layers.append(layer)
         return cache
 
 
@@ -86,13 +90,6 @@ def _with_free_row(cached: Tensor) -> Tensor:
     rows = cached.new_empty(batch, tokens + 1, heads, dim)
     rows[:, :-1].copy_(cached.transpose(1, 2))
     return rows
-
-
-def _filled_layer(keys: Tensor, values: Tensor) -> DynamicLayer:
-    layer = DynamicLayer()
-    layer.keys, layer.values = keys.transpose(1, 2), values.transpose(1, 2)
-    layer.dtype, layer.device, layer.is_initialized = keys.dtype, keys.device, True
-    return layer
 
 
 def _run_state_token(model: VLAFlowMatching, prefix: SmolVLAPrefix) -> tuple[list[Tensor], list[Tensor]]:

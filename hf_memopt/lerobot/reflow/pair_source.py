@@ -131,7 +131,6 @@ class CachedPairs(PairSource):
             logger.info("couplings: the teacher is not at hand, so its weights were not compared with the folder's")
 
     def draw(self, student: PreTrainedPolicy, batch: dict[str, Tensor], noise: Tensor | None) -> Pairs:
-        """Look up the pairs of a batch's frames, and the observations if they are stored."""
         if noise is not None:
             raise ValueError("noise was given, and couplings_path holds the noise of each frame; pass one of them")
         cache = self._cache

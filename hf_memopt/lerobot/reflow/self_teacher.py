@@ -1,7 +1,7 @@
 """A student without a second model: on couplings from disk, or on targets of its own present weights."""
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,14 +22,14 @@ class SelfTeacher(VelocityTeacher):
     def __init__(self, config: ReflowOptions) -> None:
         super().__init__(config)
         # Weak, since the student owns its teacher.
-        self._student: weakref.ref[PreTrainedPolicy] | None = None
+        self._student: Callable[[], PreTrainedPolicy | None] = lambda: None
 
     @property
     def num_steps(self) -> int:
         return self._config.teacher_num_steps or _NUM_STEPS
 
     def load(self, student: PreTrainedPolicy) -> PreTrainedPolicy:
-        if self._student is None or self._student() is not student:
+        if self._student() is not student:
             check_replicated(student)
             self._share(why_student_cannot_share(student))
             self._student = weakref.ref(student)
@@ -43,8 +43,6 @@ class SelfTeacher(VelocityTeacher):
 
     @contextmanager
     def visit(self) -> Iterator[Any]:
-        """Have the student's model in evaluation mode and without autocast for as long as the context lasts."""
-        assert self._student is not None
         student = self._student()
         assert student is not None
         model, training = student.model, student.model.training
