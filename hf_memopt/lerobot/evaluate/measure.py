@@ -33,6 +33,7 @@ from hf_memopt.reflow import straightness
 from hf_memopt.report.outcome import Outcome, steps_text
 
 Batch = Mapping[str, Tensor]
+Sample = tuple[Batch, Tensor, Tensor]  # a batch, its noise, and the actions that the teacher's own sampling makes of it
 
 _NUM_SPREAD_SAMPLES = 8
 _NUM_LATENCY_RUNS = 7
@@ -113,20 +114,19 @@ def evaluate_reflow(
     batch for each number of steps. Training mode, configurations and the global random generator are left as they were.
     """
     reference_steps: int = getattr(teacher.config, flow_of(teacher.config).steps_field)
-    noises = [_draw_noise(teacher, batch, seed=index) for index, batch in enumerate(batches)]
-    references = [
-        sample_trajectory(teacher, observe(teacher, batch), noise, reference_steps)[-1]
-        for batch, noise in zip(batches, noises, strict=True)
-    ]
+    samples = []
+    for seed, batch in enumerate(batches):
+        noise = _draw_noise(teacher, batch, seed)
+        samples.append((batch, noise, sample_trajectory(teacher, observe(teacher, batch), noise, reference_steps)[-1]))
     policies = {"teacher": teacher, "student": student}
     sides = {
-        name: _evaluate_model(policy, batches, noises, references, reference_steps, num_steps, name)
-        for name, policy in policies.items()
+        name: _evaluate_model(policy, samples, reference_steps, num_steps, name) for name, policy in policies.items()
     }
-    times_ms = _latencies_ms(policies, batches[0], noises[0][:1], sorted({1, *num_steps, reference_steps}))
+    noise = samples[0][1]
+    times_ms = _latencies_ms(policies, batches[0], noise[:1], sorted({1, *num_steps, reference_steps}))
     sides = {name: dataclasses.replace(side, latency_ms=times_ms[name]) for name, side in sides.items()}
     num_observations = sum(len(batch[ACTION]) for batch in batches)
-    return ReflowEvaluation(num_observations, reference_steps, device_name(noises[0].device), **sides)
+    return ReflowEvaluation(num_observations, reference_steps, device_name(noise.device), **sides)
 
 
 def held_out_batches(
@@ -189,21 +189,13 @@ def reading_dataset(repo_id: str, root: Path | str | None) -> Iterator[None]:
 
 
 def _evaluate_model(
-    policy: PreTrainedPolicy,
-    batches: Sequence[Batch],
-    noises: Sequence[Tensor],
-    references: Sequence[Tensor],
-    reference_steps: int,
-    num_steps: Sequence[int],
-    name: str,
+    policy: PreTrainedPolicy, samples: Sequence[Sample], reference_steps: int, num_steps: Sequence[int], name: str
 ) -> ModelEvaluation:
     dims = policy.config.action_feature.shape[0]
     errors: dict[int, list[Tensor]] = {steps: [] for steps in num_steps}
     action_errors: dict[int, list[Tensor]] = {steps: [] for steps in num_steps}
     paths = []
-    for batch, noise, reference in tqdm(
-        list(zip(batches, noises, references, strict=True)), desc=f"evaluate {name}", unit="batch"
-    ):
+    for batch, noise, reference in tqdm(samples, desc=f"evaluate {name}", unit="batch"):
         observation = observe(policy, batch)
         paths.append(sample_trajectory(policy, observation, noise, reference_steps)[..., :dims])
         for steps in num_steps:
@@ -211,16 +203,16 @@ def _evaluate_model(
             errors[steps].append((actions - reference)[..., :dims].flatten())
             action_errors[steps].append(_valid(actions[..., :dims] - batch[ACTION], batch))
     path = torch.cat(paths, dim=1)
-    first = observe(policy, batches[0])
-    single = _observe_one(policy, batches[0])
+    batch, noise, _ = samples[0]
+    first = observe(policy, batch)
     all_steps = sorted({1, *num_steps, reference_steps})
-    weights_bytes, sampling_bytes = memory_to_act(policy, single, noises[0][:1])
+    weights_bytes, sampling_bytes = memory_to_act(policy, _observe_one(policy, batch), noise[:1])
     return ModelEvaluation(
         error={steps: _rms(found) for steps, found in errors.items()},
         action_error={steps: _rms(found) for steps, found in action_errors.items()},
         straightness=straightness(path).item(),
         normalized_straightness=straightness(path, normalize=True).item(),
-        spread={steps: _spread(policy, first, noises[0], steps, dims) for steps in all_steps},
+        spread={steps: _spread(policy, first, noise, steps, dims) for steps in all_steps},
         latency_ms={},
         weights_bytes=weights_bytes,
         sampling_bytes=sampling_bytes,

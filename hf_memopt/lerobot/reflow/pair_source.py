@@ -21,6 +21,8 @@ from hf_memopt.lerobot.reflow.pair_key import Statistics, comparable_fields, cou
 
 logger = logging.getLogger(__name__)
 
+Prefix = SharedPrefix | None  # the student's, if its teacher shares it
+
 
 class Pairs(NamedTuple):
     """The pairs of noise and actions that a batch is trained on."""
@@ -46,10 +48,8 @@ class PairSource:
     def draw(self, student: PreTrainedPolicy, batch: dict[str, Tensor], noise: Tensor | None) -> Pairs:
         return Pairs(batch, self._noise(student, batch) if noise is None else noise)
 
-    def complete(
-        self, pairs: Pairs, student: PreTrainedPolicy, observation: Observation, prefix: SharedPrefix | None
-    ) -> Pairs:
-        """Return drawn pairs with their actions; `prefix` is the student's, if its teacher shares it."""
+    def complete(self, pairs: Pairs, student: PreTrainedPolicy, observation: Observation, prefix: Prefix) -> Pairs:
+        """Return drawn pairs with their actions."""
         return pairs._replace(target=student.teacher.sample(observation, pairs.noise, prefix))
 
     def _noise(self, student: PreTrainedPolicy, batch: dict[str, Tensor]) -> Tensor:
@@ -62,9 +62,7 @@ class DemonstratedPairs(PairSource):
     """Lets a share of the paths, `reflow_real_data`, end at the demonstrated actions of the batch."""
 
     @torch.no_grad()
-    def complete(
-        self, pairs: Pairs, student: PreTrainedPolicy, observation: Observation, prefix: SharedPrefix | None
-    ) -> Pairs:
+    def complete(self, pairs: Pairs, student: PreTrainedPolicy, observation: Observation, prefix: Prefix) -> Pairs:
         from_data, actions, valid = _demonstrations(student, pairs.batch)
         flow, num_action_dims = flow_of(student.config), student.config.action_feature.shape[0]
         with student.teacher.visit() as model:
@@ -85,9 +83,7 @@ class OwnPairs(PairSource):
     """
 
     @torch.no_grad()
-    def complete(
-        self, pairs: Pairs, student: PreTrainedPolicy, observation: Observation, prefix: SharedPrefix | None
-    ) -> Pairs:
+    def complete(self, pairs: Pairs, student: PreTrainedPolicy, observation: Observation, prefix: Prefix) -> Pairs:
         from_data, actions, valid = _demonstrations(student, pairs.batch)
         own = student.teacher.sample(observation, pairs.noise, prefix)
         target = torch.where(from_data[:, None, None], actions, own)
@@ -97,9 +93,7 @@ class OwnPairs(PairSource):
 class SeededPairs(PairSource):
     """Gives each frame pairs of its own, the same whenever it is used: `couplings_per_frame` of `couplings_seed`."""
 
-    def complete(
-        self, pairs: Pairs, student: PreTrainedPolicy, observation: Observation, prefix: SharedPrefix | None
-    ) -> Pairs:
+    def complete(self, pairs: Pairs, student: PreTrainedPolicy, observation: Observation, prefix: Prefix) -> Pairs:
         """Solve frame by frame: the neighbours in a batch would change the rounding."""
         inputs, noise = coupling_inputs(student.config, pairs.batch), pairs.noise
         rows = [{name: tensor[row : row + 1] for name, tensor in inputs.items()} for row in range(len(noise))]
