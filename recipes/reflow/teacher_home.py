@@ -83,12 +83,8 @@ def _room() -> Card:
 
 
 def _workload(cfg: TrainPipelineConfig, num_accumulation_steps: int) -> SmolVLAReflow:
-    return SmolVLAReflow(
-        cfg.policy,
-        Path(cfg.policy.pretrained_path),
-        effective_batch=cfg.batch_size * num_accumulation_steps,
-        micro_batch=cfg.batch_size,
-    )
+    folder, size = Path(cfg.policy.pretrained_path), cfg.batch_size
+    return SmolVLAReflow(cfg.policy, folder, effective_batch=size * num_accumulation_steps, micro_batch=size)
 
 
 def _home(row: Row) -> str:

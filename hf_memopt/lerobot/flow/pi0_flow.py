@@ -61,23 +61,19 @@ class Pi0Expert(ConditionedExpert):
     """Evaluates a velocity field, given a shared prefix, which is cast to the expert's dtype where that is another."""
 
     def __init__(self, model: Model, prefix: Pi0Prefix) -> None:
-        self._model, self._pad_masks = model, prefix.pad_masks
-        self._state = {} if prefix.state is None else {"state": prefix.state}
+        self._model = model
         keys, values = prefix.keys, prefix.values
-        if not torch.is_autocast_enabled(self._pad_masks.device.type):
+        if not torch.is_autocast_enabled(prefix.pad_masks.device.type):
             dtype = model.paligemma_with_expert.gemma_expert.model.layers[0].self_attn.k_proj.weight.dtype
             keys, values = ([tensor.to(dtype) for tensor in tensors] for tensors in (keys, values))
         # As a cache of lerobot's yields them. It copies them for each step, since the expert appends its own.
-        self._layers = [(key, value, None) for key, value in zip(keys, values, strict=True)]
+        layers = [(key, value, None) for key, value in zip(keys, values, strict=True)]
+        self._given: dict[str, Any] = {"prefix_pad_masks": prefix.pad_masks, "past_key_values": layers}
+        if prefix.state is not None:
+            self._given["state"] = prefix.state
 
     def velocity(self, x_t: Tensor, time: Tensor) -> Tensor:
-        return self._model.denoise_step(
-            **self._state,
-            prefix_pad_masks=self._pad_masks,
-            past_key_values=self._layers,
-            x_t=x_t,
-            timestep=time,
-        )
+        return self._model.denoise_step(**self._given, x_t=x_t, timestep=time)
 
 
 class Pi0Flow(FlowPolicy):
