@@ -62,17 +62,10 @@ def set_up(cfg: TrainPipelineConfig, precision: str, offload: str, num_tokens: i
 
 def update(run: PolicyRun) -> None:
     metrics = MetricsTracker(1, 1, 1, {name: AverageMeter(name) for name in _METERS})
+    accelerator, model, optimizer, scheduler, batch, _, grad_clip_norm = run
     # The arguments of distributions are valid, which only real numbers could show.
     with patch.object(Distribution, "_validate_args", False):
-        update_policy(
-            metrics,
-            run.model,
-            dict(run.batch),
-            run.optimizer,
-            run.grad_clip_norm,
-            run.accelerator,
-            lr_scheduler=run.scheduler,
-        )
+        update_policy(metrics, model, dict(batch), optimizer, grad_clip_norm, accelerator, lr_scheduler=scheduler)
 
 
 def build_policy(config: PreTrainedConfig) -> PreTrainedPolicy:
