@@ -104,13 +104,13 @@ def attach(
                     "model"
                 )
             undo.callback(apply_selective_checkpointing(trainer.model).remove)
-        if trained and base is None and not streams_alone(trainer):
-            raise ValueError("trained=True needs base, the home of the weights: 'host' or 'file'")
         weights: StreamedWeights | None = None
         if base is not None or streams_alone(trainer):
             streamed = StreamedBase(trainer, base, trained)
             undo.callback(streamed.remove)
             weights = streamed.weights if streamed.weights.trained else None
+        elif trained:
+            raise ValueError("trained=True needs base, the home of the weights: 'host' or 'file'")
         if chosen is not None:
             undo.callback(OffloadedLoss(trainer, chosen).remove)
         if frozen is not None:

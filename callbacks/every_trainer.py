@@ -66,8 +66,6 @@ def run_script(words: Sequence[str]) -> None:
 
 @dataclass
 class Attached:
-    """The effects of `attached` on a script."""
-
     offloaders: weakref.WeakSet[ActivationOffloader] = field(default_factory=weakref.WeakSet)  # of all its models
     is_any: bool = False  # the script has made a Trainer, or prepared a model that is trained with an Accelerator
     unreached: list[str] = field(default_factory=list)  # a line for each option in use that does nothing here

@@ -57,8 +57,6 @@ def enclose_calls_of(module: nn.Module, context: Callable[[str], AbstractContext
 
 
 class _Calls:
-    """The running calls of a module."""
-
     def __init__(self, context: Callable[[str], AbstractContextManager[Any]]) -> None:
         self._context = context
         self._entered: list[AbstractContextManager[Any]] = []

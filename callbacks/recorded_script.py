@@ -41,8 +41,6 @@ _PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Order:
-    """An order to record a run."""
-
     folder: str  # each rank writes `rank-N.json` into it
     num_steps: int
     perturbed: str | None  # name of a dtype: each weight is changed by one unit in its last place; None: no change

@@ -49,14 +49,7 @@ def streams_alone(trainer: Trainer) -> bool:
     return streamed_weights_of(trainer.model) is not None and not _is_attached(trainer)
 
 
-def stream_trainer(
-    trainer: Trainer,
-    base: BaseHome,
-    *,
-    trained: bool = False,
-    budget_gib: float | None = None,
-    disk: str | os.PathLike[str] | None = None,
-) -> StreamedWeights:
+def stream_trainer(trainer: Trainer, base: BaseHome, **settings: Any) -> StreamedWeights:
     """Return what `stream_base` does for the model of a trainer, which has moved it to its device."""
     if trainer.model_init is not None:
         raise ValueError(f"base={base!r}: model_init makes the model anew at each train(); give the trainer a model")
@@ -70,19 +63,13 @@ def stream_trainer(
             base,
             trainer.args.device,
         )
-    return stream_base(trainer.model, trainer.args, base, trained=trained, budget_gib=budget_gib, disk=disk)
+    return stream_base(trainer.model, trainer.args, base, **settings)
 
 
 def stream_base(
-    model: nn.Module | None,
-    args: TrainingArguments | None,
-    base: BaseHome,
-    *,
-    trained: bool = False,
-    budget_gib: float | None = None,
-    disk: str | os.PathLike[str] | None = None,
+    model: nn.Module | None, args: TrainingArguments | None, base: BaseHome, *, trained: bool = False, **settings: Any
 ) -> StreamedWeights:
-    """Return the object by which a trainer's model streams; it is made unless the model streams already."""
+    """Return the object by which a trainer's model streams; unless that streams already, it is made with `settings`."""
     if model is None:
         raise ValueError(f"base={base!r} needs a trainer that is given its model; leave model_init out")
     if args is not None:
@@ -102,7 +89,7 @@ def stream_base(
             )
         try:
             device = None if args is None else args.device
-            return StreamedWeights(model, home=base, trained=trained, budget_gib=budget_gib, device=device, disk=disk)
+            return StreamedWeights(model, home=base, trained=trained, device=device, **settings)
         except ValueError as error:
             raise ValueError(f"base={base!r}: {error}") from error
     home = present.report().home

@@ -62,7 +62,6 @@ class Switches:
 
     @property
     def are_fields_alone(self) -> bool:
-        """True if fields of the script's arguments alone are switched."""
         return not (self.environment or self.torch_flags or self.ours or self.script)
 
     def check_that_they_change(self) -> None:
