@@ -56,7 +56,14 @@ def read_options[T](kind: type[T], description: str, arguments: Sequence[str] | 
     # The file comes first, so that the command line's own flags, which come later, overrule it.
     from_file = [] if path is None else list(_words_of_file(Path(path), get_type_hints(kind)))
     _add_other_names(parser)
-    return _read(kind, parser, [*from_file, *given], by_section=by_section)
+    found, unknown = parser.parse_known_args([*from_file, *given])
+    refuse_unknown(unknown, parser)
+    sections = {}
+    for section, group in get_type_hints(kind).items():
+        names = {each.name: _flag_name(section, each.name, by_section) for each in fields(group)}
+        sections[section] = group(**{name: getattr(found, flag) for name, flag in names.items()})
+        check_ranges(sections[section], names)
+    return kind(**sections)
 
 
 def write_options(path: Path, options: Any) -> Path:
@@ -102,19 +109,7 @@ def _flag_name(section: str, name: str, by_section: bool) -> str:
     return f"{section}.{name}" if by_section else name
 
 
-def _read[T](kind: type[T], parser: Parser, arguments: Sequence[str], *, by_section: bool) -> T:
-    found, unknown = parser.parse_known_args(arguments)
-    refuse_unknown(unknown, parser)
-    sections = {}
-    for section, group in get_type_hints(kind).items():
-        names = {each.name: _flag_name(section, each.name, by_section) for each in fields(group)}
-        sections[section] = group(**{name: getattr(found, flag) for name, flag in names.items()})
-        check_ranges(sections[section], names)
-    return kind(**sections)
-
-
 def refuse_unknown(words: Sequence[str], parser: ArgumentParser) -> None:
-    """Refuse words that are no flags, and name the nearest one."""
     if words:
         flags = {name: name for action in parser._actions for name in action.option_strings}
         if "." not in words[0]:  # then it is compared with fields without their sections

@@ -67,14 +67,12 @@ def plot_history(axes: Any, history: History, unit: str, labels: Mapping[str, st
 
 
 @contextmanager
-def drawn(file: Path, rows: int, columns: int, dpi: int = 100, **settings: Any) -> Iterator[Any]:
-    """Yield the axes of a new figure, as `pyplot.subplots` gives them, and save it at the end. Needs matplotlib."""
-    import matplotlib
+def drawn(
+    file: Path, rows: int, columns: int, dpi: int = 100, figsize: tuple[float, float] | None = None, **settings: Any
+) -> Iterator[Any]:
+    """Yield the axes of a new figure, as `Figure.subplots` gives them, and save it at the end. Needs matplotlib."""
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(rows, columns, layout="constrained", **settings)
-    yield axes
+    figure = Figure(figsize, layout="constrained")
+    yield figure.subplots(rows, columns, **settings)
     figure.savefig(file, dpi=dpi)
-    plt.close(figure)

@@ -32,7 +32,6 @@ class Source(NamedTuple):
 
 
 def load(options: DataOptions, stride: int, seed: int, channels: int = 3) -> Source:
-    """Return the images that the options name."""
     buckets = [bucket(options.resolution, ratio, stride) for ratio in options.aspect_ratios]
     if options.image_folder is None and options.dataset is None:
         return Source(drawn_images(options.num_drawn, options.resolution, seed), "image", buckets, channels)

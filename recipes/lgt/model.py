@@ -222,7 +222,6 @@ def compile_seconds() -> float:
 
 
 def save_model(model: nn.Module, options: Options, folder: Path) -> None:
-    """Write `model.safetensors`, and its options as `config.json`."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = {name: value.contiguous() for name, value in model.state_dict().items()}
     (folder / "model.safetensors").write_bytes(save(weights))  # save_file's are for their owner alone to read

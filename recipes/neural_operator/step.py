@@ -20,8 +20,6 @@ from hf_memopt.training import split_batch
 
 Batch = dict[str, Tensor]
 
-_PERIODIC = ("periodic_in_x", "periodic_in_y", "periodic_in_z")
-
 
 @cache
 def relative_errors(num_dims: int) -> dict[str, Callable[..., Tensor]]:
@@ -34,7 +32,7 @@ def relative_errors(num_dims: int) -> dict[str, Callable[..., Tensor]]:
         return lambda output, y, **others: loss(output, y, **others) / y.shape[1]
 
     # H1Loss takes fields for periodic by default, which these are not.
-    edges = dict.fromkeys(_PERIODIC[:num_dims], False)
+    edges = {f"periodic_in_{axis}": False for axis in "xyz"[:num_dims]}
     return {"l2": by_channel(LpLoss(d=num_dims, p=2)), "h1": by_channel(H1Loss(d=num_dims, **edges))}
 
 
