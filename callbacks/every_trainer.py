@@ -113,7 +113,7 @@ def attached(arguments: MemoptArguments) -> Iterator[Attached]:
         prepared = prepare(accelerator, *args, **kwargs)
         if is_own:
             for model in prepared if isinstance(prepared, tuple) else (prepared,):
-                if _is_trained(model):
+                if isinstance(model, nn.Module) and any(each.requires_grad for each in model.parameters()):
                     if not found.unreached:
                         found.unreached = _of_trainers_alone(arguments)
                         for line in found.unreached:
@@ -160,10 +160,6 @@ def _with_home(prepared: Any, home: HomeOfOptimizers, accelerator: Accelerator) 
     if accelerator.distributed_type in _ENGINES:
         home.refuse(accelerator.distributed_type.value)
     return home.take(prepared)
-
-
-def _is_trained(model: Any) -> bool:
-    return isinstance(model, nn.Module) and any(parameter.requires_grad for parameter in model.parameters())
 
 
 def _wrap(model: nn.Module, arguments: MemoptArguments, accelerator: Accelerator) -> Iterator[ActivationOffloader]:

@@ -44,7 +44,7 @@ def train(in_files: bool) -> nn.Module:
 
 def main() -> None:
     plain, ours = train(in_files=False), train(in_files=True)
-    equal = all(torch.equal(one, other) for one, other in zip(plain.parameters(), ours.parameters(), strict=True))
+    equal = all(map(torch.equal, plain.parameters(), ours.parameters()))
     print(f"weights equal to those of training in memory: {equal}")
 
 

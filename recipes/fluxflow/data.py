@@ -203,11 +203,9 @@ def first_images(source: Source, count: int) -> list[Tensor]:
 
 
 def drawn_images(count: int, resolution: int, seed: int) -> datasets.Dataset:
-    numbers = random.Random(seed)
+    numbers, images = random.Random(seed), []
+    for _ in range(count):
+        size = bucket(resolution, numbers.choice(DRAWN_RATIOS), stride=1)
+        images.append(painted(landscape(size, numbers), numbers))
     features = datasets.Features({"image": datasets.Image(mode="RGB")})
-    return datasets.Dataset.from_dict({"image": [_drawn(numbers, resolution) for _ in range(count)]}, features=features)
-
-
-def _drawn(numbers: random.Random, resolution: int) -> Image.Image:
-    size = bucket(resolution, numbers.choice(DRAWN_RATIOS), stride=1)
-    return painted(landscape(size, numbers), numbers)
+    return datasets.Dataset.from_dict({"image": images}, features=features)
