@@ -31,7 +31,6 @@ from hf_memopt.activations.saved_tensors.storages import (
     LiveStorage,
     OffloadedStorage,
     OwnCopy,
-    TracedStorage,
 )
 from hf_memopt.activations.stats import OffloadCounters
 from hf_memopt.autograd_state import NO_BACKWARD, current_backward, may_be_cast_of_frozen_weight, next_node
@@ -292,8 +291,8 @@ class OffloadedPass:
         place = None if is_pending else device.acquire(storage.nbytes(), storage, memory)
         if place is None and not is_pending:
             return OwnCopy(tensor, device, index) if is_private else KeptStorage(tensor, device, index)
-        options = tensor, device, index, place, self._prefetcher, is_private, memory
-        offloaded = TracedStorage(self._owner(index), *options) if self._is_traced else OffloadedStorage(*options)
+        owner = self._owner(index)
+        offloaded = OffloadedStorage(tensor, device, index, place, self._prefetcher, is_private, memory, owner)
         self._movable.append(weakref.ref(offloaded))
         if not is_pending:
             self._leave(offloaded)
@@ -313,9 +312,7 @@ class OffloadedPass:
             place = places.setdefault(source.key, len(places))
             if source.live is None:
                 self._save_source(source, self._source_index(index, place))
-        live = RecomputedStorage(
-            tensor, self.device, index, recomputation, self._owner(index) if self._is_traced else None
-        )
+        live = RecomputedStorage(tensor, self.device, index, recomputation, self._owner(index))
         self._movable.append(weakref.ref(live))
         self._counters.bytes_recomputed += live.num_bytes
         return live
@@ -356,7 +353,9 @@ class OffloadedPass:
         sources = self.recording.profile.storages[index].sources if self.recording else ()
         return sources[place] if place < len(sources) else _UNFORESEEN
 
-    def _owner(self, index: int) -> str:
+    def _owner(self, index: int) -> str | None:
+        if not self._is_traced:
+            return None
         owners = self.recording.owners if self.recording else ()
         return owners[index] if index < len(owners) else ""
 

@@ -1,29 +1,25 @@
 """A saved storage that backward computes again."""
 
 import sys
-from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
 from hf_memopt.activations.recompute.replay import Recomputation
 from hf_memopt.activations.saved_tensors.device_state import DeviceState
-from hf_memopt.activations.saved_tensors.storages import LiveStorage, traced_range
+from hf_memopt.activations.saved_tensors.storages import LiveStorage
 from hf_memopt.uncompiled import uncompiled
 
 
 class RecomputedStorage(LiveStorage):
     """Computed again when needed, from live sources that it keeps until then, and held until its last need."""
 
-    __slots__ = ("_computation", "_computed_in", "_device_type", "_memory", "_owner", "_sources")
-
     def __init__(
         self, tensor: Tensor, device: DeviceState, index: int, computation: Recomputation, owner: str | None
     ) -> None:
         self._sources: list[LiveStorage] = []
-        super().__init__(tensor, device, index)
+        super().__init__(tensor, device, index, owner=owner)
         self._computation: Recomputation | None = computation
-        self._owner = owner
         self._device_type = tensor.device.type
         self._memory: Tensor | None = None
         self._computed_in = 0
@@ -40,8 +36,7 @@ class RecomputedStorage(LiveStorage):
 
     def _bring(self, backward: int) -> Tensor:
         if self._memory is None:
-            traced = self._owner is not None
-            with traced_range("recompute", self.index, self.num_bytes, self._owner or "") if traced else nullcontext():
+            with self._range("recompute"):
                 self._memory = self._compute(backward)
             assert self._memory.nbytes == self.num_bytes
             if not self.is_read_again():  # then the result stays for as long as it may be asked for

@@ -9,8 +9,8 @@ import sys
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from typing import Any, ClassVar
+from contextlib import AbstractContextManager, nullcontext
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -52,7 +52,8 @@ class LiveStorage(VersionGuard, ABC):
     A backward that frees its graph lets go of each saved tensor once it has used it, and with the last of them goes
     this object and all that it holds. Only where the graph is retained, or another graph has the storage too, is there
     anything to count: then bytes that a backward brought back go after their last use in that backward. `tensor` shares
-    the version counter of all that are to be views of this object.
+    the version counter of all that are to be views of this object. With `owner`, the name of the module that saved it,
+    `torch.profiler` shows copies, waits and computations.
 
     Attributes:
         is_pending: whether it is left alone because the model still has it, so that its memory counts as the model's. A
@@ -68,41 +69,18 @@ class LiveStorage(VersionGuard, ABC):
         pin: keeps the storage's address, which is `key`, from being given to another storage.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_counted_bytes",
-        "_num_left",
-        "_plain_bytes",
-        "_siblings",
-        "device",
-        "foreseen",
-        "has_late_views",
-        "index",
-        "is_pending",
-        "is_weight",
-        "key",
-        "num_bytes",
-        "num_dependents",
-        "num_views",
-        "num_writes",
-        "of_function",
-        "pin",
-        "read_in",
-        "saved_by",
-        "saved_in_node",
-        "shown",
-    )
-
     is_kept: ClassVar[bool] = False
 
-    def __init__(self, tensor: Tensor, device: DeviceState, index: int, is_pending: bool = False) -> None:
+    def __init__(
+        self, tensor: Tensor, device: DeviceState, index: int, is_pending: bool = False, owner: str | None = None
+    ) -> None:
         # Read by `__del__`, should anything fail.
         self.device, self.key = device, 0
         self._counted_bytes = self._plain_bytes = 0
         super().__init__(tensor)
         self.is_pending, self.has_late_views = is_pending, False
         storage = tensor.untyped_storage()
-        self.index = index
+        self.index, self._owner = index, owner
         self.num_bytes = storage.nbytes()
         self.num_views = self.num_dependents = 0
         self.foreseen = _UNFORESEEN
@@ -216,6 +194,11 @@ class LiveStorage(VersionGuard, ABC):
         self.device.held.now_bytes -= self._counted_bytes
         self.device.held.plain_bytes -= self._plain_bytes
 
+    def _range(self, work: str) -> AbstractContextManager[object]:
+        if self._owner is None:
+            return nullcontext()
+        return traced_range(work, self.index, self.num_bytes, self._owner)
+
     @abstractmethod
     def _bring(self, backward: int) -> Tensor:
         """Return the bytes on the device, wherever they are now."""
@@ -226,8 +209,6 @@ class LiveStorage(VersionGuard, ABC):
 
 
 class KeptStorage(LiveStorage):
-    __slots__ = ("_tensor",)
-
     is_kept = True
 
     def __init__(self, tensor: Tensor, device: DeviceState, index: int, is_pending: bool = False) -> None:
@@ -259,8 +240,6 @@ class KeptStorage(LiveStorage):
 class OwnCopy(KeptStorage):
     """A copy on the device, for computing others: the model may go on to write to its storage."""
 
-    __slots__ = ()
-
     is_kept = False
 
     def __init__(self, tensor: Tensor, device: DeviceState, index: int) -> None:
@@ -282,21 +261,6 @@ class OffloadedStorage(LiveStorage):
         is_private: whether to copy from a copy, since the model may go on to write to its own memory.
     """
 
-    __slots__ = (
-        "_first",
-        "_first_choice",
-        "_incoming",
-        "_is_private",
-        "_may_be_noise",
-        "_memory",
-        "_of_pass",
-        "_outgoing",
-        "_place",
-        "_prefetcher",
-        "_source",
-        "is_leaving",
-    )
-
     def __init__(
         self,
         tensor: Tensor,
@@ -306,6 +270,7 @@ class OffloadedStorage(LiveStorage):
         prefetcher: Prefetcher,
         is_private: bool = False,
         first_choice: int = 0,
+        owner: str | None = None,
     ) -> None:
         # First all that `__del__` reads.
         self.device, self._place, self._prefetcher = device, place, prefetcher
@@ -320,7 +285,7 @@ class OffloadedStorage(LiveStorage):
         self.is_leaving = False
         # Only tensors without `requires_grad` can be the noise of RReLU.
         self._may_be_noise = not tensor.requires_grad
-        super().__init__(tensor, device, index, is_pending=place is None)
+        super().__init__(tensor, device, index, is_pending=place is None, owner=owner)
         self._is_private = is_private
         source = bytes_of(tensor).clone() if is_private else bytes_of(tensor)
         if place is None:
@@ -341,7 +306,8 @@ class OffloadedStorage(LiveStorage):
             self._count()
 
     def _start(self, source: Tensor, place: Place) -> None:
-        self._outgoing = place.memory.write(self._part(source, place), place.block)
+        with self._range("offload"):
+            self._outgoing = place.memory.write(self._part(source, place), place.block)
         self._source = source
         self._count()
 
@@ -379,7 +345,7 @@ class OffloadedStorage(LiveStorage):
         place = self._place
         assert place is not None
         memory = self.device.empty_device(self.num_bytes, place, self._first)
-        with self.device.telling():
+        with self._range("prefetch"), self.device.telling():
             self._incoming = place.memory.read(place.block, self._part(memory, place))
         self._memory = memory
         self._count()
@@ -410,7 +376,7 @@ class OffloadedStorage(LiveStorage):
     def _arrive(self) -> Tensor:
         assert self._memory is not None
         assert self._incoming is not None
-        with self.device.telling():
+        with self._range("wait for prefetch"), self.device.telling():
             self._incoming.wait()  # again for each use, which may be on another stream
         return self._memory
 
@@ -429,7 +395,7 @@ class OffloadedStorage(LiveStorage):
         assert self._outgoing is not None
         if self.is_leaving:
             self.device.stay(self)
-        with self.device.telling():
+        with self._range("wait for offload"), self.device.telling():
             self._outgoing.wait()
         self._source = None
 
@@ -451,37 +417,6 @@ class OffloadedStorage(LiveStorage):
             self._forget()
             if self._place is not None:
                 self._place.release()
-
-
-class TracedStorage(OffloadedStorage):
-    """An `OffloadedStorage` whose copies and waits are `torch.profiler` ranges, named after `owner`."""
-
-    __slots__ = ("_owner",)
-
-    def __init__(self, owner: str, tensor: Tensor, device: DeviceState, index: int, *options: Any) -> None:
-        self._owner = owner
-        self.index, self.num_bytes = index, tensor.untyped_storage().nbytes()
-        super().__init__(tensor, device, index, *options)
-
-    def _start(self, source: Tensor, place: Place) -> None:
-        with self._range("offload"):
-            super()._start(source, place)
-
-    def prefetch(self) -> None:
-        if self.is_away:
-            with self._range("prefetch"):
-                super().prefetch()
-
-    def _arrive(self) -> Tensor:
-        with self._range("wait for prefetch"):
-            return super()._arrive()
-
-    def _release_source(self) -> None:
-        with self._range("wait for offload"):
-            super()._release_source()
-
-    def _range(self, what: str) -> AbstractContextManager[object]:
-        return traced_range(what, self.index, self.num_bytes, self._owner)
 
 
 def traced_range(what: str, index: int, num_bytes: int, owner: str) -> AbstractContextManager[object]:

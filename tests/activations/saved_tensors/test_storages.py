@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hf_memopt.activations.saved_tensors.device_state import DeviceState
 from hf_memopt.activations.saved_tensors.prefetcher import Prefetcher
-from hf_memopt.activations.saved_tensors.storages import KeptStorage, OffloadedStorage, TracedStorage, traced_range
+from hf_memopt.activations.saved_tensors.storages import KeptStorage, OffloadedStorage, traced_range
 from hf_memopt.autograd_state import bytes_of
 from hf_memopt.transfer.lower_memory import Place
 
@@ -168,7 +168,7 @@ def test_a_storage_that_dies_gives_its_host_memory_back(context: DeviceState, te
 def test_copies_and_waits_are_ranges_of_the_trace(context: DeviceState, tensor: Tensor) -> None:
     place = place_for(tensor, context)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as trace:
-        storage = TracedStorage("layers.0.mlp", tensor, context, 7, place, Uses(), False, 0)
+        storage = OffloadedStorage(tensor, context, 7, place, Uses(), owner="layers.0.mlp")
         storage.let_go()
         storage.fetch(0, True)
         with traced_range("recompute", 8, 3 * 2**20, ""):
