@@ -49,11 +49,12 @@ class _Disk(LowerMemory):
 
 @dataclass(eq=False)
 class DiskBlock:
-    """An extent of a file, and how far behind the beginning of its first page its bytes begin."""
+    """An extent, how far behind the beginning of its first page the bytes begin, and the staged write that fills it."""
 
     extent: Extent
     nbytes: int
     offset: int = 0
+    write: "_StagedWrite | None" = None
 
 
 class DirectDisk(_Disk):
@@ -93,16 +94,6 @@ class DirectDisk(_Disk):
         return Tier("disk", file.write_bytes_per_s, file.read_bytes_per_s, file.space.budget_bytes, wears=True)
 
 
-@dataclass(eq=False)
-class StagedBlock:
-    """An extent of a file, and the write that fills it."""
-
-    extent: Extent
-    nbytes: int
-    write: "_StagedWrite | None" = None
-    offset = 0
-
-
 class StagedDisk(_Disk):
     """A disk below a device with memory of its own.
 
@@ -123,10 +114,10 @@ class StagedDisk(_Disk):
         self._link: tuple[float, float] | None = None
         self.lock = threading.RLock()
 
-    def acquire(self, num_bytes: int, storage: torch.UntypedStorage) -> StagedBlock | None:
+    def acquire(self, num_bytes: int, storage: torch.UntypedStorage) -> DiskBlock | None:
         # A tensor that could not stop on its way back must not go.
         extent = self.file.space.acquire(num_bytes) if num_bytes <= self.staging_bytes else None
-        return None if extent is None else StagedBlock(extent, num_bytes)
+        return None if extent is None else DiskBlock(extent, num_bytes)
 
     @property
     def host_bytes_held(self) -> int:
@@ -137,38 +128,34 @@ class StagedDisk(_Disk):
         writes = [each for each in tuple(self._under_way) if isinstance(each, _StagedWrite)]
         return super().bytes_live - sum(write.extent.num_bytes for write in writes if write.is_abandoned)
 
-    def release(self, block: StagedBlock) -> None:
+    def release(self, block: DiskBlock) -> None:
         with self.lock:
             if block.write is None or block.write.is_over:
                 self.file.space.release(block.extent)
             else:
                 block.write.is_abandoned = True
 
-    def write(self, source: Tensor, block: StagedBlock) -> Transfer:
+    def write(self, source: Tensor, block: DiskBlock) -> Transfer:
         with self.lock:
             memory = self._take(source.nbytes)
             block.write = _StagedWrite(self, memory, block.extent, self.copier.to_host(source, memory))
             self._under_way.append(block.write)
             return block.write
 
-    def read(self, block: StagedBlock, destination: Tensor) -> Transfer:
+    def read(self, block: DiskBlock, destination: Tensor) -> Transfer:
         with self.lock:
-            assert block.write is not None
-            block.write.finish()
-            block.write.raise_error()
+            self._finish_write(block)
             memory = self._take(destination.nbytes)
             read = _StagedRead(self, memory, self.file.read(block.extent, memory), destination)
             self._under_way.append(read)
             return _ReadTransfer(read)
 
-    def at_home(self, block: StagedBlock) -> mmap.mmap:
+    def at_home(self, block: DiskBlock) -> mmap.mmap:
         with self.lock:
-            assert block.write is not None
-            block.write.finish()
-            block.write.raise_error()
+            self._finish_write(block)
         return self.file.mapped(block.extent)
 
-    def empty_device(self, num_bytes: int, block: StagedBlock, first: int) -> Tensor:
+    def empty_device(self, num_bytes: int, block: DiskBlock, first: int) -> Tensor:
         return self.copier.empty_device(num_bytes)
 
     def begin_pass(self) -> None:
@@ -188,6 +175,11 @@ class StagedDisk(_Disk):
         writes = min(self._link[0], self.file.write_bytes_per_s)
         reads = min(self._link[1], self.file.read_bytes_per_s)
         return Tier("disk", writes, reads, self.file.space.budget_bytes, wears=True)
+
+    def _finish_write(self, block: DiskBlock) -> None:
+        assert block.write is not None
+        block.write.finish()
+        block.write.raise_error()
 
     def _take(self, num_bytes: int) -> Tensor:
         """Return host memory that begins with a page; waits for the oldest copies where there is none."""

@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from io import FileIO
-from typing import IO, Any, NamedTuple, TypeVar
+from typing import IO, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,8 +31,6 @@ from hf_memopt.transfer.scratch_file import REFUSALS, DiskError
 from hf_memopt.transfer.storage_memory import SparePages, WholePages
 from hf_memopt.transfer.threads import Call, Threads
 from hf_memopt.units import MIB, format_bytes
-
-T = TypeVar("T")
 
 # The most that one call reads. A multiple of a page.
 PART_BYTES = 4 * MIB
@@ -271,7 +269,7 @@ class BlockInFiles:
         self.bytes_read += sum(part.num_bytes for part in found)
         return found
 
-    def submit(self, function: Callable[..., T], *arguments: Any) -> Call[T]:
+    def submit[T](self, function: Callable[..., T], *arguments: Any) -> Call[T]:
         while self._under_way and self._under_way[0].done():
             self._under_way.popleft()
         read = Call(partial(function, *arguments))
@@ -435,7 +433,8 @@ class StagedReads:
     def _copy_oldest(self) -> None:
         read, part, buffer, fetched = self._reading.popleft()
         try:
-            copy = self._copier.to_device(fetched.result(), read.destination_of(part))
+            destination = read.destination[part.start : part.start + part.num_bytes]
+            copy = self._copier.to_device(fetched.result(), destination)
         except Exception as error:  # raised to those who wait for the bytes
             read.error = error
             self._free.append(buffer)
@@ -452,17 +451,14 @@ class _StagedRead:
     """A read, of which `num_left` parts are still to be copied to the device."""
 
     def __init__(self, reads: StagedReads, parts: Sequence[Piece], destination: Tensor) -> None:
-        self.parts = parts
-        self._reads, self._destination = reads, destination
+        self.parts, self.destination = parts, destination
+        self._reads = reads
 
     def begin(self) -> None:
         """Begin, perhaps again."""
         self.num_left = len(self.parts)
         self.copies: list[DeviceCopy] = []
         self.error: Exception | None = None
-
-    def destination_of(self, part: Piece) -> Tensor:
-        return self._destination[part.start : part.start + part.num_bytes]
 
     def wait(self) -> None:
         self._reads.finish(self)
@@ -480,13 +476,8 @@ def _joined(pieces: Sequence[Piece]) -> list[Piece]:
     runs: list[Piece] = []
     for piece in pieces:
         last = runs[-1] if runs else piece
-        gap = piece.start - last.start - last.num_bytes
-        if (
-            runs
-            and piece.file is last.file
-            and piece.position - last.position == piece.start - last.start
-            and gap < PAGE
-        ):
+        goes_on = piece.file is last.file and piece.position - last.position == piece.start - last.start
+        if runs and goes_on and piece.start - last.start - last.num_bytes < PAGE:
             runs[-1] = last._replace(num_bytes=piece.start + piece.num_bytes - last.start)
         else:
             runs.append(piece)

@@ -98,8 +98,7 @@ class HostArena:
         block = blocks.pop() if blocks else self._cut(num_bytes)
         if block is not None:
             self.bytes_live += num_bytes
-            if self.bytes_live > self._recent_peak_bytes:
-                self._recent_peak_bytes = self.bytes_live
+            self._recent_peak_bytes = max(self._recent_peak_bytes, self.bytes_live)
         return block
 
     def release(self, block: Tensor) -> None:

@@ -8,7 +8,6 @@ from hf_memopt.transfer.copier import Copier, Transfer
 from hf_memopt.units import MIB
 
 PROBE_BYTES = 16 * MIB
-_REPEATS = 5
 
 
 def measure_link(copier: Copier, clock: Clock) -> tuple[float, float]:
@@ -23,7 +22,7 @@ def measure_link(copier: Copier, clock: Clock) -> tuple[float, float]:
     return speeds
 
 
-def bytes_per_s(copy: Callable[[], Transfer], num_bytes: int, clock: Clock, repeats: int = _REPEATS) -> float:
+def bytes_per_s(copy: Callable[[], Transfer], num_bytes: int, clock: Clock, repeats: int = 5) -> float:
     """Median speed of a copy that is begun `1 + repeats` times; the first touches its memory for the first time."""
     seconds = []
     for _ in range(1 + repeats):

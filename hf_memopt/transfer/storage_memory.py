@@ -12,7 +12,7 @@ import mmap
 import os
 import sys
 from functools import cache
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -29,29 +29,6 @@ _MREMAP_MAYMOVE, _MREMAP_FIXED, _MREMAP_DONTUNMAP = 1, 2, 4
 
 # Types of devices whose storages can be guarded. Elsewhere a read of absent memory is undefined.
 _GUARDED = ("cpu", "cuda", "xpu")
-
-
-class StorageMemory(Protocol):
-    """Memory that comes and goes; present at first.
-
-    Attributes:
-        block: `(num_bytes,)` uint8, of the same storage at all times, for views.
-    """
-
-    block: Tensor
-
-    @property
-    def is_exported(self) -> bool:
-        """Return whether a NumPy array may have been made of the memory since it was given, which nothing guards."""
-
-    def give(self) -> Tensor:
-        """Return uninitialised memory to fill, `(num_bytes,)` uint8; a MemoryError or RuntimeError if there is none."""
-
-    def show(self) -> None:
-        """Open the memory, which has been filled, to views of the block."""
-
-    def take(self) -> None:
-        """Give the memory up. Work submitted so far may still read it."""
 
 
 class AccessGuard:
@@ -157,7 +134,11 @@ def _fields_of_storages() -> _Fields:
 
 
 class ResizedMemory:
-    """Memory of torch's allocator, which may keep it; an access while it is absent raises `message`."""
+    """Memory of torch's allocator, which may keep it; an access while it is absent raises `message`.
+
+    Attributes:
+        block: `(num_bytes,)` uint8, of the same storage at all times, for views.
+    """
 
     def __init__(self, num_bytes: int, device: torch.device, message: str) -> None:
         self._num_bytes = num_bytes
@@ -171,9 +152,11 @@ class ResizedMemory:
 
     @property
     def is_exported(self) -> bool:
+        """Return whether a NumPy array may have been made of the memory since it was given, which nothing guards."""
         return self._guard is not None and self._guard.is_exported
 
     def give(self) -> Tensor:
+        """Return uninitialised memory to fill, `(num_bytes,)` uint8; a MemoryError or RuntimeError if there is none."""
         if self._guard is None:
             self._is_there = True
             self._storage.resize_(self._num_bytes)
@@ -192,10 +175,12 @@ class ResizedMemory:
         )
 
     def show(self) -> None:
+        """Open the memory, which has been filled, to views of the block."""
         if self._guard is not None:
             self._guard.open()
 
     def take(self) -> None:
+        """Give the memory up. Work submitted so far may still read it."""
         if not self._is_there:
             return
         if self._guard is not None:
@@ -354,6 +339,10 @@ class WholePages:
     def _error(self) -> MemoryError:
         reason = os.strerror(ctypes.get_errno())
         return MemoryError(f"cannot allocate {format_bytes(self.pages.nbytes)} of host memory: {reason}")
+
+
+# Present at first; `ResizedMemory` says what the methods do.
+StorageMemory = ResizedMemory | WholePages
 
 
 @cache

@@ -33,6 +33,5 @@ class Tier:
         POSITIVE.check(f"read_bytes_per_s of the {self.name}", self.read_bytes_per_s)
 
     def slower(self, ratio: float) -> "Tier":
-        """Return the same tier with both bandwidths times `ratio`."""
         writes, reads = ratio * self.write_bytes_per_s, ratio * self.read_bytes_per_s
         return replace(self, write_bytes_per_s=writes, read_bytes_per_s=reads)
