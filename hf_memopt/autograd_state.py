@@ -1,6 +1,7 @@
 """The state of autograd, and the parts of a tensor: facts that saved-tensor hooks ask torch for."""
 
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from functools import cache
 from types import FrameType
@@ -104,10 +105,7 @@ def refuse_rrelu() -> None:
 
 
 def _inside_of(file: str) -> bool:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename != file:
-        frame = frame.f_back
-    return frame is not None
+    return any(frame.f_code.co_filename == file for frame, _ in traceback.walk_stack(sys._getframe(1)))
 
 
 def may_be_cast_of_frozen_weight(tensor: Tensor) -> bool:

@@ -9,15 +9,9 @@ from typing import Any, get_args, get_type_hints
 
 @dataclass(frozen=True)
 class Range:
-    """The finite numbers that an option takes.
+    """The finite numbers that an option takes, `at_least` and `at_most` included, `above` and `below` not.
 
-    Attributes:
-        at_least: the smallest.
-        above: less than the smallest.
-        at_most: the largest.
-        below: more than the largest.
-        whole: whole numbers only.
-        why: ends the complaint: a reason or a remedy.
+    With `whole` only whole numbers; `why` ends the complaint: a reason or a remedy.
     """
 
     at_least: float = -math.inf

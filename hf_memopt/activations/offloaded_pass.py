@@ -89,11 +89,9 @@ class OffloadedPass:
     Args:
         prefetch_ahead: storages to bring back ahead, in bytes of the largest that has left: many small ones at once.
         plan: actions and windows. None: offload everything and learn the order from backward.
-        recording: the recorded pass that the plan was made from.
         foreseen_reads: reads of each storage by each backward under the plan, where there are several; else empty.
         is_for_these_sizes: whether the plan does not hold for larger passes, whose other memory is not known.
         keeps_all: whether everything stays on the device, and hooks are of no use once the pass has begun.
-        on_end: called at the end of each backward through this pass.
 
     Attributes:
         peak_bytes: the most that saved activations held on the device until the last backward was over.
@@ -308,10 +306,11 @@ class OffloadedPass:
     def _recompute(self, tensor: Tensor, index: int, recomputation: Recomputation) -> LiveStorage:
         # The plan counts each source once, in the order of their first mention.
         places: dict[int, int] = {}
+        planned = self.recording.profile.storages[index].sources if self.recording else ()
         for source in recomputation.sources():
             place = places.setdefault(source.key, len(places))
             if source.live is None:
-                self._save_source(source, self._source_index(index, place))
+                self._save_source(source, planned[place] if place < len(planned) else _UNFORESEEN)
         live = RecomputedStorage(tensor, self.device, index, recomputation, self._owner(index))
         self._movable.append(weakref.ref(live))
         self._counters.bytes_recomputed += live.num_bytes
@@ -348,10 +347,6 @@ class OffloadedPass:
     def _is_as_recorded(self, index: int, recomputation: Recomputation | None) -> bool:
         recorded = self.recording.operations.get(index) if self.recording is not None else None
         return recomputation is not None and recomputation.operations() == recorded
-
-    def _source_index(self, index: int, place: int) -> int:
-        sources = self.recording.profile.storages[index].sources if self.recording else ()
-        return sources[place] if place < len(sources) else _UNFORESEEN
 
     def _owner(self, index: int) -> str | None:
         if not self._is_traced:

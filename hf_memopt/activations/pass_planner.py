@@ -141,28 +141,33 @@ class PassPlanner:
         this_pass, self._ended = self._ended, None
         if self._has_run_out():
             assert self.plan is not None
+            assert self.recording is not None
             self._maker.note_shortage(self.plan)
-            self._replan()
+            self._replan(self.recording)
         if this_pass is None or not this_pass.sizes:
             return
         if this_pass.recorder is not None:
             self._take_recording(this_pass, this_pass.recorder)
-        elif self._wants_plain:
-            self._take_plain(this_pass)
-        elif self.recording is not None and tuple(this_pass.sizes) != self.recording.sizes:
-            self._adapt(this_pass.sizes)
+        elif self.recording is not None:
+            self._take_unrecorded(this_pass, self.recording)
+        if not self.is_recording and not self._wants_plain and self._trims_left:
+            self._trims_left -= 1
+            self._device.trim()
+
+    def _take_unrecorded(self, this_pass: OffloadedPass, recording: RecordedPass) -> None:
+        if self._wants_plain:
+            self._take_plain(this_pass, recording)
+        elif tuple(this_pass.sizes) != recording.sizes:
+            self._adapt(this_pass.sizes, recording)
         elif this_pass.is_other_work:
             self._record_again()
         elif self._maker.has_budget and this_pass.plan is self.plan is not None:
             if self._maker.note_overlap(this_pass.peak_bytes):
-                self._replan()
+                self._replan(recording)
         elif self.plan is not None and self._maker.has_less_room_than(self.plan):
-            self._replan()
+            self._replan(recording)
         elif self.plan is not None and this_pass.plan is self.plan:
-            self._compare(this_pass, self.plan)
-        if not self.is_recording and not self._wants_plain and self._trims_left:
-            self._trims_left -= 1
-            self._device.trim()
+            self._compare(this_pass, self.plan, recording)
 
     def break_off(self, ran_out: bool) -> None:
         """Note that an exception has ended a context; where memory ran out, later plans hold less."""
@@ -197,13 +202,13 @@ class PassPlanner:
         return self._room is None and isinstance(self._device.clock, HostClock)
 
     def _take_recording(self, this_pass: OffloadedPass, recorder: PassRecorder) -> None:
-        self.recording = recorder.finish()
+        self.recording = recording = recorder.finish()
         self._num_operations = {} if this_pass.op_tracer is None else this_pass.op_tracer.num_by_module
         self._num_recorded += 1
         self._times.begin_recording()
         self._wants_plain = not self.is_recording and not self._maker.has_budget
         if not self._wants_plain:  # else the plan is made for the plain pass's time, which is not to be disturbed
-            self._replan()
+            self._replan(recording)
 
     def _record_again(self) -> None:
         """Record one more pass, a few times at most: passes may alternate."""
@@ -211,39 +216,33 @@ class PassPlanner:
             self._num_corrections += 1
             self._num_recorded = _RECORDED_PASSES - 1
 
-    def _replan(self) -> None:
-        assert self.recording is not None
-        self.plan = self._maker.make(self.recording.profile, before=self.plan)
+    def _replan(self, recording: RecordedPass) -> None:
+        self.recording = recording
+        self.plan = self._maker.make(recording.profile, before=self.plan)
         self._times.begin_plan()
 
-    def _take_plain(self, this_pass: OffloadedPass) -> None:
-        assert self.recording is not None
+    def _take_plain(self, this_pass: OffloadedPass, recording: RecordedPass) -> None:
         self._wants_plain = False
         if self._times.comparison.wants_plain:
-            self._judge(self._times.compare_plain(this_pass, self.recording))
+            self._judge(self._times.compare_plain(this_pass, recording), recording)
         else:
-            self.recording = self._times.take_plain(self.recording, self._num_operations)
-            self._replan()
+            self._replan(self._times.take_plain(recording, self._num_operations))
 
-    def _adapt(self, sizes: list[int]) -> None:
+    def _adapt(self, sizes: list[int], recording: RecordedPass) -> None:
         """Make room for larger shapes; a plan for the largest fits the smaller ones too."""
-        assert self.recording is not None
-        if len(sizes) != len(self.recording.sizes):
+        if len(sizes) != len(recording.sizes):
             self._record_again()  # other storages altogether
-        elif any(new > old for new, old in zip(sizes, self.recording.sizes, strict=True)):
+        elif any(new > old for new, old in zip(sizes, recording.sizes, strict=True)):
             if self._room is not None:
-                self._room.grow(max(new / old for new, old in zip(sizes, self.recording.sizes, strict=True)))
-            self.recording = grown(self.recording, sizes)
+                self._room.grow(max(new / old for new, old in zip(sizes, recording.sizes, strict=True)))
             self._times.comparison.plain_s = None  # it was of another size
-            self._replan()
+            self._replan(grown(recording, sizes))
 
-    def _compare(self, this_pass: OffloadedPass, plan: OffloadPlan) -> None:
-        assert self.recording is not None
+    def _compare(self, this_pass: OffloadedPass, plan: OffloadPlan, recording: RecordedPass) -> None:
         if self._times.wants_whole:
-            recording = self._times.take_whole(self.recording, plan)
-            if recording is not None:
-                self.recording = recording
-                self._replan()
+            timed = self._times.take_whole(recording, plan)
+            if timed is not None:
+                self._replan(timed)
                 self._trims_left = 2  # it may need less memory below the device
             return
         ended = self._times.next_ended(this_pass)
@@ -254,12 +253,12 @@ class PassPlanner:
             logger.info("activation offloading: compute waited %.1f ms longer than predicted", 1e3 * excess_s)
             self._num_corrections += 1
             self._maker.note_slow_copies()
-            self._replan()
+            self._replan(recording)
         else:
-            self._judge(self._times.comparison.add_planned(ended.elapsed_s()))
+            self._judge(self._times.comparison.add_planned(ended.elapsed_s()), recording)
             self._wants_plain = self._times.comparison.wants_plain
 
-    def _judge(self, slowdown: float | None) -> None:
+    def _judge(self, slowdown: float | None, recording: RecordedPass) -> None:
         """Plan for less where passes take longer than `max_slowdown` allows, by the share `slowdown`."""
         if slowdown is not None:
             logger.info(
@@ -268,20 +267,17 @@ class PassPlanner:
                 100 * slowdown,
                 self._limits.max_slowdown,
             )
-            self._reduce(self._limits.max_slowdown / slowdown)
+            self._reduce(self._limits.max_slowdown / slowdown, recording)
 
-    def _reduce(self, share: float) -> None:
+    def _reduce(self, share: float, recording: RecordedPass) -> None:
         """Compute nothing again; if that is so, offload a share of the storages; if that fails, keep them all."""
         assert self.plan is not None
-        assert self.recording is not None
         if Action.RECOMPUTE in self.plan.actions:
-            self.recording = without_recomputing(self.recording)
-            self._replan()
+            self._replan(without_recomputing(recording))
         elif self._num_reductions < _MAX_REDUCTIONS:
             self._num_reductions += 1
             # The smallest stay: to start the copy of a small one takes as long as that of a large one.
-            self.recording = offloading_fewer(self.recording, self.plan.actions, share)
-            self._replan()
+            self._replan(offloading_fewer(recording, self.plan.actions, share))
         else:
             self._keep_everything()
             return
@@ -290,9 +286,8 @@ class PassPlanner:
 
     def _keep_everything(self) -> None:
         assert self.recording is not None
-        before, self.recording = self.recording, keeping_everything(self.recording)
-        self._replan()
+        before = self.recording
+        self._replan(keeping_everything(before))
         if self.plan is None:  # for which the device has no room
-            self.recording = before
-            self._replan()
+            self._replan(before)
         self.rests = self._has_room_for_everything()

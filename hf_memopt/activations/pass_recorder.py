@@ -57,16 +57,8 @@ class _Computable:
     operations: tuple[Any, ...]
     checks: list[Callable[[], bool]] | None
 
-    def saved_sources(self) -> list[int]:
-        return [source for source in self.sources if not isinstance(source, _Unsaved)]
-
     def source_indices(self, unsaved_indices: "dict[_Unsaved, int]") -> tuple[int, ...]:
-        indices = []
-        for source in self.sources:
-            if not isinstance(source, _Unsaved):
-                indices.append(source)
-            else:
-                indices.append(unsaved_indices[source] if source.index is None else source.index)
+        indices = [unsaved_indices[source] if isinstance(source, _Unsaved) else source for source in self.sources]
         return tuple(dict.fromkeys(indices))
 
 
@@ -131,7 +123,8 @@ class PassRecorder:
         self._placed[index] = len(self._events) - 1
         self._indices[key] = index
         self._sizes[index] = storage.nbytes()
-        self._owners[index] = _owner(self._names)
+        module = calling_module()
+        self._owners[index] = "" if module is None else self._names.get(id(module), type(module).__name__)
         # A source that another storage could be computed from is saved now: the planner will know it by its index.
         if key in self._unsaved and not of_function:
             source = self._unsaved.pop(key)
@@ -192,7 +185,8 @@ class PassRecorder:
         times = _Times(self._clock, self._begun, self._events)
         # Sources that autograd never saved come last.
         unsaved = [source for source in self._all_unsaved if source.index is None]
-        indices = {source: len(self._sizes) + place for place, source in enumerate(unsaved)}
+        indices = {source: source.index for source in self._all_unsaved if source.index is not None}
+        indices |= {source: len(self._sizes) + place for place, source in enumerate(unsaved)}
         # Never left alone: tensors of the model's parts kept a storage.
         lasting = self._lasting | (self._sizes.keys() - times.saved_s.keys())
         storages = [
@@ -214,8 +208,9 @@ class PassRecorder:
         uses_s = times.uses_of(index)
         # One that backward never used needs no way back.
         computable = self._computable.get(index) if uses_s else None
-        if computable is not None and not times.outlive(computable.saved_sources(), uses_s):
-            computable = None
+        if computable is not None:
+            saved = [source for source in computable.sources if not isinstance(source, _Unsaved)]
+            computable = computable if times.outlive(saved, uses_s) else None
         return SavedStorage(
             self._sizes[index],
             times.saved_s[index],
@@ -275,8 +270,3 @@ class _Times:
         """Return when memory went that did not go with its last use; `num_events` were noted by then, None if never."""
         freed_s = self.step_s if num_events is None else self.events_s[num_events - 1]
         return freed_s if not uses_s or freed_s > uses_s[-1] else None
-
-
-def _owner(names: dict[int, str]) -> str:
-    module = calling_module()
-    return "" if module is None else names.get(id(module), type(module).__name__)
