@@ -47,7 +47,9 @@ class DeviceRoom:
         free_bytes, total_bytes = self._counters.free_and_total()
         if self._device.type == "cuda":
             total_bytes = int(torch.cuda.get_per_process_memory_fraction(self._device) * total_bytes)
-        capacity = min(memory.reserved_bytes + free_bytes // _ranks_per_device(), total_bytes)
+        ranks, devices = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.accelerator.device_count()
+        ranks_per_device = max(1, -(-ranks // max(1, devices)))
+        capacity = min(memory.reserved_bytes + free_bytes // ranks_per_device, total_bytes)
         return int(USABLE * capacity) - self._other_bytes - (memory.allocated_bytes - self._begun_bytes)
 
     def grow(self, ratio: float) -> None:
@@ -78,8 +80,3 @@ def room_on(device: torch.device) -> DeviceRoom | None:
         return None
     counters = counters_for(device)
     return None if counters is None else DeviceRoom(counters, device)
-
-
-def _ranks_per_device() -> int:
-    ranks, devices = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.accelerator.device_count()
-    return max(1, -(-ranks // max(1, devices)))

@@ -173,7 +173,9 @@ class CheckpointedForward:
     def __init__(self, module: nn.Module, checkpointing: SelectiveCheckpoint) -> None:
         self._module = module
         self._checkpointing = checkpointing
-        self._names = _positional_names(type(module).forward)
+        parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+        by_position = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+        self._names = tuple(each.name for each in parameters if each.kind in by_position)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module
@@ -199,11 +201,6 @@ def _without_cache(
     by_position = tuple(caches.get(name, value) for name, value in zip(names, args, strict=False))
     by_name = {name: nothing for name, nothing in caches.items() if name not in names[: len(args)]}
     return by_position + args[len(by_position) :], kwargs | by_name
-
-
-def _positional_names(method: Callable[..., Any]) -> tuple[str, ...]:
-    parameters = list(inspect.signature(method).parameters.values())[1:]
-    return tuple(each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD))
 
 
 @cache

@@ -31,9 +31,6 @@ class RecomputedStorage(LiveStorage):
     def ripen(self) -> None:
         """Do nothing: this kind is never pending."""
 
-    def _num_own_tensors(self) -> int:
-        return 0
-
     def _bring(self, backward: int) -> Tensor:
         if self._memory is None:
             with self._range("recompute"):

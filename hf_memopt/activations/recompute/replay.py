@@ -7,6 +7,7 @@ bytes, so the result is the same bits. Nothing that draws random numbers is ever
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,8 +23,6 @@ _MAX_DEPTH = 12
 
 class StoredInput:
     """An operand read from another storage of the pass; saving its storage sets `live` and drops `tensor`."""
-
-    __slots__ = ("guard", "is_saved", "key", "live", "meta", "num_bytes", "num_writes", "tensor")
 
     def __init__(self, operand: TensorRef, live: LiveStorage | None, tensor: Tensor | None) -> None:
         self.key, self.meta, self.num_writes = operand.key, operand.meta, operand.num_writes
@@ -45,8 +44,6 @@ class StoredInput:
 
 class WeightInput:
     """A weight operand. It should stay allocated; FSDP and ZeRO may free it before backward (see `was_freed`)."""
-
-    __slots__ = ("_meta", "_num_bytes", "_weight", "guard")
 
     def __init__(self, weight: Tensor, meta: ViewMeta) -> None:
         self._weight, self._meta = weight, meta
@@ -72,13 +69,12 @@ class WeightInput:
         return self._meta.of(bytes_of(self._weight))
 
 
+@dataclass(eq=False)
 class ComputedInput:
     """An operand computed on the way, not saved."""
 
-    __slots__ = ("computation", "meta")
-
-    def __init__(self, computation: "Recomputation", meta: ViewMeta) -> None:
-        self.computation, self.meta = computation, meta
+    computation: "Recomputation"
+    meta: ViewMeta
 
 
 class Recomputation:

@@ -117,8 +117,7 @@ class Outgoing(Protocol):
 class DeviceState:
     """The memories below one device, nearest first, its live storages, and copies under way.
 
-    Args:
-        lock: held while this state changes, except by destructors.
+    `lock` is held while this state changes, except by destructors.
     """
 
     def __init__(self, device: torch.device, lower: Sequence[LowerMemory], clock: Clock, lock: threading.RLock) -> None:

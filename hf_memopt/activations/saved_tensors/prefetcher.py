@@ -25,23 +25,19 @@ class ReloadOrders:
 
     def __init__(self) -> None:
         # By index and size of the offloaded storages: passes over other shapes do not disturb a learned order.
-        self._orders: dict[tuple[tuple[int, ...], tuple[int, ...]], ReloadOrder] = {}
+        self._orders: dict[tuple[tuple[int, int], ...], ReloadOrder] = {}
 
     def order(self, sizes: dict[int, int]) -> ReloadOrder:
         """Return the order of use; the reverse of saving until backward has shown better."""
-        return self._orders.get(_key(sizes)) or ReloadOrder(list(sizes)[::-1], sizes)
+        return self._orders.get(tuple(sizes.items())) or ReloadOrder(list(sizes)[::-1], sizes)
 
     def learn(self, sizes: dict[int, int], indices: Sequence[int]) -> None:
-        key = _key(sizes)
+        key = tuple(sizes.items())
         known = self._orders.pop(key, None)
         # The newest last: shapes that never come again are forgotten.
         self._orders[key] = known if known and known.indices == indices else ReloadOrder(indices, sizes)
         if len(self._orders) > _NUM_ORDERS:
             del self._orders[next(iter(self._orders))]
-
-
-def _key(sizes: dict[int, int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    return tuple(sizes), tuple(sizes.values())
 
 
 class Prefetcher:
@@ -66,8 +62,7 @@ class Prefetcher:
     def add(self, index: int, entry: weakref.ref[Any], num_bytes: int) -> None:
         self._storages[index] = entry
         self._sizes[index] = num_bytes
-        if num_bytes > self.largest_bytes:
-            self.largest_bytes = num_bytes
+        self.largest_bytes = max(self.largest_bytes, num_bytes)
         self._order = self._largest_to_fetch = None
 
     def begin_use(self, index: int) -> None:
@@ -76,8 +71,7 @@ class Prefetcher:
             self._used[index] = None
             if self._planned is None and len(self._used) == len(self._storages):
                 self._orders.learn(self._sizes, list(self._used))
-        is_planned = self._planned is not None
-        room = self._planned_bytes if is_planned else self._prefetch_ahead * self._find_largest_to_fetch()
+        room = self._prefetch_ahead * self._find_largest_to_fetch() if self._planned is None else self._planned_bytes
         if room:
             self._fetch_after(index, room)
 
@@ -113,8 +107,8 @@ class Prefetcher:
         self._fetched_to = position
 
     def _find_order(self) -> ReloadOrder:
-        known = self._planned is not None
-        self._order = ReloadOrder(self._planned or (), self._sizes) if known else self._orders.order(self._sizes)
+        planned = self._planned
+        self._order = self._orders.order(self._sizes) if planned is None else ReloadOrder(planned, self._sizes)
         self._fetched_to = self._last_used = 0
         return self._order
 
