@@ -1,7 +1,7 @@
 """Simulated plans, and the front of them: the fastest for each peak."""
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -90,9 +90,7 @@ class ParetoFront:
         if self.step_within(candidate.peak_bytes) <= candidate.step_s * (1 + _FRONT_STEP_TOLERANCE):
             return
         # Sorted by peak, so also by falling step time: the replaced candidates are neighbours.
-        first = bisect_right(members, candidate.peak_bytes, key=lambda member: member.peak_bytes)
-        while first and members[first - 1].peak_bytes == candidate.peak_bytes:
-            first -= 1
+        first = bisect_left(members, candidate.peak_bytes, key=lambda member: member.peak_bytes)
         last = first
         while last < len(members) and members[last].step_s >= candidate.step_s:
             last += 1

@@ -29,11 +29,8 @@ class Memories:
 
     def assignments(self, actions: bytes) -> Iterator[bytes]:
         """Yield different assignments, each with the number of a tier for every storage; none without room."""
-        num_bytes, count = 0, 0
-        for size, action in zip(self._sizes, actions, strict=True):
-            if action == Action.OFFLOAD:
-                num_bytes, count = num_bytes + size, count + 1
-        if not count or self._has_room(0, num_bytes, count):
+        sizes = [size for size, action in zip(self._sizes, actions, strict=True) if action == Action.OFFLOAD]
+        if not sizes or self._has_room(0, sizes):
             yield bytes(len(actions))
         elif len(self._tiers) > 1:
             yield from dict.fromkeys(found for order in self._orders if (found := self._filled(actions, order)))
@@ -42,7 +39,7 @@ class Memories:
         """Fill the first tier in an order, and send the rest to the last; None if that has no room for it."""
         last, room = len(self._tiers) - 1, self._tiers[0].budget_bytes
         assert room is not None
-        memories, sent_bytes, num_sent = bytearray(len(actions)), 0, 0
+        memories, sent = bytearray(len(actions)), []
         for index in order:
             size = self._sizes[index]
             if actions[index] != Action.OFFLOAD:
@@ -51,13 +48,13 @@ class Memories:
                 room -= size
             else:
                 memories[index] = last
-                sent_bytes, num_sent = sent_bytes + size, num_sent + 1
-        return bytes(memories) if self._has_room(last, sent_bytes, num_sent) else None
+                sent.append(size)
+        return bytes(memories) if self._has_room(last, sent) else None
 
-    def _has_room(self, memory: int, num_bytes: int, num_storages: int) -> bool:
+    def _has_room(self, memory: int, sizes: list[int]) -> bool:
         tier = self._tiers[memory]
-        slack = _DISK_SLACK * num_storages if tier.name == "disk" else 0
-        return tier.budget_bytes is None or num_bytes + slack <= tier.budget_bytes
+        slack = _DISK_SLACK * len(sizes) if tier.name == "disk" else 0
+        return tier.budget_bytes is None or sum(sizes) + slack <= tier.budget_bytes
 
 
 def spread(index: int) -> float:

@@ -30,7 +30,6 @@ class SavedStorage:
     """One device storage that autograd saved in a forward pass; times are seconds of compute, stalls excluded.
 
     Attributes:
-        num_bytes: its size.
         saved_at_s: time since the pass began.
         uses_s: every unpacking in backward; uses by one autograd node carry the same time. Empty and without `freed_s`:
             only a source for others, at no cost unless one of them is recomputed.
@@ -120,12 +119,10 @@ class Profile:
 
     @cached_property
     def soonest_needed(self) -> list[int]:
-        """Return the storages by lifetime, latest first where that is equal."""
         return sorted(range(len(self.storages)), key=lambda index: (self.lifetimes_s[index], -index))
 
     @cached_property
     def recompute_s_per_byte(self) -> dict[int, float]:
-        """Return the price of each storage that can be computed again."""
         prices = ((index, each.recompute_s, each.num_bytes) for index, each in enumerate(self.storages))
         return {index: seconds / max(1, num_bytes) for index, seconds, num_bytes in prices if seconds is not None}
 

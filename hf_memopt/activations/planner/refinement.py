@@ -41,12 +41,9 @@ def polish(trials: Trials, candidate: Candidate, limits: Limits) -> None:
 
 class _Polish:
     def __init__(self, trials: Trials, limits: Limits) -> None:
-        self._trials, self._limits = trials, limits
-        profile = trials.profile
-        self._sizes = profile.sizes
-        self._soonest_needed = profile.soonest_needed
-        prices = profile.recompute_s_per_byte
-        self._cheapest = sorted(prices, key=lambda index: (prices[index], profile.lifetimes_s[index]))
+        self._trials, self._limits, self._profile = trials, limits, trials.profile
+        prices, lifetimes_s = self._profile.recompute_s_per_byte, self._profile.lifetimes_s
+        self._cheapest = sorted(prices, key=lambda index: (prices[index], lifetimes_s[index]))
 
     def run(self, candidate: Candidate) -> None:
         # Memory that is left keeps copied storages; time that is left recomputes instead of copying; then recomputed
@@ -59,7 +56,7 @@ class _Polish:
         self._change(candidate, self._cheapest[::-1], _RECOMPUTE, _KEEP)
 
     def _keep_offloaded(self, candidate: Candidate) -> Candidate:
-        return self._change(candidate, self._soonest_needed, _OFFLOAD, _KEEP)
+        return self._change(candidate, self._profile.soonest_needed, _OFFLOAD, _KEEP)
 
     def _narrow(self, candidate: Candidate) -> Candidate:
         """Copies that run less far ahead or behind leave room to keep more."""
@@ -83,5 +80,5 @@ class _Polish:
             room = self._limits.peak_bytes - candidate.peak_bytes
             indices = indices[count + 1 :]
             if action == _KEEP:
-                indices = [index for index in indices if self._sizes[index] <= room]
+                indices = [index for index in indices if self._profile.sizes[index] <= room]
         return candidate
