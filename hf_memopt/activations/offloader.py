@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._logging._internal import warning_once
 
 from hf_memopt.activations.device_room import room_on
 from hf_memopt.activations.offloaded_pass import OffloadedPass, PassFigures
@@ -447,13 +448,8 @@ def _is_captured() -> bool:
     """Return whether a CUDA graph is being captured: no event may be asked then, and no host memory registered."""
     captured: bool = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
     if captured:
-        _say_captured()
+        warning_once(logger, "activation offloading: everything stays on the device while a CUDA graph is captured")
     return captured
-
-
-@functools.cache
-def _say_captured() -> None:
-    logger.warning("activation offloading: everything stays on the device while a CUDA graph is captured")
 
 
 def _device_of(model: nn.Module | None, copier: Copier | None) -> torch.device:

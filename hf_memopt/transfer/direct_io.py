@@ -56,15 +56,19 @@ def private_mapping(num_bytes: int) -> mmap.mmap:
     return pages
 
 
-class _PageEnds(threading.local):
-    """Two pages for each thread, which the ends of a tensor go through."""
+class OwnPages(threading.local):
+    """Pages of each thread."""
 
-    def __init__(self) -> None:
-        whole = memoryview(private_mapping(2 * PAGE))
-        self.first, self.last = whole[:PAGE], whole[PAGE:]
+    def __init__(self, num_bytes: int) -> None:
+        self.whole = memoryview(private_mapping(num_bytes))
+
+    @property
+    def tensor(self) -> Tensor:
+        return torch.frombuffer(self.whole, dtype=torch.uint8)
 
 
-_ends = _PageEnds()
+# Which the ends of a tensor go through.
+_ends = OwnPages(2 * PAGE)
 
 
 def page_aligned(copier: Copier, num_bytes: int) -> Tensor:
@@ -129,18 +133,19 @@ def read_memory(file: int, address: int, num_bytes: int, position: int) -> None:
 def _pages(address: int, num_bytes: int) -> tuple[list[memoryview], list[tuple[memoryview, memoryview]]]:
     """Return whole pages that hold a piece of memory, and its ends, each as (part of our own page, memory)."""
     memory = memoryview((ctypes.c_char * num_bytes).from_address(address)).cast("B")
+    own_first, own_last = _ends.whole[:PAGE], _ends.whole[PAGE:]
     first = address % PAGE
     num_first = min(-address % PAGE, num_bytes)
     num_last = (num_bytes - num_first) % PAGE
     pages, ends = [], []
     if num_first:
-        pages.append(_ends.first)
-        ends.append((_ends.first[first : first + num_first], memory[:num_first]))
+        pages.append(own_first)
+        ends.append((own_first[first : first + num_first], memory[:num_first]))
     if num_first + num_last < num_bytes:
         pages.append(memory[num_first : num_bytes - num_last])
     if num_last:
-        pages.append(_ends.last)
-        ends.append((_ends.last[:num_last], memory[num_bytes - num_last :]))
+        pages.append(own_last)
+        ends.append((own_last[:num_last], memory[num_bytes - num_last :]))
     return pages, ends
 
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from hf_memopt.transfer.copier import Copier, DeviceCopy, StreamEvent, Transfer
-from hf_memopt.transfer.direct_io import PAGE, bypass_page_cache, close_in_forks, page_aligned, private_mapping
+from hf_memopt.transfer.direct_io import PAGE, OwnPages, bypass_page_cache, close_in_forks, page_aligned
 from hf_memopt.transfer.scratch_file import REFUSALS, DiskError
 from hf_memopt.transfer.storage_memory import SparePages, WholePages
 from hf_memopt.transfer.threads import Call, Threads
@@ -48,18 +48,7 @@ class _State(NamedTuple):
     changed_ns: int
 
 
-class _OwnPages(threading.local):
-    """Pages of each thread."""
-
-    def __init__(self) -> None:
-        self._mapping = private_mapping(PART_BYTES)
-
-    @property
-    def pages(self) -> Tensor:
-        return torch.frombuffer(self._mapping, dtype=torch.uint8)
-
-
-_own = _OwnPages()
+_own = OwnPages(PART_BYTES)
 
 
 class ReadFile:
@@ -70,9 +59,6 @@ class ReadFile:
     Args:
         file: open for reading; closed with this object.
         name: of the file, for messages.
-
-    Attributes:
-        identity: the numbers of the file's device and inode.
     """
 
     def __init__(self, file: FileIO | IO[bytes], name: str) -> None:
@@ -180,7 +166,7 @@ class ReadFile:
         """Return a checksum of each part of the file."""
 
         def summed(start: int) -> int:
-            part = self._read(start, min(PART_BYTES, self.num_bytes - start), _own.pages)
+            part = self._read(start, min(PART_BYTES, self.num_bytes - start), _own.tensor)
             return zlib.crc32(part.numpy())
 
         with ThreadPoolExecutor(_THREADS) as threads:
@@ -208,7 +194,7 @@ class ReadFile:
     def _bypass_page_cache(self) -> None:
         try:
             bypass_page_cache(self._file.fileno())
-            os.preadv(self._file.fileno(), [memoryview(_own.pages.numpy())[:PAGE]], 0)
+            os.preadv(self._file.fileno(), [_own.whole[:PAGE]], 0)
         except OSError as error:
             if error.errno not in REFUSALS:
                 raise DiskError(error.errno, f"{self.name}: reading {format_bytes(PAGE)} failed: {error}") from error
@@ -330,7 +316,7 @@ class DirectReads:
 
 
 def _read_part(part: Piece, destination: Tensor) -> None:
-    found = part.file.read(part.position, part.num_bytes, _own.pages)
+    found = part.file.read(part.position, part.num_bytes, _own.tensor)
     ctypes.memmove(destination.data_ptr() + part.start, found.data_ptr(), part.num_bytes)
 
 

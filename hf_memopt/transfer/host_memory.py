@@ -7,12 +7,12 @@ import mmap
 import os
 import sys
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._logging._internal import warning_once
 
 from hf_memopt.units import MIB
 
@@ -63,7 +63,8 @@ class Pages(mmap.mmap):
         address, device, process = self._registered
         if not driver_is_gone(process) and (error := int(_runtime().cudaHostUnregister(address))):
             _clear_last_error(device)
-            _warn_still_registered(error)
+            message = "cannot give page-locked host memory back: cudaHostUnregister returned error %d"
+            warning_once(logger, message, error)
 
 
 def pinned_pages(pages: Pages, device: torch.device) -> Tensor:
@@ -159,19 +160,13 @@ def _pinned_by_torch(num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
 
-@cache
 def _warn_pageable(reason: str) -> None:
-    # Cached: one warning for each reason, as blocks are many.
-    logger.warning(
+    warning_once(
+        logger,
         "cannot pin host memory (%s); copies will be slower and block the host. "
         "Raise the locked-memory limit (ulimit -l) or free host memory.",
         reason,
     )
-
-
-@cache
-def _warn_still_registered(error: int) -> None:
-    logger.warning("cannot give page-locked host memory back: cudaHostUnregister returned error %d", error)
 
 
 class _CudaArray:

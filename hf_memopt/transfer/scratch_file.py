@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from torch import Tensor
+from torch._logging._internal import warning_once
 
 from hf_memopt.transfer.clock import WallClock
 from hf_memopt.transfer.direct_io import (
@@ -187,9 +188,10 @@ class ScratchFile:
             if error.errno not in REFUSALS:
                 raise self._error(f"writing {format_bytes(PAGE)} failed", error) from error
             bypass_page_cache(self._file.fileno(), False)
-            _warn(
+            warning_once(
+                logger,
                 f"disk={self.folder}: the file system has no direct I/O, so bytes pass through the page cache, which "
-                "takes time and memory of its own"
+                "takes time and memory of its own",
             )
             return False
         return True
@@ -254,12 +256,9 @@ def warn_of_file_system(folder: Path) -> None:
     """Warn, once, of a folder in memory or on a network."""
     kind = file_system(folder)
     if kind in _IN_MEMORY:
-        _warn(f"disk={folder} lies on {kind}, which is host memory: nothing is saved. Name a folder on a local disk")
+        place = f"{kind}, which is host memory: nothing is saved"
     elif kind in _ON_NETWORK:
-        _warn(f"disk={folder} lies on a network ({kind}), and every step waits for it. Name a folder on a local disk")
-
-
-@functools.cache
-def _warn(text: str) -> None:
-    # Cached: a run may have several offloaders.
-    logger.warning("%s", text)
+        place = f"a network ({kind}), and every step waits for it"
+    else:
+        return
+    warning_once(logger, f"disk={folder} lies on {place}. Name a folder on a local disk")

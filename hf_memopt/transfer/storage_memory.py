@@ -35,10 +35,8 @@ class AccessGuard:
     """Makes each access to a storage raise an error, as long as the storage is closed.
 
     torch can close a storage only for good (`_set_storage_data_ptr_access_error_msg`). So this object itself sets the
-    fields of the storage that say whether it is closed. Costs a microsecond.
-
-    Args:
-        storage: of a plain tensor; kept by the owner of the guard.
+    fields of the storage that say whether it is closed. Costs a microsecond. The storage is that of a plain tensor, and
+    the guard's owner keeps it.
     """
 
     def __init__(self, storage: UntypedStorage, message: str) -> None:
@@ -134,14 +132,11 @@ def _fields_of_storages() -> _Fields:
 
 
 class ResizedMemory:
-    """Memory of torch's allocator, which may keep it; an access while it is absent raises `message`.
-
-    Attributes:
-        block: `(num_bytes,)` uint8, of the same storage at all times, for views.
-    """
+    """Memory of torch's allocator, which may keep it; an access while it is absent raises `message`."""
 
     def __init__(self, num_bytes: int, device: torch.device, message: str) -> None:
         self._num_bytes = num_bytes
+        # Of the same storage at all times, for views.
         self.block = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         self._storage = self.block.untyped_storage()
         # Simulated tensors have no memory.

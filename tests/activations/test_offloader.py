@@ -11,10 +11,10 @@ import torch
 from adversarial_copier import AdversarialCopier, InjectedError
 from gradients import equal, language_loss, take_gradients
 from torch import Tensor, nn
+from torch._logging._internal import warning_once
 from torch.utils.checkpoint import checkpoint
 
 from hf_memopt.activations import ActivationOffloader, wrap_forward_with_offload
-from hf_memopt.activations import offloader as offloader_module
 from hf_memopt.transfer import Copier, SyncCopier
 from hf_memopt.transfer.host_arena import HostArena
 
@@ -212,7 +212,7 @@ def test_everything_is_kept_while_a_cuda_graph_is_captured(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    offloader_module._say_captured.cache_clear()
+    warning_once.cache_clear()
     copier = AdversarialCopier()
     offloader = ActivationOffloader(mode="all", offload_threshold_mb=0, copier=copier)
     model = nn.Linear(4, 4)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._logging._internal import warning_once
 
 from hf_memopt.transfer import host_memory
 
@@ -86,7 +87,7 @@ def test_a_refused_unregistration_is_cleared_and_said_once(
     cleared: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(host_memory, "_clear_last_error", cleared.append)
-    host_memory._warn_still_registered.cache_clear()
+    warning_once.cache_clear()
     blocks = [host_memory.pinned_empty(1000, torch.device("cuda")) for _ in range(3)]
     runtime.error = 62
     with caplog.at_level(logging.WARNING):
@@ -111,7 +112,7 @@ def test_memory_that_cannot_be_pinned_is_pageable_and_said_once(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "cudart", lambda: FakeRuntime(error=2))
     monkeypatch.setattr(host_memory, "_clear_last_error", lambda device: None)
-    host_memory._warn_pageable.cache_clear()
+    warning_once.cache_clear()
     with caplog.at_level(logging.WARNING):
         blocks = [host_memory.pinned_empty(1000, torch.device("cuda")) for _ in range(3)]
     assert [block.nbytes for block in blocks] == [1000] * 3

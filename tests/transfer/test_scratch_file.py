@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from torch._logging._internal import warning_once
 
 from hf_memopt.transfer import scratch_file
 from hf_memopt.transfer.direct_io import PAGE, private_pages
@@ -27,7 +28,7 @@ from hf_memopt.units import MIB
 @pytest.fixture(autouse=True)
 def small_probes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(scratch_file, "_PROBE_BYTES", PAGE)
-    scratch_file._warn.cache_clear()
+    warning_once.cache_clear()
     yield
     gc.collect()
 
