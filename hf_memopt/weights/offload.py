@@ -34,7 +34,7 @@ from hf_memopt.weights.strategies.placement import (
     WeightPlacement,
     WriteGuard,
 )
-from hf_memopt.weights.strategies.shared_base import SharedBase, is_part_of
+from hf_memopt.weights.strategies.shared_base import SharedBase
 from hf_memopt.weights.strategies.stream import StreamedVisits
 
 logger = logging.getLogger(__name__)
@@ -176,7 +176,13 @@ class OffloadedTeacher:
     ) -> None:
         if mode not in TEACHER_MODES:
             raise ValueError(f"teacher mode={mode!r} is unknown; use one of {', '.join(TEACHER_MODES)}")
-        _check_home(home, files, disk)
+        if home not in HOMES:
+            raise ValueError(f"teacher home={home!r} is unknown; use one of {', '.join(HOMES)}")
+        if home != "file" and (files is not None or disk is not None):
+            raise ValueError(
+                f"home={home!r}: files={files!r} and disk={disk!r} are for home='file' alone; leave them out"
+            )
+        check_disk(disk)
         NOT_NEGATIVE.check("budget_gib", budget_gib)
         self.device = torch.device(device)
         self._module = module
@@ -186,9 +192,14 @@ class OffloadedTeacher:
         self._home = "file" if home == "file" else "cpu"
         self._at_home: WeightsHome | None = None
         self._copier = copier_for(self.device, purpose="teacher") if copier is None else copier
-        if share_with is not None and is_part_of(module, share_with):
+        if share_with is not None and any(module is part for part in share_with.modules()):
             self._shared = SharedWeights(module, None)
-            self._placement: WeightPlacement = _shared_base(share_with, mode, dtype, home)
+            if mode != "auto" or dtype is not None or home != "host":
+                raise ValueError(
+                    f"mode={mode!r}, dtype={dtype}, home={home!r}: a teacher that is the student's own base stays "
+                    "where the student is, in its dtype; use mode='auto' and no dtype, and leave home out"
+                )
+            self._placement: WeightPlacement = SharedBase(share_with)
         else:
             module.requires_grad_(False)
             module.train(False)
@@ -265,14 +276,15 @@ class OffloadedTeacher:
     def report(self) -> TeacherReport:
         """Return mode and costs so far."""
         placement = self._placement
+        device_bytes, peak_device_bytes = placement.device_memory()
         return TeacherReport(
             mode=placement.mode,
             reason=placement.reason,
             home=self._home if placement.host_bytes else str(self.device),
             device=str(self.device),
             host_bytes=placement.host_bytes,
-            device_bytes=placement.device_bytes + self._staying_bytes,
-            peak_device_bytes=placement.peak_device_bytes + self._staying_bytes,
+            device_bytes=device_bytes + self._staying_bytes,
+            peak_device_bytes=peak_device_bytes + self._staying_bytes,
             shared_bytes=self._shared.num_bytes + placement.shared_bytes,
             bytes_host_to_device=self._copier.bytes_to_device,
             bytes_device_to_host=self._copier.bytes_to_host,
@@ -334,23 +346,6 @@ def _move(tensors: list[Tensor], copier: Copier) -> int:
             moved[key] = copier.empty_device(memory.nbytes).copy_(memory)
         tensor.data = ViewMeta(tensor).of(moved[key])
     return sum(each.nbytes for each in moved.values())
-
-
-def _check_home(home: str, files: object, disk: str | os.PathLike[str] | None) -> None:
-    if home not in HOMES:
-        raise ValueError(f"teacher home={home!r} is unknown; use one of {', '.join(HOMES)}")
-    if home != "file" and (files is not None or disk is not None):
-        raise ValueError(f"home={home!r}: files={files!r} and disk={disk!r} are for home='file' alone; leave them out")
-    check_disk(disk)
-
-
-def _shared_base(student: nn.Module, mode: str, dtype: torch.dtype | None, home: str) -> SharedBase:
-    if mode != "auto" or dtype is not None or home != "host":
-        raise ValueError(
-            f"mode={mode!r}, dtype={dtype}, home={home!r}: a teacher that is the student's own base stays where the "
-            "student is, in its dtype; use mode='auto' and no dtype, and leave home out"
-        )
-    return SharedBase(student)
 
 
 def _cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:

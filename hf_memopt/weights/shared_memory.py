@@ -19,13 +19,6 @@ class _Claim(NamedTuple):
     fingerprint: str
 
 
-class _Offer(NamedTuple):
-    """The memory into which a machine's first rank has put the weights: a file that has no name."""
-
-    process: int
-    file: int
-
-
 def several_ranks() -> bool:
     return num_ranks() > 1 and hasattr(os, "memfd_create")
 
@@ -42,27 +35,20 @@ def share(weights: PackedWeights, device: torch.device) -> Tensor:
     claims = refuse_different(weights)
     rank = distributed.get_rank()
     first = min(other for other, claim in enumerate(claims) if claim.machine == claims[rank].machine)
-    pages, file = _write(weights) if rank == first else (None, -1)
-    offers = gather_from_ranks(_Offer(os.getpid(), file))
+    pages, file = None, -1
+    if rank == first:
+        file = os.memfd_create("hf_memopt-teacher")
+        os.ftruncate(file, weights.num_bytes)
+        pages = Pages(file, weights.num_bytes)
+        weights.pack(torch.frombuffer(pages, dtype=torch.uint8))
+    offers = gather_from_ranks(f"/proc/{os.getpid()}/fd/{file}")
     if pages is None:
-        pages = _map(offers[first], weights.num_bytes)
+        with Path(offers[first]).open("r+b") as shared:
+            pages = Pages(shared.fileno(), weights.num_bytes)
     gather_from_ranks(None)  # the others have opened the file
     if file != -1:
         os.close(file)
     return pinned_pages(pages, device)
-
-
-def _write(weights: PackedWeights) -> tuple[Pages, int]:
-    file = os.memfd_create("hf_memopt-teacher")
-    os.ftruncate(file, weights.num_bytes)
-    pages = Pages(file, weights.num_bytes)
-    weights.pack(torch.frombuffer(pages, dtype=torch.uint8))
-    return pages, file
-
-
-def _map(offer: _Offer, num_bytes: int) -> Pages:
-    with Path(f"/proc/{offer.process}/fd/{offer.file}").open("r+b") as file:
-        return Pages(file.fileno(), num_bytes)
 
 
 def refuse_different(weights: PackedWeights) -> list[_Claim]:

@@ -16,15 +16,12 @@ class SharedWeights:
     """
 
     def __init__(self, teacher: nn.Module, student: nn.Module | None) -> None:
-        self._pairs: list[tuple[str, nn.Parameter, nn.Parameter, int]] = []
-        self.num_bytes = 0
-        if student is None:
-            return
-        students = dict(student.named_parameters(remove_duplicate=False))
-        for name, parameter in teacher.named_parameters(remove_duplicate=False):
-            partner = students.get(name)
-            if partner is not None and can_share(parameter, partner):
-                self._pairs.append((name, parameter, partner, partner._version))
+        students = {} if student is None else dict(student.named_parameters(remove_duplicate=False))
+        self._pairs = [
+            (name, parameter, students[name], students[name]._version)
+            for name, parameter in teacher.named_parameters(remove_duplicate=False)
+            if name in students and _can_share(parameter, students[name])
+        ]
         set_present(Classes.of(partner) for _, _, partner, _ in self._pairs)  # so that writes of `.data` count
         self.bind()
         storages = [parameter.untyped_storage() for parameter in self.parameters]
@@ -54,7 +51,7 @@ def _is_equal(teacher: Tensor, student: Tensor) -> bool:
     return is_same or teacher.dtype != student.dtype or torch.equal(teacher.to(student.device), student)
 
 
-def can_share(teacher: Tensor, student: Tensor) -> bool:
+def _can_share(teacher: Tensor, student: Tensor) -> bool:
     """Return whether a student tensor can stand in for the teacher's: plain, frozen and bitwise equal."""
     return (
         not student.requires_grad

@@ -89,11 +89,11 @@ class _HeldTensors:
             file, ranges = _opened(path)
             for begin, end in ranges:
                 first = file.read(begin, min(PAGE, end - begin), self._pages)
-                self._places[end - begin, _bytes(first)].append((file, begin))
+                self._places[end - begin, first.numpy().tobytes()].append((file, begin))
 
     def take(self, piece: WeightSlice, memory: Tensor) -> tuple[ReadFile, int] | None:
         """Return file and position of a piece's bytes; None where no file has them at a place that can be mapped."""
-        places = self._places.get((memory.nbytes, _bytes(memory[:PAGE])), [])
+        places = self._places.get((memory.nbytes, memory[:PAGE].cpu().numpy().tobytes()), [])
         for number, (file, position) in enumerate(places):
             aligned = all((each.start - piece.start + position) % each.tensor.itemsize == 0 for each in piece.offsets)
             if aligned and self._is_equal(file, position, memory):
@@ -205,7 +205,3 @@ def _write(file: int, memory: Tensor, position: int) -> None:
         while rest:
             written = os.pwrite(file, rest, position)
             position, rest = position + written, rest[written:]
-
-
-def _bytes(memory: Tensor) -> bytes:
-    return memory.cpu().numpy().tobytes()

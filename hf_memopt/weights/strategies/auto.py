@@ -5,7 +5,6 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hf_memopt.memory.device_counters import Counters
@@ -14,7 +13,7 @@ from hf_memopt.transfer.clock import Clock
 from hf_memopt.transfer.link import PROBE_BYTES, bytes_per_s
 from hf_memopt.weights.homes import WeightsHome
 from hf_memopt.weights.packed_weights import PackedWeights
-from hf_memopt.weights.strategies.mode_choice import Choice, StepMeasurements, choose, usable_bytes
+from hf_memopt.weights.strategies.mode_choice import Choice, choose, usable_bytes
 from hf_memopt.weights.strategies.placement import ResidentWeights, SwappedWeights, WeightPlacement
 from hf_memopt.weights.strategies.stream import StreamedVisits
 
@@ -56,18 +55,14 @@ class AutoWeights(WeightPlacement):
         self._outside_bytes = self._inside_bytes = 0
         self._visit_s = float("inf")
         self._begun: tuple[Any, float] = (None, 0.0)
-        self._optimizer_steps = 0
         self._num_visits = 0
-        count = _counting(weakref.ref(self))
-        self._stop_counting = weakref.finalize(self, register_optimizer_step_post_hook(count).remove)
+        # One element a step; the hook keeps this list alone, not this object.
+        self._optimizer_steps = steps = list[None]()
+        hook = register_optimizer_step_post_hook(lambda *_: steps.append(None))
+        self._stop_counting = weakref.finalize(self, hook.remove)
 
-    @property
-    def device_bytes(self) -> int:
-        return self._inner.device_bytes
-
-    @property
-    def peak_device_bytes(self) -> int:
-        return self._inner.peak_device_bytes
+    def device_memory(self) -> tuple[int, int]:
+        return self._inner.device_memory()
 
     def predictions(self) -> dict[str, float | None]:
         if self.choice is None:
@@ -86,7 +81,7 @@ class AutoWeights(WeightPlacement):
     def onload(self) -> None:
         if self._undecided is not None:
             self._outside_bytes = max(self._outside_bytes, self._counters.read().peak_allocated_bytes)
-            if self._optimizer_steps >= _OPTIMIZER_STEPS and self._undecided[0].is_known:
+            if len(self._optimizer_steps) >= _OPTIMIZER_STEPS and self._undecided[0].is_known:
                 self._settle(*self._undecided)
         if self._undecided is not None:
             self._counters.reset_peaks()
@@ -95,35 +90,29 @@ class AutoWeights(WeightPlacement):
 
     def evict(self, finished: bool) -> None:
         if self._undecided is not None:
-            self._measure_visit(finished)
+            self._inside_bytes = max(self._inside_bytes, self._counters.read().peak_allocated_bytes)
+            self._counters.reset_peaks()
+            if finished and self._num_visits:  # the first visit is watched and slow
+                begun, stalled_ms = self._begun
+                elapsed_s = self._clock.elapsed_s(begun, self._clock.mark())
+                self._visit_s = min(self._visit_s, elapsed_s - 1e-3 * (self._stall_ms() - stalled_ms))
         self._num_visits += 1
         self._inner.evict(finished)
-
-    def _measure_visit(self, finished: bool) -> None:
-        self._inside_bytes = max(self._inside_bytes, self._counters.read().peak_allocated_bytes)
-        self._counters.reset_peaks()
-        # The first visit is watched and slow.
-        if finished and self._num_visits:
-            begun, stalled_ms = self._begun
-            elapsed_s = self._clock.elapsed_s(begun, self._clock.mark())
-            self._visit_s = min(self._visit_s, elapsed_s - 1e-3 * (self._stall_ms() - stalled_ms))
 
     def _settle(self, streamed: StreamedVisits, home: WeightsHome) -> None:
         free, _ = self._counters.free_and_total()
         capacity_bytes = free + self._counters.read().reserved_bytes
-        room = usable_bytes(capacity_bytes) - self._inside_bytes + streamed.peak_device_bytes
+        room = usable_bytes(capacity_bytes) - self._inside_bytes + streamed.device_memory()[1]
         stream_bytes, stream_visit_bytes = streamed.forecast(room)
         self.choice = choose(
-            StepMeasurements(
-                capacity_bytes=capacity_bytes,
-                outside_bytes=self._outside_bytes,
-                inside_bytes=self._inside_bytes,
-                weights_bytes=self._weights.num_bytes,
-                stream_bytes=stream_bytes,
-                stream_visit_bytes=stream_visit_bytes,
-                bytes_per_s=_bandwidth(home, self._copier, self._clock),
-                visit_s=self._visit_s,
-            )
+            capacity_bytes=capacity_bytes,
+            outside_bytes=self._outside_bytes,
+            inside_bytes=self._inside_bytes,
+            weights_bytes=self._weights.num_bytes,
+            stream_bytes=stream_bytes,
+            stream_visit_bytes=stream_visit_bytes,
+            bytes_per_s=_bandwidth(home, self._copier, self._clock),
+            visit_s=self._visit_s,
         )
         if self.choice.mode == "stream":
             streamed.set_budget(room)
@@ -163,12 +152,3 @@ def _bandwidth(home: WeightsHome, copier: Copier, clock: Clock) -> float:
     speed = bytes_per_s(lambda: home.to_device(0, destination), destination.nbytes, clock, _PROBES)
     copier.release(destination)
     return speed
-
-
-def _counting(auto: "weakref.ref[AutoWeights]") -> Callable[..., None]:
-    def count(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        found = auto()
-        if found is not None:
-            found._optimizer_steps += 1
-
-    return count

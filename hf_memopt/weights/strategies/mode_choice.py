@@ -1,8 +1,7 @@
 """The choice of a teacher's mode: at the start from the arguments, with `auto` again from measurements."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from hf_memopt.units import GIB, format_gib
 
@@ -13,46 +12,13 @@ TEACHER_MODES: tuple[str, ...] = get_args(TeacherMode)
 _USABLE = 0.95
 
 
-@dataclass(frozen=True)
-class StepMeasurements:
-    """The measurements that a choice is made from. Bytes are device memory.
-
-    Attributes:
-        capacity_bytes: for all tensors of this process.
-        outside_bytes: their peak outside of visits, once the optimizer's state existed.
-        inside_bytes: their peak during visits, the teacher's weights included.
-        weights_bytes: all of the teacher's own weights.
-        stream_bytes: held by streaming in a visit.
-        stream_visit_bytes: copied by streaming in a visit.
-        bytes_per_s: from host to device.
-        visit_s: a visit, without waiting for copies.
-    """
-
-    capacity_bytes: int
-    outside_bytes: int
-    inside_bytes: int
-    weights_bytes: int
-    stream_bytes: int
-    stream_visit_bytes: int
-    bytes_per_s: float
-    visit_s: float
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A mode, the reason in words, and the expected cost.
-
-    Attributes:
-        mode: `"resident"`, `"swap"` or `"stream"`.
-        reason: for the mode.
-        predicted_device_bytes: the weights' peak.
-        predicted_stall_ms: per visit. At most this for swap, without `prefetch()`; at least this for stream, by
-            bandwidth.
-    """
+class Choice(NamedTuple):
+    """A mode, the reason in words, and the expected cost."""
 
     mode: str
     reason: str
-    predicted_device_bytes: int
+    predicted_device_bytes: int  # the weights' peak
+    # Per visit. At most this for swap, without `prefetch()`; at least this for stream, by bandwidth.
     predicted_stall_ms: float
 
 
@@ -85,21 +51,39 @@ def usable_bytes(capacity_bytes: int) -> int:
     return int(_USABLE * capacity_bytes)
 
 
-def choose(measured: StepMeasurements) -> Choice:
-    """Return the first mode that fits, from the fastest to the smallest.
+def choose(
+    *,
+    capacity_bytes: int,
+    outside_bytes: int,
+    inside_bytes: int,
+    weights_bytes: int,
+    stream_bytes: int,
+    stream_visit_bytes: int,
+    bytes_per_s: float,
+    visit_s: float,
+) -> Choice:
+    """Return the first mode that fits, from the fastest to the smallest. Bytes are device memory.
 
     Resident, if the weights fit beside the step's peak. Swap, if they fit beside the peak of the teacher's own pass,
     which helps where the student's activations are larger. Otherwise stream.
+
+    Args:
+        capacity_bytes: for all tensors of this process.
+        outside_bytes: their peak outside of visits, once the optimizer's state existed.
+        inside_bytes: their peak during visits, the teacher's weights included.
+        weights_bytes: all of the teacher's own weights.
+        stream_bytes: held by streaming in a visit.
+        stream_visit_bytes: copied by streaming in a visit.
+        bytes_per_s: from host to device.
+        visit_s: a visit, without waiting for copies.
     """
-    usable = usable_bytes(measured.capacity_bytes)
-    outside = max(measured.outside_bytes, measured.inside_bytes)
-    weights = measured.weights_bytes
-    own, inside = format_gib(weights), format_gib(measured.inside_bytes)
-    if weights <= usable - outside:
-        return Choice("resident", f"{own} fit beside the step's peak of {format_gib(outside)}", weights, 0.0)
-    if weights <= usable - measured.inside_bytes:
+    usable, peak = usable_bytes(capacity_bytes), max(outside_bytes, inside_bytes)
+    own, inside = format_gib(weights_bytes), format_gib(inside_bytes)
+    if weights_bytes <= usable - peak:
+        return Choice("resident", f"{own} fit beside the step's peak of {format_gib(peak)}", weights_bytes, 0.0)
+    if weights_bytes <= usable - inside_bytes:
         reason = f"{own} fit beside the teacher's pass, {inside}, but not the step's peak"
-        return Choice("swap", reason, weights, 1e3 * weights / measured.bytes_per_s)
-    stall_s = max(0.0, measured.stream_visit_bytes / measured.bytes_per_s - measured.visit_s)
+        return Choice("swap", reason, weights_bytes, 1e3 * weights_bytes / bytes_per_s)
+    stall_s = max(0.0, stream_visit_bytes / bytes_per_s - visit_s)
     reason = f"{own} do not fit beside the teacher's pass, {inside} of {format_gib(usable)}"
-    return Choice("stream", reason, measured.stream_bytes, 1e3 * stall_s)
+    return Choice("stream", reason, stream_bytes, 1e3 * stall_s)

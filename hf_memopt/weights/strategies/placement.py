@@ -35,7 +35,6 @@ class WriteGuard:
             for tensor in (inner_tensors(name, parameter) if id(parameter) in weights.slices_of else [parameter])
             if id(tensor) in guarded
         ]
-        self._names = {id(tensor): name for name, tensor in self._named}
         set_present(Classes.of(each) for each in module.parameters() if id(each) in {*weights.slices_of, *guarded})
         self.note()
 
@@ -60,8 +59,9 @@ class WriteGuard:
         for tensor, view in self._at_home if name is not None else ():
             if tensor.untyped_storage()._cdata != view.untyped_storage()._cdata:
                 if (tensor.dtype, tensor.device, tensor.shape) != (view.dtype, view.device, view.shape):
+                    changed = next(name for name, each in self._named if each is tensor)
                     raise RuntimeError(
-                        f"teacher weight {self._names[id(tensor)]!r} was cast, moved or resized between visits; make "
+                        f"teacher weight {changed!r} was cast, moved or resized between visits; make "
                         "the teacher of the module as it is now"
                     )
                 view.copy_(tensor)
@@ -78,7 +78,7 @@ class WeightPlacement:
     """Brings a frozen module's weights to the device for a visit, and drops them afterwards.
 
     Every method may be called again after an exception. The defaults are those of weights that never move. Attributes
-    and properties are those of `TeacherReport`.
+    are those of `TeacherReport`.
     """
 
     mode: str
@@ -86,13 +86,9 @@ class WeightPlacement:
     host_bytes = 0
     shared_bytes = 0
 
-    @property
-    def device_bytes(self) -> int:
-        return 0
-
-    @property
-    def peak_device_bytes(self) -> int:
-        return 0
+    def device_memory(self) -> tuple[int, int]:
+        """Return the bytes on the device now, and their peak."""
+        return 0, 0
 
     def predictions(self) -> dict[str, float | None]:
         """Return the expected costs, as fields of `TeacherReport`."""
@@ -112,19 +108,20 @@ class ResidentWeights(WeightPlacement):
     """Keeps the weights in `block`, on the device."""
 
     mode = "resident"
-    device_bytes = peak_device_bytes = 0
 
     def __init__(self, weights: PackedWeights, block: Tensor, reason: str) -> None:
         bind(weights.offsets, views(weights.offsets, block))
         self.reason = reason
-        self.device_bytes = self.peak_device_bytes = block.nbytes
+        self._num_bytes = block.nbytes
+
+    def device_memory(self) -> tuple[int, int]:
+        return self._num_bytes, self._num_bytes
 
 
 class SwappedWeights(WeightPlacement):
     """Brings the weights from their home to the device in one block."""
 
     mode = "swap"
-    peak_device_bytes = 0
 
     def __init__(self, weights: PackedWeights, home: WeightsHome, copier: Copier, reason: str) -> None:
         self.reason = reason
@@ -134,19 +131,18 @@ class SwappedWeights(WeightPlacement):
         self._copier = copier
         self._home_views = [view for piece in home.views for view in piece]
         self._block: Tensor | None = None
+        self._peak_bytes = 0
         self._transfer: Transfer | None = None
         self._is_starting = False
         bind(weights.offsets, self._home_views)
 
-    @property
-    def device_bytes(self) -> int:
-        """The whole block from `prefetch` on, until the visit ends."""
-        return 0 if self._block is None else self._block.nbytes
+    def device_memory(self) -> tuple[int, int]:
+        return 0 if self._block is None else self._block.nbytes, self._peak_bytes
 
     def prefetch(self) -> None:
         if self._block is None:
             self._block = self._copier.empty_device(self._home.num_bytes)
-            self.peak_device_bytes = self._block.nbytes
+            self._peak_bytes = self._block.nbytes
         if self._is_starting:
             self._home.settle()  # an interrupt has cut the copy off
         if self._transfer is None:

@@ -1,7 +1,6 @@
 """Students that are adapters on their teacher: the same model with its adapters switched off."""
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 from torch import nn
@@ -35,17 +34,17 @@ class SharedBase(WeightPlacement):
         why_not = why_base_differs(self._student)
         if why_not:
             raise RuntimeError(f"the student's base is its teacher no longer: {why_not}")
-        self._stack.enter_context(_restored(self._student))
         student: Any = self._student
+        # PEFT and evaluation mode change these.
+        for parameter in student.parameters():
+            self._stack.callback(parameter.requires_grad_, parameter.requires_grad)
+        for module in student.modules():
+            self._stack.callback(setattr, module, "training", module.training)
         self._stack.enter_context(student.disable_adapter())
-        self._student.train(False)
+        student.train(False)
 
     def evict(self, finished: bool) -> None:
         self._stack.close()
-
-
-def is_part_of(module: nn.Module, student: nn.Module) -> bool:
-    return any(module is part for part in student.modules())
 
 
 def why_base_differs(student: nn.Module) -> str | None:
@@ -75,17 +74,3 @@ def _adapter_parameters(student: nn.Module) -> set[int]:
             if isinstance(layer, nn.Module):  # a ModuleDict or a ParameterDict
                 found |= {id(p) for p in layer.parameters()}
     return found
-
-
-@contextmanager
-def _restored(student: nn.Module) -> Iterator[None]:
-    """Put back `requires_grad` and training mode, which PEFT and evaluation mode change."""
-    trained = [(parameter, parameter.requires_grad) for parameter in student.parameters()]
-    training = [(module, module.training) for module in student.modules()]
-    try:
-        yield
-    finally:
-        for parameter, requires_grad in trained:
-            parameter.requires_grad_(requires_grad)
-        for module, flag in training:
-            module.training = flag

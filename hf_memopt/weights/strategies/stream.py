@@ -55,13 +55,8 @@ class StreamedVisits(WeightPlacement):
         )
         self._visiting.finish(home.views, has_failed=False)
 
-    @property
-    def device_bytes(self) -> int:
-        return self._visiting.storages.device_bytes
-
-    @property
-    def peak_device_bytes(self) -> int:
-        return self._visiting.storages.peak_device_bytes
+    def device_memory(self) -> tuple[int, int]:
+        return self._visiting.storages.device_bytes, self._visiting.storages.peak_device_bytes
 
     @property
     def is_known(self) -> bool:
@@ -80,7 +75,8 @@ class StreamedVisits(WeightPlacement):
         self._visiting.storages.set_budget(budget_bytes)
 
     def prefetch(self) -> None:
-        self._visiting.fetch_first()
+        with self._visiting.lock:
+            self._visiting.storages.look_ahead()
 
     def onload(self) -> None:
         self._home.check()

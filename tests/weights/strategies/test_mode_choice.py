@@ -1,20 +1,17 @@
 import pytest
 
-from hf_memopt.weights.strategies.mode_choice import StepMeasurements, choose
+from hf_memopt.weights.strategies.mode_choice import choose
 
-
-def measured(**changes: float) -> StepMeasurements:
-    facts = {
-        "capacity_bytes": 1000,
-        "outside_bytes": 800,
-        "inside_bytes": 300,
-        "weights_bytes": 100,
-        "stream_bytes": 20,
-        "stream_visit_bytes": 90,
-        "bytes_per_s": 1000.0,
-        "visit_s": 0.05,
-    }
-    return StepMeasurements(**{**facts, **changes})
+MEASURED = {
+    "capacity_bytes": 1000,
+    "outside_bytes": 800,
+    "inside_bytes": 300,
+    "weights_bytes": 100,
+    "stream_bytes": 20,
+    "stream_visit_bytes": 90,
+    "bytes_per_s": 1000.0,
+    "visit_s": 0.05,
+}
 
 
 @pytest.mark.parametrize(
@@ -30,6 +27,7 @@ def measured(**changes: float) -> StepMeasurements:
     ],
 )
 def test_the_rule(changes: dict[str, float], mode: str, stall_ms: float) -> None:
-    choice = choose(measured(**changes))
+    measured = MEASURED | changes
+    choice = choose(**measured)
     assert (choice.mode, round(choice.predicted_stall_ms)) == (mode, stall_ms)
-    assert choice.predicted_device_bytes == (20 if mode == "stream" else measured(**changes).weights_bytes)
+    assert choice.predicted_device_bytes == (20 if mode == "stream" else measured["weights_bytes"])
