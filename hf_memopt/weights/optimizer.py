@@ -31,7 +31,7 @@ from hf_memopt.weights.coupling import (
     refuse_coupled,
 )
 from hf_memopt.weights.homes import HOMES, Home
-from hf_memopt.weights.optimizer_units import StateUnit, Traffic, leaves, packed_state
+from hf_memopt.weights.optimizer_units import PackedState, StateUnit, Traffic, leaves
 from hf_memopt.weights.quantised import rewrapped
 
 if TYPE_CHECKING:
@@ -102,12 +102,6 @@ class _Update:
     is_torn: bool = False  # the optimizer is at work on a visit
     is_in_backward: bool = False  # it has begun there, and `step` ends it
     updated: set[Tensor] = field(default_factory=set)  # there
-
-    def done(self, visit: _Visit) -> None:
-        if self.is_in_backward:
-            self.updated.update(visit.parameters)
-        else:
-            self.left.remove(visit)
 
 
 class OffloadedOptimizer(Optimizer):
@@ -188,18 +182,6 @@ class OffloadedOptimizer(Optimizer):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("an OffloadedOptimizer cannot be copied or pickled; save its state_dict()")
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self.optimizer.param_groups = groups
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        return self.optimizer.defaults
-
     @property  # type: ignore[override]
     def state(self) -> Mapping[Any, Any]:
         """The state by parameter, to be read: what is away is shown where it lies at home."""
@@ -261,7 +243,7 @@ class OffloadedOptimizer(Optimizer):
         self._refuse_interrupted()
         visits = self._visits(each for each in weights.at_once if self.optimizer.state.get(each))
         visit_of = {parameter: place for place, each in enumerate(visits) for parameter in each.parameters}
-        waiting = {parameter: set(visits[place].parameters) for parameter, place in visit_of.items()}
+        waiting = [set(each.parameters) for each in visits]
 
         def when_complete(parameter: Tensor) -> bool:
             """Update the parameters of a visit when all their gradients are there."""
@@ -270,8 +252,8 @@ class OffloadedOptimizer(Optimizer):
             if self._update is None:
                 self._update = _Update([], {}, {}, UpdateVisits(self.optimizer), is_in_backward=True)
             place = visit_of[parameter]
-            waiting[visits[place].parameters[0]].discard(parameter)
-            if not waiting[visits[place].parameters[0]]:
+            waiting[place].discard(parameter)
+            if not waiting[place]:
                 with torch.autocast(parameter.device.type, enabled=False):
                     self._visit(self._update, visits[place], visits[max(place - _AHEAD, 0) : place][::-1])
                 weights.use_up(visits[place].parameters)
@@ -397,7 +379,10 @@ class OffloadedOptimizer(Optimizer):
             update.visits.update(visit.number, visit.parameters)
             if unit is not None:
                 unit.pack(self.optimizer.state)
-            update.done(visit)
+            if update.is_in_backward:
+                update.updated.update(visit.parameters)
+            else:
+                update.left.remove(visit)
             update.is_torn = False
         if unit is not None:
             self._traffic.send(unit)
@@ -416,19 +401,19 @@ class OffloadedOptimizer(Optimizer):
         resident_bytes, staying, made = self._resident_bytes, [], list[StateUnit]()
         parts: list[list[Tensor]] = []
         for _, those in of_groups:
-            is_open, part_bytes = False, 0
+            part, part_bytes = list[Tensor](), 0
             for each in those:
                 if 0 < sizes[each] <= self._budget_bytes - resident_bytes:
                     resident_bytes += sizes[each]
                     staying.append(each)
-                    is_open = False
-                else:
-                    num_bytes = sizes[each] or each.nbytes  # state that comes later may have the parameter's size
-                    if not is_open or part_bytes + num_bytes > most or parts[-1][0].device != each.device:
-                        parts.append([])
-                        is_open, part_bytes = True, 0
-                    parts[-1].append(each)
-                    part_bytes += num_bytes
+                    part = []
+                    continue
+                num_bytes = sizes[each] or each.nbytes  # state that comes later may have the parameter's size
+                if not part or part_bytes + num_bytes > most or part[0].device != each.device:
+                    part, part_bytes = [], 0
+                    parts.append(part)
+                part.append(each)
+                part_bytes += num_bytes
         try:
             for part in parts:
                 made.append(StateUnit(part, self._home, sum(map(sizes.__getitem__, part))))
@@ -453,7 +438,7 @@ class OffloadedOptimizer(Optimizer):
     def _state_bytes(self, group: dict[str, Any], parameter: Tensor, measured: dict[Any, int]) -> int:
         """Return the bytes of a parameter's state that move, as one update of a copy without gradients makes them."""
         if self.optimizer.state.get(parameter):
-            return packed_state(self.optimizer.state, [parameter]).num_bytes
+            return PackedState(self.optimizer.state, [parameter]).num_bytes
         key = id(group), type(parameter), parameter.shape, parameter.stride(), parameter.dtype, parameter.device
         if key not in measured:
             copied = torch.zeros_like(parameter).detach().requires_grad_()
@@ -461,7 +446,7 @@ class OffloadedOptimizer(Optimizer):
             alone = bare_copy(self.optimizer, group, [copied])
             with random_numbers_kept(parameter.device):
                 bare_step(alone)
-            measured[key] = packed_state(alone.state, [copied]).num_bytes
+            measured[key] = PackedState(alone.state, [copied]).num_bytes
         return measured[key]
 
     def state_dict(self) -> dict[str, Any]:
@@ -529,7 +514,8 @@ class _StateAtHome(Mapping[Any, Any]):
         unit = self._units.get(key) if isinstance(key, Tensor) else None
         if unit is not None and unit not in self._at_home:
             self._at_home[unit] = unit.at_home()
-        return _shown(value, self._at_home[unit] if unit is not None else {})
+        shown = {} if unit is None else self._at_home[unit]
+        return tree_map_only(Tensor, lambda each: rewrapped(each, lambda inner: shown.get(id(inner), inner)), value)
 
     def __contains__(self, key: object) -> bool:
         return key in self._state
@@ -539,14 +525,6 @@ class _StateAtHome(Mapping[Any, Any]):
 
     def __len__(self) -> int:
         return len(self._state)
-
-
-def _shown(value: Any, at_home: Mapping[int, Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        return rewrapped(value, lambda each: at_home.get(id(each), each))
-    if isinstance(value, dict):
-        return {key: _shown(each, at_home) for key, each in value.items()}
-    return [_shown(each, at_home) for each in value] if isinstance(value, list) else value
 
 
 # Hooks run around the whole update, which torch.compile leaves alone.

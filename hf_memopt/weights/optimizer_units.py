@@ -6,7 +6,7 @@ Tensors with a shape move. Counters without one, numbers, and tensors on another
 """
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from hf_memopt.transfer.host_memory import return_freed_memory
 from hf_memopt.transfer.lower_memory import Place
 from hf_memopt.transfer.storage_memory import StorageMemory, WholePages
 from hf_memopt.weights.block_home import BlockHome
-from hf_memopt.weights.packed_weights import MemoryRange, WeightSlice, memory_ranges, packed, views
+from hf_memopt.weights.packed_weights import memory_ranges, packed, views
 from hf_memopt.weights.quantised import is_quantised, rewrapped
 
 
@@ -61,21 +61,17 @@ def movable(found: Iterable[Leaf], parameter: Tensor) -> Iterator[Tensor]:
 _PLAIN_PARAMETERS = {Tensor, *PARAMETER_TYPES}
 
 
-def packed_state(state: Mapping[Tensor, Any], parameters: Iterable[Tensor]) -> "PackedState":
-    """Lay out the state of some parameters in one block."""
-    found = [(each, list(leaves(state.get(each) or {}))) for each in parameters]
-    ranges = memory_ranges([tensor for each, its in found for tensor in movable(its, each)])
-    return PackedState([leaf for _, its in found for leaf in its], ranges, packed(ranges))
-
-
 class PackedState:
-    """All tensors of some state where they are now, and the layout of those that move in a block."""
+    """All tensors of some parameters' state where they are now, and the layout of those that move in one block."""
 
-    def __init__(self, leaves: Sequence[Leaf], ranges: Sequence[MemoryRange], slices: Sequence[WeightSlice]) -> None:
-        self.leaves = list(leaves)
+    def __init__(self, state: Mapping[Tensor, Any], parameters: Iterable[Tensor]) -> None:
+        found = [(each, list(leaves(state.get(each) or {}))) for each in parameters]
+        self.leaves = [leaf for _, its in found for leaf in its]
+        self._ranges = memory_ranges([tensor for each, its in found for tensor in movable(its, each)])
+        slices = packed(self._ranges)
         self.offsets = [each for piece in slices for each in piece.offsets]
         self.num_bytes = sum(piece.num_bytes for piece in slices)
-        self._ranges, self._starts = list(ranges), [piece.start for piece in slices]
+        self._starts = [piece.start for piece in slices]
 
     def move(self, block: Tensor) -> None:
         """Copy the bytes to `block`, and replace the tensors by views of it."""
@@ -84,13 +80,8 @@ class PackedState:
             block[start : start + memory.nbytes].copy_(memory)
         moved = views(self.offsets, block)
         by_id = {id(old.tensor): new for old, new in zip(self.offsets, moved, strict=True)}
-        self.leaves = [
-            leaf._replace(tensor=rewrapped(leaf.tensor, lambda each: by_id.get(id(each), each))) for leaf in self.leaves
-        ]
         for container, key, tensor in self.leaves:
-            container[key] = tensor
-        self.offsets = [old._replace(tensor=new) for old, new in zip(self.offsets, moved, strict=True)]
-        self._ranges, self._starts = [], []  # which keep the memory before
+            container[key] = rewrapped(tensor, lambda each: by_id.get(id(each), each))
 
     def is_in(self, block: Tensor) -> bool:
         """Return whether all state lies at its place in `block`."""
@@ -105,7 +96,7 @@ class StateUnit:
         self.parameters, self._home, self._device = parameters, home, parameters[0].device
         self.is_here = False  # or on its way to or from the device
         self.is_newer = False  # than the bytes at home
-        self._packed = PackedState((), (), ())
+        self._packed = PackedState({}, ())
         self._memory: StorageMemory | None = None
         self._place: Place | None = None
         self._shown: weakref.ref[Any] | None = None
@@ -159,7 +150,7 @@ class StateUnit:
     def pack(self, state: Mapping[Tensor, Any]) -> None:
         """Move state that an update has made, or has replaced, into the block."""
         self.is_newer = self.is_here
-        found = packed_state(state, self.parameters)
+        found = PackedState(state, self.parameters)
         if found.num_bytes:
             memory = self._memory
             is_reserved = memory is not None and self.is_new and self.num_bytes == found.num_bytes
@@ -172,6 +163,7 @@ class StateUnit:
                     self._release()
                     memory = self._reserve(found.num_bytes)
                 found.move(memory.block)
+                found = PackedState(state, self.parameters)
                 if self._device.type == "cpu":
                     return_freed_memory()
             self.is_newer = True
@@ -220,7 +212,7 @@ class StateUnit:
         self.settle()
         self._release()
         self._memory = self._place = None
-        self._packed = PackedState((), (), ())
+        self._packed = PackedState({}, ())
 
     def _reserve(self, num_bytes: int) -> StorageMemory:
         first = self.parameters[0]
