@@ -1,8 +1,8 @@
 """The classes of parameters whose bytes come and go.
 
 While its bytes are away, a parameter has a class derived from its own, with `__torch_function__`. So torch hands each
-function that gets it to the object by which it streams, which brings the bytes or raises. Functions of other tensors
-run as ever. Views that others hold, and nodes of autograd, do not come this way: their storage is closed
+function that gets it to its attribute `COMES_AND_GOES`, a `Visiting`, which brings the bytes or raises. Functions of
+other tensors run as ever. Views that others hold, and nodes of autograd, do not come this way: their storage is closed
 (`transfer/storage_memory.py`).
 
 While its bytes are there, it is a `WatchedParameter`, whose writes are counted.
@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from functools import cache
 from inspect import signature
 from types import GetSetDescriptorType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,18 +25,6 @@ from hf_memopt.autograd_state import COMES_AND_GOES, PARAMETER_TYPES
 from hf_memopt.uncompiled import graph_break, uncompiled
 
 _NEW_PARAMETER = nn.Parameter.__new__.__code__
-
-
-class Reader(Protocol):
-    """The object by which parameters stream, which they have as their attribute `COMES_AND_GOES`."""
-
-    is_written_home: bool
-
-    def read(self, function: Any, args: Any, kwargs: Any, parameters: list[Tensor]) -> Any:
-        """Return the result of a function that reads or writes parameters whose bytes are away."""
-
-    def bring_to_copy(self, parameter: Tensor) -> None:
-        """Bring a parameter that is being copied or pickled, or raise the error."""
 
 
 class Away:
@@ -58,8 +46,7 @@ class Away:
         if not away:  # views, to which a subclass of tensors has handed its class down
             set_plain(map(Classes.of, found))  # type: ignore[arg-type]
             return func(*args, **kwargs)
-        reader: Reader = getattr(away[0], COMES_AND_GOES)
-        return reader.read(func, args, kwargs, away)
+        return getattr(away[0], COMES_AND_GOES).read(func, args, kwargs, away)
 
     def __deepcopy__(self: Any, memo: Any) -> Any:
         getattr(self, COMES_AND_GOES).bring_to_copy(self)
@@ -110,9 +97,9 @@ class WatchedParameter(nn.Parameter):
 
 def _set_data(parameter: Any, value: Tensor) -> None:
     """Write the value where the parameter is bound, if it fits there and what is written goes home."""
-    reader: Reader | None = vars(parameter).get(COMES_AND_GOES)
+    visiting = vars(parameter).get(COMES_AND_GOES)
     fits = (value.shape, value.dtype, value.device) == (parameter.shape, parameter.dtype, parameter.device)
-    if fits and reader is not None and reader.is_written_home:
+    if fits and visiting is not None and visiting.is_written_home:
         with torch.no_grad():
             Tensor.detach(parameter).copy_(value)
     else:

@@ -9,40 +9,13 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.autograd import Variable
 
 from hf_memopt.autograd_state import NO_BACKWARD, current_backward, graph_is_retained
 from hf_memopt.uncompiled import uncompiled
-from hf_memopt.weights.residency.visit_order import Visit
-
-
-class OpenVisit(Protocol):
-    """A visit of storages, whose numbers are `visit`."""
-
-    @property
-    def visit(self) -> Iterable[int]: ...
-
-    def close(self) -> None:
-        """End the visit with its backward pass, unless a later one needs it."""
-
-    def end(self) -> None:
-        """End the visit; once more does nothing."""
-
-
-class _BackwardPass:
-    """A backward pass that is under way as long as torch's engine holds this object, which it calls at the end."""
-
-    def __init__(self, number: int, visits: "OpenVisits") -> None:
-        self.number, self._visits = number, weakref.ref(visits)
-        self.thread = threading.get_ident()
-
-    def __call__(self) -> None:
-        visits = self._visits()
-        if visits is not None:
-            visits.end_backward(self.number)
 
 
 class OpenVisits:
@@ -59,10 +32,11 @@ class OpenVisits:
         self.num_ended = 0
         self._when_ended = when_ended
         self._calls: dict[int, list[Any]] = defaultdict(list)
-        self._backward: dict[int, dict[OpenVisit, None]] = {}
-        self._alive: dict[int, weakref.ref[_BackwardPass]] = {}
+        self._backward: dict[int, dict[BackwardVisit, None]] = {}
+        # The thread of a backward pass, and a function that torch's engine holds until it has called it at the end.
+        self._alive: dict[int, tuple[int, weakref.ref[Callable[[], None]]]] = {}
         # Of passes that have recorded a graph, which a later one runs, with `num_ended` after the first of these.
-        self._kept: dict[OpenVisit, int] = {}
+        self._kept: dict[BackwardVisit, int] = {}
 
     @property
     def calls(self) -> list[Any]:
@@ -74,33 +48,37 @@ class OpenVisits:
     def threads(self) -> set[int]:
         """Return the threads that are in calls, or run backward passes."""
         in_calls = {-number for number, calls in list(self._calls.items()) if calls and number < 0}
-        backward = [ending() for ending in list(self._alive.values())]
-        return in_calls | {each.thread for each in backward if each is not None}
+        return in_calls | {thread for thread, ending in list(self._alive.values()) if ending() is not None}
 
     def of_present_pass(self) -> list[Any]:
         """Return the calls that the present pass is in, and the visits that it has open as a backward pass."""
         return [*self.calls, *self._backward.get(current_backward(), ())]
 
-    def expect_end(self) -> dict["OpenVisit", None]:
+    def expect_end(self) -> "dict[BackwardVisit, None]":
         """Return the open visits of the present backward pass, whose end closes them."""
         number = current_backward()
         if number not in self._backward:
-            ending = _BackwardPass(number, self)
-            self._backward[number], self._alive[number] = {}, weakref.ref(ending)
-            Variable._execution_engine.queue_callback(ending)
+            end_backward = weakref.WeakMethod(self.end_backward)
+
+            def end() -> None:
+                if (found := end_backward()) is not None:
+                    found(number)
+
+            self._backward[number], self._alive[number] = {}, (threading.get_ident(), weakref.ref(end))
+            Variable._execution_engine.queue_callback(end)
         return self._backward[number]
 
-    def discard(self, visit: OpenVisit) -> None:
+    def discard(self, visit: "BackwardVisit") -> None:
         for visits in list(self._backward.values()):
             visits.pop(visit, None)
         self._kept.pop(visit, None)
 
-    def keep(self, visit: OpenVisit) -> None:
+    def keep(self, visit: "BackwardVisit") -> None:
         """Have a visit of a backward pass stay open, for a graph that a later one runs."""
         self.discard(visit)
         self._kept[visit] = self.num_ended + 1
 
-    def is_kept(self, visit: OpenVisit) -> bool:
+    def is_kept(self, visit: "BackwardVisit") -> bool:
         return visit in self._kept
 
     def close_calls(self) -> bool:
@@ -113,7 +91,7 @@ class OpenVisits:
         Returns whether a pass has failed.
         """
         have_failed = self.close_calls()
-        for number, ending in list(self._alive.items()):
+        for number, (_, ending) in list(self._alive.items()):
             if ending() is None:
                 self.end_backward(number)
                 have_failed = True
@@ -146,7 +124,7 @@ class BackwardVisit:
     """The visit of one call's nodes, as often as a backward pass runs them."""
 
     def __init__(
-        self, visit: Visit, enter: Callable[[object], None], leave: Callable[[object], None], others: OpenVisits
+        self, visit: Iterable[int], enter: Callable[[object], None], leave: Callable[[object], None], others: OpenVisits
     ) -> None:
         self.visit = visit
         self._enter, self._leave, self._others = enter, leave, others
@@ -169,7 +147,7 @@ class BackwardVisit:
 
     @uncompiled
     def close(self, *gradients: Any) -> None:
-        """Close it, unless the pass records a graph, whose nodes nothing announces, or leaves one to another pass."""
+        """End it, unless the pass records a graph, whose nodes nothing announces, or leaves one to another pass."""
         if self._is_open and (self._records_graph or (self._others.is_kept(self) and graph_is_retained())):
             self._others.keep(self)
         elif self._is_open:
@@ -188,6 +166,7 @@ class BackwardVisit:
             self.close()
 
     def end(self) -> None:
+        """Leave the storages; once more does nothing."""
         if self._is_open:
             self._leave(self)
             self._is_open = False

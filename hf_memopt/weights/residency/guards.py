@@ -48,14 +48,17 @@ class ParameterGuards:
         load: Callable[[Tensor, Tensor], None] | None = None,
         show: Callable[[Tensor], None] | None = None,
     ) -> None:
-        self._parameters, self._is_unchanged, self._train = parameters, is_unchanged, load is not None
+        self._parameters, self._is_unchanged = parameters, is_unchanged
+        self.check_home, self.load, self.show = check_home, load, show
         self._handles: list[RemovableHandle] = []
         self._states: dict[Any, _StateAtHome] = {}
-        handed_out: dict[int, tuple[Tensor, Tensor]] = {}
+        # By the id of a tensor at home, that tensor and what state dicts have got.
+        self.handed_out: dict[int, tuple[Tensor, Tensor]] = {}
         for each in parameters:
-            state = self._states.setdefault(each.owner, _StateAtHome(check_home, self._check, load, show, handed_out))
-            quantised = rewrapped(each.parameter, at_home) if is_quantised(each.parameter) else None
-            state.add(each, partial(at_home, each.parameter) if quantised is None else partial(_itself, quantised))
+            value = partial(at_home, each.parameter)
+            if is_quantised(each.parameter):  # around what is at home, wherever `to(device)` puts the parameter
+                value = partial(_itself, rewrapped(each.parameter, at_home))
+            self._states.setdefault(each.owner, _StateAtHome(self)).values[each.attribute] = each, value
         for owner, state in self._states.items():
             # torch writes an attribute of the hook, which a method has no room for.
             self._handles.append(owner.register_state_dict_post_hook(partial(state.supply)))
@@ -64,17 +67,17 @@ class ParameterGuards:
 
     def check(self) -> None:
         for each in self._parameters:
-            self._check(each)
+            self.check_one(each)
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
 
-    def _check(self, each: StreamedParameter) -> None:
+    def check_one(self, each: StreamedParameter) -> None:
         name, owner, attribute, parameter = each
         if owner._parameters.get(attribute) is not parameter:
             raise RuntimeError(f"weight {name!r} was replaced while it streams; {REMEDY}")
-        if parameter.requires_grad and not self._train:
+        if parameter.requires_grad and self.load is None:
             raise RuntimeError(f"frozen weight {name!r} requires a gradient while it streams; {REMEDY}")
         if not self._is_unchanged(parameter) or self._states[owner].is_written(attribute):
             raise RuntimeError(f"weight {name!r} was written, cast or moved while it streams; {REMEDY}")
@@ -108,61 +111,50 @@ class _StateAtHome(NotCopied):
     A checkpoint of the same base has nothing new for frozen ones. A copy of the module has weights of its own.
     """
 
-    def __init__(
-        self,
-        check_home: Callable[[], None],
-        check: Callable[[StreamedParameter], None],
-        load: Callable[[Tensor, Tensor], None] | None,
-        show: Callable[[Tensor], None] | None,
-        handed_out: dict[int, tuple[Tensor, Tensor]],
-    ) -> None:
-        self._check_home, self._check, self._load, self._show = check_home, check, load, show
-        self._values: dict[str, tuple[StreamedParameter, Callable[[], Tensor]]] = {}
-        # By the id of a tensor at home, that tensor and what state dicts have got; by name, the ids of one's tensors.
-        self._handed_out = handed_out
-        self._shown: dict[str, set[int]] = defaultdict(set)
+    def __init__(self, guards: ParameterGuards) -> None:
+        self._guards = guards
+        self.values: dict[str, tuple[StreamedParameter, Callable[[], Tensor]]] = {}
+        self._shown: dict[str, set[int]] = defaultdict(set)  # the ids of tensors at home that state dicts have got
         self._taken: set[str] = set()
-
-    def add(self, parameter: StreamedParameter, value: Callable[[], Tensor]) -> None:
-        self._values[parameter.attribute] = parameter, value
 
     def supply(self, module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
         streamed = self._streamed(module, state, prefix)
         for parameter, _ in streamed:
-            self._check(parameter)
-            if self._show is not None and parameter.parameter.requires_grad:
-                self._show(parameter.parameter)
-        self._check_home()
+            self._guards.check_one(parameter)
+            if self._guards.show is not None and parameter.parameter.requires_grad:
+                self._guards.show(parameter.parameter)
+        self._guards.check_home()
         for parameter, value in streamed:
             alias = partial(self._alias, self._shown[parameter.attribute])
             state[prefix + parameter.attribute] = rewrapped(value(), alias)
 
     def is_written(self, attribute: str) -> bool:
         """Return whether what a state dict has got was written, which no home keeps."""
-        return any(self._handed_out[each][1]._version for each in self._shown.get(attribute, ()))
+        return any(self._guards.handed_out[each][1]._version for each in self._shown.get(attribute, ()))
 
     def _alias(self, shown: set[int], view: Tensor) -> Tensor:
         """Return a tensor on the memory of a view at home, which counts writes together with others of it."""
-        if id(view) not in self._handed_out:
+        handed_out = self._guards.handed_out
+        if id(view) not in handed_out:
             with torch.inference_mode(False):  # in which writes are not counted
-                self._handed_out[id(view)] = view, _with_own_storage(view)
+                handed_out[id(view)] = view, _with_own_storage(view)
         shown.add(id(view))
-        return self._handed_out[id(view)][1].detach()
+        return handed_out[id(view)][1].detach()
 
     def begin_loading(self, module: nn.Module, state: Any, prefix: str, options: Any, *others: Any) -> None:
         streamed = self._streamed(module, state, prefix)
         if streamed:
-            self._check_home()
+            self._guards.check_home()
         for parameter, value in streamed:
             name = prefix + parameter.attribute
-            if self._load is not None and not is_quantised(parameter.parameter):
+            if self._guards.load is not None and not is_quantised(parameter.parameter):
                 if options.get("assign_to_params_buffers"):
                     raise RuntimeError(f"weight {name!r} cannot be replaced while it streams; load with assign=False")
                 if not isinstance(state[name], Tensor) or state[name].shape != parameter.parameter.shape:
                     continue  # torch's message names both shapes
-                self._load(parameter.parameter, state[name])
+                self._guards.load(parameter.parameter, state[name])
                 for each in self._shown.pop(parameter.attribute, ()):  # one may be written before it is loaded
-                    self._handed_out.pop(each, None)
+                    self._guards.handed_out.pop(each, None)
             elif not _is_equal(state[name], value()):
                 raise RuntimeError(f"frozen weight {name!r} cannot be loaded while it streams; {REMEDY}")
             del state[name]
@@ -177,7 +169,7 @@ class _StateAtHome(NotCopied):
     ) -> list[tuple[StreamedParameter, Callable[[], Tensor]]]:
         return [
             found
-            for attribute, found in self._values.items()
+            for attribute, found in self.values.items()
             if prefix + attribute in state and hasattr(module._parameters.get(attribute), COMES_AND_GOES)
         ]
 

@@ -74,7 +74,7 @@ class ResidentSet:
         self.end()
         self._capacity = 0
         if visits:
-            self.visit_bytes = self._order.bytes_at_once
+            self.visit_bytes = self._order.expected.bytes_at_once
             self._set_capacity(self.visit_bytes)
         return visits
 

@@ -14,9 +14,10 @@ closes it, if all of them run, and else backward's end.
 
 import copyreg
 from collections.abc import Buffer, Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cache, partial, wraps
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +27,8 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_memopt.autograd_state import next_node
 from hf_memopt.uncompiled import graph_break, uncompiled
-from hf_memopt.weights.residency.backward_visits import BackwardVisit, OpenVisits
-from hf_memopt.weights.residency.storages import CastWeight
+from hf_memopt.weights.residency.backward_visits import BackwardVisit
+from hf_memopt.weights.residency.guards import NotCopied
 from hf_memopt.weights.residency.visit_order import Visit
 
 # Their forward hands input and weight to one operator, which autocast runs in its dtype, and reads them nowhere else.
@@ -42,37 +43,16 @@ _OF_ALL_MODULES = frozenset(vars(nn.Module()))
 _UNIT = "_hf_memopt_unit"
 
 
-class Visits(Protocol):
-    """The engine: enters and leaves visits for a user, with a cast of their only weight in its place."""
-
-    is_active: bool
-    open_visits: OpenVisits
-
-    def enter(self, visit: Visit, user: object, cast: CastWeight | None = None) -> None: ...
-
-    def leave(
-        self, visit: Visit, user: object, cast: CastWeight | None = None, outputs: Iterable[Tensor] = ()
-    ) -> None: ...
-
-    def refuse_writes(self, visit: Visit) -> None:
-        """Raise RuntimeError if weights of a visit were written."""
-
-    def may_be_cast(self, visit: Visit, weight: Any) -> bool:
-        """Return whether a weight is the only one of its visit, and autocast casts such."""
-
-    def cast_of(self, visit: Visit, weight: Any) -> CastWeight | None:
-        """Return the cast that autocast would make of a weight, the only one of its visit."""
-
-
-class Unit:
-    """A module whose calls are visits of the storages `visit`.
+class Unit(NotCopied):
+    """A module whose calls are visits of the storages `visit`. The calls of a copied module are none.
 
     Args:
+        visits: the engine, a `Visiting`.
         is_hidden: whether no hook may show: torch's encoder layer takes another path, with another rounding, where it
             or a module inside has one.
     """
 
-    def __init__(self, module: nn.Module, visit: Visit, visits: Visits, is_hidden: bool = False) -> None:
+    def __init__(self, module: nn.Module, visit: Visit, visits: Any, is_hidden: bool = False) -> None:
         self.module, self.visit = module, visit
         self._visits = visits
         self._is_one_operator = type(module) in _ONE_OPERATOR and "forward" not in vars(module)
@@ -85,10 +65,6 @@ class Unit:
         if not is_hidden:
             self._handles.append(module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True))
             self._handles.append(module.register_forward_hook(self._leave, with_kwargs=True, always_call=True))
-
-    def __deepcopy__(self, memo: Any) -> "Unit":
-        """Return the same object: it ignores the calls of a copied module."""
-        return self
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -121,7 +97,7 @@ class Unit:
         Autograd saves that tensor. Of a parameter bound to other memory it would save the parameter, and read in
         backward the memory to which that is bound then.
         """
-        calls = self._visits.open_visits.calls
+        calls: list[_Call] = self._visits.open_visits.calls
         return calls[-1].cast if calls and calls[-1].module is self.module else None
 
     @graph_break
@@ -179,40 +155,35 @@ def _visiting_class(kind: Any) -> Any:
     return type(kind)(kind.__name__, (kind,), {"forward": wraps(kind.forward)(forward), "__module__": kind.__module__})
 
 
+@dataclass(eq=False)
 class _Call:
     """One call of a module: leaves its visit when it ends, and has its nodes open another one in backward."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        is_one_operator: bool,
-        leave: Callable[..., None],
-        backward: BackwardVisit,
-        cast: Tensor | None,
-    ) -> None:
-        self.module, self.cast, self._is_one_operator = module, cast, is_one_operator
-        self._leave, self._backward = leave, backward
-        self._has_inputs = False  # with nodes behind them
-        # Nodes made during the call have at least this number.
-        self._first_node = next_node()
+    module: nn.Module
+    is_one_operator: bool
+    leave: Callable[..., None]
+    backward: BackwardVisit
+    cast: Tensor | None
+    has_inputs: bool = False  # with nodes behind them
+    first_node: int = field(default_factory=next_node)  # nodes made during the call have at least this number
 
     def close_after(self, inputs: Any) -> None:
         """Have the nodes behind inputs close the visit in backward."""
         for node in {tensor.grad_fn for tensor in tree_leaves(inputs) if isinstance(tensor, Tensor)}:
             if node is not None:
-                node.register_prehook(self._backward.close)
-                self._has_inputs = True
+                node.register_prehook(self.backward.close)
+                self.has_inputs = True
 
     def finish(self, inputs: Any, output: Any) -> None:
         """End the visit, and have the nodes of the call open another one in backward."""
         outputs = list(_tensors_in(output))
-        if next_node() != self._first_node:
-            others = () if self._is_one_operator else self._handed_out_otherwise(inputs)
+        if next_node() != self.first_node:
+            others = () if self.is_one_operator else self._handed_out_otherwise(inputs)
             nodes = list(self._nodes((*outputs, *others)))
             for node in nodes:
-                node.register_prehook(self._backward.open)
-            if self._is_one_operator or not self._has_inputs:
-                self._backward.close_after(nodes)
+                node.register_prehook(self.backward.open)
+            if self.is_one_operator or not self.has_inputs:
+                self.backward.close_after(nodes)
         self.end(outputs)
 
     def _handed_out_otherwise(self, inputs: Any) -> Iterator[Tensor]:
@@ -221,7 +192,7 @@ class _Call:
         return _tensors_in((inputs, attributes))
 
     def end(self, outputs: Iterable[Tensor] = ()) -> None:
-        self._leave(self, outputs=outputs)
+        self.leave(self, outputs=outputs)
 
     def _nodes(self, tensors: Iterable[Tensor]) -> Iterator[Any]:
         """Yield the nodes that the call has made, as far as tensors lead to them."""
@@ -229,7 +200,7 @@ class _Call:
         seen: set[Any] = set()
         while waiting:
             node: Any = waiting.pop()
-            if node is None or node in seen or node._sequence_nr() < self._first_node:
+            if node is None or node in seen or node._sequence_nr() < self.first_node:
                 continue
             seen.add(node)
             following = node.next_functions
@@ -245,14 +216,9 @@ def _tensors_in(found: Any, depth: int = _DEPTH) -> Iterator[Tensor]:
         return
     if depth == 0 or isinstance(found, _WITHOUT_TENSORS) or callable(found):
         return
-    kind: Any = type(found)
-    inside = [*getattr(found, "__dict__", {}).values(), *(getattr(found, name, None) for name in _slots_of(kind))]
+    slots = copyreg._slotnames(type(found))  # type: ignore[attr-defined]
+    inside = [*getattr(found, "__dict__", {}).values(), *(getattr(found, name, None) for name in slots)]
     if isinstance(found, Collection):
         inside += islice(found.values() if isinstance(found, Mapping) else found, _MOST)
     for each in inside[:_MOST]:
         yield from _tensors_in(each, depth - 1)
-
-
-@cache
-def _slots_of(kind: Any) -> Any:
-    return copyreg._slotnames(kind)  # type: ignore[attr-defined]

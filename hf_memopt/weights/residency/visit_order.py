@@ -18,7 +18,9 @@ class _Expected:
     """The visits of a pass.
 
     Attributes:
-        bytes_at_once: see `VisitOrder.bytes_at_once`.
+        bytes_at_once: the most that it needs at once: what is in use, with what the next visit needs. A region that is
+            visited again at once, as when it is recomputed and then differentiated, counts as one visit if it needs no
+            more than the largest one.
         places: by storage, the places of its visits.
         loop_ends: by storage, the place behind the loop that visits it, or behind its only visit.
         over: by place, the storages whose loop ends there.
@@ -51,7 +53,7 @@ class VisitOrder:
         self._repeats, self._bytes_of = repeats, bytes_of
         self._learned: dict[str, _Expected] = {}
         self._kind = ""
-        self._expected = _NONE
+        self.expected = _NONE
         self._recorded: list[Visit] = []
         # Storages in use, and bytes of casts, at each of these visits.
         self._in_use: list[tuple[frozenset[int], int]] = []
@@ -66,23 +68,14 @@ class VisitOrder:
         if self._recorded and not has_failed and self._is_new(self._learned.get(self._kind, _NONE).visits):
             self._learned[self._kind] = _Expected(self._recorded, self._needed_at_once())
         self._kind, self._recorded, self._in_use, self._place, self._is_lost = kind, [], [], 0, False
-        self._expected = self._learned.get(kind, _NONE)
-        return self._expected.visits
+        self.expected = self._learned.get(kind, _NONE)
+        return self.expected.visits
 
     def _is_new(self, known: Sequence[Visit]) -> bool:
         """Return whether there is something to learn: more than a known pass with fewer rounds of a loop."""
         if self._repeats or len(self._recorded) > len(known):
             return self._recorded != known
         return not set(self._recorded) <= set(known)
-
-    @property
-    def bytes_at_once(self) -> int:
-        """The most that the expected pass needs at once: what is in use, with what the next visit needs.
-
-        A region that is visited again at once, as when it is recomputed and then differentiated, counts as one visit if
-        it needs no more than the largest one.
-        """
-        return self._expected.bytes_at_once
 
     def _needed_at_once(self) -> int:
         visits, needed = self._recorded, 0
@@ -103,7 +96,7 @@ class VisitOrder:
         if len(self._recorded) < _MAX_VISITS:
             self._recorded.append(visit)
             self._in_use.append((frozenset(visit), 0))
-        expected, here = self._expected.visits, self._place
+        expected, here = self.expected.visits, self._place
         for place in chain(range(here, len(expected)), range(here)):
             if expected[place] is visit:
                 self._place, self._is_lost = place + 1, False
@@ -116,12 +109,12 @@ class VisitOrder:
 
     def is_over(self) -> bool:
         """Return whether no visit of the pass is expected any more."""
-        return not self._is_lost and self._place == len(self._expected.visits)
+        return not self._is_lost and self._place == len(self.expected.visits)
 
     def coming(self, most: int) -> Iterator[tuple[int, Visit]]:
         """Yield place and storages of the visits that are expected next: none after one that was not expected."""
         if not self._is_lost:
-            visits = self._expected.visits
+            visits = self.expected.visits
             for place in range(self._place, min(self._place + most, len(visits))):
                 yield place, visits[place]
 
@@ -131,7 +124,7 @@ class VisitOrder:
         A loop may have more rounds than in the pass before. So its storages count as visited again until it is over,
         but later than all others.
         """
-        expected = self._expected
+        expected = self.expected
         places = expected.places.get(number)
         if not places:
             return math.inf
@@ -144,7 +137,7 @@ class VisitOrder:
 
     def over(self) -> Sequence[int]:
         """Return the storages of the loop that was over right before the last visit."""
-        return () if self._repeats else self._expected.over.get(self._place - 1, ())
+        return () if self._repeats else self.expected.over.get(self._place - 1, ())
 
 
 def _loop_ends(places: Mapping[int, Sequence[int]]) -> dict[int, int]:

@@ -19,7 +19,7 @@ from hf_memopt.weights.homes import WeightsHome
 from hf_memopt.weights.packed_weights import PackedWeights
 from hf_memopt.weights.quantised import is_quantised, stored_tensors
 from hf_memopt.weights.residency.away import WATCHED, Away, Classes, call_unseen, is_alias, set_plain
-from hf_memopt.weights.residency.backward_visits import OpenVisits
+from hf_memopt.weights.residency.backward_visits import BackwardVisit, OpenVisits
 from hf_memopt.weights.residency.guards import NotCopied
 from hf_memopt.weights.residency.resident_set import HELD, WRITTEN, ResidentSet
 from hf_memopt.weights.residency.selection import calls_no_modules, visits_of
@@ -131,11 +131,10 @@ class Visiting(NotCopied):
         for module, visit in visits_of(model, self._slices_of).items():
             self._add_unit(module, visit)
         self._modules = set(model.modules())
-        self._alone: dict[int, Visit] = {}
+        # Visits that belong to no module, each the same tuple at all times.
+        self._other_visits: dict[Visit, Visit] = {}
         # The ids of weights that train which others than their modules have used under autocast.
         self._cast_by_torch: set[int] = set()
-        # By the ids of parameters that are updated together.
-        self._updates: dict[tuple[int, ...], Visit] = {}
         # By thread, the pass that it is in, and its reads in calls outside of passes; passes that are over.
         self._passes: dict[int, Pass] = {}
         self._outside: dict[int, Pass] = {}
@@ -197,11 +196,7 @@ class Visiting(NotCopied):
     @contextmanager
     def visit(self, module: nn.Module, statement: WithStatement) -> Iterator[None]:
         """Keep the weights of a module, and of those inside, on the device, for code in a statement."""
-        numbers = tuple(
-            dict.fromkeys(
-                number for parameter in module.parameters() for number in self._slices_of.get(id(parameter), ())
-            )
-        )
+        numbers = self._visit_of(module.parameters())
         with self.lock:
             self._end_interrupted()
             user = _OutsideVisit(numbers, threading.get_ident(), statement)
@@ -249,11 +244,6 @@ class Visiting(NotCopied):
             storage.bind()
         for parameter in self.parameters:
             setattr(parameter, COMES_AND_GOES, self)
-
-    def fetch_first(self) -> None:
-        """Start fetching what the first visits of the next pass need."""
-        with self.lock:
-            self.storages.look_ahead()
 
     def finish(self, at_home: Sequence[Sequence[Tensor]], has_failed: bool) -> Sequence[Visit]:
         """End all passes, and bind the weights to their home; returns the visits that are expected from now on."""
@@ -317,11 +307,11 @@ class Visiting(NotCopied):
         self.leave(visit, user)
 
     def _visit_of_update(self, parameters: Sequence[Tensor]) -> Visit:
-        key = tuple(map(id, parameters))
-        if key not in self._updates:
-            numbers = (number for each in key for number in self._slices_of.get(each, ()))
-            self._updates[key] = tuple(dict.fromkeys(numbers))
-        return self._updates[key]
+        visit = self._visit_of(parameters)
+        return self._other_visits.setdefault(visit, visit)
+
+    def _visit_of(self, parameters: Iterable[Tensor]) -> Visit:
+        return tuple(dict.fromkeys(number for each in parameters for number in self._slices_of.get(id(each), ())))
 
     def is_unchanged(self, parameter: Tensor) -> bool:
         return all(self.found[number].is_unchanged() for number in self._slices_of[id(parameter)])
@@ -361,7 +351,7 @@ class Visiting(NotCopied):
 
         Raises RuntimeError outside of a pass; inside, brings them first, or looks rows of a table up at home.
         """
-        numbers = dict.fromkeys(number for each in parameters for number in self._slices_of[id(each)])
+        numbers = self._visit_of(parameters)
         if self._only_thread is None and self._has_entered(numbers):
             return call_unseen(WATCHED.get(function, function), args, kwargs)
         if not self._is_in_pass():
@@ -378,7 +368,7 @@ class Visiting(NotCopied):
             )
         module = calling_module()
         if module in self._modules:
-            self._read_by[module].update(numbers)
+            self._read_by[module].update(dict.fromkeys(numbers))
         if function in _CAST_BY_AUTOCAST and torch.is_grad_enabled() and torch.is_autocast_enabled(self._device.type):
             args, kwargs = self._with_casts(parameters, args, kwargs)
         self._hold(numbers)
@@ -388,6 +378,7 @@ class Visiting(NotCopied):
         return function(*args, **kwargs)
 
     def bring_to_copy(self, parameter: Tensor) -> None:
+        """Bring a parameter that is being copied or pickled, or raise the error."""
         if self._is_in_pass():
             self._hold(self._slices_of[id(parameter)])
         if isinstance(parameter, Away):
@@ -423,7 +414,7 @@ class Visiting(NotCopied):
             user = self._reading_pass()
             for number in numbers:
                 user.held[number] = user.held.get(number) or cast
-                self.enter(self._alone.setdefault(number, (number,)), user, cast)
+                self.enter(self._other_visits.setdefault((number,), (number,)), user, cast)
 
     def _with_casts(self, parameters: list[Tensor], args: Any, kwargs: Any) -> Any:
         """Replace weights that train by the casts that their modules have used in the present autocast context.
@@ -440,17 +431,17 @@ class Visiting(NotCopied):
             self._cast_by_torch.add(id(parameter))
         return tree_map_only(Tensor, lambda each: casts.get(id(each), each), (args, kwargs))
 
-    def _reading_pass(self) -> Pass:
+    def _reading_pass(self) -> "Pass | _BackwardReads":
         """Return the user of what is read now: held until the end of the backward pass, or of the thread's own pass."""
         if in_backward():
-            visits = self.open_visits.expect_end()
             user = _BackwardReads(self)
-            visits[user] = None
+            user.open()
             return user
         thread = threading.get_ident()
         return self._passes.get(thread) or self._outside.setdefault(thread, Pass(self.open_visits.num_ended))
 
     def _rows(self, table: Tensor, indices: Tensor, padding: int, is_scaled: bool) -> Tensor:
+        """Look rows up at home; that of `padding` has no gradient, and `is_scaled` has gradients divided by counts."""
         (number,) = self._slices_of[id(table)]
         place = next(place for place, each in enumerate(self.found[number].tensors) if each is table)
 
@@ -522,6 +513,7 @@ class Visiting(NotCopied):
         return _disable_current_modes() if is_seen else _NOTHING
 
     def refuse_writes(self, visit: Visit) -> None:
+        """Raise RuntimeError if weights of a visit were written and would be lost."""
         for number in visit:
             if self.found[number].is_written() and not self.found[number].note_written():
                 name = self.names[number]
@@ -535,7 +527,7 @@ class Visiting(NotCopied):
         for number in numbers:
             self.found[number].note_written(is_sure=self.found[number].is_written())
 
-    def _release(self, user: Pass) -> None:
+    def _release(self, user: Any) -> None:
         self._note_written(user.held)
         while user.held:
             number, cast = next(reversed(user.held.items()))
@@ -560,10 +552,12 @@ class Visiting(NotCopied):
                 self.storages.keep(keys[memory.untyped_storage()._cdata], "returned by its module")
 
     def may_be_cast(self, visit: Visit, weight: Any) -> bool:
+        """Return whether a weight is the only one of its visit, and autocast casts such."""
         is_alone = len(visit) == 1 and all(tensor is weight for tensor in self.found[visit[0]].tensors)
         return is_alone and weight.is_floating_point() and weight.dtype is not torch.float64
 
     def cast_of(self, visit: Visit, weight: Any) -> CastWeight | None:
+        """Return the cast that autocast would make of a weight, the only one of its visit."""
         kind = weight.device.type
         if not torch.is_autocast_enabled(kind):
             return None
@@ -582,27 +576,12 @@ class Visiting(NotCopied):
             return self._casts[key]
 
 
-class _BackwardReads(Pass):
-    """The user of what a backward pass reads outside of visits."""
+class _BackwardReads(BackwardVisit):
+    """The user of what a backward pass reads outside of visits: of the storages that it holds so far."""
 
     def __init__(self, visiting: Visiting) -> None:
-        super().__init__(visiting.open_visits.num_ended)
-        self._visiting = visiting
-        self._records_graph = torch.is_grad_enabled()
-
-    @property
-    def visit(self) -> Iterable[int]:
-        return self.held
-
-    def close(self) -> None:
-        if self._records_graph:
-            self._visiting.open_visits.keep(self)
-        else:
-            self.end()
-
-    def end(self) -> None:
-        self._visiting.open_visits.discard(self)
-        self._visiting._release(self)
+        self.held: dict[int, CastWeight | None] = {}
+        super().__init__(self.held, lambda user: None, visiting._release, visiting.open_visits)
 
 
 class _Rows(torch.autograd.Function):
@@ -627,17 +606,8 @@ class _Rows(torch.autograd.Function):
 _rows: Any = _Rows.apply
 
 
-class _Lookup(NamedTuple):
-    """An embedding's table and indices, the row that has no gradient, and whether gradients are scaled by frequency."""
-
-    table: Tensor
-    indices: Tensor
-    padding: int
-    is_scaled: bool
-
-
-def _looked_up(function: Any, args: Any, kwargs: Any) -> _Lookup | None:
-    """Return what an embedding looks up that is read in few rows; None for any other function.
+def _looked_up(function: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor, int, bool] | None:
+    """Return the arguments of `Visiting._rows` for an embedding that is read in few rows; None for other functions.
 
     What torch traces needs the function itself: the rows would be a constant of the trace.
     """
@@ -645,10 +615,10 @@ def _looked_up(function: Any, args: Any, kwargs: Any) -> _Lookup | None:
     if torch._C._get_tracing_state() or (tracing is not None and tracing.get_proxy_mode() is not None):
         return None
     names = {
-        functional.embedding: _names("input weight padding_idx max_norm norm_type scale_grad_by_freq sparse"),
-        torch.embedding: _names("weight input padding_idx scale_grad_by_freq sparse"),
+        functional.embedding: "input weight padding_idx max_norm norm_type scale_grad_by_freq sparse",
+        torch.embedding: "weight input padding_idx scale_grad_by_freq sparse",
     }
-    given = dict(zip(names.get(function, ()), args, strict=False)) | kwargs
+    given = dict(zip(names.get(function, "").split(), args, strict=False)) | kwargs
     table, indices = given.get("weight"), given.get("input", given.get("indices"))
     if table is None or indices is None or given.get("max_norm") is not None:
         return None
@@ -660,16 +630,13 @@ def _looked_up(function: Any, args: Any, kwargs: Any) -> _Lookup | None:
         return None
     padding = given.get("padding_idx")
     padding = -1 if padding is None else padding + len(table) * (padding < 0 and function is functional.embedding)
-    return _Lookup(table, indices, padding, bool(given.get("scale_grad_by_freq")))
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(text.split())
+    return table, indices, padding, bool(given.get("scale_grad_by_freq"))
 
 
 def _needs_gradients(args: Any, kwargs: Any) -> bool:
-    leaves = (each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor))
-    return torch.is_grad_enabled() and any(each.requires_grad for each in leaves)
+    return torch.is_grad_enabled() and any(
+        getattr(each, "requires_grad", False) for each in tree_leaves((args, kwargs))
+    )
 
 
 def _without_transforms(tensor: Tensor) -> Tensor:
