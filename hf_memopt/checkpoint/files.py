@@ -128,7 +128,10 @@ def publish(draft: Path, header: Manifest, checkpoint: Path) -> None:
 
     A checkpoint of that name, which `latest` must not name, is replaced.
     """
-    _set_modes(draft)
+    mode = draft.stat().st_mode & 0o666  # that the umask gives; safetensors writes files with mode 600
+    for file in files_below(draft):
+        if file.stat().st_mode & 0o777 != mode:
+            file.chmod(mode)
     manifest = draft / MANIFEST
     manifest.write_bytes(render({**header, "files": list_files(draft)}))
     sync(manifest)
@@ -211,11 +214,3 @@ def _intact(checkpoint: Path) -> Manifest:
     if latest is not None and manifest["run"] != latest.run:
         raise ValueError(f"another run than that of {latest.name} saved it; resume from it in a folder of its own")
     return manifest
-
-
-def _set_modes(draft: Path) -> None:
-    """Set the mode that the umask gives to new files, by the draft's own: safetensors writes files with mode 600."""
-    mode = draft.stat().st_mode & 0o666
-    for file in files_below(draft):
-        if file.stat().st_mode & 0o777 != mode:
-            file.chmod(mode)

@@ -60,7 +60,7 @@ def verify_files(checkpoint: Path) -> Manifest:
     """Read all files, and return the manifest; ValueError for the first fault."""
     manifest = read_manifest(checkpoint)
     listed = manifest["files"]
-    found = {_relative(checkpoint, file) for file in files_below(checkpoint)} - {MANIFEST}
+    found = {file.relative_to(checkpoint).as_posix() for file in files_below(checkpoint)} - {MANIFEST}
     for name in sorted(found | listed.keys()):
         if name not in found:
             raise ValueError(f"{name} is missing")
@@ -75,7 +75,7 @@ def verify_files(checkpoint: Path) -> Manifest:
 
 def list_files(checkpoint: Path) -> Manifest:
     return {
-        _relative(checkpoint, file): {"bytes": file.stat().st_size, "sha256": sha256(file)}
+        file.relative_to(checkpoint).as_posix(): {"bytes": file.stat().st_size, "sha256": sha256(file)}
         for file in files_below(checkpoint)
     }
 
@@ -107,7 +107,3 @@ def _compare(file: Path, entry: dict[str, Any]) -> None:
         raise ValueError(f"{file.name} has {num_bytes} bytes instead of {entry['bytes']}")
     if sha256(file) != entry["sha256"]:
         raise ValueError(f"{file.name} differs from what was saved (sha256)")
-
-
-def _relative(folder: Path, file: Path) -> str:
-    return file.relative_to(folder).as_posix()

@@ -36,7 +36,14 @@ def check_pickles(checkpoint: Path) -> None:
         if file.suffix in _PICKLES:
             _read(file)
     for index in sorted(checkpoint.glob("*/.metadata")):
-        _read_index(index)
+        try:
+            with index.open("rb") as opened:
+                _IndexUnpickler(opened).load()
+        except Exception as error:  # a forged pickle can raise anything
+            raise ValueError(
+                f"{index} is not what torch.distributed.checkpoint writes, and no code in it is run: "
+                f"{type(error).__name__}: {error}"
+            ) from error
 
 
 def check_random_states(checkpoint: Path, process_index: int, device: torch.device) -> None:
@@ -74,17 +81,6 @@ class _IndexUnpickler(pickle.Unpickler):
         if not is_dtype and (module, name) not in _OF_AN_INDEX:
             raise pickle.UnpicklingError(f"{module}.{name}")
         return super().find_class(module, name)
-
-
-def _read_index(file: Path) -> None:
-    try:
-        with file.open("rb") as opened:
-            _IndexUnpickler(opened).load()
-    except Exception as error:  # a forged pickle can raise anything
-        raise ValueError(
-            f"{file} is not what torch.distributed.checkpoint writes, and no code in it is run: "
-            f"{type(error).__name__}: {error}"
-        ) from error
 
 
 def _read(file: Path) -> Any:
