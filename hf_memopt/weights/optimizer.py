@@ -256,7 +256,7 @@ class OffloadedOptimizer(Optimizer):
             if not waiting[place]:
                 with torch.autocast(parameter.device.type, enabled=False):
                     self._visit(self._update, visits[place], visits[max(place - _AHEAD, 0) : place][::-1])
-                weights.use_up(visits[place].parameters)
+                weights.gradients.use_up(visits[place].parameters)
             return True
 
         try:
@@ -374,7 +374,7 @@ class OffloadedOptimizer(Optimizer):
                     self._traffic.bring(after)
         with nullcontext() if self.weights is None else self.weights.visit(visit.parameters):
             if self.weights is not None and ahead and not update.is_in_backward:
-                self.weights.fetch(ahead[0].parameters)
+                self.weights.gradients.fetch(ahead[0].parameters)
             update.is_torn = True
             update.visits.update(visit.number, visit.parameters)
             if unit is not None:

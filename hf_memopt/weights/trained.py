@@ -1,21 +1,12 @@
 """The update of weights that stream while they train: it visits weights and gradients, a few parameters at a time."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from hf_memopt.weights.gradients import Entered, Gradients
 from hf_memopt.weights.residency.visiting import Visiting
-
-
-@dataclass(eq=False)
-class _Open:
-    """A visit of an update, and the user of its storages."""
-
-    parameters: Sequence[Tensor]
-    entered: list[Entered] = field(default_factory=list)
 
 
 class TrainedWeights:
@@ -27,8 +18,10 @@ class TrainedWeights:
     """
 
     def __init__(self, visiting: Visiting, gradients: Gradients) -> None:
-        self._visiting, self._gradients = visiting, gradients
-        self._open: _Open | None = None
+        self._visiting, self.gradients = visiting, gradients
+        # Of the visit that is open.
+        self._parameters: Sequence[Tensor] = ()
+        self._entered: list[Entered] = []
         self.at_once: set[Tensor] = set()
         self.writes_gradients = False
 
@@ -36,34 +29,34 @@ class TrainedWeights:
     def update(self) -> Iterator[None]:
         """Enclose an update, or the rest of one. When it ends, weights and gradients are at home."""
         self.close()
-        self._gradients.settle()
+        self.gradients.settle()
         under_way, has_failed = self._visiting.begin("update"), True
         try:
             yield
             has_failed = False
         finally:
             self._visiting.end(under_way, has_failed, needs_backward=False)
-        self._gradients.settle()
+        self.gradients.settle()
 
     @contextmanager
     def visit(self, parameters: Sequence[Tensor]) -> Iterator[None]:
         """Keep some parameters and their gradients on the device, as plain tensors."""
-        with self._gradients.lock:
-            self._open = _Open(parameters)
+        with self.gradients.lock:
+            self._parameters = parameters
             try:
-                self._visiting.enter_update(parameters, self._open)
-                self._gradients.enter(parameters, self._open.entered)
+                self._visiting.enter_update(parameters, self)
+                self.gradients.enter(parameters, self._entered)
                 yield
             finally:
                 self.close()
 
     def close(self) -> None:
         """End the visit that is open, of which an interrupt may have cut off the end."""
-        if self._open is not None:
-            with self._gradients.lock:
-                self._gradients.leave(self._open.entered, self.writes_gradients)
-                self._visiting.leave_update(self._open.parameters, self._open)
-                self._open = None
+        with self.gradients.lock:
+            self.gradients.leave(self._entered, self.writes_gradients)
+            self._entered.clear()
+            self._visiting.leave_update(self._parameters, self)
+            self._parameters = ()
 
     @contextmanager
     def in_backward(self, when_complete: Callable[[Tensor], bool]) -> Iterator[None]:
@@ -71,7 +64,7 @@ class TrainedWeights:
 
         That is known of those which got it at once in the last such pass: reentrant checkpointing's regions add to it.
         """
-        gradients, at_once = self._gradients, self.at_once
+        gradients, at_once = self.gradients, self.at_once
         gradients.num_additions()
 
         def when_added(parameter: Tensor) -> bool:
@@ -83,11 +76,3 @@ class TrainedWeights:
         finally:
             gradients.when_added = None
             self.at_once = {each for each, number in gradients.num_additions().items() if number == 1}
-
-    def use_up(self, parameters: Iterable[Tensor]) -> None:
-        """Give up the gradients of parameters that were updated in backward."""
-        self._gradients.use_up(parameters)
-
-    def fetch(self, parameters: Iterable[Tensor]) -> None:
-        """Start bringing gradients that are needed next; weights are fetched in the order of the update before."""
-        self._gradients.fetch(parameters)
