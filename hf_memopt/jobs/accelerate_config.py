@@ -106,17 +106,13 @@ def check_options(options: Any) -> None:
         raise ValueError(
             f"effective_batch={options.effective_batch} cannot be divided by num_gpus={num_gpus}; use a multiple of it"
         )
+    both = f"optimizer={optimizer!r} with engine={engine!r}"
     if sharing.is_zero and optimizer not in _OF_TORCH:
-        raise ValueError(
-            f"optimizer={optimizer!r} with engine={engine!r} is not simulated; use one of {', '.join(_OF_TORCH)}"
-        )
+        raise ValueError(f"{both} is not simulated; use one of {', '.join(_OF_TORCH)}")
     if engine != DDP and optimizer in OPTIMIZERS_OF_BITSANDBYTES:
-        raise ValueError(f"optimizer={optimizer!r} with engine={engine!r} is not simulated; use another optimizer")
+        raise ValueError(f"{both} is not simulated; use another optimizer")
     if engine != DDP and optimizer == "adafactor":
-        raise ValueError(
-            f"optimizer={optimizer!r} with engine={engine!r}: torch's Adafactor cannot update sharded weights; use "
-            "another optimizer"
-        )
+        raise ValueError(f"{both}: torch's Adafactor cannot update sharded weights; use another optimizer")
     if engine != DDP and quantize not in ("none", *_SHARDED_BITS):
         raise ValueError(
             f"quantize={quantize!r} with engine={engine!r} is not simulated: of weights in few bits the engines divide "
@@ -184,9 +180,8 @@ def accelerator_for(
     """
     sharding = zero = None
     if sharing.is_zero:
-        zero = DeepSpeedPlugin(**_zero_options(sharing, num_micro_batches, max_grad_norm))
+        zero = _zero_plugin(sharing, num_micro_batches, max_grad_norm)
         zero.deepspeed_config["train_micro_batch_size_per_gpu"] = micro_batch
-        _set_buffers(zero.deepspeed_config["zero_optimization"], sharing)
     elif sharing.engine != DDP:
         sharding = FullyShardedDataParallelPlugin(
             fsdp_version=2,
@@ -218,15 +213,18 @@ def _zero_options(sharing: Sharing, num_micro_batches: int, max_grad_norm: float
     }
 
 
-def _set_buffers(zero: dict[str, Any], sharing: Sharing) -> None:
-    """Size DeepSpeed's five buffers for weights on a disk, each for a rank's share of the largest weight.
+def _zero_plugin(sharing: Sharing, num_micro_batches: int, max_grad_norm: float | None) -> Any:
+    """Return DeepSpeed's settings; scripts and Trainer fill in what is "auto".
 
-    A buffer keeps its weight until that leaves the device.
+    DeepSpeed has five buffers for weights on a disk, each here for a rank's share of the largest weight. A buffer keeps
+    its weight until that leaves the device.
     """
+    plugin = DeepSpeedPlugin(**_zero_options(sharing, num_micro_batches, max_grad_norm))
     if sharing.weights_on == NVME:
-        share = math.ceil(sharing.largest_weight / sharing.num_gpus)
+        zero, share = plugin.deepspeed_config["zero_optimization"], math.ceil(sharing.largest_weight / sharing.num_gpus)
         zero["offload_param"]["buffer_size"] = max(_WEIGHT_BUFFER, share)
         zero |= {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
+    return plugin
 
 
 def write_accelerate_config(
@@ -246,7 +244,10 @@ def write_accelerate_config(
     precision: str | None = mixed_precision
     if NVME in (shared.optimizer_on, shared.weights_on):
         described = path.with_name("deepspeed.json")
-        fields = _zero_file(shared, mixed_precision, num_micro_batches, max_grad_norm)
+        fields = _zero_plugin(shared, num_micro_batches, max_grad_norm).deepspeed_config
+        del fields["steps_per_print"]  # infinite, which JSON cannot say
+        fields |= {"gradient_clipping": max_grad_norm or 0.0}
+        fields |= {name: {"enabled": mixed_precision == name} for name in ("fp16", "bf16")}
         described.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
         # Accelerate refuses files that say in both places what DeepSpeed shall do.
         processes["deepspeed_config"] = {"deepspeed_config_file": str(described), "zero3_init_flag": True}
@@ -255,25 +256,6 @@ def write_accelerate_config(
         compute_environment="LOCAL_MACHINE", mixed_precision=precision, use_cpu=False, debug=False, **processes
     ).to_yaml_file(path)
     return path
-
-
-def _zero_file(
-    sharing: Sharing, mixed_precision: str, num_micro_batches: int, max_grad_norm: float | None
-) -> dict[str, Any]:
-    """Return DeepSpeed's own file. Scripts and Trainer fill in what is "auto"."""
-    zero: dict[str, Any] = {"stage": _ZERO_STAGES[sharing.engine]}
-    for what, place in (("optimizer", sharing.optimizer_on), ("param", sharing.weights_on)):
-        zero[f"offload_{what}"] = {"device": _PLACES[place], "nvme_path": NVME_FOLDER if place == NVME else None}
-    zero["stage3_gather_16bit_weights_on_model_save"] = sharing.engine == ZERO3
-    _set_buffers(zero, sharing)
-    return {
-        "train_batch_size": "auto",
-        "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": num_micro_batches,
-        "gradient_clipping": max_grad_norm or 0.0,
-        "zero_optimization": zero,
-        **{name: {"enabled": mixed_precision == name} for name in ("fp16", "bf16")},
-    }
 
 
 def _processes(sharing: Sharing, num_micro_batches: int, max_grad_norm: float | None) -> dict[str, Any]:
