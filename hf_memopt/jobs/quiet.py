@@ -1,4 +1,4 @@
-"""Making models and trainers without the notes of their libraries, which are for those who train."""
+"""Making models and trainers: without their libraries' notes, which are for those who train; errors in one line."""
 
 import logging
 import os
@@ -24,3 +24,14 @@ def quiet() -> Iterator[None]:
         finally:
             for logger, level in zip(loggers, levels, strict=True):
                 logger.setLevel(level)
+
+
+@contextmanager
+def building(source: str, library: str = "transformers") -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(
+            f"{source}: {library} cannot build a model from this configuration ({type(error).__name__}: "
+            f"{' '.join(str(error).split())}); compare it with the one that was published"
+        ) from error

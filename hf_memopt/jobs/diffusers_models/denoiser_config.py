@@ -1,8 +1,6 @@
 """Configurations of diffusers' denoisers: found in a pipeline's folder, on the hub, or in a file."""
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +9,7 @@ import torch
 from torch import nn
 
 from hf_memopt.jobs.hub import downloaded, read_object
+from hf_memopt.jobs.quiet import building
 
 PIPELINE = "model_index.json"
 # Where pipelines keep the denoiser.
@@ -38,14 +37,10 @@ class DenoiserConfig:
             raise AttributeError(name) from None
 
     def build(self, source: str, dtype: torch.dtype, **changes: Any) -> nn.Module:
-        try:
-            with default_dtype(dtype):
-                model: nn.Module = _class(self.class_name).from_config(self.values | changes)
-        except Exception as error:
-            raise ValueError(
-                f"{source}: diffusers cannot build a model from this configuration ({type(error).__name__}: {error}); "
-                "compare it with the one that was published"
-            ) from error
+        from transformers.modeling_utils import local_torch_dtype
+
+        with building(source, "diffusers"), local_torch_dtype(dtype):
+            model: nn.Module = _class(self.class_name).from_config(self.values | changes)
         for name, parameter in model.named_parameters():
             if kept_in_float32(model, name):
                 parameter.data = parameter.data.float()
@@ -56,16 +51,6 @@ def kept_in_float32(model: nn.Module, name: str) -> bool:
     """Return whether diffusers loads the part of a model with this name in float32 and never quantises it."""
     kept = getattr(model, "_keep_in_fp32_modules", None) or ()
     return any(each in name.split(".") for each in kept)
-
-
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def find_denoiser(model: str) -> DenoiserConfig | None:

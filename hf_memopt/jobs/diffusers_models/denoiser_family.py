@@ -133,7 +133,7 @@ class DenoiserFamily:
     """
 
     conditions: Conditions
-    predict: Callable[[nn.Module, Tensor, Tensor, Inputs], Tensor]
+    predict: Callable[[nn.Module, Tensor, Tensor, Inputs], Tensor] = plain_prediction
     loss: Loss = flow_loss
     lora_targets: Callable[[Any], str] = attention_layers
     clip_tokens: int = 0

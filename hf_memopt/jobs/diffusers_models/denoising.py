@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from hf_memopt.jobs.diffusers_models.denoiser_config import DenoiserConfig, default_dtype, kept_in_float32
+from hf_memopt.jobs.diffusers_models.denoiser_config import DenoiserConfig, kept_in_float32
 from hf_memopt.jobs.diffusers_models.denoiser_families import (
     family_of,
     family_of_model,
@@ -109,10 +109,12 @@ class Denoising:
 
     def batch(self, config: Any, num_samples: int, sample: Sample) -> dict[str, Tensor]:
         """Return latents `(num_samples, channels, height, width)`, or with frames before height, and conditions."""
+        from transformers.modeling_utils import local_torch_dtype
+
         family = family_of(config)
         sizes = sizes_of(config, num_samples, sample)
         grid = sizes[2:] if family.frames else sizes[3:]
-        with default_dtype(sample.dtype):
+        with local_torch_dtype(sample.dtype):
             latents = torch.zeros(num_samples, family.channels(config), *grid)
             return {"latents": latents} | family.conditions(config, sizes)
 

@@ -174,7 +174,6 @@ IMAGES = {
     ),
     "SD3Transformer2DModel": DenoiserFamily(
         conditions=_of_joint_attention,
-        predict=plain_prediction,
         lora_targets=lambda config: _JOINT_ATTENTION,
         clip_tokens=77,
         text_tokens=77,
@@ -218,7 +217,6 @@ IMAGES = {
     ),
     "SanaTransformer2DModel": DenoiserFamily(
         conditions=masked_text("caption_channels"),
-        predict=plain_prediction,
         lora_targets=lambda config: "to_q,to_k,to_v",
         text_tokens=300,
         pixels=lambda config: 32,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_memopt.jobs.diffusers_models.denoiser_config import PIPELINE, DenoiserConfig, default_dtype
+from hf_memopt.jobs.diffusers_models.denoiser_config import PIPELINE, DenoiserConfig
 from hf_memopt.jobs.diffusers_models.denoiser_families import family_of, image_size, num_frames
 from hf_memopt.jobs.hub import downloaded, read_object
 from hf_memopt.jobs.transformers_models.hub_code import check_code
@@ -17,7 +17,6 @@ from hf_memopt.jobs.transformers_models.model_batches import Sample
 
 _VAE = "vae"
 _TEXT_ENCODER = re.compile(r"text_encoder(_\d)?")
-_DIFFUSERS = "diffusers"
 # These take images as videos of one frame.
 _OF_VIDEOS = ("AutoencoderKLCogVideoX", "AutoencoderKLLTXVideo", "AutoencoderKLQwenImage", "AutoencoderKLWan")
 # CLIP's texts are padded to its positions; others' layers are read from inside, but for T5's.
@@ -34,14 +33,15 @@ class EncoderConfig:
 
     @property
     def is_vae(self) -> bool:
-        return self.library == _DIFFUSERS
+        return self.library == "diffusers"
 
     def build(self, dtype: torch.dtype) -> nn.Module:
         model: nn.Module
         if self.is_vae:
             import diffusers
+            from transformers.modeling_utils import local_torch_dtype
 
-            with default_dtype(dtype):
+            with local_torch_dtype(dtype):
                 model = getattr(diffusers, self.class_name).from_config(read_object(self.path))
         else:
             import transformers

@@ -72,7 +72,6 @@ def _cogvideox(model: nn.Module, noisy: Tensor, time: Tensor, conditions: Inputs
 VIDEOS = {
     "WanTransformer3DModel": DenoiserFamily(
         conditions=text_alone("text_dim"),
-        predict=plain_prediction,
         text_tokens=512,
         pixels=lambda config: 16 if config.in_channels == _CHANNELS_OF_16_PIXELS else 8,
         frames=4,

@@ -187,17 +187,6 @@ def _enumerated(words: list[str]) -> str:
 
 
 @contextmanager
-def building(source: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        raise ValueError(
-            f"{source}: transformers cannot build a model from this configuration ({type(error).__name__}: "
-            f"{' '.join(str(error).split())}); compare it with the one that was published"
-        ) from error
-
-
-@contextmanager
 def training(source: str) -> Iterator[None]:
     """Turn an error of the model's own code into one line; errors of the simulation are such lines already."""
     try:

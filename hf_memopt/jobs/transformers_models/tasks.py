@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from hf_memopt.jobs.diffusers_models.denoising import Denoising
+from hf_memopt.jobs.quiet import building
 from hf_memopt.jobs.sft_fields import trainer_fields
 from hf_memopt.jobs.transformers_models.adapters import ALL_LINEAR
 from hf_memopt.jobs.transformers_models.contrastive import (
@@ -42,7 +43,6 @@ from hf_memopt.jobs.transformers_models.model_batches import (
     token_batch,
     waveform_batch,
 )
-from hf_memopt.jobs.transformers_models.model_config import building
 
 CONTRASTIVE = "contrastive"
 # It stands above this package.
@@ -200,7 +200,6 @@ def task_of(config: Any, wanted: str, source: str) -> str:
 
 
 def _trainer_flags(chosen: Mapping[str, Any]) -> str:
-    """Return flags of TrainingArguments, which transformers' example scripts take."""
     fields = trainer_fields(chosen)
     texts = (shlex.quote(json.dumps(each)) if isinstance(each, dict) else str(each) for each in fields.values())
     return " ".join(f"--{name} {text}" for name, text in zip(fields, texts, strict=True))
