@@ -125,7 +125,6 @@ _WORDS = {Verdict.FITS: "yes", Verdict.ONLY_JUST: "only just", Verdict.NO: "no"}
 
 
 def _cells(row: Row, plan: SettingsPlan, has_disk: bool) -> dict[str, str]:
-    """Return the cells of a row by the heads of their columns."""
     return {
         "micro-batch": f"{row.micro_batch} x {row.accumulation}",
         **{lever.name: str(row.settings[lever.name]) for lever in plan.levers},

@@ -31,7 +31,6 @@ def can_train(options: Any) -> bool:
 
 
 def trainer_fields(chosen: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of TrainingArguments for a plan's choice."""
     fields = {
         "per_device_train_batch_size": chosen["micro_batch"],
         "gradient_accumulation_steps": chosen["gradient_accumulation_steps"],
@@ -50,29 +49,22 @@ def trainer_fields(chosen: Mapping[str, Any]) -> dict[str, Any]:
 
 def fields_of(options: Any, chosen: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a YAML file for `train_sft --config`."""
-    return {
+    fields = {
         **{name: chosen[name] for name in ("model", "dtype", "attention", "loss", "offload", "offload_threshold_mb")},
         "max_length": chosen["seq_len"],
         **trainer_fields(chosen),
         "gradient_checkpointing_kwargs": {"use_reentrant": chosen["checkpointing"] == "reentrant"},
         "selective_checkpointing": chosen["checkpointing"] == "selective",
-        **({} if options.optimizer_home == "off" else {"optimizer_home": options.optimizer_home}),
-        **({} if chosen["base"] == RESIDENT else _streamed(options, chosen)),
-        **({} if chosen["lora_rank"] is None else _adapters(chosen)),
     }
-
-
-def _streamed(options: Any, chosen: Mapping[str, Any]) -> dict[str, Any]:
-    budget = options.base_budget_gib
-    fields = {"base": chosen["base"]} | ({} if budget is None else {"base_budget_gib": budget})
-    return fields | ({"trained": True} if options.trained else {})
-
-
-def _adapters(chosen: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        **{name: chosen[name] for name in ("lora_rank", "lora_targets", "use_dora")},
-        "quantize": _name(STORED, chosen["quantize"]),
-    }
+    if options.optimizer_home != "off":
+        fields["optimizer_home"] = options.optimizer_home
+    if chosen["base"] != RESIDENT:
+        about = {"base": chosen["base"], "base_budget_gib": options.base_budget_gib, "trained": options.trained}
+        fields |= {name: value for name, value in about.items() if value not in (None, False)}
+    if chosen["lora_rank"] is not None:
+        fields |= {name: chosen[name] for name in ("lora_rank", "lora_targets", "use_dora")}
+        fields["quantize"] = _name(STORED, chosen["quantize"])
+    return fields
 
 
 def _name(names: dict[str, str], planned: str) -> str:

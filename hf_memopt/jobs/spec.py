@@ -233,9 +233,8 @@ class JobSpec:
             object.__setattr__(self, name, FIELDS[name].read(value))
 
     def said(self) -> dict[str, Any]:
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
         return {
-            name: value for name, value in values.items() if value is not None and value is not False and value != []
+            name: value for name, value in vars(self).items() if not (value is None or value is False or value == [])
         }
 
     @property

@@ -36,7 +36,6 @@ class Sample(NamedTuple):
 
 
 def parse_image_size(text: str | None) -> tuple[int, int] | None:
-    """Height and width."""
     if text is None:
         return None
     found = _IMAGE_SIZE.fullmatch(text)

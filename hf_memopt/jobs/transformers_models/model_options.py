@@ -17,28 +17,23 @@ from hf_memopt.jobs.accelerate_config import (
 )
 from hf_memopt.jobs.diffusers_models.denoising import Denoising
 from hf_memopt.jobs.diffusers_models.pipeline_encoders import EncoderConfig, read_encoders
-from hf_memopt.jobs.spec import CHOICES, DEFAULTS
+from hf_memopt.jobs.spec import CHOICES, DEFAULTS, FIELDS
 from hf_memopt.jobs.transformers_models.adapters import import_fused_head, import_peft
 from hf_memopt.jobs.transformers_models.model_batches import Batch, Sample, parse_image_size, with_padding
 from hf_memopt.jobs.transformers_models.model_config import read_config, unsaid_sizes
 from hf_memopt.jobs.transformers_models.published_weights import PublishedWeights, published_weights
 from hf_memopt.jobs.transformers_models.tasks import CONTRASTIVE, TASKS, Task, task_of
 from hf_memopt.jobs.workload import RESIDENT
-from hf_memopt.ranges import COUNT, NOT_NEGATIVE, POSITIVE
+from hf_memopt.ranges import NOT_NEGATIVE
 from hf_memopt.units import GIB
 
 _CHOSEN = tuple(name for name in CHOICES if name not in ("base", "checkpointing", "offload"))
-_COUNTS = (
-    *("seq_len", "images_per_sample", "effective_batch", "lora_rank", "num_gpus"),
-    *("text_tokens", "num_frames", "passages"),
-)
 # Options without meaning unless there are adapters, and their defaults.
 _OF_ADAPTERS = (("quantize", "none"), ("kbit_preparation", "trl"), ("lora_targets", None), ("use_dora", False))
 OF_BITSANDBYTES = ("nf4", "nf4-double", "nf4-experts", "int8")
 _DTYPES = tuple(name for name in CHOICES["dtype"] if name != "auto")
-_OF_IMAGES: tuple[tuple[str, Any], ...] = (("images_per_sample", 1), ("image_size", None))
-_OF_IMAGES += (("freeze_vision_tower", False), ("text_tokens", None), ("num_frames", None), ("encoders", "off"))
-_OF_CONTRASTIVE = (("passages", 1), ("gradient_cache", False))
+_OF_IMAGES = ("images_per_sample", "image_size", "freeze_vision_tower", "text_tokens", "num_frames", "encoders")
+_OF_CONTRASTIVE = ("passages", "gradient_cache")
 _OF_AUTOCAST = {"bf16": "bfloat16", "fp16": "float16"}
 # The dtype of weights that sharding engines do not cast, by the step's precision; fp16 is simulated as bf16.
 _UNCHANGED = {"bf16": "bfloat16", "fp16": ""}
@@ -108,9 +103,9 @@ class ModelOptions:
     def __post_init__(self) -> None:
         for name in _CHOSEN:
             check_choice(name, getattr(self, name))
-        for name in _COUNTS:
-            COUNT.check(name, getattr(self, name))
-        POSITIVE.check("max_grad_norm", self.max_grad_norm)
+        for name, each in FIELDS.items():
+            if each.allowed is not None and name in vars(self):
+                each.allowed.check(name, getattr(self, name))
         NOT_NEGATIVE.check("offload_threshold_mb", self.offload_threshold_mb)
         object.__setattr__(self, "dtype", self._resolved_dtype())
         object.__setattr__(self, "quantize", self._resolved_quantize())
@@ -158,10 +153,10 @@ class ModelOptions:
                 raise ValueError(
                     f"{name}={getattr(self, name)!r} is not simulated for task={self.kind!r}; use {' or '.join(known)}"
                 )
-        of_others = [each for each in _OF_IMAGES if each[0] not in task.image_options]
+        of_others = [name for name in _OF_IMAGES if name not in task.image_options]
         of_others += [] if self.kind == CONTRASTIVE else _OF_CONTRASTIVE
-        for name, default in of_others:
-            if getattr(self, name) != default:
+        for name in of_others:
+            if getattr(self, name) != getattr(type(self), name):
                 raise ValueError(f"{name}={getattr(self, name)!r} means nothing to task={self.kind!r}; leave it out")
         if self.gradient_cache:
             self._check_gradient_cache()
@@ -171,11 +166,7 @@ class ModelOptions:
         _ = self.encoder_configs
 
     def _check_gradient_cache(self) -> None:
-        if self.sharing.has_group:
-            raise ValueError(
-                f"gradient_cache=True with num_gpus={self.num_gpus} and engine={self.engine!r} is not simulated; use "
-                f"one GPU and engine={DDP!r}"
-            )
+        self._check_alone("gradient_cache=True", " is not simulated")
         if self.optimizer_in_backward:
             raise ValueError(
                 "optimizer_in_backward=True with gradient_cache=True: weights would change before the other parts of "
@@ -235,21 +226,14 @@ class ModelOptions:
             self._check_trained()
         if self.streams or self.home == RESIDENT:
             return
-        if self.sharing.has_group:
-            raise ValueError(
-                f"base={self.base!r} with num_gpus={self.num_gpus} and engine={self.engine!r} is not simulated: ranks "
-                f"share one copy of the weights; use one GPU and engine={DDP!r}"
-            )
+        self._check_alone(f"base={self.base!r}", " is not simulated: ranks share one copy of the weights")
         raise ValueError(f"base={self.base!r}: weights that train do not stream; give a lora_rank, or trained=True")
 
     def _check_trained(self) -> None:
         if self.home == RESIDENT:
             raise ValueError("trained=True needs a home for the weights; give base='host' or base='file'")
-        if self.sharing.has_group:
-            raise ValueError(
-                f"trained=True with num_gpus={self.num_gpus} and engine={self.engine!r}: gradients at their home are "
-                f"not averaged over ranks, and engines place weights themselves; use one GPU and engine={DDP!r}"
-            )
+        reason = ": gradients at their home are not averaged over ranks, and engines place weights themselves"
+        self._check_alone("trained=True", reason)
         if self.optimizer_in_backward:
             raise ValueError(
                 "trained=True with optimizer_in_backward=True: weights and gradients visit the device for an update of "
@@ -259,6 +243,13 @@ class ModelOptions:
             raise ValueError(f"optimizer={self.optimizer!r} with trained=True is not simulated; use another optimizer")
         if self.gradient_cache:
             raise ValueError("trained=True with gradient_cache=True is not simulated; leave one of them out")
+
+    def _check_alone(self, option: str, reason: str) -> None:
+        if self.sharing.has_group:
+            raise ValueError(
+                f"{option} with num_gpus={self.num_gpus} and engine={self.engine!r}{reason}; use one GPU and "
+                f"engine={DDP!r}"
+            )
 
     @property
     def sharing(self) -> Sharing:
