@@ -226,12 +226,10 @@ def last_line(file: Path) -> str:
 
 def text_html(text: str) -> str:
     """Return a command's words with paragraphs that wrap, but for flags, and tables that scroll."""
-    blocks = [html.escape(block.strip("\n")) for block in text.split("\n\n")]
-    tables = [bool(TABLE.search(block)) for block in blocks]
+    blocks = filter(None, (html.escape(block.strip("\n")) for block in text.split("\n\n")))
     return "".join(
-        f"<pre>{block}</pre>" if is_table else f"<p>{FLAG.sub(r'<span>\g<0></span>', block)}</p>"
-        for block, is_table in zip(blocks, tables, strict=True)
-        if block
+        f"<pre>{block}</pre>" if TABLE.search(block) else f"<p>{FLAG.sub(r'<span>\g<0></span>', block)}</p>"
+        for block in blocks
     )
 
 

@@ -84,7 +84,6 @@ def _launch(parsed: argparse.Namespace) -> int:
 
 
 def cut_at_script(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the words before and after the first "--"."""
     cut = words.index("--") if "--" in words else len(words)
     return list(words[:cut]), list(words[cut + 1 :])
 

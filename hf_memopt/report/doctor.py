@@ -108,9 +108,6 @@ def examine(device: str | None = None, disk: str | None = None) -> Machine:
     return Machine(devices, host, versions, features, problems, None if disk is None else examine_disk(disk))
 
 
-# ------------------------------------------------------------------------------------------------ devices
-
-
 def find_devices(name: str | None = None) -> list[torch.device]:
     """Return the devices that a name (`cuda`, `cuda:1`, `cpu`) means; None, all accelerators, or else the CPU."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -159,9 +156,6 @@ def _link(device: torch.device, pin_memory: bool) -> LinkSpeed:
     return LinkSpeed(to_host / 1e9, to_device / 1e9)
 
 
-# ------------------------------------------------------------------------------------------------ host and versions
-
-
 def host_limits(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> HostLimits:
     memory = psutil.virtual_memory()
     limits = [limit for limit in cgroup_limits(cgroups, membership) if limit < memory.total]
@@ -203,9 +197,6 @@ def version_of(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-# ------------------------------------------------------------------------------------------------ features
 
 
 def find_features(device: Device, compile_obstacle: str | None) -> list[Feature]:
@@ -273,9 +264,6 @@ def _pinning(device: Device) -> Feature:
     return Feature(name, "on", f"a block of 16 MiB was page-locked{rounded}")
 
 
-# ------------------------------------------------------------------------------------------------ problems
-
-
 def find_problems(
     devices: list[Device], host: HostLimits, versions: dict[str, str | None], asked_for: str | None = None
 ) -> list[str]:
@@ -304,9 +292,6 @@ def _device_problems(device: Device) -> Iterator[str]:
             f"{device.name}: only {device.free_gib:.1f} of {device.total_gib:.1f} GiB are free: "
             "end the processes that hold the rest"
         )
-
-
-# ------------------------------------------------------------------------------------------------ the page
 
 
 def page(machine: Machine) -> str:

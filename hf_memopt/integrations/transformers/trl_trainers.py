@@ -15,8 +15,6 @@ Rows = dict[str, list[Any]]
 
 @dataclass(frozen=True)
 class TrlTrainer:
-    """A trainer of TRL."""
-
     name: str  # after `--trainer`
     prefix: str  # of the names of its class and of its settings
     rows: Callable[[Any, int, int], Rows]  # its data, from its settings, the tokens of a sample and how many samples
