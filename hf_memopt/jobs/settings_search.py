@@ -78,19 +78,17 @@ def plan(
     combinations.
     """
     COUNT.check("num_workers", num_workers)
-    link_bytes_per_s = None if link is None else parse_size(link, "link")
-    card = find_card(gpu, link_bytes_per_s)
+    card = find_card(gpu, None if link is None else parse_size(link, "link"))
     below = find_memory_below(host, disk, needs_no_host=any(each.of_disk for each in workload.levers))
     levers = tuple(each if below.disk else each.without_disk() for each in workload.levers)
     search = _Search(workload, levers, card, below)
-    num_workers = os.cpu_count() or 1 if num_workers is None else num_workers
     result = SettingsPlan(
         workload.name,
         levers,
         card,
         below.host_bytes,
         below.disk,
-        tuple(_ranked(search.run(num_workers, progress), levers)),
+        tuple(_ranked(search.run(num_workers or os.cpu_count() or 1, progress), levers)),
         tuple(workload.micro_batches),
         search.impossible,
         workload.tokens_per_sample,

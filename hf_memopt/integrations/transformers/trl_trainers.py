@@ -80,10 +80,8 @@ class TrlTrainer:
 
     def lacking(self, given: Mapping[str, Any]) -> str:
         """Return flags with placeholders for names that the script needs and the file lacks."""
-        needs = [(name, value) for name, value in self.needs if not given.get(name)]
-        if given.get("datasets"):
-            needs = [(name, value) for name, value in needs if name != "dataset_name"]
-        return "".join(f" --{name} {value}" for name, value in needs)
+        said = {"dataset_name" if name == "datasets" else name for name, value in given.items() if value}
+        return "".join(f" --{name} {value}" for name, value in self.needs if name not in said)
 
     def describe(self, arguments: Any, tokens: int) -> str:
         completion = completion_tokens(arguments, tokens)
