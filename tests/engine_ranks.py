@@ -9,8 +9,6 @@ from late_imports import LateModule
 from ranks import on_ranks
 
 from hf_memopt.estimate import estimate_peak_memory
-from hf_memopt.estimate.accounting.allocation_log import AllocationLog, StepPhases
-from hf_memopt.estimate.accounting.categories import StepLabels
 from hf_memopt.estimate.simulation.ranks.first_rank import BACKEND
 
 rank_steps = LateModule("rank_steps")
@@ -38,8 +36,3 @@ def simulated_rank(way: Any, num_ranks: int, folder: Path) -> tuple[dict[str, An
 
     estimate = estimate_peak_memory(setup, rank_steps.step, like="cpu", num_gpus=num_ranks)
     return {"held": json.loads(held.read_text()), "peaks": estimate.phases}, set(estimate.storage_kinds)
-
-
-def unread_labels() -> StepLabels:
-    phases = StepPhases()
-    return StepLabels(AllocationLog("cpu", 1, phases), phases)

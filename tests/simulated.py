@@ -7,9 +7,13 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hf_memopt.estimate.accounting.allocation_log import AllocationLog, StepPhases
+from hf_memopt.estimate.accounting.categories import StepLabels
 from hf_memopt.estimate.gpus import DEFAULT_CARD, Card
 from hf_memopt.estimate.simulation.child_process import run_isolated
 from hf_memopt.estimate.simulation.device import simulation
+from hf_memopt.estimate.simulation.virtual_base import VirtualBase
+from hf_memopt.estimate.simulation.virtual_disk import VirtualDisk
 from hf_memopt.estimate.simulation.virtual_time import VirtualClock
 
 
@@ -33,11 +37,16 @@ def operations() -> Iterator[list[str]]:
         yield watch.names
 
 
+def unread_labels() -> StepLabels:
+    return StepLabels(AllocationLog("cpu", 1, StepPhases()))
+
+
 def simulated(function: Callable[[torch.device], Any], card: Card = DEFAULT_CARD) -> Any:
     """Return the result of `function` on the virtual device, in a process of its own."""
 
     def run() -> Any:
-        with simulation("cuda", VirtualClock(card)) as (device, _):
+        base = VirtualBase(VirtualDisk(VirtualClock(card), None), unread_labels())
+        with simulation("cuda", base) as (device, _):
             return function(device)
 
     return run_isolated(run)

@@ -175,17 +175,14 @@ def _run(
             labels.add_unlabelled(tensors, kind)  # some gather in place
 
     log = AllocationLog(counted, block_bytes, phases, observe)
-    labels = StepLabels(log, phases)
+    labels = StepLabels(log)
+    base = VirtualBase(disk, labels)
 
     def free_host_bytes() -> int:
         # Host memory of a run is a result, and no matter of this machine.
         return sys.maxsize if below.host_bytes is None else max(0, below.host_bytes - log.history.host_bytes())
 
-    base = VirtualBase(clock, disk, phases, lambda memory, kind: labels.add([memory], kind), labels.kind_of)
-    opened = simulation(
-        like, clock, phases, lambda block: labels.add([block], categories.TEACHER), free_host_bytes, base
-    )
-    with opened as (device, data_dependent):
+    with simulation(like, base, free_host_bytes) as (device, data_dependent):
         in_group = simulated.has_group or simulated.num_gpus > 1
         ranks = first_of(simulated.num_gpus, device, labels, disk) if in_group else nullcontext()
         with log, log.following_resizes(), labels.following(), ranks:

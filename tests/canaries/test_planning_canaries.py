@@ -23,7 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _foreach_utils, backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_memopt.estimate.simulation.child_process import TOO_LARGE, run_isolated
+from hf_memopt.estimate.simulation.child_process import TOO_LARGE
 from hf_memopt.estimate.simulation.kernels import autocast
 from hf_memopt.estimate.simulation.ranks.first_rank import BACKEND
 
@@ -170,14 +170,10 @@ def test_an_alias_that_is_made_under_dispatch_modes_shares_the_version_counter()
 
 
 def test_a_simulation_renames_the_backend_in_its_own_process_only() -> None:
-    def rename() -> str:
-        from hf_memopt.estimate.simulation.device import simulation
-
-        with simulation("cuda"):
-            return str(torch._C._get_privateuse1_backend_name())
+    from simulated import simulated
 
     with relied_on_by(DEVICE):
-        assert run_isolated(rename) == "virtualcuda"
+        assert simulated(lambda device: torch._C._get_privateuse1_backend_name()) == "virtualcuda"
         assert torch._C._get_privateuse1_backend_name() == "privateuseone"
 
 

@@ -76,7 +76,7 @@ def observed(way: Way) -> dict[str, Any]:
     held: list[dict[str, int]] = []
     phases = StepPhases()
     log = AllocationLog("cpu", 1, phases)
-    labels = StepLabels(log, phases)
+    labels = StepLabels(log)
     with (
         as_simulated(labels) if way.zero else nullcontext(),
         log,

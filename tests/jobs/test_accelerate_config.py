@@ -12,9 +12,8 @@ from unittest.mock import patch
 import pytest
 import torch
 import yaml
-from engine_ranks import unread_labels
 from launched_files import launched
-from simulated import simulated
+from simulated import simulated, unread_labels
 
 from hf_memopt.estimate.simulation.child_process import run_isolated
 from hf_memopt.estimate.simulation.ranks.first_rank import first_of

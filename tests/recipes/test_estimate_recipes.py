@@ -13,14 +13,13 @@ import torch
 import torch.nn.functional as F
 from counted_allocator import CountedAllocator
 from plan_toys import causal_lm, fluxflow, lgt, neural_operator, smolvla
+from simulated import simulated
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_memopt.estimate import estimate_peak_memory
 from hf_memopt.estimate.accounting.categories import TEACHER
 from hf_memopt.estimate.simulated_step import SimulatedStep
-from hf_memopt.estimate.simulation.child_process import run_isolated
-from hf_memopt.estimate.simulation.device import simulation
 from hf_memopt.recipes.common.auto_plan import RecipeWorkload
 from hf_memopt.transfer.storage_memory import ResizedMemory
 
@@ -159,8 +158,4 @@ def test_reduced_losses_keep_the_memory_of_each_element() -> None:
         first, second = torch.ones(8, 16, device=device), torch.ones(16, device=device).expand(8, 16)
         return [loss(first, second).untyped_storage().nbytes() for loss in losses]
 
-    def simulated() -> list[int]:
-        with simulation("cuda") as (device, _):
-            return storage_bytes(device)
-
-    assert run_isolated(simulated) == storage_bytes(torch.device("cpu"))
+    assert simulated(storage_bytes) == storage_bytes(torch.device("cpu"))

@@ -13,7 +13,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from torch.utils._pytree import tree_leaves
 
 from hf_memopt.estimate.accounting.allocation_history import AllocationHistory, StorageRecord
-from hf_memopt.estimate.accounting.allocation_log import FORWARD, OPTIMIZER, SETUP, AllocationLog, StepPhases
+from hf_memopt.estimate.accounting.allocation_log import FORWARD, OPTIMIZER, SETUP, AllocationLog
 from hf_memopt.estimate.accounting.operation import Operation, name_of, tensors_in
 from hf_memopt.weights.optimizer import OffloadedOptimizer
 
@@ -43,9 +43,8 @@ class StepLabels:
     label: whether one is an activation shows only when backward begins, so `alive_at` decides it after the run.
     """
 
-    def __init__(self, log: AllocationLog, phases: StepPhases) -> None:
-        self._log = log
-        self._phases = phases
+    def __init__(self, log: AllocationLog) -> None:
+        self._log, self._phases = log, log.phases
         self._trainable: dict[int, tuple[str, nn.Parameter]] = {}
         self._reached: set[int] = set()
         # The phases that running updates have interrupted.

@@ -36,14 +36,7 @@ from hf_memopt.estimate.simulation.data_dependent import DataDependentOps
 from hf_memopt.estimate.simulation.fake_mode import SimulatedTensors
 from hf_memopt.estimate.simulation.kernels import attention, autocast
 from hf_memopt.estimate.simulation.virtual_base import VirtualBase, VirtualFileHome
-from hf_memopt.estimate.simulation.virtual_disk import VirtualDisk
-from hf_memopt.estimate.simulation.virtual_time import (
-    FIRST_STREAM,
-    VirtualClock,
-    VirtualCopier,
-    VirtualEvent,
-    VirtualStream,
-)
+from hf_memopt.estimate.simulation.virtual_time import FIRST_STREAM, VirtualClock, VirtualEvent, VirtualStream
 from hf_memopt.transfer.backends import DeviceBackend, registered
 
 # torch's device meshes take letters alone.
@@ -111,23 +104,15 @@ def phase_named(name: str) -> AbstractContextManager[None]:
 
 @contextmanager
 def simulation(
-    like: str,
-    clock: VirtualClock | None = None,
-    phases: StepPhases | None = None,
-    on_teacher_block: Callable[[Tensor], None] | None = None,
-    free_host_bytes: Callable[[], int] = lambda: sys.maxsize,
-    base: VirtualBase | None = None,
+    like: str, base: VirtualBase, free_host_bytes: Callable[[], int] = lambda: sys.maxsize
 ) -> Iterator[tuple[torch.device, DataDependentOps]]:
     """Make all tensors fake; gives the device to build on and the mode that notes assumptions.
 
-    `like` "cpu" means fake tensors by the CPU's rules. The clock's card decides on attention's kernels; teachers call
-    `on_teacher_block` with the device memory that they take. `free_host_bytes` is host memory that copies may take.
-    `base` has the copies of streamed weights, and the disk. An exception in a backend thread would end the process,
-    which is why autograd's threads are off.
+    `like` "cpu" means fake tensors by the CPU's rules. `base` has the copiers, the disk and the clock, whose card
+    decides on attention's kernels. `free_host_bytes` is host memory that copies may take. An exception in a backend
+    thread would end the process, which is why autograd's threads are off.
     """
-    clock = VirtualClock(DEFAULT_CARD, like) if clock is None else clock
-    phases = StepPhases() if phases is None else phases
-    base = VirtualBase(clock, VirtualDisk(clock, None), phases) if base is None else base
+    clock, phases = base.clock, base.disk.phases
     data_dependent = DataDependentOps(phases)
     _BACKEND.phases, _BACKEND.clock, VirtualEvent.clock = phases, clock, clock
     device = torch.device("cpu")
@@ -157,7 +142,7 @@ def simulation(
         enter(patch.object(FakeTensor, "data_ptr", _address))
         enter(patch.object(torch.UntypedStorage, "data_ptr", _address_of_storage))
         enter(patch.object(FakeTensor, "numpy", _array))
-        enter(registered(device.type, _simulated_type(clock, on_teacher_block, free_host_bytes, base)))
+        enter(registered(device.type, _simulated_type(base, free_host_bytes)))
         # Optimizers and gradient clipping choose their foreach path by a tensor's class.
         for module in (torch_optimizer, foreach_utils):
             types = [*module._foreach_supported_types, FakeTensor]
@@ -172,22 +157,10 @@ def simulation(
         yield device, data_dependent
 
 
-def _simulated_type(
-    clock: VirtualClock,
-    on_teacher_block: Callable[[Tensor], None] | None,
-    free_host_bytes: Callable[[], int],
-    base: VirtualBase,
-) -> DeviceBackend:
-    def make_copier(device: torch.device, pin_memory: bool, purpose: str) -> VirtualCopier:
-        if purpose == "base":
-            return base.make_copier(device)
-        if purpose == "optimizer":
-            return base.make_copier_of_state(device)
-        return VirtualCopier(clock, device, on_teacher_block if purpose == "teacher" else None)
-
+def _simulated_type(base: VirtualBase, free_host_bytes: Callable[[], int]) -> DeviceBackend:
     return DeviceBackend(
-        make_copier=make_copier,
-        make_clock=lambda device: clock,
+        make_copier=base.make_copier,
+        make_clock=lambda device: base.clock,
         map_host=_on_device,
         # From the offloader's mode, the newest: those below make the results fake.
         hide_operations=_pop_mode_temporarily,

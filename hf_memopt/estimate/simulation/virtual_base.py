@@ -1,18 +1,17 @@
 """The streamed weights of a simulated run: their memory is labelled, their copies are counted and take time."""
 
 from collections import Counter
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hf_memopt.estimate.accounting.allocation_log import OPTIMIZER, StepPhases
-from hf_memopt.estimate.accounting.categories import GRADIENT, STREAMED
+from hf_memopt.estimate.accounting.allocation_log import OPTIMIZER
+from hf_memopt.estimate.accounting.categories import GRADIENT, STREAMED, TEACHER, StepLabels
 from hf_memopt.estimate.estimate_report import StreamedEstimate
 from hf_memopt.estimate.simulation.virtual_disk import VirtualDisk
-from hf_memopt.estimate.simulation.virtual_time import VirtualClock, VirtualCopier, VirtualTransfer
+from hf_memopt.estimate.simulation.virtual_time import VirtualCopier, VirtualTransfer
 from hf_memopt.transfer import Copier, Transfer
 from hf_memopt.transfer.file_reader import PART_BYTES, staging_bytes
 from hf_memopt.transfer.storage_memory import ResizedMemory, StorageMemory
@@ -24,31 +23,28 @@ _HOST = torch.device("cpu")
 
 
 class VirtualBase:
-    """Makes the copiers of streamed weights and of optimizers' state, and counts the bytes that they move in a step.
-
-    `label` is called with device memory and its use, at the latest before that is given back; `kind_of` returns the use
-    of memory that was labelled before.
+    """Makes copiers, labels the device memory that they take, at the latest before that is given back, and counts the
+    bytes that those of streamed weights and of optimizers' state move in a step.
     """
 
-    def __init__(
-        self,
-        clock: VirtualClock,
-        disk: VirtualDisk,
-        phases: StepPhases,
-        label: Callable[[Tensor, str], None] = lambda memory, kind: None,
-        kind_of: Callable[[Tensor], str] = lambda memory: "",
-    ) -> None:
-        self.clock, self.disk, self.label, self.kind_of = clock, disk, label, kind_of
+    def __init__(self, disk: VirtualDisk, labels: StepLabels) -> None:
+        self.clock, self.disk, self.labels = disk.clock, disk, labels
         self.is_used = False
-        self._phases = phases
         self._moved: Counter[str] = Counter()
 
-    def make_copier(self, device: torch.device) -> "_BaseCopier":
-        self.is_used = True
-        return _BaseCopier(self, device)
+    def make_copier(self, device: torch.device, pin_memory: bool, purpose: str) -> VirtualCopier:
+        match purpose:
+            case "base":
+                self.is_used = True
+                return _BaseCopier(self, device)
+            case "optimizer":
+                return _CountingCopier(self, device)
+            case "teacher":
+                return VirtualCopier(self.clock, device, lambda block: self.label(block, TEACHER))
+        return VirtualCopier(self.clock, device)
 
-    def make_copier_of_state(self, device: torch.device) -> "_CountingCopier":
-        return _CountingCopier(self, device)
+    def label(self, memory: Tensor, kind: str) -> None:
+        self.labels.add([memory], kind)
 
     def begin_step(self) -> None:
         self._moved = Counter()
@@ -56,12 +52,12 @@ class VirtualBase:
     def count(self, name: str, num_bytes: int) -> None:
         """Add bytes to an attribute of `StreamedEstimate`, and to the one for updates during these."""
         self._moved[name] += num_bytes
-        if self._phases.name == OPTIMIZER:
+        if self.disk.phases.name == OPTIMIZER:
             self._moved[f"update_{name}"] += num_bytes
 
     def count_again(self, num_bytes: int) -> None:
         """Count a gradient that is brought; in passes, so that another one is added to it."""
-        if self._phases.name != OPTIMIZER:
+        if self.disk.phases.name != OPTIMIZER:
             self._moved["bytes_to_add_to"] += num_bytes
 
     def estimate(self, peak_bytes: int) -> StreamedEstimate:
@@ -92,14 +88,14 @@ class _BaseCopier(_CountingCopier):
         return block
 
     def to_device(self, source: Tensor, destination: Tensor) -> VirtualTransfer:
-        if self._base.kind_of(destination) == GRADIENT:
+        if self._base.labels.kind_of(destination) == GRADIENT:
             self._base.count_again(destination.nbytes)
         else:
             self._base.label(destination, STREAMED)
         return super().to_device(source, destination)
 
     def to_host(self, source: Tensor, destination: Tensor) -> VirtualTransfer:
-        if self._base.kind_of(source) != STREAMED:
+        if self._base.labels.kind_of(source) != STREAMED:
             self._base.label(source, GRADIENT)
         return super().to_host(source, destination)
 

@@ -3,7 +3,6 @@
 import mmap
 import os
 from collections import Counter
-from collections.abc import Callable
 
 from torch import Tensor
 
@@ -16,29 +15,22 @@ from hf_memopt.units import format_bytes
 
 
 class VirtualFile:
-    """A file that only counts its bytes, with one queue in each direction; `reads` may be shared with other files."""
+    """A file that only counts its bytes, with a queue of its own for writing; that for reading is the disk's."""
 
-    def __init__(
-        self,
-        clock: VirtualClock,
-        disk: Disk,
-        reads: VirtualQueue | None = None,
-        on_write: Callable[[int], None] = lambda num_bytes: None,
-    ) -> None:
-        self.space = DiskSpace(PAGE, self._note_length, disk.num_bytes)
+    def __init__(self, disk: "VirtualDisk", budget_bytes: int | None) -> None:
+        self.space = DiskSpace(PAGE, self._note_length, budget_bytes)
         self.peak_bytes = self.bytes_written = 0
         self.waited_s = 0.0  # the clock counts it, among the time for which compute waits
         self.write_bytes_per_s = self.read_bytes_per_s = disk.bytes_per_s
-        self._writes, self._on_write = VirtualQueue(clock, disk.bytes_per_s), on_write
-        self._reads = VirtualQueue(clock, disk.bytes_per_s) if reads is None else reads
+        self._disk, self._writes = disk, VirtualQueue(disk.clock, disk.bytes_per_s)
 
     def write(self, source: Tensor, extent: Extent) -> VirtualTransfer:
         self.bytes_written += extent.num_bytes
-        self._on_write(extent.num_bytes)
+        self._disk.note(extent.num_bytes)
         return self._writes.copy(extent.num_bytes)
 
     def read(self, extent: Extent, destination: Tensor) -> VirtualTransfer:
-        return self._reads.copy(extent.num_bytes)
+        return self._disk.reads.copy(extent.num_bytes)
 
     def mapped(self, extent: Extent) -> mmap.mmap:
         raise RuntimeError("a simulated disk has no bytes that could be mapped")
@@ -57,29 +49,30 @@ class VirtualDisk:
     and files of weights are read at that speed. `step_written` are the bytes of the newest step, by phase.
     """
 
-    def __init__(self, clock: VirtualClock, disk: Disk | None, phases: StepPhases | None = None) -> None:
-        self.clock, self._disk, self._phases = clock, disk, phases or StepPhases()
-        self.reads, self._writes = (VirtualQueue(clock, (disk or Disk()).bytes_per_s) for _ in range(2))
+    def __init__(self, clock: VirtualClock, limits: Disk | None, phases: StepPhases | None = None) -> None:
+        self.clock, self._limits, self.phases = clock, limits, phases or StepPhases()
+        self.bytes_per_s = (limits or Disk()).bytes_per_s
+        self.reads, self._writes = (VirtualQueue(clock, self.bytes_per_s) for _ in range(2))
         self._file: VirtualFile | None = None
         self._of_engines: dict[str, int] = {}
         self.step_written: Counter[str] = Counter()
 
     def open_file(self, folder: str | os.PathLike[str] | None, budget_bytes: int | None) -> VirtualFile | None:
-        if self._file is None and (self._disk is not None or folder is not None):
-            self._file = VirtualFile(self.clock, self._disk or Disk(budget_bytes), self.reads, self._note)
+        if self._file is None and (self._limits is not None or folder is not None):
+            self._file = VirtualFile(self, self._limits.num_bytes if self._limits else budget_bytes)
         return self._file
 
     def write(self, path: str, num_bytes: int) -> VirtualTransfer:
         """Write a whole file of an engine's."""
         self._of_engines[path] = num_bytes
-        self._note(num_bytes)
+        self.note(num_bytes)
         return self._writes.copy(num_bytes)
 
     def begin_step(self) -> None:
         self.step_written = Counter()
 
-    def _note(self, num_bytes: int) -> None:
-        self.step_written[self._phases.name] += num_bytes
+    def note(self, num_bytes: int) -> None:
+        self.step_written[self.phases.name] += num_bytes
 
     @property
     def peak_bytes(self) -> int:

@@ -9,7 +9,7 @@ from hf_memopt.estimate.accounting.categories import StepLabels
 def test_what_modules_and_optimizers_own_is_labelled_and_the_rest_follows_from_backward() -> None:
     phases = StepPhases()
     log = AllocationLog("cpu", 1, phases)
-    labels = StepLabels(log, phases)
+    labels = StepLabels(log)
     with log, labels.following():
         model, batch = nn.Linear(4, 4, bias=False), torch.ones(8, 4)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

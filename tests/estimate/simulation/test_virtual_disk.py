@@ -16,7 +16,7 @@ from hf_memopt.estimate.gpus import CARDS
 from hf_memopt.estimate.memory_below import Disk, MemoryBelow
 from hf_memopt.estimate.simulated_step import SimulatedStep
 from hf_memopt.estimate.simulation.child_process import run_isolated
-from hf_memopt.estimate.simulation.virtual_disk import VirtualDisk, VirtualFile
+from hf_memopt.estimate.simulation.virtual_disk import VirtualDisk
 from hf_memopt.estimate.simulation.virtual_time import VirtualClock
 from hf_memopt.units import GIB, MIB
 
@@ -27,7 +27,8 @@ LAYER_BYTES, DEPTH, HOST_BYTES = 16 * MIB, 8, 100 * MIB
 
 def test_a_file_has_a_queue_in_each_direction() -> None:
     clock = VirtualClock(CARD)
-    file = VirtualFile(clock, Disk(GIB, 1e9))
+    file = VirtualDisk(clock, Disk(GIB, 1e9)).open_file(None, None)
+    assert file is not None
     extents = [file.space.acquire(10**6) for _ in range(2)]
     memory = torch.empty(0)
     writes = [file.write(memory, extent) for extent in extents if extent is not None]

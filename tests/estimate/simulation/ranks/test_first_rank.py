@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from engine_ranks import check_first_rank, unread_labels
-from simulated import simulated
+from engine_ranks import check_first_rank
+from simulated import simulated, unread_labels
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
