@@ -46,7 +46,7 @@ class GradientWatch:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._handles: list[RemovableHandle] = []
-        self._watched: dict[int, Tensor] = {}
+        self._watched: set[Tensor] = set()
         self._watch("", model)
         # FSDP2 puts whole weights into the modules before their first forward pass.
         for name, module in model.named_modules():
@@ -92,8 +92,8 @@ class GradientWatch:
         for name, parameter in module.named_parameters():
             # Between its uses ZeRO-3 leaves nothing of a weight but its size.
             numel = getattr(parameter, "ds_numel", parameter.numel())
-            if parameter.requires_grad and numel and id(parameter) not in self._watched:
-                self._watched[id(parameter)] = parameter
+            if parameter.requires_grad and numel and parameter not in self._watched:
+                self._watched.add(parameter)
                 hook = partial(self._note, prefix + name)
                 self._handles.append(parameter.register_hook(hook))  # type: ignore[no-untyped-call]
 

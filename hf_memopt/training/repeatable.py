@@ -34,9 +34,7 @@ class RandomState:
         self.device = device
         self._python = random.getstate()
         self._cpu = torch.get_rng_state()
-        self._accelerator: Tensor | None = None
-        if device.type != "cpu":
-            self._accelerator = torch.get_device_module(device).get_rng_state()
+        self._accelerator = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state()
 
     def restore(self) -> None:
         random.setstate(self._python)

@@ -28,6 +28,12 @@ class _Birth(NamedTuple):
     has_graph: bool
 
 
+class _Look(NamedTuple):
+    step: int
+    unreached_bytes: int
+    offload: HostHoldings
+
+
 class StorageAges:
     """Tests whether nearly every one of the last steps left something that is still alive.
 
@@ -51,11 +57,10 @@ class StorageAges:
         self._num_tested = num_tested
         self._min_bytes_per_step = min_bytes_per_step
         self._measure_unreached = unreached_bytes
+        self.counts_allocator = unreached_bytes is not None
         self._births: dict[int, _Birth] = {}
         # One more than the samples, as growth is measured between two of them.
-        self._steps: deque[int] = deque(maxlen=num_tested + num_in_flight + 1)
-        self._unreached_bytes: deque[int] = deque(maxlen=num_tested + num_in_flight + 1)
-        self._offload: deque[HostHoldings] = deque(maxlen=num_tested + num_in_flight + 1)
+        self._looks: deque[_Look] = deque(maxlen=num_tested + num_in_flight + 1)
 
     def sample(self, step: int) -> None:
         """Look at the tensors alive after `step`, which must grow from call to call. Costs one `live_storages`."""
@@ -66,10 +71,9 @@ class StorageAges:
                 storage = items[0].tensor.untyped_storage()
                 weak = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
                 self._births[address] = _Birth(weak, step, storage.nbytes(), items[0].kind == WITH_GRAPH)
-        self._steps.append(step)
-        self._offload.append(HostArena.of_process())
-        if self._measure_unreached is not None:
-            self._unreached_bytes.append(self._measure_unreached([items[0].tensor for items in held.values()]))
+        measure = self._measure_unreached
+        unreached_bytes = measure([items[0].tensor for items in held.values()]) if measure else 0
+        self._looks.append(_Look(step, unreached_bytes, HostArena.of_process()))
 
     def is_leaking(self) -> bool:
         graphs = {birth.step for birth in self._births.values() if birth.has_graph}
@@ -82,7 +86,7 @@ class StorageAges:
     @property
     def tested_steps(self) -> list[int]:
         """Return the steps of the tested samples, and before them the step from which the first one counts."""
-        return list(self._steps)[: self._num_tested + 1]
+        return [look.step for look in self._looks][: self._num_tested + 1]
 
     def suspects(self) -> dict[int, int]:
         self._forget_dead()
@@ -97,30 +101,25 @@ class StorageAges:
 
     def unreached_bytes_per_step(self) -> float:
         """Return the growth of the allocator's bytes outside of live storages where it persists, else 0."""
-        if self._measure_unreached is None:
-            return 0.0
-        levels, steps = list(self._unreached_bytes), list(self._steps)
-        growth = {step: after - before for step, (before, after) in zip(steps[1:], pairwise(levels), strict=True)}
-        rates = _per_step(steps, growth)
+        rates = [
+            (after.unreached_bytes - before.unreached_bytes) / (after.step - before.step)
+            for before, after in pairwise(self._looks)
+        ]
         return median(rates) if _mostly(rate >= self._min_bytes_per_step for rate in rates) else 0.0
 
     def unreached_growth_bytes(self) -> int:
-        return self._unreached_bytes[-1] - self._unreached_bytes[0]
+        return self._looks[-1].unreached_bytes - self._looks[0].unreached_bytes
 
     def offload(self) -> HostHoldings:
-        first, last = self._offload[0], self._offload[-1]
+        first, last = self._looks[0].offload, self._looks[-1].offload
         return HostHoldings(last.num_bytes, last.num_allocations - first.num_allocations)
-
-    @property
-    def counts_allocator(self) -> bool:
-        return self._measure_unreached is not None
 
     def _held_rates(self) -> list[float]:
         self._forget_dead()
         alive: Counter[int] = Counter()
         for birth in self._births.values():
             alive[birth.step] += birth.num_bytes
-        return _per_step(self.tested_steps, alive)
+        return [alive[step] / (step - before) for before, step in pairwise(self.tested_steps)]
 
     def _forget_dead(self) -> None:
         # The address of a dead storage cannot be reused before its weak reference is gone.
@@ -129,10 +128,6 @@ class StorageAges:
             for address, birth in self._births.items()
             if not birth.storage.expired()  # type: ignore[no-untyped-call]
         }
-
-
-def _per_step(steps: list[int], bytes_at: dict[int, int]) -> list[float]:
-    return [bytes_at.get(step, 0) / (step - before) for before, step in pairwise(steps)]
 
 
 def _mostly(verdicts: Iterable[bool]) -> bool:
