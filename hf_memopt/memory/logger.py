@@ -172,14 +172,8 @@ def _phase_row(name: str, peak: PhasePeak) -> tuple[str, ...]:
     if peak.at_most_bytes is None:
         return name, format_bytes(peak.host_rss_bytes or 0)
     least, most = format_bytes(peak.at_least_bytes or 0), format_bytes(peak.at_most_bytes or 0)
-    peak_text = most if peak.exact else f"{least} to {most}"
-    return (
-        name,
-        peak_text,
-        format_bytes(peak.reserved_bytes or 0),
-        format_bytes(peak.inactive_split_bytes or 0),
-        str(peak.num_alloc_retries),
-    )
+    reserved, inactive = format_bytes(peak.reserved_bytes or 0), format_bytes(peak.inactive_split_bytes or 0)
+    return name, most if peak.exact else f"{least} to {most}", reserved, inactive, str(peak.num_alloc_retries)
 
 
 def _phase_metrics(name: str, peak: PhasePeak) -> dict[str, float | None]:

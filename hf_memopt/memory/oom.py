@@ -184,11 +184,8 @@ def _kind_lines(live: list[LiveTensors]) -> list[str]:
     by_kind: Counter[str] = Counter()
     for group in live:
         by_kind[group.kind] += group.num_bytes
-    return [
-        "",
-        "Live tensors:",
-        *(f"  {format_bytes(num_bytes):>10}  {kind}" for kind, num_bytes in by_kind.most_common()),
-    ]
+    lines = (f"  {format_bytes(num_bytes):>10}  {kind}" for kind, num_bytes in by_kind.most_common())
+    return ["", "Live tensors:", *lines]
 
 
 def _largest_lines(live: list[LiveTensors]) -> list[str]:

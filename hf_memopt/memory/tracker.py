@@ -58,7 +58,6 @@ class DeviceReading:
 
     @property
     def fragmentation_bytes(self) -> int:
-        """Reserved and not held by tensors."""
         return self.counters.reserved_bytes - self.counters.allocated_bytes
 
     @property

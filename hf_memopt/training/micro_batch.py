@@ -4,6 +4,7 @@ import logging
 import math
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -92,17 +93,9 @@ class MicroBatcher:
         if gathers_weights(self._accelerator):
             size = self.micro_batch_size
             micro_batches = list(split_batch(batch, size))
+            step_on = partial(train_step, weight_fn=weight_fn, max_grad_norm=max_grad_norm, scheduler=scheduler)
             try:
-                return train_step(
-                    self._accelerator,
-                    model,
-                    loss_fn,
-                    micro_batches,
-                    optimizer,
-                    weight_fn=weight_fn,
-                    max_grad_norm=max_grad_norm,
-                    scheduler=scheduler,
-                )
+                return step_on(self._accelerator, model, loss_fn, micro_batches, optimizer)
             except RuntimeError as error:
                 if is_out_of_memory(error) and size > 1:
                     error.add_note(

@@ -131,15 +131,9 @@ def _group(leaked: list[tuple[Storage, int]], min_samples: float, by_shape: bool
 
 def _culprit(group: list[Storage], ignore: list[Held]) -> Culprit:
     entry, held_by = _held_by(group[-1], ignore)
-    return Culprit(
-        entry.kind,
-        _common_shape(group),
-        entry.tensor.dtype,
-        len(group),
-        _num_bytes(group),
-        sum(1 for _ in graph_nodes([entry.tensor], set())) if entry.kind == WITH_GRAPH else 0,
-        held_by,
-    )
+    nodes = sum(1 for _ in graph_nodes([entry.tensor], set())) if entry.kind == WITH_GRAPH else 0
+    shape, dtype = _common_shape(group), entry.tensor.dtype
+    return Culprit(entry.kind, shape, dtype, len(group), _num_bytes(group), nodes, held_by)
 
 
 def _held_by(storage: Storage, ignore: list[Held]) -> tuple[Held, str]:

@@ -30,13 +30,12 @@ def check_distributed_type(accelerator: Accelerator) -> None:
 def exchange_if(accelerator: Accelerator, models: Sequence[nn.Module], is_due: bool) -> Iterator[None]:
     """Within, backward exchanges gradients if that is due. ZeRO exchanges in each, and needs to know the last."""
     engine = engine_of(accelerator)
-    if engine is not None:
-        engine.set_gradient_accumulation_boundary(is_due)
-        yield
-        return
     with ExitStack() as stack:
-        for model in () if is_due else models:
-            stack.enter_context(accelerator.no_sync(model))
+        if engine is not None:
+            engine.set_gradient_accumulation_boundary(is_due)
+        elif not is_due:
+            for model in models:
+                stack.enter_context(accelerator.no_sync(model))
         yield
 
 
