@@ -70,22 +70,13 @@ _FIGURES = {
     "b200": (182631, 75, 2250, 8000, 50, (10, 0)),
 }
 
-# MiB, measured.
-_CONTEXTS_MIB = {"t4": 141, "rtx3090": 300, "rtx5090": 498, "rtx6000-ada": 426}
-
 CARDS = {
-    name: Card(
-        name,
-        mib * MIB,
-        single * 1e12,
-        half * 1e12,
-        memory * 1e9,
-        link * 1e9,
-        compute_capability,
-        _CONTEXTS_MIB[name] * MIB if name in _CONTEXTS_MIB else _CONTEXT_BYTES,
-    )
-    for name, (mib, single, half, memory, link, compute_capability) in _FIGURES.items()
+    name: Card(name, mib * MIB, single * 1e12, half * 1e12, memory * 1e9, link * 1e9, capability)
+    for name, (mib, single, half, memory, link, capability) in _FIGURES.items()
 }
+# Measured contexts, in MiB.
+for _name, _mib in {"t4": 141, "rtx3090": 300, "rtx5090": 498, "rtx6000-ada": 426}.items():
+    CARDS[_name] = replace(CARDS[_name], context_bytes=_mib * MIB)
 
 # Bytes depend on the card through attention's kernels and cuBLAS's workspaces alone.
 DEFAULT_CARD = CARDS["rtx4070"]

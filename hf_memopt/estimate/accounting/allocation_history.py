@@ -77,17 +77,14 @@ class AllocationHistory:
         return len(self.changes)
 
     def trace(self) -> MemoryTrace:
-        entries = [
-            (position, change)
-            for position, change in enumerate(self.changes)
-            if not self.records[change.storage].on_host
-        ]
+        positions = tuple(at for at, change in enumerate(self.changes) if not self.records[change.storage].on_host)
+        changes = [self.changes[position] for position in positions]
         return MemoryTrace(
-            storages=tuple(change.storage for _, change in entries),
-            changes=tuple(change.num_bytes for _, change in entries),
-            phases=tuple(change.phase for _, change in entries),
-            positions=tuple(position for position, _ in entries),
-            first_step=sum(position < self.step_begins[0] for position, _ in entries),
+            storages=tuple(change.storage for change in changes),
+            changes=tuple(change.num_bytes for change in changes),
+            phases=tuple(change.phase for change in changes),
+            positions=positions,
+            first_step=sum(position < self.step_begins[0] for position in positions),
             in_blocks=self.in_blocks,
             streams={index: record.stream for index, record in enumerate(self.records) if record.stream},
         )

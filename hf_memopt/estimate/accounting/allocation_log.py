@@ -55,7 +55,6 @@ class StepPhases:
         self.name = FORWARD
 
     def named(self, name: str) -> AbstractContextManager[Any]:
-        """Count what the code inside allocates to the phase `name`."""
         return patch.object(self, "name", name)
 
     def knows(self, module: nn.Module) -> bool:
@@ -171,19 +170,9 @@ class AllocationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def enter_block(self, num_bytes: int, kind: str, owner: str, *, stays: bool) -> None:
         """Note device memory that no tensor holds; unless it stays, it is given back at once."""
-        record = StorageRecord(
-            num_bytes=self._rounded(num_bytes),
-            requested_bytes=num_bytes,
-            on_host=False,
-            shape=(num_bytes,),
-            dtype=torch.uint8,
-            operation="",
-            owner=owner,
-            phase=self.phases.name,
-            kind=kind,
-            born=self.history.position,
+        index = self._enter(
+            num_bytes, False, shape=(num_bytes,), dtype=torch.uint8, operation="", owner=owner, kind=kind
         )
-        index = self._add(record)
         if not stays:
             self._end(index)
 
@@ -229,24 +218,18 @@ class AllocationLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self.history.records[self._live[address][0]]
         if num_bytes == 0:
             return None
+        facts = {"shape": tuple(tensor.shape), "dtype": tensor.dtype, "source": source, "stream": self.phases.stream}
+        operation = "" if function is None else name_of(function)
         on_host = device != self._counted
-        record = StorageRecord(
-            num_bytes=num_bytes if on_host else self._rounded(num_bytes),
-            requested_bytes=num_bytes,
-            on_host=on_host,
-            shape=tuple(tensor.shape),
-            dtype=tensor.dtype,
-            operation="" if function is None else name_of(function),
-            owner=self.phases.module,
-            phase=self.phases.name,
-            kind="",
-            born=self.history.position,
-            source=source,
-            stream=self.phases.stream,
-        )
+        index = self._enter(num_bytes, on_host, operation=operation, owner=self.phases.module, kind="", **facts)
         # Its callback runs only while the weak reference itself is kept.
-        self._live[address] = self._add(record), weakref.ref(storage, lambda _: self._bury(address))
-        return record
+        self._live[address] = index, weakref.ref(storage, lambda _: self._bury(address))
+        return self.history.records[index]
+
+    def _enter(self, num_bytes: int, on_host: bool, **facts: Any) -> int:
+        held_bytes = num_bytes if on_host else self._rounded(num_bytes)
+        phase, born = self.phases.name, self.history.position
+        return self._add(StorageRecord(held_bytes, num_bytes, on_host, phase=phase, born=born, **facts))
 
     def _add(self, record: StorageRecord) -> int:
         index = len(self.history.records)

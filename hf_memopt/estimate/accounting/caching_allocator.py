@@ -75,7 +75,8 @@ class CachingAllocator:
         # Free blocks never lie side by side, so one look to either side suffices.
         for neighbour in (block.previous, block.following):
             if neighbour is not None and neighbour.free:
-                self._remove(neighbour)
+                free = self._free[neighbour.pool]
+                del free[bisect_left(free, (neighbour.num_bytes, neighbour.address))]
                 block = self._joined(block, neighbour)
         self._insert(block)
 
@@ -118,15 +119,10 @@ class CachingAllocator:
         first.following = second.following
         if second.following is not None:
             second.following.previous = first
-        first.free = True
         return first
 
     def _insert(self, block: MemoryBlock) -> None:
         insort(self._free[block.pool], (block.num_bytes, block.address, block))
-
-    def _remove(self, block: MemoryBlock) -> None:
-        free = self._free[block.pool]
-        del free[bisect_left(free, (block.num_bytes, block.address))]
 
 
 def _segment_bytes(num_bytes: int) -> int:

@@ -85,7 +85,6 @@ class StepLabels:
         self._log.label((tensor for tensor, record in records if record is None or not record.kind), kind)
 
     def kind_of(self, tensor: Tensor) -> str:
-        """Return the use that memory was labelled with, "" without one."""
         record = self._log.record_of(tensor)
         return "" if record is None else record.kind
 

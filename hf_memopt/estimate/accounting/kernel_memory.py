@@ -20,20 +20,10 @@ from hf_memopt.estimate.gpus import cublas_workspace_bytes
 from hf_memopt.units import MIB
 
 _aten = torch.ops.aten
-_PRODUCTS = {
-    _aten.mm,
-    _aten.addmm,
-    _aten._addmm_activation,
-    _aten.bmm,
-    _aten.baddbmm,
-    _aten.mv,
-    _aten.addmv,
-    _aten.dot,
-    _aten._scaled_mm,
-    _aten._int_mm,
-}
-_SCATTERS = {_aten.masked_scatter, _aten.masked_scatter_}
 _WITH_BIAS = {_aten.addmm, _aten._addmm_activation}
+_OF_VECTORS = {_aten.mv, _aten.addmv, _aten.dot}
+_PRODUCTS = _WITH_BIAS | _OF_VECTORS | {_aten.mm, _aten.bmm, _aten.baddbmm, _aten._scaled_mm, _aten._int_mm}
+_SCATTERS = {_aten.masked_scatter, _aten.masked_scatter_}
 # `parseCUDABlasLtWorkspaceSize` without the environment's say.
 _LT_WORKSPACE_BYTES = MIB
 

@@ -118,11 +118,8 @@ def growth(shorter: AllocationHistory, longer: AllocationHistory, layers: Layers
     return found
 
 
-def _identity(record: StorageRecord) -> tuple[object, ...]:
-    return (
-        *(record.on_host, record.dtype, record.operation, record.owner, record.phase, record.kind),
-        *(record.born, record.died),
-    )
+def _identity(record: StorageRecord) -> StorageRecord:
+    return replace(record, num_bytes=0, requested_bytes=0, shape=(), source=None, stream=0)
 
 
 def add_groups(
@@ -136,14 +133,17 @@ def add_groups(
     """
     runs = _runs(history, layers)
     result = _Longer(history, runs, layers, num_groups, each_adds)
-    for run, ascends in zip(runs, _directions(runs, layers.template), strict=True):
-        shift = num_groups if run.group is not None and run.group > layers.template else 0
+    groups = [None, *(run.group for run in runs), None]
+    for run, before, behind in zip(runs, groups, groups[2:], strict=False):
         if run.group != layers.template:
-            result.emit(run, shift)
-        else:
-            order = range(num_groups + 1)
-            for number in order if ascends else reversed(order):
-                result.emit(run, number)
+            result.emit(run, num_groups if run.group is not None and run.group > layers.template else 0)
+            continue
+        ascends, descends = behind == layers.template + 1, before == layers.template + 1
+        if ascends == descends:
+            raise NotRepeatedError(f"changes {run.begin} to {run.end}: groups follow each other in no order")
+        order = range(num_groups + 1)
+        for number in order if ascends else reversed(order):
+            result.emit(run, number)
     return result.history
 
 
@@ -179,7 +179,7 @@ def _groups(history: AllocationHistory, layers: Layers) -> Iterator[tuple[int, i
 
     Outside of passes the last one is no help with a storage that belongs to none: it dies where it was born.
     """
-    places = list(_places(history))
+    places = _places(history)
     current, phase, number = None, "", 0
     born_in: dict[int, int | None] = {}
     for change in history.changes:
@@ -195,7 +195,7 @@ def _groups(history: AllocationHistory, layers: Layers) -> Iterator[tuple[int, i
         yield number, group
 
 
-def _places(history: AllocationHistory) -> Iterator[str]:
+def _places(history: AllocationHistory) -> list[str]:
     records = history.records
     named = [record.owner or history.changes[record.born].place for record in records]
     # Results may tell where their source belongs: a weight's first form, before a cast.
@@ -206,18 +206,7 @@ def _places(history: AllocationHistory) -> Iterator[str]:
     for index, record in enumerate(records):
         if not named[index] and record.source is not None:
             named[index] = named[record.source]
-    yield from named
-
-
-def _directions(runs: list[_Run], template: int) -> Iterator[bool]:
-    """Yield for each run whether the groups follow each other upwards there; only the template's answers count."""
-    before = [None, *(run.group for run in runs)]
-    after = [*(run.group for run in runs[1:]), None]
-    for run, previous, following in zip(runs, before, after, strict=False):
-        upwards, downwards = following == template + 1, previous == template + 1
-        if run.group == template and upwards == downwards:
-            raise NotRepeatedError(f"changes {run.begin} to {run.end}: groups follow each other in no order")
-        yield upwards
+    return named
 
 
 class _Longer:
@@ -244,12 +233,10 @@ class _Longer:
         self._new: dict[tuple[int, _Role] | int, int] = {}
 
     def emit(self, run: _Run, shift: int) -> None:
-        marks = [*self._old.backwards, *self._old.step_begins]
-        begins = {position for position in marks if run.begin <= position < run.end}
+        old, new = self._old, self.history
         for position in range(run.begin, run.end):
-            if position in begins:
-                self.history.backwards += [self.history.position] * self._old.backwards.count(position)
-                self.history.step_begins += [self.history.position] * self._old.step_begins.count(position)
+            new.backwards += [new.position] * old.backwards.count(position)
+            new.step_begins += [new.position] * old.step_begins.count(position)
             self._emit(position, run, shift)
 
     def _emit(self, position: int, run: _Run, shift: int) -> None:
@@ -291,9 +278,8 @@ class _Longer:
             return record
         more_bytes, more_lengths = self._each_adds[index]
         requested = record.requested_bytes + self._num_groups * more_bytes
-        rounded = (
-            requested if record.on_host or not self.history.in_blocks else -(-requested // BLOCK_BYTES) * BLOCK_BYTES
-        )
+        block_bytes = BLOCK_BYTES if self.history.in_blocks and not record.on_host else 1
+        rounded = -(-requested // block_bytes) * block_bytes
         lengths = zip(record.shape, more_lengths, strict=True)
         shape = tuple(length + self._num_groups * more for length, more in lengths)
         return replace(record, requested_bytes=requested, num_bytes=rounded, shape=shape)
