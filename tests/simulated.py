@@ -37,16 +37,16 @@ def operations() -> Iterator[list[str]]:
         yield watch.names
 
 
-def unread_labels() -> StepLabels:
-    return StepLabels(AllocationLog("cpu", 1, StepPhases()))
+def unread_base(card: Card = DEFAULT_CARD) -> VirtualBase:
+    labels = StepLabels(AllocationLog("cpu", 1, StepPhases()))
+    return VirtualBase(VirtualDisk(VirtualClock(card), None), labels)
 
 
 def simulated(function: Callable[[torch.device], Any], card: Card = DEFAULT_CARD) -> Any:
     """Return the result of `function` on the virtual device, in a process of its own."""
 
     def run() -> Any:
-        base = VirtualBase(VirtualDisk(VirtualClock(card), None), unread_labels())
-        with simulation("cuda", base) as (device, _):
+        with simulation("cuda", unread_base(card)) as (device, _):
             return function(device)
 
     return run_isolated(run)

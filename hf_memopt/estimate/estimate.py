@@ -21,8 +21,9 @@ from hf_memopt.estimate.gpus import DEFAULT_CARD, Card, find_card
 from hf_memopt.estimate.kernel_speeds import time_range
 from hf_memopt.estimate.memory_below import MemoryBelow
 from hf_memopt.estimate.simulated_step import RepeatedLayers, SimulatedStep
+from hf_memopt.estimate.simulation import DEVICE_TYPE
 from hf_memopt.estimate.simulation.child_process import run_isolated
-from hf_memopt.estimate.simulation.device import DEVICE_TYPE, simulation
+from hf_memopt.estimate.simulation.device import simulation
 from hf_memopt.estimate.simulation.ranks.first_rank import first_of
 from hf_memopt.estimate.simulation.virtual_base import VirtualBase
 from hf_memopt.estimate.simulation.virtual_disk import VirtualDisk
@@ -136,17 +137,15 @@ def _repeated(repeated: RepeatedLayers, gpu: str | Card | None) -> _Run:
         raise NotRepeatedError("another layer adds assumptions, or weights without a gradient")
     return _Run(
         history=add_groups(longer.history, layers, num_more, each_adds),
-        guesses=Counter(
-            {what: _line(shorter.guesses[what], longer.guesses[what], num_more) for what in longer.guesses}
-        ),
+        guesses=Counter(_continued(shorter.guesses, longer.guesses, num_more)),
         unreached=longer.unreached,
-        phases_ms={phase: _line(shorter.phases_ms[phase], ms, num_more) for phase, ms in longer.phases_ms.items()},
-        stalls_ms={phase: _line(shorter.stalls_ms[phase], ms, num_more) for phase, ms in longer.stalls_ms.items()},
+        phases_ms=_continued(shorter.phases_ms, longer.phases_ms, num_more),
+        stalls_ms=_continued(shorter.stalls_ms, longer.stalls_ms, num_more),
     )
 
 
-def _line[Number: (int, float)](first: Number, second: Number, num_more: int) -> Number:
-    return second + num_more * (second - first)
+def _continued[N: (int, float)](first: Mapping[str, N], second: Mapping[str, N], num_more: int) -> dict[str, N]:
+    return {key: figure + num_more * (figure - first[key]) for key, figure in second.items()}
 
 
 def _run(
@@ -184,7 +183,7 @@ def _run(
 
     with simulation(like, base, free_host_bytes) as (device, data_dependent):
         in_group = simulated.has_group or simulated.num_gpus > 1
-        ranks = first_of(simulated.num_gpus, device, labels, disk) if in_group else nullcontext()
+        ranks = first_of(simulated.num_gpus, device, base) if in_group else nullcontext()
         with log, log.following_resizes(), labels.following(), ranks:
             state = simulated.setup(device)
             labels.add_state(state)
@@ -197,23 +196,12 @@ def _run(
                 simulated.step(state)
                 clock.end_step(phases.name)
             unreached = labels.unreached()
-            if simulated.is_trainers_own:
-                unreached = ()
         # Closed before the simulation ends, which frees the casts that autocast has cached.
         history = log.closed()
-    streamed = None
-    if base.is_used:
-        streamed = base.estimate(categories.peak_of(history, categories.STREAMED))
-    return _Run(
-        history,
-        data_dependent.guesses,
-        unreached,
-        clock.phases_ms,
-        clock.stalls_ms,
-        disk_bytes=disk.peak_bytes,
-        written=disk.step_written,
-        streamed=streamed,
-    )
+    unreached = () if simulated.is_trainers_own else unreached
+    streamed = base.estimate(categories.peak_of(history, categories.STREAMED)) if base.is_used else None
+    times = clock.phases_ms, clock.stalls_ms
+    return _Run(history, data_dependent.guesses, unreached, *times, disk.peak_bytes, disk.step_written, streamed)
 
 
 def _estimate(run: _Run, gpu: str | Card | None, simulated: SimulatedStep) -> MemoryEstimate:

@@ -13,7 +13,7 @@ import pytest
 import torch
 import yaml
 from launched_files import launched
-from simulated import simulated, unread_labels
+from simulated import simulated, unread_base
 
 from hf_memopt.estimate.simulation.child_process import run_isolated
 from hf_memopt.estimate.simulation.ranks.first_rank import first_of
@@ -66,7 +66,7 @@ def test_accelerate_shards_as_in_the_simulation(sharing: Sharing, tmp_path: Path
     from accelerate.utils import FullyShardedDataParallelPlugin
 
     def simulated_sharding(device: torch.device) -> tuple[Any, ...]:
-        with first_of(sharing.num_gpus, device, unread_labels()):
+        with first_of(sharing.num_gpus, device, unread_base()):
             accelerator = accelerator_for(sharing, "bf16", 2, 1, 1.0)
             reduced = accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
             plugin = sharding(accelerator.state.fsdp_plugin)
@@ -102,7 +102,7 @@ def test_accelerate_configures_deepspeed_as_in_the_simulation(
     sharing: Sharing, max_grad_norm: float | None, tmp_path: Path
 ) -> None:
     def simulated_config(device: torch.device) -> tuple[Any, ...]:
-        with first_of(sharing.num_gpus, device, unread_labels()):
+        with first_of(sharing.num_gpus, device, unread_base()):
             accelerator = accelerator_for(sharing, "bf16", 2, 3, max_grad_norm)
             plugin = accelerator.state.deepspeed_plugin
             return str(accelerator.distributed_type), accelerator.num_processes, plugin.deepspeed_config

@@ -32,15 +32,13 @@ from torch.utils._python_dispatch import _disable_current_modes, _pop_mode_tempo
 from hf_memopt.autograd_state import COMES_AND_GOES
 from hf_memopt.estimate.accounting.allocation_log import StepPhases
 from hf_memopt.estimate.gpus import DEFAULT_CARD
+from hf_memopt.estimate.simulation import DEVICE_TYPE
 from hf_memopt.estimate.simulation.data_dependent import DataDependentOps
 from hf_memopt.estimate.simulation.fake_mode import SimulatedTensors
 from hf_memopt.estimate.simulation.kernels import attention, autocast
 from hf_memopt.estimate.simulation.virtual_base import VirtualBase, VirtualFileHome
 from hf_memopt.estimate.simulation.virtual_time import FIRST_STREAM, VirtualClock, VirtualEvent, VirtualStream
 from hf_memopt.transfer.backends import DeviceBackend, registered
-
-# torch's device meshes take letters alone.
-DEVICE_TYPE = "virtualcuda"
 
 
 class _Backend(backend_registration._DummyBackendModule):
@@ -94,7 +92,7 @@ _BACKEND = _Backend()
 @cache
 def _register() -> list[torch.library.Library]:
     backend_registration._setup_privateuseone_for_python_backend(DEVICE_TYPE, backend_module=_BACKEND)
-    return autocast.register(DEVICE_TYPE) + attention.register_softmax()
+    return autocast.register() + attention.register_softmax()
 
 
 def phase_named(name: str) -> AbstractContextManager[None]:
@@ -128,7 +126,7 @@ def simulation(
         enter(torch.autograd.set_multithreading_enabled(False))
         if like == "cuda":
             enter(autocast.shared_casts())
-            enter(attention.attention_as_on_cuda(DEVICE_TYPE, clock.card.compute_capability))
+            enter(attention.attention_as_on_cuda(clock.card.compute_capability))
             enter(_fused_head_as_on_cuda())
             enter(_redirect_autocast())
             enter(_redirect_accelerate(device))
@@ -173,11 +171,9 @@ def _simulated_type(base: VirtualBase, free_host_bytes: Callable[[], int]) -> De
     )
 
 
-def _formatted(tensor: Tensor, specification: str) -> str:
+def _formatted(tensor: Tensor, spec: str) -> str:
     """Return the text of a number, as of a plain tensor: some models look modules up by it."""
-    return (
-        format(tensor.detach().item(), specification) if tensor.dim() == 0 else object.__format__(tensor, specification)
-    )
+    return format(tensor.detach().item(), spec) if tensor.dim() == 0 else object.__format__(tensor, spec)
 
 
 # --------------------------------------------------------- patches for transformers, torch.autocast and accelerate

@@ -6,7 +6,7 @@ ranges; each operation on nothing but known values is also done with these, so t
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._pytree import tree_map
 
+from hf_memopt.estimate.accounting.operation import tensors_in
 from hf_memopt.units import MIB
 
 _aten = torch.ops.aten
@@ -37,7 +38,7 @@ def value_of(tensor: Any) -> Tensor | None:
 
 def guess_of(*args: Any) -> str | None:
     """Return the guess that known values rest on (see `likely_values`); None, they rest on none."""
-    guesses = (getattr(each, _GUESS, None) for each in _tensors(args))
+    guesses = (getattr(each, _GUESS, None) for each in tensors_in(args))
     return next(filter(None, guesses), None)
 
 
@@ -87,7 +88,7 @@ def num_true(value: Tensor) -> int:
 
 def _follows(function: Any, args: Any, kwargs: Any) -> bool:
     """Return whether the values of all arguments are known, and nothing else decides on the result."""
-    tensors = list(_tensors([*args, *kwargs.values()]))
+    tensors = tensors_in((args, kwargs))
     if not tensors:
         on_host = torch.device(kwargs.get("device") or "cpu").type == "cpu"
         return function.overloadpacket is _aten.arange or (on_host and function.overloadpacket in _FACTORIES)
@@ -105,14 +106,6 @@ def _is_view(function: Any) -> bool:
     return any(argument.alias_info is not None for argument in function._schema.returns)
 
 
-def _tensors(args: Iterable[Any]) -> Iterator[Tensor]:
-    for each in args:
-        if isinstance(each, Tensor):
-            yield each
-        elif isinstance(each, list | tuple):
-            yield from _tensors(each)
-
-
 def _is_real(tensor: Tensor) -> bool:
     """Return whether a tensor was just made of Python's numbers."""
     return not isinstance(tensor, FakeTensor) and tensor.device.type == "cpu"
@@ -125,9 +118,7 @@ def _as_known(each: Any) -> Any:
 
 
 def _fits(function: Any, result: Any, max_bytes: int) -> bool:
-    if isinstance(result, Tensor) and not _is_whole(result):
-        return False  # as most are
-    tensors = list(_tensors(result if isinstance(result, list | tuple) else [result]))
+    tensors = tensors_in(result)
     if not any(map(_is_whole, tensors)):
         return False
     return _is_view(function) or sum(each.numel() * each.element_size() for each in tensors) <= max_bytes
@@ -140,7 +131,7 @@ def _is_whole(tensor: Tensor) -> bool:
 def _written(function: Any, args: Any) -> Iterator[Tensor]:
     for argument, each in zip(function._schema.arguments, args, strict=False):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from _tensors([each])
+            yield from tensors_in(each)
 
 
 def _forget(tensor: Tensor) -> None:

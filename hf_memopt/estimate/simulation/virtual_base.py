@@ -23,8 +23,9 @@ _HOST = torch.device("cpu")
 
 
 class VirtualBase:
-    """Makes copiers, labels the device memory that they take, at the latest before that is given back, and counts the
-    bytes that those of streamed weights and of optimizers' state move in a step.
+    """Makes copiers, and counts the bytes that those of streamed weights and of optimizers' state move in a step.
+
+    Device memory that they take is labelled, at the latest before it is given back.
     """
 
     def __init__(self, disk: VirtualDisk, labels: StepLabels) -> None:
@@ -146,14 +147,12 @@ class VirtualFileHome:
     def rows(self, slice_number: int, place: int, indices: Tensor) -> Tensor:
         return looked_up(self.views[slice_number][place], indices.cpu()).to(indices.device)
 
-    def check(self) -> None:
-        """Do nothing: there is no file."""
+    # There is no file, and dropped memory is the allocator's.
+    def check(self) -> None: ...
 
-    def settle(self) -> None:
-        """Do nothing: no memory is at stake."""
+    def settle(self) -> None: ...
 
-    def trim(self) -> None:
-        """Do nothing: dropped memory is the allocator's."""
+    def trim(self) -> None: ...
 
 
 def _unread(each: OffsetTensor) -> Tensor:

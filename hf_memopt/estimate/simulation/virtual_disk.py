@@ -76,5 +76,4 @@ class VirtualDisk:
 
     @property
     def peak_bytes(self) -> int:
-        """Return the greatest length of the offloader's file, and the lengths of the engines'."""
         return (self._file.peak_bytes if self._file else 0) + sum(self._of_engines.values())

@@ -99,8 +99,7 @@ class VirtualClock:
         self.host_s += num_more * (self.host_s - started_s)
 
     def charge(self, operation: Operation, phase: str) -> None:
-        devices = set(map(device_kind, operation.inputs))
-        devices.update(map(device_kind, operation.outputs))
+        devices = set(map(device_kind, (*operation.inputs, *operation.outputs)))
         is_kernel = starts_kernel(operation.function)
         if not devices <= self._unbooked:
             share = (1 if is_kernel else VIEW_SHARE) * (BACKWARD_SHARE if in_backward() else 1)
@@ -142,7 +141,7 @@ class VirtualClock:
 
 
 class VirtualCopier:
-    """Copies that take time and move nothing, with one queue in each direction."""
+    """Copies that take time and move nothing, with one queue in each direction; memory is released by its last user."""
 
     def __init__(
         self, clock: VirtualClock, device: torch.device, on_block: Callable[[Tensor], None] | None = None
@@ -161,8 +160,7 @@ class VirtualCopier:
             self._on_block(block)
         return block
 
-    def release(self, buffer: Tensor) -> None:
-        """Do nothing: memory returns with its last reference."""
+    def release(self, buffer: Tensor) -> None: ...
 
     def to_device(self, source: Tensor, destination: Tensor) -> "VirtualTransfer":
         self.bytes_to_device += source.nbytes
@@ -172,8 +170,7 @@ class VirtualCopier:
         self.bytes_to_host += source.nbytes
         return self._to_host.copy(source.nbytes)
 
-    def settle(self) -> None:
-        """Do nothing: no memory is at stake."""
+    def settle(self) -> None: ...
 
     def stall_ms(self) -> float:
         return 1e3 * self._clock.stalled_s

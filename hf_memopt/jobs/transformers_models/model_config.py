@@ -12,9 +12,9 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, __version__
 
+from hf_memopt.estimate.simulation import DEVICE_TYPE
 from hf_memopt.estimate.simulation.child_process import is_too_large
 from hf_memopt.estimate.simulation.data_dependent import UnsupportedOperationError
-from hf_memopt.estimate.simulation.device import DEVICE_TYPE
 from hf_memopt.jobs.accelerate_config import Sharing
 from hf_memopt.jobs.diffusers_models.denoiser_config import find_denoiser
 from hf_memopt.jobs.transformers_models.hub_code import check_code, no_hub_kernels

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hf_memopt.estimate.gpus import CARDS
-from hf_memopt.estimate.simulation.device import DEVICE_TYPE
+from hf_memopt.estimate.simulation import DEVICE_TYPE
 from hf_memopt.transfer.backends import backend_of
 
 HALF, WHOLE, DOUBLE = torch.bfloat16, torch.float32, torch.float64

@@ -8,7 +8,7 @@ from late_imports import LateModule
 from simulated import simulated
 
 from hf_memopt import ActivationOffloader
-from hf_memopt.estimate.simulation.device import DEVICE_TYPE
+from hf_memopt.estimate.simulation import DEVICE_TYPE
 
 batches = LateModule("hf_memopt.integrations.transformers.trainer_batches")
 simulated_trainer = LateModule("hf_memopt.integrations.transformers.simulated_trainer")

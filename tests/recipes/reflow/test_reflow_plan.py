@@ -12,7 +12,7 @@ from printed_commands import run_in_shell
 
 from hf_memopt.cli import main
 from hf_memopt.estimate import estimate_peak_memory
-from hf_memopt.estimate.simulation.device import DEVICE_TYPE
+from hf_memopt.estimate.simulation import DEVICE_TYPE
 from hf_memopt.jobs import NothingFitsError
 
 pytestmark = [pytest.mark.usefixtures("on_the_cpu"), pytest.mark.e2e]

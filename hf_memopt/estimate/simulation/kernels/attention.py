@@ -5,7 +5,7 @@ Source: `priority_order` and `can_use_*` of torch's sdp_utils.cpp; the tests com
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hf_memopt.estimate.simulation import DEVICE_TYPE
 from hf_memopt.estimate.simulation.kernels.autocast import cast
 
 _aten = torch.ops.aten
@@ -29,10 +30,11 @@ class AttentionCall:
     query: Tensor
     key: Tensor
     value: Tensor
-    mask: Tensor | None
-    dropout_p: float
-    is_causal: bool
-    enable_gqa: bool
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
 
     @property
     def needs_grad(self) -> bool:
@@ -65,7 +67,7 @@ def _suits_cudnn(call: AttentionCall, capability: tuple[int, int]) -> bool:
     widths = (call.query.shape[-1], call.value.shape[-1])
     if call.query.dtype not in _HALVES or any(width % 8 or width > widest for width in widths):
         return False
-    if call.mask is not None and call.mask.requires_grad:
+    if call.attn_mask is not None and call.attn_mask.requires_grad:
         return False
     if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
         return False
@@ -74,7 +76,7 @@ def _suits_cudnn(call: AttentionCall, capability: tuple[int, int]) -> bool:
 
 def _suits_flash(call: AttentionCall, capability: tuple[int, int]) -> bool:
     width = call.query.shape[-1]
-    if capability < (8, 0) or call.query.dtype not in _HALVES or call.mask is not None or width > _FLASH_WIDTH:
+    if capability < (8, 0) or call.query.dtype not in _HALVES or call.attn_mask is not None or width > _FLASH_WIDTH:
         return False
     if not (width == call.key.shape[-1] == call.value.shape[-1]):
         return False
@@ -96,37 +98,31 @@ def _suits_efficient(call: AttentionCall, capability: tuple[int, int]) -> bool:
     return is_aligned and call.query.shape[1] == call.key.shape[1] and call.query.shape[-1] == call.key.shape[-1]
 
 
-def attention_as_on_cuda(device_type: str, capability: tuple[int, int]) -> Any:
+def attention_as_on_cuda(capability: tuple[int, int]) -> Any:
     """Have `scaled_dot_product_attention` run the kernel that torch would choose on a card of this capability.
 
     A function mode would be off inside backward, where checkpointed regions run again, so the function is replaced.
     """
     plain = F.scaled_dot_product_attention
 
-    def attention(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        if query.device.type == device_type and torch.is_autocast_enabled(device_type):
-            dtype = torch.get_autocast_dtype(device_type)
-            query, key, value, attn_mask = (cast(each, dtype, device_type) for each in (query, key, value, attn_mask))
-        call = AttentionCall(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
-        kernel = _KERNELS.get(choose_kernel(call, capability)) if query.device.type == device_type else None
+    def attention(*args: Any, **options: Any) -> Tensor:
+        call = AttentionCall(*args, **options)
+        if call.query.device.type != DEVICE_TYPE:
+            return plain(*args, **options)
+        if torch.is_autocast_enabled(DEVICE_TYPE):
+            dtype = torch.get_autocast_dtype(DEVICE_TYPE)
+            query, key, value, mask = cast((call.query, call.key, call.value, call.attn_mask), dtype)
+            call = replace(call, query=query, key=key, value=value, attn_mask=mask)
+        kernel = _KERNELS.get(choose_kernel(call, capability))
         if kernel is None:
-            return plain(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-        return kernel(call, 1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+            return plain(**vars(call))
+        return kernel(call, 1 / math.sqrt(call.query.shape[-1]) if call.scale is None else call.scale)
 
     return patch.object(F, "scaled_dot_product_attention", attention)
 
 
 def _cudnn(call: AttentionCall, scale: float) -> Tensor:
-    bias = None if call.mask is None else _additive(call.mask, call.query)
+    bias = None if call.attn_mask is None else _additive(call.attn_mask, call.query)
     return _aten._scaled_dot_product_cudnn_attention(  # type: ignore[no-any-return]
         call.query, call.key, call.value, bias, call.needs_grad, call.dropout_p, call.is_causal, False, scale=scale
     )[0]
@@ -144,7 +140,7 @@ def _flash(call: AttentionCall, scale: float) -> Tensor:
 
 
 def _memory_efficient(call: AttentionCall, scale: float) -> Tensor:
-    bias = None if call.mask is None else _bias(call.mask, call.query, call.key)
+    bias = None if call.attn_mask is None else _bias(call.attn_mask, call.query, call.key)
     return _aten._scaled_dot_product_efficient_attention(  # type: ignore[no-any-return]
         call.query, call.key, call.value, bias, call.needs_grad, call.dropout_p, call.is_causal, scale=scale
     )[0]

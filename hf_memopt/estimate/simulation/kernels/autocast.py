@@ -8,12 +8,14 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from hf_memopt.estimate.accounting.operation import named_arguments
+from hf_memopt.estimate.simulation import DEVICE_TYPE
 
 _aten = torch.ops.aten
 _REGISTERED = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
@@ -49,25 +51,20 @@ addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put scatter_add tens
 
 _HALVES = (torch.float16, torch.bfloat16)
 _KEY = "AutocastPrivateUse1"
+_EXCLUDED = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  # type: ignore[attr-defined]
 
 
-def register(device_type: str) -> list[torch.library.Library]:
-    """Give a PrivateUse1 device CUDA's policy, for as long as the returned libraries live."""
+def register() -> list[torch.library.Library]:
+    """Give the simulated device CUDA's policy, for as long as the returned libraries live."""
     fallthrough = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
     fallthrough.fallback(torch.library.fallthrough_kernel, _KEY)  # type: ignore[no-untyped-call]
     rules = torch.library.Library("aten", "IMPL", _KEY)  # type: ignore[no-untyped-call]
-    casts = _Casts(device_type)
-    policies = (
-        (LOWER_PRECISION, casts.lower),
-        (FLOAT32, casts.float32),
-        (FLOAT32_BY_ARGUMENT, casts.by_argument),
-        (WIDEST, casts.widest),
-    )
+    policies = ((LOWER_PRECISION, _lower), (FLOAT32, _float32), (FLOAT32_BY_ARGUMENT, _by_argument), (WIDEST, _widest))
     for names, policy in policies:
         for name in names:
             packet, _, overload = name.partition(".")
             operation = getattr(getattr(_aten, packet), overload or "default")
-            rules.impl(name, casts.kernel(operation, policy))  # type: ignore[no-untyped-call]
+            rules.impl(name, _kernel(operation, policy))  # type: ignore[no-untyped-call]
     return [fallthrough, rules]
 
 
@@ -80,21 +77,25 @@ def shared_casts() -> Iterator[None]:
         _cast_weights.clear()
         clear()
 
-    torch.clear_autocast_cache = clear_both
-    try:
-        yield
-    finally:
-        torch.clear_autocast_cache = clear
-        _cast_weights.clear()
+    with patch.object(torch, "clear_autocast_cache", clear_both):
+        try:
+            yield
+        finally:
+            _cast_weights.clear()
 
 
 # By id of a weight, which may die and leave its id to another: hence the reference.
 _cast_weights: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
 
 
-def cast(value: Any, dtype: torch.dtype, device_type: str) -> Any:
-    """Cast as torch's cached_cast does: floats of this device, but float64, to dtype; fp32 weights only once."""
-    if not isinstance(value, Tensor) or not value.is_floating_point() or value.device.type != device_type:
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    """Cast as torch's cached_cast does: floats of the device, but float64, to dtype; fp32 weights only once.
+
+    torch's `tree_map` took a twentieth of a simulation; operators take nothing deeper than lists.
+    """
+    if isinstance(value, list | tuple):
+        return [cast(each, dtype) for each in value]
+    if not isinstance(value, Tensor) or not value.is_floating_point() or value.device.type != DEVICE_TYPE:
         return value
     if value.dtype in (dtype, torch.float64):
         return value
@@ -109,47 +110,38 @@ def cast(value: Any, dtype: torch.dtype, device_type: str) -> Any:
     return copy
 
 
-class _Casts:
-    """One method per policy: from an operation's arguments to those that it runs with."""
+def _kernel(operation: Any, policy: Callable[[Any, Any, Any], tuple[Any, Any]]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(_EXCLUDED):
+            args, kwargs = policy(operation, args, kwargs)
+            return operation(*args, **kwargs)
 
-    def __init__(self, device_type: str) -> None:
-        self.device_type = device_type
-        self.excluded = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  # type: ignore[attr-defined]
+    return run
 
-    def kernel(self, operation: Any, policy: Callable[[Any, Any, Any], tuple[Any, Any]]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with torch._C._ExcludeDispatchKeyGuard(self.excluded):
-                args, kwargs = policy(operation, args, kwargs)
-                return operation(*args, **kwargs)
 
-        return run
+def _lower(operation: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    return _cast_all(args, kwargs, torch.get_autocast_dtype(DEVICE_TYPE))
 
-    def lower(self, operation: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        return self._cast_all(args, kwargs, torch.get_autocast_dtype(self.device_type))
 
-    def float32(self, operation: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        return self._cast_all(args, kwargs, torch.float32)
+def _float32(operation: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    return _cast_all(args, kwargs, torch.float32)
 
-    def widest(self, operation: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        floats = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-        if any(leaf.dtype == torch.float32 for leaf in floats):
-            return self.float32(operation, args, kwargs)
-        return self.lower(operation, args, kwargs)
 
-    def by_argument(self, operation: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Leave the input as it is, and ask for a float32 result unless the caller named a dtype."""
-        if args[0].dtype not in _HALVES:
-            return args, kwargs
-        given = named_arguments(operation, args, kwargs)
-        if given.get("dtype") is None:
-            given["dtype"] = torch.float32
-        return (), given
+def _widest(operation: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    floats = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    has_float32 = any(leaf.dtype == torch.float32 for leaf in floats)
+    return (_float32 if has_float32 else _lower)(operation, args, kwargs)
 
-    def _cast_all(self, args: Any, kwargs: Any, dtype: torch.dtype) -> tuple[Any, Any]:
-        return self._cast_each(args, dtype), {name: self._cast_each(value, dtype) for name, value in kwargs.items()}
 
-    def _cast_each(self, value: Any, dtype: torch.dtype) -> Any:
-        """torch's `tree_map` took a twentieth of a simulation; operators take nothing deeper than lists."""
-        if isinstance(value, list | tuple):
-            return [self._cast_each(each, dtype) for each in value]
-        return cast(value, dtype, self.device_type)
+def _by_argument(operation: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Leave the input as it is, and ask for a float32 result unless the caller named a dtype."""
+    if args[0].dtype not in _HALVES:
+        return args, kwargs
+    given = named_arguments(operation, args, kwargs)
+    if given.get("dtype") is None:
+        given["dtype"] = torch.float32
+    return (), given
+
+
+def _cast_all(args: Any, kwargs: Any, dtype: torch.dtype) -> tuple[Any, Any]:
+    return cast(args, dtype), {name: cast(value, dtype) for name, value in kwargs.items()}

@@ -65,10 +65,9 @@ class Nf4Linear(QuantisedLinear):
         return self._unpacked(self.compute_dtype)
 
     def forward(self, input: Tensor) -> Tensor:
+        rows = input.to(self.compute_dtype)
         bias = None if self.bias is None else self.bias.to(self.compute_dtype)
-        product: Tensor = UnpackedProduct.apply(  # type: ignore[no-untyped-call]
-            input.to(self.compute_dtype), bias, self._unpacked
-        )
+        product: Tensor = UnpackedProduct.apply(rows, bias, self._unpacked)  # type: ignore[no-untyped-call]
         return product.to(input.dtype)
 
     def _unpacked(self, dtype: torch.dtype) -> Tensor:
@@ -100,8 +99,7 @@ class UnpackedProduct(torch.autograd.Function):
         return nn.functional.linear(input, unpacked(input.dtype), bias)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        (gradient,) = gradients
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return gradient @ ctx.unpacked(gradient.dtype), None, None
 
 
@@ -172,8 +170,8 @@ class _Int8Product(torch.autograd.Function):
         return product.reshape(*input.shape[:-1], weight.shape[0])
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        rows = gradients[0].reshape(-1, gradients[0].shape[-1]).contiguous()
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        rows = gradient.reshape(-1, gradient.shape[-1]).contiguous()
         dtype = ctx.input.dtype
         weight = ctx.weight.to(dtype, copy=True).mul_(ctx.row_scales.unsqueeze(1).mul(1.0 / 127.0))
         return torch.matmul(rows.to(dtype), weight).view(ctx.input_shape), None, None, None

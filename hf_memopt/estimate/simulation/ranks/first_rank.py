@@ -24,17 +24,14 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from hf_memopt.estimate.accounting.categories import COMMUNICATION, StepLabels
 from hf_memopt.estimate.simulation.device import patched_everywhere
-from hf_memopt.estimate.simulation.virtual_disk import VirtualDisk
-from hf_memopt.estimate.simulation.virtual_time import VirtualEvent
+from hf_memopt.estimate.simulation.virtual_base import VirtualBase
 
 BACKEND = "fake"
 
 
 @contextmanager
-def first_of(
-    num_ranks: int, device: torch.device, labels: StepLabels, disk: VirtualDisk | None = None
-) -> Iterator[None]:
-    """Make this process the first of so many; engines that write to `disk` need one."""
+def first_of(num_ranks: int, device: torch.device, base: VirtualBase) -> Iterator[None]:
+    """Make this process the first of so many, whose memory `base` labels, and whose engines write to its disk."""
     if distributed_c10d.is_initialized():
         raise ValueError(
             f"num_gpus={num_ranks}: this process belongs to a process group already, so that none can be simulated; "
@@ -51,7 +48,7 @@ def first_of(
                 from hf_memopt.estimate.simulation.ranks.zero_engine import zero_as_on_cuda, zero_without_values
 
                 enter(zero_as_on_cuda(device))
-                enter(zero_without_values(labels, disk or VirtualDisk(VirtualEvent.clock, None)))
+                enter(zero_without_values(base.labels, base.disk))
             return BACKEND, DistributedType.MULTI_GPU
 
         enter(patch.dict(os.environ, places))
@@ -60,7 +57,7 @@ def first_of(
         enter(patch.object(PartialState, "_prepare_backend", prepare_backend))
         enter(meshes_with_values())
         enter(unseen_shape_propagation())
-        enter(_reducers_on_fake_tensors(labels))
+        enter(_reducers_on_fake_tensors(base.labels))
         dist.init_process_group(BACKEND, store=FakeStore(), rank=0, world_size=num_ranks)
         stack.callback(dist.destroy_process_group)
         yield

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from engine_ranks import check_first_rank
-from simulated import simulated, unread_labels
+from simulated import simulated, unread_base
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
@@ -32,7 +32,7 @@ def test_two_real_ranks_do_so_too(tmp_path: Path) -> None:
 
 def test_it_is_the_first_of_a_group_whose_meshes_have_numbers() -> None:
     def look(device: torch.device) -> Any:
-        with first_of(4, device, unread_labels()):
+        with first_of(4, device, unread_base()):
             mesh = distributed.init_device_mesh(device.type, (2, 2))
             return distributed.get_rank(), distributed.get_world_size(), mesh.shape, mesh.get_coordinate()
 
@@ -43,7 +43,7 @@ def test_it_is_the_first_of_a_group_whose_meshes_have_numbers() -> None:
 def test_a_member_of_a_real_group_is_refused() -> None:
     def estimate() -> None:
         distributed.init_process_group(BACKEND, rank=0, world_size=2, store=distributed.HashStore())
-        with first_of(2, torch.device("cpu"), unread_labels()):
+        with first_of(2, torch.device("cpu"), unread_base()):
             pass
 
     with pytest.raises(ValueError, match="num_gpus=2: this process belongs to a process group already"):
@@ -53,7 +53,7 @@ def test_a_member_of_a_real_group_is_refused() -> None:
 @pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
 def test_options_of_ddp_that_ask_for_values_are_refused(option: str) -> None:
     def wrap(device: torch.device) -> None:
-        with first_of(2, device, unread_labels()):
+        with first_of(2, device, unread_base()):
             DistributedDataParallel(torch.nn.Linear(2, 2, device=device), **{option: True})
 
     with pytest.raises(ValueError, match=f"{option}=True of DDP is not simulated; leave it out"):
@@ -62,7 +62,7 @@ def test_options_of_ddp_that_ask_for_values_are_refused(option: str) -> None:
 
 def test_hooks_of_ddp_are_refused() -> None:
     def wrap(device: torch.device) -> None:
-        with first_of(2, device, unread_labels()):
+        with first_of(2, device, unread_base()):
             DistributedDataParallel(torch.nn.Linear(2, 2, device=device)).register_comm_hook(None, print)
 
     with pytest.raises(ValueError, match="communication hooks of DDP are not simulated"):
