@@ -2,7 +2,6 @@
 
 from hf_memopt.callbacks.arguments import MemoptArguments
 from hf_memopt.callbacks.attach import attach
-from hf_memopt.callbacks.cache_clearing import ClearCacheOnSaveCallback
 from hf_memopt.callbacks.leak_detection import LeakDetectionCallback
 from hf_memopt.callbacks.memory_logging import MemoryLoggingCallback
 from hf_memopt.callbacks.offloading import ActivationOffloadCallback
@@ -11,7 +10,6 @@ from hf_memopt.training import NonFiniteGradientError
 
 __all__ = [
     "ActivationOffloadCallback",
-    "ClearCacheOnSaveCallback",
     "LeakDetectionCallback",
     "MemoptArguments",
     "MemoryLoggingCallback",

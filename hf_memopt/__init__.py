@@ -31,7 +31,6 @@ if TYPE_CHECKING:  # spelled "x as x": exported names, for type checkers
     from hf_memopt.activations import estimate_offloading_memory_savings as estimate_offloading_memory_savings
     from hf_memopt.activations import wrap_forward_with_offload as wrap_forward_with_offload
     from hf_memopt.callbacks import ActivationOffloadCallback as ActivationOffloadCallback
-    from hf_memopt.callbacks import ClearCacheOnSaveCallback as ClearCacheOnSaveCallback
     from hf_memopt.callbacks import LeakDetectionCallback as LeakDetectionCallback
     from hf_memopt.callbacks import MemoptArguments as MemoptArguments
     from hf_memopt.callbacks import MemoryLoggingCallback as MemoryLoggingCallback
@@ -57,8 +56,8 @@ __version__ = "0.2.0"
 _NAMES = {
     "activations": "ActivationOffloader InfeasibleBudgetError SelectiveCheckpoint apply_selective_checkpointing "
     "estimate_offloading_memory_savings wrap_forward_with_offload",
-    "callbacks": "ActivationOffloadCallback ClearCacheOnSaveCallback LeakDetectionCallback MemoptArguments "
-    "MemoryLoggingCallback StopOnNonFiniteCallback attach",
+    "callbacks": "ActivationOffloadCallback LeakDetectionCallback MemoptArguments MemoryLoggingCallback "
+    "StopOnNonFiniteCallback attach",
     "checkpoint": "Checkpoints",
     "estimate": "estimate_peak_memory",
     "exactness": "verify",

@@ -19,9 +19,9 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
 def _add_doctor(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser(
         "doctor",
-        help="say what this machine has and which features are on; with --policy also where its teacher lives",
-        description="Look at devices, their free memory and the speed of their links, host memory and its limits, "
-        "versions, and which features of this library are on here.",
+        help="say what this machine has; with --policy also where its teacher lives",
+        description="Look at devices, their free memory and the speed of their links, host memory and its limits, and "
+        "versions.",
     )
     parser.add_argument("--policy", help="also look at a student: checkpoint or training output folder, hub id")
     parser.add_argument("--device", help="the device to look at, where the student would train (default: all)")

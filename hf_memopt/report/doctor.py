@@ -1,16 +1,13 @@
-"""The devices and limits of this machine, and the features that work there: `hf-memopt doctor`."""
+"""The devices, limits and versions of this machine: `hf-memopt doctor`."""
 
-import importlib.util
 import os
 import platform
 import resource
 import shutil
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Literal
 
 import psutil
 import torch
@@ -78,22 +75,12 @@ class DiskFacts:
 
 
 @dataclass(frozen=True)
-class Feature:
-    """A feature of this library on this machine; `untried` should work, and was never tested on this kind of device."""
-
-    name: str
-    status: Literal["on", "off", "untried"]
-    reason: str
-
-
-@dataclass(frozen=True)
 class Machine:
     """The facts about a machine; versions of packages that are not installed are None, and a disk not asked for."""
 
     devices: list[Device]
     host: HostLimits
     versions: dict[str, str | None]
-    features: list[Feature]
     problems: list[str]
     disk: DiskFacts | None = None
 
@@ -103,9 +90,8 @@ def examine(device: str | None = None, disk: str | None = None) -> Machine:
     check_disk(disk)
     devices = [examine_device(found) for found in find_devices(device)]
     host, versions = host_limits(), find_versions()
-    features = find_features(devices[0], obstacle_to_compile(devices[0].kind))
     problems = find_problems(devices, host, versions, device)
-    return Machine(devices, host, versions, features, problems, None if disk is None else examine_disk(disk))
+    return Machine(devices, host, versions, problems, None if disk is None else examine_disk(disk))
 
 
 def find_devices(name: str | None = None) -> list[torch.device]:
@@ -199,71 +185,6 @@ def version_of(package: str) -> str | None:
         return None
 
 
-def find_features(device: Device, compile_obstacle: str | None) -> list[Feature]:
-    """Return the features on an examined device, given the answer of `obstacle_to_compile` for its kind."""
-    kind = device.kind
-    copies = "copies on side streams, both directions at once"
-    no_copies = {
-        "cpu": "what runs on the CPU is in host memory already",
-        "mps": "device and host share one memory, so that copies would free nothing",
-    }.get(kind)
-    by_phase = "from the allocator's counters, without waiting for the device"
-    no_counters = f"torch keeps no allocator counters on {kind}: host memory only" if not device.has_counters else None
-    no_oom = f"on {kind} torch raises a plain RuntimeError when memory runs out" if kind in ("cpu", "mps") else None
-    no_snapshot = "needs CUDA" if kind not in ("cuda", "rocm") else None
-    return [
-        _offloading(kind, copies),
-        _on_device("teacher offloading", kind, no_copies, copies),
-        Feature("recomputation", "on", "SelectiveCheckpoint, on any device"),
-        _pinning(device),
-        _on_device("peak memory by phase", kind, no_counters, by_phase),
-        _on_device("out-of-memory report", kind, no_oom, "explain_oom adds it to torch.OutOfMemoryError"),
-        _on_device("allocator snapshot", kind, no_snapshot, "records after torch.cuda.memory._record_memory_history()"),
-        Feature("leak detection", "on", "counts live storages, on any device"),
-        Feature("torch.compile", *(("off", compile_obstacle) if compile_obstacle else ("on", "its compiler is there"))),
-    ]
-
-
-def obstacle_to_compile(kind: str) -> str | None:
-    """Say why torch.compile cannot generate code for a kind of device; None if nothing is known to be missing."""
-    if kind == "mps":
-        return "not examined on this kind of device"
-    if kind != "cpu":
-        return None if importlib.util.find_spec("triton") else "the package triton is not installed"
-    # As torch._inductor.config.cpp.cxx chooses it.
-    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
-    return None if shutil.which(compiler) else f"the C++ compiler {compiler} is not installed (CXX names another)"
-
-
-def _on_device(name: str, kind: str, obstacle: str | None, reason: str) -> Feature:
-    """Return a feature that runs code on the device, which is proven on CUDA only."""
-    if obstacle is not None:
-        return Feature(name, "off", obstacle)
-    if kind != "cuda":
-        return Feature(name, "untried", f"the same code as on CUDA, never run on {kind}")
-    return Feature(name, "on", reason)
-
-
-def _offloading(kind: str, copies: str) -> Feature:
-    name = "activation offloading"
-    if kind == "cpu":
-        return Feature(name, "on", "to a disk, with disk=FOLDER; SyncCopier() performs a GPU's copies, to try them")
-    if kind == "mps":
-        return Feature(name, "untried", "to a disk, with disk=FOLDER; device and host share one memory")
-    return _on_device(name, kind, None, copies)
-
-
-def _pinning(device: Device) -> Feature:
-    name = "pinned host memory"
-    if device.can_pin is None:
-        return Feature(name, "off", device.obstacle or "not examined")
-    if not device.can_pin:
-        reason = "a block of 16 MiB could not be page-locked: raise the locked-memory limit (ulimit -l)"
-        return Feature(name, "off", reason)
-    rounded = "" if device.kind in ("cuda", "rocm") else "; torch rounds sizes up to powers of two here"
-    return Feature(name, "on", f"a block of 16 MiB was page-locked{rounded}")
-
-
 def find_problems(
     devices: list[Device], host: HostLimits, versions: dict[str, str | None], asked_for: str | None = None
 ) -> list[str]:
@@ -300,9 +221,6 @@ def page(machine: Machine) -> str:
         "Host": _host_lines(machine.host),
         **({} if machine.disk is None else {"Disk": [_disk_line(machine.disk)]}),
         "Versions": align((name, found or "none") for name, found in machine.versions.items()),
-        f"Features on {machine.devices[0].name}": align(
-            (feature.status, feature.name, feature.reason) for feature in machine.features
-        ),
         "Problems": machine.problems or ["none found"],
     }
     return "\n\n".join("\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in sections.items())

@@ -8,7 +8,7 @@ import psutil
 import pytest
 import torch
 from counted_allocator import FakeCounters
-from doctor_machines import CPU, GPU, HOST, statuses
+from doctor_machines import CPU, GPU, HOST
 from torch import Tensor
 
 from hf_memopt.report import doctor
@@ -21,11 +21,9 @@ from hf_memopt.report.doctor import (
     examine_device,
     examine_disk,
     find_devices,
-    find_features,
     find_problems,
     find_versions,
     host_limits,
-    obstacle_to_compile,
     page,
 )
 from hf_memopt.transfer import Copier, SyncCopier
@@ -106,7 +104,7 @@ def test_a_disk_is_measured_and_has_a_line(tmp_path: Path) -> None:
     assert found.free_gib == pytest.approx(psutil.disk_usage(str(tmp_path)).free / GIB, rel=0.1)
     assert list(tmp_path.iterdir()) == []
     given = DiskFacts("/nvme", "ext4", 100.0, True, 2.04, 3.0)
-    machine = Machine([CPU], HOST, find_versions(), find_features(CPU, None), [])
+    machine = Machine([CPU], HOST, find_versions(), [])
     assert "\nDisk\n" not in page(machine)
     line = "Disk\n  /nvme: ext4, 100.00 GiB free, direct I/O, writes 2.0 GB/s, reads 3.0 GB/s\n"
     assert line in page(replace(machine, disk=given))
@@ -116,46 +114,6 @@ def test_a_disk_is_measured_and_has_a_line(tmp_path: Path) -> None:
 def test_a_disk_that_is_no_folder_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^disk='missing' is no folder"):
         examine(disk="missing")
-
-
-# ------------------------------------------------------------------------------------------------ features
-
-
-def test_everything_is_on_with_cuda() -> None:
-    assert set(statuses(GPU).values()) == {"on"}
-
-
-@pytest.mark.parametrize("kind", ["xpu", "rocm", "hpu"])
-def test_what_never_ran_on_a_device_is_not_called_on(kind: str) -> None:
-    found = statuses(replace(GPU, kind=kind))
-    assert {name for name, status in found.items() if status == "on"} == {
-        "recomputation",
-        "pinned host memory",  # as the test of pinning has shown
-        "leak detection",
-        "torch.compile",
-    }
-    assert found["allocator snapshot"] == ("untried" if kind == "rocm" else "off")
-
-
-@pytest.mark.parametrize(("kind", "status"), [("cpu", "on"), ("mps", "untried")])
-def test_where_copies_to_the_host_free_nothing_a_disk_does(kind: str, status: str) -> None:
-    device = Device(kind, kind, kind, obstacle="no link")
-    on = {name for name, status in statuses(device).items() if status == "on"}
-    assert on - {"activation offloading"} == {"recomputation", "leak detection", "torch.compile"}
-    assert statuses(device)["activation offloading"] == status
-    assert statuses(device)["teacher offloading"] == "off"
-    assert all(feature.reason for feature in find_features(device, None))
-
-
-def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    obstacle = obstacle_to_compile("cpu")
-    assert obstacle is not None
-    assert "no-such-compiler" in obstacle
-    compiles = find_features(CPU, obstacle)[-1]
-    assert (compiles.status, compiles.reason) == ("off", obstacle)
-    monkeypatch.setenv("CXX", "sh")
-    assert obstacle_to_compile("cpu") is None
 
 
 # ------------------------------------------------------------------------------------------------ problems
@@ -197,14 +155,14 @@ def test_a_device_that_fails_becomes_a_problem(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_page_names_everything() -> None:
-    machine = Machine([GPU], HOST, find_versions(), find_features(GPU, None), ["something is wrong"])
+    machine = Machine([GPU], HOST, find_versions(), ["something is wrong"])
     lines = [line.strip() for line in page(machine).splitlines()]
     assert "memory: 70.00 GiB free of 80.00 GiB" in lines
     assert "link, pinned host memory: 24.0 GB/s to the host, 25.0 GB/s to the device" in lines
     assert "link, pageable host memory: 5.0 GB/s to the host, 6.0 GB/s to the device" in lines
     assert "locked-memory limit (ulimit -l)  8 MiB" in lines
     assert lines[-2:] == ["Problems", "something is wrong"]
-    sound = Machine([CPU], HOST, find_versions(), find_features(CPU, None), [])
+    sound = Machine([CPU], HOST, find_versions(), [])
     assert page(sound).endswith("Problems\n  none found")
 
 
@@ -217,12 +175,12 @@ def section(text: str, title: str) -> list[str]:
 
 def page_of(*devices: Device, host: HostLimits = HOST) -> str:
     versions = {"torch": "2.11", "datasets": None}
-    return page(Machine(list(devices), host, versions, find_features(devices[0], None), ["a", "b"]))
+    return page(Machine(list(devices), host, versions, ["a", "b"]))
 
 
-def test_sections_are_in_order_and_features_are_the_first_devices() -> None:
+def test_sections_are_in_order() -> None:
     titles = [block.splitlines()[0] for block in page_of(GPU, CPU).split("\n\n")]
-    assert titles == ["Devices", "Host", "Versions", "Features on cuda:0", "Problems"]
+    assert titles == ["Devices", "Host", "Versions", "Problems"]
     assert section(page_of(GPU), "Problems") == ["a", "b"]
 
 

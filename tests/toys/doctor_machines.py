@@ -1,6 +1,6 @@
 """Devices and hosts as the doctor describes them."""
 
-from hf_memopt.report.doctor import Device, HostLimits, LinkSpeed, find_features
+from hf_memopt.report.doctor import Device, HostLimits, LinkSpeed
 
 GPU = Device(
     "cuda:0",
@@ -19,7 +19,3 @@ HOST = HostLimits(total_gib=64, available_gib=60, cgroup_limit_gib=None, locked_
 
 
 CPU = Device("cpu", "cpu", "x86_64", obstacle="no link")
-
-
-def statuses(device: Device) -> dict[str, str]:
-    return {feature.name: feature.status for feature in find_features(device, None)}
