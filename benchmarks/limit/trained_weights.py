@@ -85,7 +85,7 @@ def write_base(model: dict[str, int], folder: Path) -> Path:
 def measure(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
     size = SIZES[options.size]
     base = write_base(size["model"], folder / "base")
-    processes = limited.Processes("trained_files", folder, limit_kind="group", too_slow=2 * TOO_SLOW)
+    processes = limited.Processes("trained_files", folder, limit_kind="group", too_slow=TOO_SLOW + 1)
     settings = {"base": str(base), "num_tokens": size["num_tokens"], "folder": str(folder)}
     limit = {"limit": "control group", "limit_bytes": size["limit_bytes"]}
     yield from optimizer_state.measured(options, processes, size, settings, limit, drawn=(PLAIN, "ours, all"))

@@ -41,6 +41,9 @@ class _Disk(LowerMemory):
         self.file = file
         self.num_passes = 0
 
+    def settle(self) -> None:
+        self.file.settle()
+
     def begin_pass(self) -> None:
         self.num_passes += 1
         if self.num_passes == _FIRST_WEAR_LINE or self.num_passes % _WEAR_LINE_EVERY == 0:
@@ -149,6 +152,10 @@ class StagedDisk(_Disk):
             read = _StagedRead(self, memory, self.file.read(block.extent, memory), destination)
             self._under_way.append(read)
             return _ReadTransfer(read)
+
+    def settle(self) -> None:
+        self.copier.settle()
+        super().settle()
 
     def at_home(self, block: DiskBlock) -> mmap.mmap:
         with self.lock:

@@ -231,7 +231,6 @@ class BlockInFiles:
         self.bytes_read = 0
         self.waited_s = 0.0
         self._runs = _joined(pieces)
-        self._under_way: deque[Call[Any]] = deque()
         self._threads = Threads(_THREADS)
 
     def check(self) -> None:
@@ -256,18 +255,13 @@ class BlockInFiles:
         return found
 
     def submit[T](self, function: Callable[..., T], *arguments: Any) -> Call[T]:
-        while self._under_way and self._under_way[0].done():
-            self._under_way.popleft()
         read = Call(partial(function, *arguments))
-        self._under_way.append(read)
         self._threads.submit(read)
         return read
 
     def settle(self) -> None:
         """Wait for all calls, those that an interrupt has cut off from their callers too."""
-        for read in tuple(self._under_way):
-            self._threads.submit(read)  # the interrupt may have come before the first time
-            read.wait()
+        self._threads.settle()
 
     def wait(self, reads: Iterable[Call[Any]]) -> None:
         begun = time.perf_counter()

@@ -70,6 +70,10 @@ class LowerMemory(ABC):
         """Start copying `(num_bytes,)` uint8 to the device."""
 
     @abstractmethod
+    def settle(self) -> None:
+        """Wait on the host for all copies, those that an interrupt has cut off from their callers too."""
+
+    @abstractmethod
     def at_home(self, block: Any) -> Any:
         """Return the bytes of `block`, written before, as a buffer that weak references may name, without a copy.
 
@@ -134,8 +138,11 @@ class LowerHost(LowerMemory):
     def read(self, block: Tensor, destination: Tensor) -> Transfer:
         return self._copier.to_device(block, destination)
 
-    def at_home(self, block: Tensor) -> Any:
+    def settle(self) -> None:
         self._copier.settle()
+
+    def at_home(self, block: Tensor) -> Any:
+        self.settle()
         shown: Any = (ctypes.c_uint8 * block.nbytes).from_address(block.data_ptr())
         shown.memory = block  # keeps it
         return shown

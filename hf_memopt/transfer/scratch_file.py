@@ -137,6 +137,10 @@ class ScratchFile:
         self.check_process()
         return mmap.mmap(self._file.fileno(), extent.num_bytes, access=mmap.ACCESS_COPY, offset=extent.start)
 
+    def settle(self) -> None:
+        """Wait for all reads and writes, those that an interrupt has cut off from their callers too."""
+        self._threads.settle()
+
     def summary(self) -> str:
         speeds = f"writes {self.write_bytes_per_s / 1e9:.1f} GB/s, reads {self.read_bytes_per_s / 1e9:.1f} GB/s"
         return f"disk={self.folder}: a file on {file_system(self.folder) or 'an unknown file system'}, {speeds}"

@@ -60,15 +60,23 @@ class Threads:
     def __init__(self, num_threads: int) -> None:
         self._num_threads, self._num_started = num_threads, 0
         self._calls: SimpleQueue[Call[object] | None] = SimpleQueue()
+        self._under_way: dict[Call[object], None] = {}
         weakref.finalize(self, self._calls.put, None).atexit = False
         _all_threads.add(self)
 
     def submit(self, call: Call[object]) -> None:
         """Queue a call for the next free thread; raises RuntimeError if a thread cannot be started."""
         if self._num_started < self._num_threads:
-            _thread.start_new_thread(_make_calls, (self._calls,))
+            _thread.start_new_thread(_make_calls, (self._calls, self._under_way))
             self._num_started += 1
+        self._under_way[call] = None
         self._calls.put(call)
+
+    def settle(self) -> None:
+        """Wait for all calls, those that an interrupt has cut off from their callers too."""
+        for call in tuple(self._under_way):
+            self.submit(call)  # the interrupt may have come before the first time
+            call.wait()
 
     def finish(self) -> None:
         """Wait until all calls are made, and the memory that they moved is free."""
@@ -78,9 +86,10 @@ class Threads:
         all_idle.wait()
 
 
-def _make_calls(calls: "SimpleQueue[Call[object] | None]") -> None:
+def _make_calls(calls: "SimpleQueue[Call[object] | None]", under_way: dict[Call[object], None]) -> None:
     while (call := calls.get()) is not None:
         call()
+        under_way.pop(call, None)
         del call  # with the memory that it moves
     calls.put(None)  # for the next thread
 

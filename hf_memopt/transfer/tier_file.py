@@ -39,5 +39,8 @@ class TierFile(Protocol):
     def mapped(self, extent: Extent) -> mmap.mmap:
         """Map an extent, whose bytes later writes change; the system reads them on access."""
 
+    def settle(self) -> None:
+        """Wait for all reads and writes, those that an interrupt has cut off from their callers too."""
+
     def wear(self) -> str:
         """Return the bytes written, and in a day at this rate."""

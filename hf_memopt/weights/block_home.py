@@ -69,6 +69,11 @@ class BlockHome:
             raise MemoryError(f"home={self._home!r} has no room for {format_bytes(num_bytes)} of {self._contents}")
         return Place(lower, block)
 
+    def settle(self) -> None:
+        """Wait on the host for all copies, those that an interrupt has cut off from their callers too."""
+        for memory in self.memories.values():
+            memory.settle()
+
     def trim(self) -> None:
         """Give memory that units have dropped back to the system."""
         self._spare.free()

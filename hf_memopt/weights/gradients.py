@@ -81,6 +81,7 @@ class _Gradient:
         self.is_changed = self.is_viewed = self.is_used = False
         self.coming: Transfer | None = None
         self.going: Transfer | None = None
+        self._is_starting = False  # one of both
         self._dtype, self._device, self._size, self._stride = value.dtype, value.device, value.size(), value.stride()
         self.value: Tensor | None = value
         self.nbytes = value.nbytes
@@ -89,7 +90,15 @@ class _Gradient:
 
     def __del__(self) -> None:
         if self.place is not None:
+            if self._is_starting or self.going is not None:
+                self.gradients.settle_home()  # before others get the place
             self._slot.free.append(self.place)
+
+    def _settle_interrupted(self) -> None:
+        """Wait for a copy that an interrupt has cut off as it was started."""
+        if self._is_starting:
+            self.gradients.settle_home()
+            self._is_starting = False
 
     @property
     def present(self) -> Tensor:
@@ -102,11 +111,14 @@ class _Gradient:
 
     def fetch(self) -> None:
         """Start bringing the bytes."""
+        self._settle_interrupted()
         if self.value is None and self.coming is None:
             assert self.place is not None
             memory, block = self.place
+            self._is_starting = True
             self._memory = memory.empty_device(self.nbytes, block, 0)
             self.coming = memory.read(block, self._memory)
+            self._is_starting = False
             self.gradients.bytes_read += self.nbytes
 
     def bring(self) -> Tensor:
@@ -148,12 +160,16 @@ class _Gradient:
 
     def send(self) -> None:
         """Record the norms, and start writing the value home."""
+        self._settle_interrupted()
         self.record_norms()
-        value, self.is_changed = self.present, False
+        value = self.present
         if self.place is not None and not self.is_viewed:
             memory, block = self.place
             first = value.storage_offset() * value.itemsize
+            self._is_starting = True
             self.going = memory.write(bytes_of(value)[first : first + self.nbytes], block)
+            self._is_starting = False
+        self.is_changed = False
 
     def record_norms(self) -> None:
         self.norms = {order: torch._foreach_norm([self.present], order)[0] for order in self.gradients.orders}
@@ -275,6 +291,10 @@ class Gradients:
     def host_bytes(self) -> int:
         """Return the host memory of their home, or that they pass through."""
         return sum(memory.host_bytes_held for memory in self._home.memories.values())
+
+    def settle_home(self) -> None:
+        """Wait on the host for all copies, those that an interrupt has cut off from their callers too."""
+        self._home.settle()
 
     def follow(self, parameter: nn.Parameter, name: str, has_home: bool) -> None:
         """Take the gradients of a parameter; without a home they stay on the device, in the same kind of object."""

@@ -271,6 +271,8 @@ class FileHome:
 
     def settle(self) -> None:
         self._reads.settle()
+        if self._written.home is not None:
+            self._written.home.settle()
 
     def trim(self) -> None:
         if isinstance(self._reads, DirectReads):

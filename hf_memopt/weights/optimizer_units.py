@@ -102,6 +102,7 @@ class StateUnit:
         self._shown: weakref.ref[Any] | None = None
         self._coming: Transfer | None = None
         self.going: Transfer | None = None  # the write home that is under way
+        self._is_starting = False  # one of both
         if num_bytes:
             self._reserve(num_bytes)
             self._take()
@@ -126,15 +127,18 @@ class StateUnit:
 
     def fetch(self) -> None:
         """Start bringing the bytes."""
+        self._settle_interrupted()
         if self._packed.num_bytes and not self.is_here:
             assert self._memory is not None
             assert self._place is not None
+            self._is_starting = True
             self._share_with_forks(False)
             self._coming = self._place.memory.read(self._place.block, self._memory.give())
-            self.is_here = True
+            self.is_here, self._is_starting = True, False
 
     def arrive(self) -> None:
         """Wait for the bytes, and open the memory to the optimizer."""
+        self._settle_interrupted()
         if self._coming is not None:
             assert self._memory is not None
             try:
@@ -171,10 +175,13 @@ class StateUnit:
 
     def send(self) -> None:
         """Start writing the bytes home."""
+        self._settle_interrupted()
         if self.is_here and self.going is None:
             assert self._memory is not None
             assert self._place is not None
+            self._is_starting = True
             self.going = self._place.memory.write(self._memory.block, self._place.block)
+            self._is_starting = False
 
     def settle(self) -> None:
         """Wait until the bytes are at home, and free the device's memory; they stay where the copy has failed."""
@@ -213,6 +220,15 @@ class StateUnit:
         self._release()
         self._memory = self._place = None
         self._packed = PackedState({}, ())
+
+    def _settle_interrupted(self) -> None:
+        """Wait for a copy that an interrupt has cut off as it was started."""
+        if self._is_starting:
+            self._home.settle()
+            if not self.is_here:
+                self._coming = None
+                self._take()
+            self._is_starting = False
 
     def _reserve(self, num_bytes: int) -> StorageMemory:
         first = self.parameters[0]

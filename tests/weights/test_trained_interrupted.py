@@ -1,8 +1,10 @@
 """Tests that training with a home goes on, to the bit, after errors and interrupts at any place."""
 
 import os
+import random
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +19,7 @@ from optimizer_toys import equal
 from torch import nn
 from trained_toys import Training, network
 
+from hf_memopt.transfer import scratch_file
 from hf_memopt.transfer.scratch_file import DiskError
 
 
@@ -107,10 +110,28 @@ def test_training_goes_on_after_any_operation_of_the_file_has_failed(tmp_path: P
         assert equal(training.results(), want.results()), fail_at
 
 
+@pytest.fixture(params=["host", "slow file"])
+def home(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return a home; a slow file is still at work on what an interrupt has cut off when training goes on."""
+    home: str = request.param
+
+    def slow(move: Callable[..., None]) -> Callable[..., None]:
+        def moved(*arguments: int) -> None:
+            time.sleep(chance.random() / 100)
+            move(*arguments)
+
+        return moved
+
+    if home == "slow file":
+        chance = random.Random(0)
+        for name in ("read_memory", "write_memory"):
+            monkeypatch.setattr(scratch_file, name, slow(getattr(scratch_file, name)))
+    return home.removeprefix("slow ")
+
+
 PLACES = ("weights/trained", "weights/gradients", "weights/optimizer", "weights/residency", "hf_memopt/transfer")
 
 
-@pytest.mark.parametrize("home", ["host", "file"])
 def test_passes_are_right_after_an_interrupt_at_any_place(home: str, tmp_path: Path) -> None:
     want = Training(make()).start()
     want.backward(1)
@@ -128,7 +149,6 @@ def test_passes_are_right_after_an_interrupt_at_any_place(home: str, tmp_path: P
         assert equal(found, [each.grad for each in want.model.parameters()]), place
 
 
-@pytest.mark.parametrize("home", ["host", "file"])
 def test_an_interrupted_update_is_finished_or_refused(home: str, tmp_path: Path) -> None:
     training, want = Training(make(), home).start(disk=tmp_path).run(2), Training(make()).start().run(2)
     weights = {name: each.clone() for name, each in training.model.state_dict().items()}

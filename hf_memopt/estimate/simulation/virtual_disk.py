@@ -35,6 +35,8 @@ class VirtualFile:
     def mapped(self, extent: Extent) -> mmap.mmap:
         raise RuntimeError("a simulated disk has no bytes that could be mapped")
 
+    def settle(self) -> None: ...
+
     def wear(self) -> str:
         return f"simulated disk: {format_bytes(self.bytes_written)} written"
 
