@@ -367,7 +367,8 @@ class Gradients:
         """Return a norm, as `torch._foreach_norm` computes it; those of this order are recorded from now on."""
         with self.lock:
             self.orders.add(order)
-            if order in gradient.norms and not (gradient.factors or gradient.is_changed or gradient.is_viewed):
+            is_other = gradient.factors or gradient.is_changed or gradient.is_viewed
+            if order in gradient.norms and (gradient.is_used or not is_other):
                 return gradient.norms[order].clone()
             try:
                 return torch._foreach_norm([gradient.bring()], order)[0]
@@ -421,9 +422,11 @@ class Gradients:
         viewed, self._viewed = self._viewed, []
         for each in viewed:
             gradient = each()
-            if gradient is not None and gradient.is_held():
+            if gradient is None or gradient.is_used:
+                continue
+            if gradient.is_held():
                 self._viewed.append(each)
-            elif gradient is not None:
+            else:
                 gradient.is_viewed, gradient.is_changed = False, True
                 self._send(gradient)
 

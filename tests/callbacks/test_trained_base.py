@@ -69,6 +69,7 @@ def run(folder: Path, switches: dict[str, Any] | None, **options: Any) -> list[A
 TRAININGS: dict[str, dict[str, Any]] = {
     "clipped": {"max_grad_norm": 0.5},
     "updated in backward": {"max_grad_norm": 0.0},
+    "updated in each backward": {"max_grad_norm": 0.0, "gradient_accumulation_steps": 1},
     "bf16": {"bf16": True},
     "checkpointed": {"gradient_checkpointing": True, "optim": "sgd"},
     "adafactor": {"optim": "adafactor"},

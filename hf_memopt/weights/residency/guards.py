@@ -130,7 +130,9 @@ class _StateAtHome(NotCopied):
 
     def is_written(self, attribute: str) -> bool:
         """Return whether what a state dict has got was written, which no home keeps."""
-        return any(self._guards.handed_out[each][1]._version for each in self._shown.get(attribute, ()))
+        handed_out = self._guards.handed_out  # without what a tied weight has loaded
+        shown = (handed_out[each] for each in self._shown.get(attribute, ()) if each in handed_out)
+        return any(tensor._version for _, tensor in shown)
 
     def _alias(self, shown: set[int], view: Tensor) -> Tensor:
         """Return a tensor on the memory of a view at home, which counts writes together with others of it."""
