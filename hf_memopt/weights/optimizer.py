@@ -182,6 +182,19 @@ class OffloadedOptimizer(Optimizer):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("an OffloadedOptimizer cannot be copied or pickled; save its state_dict()")
 
+    # Lightning looks on the class for these.
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = groups
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        return self.optimizer.defaults
+
     @property  # type: ignore[override]
     def state(self) -> Mapping[Any, Any]:
         """The state by parameter, to be read: what is away is shown where it lies at home."""
