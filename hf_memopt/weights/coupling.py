@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _default_to_fused_or_foreach
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from hf_memopt.autograd_state import COMES_AND_GOES, unwrapped
 from hf_memopt.transfer.backends import backend_of
@@ -33,7 +33,7 @@ class UpdateVisits:
         optimizer._opt_called = True  # type: ignore[attr-defined]  # which schedulers look for
         self._optimizer = optimizer
         self._before = _settings(optimizer)
-        self._after: list[dict[str, Any]] | None = None
+        self._after: Any = None
         self._is_loop = [_falls_back_to_loop(group) for group in optimizer.param_groups]
         named = (group for group in optimizer.param_groups if "param_names" in group)
         self._names = {
@@ -58,7 +58,7 @@ class UpdateVisits:
                 group |= held
                 if is_loop:
                     group["foreach"] = None
-        after = _settings(optimizer)
+        after = _compared(optimizer)
         if self._after not in (None, after):
             raise RuntimeError(
                 f"{type(optimizer).__name__} left other options after some of its parameters than after others: its "
@@ -68,7 +68,7 @@ class UpdateVisits:
 
     def refuse_changes(self) -> None:
         """Raise RuntimeError if the options were changed since the last visit."""
-        if self._after is not None and self._after != _settings(self._optimizer):
+        if self._after is not None and self._after != _compared(self._optimizer):
             raise RuntimeError(
                 f"options of {type(self._optimizer).__name__} were changed after update_in_backward() had begun the "
                 "update; change them before, or leave it out"
@@ -248,6 +248,11 @@ def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
     simple = {name: value for name, value in vars(optimizer).items() if isinstance(value, int | float | str | None)}
     options = ({name: group[name] for name in group if name not in _OF_PARAMETERS} for group in optimizer.param_groups)
     return [simple, *options]
+
+
+def _compared(optimizer: Optimizer) -> Any:
+    """Return the settings with a number for each tensor that changes when it is written."""
+    return tree_map_only(Tensor, lambda each: (id(each), each._version), _settings(optimizer))
 
 
 def _restore(optimizer: Optimizer, settings: list[dict[str, Any]]) -> None:

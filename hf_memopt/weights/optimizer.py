@@ -101,7 +101,7 @@ class _Update:
     visits: UpdateVisits
     is_torn: bool = False  # the optimizer is at work on a visit
     is_in_backward: bool = False  # it has begun there, and `step` ends it
-    updated: set[Tensor] = field(default_factory=set)  # there
+    updated: dict[Tensor, Tensor | None] = field(default_factory=dict)  # there, with their gradients
 
 
 class OffloadedOptimizer(Optimizer):
@@ -270,6 +270,7 @@ class OffloadedOptimizer(Optimizer):
                 with torch.autocast(parameter.device.type, enabled=False):
                     self._visit(self._update, visits[place], visits[max(place - _AHEAD, 0) : place][::-1])
                 weights.gradients.use_up(visits[place].parameters)
+                self._update.updated.update((each, each.grad) for each in visits[place].parameters)
             return True
 
         try:
@@ -288,7 +289,7 @@ class OffloadedOptimizer(Optimizer):
                 updated parameters, so that nobody can tell which: load a checkpoint.
         """
         update = self._update
-        if update is None:
+        if update is None or (update.is_in_backward and not update.is_torn):
             raise RuntimeError("no update was interrupted; call step()")
         if update.is_torn:
             raise RuntimeError(f"the optimizer itself was interrupted, so that its update stays unfinished; {_REMEDY}")
@@ -316,6 +317,8 @@ class OffloadedOptimizer(Optimizer):
         )
 
     def _refuse_interrupted(self) -> None:
+        if self._update is not None and self._update.is_in_backward and not self._update.is_torn:
+            raise RuntimeError("update_in_backward() has begun an update; call step(), which ends it")
         if self._update is not None:
             left = sum(len(each.parameters) for each in self._update.left)
             raise RuntimeError(
@@ -331,6 +334,10 @@ class OffloadedOptimizer(Optimizer):
             for parameter in group["params"]
             if parameter.grad is not None and (before is None or parameter not in before.updated)
         }
+        if before is not None and any(each.grad is not its for each, its in before.updated.items()):
+            raise RuntimeError(
+                "gradients were replaced after update_in_backward() had used them; replace them before, or leave it out"
+            )
         if any(gradient.layout is not torch.strided for gradient, _ in gradients.values()):
             raise ValueError("sparse gradients are not supported by OffloadedOptimizer; use dense ones")
         for unit in _different(self._units):
@@ -392,9 +399,7 @@ class OffloadedOptimizer(Optimizer):
             update.visits.update(visit.number, visit.parameters)
             if unit is not None:
                 unit.pack(self.optimizer.state)
-            if update.is_in_backward:
-                update.updated.update(visit.parameters)
-            else:
+            if not update.is_in_backward:
                 update.left.remove(visit)
             update.is_torn = False
         if unit is not None:

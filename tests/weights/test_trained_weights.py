@@ -510,6 +510,39 @@ def test_what_an_update_in_backward_has_used_is_gone() -> None:
         training.optimizer.step()
 
 
+def replace_a_gradient(training: Training) -> None:
+    training.model.back.weight.grad = None
+    training.optimizer.step()
+
+
+def change_a_rate(training: Training) -> None:
+    training.optimizer.param_groups[0]["lr"].mul_(0.5)
+    training.optimizer.step()
+
+
+def leave_out_the_step(training: Training) -> None:
+    with pytest.raises(RuntimeError, match=r"no update was interrupted; call step\(\)"):
+        training.adopted.finish_update()
+    with training.adopted.update_in_backward():
+        pass
+
+
+@pytest.mark.parametrize(
+    ("act", "complaint"),
+    [
+        (replace_a_gradient, "gradients were replaced after update_in_backward"),
+        (change_a_rate, "options of AdamW were changed after"),
+        (leave_out_the_step, r"has begun an update; call step\(\)"),
+    ],
+)
+def test_what_comes_between_backward_and_its_step_is_refused(act: Any, complaint: str) -> None:
+    training = InBackward(network(), "host", max_norm=None).start()
+    training.optimizer.param_groups[0]["lr"] = torch.tensor(1e-3)
+    training.run(2).backward(3)
+    with pytest.raises(RuntimeError, match=complaint):
+        act(training)
+
+
 def test_an_error_in_a_backward_that_updates_is_not_passed_over() -> None:
     training = InBackward(network(), "host", max_norm=None).start().run(2)
     calls = iter([None, ZeroDivisionError])
