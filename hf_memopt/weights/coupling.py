@@ -136,7 +136,8 @@ def _refuse_coupled(optimizer: Optimizer, group: dict[str, Any], like: Sequence[
     untouched = both[1].detach().clone()
     both[0].grad, both[1].grad = torch.ones_like(both[0]), None
     try:
-        bare_step(together)
+        with random_numbers_kept(both[0].device):
+            bare_step(together)
     except Exception:  # it needs all gradients, as then in every step
         return are_written
     if both[1].grad is not None or not _same(untouched, both[1].detach()):

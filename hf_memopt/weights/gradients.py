@@ -241,6 +241,9 @@ class AwayGradient(Tensor):
     def __dlpack__(self, **options: Any) -> Any:
         return self._for_good().__dlpack__(**options)
 
+    def share_memory_(self) -> Any:
+        raise RuntimeError(f"gradient of {self.gradient._slot.name!r} cannot be shared with processes; share its clone()")
+
     def tolist(self) -> Any:
         return self.clone().tolist()
 

@@ -186,6 +186,13 @@ def test_a_sparse_gradient_is_refused_by_name() -> None:
         training.backward(0)
 
 
+def test_memory_of_a_gradient_is_not_shared_with_processes() -> None:
+    training = Training(network(), "host").start()
+    training.backward(0)
+    with pytest.raises(RuntimeError, match=r"gradient of 'table.weight' cannot be shared.*share its clone\(\)"):
+        training.model.table.weight.grad.share_memory_()
+
+
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
 def test_gradients_that_record_a_graph_stay_plain() -> None:
     training = Training(network(), "host").start()

@@ -579,11 +579,11 @@ def test_random_numbers_go_on_as_without_it() -> None:
 @pytest.mark.parametrize("budget_gib", [None, 1200 / GIB])
 def test_updates_that_draw_random_numbers_keep_their_order(budget_gib: Any) -> None:
     def run(home: Any) -> Any:
+        torch.manual_seed(3)
         network = nn.ParameterList([torch.ones(size) for size in (300, 50, 300, 40, 3000)])
         optimizer: Any = Odd(network, lambda o, p, state: state["m"].add_(torch.rand_like(p)))
         if home is not None:
             optimizer = OffloadedOptimizer(optimizer, home, budget_gib=budget_gib)
-        torch.manual_seed(3)
         for number in range(4):
             for place, each in enumerate(network):
                 each.grad = None if number < 2 and place == 1 else torch.ones_like(each)
