@@ -9,6 +9,7 @@ from typing import Any
 from accelerate.optimizer import AcceleratedOptimizer
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 
+from hf_memopt.callbacks.memory_logging import MemoryLoggingCallback
 from hf_memopt.transfer.scratch_file import check_disk
 from hf_memopt.weights import OffloadedOptimizer, StreamedWeights
 from hf_memopt.weights.homes import HOMES, Home
@@ -98,6 +99,7 @@ class HomeOfOptimizers(TrainerCallback):
             or any(
                 type(each).on_pre_optimizer_step is not TrainerCallback.on_pre_optimizer_step
                 for each in trainer.callback_handler.callbacks
+                if not isinstance(each, MemoryLoggingCallback)
             )
         )
         if may_be_seen or not accelerator.sync_gradients or not isinstance(optimizer, OffloadedOptimizer):

@@ -242,7 +242,8 @@ class AwayGradient(Tensor):
         return self._for_good().__dlpack__(**options)
 
     def share_memory_(self) -> Any:
-        raise RuntimeError(f"gradient of {self.gradient._slot.name!r} cannot be shared with processes; share its clone()")
+        name = self.gradient._slot.name
+        raise RuntimeError(f"gradient of {name!r} cannot be shared with processes; share its clone()")
 
     def tolist(self) -> Any:
         return self.clone().tolist()
@@ -488,10 +489,9 @@ class Gradients:
             return None
         if not slot.free:
             self.settle()  # one that nobody has any more may be on its way
-        fitting = [each for each in slot.free if each.nbytes == value.nbytes]
-        if fitting:
-            slot.free.remove(fitting[0])
-            return fitting[0]
+        for number, place in enumerate(slot.free):
+            if place.nbytes == value.nbytes:
+                return slot.free.pop(number)
         return self._home.place(value.device, value.nbytes)
 
     def _send(self, gradient: _Gradient) -> None:

@@ -397,6 +397,8 @@ class OffloadedOptimizer(Optimizer):
                 self.weights.gradients.fetch(ahead[0].parameters)
             update.is_torn = True
             update.visits.update(visit.number, visit.parameters)
+            if update.is_in_backward:  # fused kernels count no write; a graph that has saved the weights is out of date
+                torch.autograd.graph.increment_version(visit.parameters)
             if unit is not None:
                 unit.pack(self.optimizer.state)
             if not update.is_in_backward:

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from hf_memopt.weights.gradients import Entered, Gradients
+from hf_memopt.weights.residency.visit_order import Visit
 from hf_memopt.weights.residency.visiting import Visiting
 
 
@@ -13,7 +14,7 @@ class TrainedWeights:
     """Weights and gradients with a home, for `OffloadedOptimizer`.
 
     Attributes:
-        at_once: parameters whose gradients came at once in the last pass of `in_backward`.
+        at_once: parameters whose gradients came at once in the last pass of `in_backward`, and which it read no more.
         writes_gradients: whether the optimizer writes gradients in its update.
     """
 
@@ -60,19 +61,42 @@ class TrainedWeights:
 
     @contextmanager
     def in_backward(self, when_complete: Callable[[Tensor], bool]) -> Iterator[None]:
-        """Call a function with parameters in a backward pass, each when its gradient is complete.
+        """Call a function with parameters in a backward pass, each when it is complete: it may be written then.
 
-        That is known of those which got it at once in the last such pass: reentrant checkpointing's regions add to it.
+        That is known of those which were in the last such pass: reentrant checkpointing adds to gradients, and values
+        may be needed later, as constants or to compute again. Where they are, in a pass of another kind, that raises.
         """
-        gradients, at_once = self.gradients, self.at_once
+        visiting, at_once, gradients = self._visiting, self.at_once, self.gradients
+        owners = visiting.visits_of_owners()
+        # By the storages of complete gradients, whether the function has them.
+        complete: dict[int, bool] = {}
+        needed_later = set[int]()
         gradients.num_additions()
 
         def when_added(parameter: Tensor) -> bool:
-            return parameter in at_once and when_complete(parameter)
+            visit = visiting.visit_of([parameter])
+            if visiting.is_used_but_in(owners[id(parameter)], visit):
+                needed_later.update(visit)
+            is_free = parameter in at_once and needed_later.isdisjoint(visit) and when_complete(parameter)
+            complete.update(dict.fromkeys(visit, is_free))
+            return is_free
 
-        gradients.when_added = when_added
+        def when_entered(visit: Visit) -> None:
+            for number in visit:
+                if complete.get(number):
+                    raise RuntimeError(
+                        f"weight {visiting.names[number]!r} is needed again in a backward pass that has updated it, as "
+                        "no earlier one has done; leave out update_in_backward(), or max_grad_norm=0 of a Trainer"
+                    )
+            needed_later.update(complete.keys() & set(visit))
+
+        gradients.when_added, visiting.when_entered = when_added, when_entered
         try:
             yield
         finally:
-            gradients.when_added = None
-            self.at_once = {each for each, number in gradients.num_additions().items() if number == 1}
+            gradients.when_added = visiting.when_entered = None
+            self.at_once = {
+                each
+                for each, number in gradients.num_additions().items()
+                if number == 1 and needed_later.isdisjoint(visiting.visit_of([each]))
+            }

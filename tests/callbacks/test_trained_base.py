@@ -101,7 +101,7 @@ def test_updates_run_in_backward_where_nothing_sees_gradients(make_callback: Any
         if make_callback is not None:
             trainer.add_callback(make_callback())
         if switches is not None:
-            callbacks.attach(trainer, **switches, trained=True, memory=False)
+            callbacks.attach(trainer, **switches, trained=True)
         trainer.train()
         found.append([log_of(trainer), trainer.model.state_dict()])
     assert equal(found[1], found[0])

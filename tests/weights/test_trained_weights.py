@@ -16,6 +16,7 @@ from optimizer_toys import MAKERS, equal
 from own_architectures import OWN_ARCHITECTURES
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from trained_toys import Training, are_equal, gradients, loss_of, network, trained
 
 from hf_memopt import OffloadedOptimizer, StreamedWeights
@@ -481,6 +482,67 @@ def test_an_update_in_backward_is_that_of_step(checkpointing: str, kind: str, ho
 
     found = run(options_of(home, tmp_path))
     assert are_equal(found, run({}))
+
+
+class Constant(nn.Module):
+    """The last layer but one is a constant in an early part, which backward reaches when its gradient is there."""
+
+    def __init__(self, checkpointing: str) -> None:
+        super().__init__()
+        self.first, self.again, self.last = (nn.Linear(64, 64) for _ in range(3))
+        self.checkpointing, self.use = checkpointing, "detached"
+
+    def _early(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        if self.use == "detached":
+            return torch.tanh(nn.functional.linear(x, self.again.weight.detach()))
+        if self.use == "called":
+            with torch.no_grad():
+                factor = self.again(x)
+            return x * factor
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.checkpointing == "none":
+            x = self._early(x)
+        else:
+            x = checkpoint(self._early, x, use_reentrant=self.checkpointing == "reentrant")
+        return self.last(torch.tanh(self.again(x)))
+
+
+def of_constant(model: nn.Module, number: int, autocast: bool) -> Tensor:
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(number)).requires_grad_()
+    return model(x).square().mean()
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adamw fused"])
+@pytest.mark.parametrize("use", ["detached", "called"])
+@pytest.mark.parametrize("checkpointing", ["none", "reentrant", "non-reentrant"])
+def test_a_weight_that_backward_needs_later_is_updated_by_step(checkpointing: str, use: str, kind: str) -> None:
+    def run(home: str) -> Training:
+        torch.manual_seed(0)
+        model = Constant(checkpointing)
+        model.use = use
+        training = InBackward(model, home, kind=kind, max_norm=None, loss_of=of_constant)
+        return training.start().run(4)
+
+    found = run("host")
+    assert are_equal(found, run(""))
+    assert found.adopted is not None
+    model: Any = found.model
+    assert found.adopted.weights.at_once >= {model.last.weight}
+    is_needed = use == "detached" or checkpointing != "none"
+    assert (model.again.weight in found.adopted.weights.at_once) is not is_needed
+
+
+def test_a_backward_that_needs_updated_weights_as_no_earlier_one_raises() -> None:
+    model = Constant("non-reentrant")
+    training = InBackward(model, "host", kind="adamw fused", max_norm=None, loss_of=of_constant).start()
+    model.use = "none"
+    training.run(3)
+    model.use = "called"
+    with pytest.raises(RuntimeError, match=r"weight 'again.weight' is needed again in a backward pass"):
+        training.update(3)
 
 
 def test_an_update_in_backward_moves_weights_and_gradients_once_less(tmp_path: Path) -> None:

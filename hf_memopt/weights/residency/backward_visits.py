@@ -108,6 +108,9 @@ class OpenVisits:
         self._alive.pop(number, None)
         self.num_ended += 1
         if not self._backward:
+            for other, calls in list(self._calls.items()):
+                if other >= 0 and not calls:
+                    del self._calls[other]
             self._when_ended()
 
     def _end_calls(self, number: int) -> bool:

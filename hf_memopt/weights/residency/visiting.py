@@ -99,6 +99,7 @@ class Visiting(NotCopied):
         self._home, self._device, self._copier = home, device, copier
         self._remedy, self._remedy_of_writes, self._what, self._repeats = remedy, remedy_of_writes, what, repeats
         self.is_active, self.is_written_home = repeats, is_written_home
+        self.when_entered: Callable[[Visit], None] | None = None
         self._slices_of = weights.slices_of
         self.names: dict[int, str] = {}
         owners: dict[int, list[Tensor]] = defaultdict(list)
@@ -196,7 +197,7 @@ class Visiting(NotCopied):
     @contextmanager
     def visit(self, module: nn.Module, statement: WithStatement) -> Iterator[None]:
         """Keep the weights of a module, and of those inside, on the device, for code in a statement."""
-        numbers = self._visit_of(module.parameters())
+        numbers = self.visit_of(module.parameters())
         with self.lock:
             self._end_interrupted()
             user = _OutsideVisit(numbers, threading.get_ident(), statement)
@@ -306,11 +307,24 @@ class Visiting(NotCopied):
             self.found[number].note_written()
         self.leave(visit, user)
 
+    def visits_of_owners(self) -> dict[int, list[Visit]]:
+        """Return, by the id of each parameter, the visits of the modules that have it."""
+        found: dict[int, list[Visit]] = defaultdict(list)
+        for module, unit in self._units.items():
+            for parameter in module._parameters.values():
+                found[id(parameter)].append(unit.visit)
+        return found
+
+    def is_used_but_in(self, own: list[Visit], visit: Visit) -> bool:
+        """Return whether storages of a visit are in use at the moment, but for calls whose visits are `own`."""
+        users = (user for number in visit for user in self.found[number].users)
+        return any(not isinstance(user, BackwardVisit) or user.visit not in own for user in users)
+
     def _visit_of_update(self, parameters: Sequence[Tensor]) -> Visit:
-        visit = self._visit_of(parameters)
+        visit = self.visit_of(parameters)
         return self._other_visits.setdefault(visit, visit)
 
-    def _visit_of(self, parameters: Iterable[Tensor]) -> Visit:
+    def visit_of(self, parameters: Iterable[Tensor]) -> Visit:
         return tuple(dict.fromkeys(number for each in parameters for number in self._slices_of.get(id(each), ())))
 
     def is_unchanged(self, parameter: Tensor) -> bool:
@@ -351,7 +365,7 @@ class Visiting(NotCopied):
 
         Raises RuntimeError outside of a pass; inside, brings them first, or looks rows of a table up at home.
         """
-        numbers = self._visit_of(parameters)
+        numbers = self.visit_of(parameters)
         if self._only_thread is None and self._has_entered(numbers):
             return call_unseen(WATCHED.get(function, function), args, kwargs)
         if not self._is_in_pass():
@@ -476,6 +490,8 @@ class Visiting(NotCopied):
     def enter(self, visit: Visit, user: object, cast: CastWeight | None = None, is_model: bool = True) -> None:
         # `torch.func` forbids writes to memory that it does not track; modes would see copies, and record them.
         with self.lock, torch._C._DisableFuncTorch(), self._without_modes():
+            if is_model and self.when_entered is not None:
+                self.when_entered(visit)
             self.storages.enter(visit, user, cast, is_model)
             self._show(visit)
 
