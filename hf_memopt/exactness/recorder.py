@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from hf_memopt.autograd_state import in_backward
+from hf_memopt.autograd_state import COMES_AND_GOES, in_backward
 from hf_memopt.exactness.fingerprint import Fingerprint, parts_of
 from hf_memopt.exactness.recording import Phase, Recording, TensorPlace
 from hf_memopt.memory.leaks.live_storages import graph_nodes
@@ -182,8 +182,10 @@ class Recorder:
     def _record_end(self) -> None:
         with self._recording() as began:
             self.recording.step_s.append(began - self._began)
-            for name, tensor in itertools.chain.from_iterable(map(self._named, self._models)):
-                self._add("weight", name, tensor, micro_batch=0)
+            for model in self._models:
+                at_home = _at_home(model)
+                for name, tensor in self._named(model):
+                    self._add("weight", name, at_home.get(id(tensor), tensor), micro_batch=0)
             for optimizer in (each for each in self._optimizers if each in self._updated):
                 for name, parameter in self._parameters_of(optimizer):
                     for key, state in _named_tensors(optimizer.state.get(parameter, {}), ""):
@@ -439,6 +441,14 @@ def _weights_of(model: nn.Module) -> list[tuple[str, Tensor]]:
     found += list(model.named_buffers())
     bare = {_bare(name): each for name, each in found}
     return list(bare.items()) if len(bare) == len(found) else found
+
+
+def _at_home(model: nn.Module) -> dict[int, Tensor]:
+    """Return, by the ids of parameters, the values of weights that stream, which are away between passes."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    if not any(hasattr(each, COMES_AND_GOES) for each in parameters.values()):
+        return {}
+    return {id(parameters[name]): value for name, value in model.state_dict().items() if name in parameters}
 
 
 def _bare(name: str) -> str:

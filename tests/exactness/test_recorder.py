@@ -7,6 +7,7 @@ import pytest
 import torch
 from exact_steps import WIDTH, batches, tiny_net
 from torch import nn
+from trained_toys import Training, network
 
 from hf_memopt.exactness.recorder import Recorder, RecordingEnds
 from hf_memopt.exactness.recording import Phase
@@ -43,6 +44,18 @@ def test_a_program_that_ends_with_its_last_update_is_recorded_whole() -> None:
         train(model, torch.optim.SGD(model.parameters(), lr=0.1), 2)
     assert names(recorder, "weight", 2) == names(recorder, "weight", 1) == names(recorder, "start", 0)
     assert (recorder.recording.peak_bytes is None) is (peak_bytes(torch.device("cpu")) is None)
+
+
+def test_weights_that_stream_are_recorded_when_the_program_ends() -> None:
+    found = []
+    for home in ("", "host"):
+        training = Training(network(), home).start()
+        with Recorder(2) as recorder:
+            training.run(2)
+        tensors = recorder.recording.tensors.items()
+        found.append({place: each for place, each in tensors if place.phase == "weight" and place.step == 2})
+    assert found[0]
+    assert found[1] == found[0]
 
 
 def exit_after_training() -> None:
