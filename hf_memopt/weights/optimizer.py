@@ -215,7 +215,8 @@ class OffloadedOptimizer(Optimizer):
         """Add a group of parameters; a ValueError as for the constructor."""
         type(self.optimizer).add_param_group(self.optimizer, param_group)
         try:
-            self._writes_gradients |= refuse_coupled(self.optimizer, self.param_groups[-1:])
+            with patch.object(self.optimizer, "state", defaultdict(dict, self.state)):
+                self._writes_gradients |= refuse_coupled(self.optimizer, self.param_groups[-1:])
         except BaseException:
             self.param_groups.pop()
             raise

@@ -559,6 +559,18 @@ def test_a_group_that_couples_is_not_added() -> None:
     assert len(optimizer.param_groups) == 1
 
 
+@pytest.mark.parametrize("home", ["host", "file"])
+def test_a_parameter_with_state_may_move_to_another_group(home: Any, tmp_path: Path) -> None:
+    def run(**options: Any) -> Any:
+        network, optimizer = trained("adamw", **options)
+        moved = optimizer.param_groups[0]["params"].pop()
+        optimizer.add_param_group({"params": [moved], "lr": 0.3})
+        train(network, optimizer)
+        return [network.state_dict(), optimizer.state_dict()]
+
+    assert equal(run(home=home, disk=tmp_path), run())
+
+
 def test_random_numbers_go_on_as_without_it() -> None:
     torch.manual_seed(7)
     want = torch.rand(3)
