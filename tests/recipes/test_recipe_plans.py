@@ -166,7 +166,7 @@ def test_train_causal_lm_is_planned_with_a_home_for_the_state(tmp_path: Path) ->
     )
     assert host.host_bytes - plain.host_bytes > 0.9 * plain.breakdown["optimizer state"] - 2**14
     assert file.disk_bytes_written == file.disk_bytes > 0 == host.disk_bytes
-    assert workload.levers[1].without_disk().values == ("off", "host")
+    assert workload.levers[1].without_disk().values == ("off", "host", "host, weights too")
 
 
 # Flags of a short run, and the file of the trained weights.
