@@ -45,23 +45,23 @@ def draw(found: dict[str, Any], num_steps: int, path: Path) -> Path:
     """Draw the curves of one workload of `under_a_limit`, each kind's first run, in the first `num_steps` steps."""
     runs = {row["kind"]: row["runs"][0] for row in found["rows"] if "curve" in row["runs"][0]}
     limit_bytes = found["rest_bytes"] + found["allowance_bytes"]
-    rest = "at rest: weights, gradients,\noptimizer states, libraries"
-    return _draw(runs, limit_bytes, (found["rest_bytes"], rest), num_steps, path)
+    at_rest = "at rest: weights, gradients,\noptimizer states, libraries"
+    return _draw(runs, limit_bytes, found["rest_bytes"], at_rest, num_steps, path)
 
 
 def draw_trained(results: dict[str, Any], path: Path) -> Path:
     """Draw the curves of `trained_weights`, which start before the weights are loaded."""
     rows = {TRAINED.get((row["kind"], row["is_limited"])): row["runs"][0] for row in results["rows"]}
     runs = {name: rows[name] for name in LABELS if name in rows}
-    rest = runs[NO_LIMIT]["rest_bytes"], "libraries"
-    return _draw(runs, results["limit_bytes"], rest, results["num_steps"], path)
+    rest_bytes = runs[NO_LIMIT]["rest_bytes"]
+    return _draw(runs, results["limit_bytes"], rest_bytes, "libraries", results["num_steps"], path)
 
 
 @rc_context({"font.size": FONT_SIZE})
-def _draw(runs: dict[str, Any], limit_bytes: int, rest: tuple[int, str], num_steps: int, path: Path) -> Path:
+def _draw(runs: dict[str, Any], limit_bytes: int, rest_bytes: int, at_rest: str, num_steps: int, path: Path) -> Path:
     figure = Figure(figsize=(8, 5), layout="constrained", facecolor="white")
     axes = figure.subplots()
-    limit_mib, rest_mib = limit_bytes / MIB, rest[0] / MIB
+    limit_mib, rest_mib = limit_bytes / MIB, rest_bytes / MIB
     for name, run in runs.items():
         points = [point for point in run["curve"] if point[0] <= num_steps]
         if run["end"] != "finished":
@@ -78,7 +78,7 @@ def _draw(runs: dict[str, Any], limit_bytes: int, rest: tuple[int, str], num_ste
         look = {"color": LOOKS["plain"]["color"], "weight": "bold", "bbox": _WHITE}
         axes.annotate(ended, (killed_at, killed_mib), xytext=(16, -24), textcoords="offset points", **look)
     axes.axhspan(0, rest_mib, color="#eceff2", zorder=0)
-    axes.text(0.5, rest_mib / 2, rest[1], ha="center", va="center", color="#57606a", transform=beside)
+    axes.text(0.5, rest_mib / 2, at_rest, ha="center", va="center", color="#57606a", transform=beside)
     axes.set(
         xlabel="steps",
         ylabel="MiB of anonymous memory",

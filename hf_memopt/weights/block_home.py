@@ -30,7 +30,7 @@ class BlockHome:
 
     Attributes:
         largest_bytes: of the blocks to come.
-        file: the file that holds the blocks; None before the first block, and in host memory.
+        file: holds the blocks; None for host memory, and until the first block is taken.
     """
 
     def __init__(

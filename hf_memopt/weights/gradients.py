@@ -267,7 +267,7 @@ class AwayGradient(Tensor):
 
 
 class Gradients:
-    """Moves each gradient to its home as soon as it is complete.
+    """Move each gradient to its home when it is complete, and back for the update.
 
     Args:
         home: of the gradients.

@@ -15,7 +15,7 @@ from hf_memopt.units import format_bytes
 
 
 class VirtualFile:
-    """A file that only counts its bytes, with a queue of its own for writing; that for reading is the disk's."""
+    """A file that only counts its bytes. Writes queue by file, reads in the queue of the whole disk."""
 
     def __init__(self, disk: "VirtualDisk", budget_bytes: int | None) -> None:
         self.space = DiskSpace(PAGE, self._note_length, budget_bytes)

@@ -623,7 +623,7 @@ _rows: Any = _Rows.apply
 
 
 def _looked_up(function: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor, int, bool] | None:
-    """Return the arguments of `Visiting._rows` for an embedding that is read in few rows; None for other functions.
+    """Return the arguments of `Visiting._rows` if a function looks up a few rows of an embedding, else None.
 
     What torch traces needs the function itself: the rows would be a constant of the trace.
     """

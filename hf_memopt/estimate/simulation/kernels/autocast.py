@@ -134,7 +134,7 @@ def _widest(operation: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 
 def _by_argument(operation: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Leave the input as it is, and ask for a float32 result unless the caller named a dtype."""
+    """Pass the input unchanged, and request a float32 result unless the caller named a dtype."""
     if args[0].dtype not in _HALVES:
         return args, kwargs
     given = named_arguments(operation, args, kwargs)
