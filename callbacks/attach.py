@@ -120,7 +120,7 @@ def attach(
             undo.callback(HomeOfOptimizers(home, optimizer_disk, weights).take_from(trainer))
         if memory:
             lines = partial(lines_about_weights, trainer)
-            undo.callback(RunReports(trainer, chosen, lines, is_selective=selective_checkpointing).remove)
+            undo.callback(RunReports(trainer, chosen, lines).remove)
         for kind, is_on in ((LeakDetectionCallback, leak_check), (MemoryPageCallback, memory_report)):
             if is_on:
                 callback = kind()

@@ -8,11 +8,9 @@ from transformers import Trainer, TrainerCallback, TrainerState, TrainingArgumen
 
 from hf_memopt.activations import ActivationOffloader
 from hf_memopt.callbacks.memory_logging import MemoryLoggingCallback
-from hf_memopt.callbacks.next_settings import advice
 from hf_memopt.memory import explain_oom
 from hf_memopt.report.offloading import OFFLOADING_FILE, OffloadingRecord, in_words
 from hf_memopt.report.tables import training_section
-from hf_memopt.weights.base import streamed_weights_of
 
 
 class RunReports(TrainerCallback):
@@ -26,11 +24,9 @@ class RunReports(TrainerCallback):
         trainer: Trainer,
         offloader: ActivationOffloader | None,
         lines_about_weights: Callable[[], list[str]],
-        *,
-        is_selective: bool,
     ) -> None:
         self._trainer, self._offloader = trainer, offloader
-        self._lines_about_weights, self._is_selective = lines_about_weights, is_selective
+        self._lines_about_weights = lines_about_weights
         callbacks = trainer.callback_handler.callbacks
         found = next((each for each in callbacks if isinstance(each, MemoryLoggingCallback)), None)
         self._added, self._logging = found is None, found or MemoryLoggingCallback()
@@ -55,17 +51,7 @@ class RunReports(TrainerCallback):
         facts = self._logging.facts(args, state)
         if facts is None or not state.is_world_process_zero:
             return
-        weights = self._lines_about_weights()
-        figures = next(entry for entry in reversed(state.log_history) if "memory/host_rss_gib" in entry)
-        lines = advice(
-            self._offloader,
-            self._trainer.model,
-            args.device.type,
-            figures,
-            base_streams=streamed_weights_of(self._trainer.model) is not None,
-            is_selective=self._is_selective,
-        )
-        record = OffloadingRecord.of(self._offloader, facts=facts, weights=weights, advice=lines)
+        record = OffloadingRecord.of(self._offloader, facts=facts, weights=self._lines_about_weights())
         record.write(Path(args.output_dir))
 
     def _train(self, *args: Any, **kwargs: Any) -> Any:

@@ -2,8 +2,6 @@
 
 # Holds, for instance, "offload=auto,budget_gib=6".
 VARIABLE = "HF_MEMOPT"
-# Holds the other words of `hf-memopt launch`, for the command that a report suggests.
-LAUNCHED = "HF_MEMOPT_LAUNCHED"
 # Fields of several words; other values, such as a folder's name, may hold spaces.
 _LISTS = ("skip",)
 

@@ -212,11 +212,6 @@ class ActivationOffloader:
         return WrappedModule(model, self)
 
     @property
-    def options(self) -> dict[str, Any]:
-        """Return the options that it was made with, by name."""
-        return dict(self._options)
-
-    @property
     def stats(self) -> OffloadStats:
         """Return the bytes moved so far, and the newest pass beside its plan."""
         return self._stats(None if self._ended is None else self._ended.figures())
@@ -282,11 +277,6 @@ class ActivationOffloader:
         if self.mode != "auto":
             return f"mode={self.mode!r} makes no plan"
         return "no plan yet (mode='auto'): the offloader makes it from recorded passes"
-
-    @property
-    def largest_small_bytes(self) -> int:
-        """Return the size of the largest saved storage below the threshold so far."""
-        return self._counters.largest_small_bytes
 
     def __reduce__(self) -> Any:
         # Memory, streams and recordings belong to one process's graphs. Modules to skip are arguments, so that a copied

@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -71,15 +70,14 @@ def _launch(parsed: argparse.Namespace) -> int:
         return 0
     check_script(script, _USAGE)
     from hf_memopt.callbacks.arguments import MemoptArguments
-    from hf_memopt.callbacks.settings_text import LAUNCHED, VARIABLE, words_of
+    from hf_memopt.callbacks.settings_text import VARIABLE, words_of
 
     given = os.environ.get(VARIABLE, "")
     MemoptArguments.from_text(given)  # its mistakes are named as its own
     arguments, accelerates = MemoptArguments.from_words([*words_of(given), *flags])
     launcher = [sys.executable, "-m", "accelerate.commands.launch", *accelerates]
     command = [*launcher, "-m", "hf_memopt.callbacks.every_trainer", *script]
-    rest = shlex.join([*accelerates, "--", *script])
-    environment = {VARIABLE: arguments.to_text(), LAUNCHED: rest, COMMAND: str(os.getpid())}
+    environment = {VARIABLE: arguments.to_text(), COMMAND: str(os.getpid())}
     return subprocess.run(command, env=os.environ | environment).returncode
 
 

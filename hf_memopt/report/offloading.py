@@ -40,19 +40,13 @@ class OffloadingRecord:
     note: str  # the reason why there are none
     over_pass: HeldOverPass  # of the largest pass that followed a plan
     weights: list[str]  # frozen weights, and state of optimizers, that lived elsewhere, each in a line
-    advice: list[tuple[str, str]]  # settings to try next as commands or options, each with its reason
 
     @classmethod
     def of(
-        cls,
-        offloader: ActivationOffloader | None,
-        *,
-        facts: Mapping[str, str],
-        weights: Sequence[str] = (),
-        advice: Sequence[tuple[str, str]] = (),
+        cls, offloader: ActivationOffloader | None, *, facts: Mapping[str, str], weights: Sequence[str] = ()
     ) -> Self:
         if offloader is None:
-            return cls(dict(facts), None, [], "", HeldOverPass([], [], 0), list(weights), list(advice))
+            return cls(dict(facts), None, [], "", HeldOverPass([], [], 0), list(weights))
         report, curve = offloader.report(), offloader.curve
         plans = [
             PlanTable(
@@ -67,7 +61,7 @@ class OffloadingRecord:
             [curve.notes[place].plain for place in shown],
             sum(place < curve.num_forward for place in shown),
         )
-        return cls(dict(facts), offloader.stats_at_peak, plans, report.note, over_pass, list(weights), list(advice))
+        return cls(dict(facts), offloader.stats_at_peak, plans, report.note, over_pass, list(weights))
 
     @classmethod
     def read(cls, file: Path) -> Self:
@@ -81,7 +75,6 @@ class OffloadingRecord:
                 found["note"],
                 HeldOverPass(**found["over_pass"]),
                 found["weights"],
-                [(setting, reason) for setting, reason in found["advice"]],
             )
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(

@@ -111,7 +111,6 @@ def offloaded_run(folder: Path) -> Path:
         note="",
         over_pass=HeldOverPass([MIB, MIB, 3 * MIB // 2, 0], [2 * MIB, 4 * MIB, 4 * MIB, 0], 2),
         weights=["base: 2.00 GiB streamed"],
-        advice=[("hf-memopt launch --budget_gib=1 -- <train>.py", "less memory")],
     )
     record.write(folder)
     return folder
