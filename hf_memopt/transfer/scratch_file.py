@@ -133,9 +133,9 @@ class ScratchFile:
         return self._start(read_memory, "reading", destination, extent)
 
     def mapped(self, extent: Extent) -> mmap.mmap:
-        """Map an extent: it takes the page cache alone, and keeps the file's space as long as it lives."""
+        """Map an extent to read and write: it takes page cache alone, and keeps the file's space while it lives."""
         self.check_process()
-        return mmap.mmap(self._file.fileno(), extent.num_bytes, access=mmap.ACCESS_COPY, offset=extent.start)
+        return mmap.mmap(self._file.fileno(), extent.num_bytes, offset=extent.start)
 
     def settle(self) -> None:
         """Wait for all reads and writes, those that an interrupt has cut off from their callers too."""

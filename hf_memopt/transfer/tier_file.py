@@ -37,7 +37,7 @@ class TierFile(Protocol):
         """Start reading to host memory."""
 
     def mapped(self, extent: Extent) -> mmap.mmap:
-        """Map an extent, whose bytes later writes change; the system reads them on access."""
+        """Map an extent, to read and write; the system reads its bytes on access."""
 
     def settle(self) -> None:
         """Wait for all reads and writes, those that an interrupt has cut off from their callers too."""

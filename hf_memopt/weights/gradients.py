@@ -137,8 +137,8 @@ class _Gradient:
     def bring_unscaled(self) -> Tensor:
         if self.is_used:
             raise RuntimeError(
-                f"gradient of {self._slot.name!r} is gone: the update in backward has used it, for training in which "
-                "nothing reads or clips gradients; leave update_in_backward() out"
+                f"gradient of {self._slot.name!r} is gone: the update in backward has used it, for training where "
+                "nothing reads, clips or zeroes them; leave out update_in_backward(), or max_grad_norm=0 of a Trainer"
             )
         if self.going is not None:
             self.settle()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map, tree_map_only
 
 from hf_memopt.ranges import NOT_NEGATIVE
 from hf_memopt.transfer import Copier
@@ -157,6 +157,7 @@ class OffloadedOptimizer(Optimizer):
         self._units: dict[Tensor, StateUnit | None] = {}
         self._resident_bytes = 0
         self._update: _Update | None = None
+        self._shown: _ShownState | None = None  # since the last update
         self._num_updates = 0
         self.weights: TrainedWeights | None = None
 
@@ -197,8 +198,11 @@ class OffloadedOptimizer(Optimizer):
 
     @property  # type: ignore[override]
     def state(self) -> Mapping[Any, Any]:
-        """The state by parameter, to be read: what is away is shown where it lies at home."""
-        return _StateAtHome(self.optimizer.state, self._units)
+        """The state by parameter, with what is away where it lies at home: its tensors may be written in place."""
+        if self._update is not None:
+            return _ShownState(self.optimizer.state, self._units)
+        self._shown = self._shown or _ShownState(self.optimizer.state, self._units)
+        return self._shown
 
     @state.setter
     def state(self, state: Mapping[Any, Any]) -> None:
@@ -206,7 +210,7 @@ class OffloadedOptimizer(Optimizer):
         copied = {key: tree_map_only(Tensor, Tensor.clone, value) for key, value in state.items()}
         self._forget(self._units)
         self.optimizer.state = defaultdict(dict, copied)
-        self._units, self._resident_bytes, self._update = {}, 0, None
+        self._units, self._resident_bytes, self._update, self._shown = {}, 0, None, None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.optimizer.zero_grad(set_to_none)
@@ -227,7 +231,8 @@ class OffloadedOptimizer(Optimizer):
         Raises:
             ValueError: a closure or a sparse gradient.
             DiskError: the file could not be read or written; `finish_update()` goes on.
-            RuntimeError: an earlier update was interrupted, or a CUDA graph is captured.
+            RuntimeError: an earlier update was interrupted, `state` has other values than it showed, or a CUDA graph is
+                captured.
         """
         if closure is not None:
             raise ValueError("closure is not supported by OffloadedOptimizer; call it before step(), without one")
@@ -264,6 +269,7 @@ class OffloadedOptimizer(Optimizer):
             if parameter not in visit_of:
                 return False
             if self._update is None:
+                self._forget_shown()
                 self._update = _Update([], {}, {}, UpdateVisits(self.optimizer), is_in_backward=True)
             place = visit_of[parameter]
             waiting[place].discard(parameter)
@@ -327,7 +333,13 @@ class OffloadedOptimizer(Optimizer):
                 f"finish_update(), or {_REMEDY}"
             )
 
+    def _forget_shown(self) -> None:
+        if self._shown is not None:
+            self._shown.refuse_replaced()
+            self._shown = None
+
     def _begin(self) -> None:
+        self._forget_shown()
         before = self._update  # in backward
         gradients = {
             parameter: (parameter.grad, parameter.grad._version)
@@ -477,6 +489,7 @@ class OffloadedOptimizer(Optimizer):
         it does those of torch's.
         """
         self._refuse_interrupted()
+        self._forget_shown()
         with patch.object(self.optimizer, "state", defaultdict(dict, self.state)):
             return type(self.optimizer).state_dict(self.optimizer)
 
@@ -513,7 +526,7 @@ class OffloadedOptimizer(Optimizer):
                 self._forget(self._units)
                 inner.param_groups, inner.state, self._units, self._resident_bytes, self._traffic.limit_bytes = before
                 raise
-        inner.state, self._update = loaded, None
+        inner.state, self._update, self._shown = loaded, None, None
         self._forget(before[2])  # what was loaded may lie there
         for hook in inner._optimizer_load_state_dict_post_hooks.values():
             hook(self)
@@ -523,14 +536,29 @@ class OffloadedOptimizer(Optimizer):
             self._traffic.forget(unit)
 
 
-class _StateAtHome(Mapping[Any, Any]):
+class _ShownState(Mapping[Any, Any]):
     """The state of each parameter, with the tensors that are away as they lie at home."""
 
     def __init__(self, state: Mapping[Any, Any], units: Mapping[Tensor, StateUnit | None]) -> None:
         self._state, self._units = state, units
         self._at_home: dict[StateUnit, dict[int, Tensor]] = {}
+        self._shown: dict[Any, tuple[Any, Any]] = {}  # with what it was
 
     def __getitem__(self, key: Any) -> Any:
+        if key not in self._shown:
+            value = self._value(key)
+            self._shown[key] = value, _identities(value)
+        return self._shown[key][0]
+
+    def refuse_replaced(self) -> None:
+        for value, before in self._shown.values():
+            if _identities(value) != before:
+                raise RuntimeError(
+                    "optimizer.state of a parameter was given other values, which its home would not take; write into "
+                    "its tensors in place, or assign the state of all: optimizer.state = {...}"
+                )
+
+    def _value(self, key: Any) -> Any:
         value = self._state.get(key, {})
         unit = self._units.get(key) if isinstance(key, Tensor) else None
         if unit is not None and unit not in self._at_home:
@@ -546,6 +574,10 @@ class _StateAtHome(Mapping[Any, Any]):
 
     def __len__(self) -> int:
         return len(self._state)
+
+
+def _identities(value: Any) -> Any:
+    return tree_map(lambda each: (id(each), each.data_ptr() if isinstance(each, Tensor) else None), value)
 
 
 # Hooks run around the whole update, which torch.compile leaves alone.

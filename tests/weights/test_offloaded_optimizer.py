@@ -214,6 +214,39 @@ def test_a_state_dict_does_not_bring_the_state_back(home: Any, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("home", ["host", "file"])
+def test_state_may_be_written_in_place(home: Any, tmp_path: Path) -> None:
+    found = trained("adamw"), trained("adamw", home=home, disk=tmp_path)
+    for network, optimizer in found:
+        for number in range(4, 7):
+            first, *_, last = network.parameters()
+            optimizer.state[first]["exp_avg"].mul_(0.5)
+            optimizer.state_dict()["state"][0]["exp_avg_sq"][:1] = 0.25
+            optimizer.state[last]["exp_avg"].zero_()
+            train(network, optimizer, range(number, number + 1))
+    assert same(*found)
+
+
+@pytest.mark.parametrize("how", ["key", "new", "removed", "data"])
+@pytest.mark.parametrize("home", ["host", "file"])
+def test_state_that_is_replaced_is_refused(home: Any, how: str, tmp_path: Path) -> None:
+    network, optimizer = trained("adamw", home=home, disk=tmp_path)
+    saved = torch.load(as_saved((network, optimizer)))
+    state = optimizer.state[next(network.parameters())]
+    if how == "data":
+        state["exp_avg"].data = torch.zeros_like(state["exp_avg"])
+    elif how == "removed":
+        del state["exp_avg"]
+    else:
+        state["exp_avg" if how == "key" else "mine"] = torch.zeros_like(state["exp_avg"])
+    backward(network, 4)
+    for call in (optimizer.step, optimizer.state_dict):
+        with pytest.raises(RuntimeError, match=r"was given other values.*write into its tensors in place"):
+            call()
+    optimizer.load_state_dict(saved[1])
+    optimizer.step()
+
+
+@pytest.mark.parametrize("home", ["host", "file"])
 def test_a_state_dict_loads_into_the_optimizer_that_it_is_of(home: Any, tmp_path: Path) -> None:
     mine = trained("adamw", home=home, disk=tmp_path)
     mine[1].load_state_dict(mine[1].state_dict())
