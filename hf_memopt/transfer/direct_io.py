@@ -7,6 +7,7 @@ where they lie in memory, modulo a page, and no more than the two pages at the e
     file         |  .bytes|bytes  |bytes  |byt.   |      the pages between are the tensor's
 """
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -53,6 +54,8 @@ def private_mapping(num_bytes: int) -> mmap.mmap:
         raise MemoryError(f"cannot allocate {format_bytes(num_bytes)} of host memory") from error
     if sys.platform == "linux":
         pages.madvise(_WIPE_ON_FORK)
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            pages.madvise(mmap.MADV_HUGEPAGE)
     return pages
 
 
@@ -79,7 +82,7 @@ def page_aligned(copier: Copier, num_bytes: int) -> Tensor:
 
 
 def close_in_forks(file: FileIO | IO[bytes]) -> None:
-    """Have forks of this process close a file, so that none of them holds its space."""
+    """Make forks of this process close a file, so that none of them holds its space."""
     _closed_in_forks.add(file)
 
 
