@@ -46,7 +46,7 @@ def in_backward() -> bool:
 
 
 def forget_failed_backward() -> None:
-    """Have torch's engine drop the nodes that a failed backward of this thread left in its queue.
+    """Make torch's engine drop the nodes that a failed backward of this thread left in its queue.
 
     Otherwise they and their saved tensors go with the next backward of anything. Costs some 20 us.
     """

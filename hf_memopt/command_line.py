@@ -140,7 +140,7 @@ class Parser(argparse.ArgumentParser):
 
 @contextmanager
 def argparse_raising() -> Iterator[None]:
-    """Let parsers that other libraries make raise ValueError too."""
+    """Make the parsers of other libraries raise ValueError, too."""
     with patch.object(argparse.ArgumentParser, "error", Parser.error):
         yield
 

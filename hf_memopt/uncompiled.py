@@ -13,14 +13,14 @@ from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_co
 
 
 def uncompiled[**P, R](function: Callable[P, R]) -> Callable[P, R]:
-    """Have a function, and all that it calls, run as it is."""
+    """Run a function, and all that it calls, without compilation."""
     assert isinstance(function, FunctionType)
     set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
     return function
 
 
 def graph_break[**P, R](function: Callable[P, R]) -> Callable[P, R]:
-    """Have compiled code call a function instead of tracing it; where a context is entered, compilation ends."""
+    """Make compiled code call a function instead of tracing it; where a context is entered, compilation ends."""
     marked: Any = function
     marked._torchdynamo_disable = True
     marked._torchdynamo_disable_msg = "offloading runs as it is"

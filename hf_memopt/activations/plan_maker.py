@@ -70,7 +70,7 @@ class PlanMaker:
         return plan.predicted_peak_bytes > self._room.limit_bytes()
 
     def note_shortage(self, plan: OffloadPlan) -> None:
-        """Have later plans hold less: the device ran out of memory under this one, or nearly did."""
+        """Make later plans hold less: the device ran out of memory under this one, or nearly did."""
         self._out_of_reach_bytes = int(_SMALLER * plan.predicted_peak_bytes)
         logger.warning(
             "activation offloading: the device ran out of memory, or nearly did, with %s of saved activations on it; "

@@ -51,7 +51,7 @@ class WrappedModule:
 
 
 def hook_direct_calls(model: nn.Module) -> None:
-    """Have calls of a wrapped module's `forward` itself, as lerobot's loop makes them, run its hooks too."""
+    """Make calls of a wrapped module's `forward` itself, as in lerobot's loop, run its hooks, too."""
     forward: Any = model.forward
     if getattr(forward, "__self__", None) is not model:
         return

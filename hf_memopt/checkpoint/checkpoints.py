@@ -258,7 +258,7 @@ class Checkpoints:
 
     @contextmanager
     def _together(self) -> Iterator[None]:
-        """Have all ranks leave the context together; where one fails, all raise."""
+        """Make all ranks leave the context together; where one fails, all raise."""
         error: Exception | None = None
         try:
             yield

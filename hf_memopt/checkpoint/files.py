@@ -144,7 +144,7 @@ def publish(draft: Path, header: Manifest, checkpoint: Path) -> None:
 
 
 def point_latest_to(checkpoint: Path) -> None:
-    """Let `latest` name this checkpoint; it always names the former one or this one. Writes nothing if it does."""
+    """Point `latest` at this checkpoint; it always names the former one or this one. Writes nothing if it does."""
     folder = checkpoint.parent
     pointer = _pointer_to(checkpoint)
     if _pointer(folder) == pointer:

@@ -67,7 +67,7 @@ def check_random_states(checkpoint: Path, process_index: int, device: torch.devi
 
 @contextmanager
 def weights_only() -> Iterator[None]:
-    """Have torch load tensors and plain values alone inside, even if its callers ask for more."""
+    """Make torch load tensors and plain values alone inside, even if its callers ask for more."""
     with patch.dict(os.environ, {_FORCE: "1"}):
         os.environ.pop(_FORCE_NOT, None)
         yield

@@ -195,7 +195,7 @@ def _restored(value: Any) -> Any:
 
 
 def _forget_compiled() -> None:
-    """Have compiled functions compile again: two that run the same code would share the code of the first one."""
+    """Make compiled functions compile again: two that run the same code would share the code of the first one."""
     dynamo: Any = sys.modules.get("torch._dynamo")
     if dynamo is not None and dynamo.convert_frame.input_codes.seen:  # resetting imports Inductor for CUDA
         torch.compiler.reset()

@@ -19,7 +19,7 @@ _FILES = ("config.json", "model_index.json")
 
 @contextmanager
 def offline_if_unreachable(model: str | None) -> Iterator[None]:
-    """Have huggingface_hub and transformers read their cache alone inside, where the hub does not answer one request.
+    """Make huggingface_hub and transformers read their cache alone inside, where the hub does not answer one request.
 
     Cost: one request, up to 3 seconds for its connection and up to `HF_HUB_ETAG_TIMEOUT` (10 seconds) for its answer.
 

@@ -44,7 +44,7 @@ class Counters(Protocol):
         """Return the allocator's books, which are kept on the host as memory is requested."""
 
     def reset_peaks(self) -> None:
-        """Let the peak begin again at the bytes allocated now, for every reader of this counter."""
+        """Reset the peak to the bytes allocated now, for every reader of this counter."""
 
     def free_and_total(self) -> tuple[int, int]:
         """Return free and total memory of the device in bytes, over all processes."""

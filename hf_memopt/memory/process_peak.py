@@ -11,7 +11,7 @@ _RESET, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 
 
 def reset_peak(device: torch.device) -> None:
-    """Have the peak begin again at the memory in use now."""
+    """Reset the peak to the memory in use now."""
     if device.type != "cpu":
         torch.accelerator.reset_peak_memory_stats(device)
     elif os.access(_RESET, os.W_OK):

@@ -15,7 +15,7 @@ LossFn = Callable[..., Tensor]
 
 @contextmanager
 def deterministic_kernels() -> Iterator[None]:
-    """Have torch use kernels that give the same bits each time; it warns where it has none for an operation.
+    """Make torch use kernels that give the same bits each time; it warns where it has none for an operation.
 
     Those of CUDA need `CUBLAS_WORKSPACE_CONFIG=:4096:8` in the environment before the first matrix product.
     """

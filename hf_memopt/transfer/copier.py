@@ -42,7 +42,7 @@ class StreamEvent(Protocol):
         """Return whether it is known to be over."""
 
     def synchronize(self) -> None:
-        """Have the host wait until it is over."""
+        """Make the host wait until it is over."""
 
 
 class DeviceCopy(Transfer, Protocol):
@@ -83,7 +83,7 @@ class Copier(Protocol):
         """Start copying device memory to host memory of the same shape and dtype."""
 
     def settle(self) -> None:
-        """Have the host wait for all copies, those too that an interrupt has cut off from their callers."""
+        """Make the host wait for all copies, those too that an interrupt has cut off from their callers."""
 
     def stall_ms(self) -> float:
         """Milliseconds for which compute waited for copies, of those that have finished."""

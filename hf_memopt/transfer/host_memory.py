@@ -105,7 +105,7 @@ def return_freed_memory() -> None:
 
 
 def map_large_blocks(num_bytes: int) -> None:
-    """Have glibc give blocks of so many bytes, 32 MiB at most, back as soon as they are freed, for the whole process.
+    """Make glibc give blocks of so many bytes, 32 MiB at most, back as soon as they are freed, for the whole process.
 
     By itself glibc keeps ever larger ones, and with them memory that nothing uses. Each new block costs the system
     about half a second per GiB.

@@ -42,7 +42,7 @@ BaseHome = Literal["auto", "host", "file"]
 BASE_HOMES: tuple[str, ...] = get_args(BaseHome)
 _REMEDY_OF_FROZEN = f"read or write it inside `with base.visit(module):` of its StreamedWeights, or {REMEDY}"
 _REMEDY_OF_TRAINED = (
-    "have its StreamedWeights adopt(optimizer) that updates it, and read or write it elsewhere inside "
+    "pass the optimizer that updates it to adopt() of its StreamedWeights, and read or write it elsewhere inside "
     "`with weights.visit(module):`"
 )
 # The attribute of a model that holds the object by which its weights stream.
@@ -113,7 +113,7 @@ class WeightsReport:
 
 
 class StreamedWeights:
-    """Has the weights of a model visit the device, in forward and backward, so that they take little of it.
+    """Brings the weights of a model to the device for each use, in forward and backward, to take little of it.
 
     Gradients are those of the resident run, bit for bit. Each module's call brings the weights that it reads, and so
     does autograd before it runs the nodes of that call; they are dropped when that is over. Other code that reads a
@@ -122,9 +122,9 @@ class StreamedWeights:
     may share the model.
 
     With `trained=True` trainable weights stream as well, and each gradient moves to the home once it is complete.
-    `adopt(optimizer)` has the update visit weights, gradients and state a few parameters at a time. `p.grad` is then an
-    object that clipping, scaling and logging use as ever: functions of it bring its bytes, but for norms, which were
-    recorded, and factors, which wait for the update.
+    After `adopt(optimizer)` an update brings weights, gradients and state for a few parameters at a time. `p.grad` is
+    then an object that clipping, scaling and logging use as ever: functions of it bring its bytes, but for norms, which
+    were recorded, and factors, which wait for the update.
 
     Between passes a weight is away: a read or write raises a RuntimeError that names it, except inside of `visit`.
 
@@ -533,6 +533,6 @@ def _refuse_streamed(model: nn.Module) -> None:
 
 
 def _ignore_in_ddp(model: nn.Module, names: Iterable[str]) -> None:
-    """Have DistributedDataParallel leave these weights alone: it would broadcast those that stream."""
+    """Make DistributedDataParallel leave these weights alone: it would broadcast those that stream."""
     set_ignored: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
     set_ignored(model, sorted(names))

@@ -149,7 +149,7 @@ class HostHome:
         return ResizedMemory(piece.num_bytes, device, message)
 
     def rows(self, slice_number: int, place: int, indices: Tensor) -> Tensor:
-        """Have the device look them up where it can read host memory in place; then nobody waits."""
+        """Look them up on the device where it can read host memory in place; then nobody waits."""
         try:
             block = readable_in_place(self._master, indices.device)
         except ValueError:

@@ -97,7 +97,7 @@ def _parser(kind: type, description: str, *, by_section: bool) -> Parser:
 
 
 def _add_other_names(parser: Parser) -> None:
-    """Let flags have their names with section, and without, too; `--help` and errors do not show these."""
+    """Accept flags with their section's name and without it; `--help` and errors do not show these."""
     for group in parser._action_groups[2:]:  # after those of argparse itself
         for action in group._group_actions:
             for name in action.option_strings:

@@ -58,7 +58,7 @@ def make_schedule(optimizer: Any, training: RunOptions, num_updates: int, num_pr
 
 @contextmanager
 def writing_to(folder: str | Path, accelerator: Accelerator) -> Iterator[None]:
-    """Have a run's folder to itself inside, and show the main process's messages as they are, above progress bars."""
+    """Lock a run's folder inside, and show the main process's messages as they are, above progress bars."""
     logging.basicConfig(format="%(message)s")
     logging.getLogger("hf_memopt").setLevel(logging.INFO if accelerator.is_main_process else logging.ERROR)
     lock = lock_of(Path(folder))
@@ -193,7 +193,7 @@ def _has_finite_weights(accelerator: Accelerator) -> bool:
 
 @contextmanager
 def reporting(folder: str | Path) -> Iterator[None]:
-    """Have an error inside be one warning: a report is about a model that is in `folder` already."""
+    """Turn an error inside into one warning: a report is about a model that is in `folder` already."""
     try:
         yield
     except Exception as error:

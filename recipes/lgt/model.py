@@ -201,7 +201,7 @@ def _norm(channels: int) -> nn.GroupNorm:
 def compile_module(
     module: nn.Module, *, mode: str = "default", recompile_limit: int = 8, backend: str = "inductor"
 ) -> None:
-    """Have calls of `module` compiled, in place: its class, its parameters' names and its state dict stay.
+    """Compile the calls of `module`, in place: its class, its parameters' names and its state dict stay.
 
     A part that is called often compiles faster than a loop around it. Compilation takes place in the first call with a
     gradient, its backward in the first backward, and again for other shapes or settings, up to the limit, which is a

@@ -13,7 +13,7 @@ from hf_memopt.activations.recompute.op_tracer import is_innermost
 
 @contextmanager
 def active_in(mode: TorchDispatchMode, modules: Collection[nn.Module], everywhere: bool) -> Iterator[None]:
-    """Have a mode, which slows operations down, active while one of `modules` is at work itself, not a submodule."""
+    """Keep a mode, which slows operations down, active while one of `modules` is at work itself, not a submodule."""
     switch = _Switch(mode, everywhere)
     covered = {id(module) for module in modules}
     inner = {id(child): child for module in modules for child in _called_children(module)}
@@ -30,7 +30,7 @@ def active_in(mode: TorchDispatchMode, modules: Collection[nn.Module], everywher
 
 @contextmanager
 def off_in_dual_levels(mode: TorchDispatchMode) -> Iterator[None]:
-    """Have a dispatch mode off inside of levels of forward-mode AD that are entered meanwhile.
+    """Keep a dispatch mode off inside of levels of forward-mode AD that are entered meanwhile.
 
     torch's formulas look whether there is any mode: those of layer norms then take another path, rounded otherwise. The
     two functions of `torch.autograd` that enter and leave levels are replaced.

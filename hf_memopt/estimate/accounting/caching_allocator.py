@@ -187,7 +187,7 @@ class MemoryTrace:
         return Replay(allocated, allocator.peak_reserved_bytes)
 
     def placed_by(self, allocator: CachingAllocator) -> Iterator[tuple[int, MemoryBlock | None]]:
-        """Have an allocator follow the run, and yield each changed storage's size and block, 0 and None after death."""
+        """Follow the run with an allocator; yield each changed storage's size and block, 0 and None after its death."""
         blocks: dict[int, MemoryBlock] = {}
         sizes: dict[int, int] = {}
         for storage, change in zip(self.storages, self.changes, strict=True):

@@ -190,7 +190,7 @@ def patched_everywhere(name: str, plain: Any, replacement: Any, prefix: str = ""
 
 
 def _redirect_autocast() -> Any:
-    """Have `torch.autocast("cuda")` mean the accelerator that is simulated."""
+    """Make `torch.autocast("cuda")` mean the accelerator that is simulated."""
     plain = torch.autocast.__init__
 
     def init(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
@@ -221,7 +221,7 @@ def _redirect_accelerate(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def _fused_head_as_on_cuda() -> Iterator[None]:
-    """Have TRL's fused output layer take as much memory as Triton's kernels on CUDA, if TRL was imported.
+    """Make TRL's fused output layer take as much memory as Triton's kernels on CUDA, if TRL was imported.
 
     Elsewhere TRL folds the tiles of logits with torch's operations, which take memory of their own, and scores every
     position. Source: `ChunkedLogProbFunction` and `add_fused_lm_head` of TRL 1.16.
@@ -262,7 +262,7 @@ def _disable_compile(data_dependent: DataDependentOps) -> Iterator[None]:
 
 
 def _keep_parameters_when_moved() -> Any:
-    """Have `module.to()`, `.half()` and the like keep parameters, to which optimizers and ties refer, the same objects.
+    """Make `module.to()`, `.half()` and the like keep parameters, to which optimizers and ties refer, the same objects.
 
     torch would swap a fake parameter with its moved copy, and refuses since a weak table knows fake tensors.
     """

@@ -50,7 +50,7 @@ class AioHandle:
         return 0
 
     def wait(self) -> int:
-        """Let the host wait for all that was begun; return how many there were."""
+        """Make the host wait for all that was begun; return how many there were."""
         ended = len(self._pending)
         for transfer in self._pending:
             self._disk.clock.hold_host(transfer.ended_s)

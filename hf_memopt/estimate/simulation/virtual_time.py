@@ -89,7 +89,7 @@ class VirtualClock:
 
     @contextmanager
     def repeating(self, num_more: int) -> Iterator[None]:
-        """Let the operations inside, but no copies, take their time so many times more.
+        """Multiply the time of the operations inside, but not of copies, by a factor.
 
         That is exact where host and card are as far apart afterwards as before.
         """

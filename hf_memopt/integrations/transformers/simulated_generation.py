@@ -58,7 +58,7 @@ class SimulatedGeneration:
         return [[trainer._tokenizer.pad_token_id] * length for _ in prompts], probabilities
 
     def _score(self, inputs: Any) -> Any:
-        """Let the trainer see how many passes an update has: it keeps probabilities if it generates more seldom."""
+        """Show the trainer how many passes an update has: it keeps probabilities if it generates more seldom."""
         args = self._trainer.args
         with patch.object(args, "gradient_accumulation_steps", self._passes), phase_named(GENERATION):
             return self._scored(inputs)
@@ -70,7 +70,7 @@ def generates(trainer: Any) -> bool:
 
 @contextmanager
 def _shortened(model: Any) -> Iterator[None]:
-    """Let a model generate in a few steps, and return no more than the first new token."""
+    """Make a model generate in a few steps, and return no more than the first new token."""
     generate = model.generate
     of_transformers = model.get_base_model() if hasattr(model, "get_base_model") else model
 
@@ -108,7 +108,7 @@ def _shortened(model: Any) -> Iterator[None]:
 
 
 def _lengthen(cache: Cache, length: int) -> None:
-    """Let a cache hold as many positions, as if it had grown; states of one size stay as they are."""
+    """Make a cache hold as many positions, as if it had grown; states of one size stay as they are."""
     for layer in cache.layers:
         if isinstance(layer, DynamicSlidingWindowLayer):
             layer.cumulative_length = length

@@ -131,7 +131,7 @@ def _empty_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _renew_optimizer(trainer: Trainer) -> None:
-    """Let an optimizer that was given, or that trained before, begin anew."""
+    """Reset an optimizer that was given, or that trained before."""
     if trainer.optimizer is not None:
         trainer.optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
         trainer.optimizer.state.clear()

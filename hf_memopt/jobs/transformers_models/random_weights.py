@@ -10,7 +10,7 @@ from hf_memopt.jobs.transformers_models.hub_code import check_code, no_hub_kerne
 
 
 def weights_from_config(kind: Any) -> AbstractContextManager[Any]:
-    """Have transformers' auto class make models from their configurations inside; no weights are loaded."""
+    """Make transformers' auto class build models from their configurations inside; no weights are loaded."""
 
     def from_config(name: str, *, dtype: Any = None, torch_dtype: Any = None, **ignored: Any) -> Any:
         config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)

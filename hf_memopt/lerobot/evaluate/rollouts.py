@@ -31,7 +31,7 @@ class RolloutResult:
 def evaluate_in_environment(
     policy: str, env_id: str, num_steps: Sequence[int], *, num_episodes: int = 10, device: str = "cpu"
 ) -> dict[int, RolloutResult]:
-    """Let a policy act in an environment, with each of `num_steps`.
+    """Run a policy in an environment, with each of `num_steps`.
 
     `env_id` is a registered environment, or `package:Name-v0`, which imports `package` first. Its observations are
     named as lerobot's environments name theirs: `pixels` (uint8 images, channels last, one or by camera) and

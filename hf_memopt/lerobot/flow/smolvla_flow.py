@@ -126,7 +126,7 @@ def _run_state_token(model: VLAFlowMatching, prefix: SmolVLAPrefix) -> tuple[lis
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> Tensor:
-    """Let one token attend to a prefix and itself, in float32 as lerobot computes it.
+    """Make one token attend to a prefix and itself, in float32 as lerobot computes it.
 
     Products and sums instead of matmuls: a matmul would copy the prefix per layer, and autograd would keep the copy.
     query (batch, 1, heads, dim); key, value (batch, 1, kv_heads, dim); keys, values (batch, tokens, kv_heads, dim).

@@ -59,7 +59,7 @@ class PairSource:
 
 
 class DemonstratedPairs(PairSource):
-    """Lets a share of the paths, `reflow_real_data`, end at the demonstrated actions of the batch."""
+    """Makes a share of the paths, `reflow_real_data`, end at the demonstrated actions of the batch."""
 
     @torch.no_grad()
     def complete(self, pairs: Pairs, student: PreTrainedPolicy, observation: Observation, prefix: Prefix) -> Pairs:

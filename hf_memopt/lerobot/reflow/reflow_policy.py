@@ -180,7 +180,7 @@ class ReflowPolicy(nn.Module):
         return figures
 
     def update(self) -> None:
-        """Let the teacher come back: lerobot calls this after each optimizer step, when the activations are gone."""
+        """Bring the teacher back: lerobot calls this after each optimizer step, when the activations are gone."""
         self._mark("optimizer")
         if self.config.use_reflow:
             self.teacher.prefetch()

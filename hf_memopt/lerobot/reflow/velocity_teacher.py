@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class VelocityTeacher(ABC):
-    """Has the velocity field that a student learns from.
+    """Holds the velocity field that a student learns from.
 
     This is no `nn.Module`, so that the student's parameters(), state_dict(), train() and to() do not see it. Copies and
     pickles carry the configuration alone: a deep copy of the student (an exponential moving average, say) has no
@@ -46,7 +46,7 @@ class VelocityTeacher(ABC):
 
     @abstractmethod
     def visit(self) -> AbstractContextManager[Any]:
-        """Have the loaded teacher's model on the student's device, without autocast; may be nested."""
+        """Keep the loaded teacher's model on the student's device, without autocast; may be nested."""
 
     @abstractmethod
     def sample(self, observation: Observation, noise: Tensor, prefix: SharedPrefix | None) -> Tensor:

@@ -74,7 +74,7 @@ class OpenVisits:
         self._kept.pop(visit, None)
 
     def keep(self, visit: "BackwardVisit") -> None:
-        """Have a visit of a backward pass stay open, for a graph that a later one runs."""
+        """Keep a visit of a backward pass open, for a graph that a later one runs."""
         self.discard(visit)
         self._kept[visit] = self.num_ended + 1
 

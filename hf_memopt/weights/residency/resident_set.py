@@ -96,13 +96,13 @@ class ResidentSet:
         self._capacity = max(self._budget_bytes, visit_bytes + self.bytes_of(self.reasons))
 
     def keep(self, number: int, reason: str) -> None:
-        """Have a storage keep its memory from its next visit on."""
+        """Make a storage keep its memory from its next visit on."""
         self.storages[number].stays = True
         self.reasons[number] = reason
         self._unused.pop(number, None)
 
     def enter(self, visit: Visit, user: object, cast: CastWeight | None = None, is_model: bool = True) -> None:
-        """Have the storages of a visit on the device, or a cast of its weight, and fetch those of the next visits.
+        """Bring the storages of a visit to the device, or a cast of its weight, and fetch those of the next visits.
 
         The order is learned from visits of the model alone.
         """

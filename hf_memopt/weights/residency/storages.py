@@ -36,7 +36,7 @@ class Storage:
         self.has_memory = True
 
     def arrive(self) -> None:
-        """Have the compute stream wait for the copy."""
+        """Make the compute stream wait for the copy."""
 
     def rest(self) -> None:
         """Note that nobody uses it, though its bytes may stay."""
@@ -137,7 +137,7 @@ class StreamedStorage(Storage):
             self._transfer = None
 
     def show(self, are_watched: bool = True) -> None:
-        """Let every thread read the parameters, which have arrived."""
+        """Allow every thread to read the parameters, which have arrived."""
         (set_present if are_watched else set_plain)(self._classes)
 
     def rest(self) -> None:

@@ -168,7 +168,7 @@ class _Call:
     first_node: int = field(default_factory=next_node)  # nodes made during the call have at least this number
 
     def close_after(self, inputs: Any) -> None:
-        """Have the nodes behind inputs close the visit in backward."""
+        """Make the nodes behind inputs close the visit in backward."""
         for node in {tensor.grad_fn for tensor in tree_leaves(inputs) if isinstance(tensor, Tensor)}:
             if node is not None:
                 node.register_prehook(self.backward.close)

@@ -331,7 +331,7 @@ class Visiting(NotCopied):
         return all(self.found[number].is_unchanged() for number in self._slices_of[id(parameter)])
 
     def follow_quantised(self) -> None:
-        """Have the tensors inside quantised weights come and go, where `to(device)` has put others inside."""
+        """Make the tensors inside quantised weights come and go, where `to(device)` has put others inside."""
         for parameter, places in self._quantised.items():
             for (storage, place), tensor in zip(places, stored_tensors("", parameter), strict=True):
                 if storage.tensors[place] is not tensor:
@@ -476,7 +476,7 @@ class Visiting(NotCopied):
             self._units[module] = Unit(module, visit, self, is_hidden=module in self._hidden)
 
     def _extend_units(self) -> None:
-        """Have modules visit what was read while they ran, from the next call on."""
+        """Make modules visit what was read while they ran, from the next call on."""
         while self._read_by:
             module, numbers = self._read_by.popitem()
             unit = self._units.get(module)
@@ -507,7 +507,7 @@ class Visiting(NotCopied):
                 self._home.trim()
 
     def _show(self, visit: Visit) -> None:
-        """Let threads read the weights of a visit without asking, unless there are several."""
+        """Allow threads to read the weights of a visit without asking, unless there are several."""
         thread = threading.get_ident()
         if thread != self._only_thread:
             outside = {each.thread for each in self._outside_visits.values()}

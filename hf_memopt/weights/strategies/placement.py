@@ -51,7 +51,7 @@ class WriteGuard:
         return next((name for (name, _), before, now in changed if before != now), None)
 
     def keep_writes(self) -> None:
-        """Have the home keep what was written since the last visit; RuntimeError where it cannot."""
+        """Make the home keep what was written since the last visit; RuntimeError where it cannot."""
         name = self.written()
         if name is not None and not self._keeps_writes:
             self.note()

@@ -9,7 +9,7 @@ from hf_memopt.weights.strategies.placement import WeightPlacement
 
 
 class SharedBase(WeightPlacement):
-    """Lets the base of a `peft.PeftModel` be its own teacher. No second copy exists, and nothing moves.
+    """Makes the base of a `peft.PeftModel` its own teacher. No second copy exists, and nothing moves.
 
     For each visit the adapters are disabled and the whole model is in evaluation mode, so that dropout is off.
 

@@ -99,7 +99,7 @@ def _suits_efficient(call: AttentionCall, capability: tuple[int, int]) -> bool:
 
 
 def attention_as_on_cuda(capability: tuple[int, int]) -> Any:
-    """Have `scaled_dot_product_attention` run the kernel that torch would choose on a card of this capability.
+    """Make `scaled_dot_product_attention` run the kernel that torch would choose on a card of this capability.
 
     A function mode would be off inside backward, where checkpointed regions run again, so the function is replaced.
     """

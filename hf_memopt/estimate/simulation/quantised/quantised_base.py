@@ -77,7 +77,7 @@ def _as_transformers_does(model: nn.Module, kept: Sequence[str] | None) -> Calla
 
 
 def adapters_kept_by_fsdp() -> AbstractContextManager[Any]:
-    """Have FSDP2 shard trained weights in their own dtype, as Accelerate does beside 4 bits that are packed in floats.
+    """Make FSDP2 shard trained weights in their own dtype, as Accelerate does next to 4 bits that are packed in floats.
 
     It asks for the weights' class, `Params4bit`, which weights without memory cannot be of.
     """
@@ -101,7 +101,7 @@ def stored(model: nn.Module, kept: Sequence[str] | None = None) -> tuple[int, in
 
 
 def adapt_as_peft_does(model: nn.Module) -> None:
-    """Have adapters on layers of bitsandbytes compute as PEFT's own for these do.
+    """Make adapters on layers of bitsandbytes compute as PEFT's own for these do.
 
     They leave their input to autocast where it is on, and copy the result of a layer in NF4 before they add to it.
     """

@@ -87,7 +87,7 @@ def unseen_shape_propagation() -> Any:
 
 @contextmanager
 def _reducers_on_fake_tensors(labels: StepLabels) -> Iterator[None]:
-    """Let DDP's reducer, in C++, do its work, but for the reading of values."""
+    """Run DDP's reducer, in C++, without the reading of values."""
     make, rebuild = DistributedDataParallel.__init__, Reducer._rebuild_buckets
 
     def reduced(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
