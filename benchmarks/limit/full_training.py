@@ -83,11 +83,13 @@ class Updates:
 
     def results(self) -> dict[str, Any]:
         num_read, optimizer = self._counters().read_bytes - self._read_before, self._optimizer
+        report = asdict(optimizer.report()) if isinstance(optimizer, OffloadedOptimizer) else {}
+        report.pop("wear", None)  # which has the folder's name
         return {
             "read_bytes": num_read,
             "weights_digest": self._weights_digest(),
             "state_digest": self._state_digest(),
-            "report": asdict(optimizer.report()) if isinstance(optimizer, OffloadedOptimizer) else None,
+            "report": report or None,
         }
 
     def _backward(self, loss: Tensor) -> None:

@@ -69,14 +69,16 @@ def _draw(runs: dict[str, Any], limit_bytes: int, rest_bytes: int, at_rest: str,
         axes.plot(*zip(*points, strict=True), label=LABELS[name], **LOOKS[name])
     axes.axhline(limit_mib, color="#24292f", linewidth=1.4)
     beside = axes.get_yaxis_transform()
-    look = {"va": "bottom", "ha": "right", "weight": "bold", "transform": beside, "bbox": _WHITE}
-    axes.text(0.985, limit_mib + 12, f"the limit: {limit_mib:,.0f} MiB", **look)
+    look = {"va": "bottom", "ha": "right", "weight": "bold", "xycoords": beside, "textcoords": "offset points"}
+    axes.annotate(f"the limit: {limit_mib:,.0f} MiB", (0.985, limit_mib), xytext=(0, 4), bbox=_WHITE, **look)
     if "plain" in runs:
         killed_at, killed_mib = _top(runs["plain"]["curve"])
         axes.plot([killed_at], [killed_mib], "X", color=LOOKS["plain"]["color"], markersize=13, zorder=3, clip_on=False)
         ended = f"{runs['plain']['end']} in step {len(runs['plain']['losses']) + 1}"
         look = {"color": LOOKS["plain"]["color"], "weight": "bold", "bbox": _WHITE}
-        axes.annotate(ended, (killed_at, killed_mib), xytext=(16, -24), textcoords="offset points", **look)
+        is_low = limit_mib < max(_top(run["curve"])[1] for run in runs.values()) / 2
+        offset = (16, 10 if is_low else -24)
+        axes.annotate(ended, (killed_at, killed_mib), xytext=offset, textcoords="offset points", **look)
     axes.axhspan(0, rest_mib, color="#eceff2", zorder=0)
     axes.text(0.5, rest_mib / 2, at_rest, ha="center", va="center", color="#57606a", transform=beside)
     axes.set(
