@@ -108,6 +108,7 @@ def test_architectures_train_as_plain(name: str, tmp_path: Path) -> None:
     assert is_equal_for(name, checkpointing, autocast=place % 3 == 0, kind="adamw", home=home)
 
 
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
 @pytest.mark.sweep(share=1 / 100)
 @pytest.mark.parametrize("seed", range(300))
 def test_any_architecture_trains_as_plain(seed: int, tmp_path: Path) -> None:
@@ -120,7 +121,9 @@ def test_any_architecture_trains_as_plain(seed: int, tmp_path: Path) -> None:
     name = one_of(each for each in ALL if "graph" not in each)  # whose state dicts hold sparse tensors
     checkpointing = ALL[name].can_checkpoint and one_of([False, True])
     home = options_of(one_of(HOMES), tmp_path)
-    assert is_equal_for(name, checkpointing, one_of([False, True]), one_of(MAKERS), home)
+    is_complex = any(each.is_complex() for each in ALL[name].build().module.parameters())
+    kinds = [each for each in MAKERS if not is_complex or ("fused" not in each and each != "adafactor")]  # torch's limits
+    assert is_equal_for(name, checkpointing, one_of([False, True]), one_of(kinds), home)
 
 
 # ------------------------------------------------------------------------------------------ what a training may do
