@@ -42,7 +42,7 @@ BaseHome = Literal["auto", "host", "file"]
 BASE_HOMES: tuple[str, ...] = get_args(BaseHome)
 _REMEDY_OF_FROZEN = f"read or write it inside `with base.visit(module):` of its StreamedWeights, or {REMEDY}"
 _REMEDY_OF_TRAINED = (
-    "pass the optimizer that updates it to adopt() of its StreamedWeights, and read or write it elsewhere inside "
+    "call adopt(optimizer) of its StreamedWeights for the one that updates it, and read or write it elsewhere inside "
     "`with weights.visit(module):`"
 )
 # The attribute of a model that holds the object by which its weights stream.

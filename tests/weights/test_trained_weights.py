@@ -122,7 +122,8 @@ def test_any_architecture_trains_as_plain(seed: int, tmp_path: Path) -> None:
     checkpointing = ALL[name].can_checkpoint and one_of([False, True])
     home = options_of(one_of(HOMES), tmp_path)
     is_complex = any(each.is_complex() for each in ALL[name].build().module.parameters())
-    kinds = [each for each in MAKERS if not is_complex or ("fused" not in each and each != "adafactor")]  # torch's limits
+    # torch's Adafactor and fused kernels take no complex weights.
+    kinds = [each for each in MAKERS if not is_complex or ("fused" not in each and each != "adafactor")]
     assert is_equal_for(name, checkpointing, one_of([False, True]), one_of(kinds), home)
 
 
