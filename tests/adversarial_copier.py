@@ -101,6 +101,8 @@ class AdversarialCopier:
 
     def waited(self, transfer: "AdversarialTransfer") -> None:
         """Note that the compute stream has waited for a copy, whose host memory is freed when it is over."""
+        if transfer.has_freed_source and transfer.finished.query():
+            return  # the host has seen its end before anybody waited
         host = transfer.destination if transfer.is_to_host else transfer.source
         moment = Moment(self)
         self._host_ends.hold(host, moment)
@@ -176,8 +178,12 @@ class AdversarialTransfer:
         self._view = source.dtype, source.storage_offset(), source.size(), source.stride()
 
     @property
+    def has_freed_source(self) -> bool:
+        return self._weak_source.expired()
+
+    @property
     def source(self) -> Tensor:
-        assert not self._weak_source.expired(), "the source was freed under a copy that nobody waited for"
+        assert not self.has_freed_source, "the source was freed under a copy that nobody waited for"
         storage = torch.UntypedStorage._new_with_weak_ptr(self._weak_source.cdata)
         dtype, offset, size, stride = self._view
         return torch.empty(0, dtype=dtype).set_(storage, offset, size, stride)

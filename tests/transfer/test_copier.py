@@ -3,6 +3,7 @@
 import os
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -305,3 +306,14 @@ def test_stream_copier_adds_up_stalls_that_are_over(compute: FakeStream) -> None
     FakeStream.log[-1][2].finished = True
     assert copier.stall_ms() == 2.5
     assert copier.stall_ms() == 2.5
+
+
+def test_the_adversarial_copier_finds_a_source_that_is_freed_before_its_copy_is_seen_to_be_over() -> None:
+    for schedule, is_seen in (("early", True), ("late", False)):
+        copier = AdversarialCopier(schedule)
+        source = torch.zeros(8, dtype=torch.uint8)
+        transfer = copier.to_device(source, torch.ones(8, dtype=torch.uint8))
+        assert transfer.finished.query() is is_seen
+        del source
+        with nullcontext() if is_seen else pytest.raises(AssertionError, match="freed under a copy"):
+            transfer.wait()
