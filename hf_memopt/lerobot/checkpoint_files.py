@@ -50,5 +50,5 @@ def check_header(file: Path) -> None:
 
 
 def no_remote_code() -> AbstractContextManager[Any]:
-    """Make transformers refuse a model or tokenizer with code of its own; lerobot has no argument for that."""
+    """Make transformers refuse models and tokenizers that ship code; lerobot has no argument for this."""
     return patch.object(dynamic_module_utils, "TIME_OUT_REMOTE_CODE", 0)

@@ -7,7 +7,6 @@ where they lie in memory, modulo a page, and no more than the two pages at the e
     file         |  .bytes|bytes  |bytes  |byt.   |      the pages between are the tensor's
 """
 
-import contextlib
 import ctypes
 import mmap
 import os
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor
 
 from hf_memopt.transfer.copier import Copier
+from hf_memopt.transfer.host_memory import advise_huge_pages
 from hf_memopt.units import format_bytes
 
 PAGE = 4096
@@ -54,8 +54,7 @@ def private_mapping(num_bytes: int) -> mmap.mmap:
         raise MemoryError(f"cannot allocate {format_bytes(num_bytes)} of host memory") from error
     if sys.platform == "linux":
         pages.madvise(_WIPE_ON_FORK)
-        with contextlib.suppress(OSError):  # a kernel without huge pages
-            pages.madvise(mmap.MADV_HUGEPAGE)
+    advise_huge_pages(pages)
     return pages
 
 

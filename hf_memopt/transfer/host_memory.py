@@ -37,10 +37,16 @@ def pinned_empty(num_bytes: int, device: torch.device) -> Tensor:
     if num_bytes == 0:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     pages = Pages(-1, num_bytes)
-    if num_bytes >= _LARGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+    if num_bytes >= _LARGE_BYTES:
+        advise_huge_pages(pages)
+    return pinned_pages(pages, device)
+
+
+def advise_huge_pages(pages: mmap.mmap) -> None:
+    """Ask for huge pages, which are faulted in and zeroed as one, where the system has them."""
+    if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without them
             pages.madvise(mmap.MADV_HUGEPAGE)
-    return pinned_pages(pages, device)
 
 
 class Pages(mmap.mmap):
@@ -105,7 +111,7 @@ def return_freed_memory() -> None:
 
 
 def map_large_blocks(num_bytes: int) -> None:
-    """Make glibc give blocks of so many bytes, 32 MiB at most, back as soon as they are freed, for the whole process.
+    """Make glibc return blocks of `num_bytes` or more (32 MiB at most) to the system once they are freed.
 
     By itself glibc keeps ever larger ones, and with them memory that nothing uses. Each new block costs the system
     about half a second per GiB.

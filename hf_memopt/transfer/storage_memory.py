@@ -6,7 +6,6 @@ Views of the block may be anywhere: saved by autograd, in a closure, in another 
 or are on their way, every read or write of one is a RuntimeError in Python, from torch's own check of data pointers.
 """
 
-import contextlib
 import ctypes
 import mmap
 import os
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from hf_memopt.transfer.direct_io import PAGE
+from hf_memopt.transfer.host_memory import advise_huge_pages
 from hf_memopt.units import MIB, format_bytes
 
 # Faulted in and zeroed as one page where the system has such.
@@ -272,7 +272,7 @@ class WholePages:
         self._unmap(range(end, start - first + len(self._mapping)))
         self._ranges = [self.huge]
         self._is_there = True
-        self._advise_huge_pages()
+        advise_huge_pages(self._mapping)
         self.show()
 
     @staticmethod
@@ -293,7 +293,7 @@ class WholePages:
                 raise self._error()
             self._ranges.append(self.huge[moved:])
             self._is_there = True
-            self._advise_huge_pages()
+            advise_huge_pages(self._mapping)
         return self._to_fill
 
     def show(self) -> None:
@@ -320,10 +320,6 @@ class WholePages:
     def share_with_forks(self, is_wanted: bool) -> None:
         """Choose whether forks see the pages. A read under way would end in those that a fork takes over."""
         self._mapping.madvise(mmap.MADV_DOFORK if is_wanted else mmap.MADV_DONTFORK)
-
-    def _advise_huge_pages(self) -> None:
-        with contextlib.suppress(OSError):  # a kernel without them
-            self._mapping.madvise(mmap.MADV_HUGEPAGE)
 
     def _unmap(self, addresses: range) -> None:
         """Replace whatever is mapped at some addresses by one mapping without memory, which cannot be accessed."""

@@ -201,7 +201,8 @@ class OffloadedOptimizer(Optimizer):
         """The state by parameter, with what is away where it lies at home: its tensors may be written in place."""
         if self._update is not None:
             return _ShownState(self.optimizer.state, self._units)
-        self._shown = self._shown or _ShownState(self.optimizer.state, self._units)
+        if self._shown is None:
+            self._shown = _ShownState(self.optimizer.state, self._units)
         return self._shown
 
     @state.setter
@@ -334,6 +335,7 @@ class OffloadedOptimizer(Optimizer):
             )
 
     def _forget_shown(self) -> None:
+        """Forget the state that was shown; a RuntimeError where its values were replaced."""
         if self._shown is not None:
             self._shown.refuse_replaced()
             self._shown = None
@@ -542,7 +544,7 @@ class _ShownState(Mapping[Any, Any]):
     def __init__(self, state: Mapping[Any, Any], units: Mapping[Tensor, StateUnit | None]) -> None:
         self._state, self._units = state, units
         self._at_home: dict[StateUnit, dict[int, Tensor]] = {}
-        self._shown: dict[Any, tuple[Any, Any]] = {}  # with what it was
+        self._shown: dict[Any, tuple[Any, Any]] = {}  # values, with the identities that they had
 
     def __getitem__(self, key: Any) -> Any:
         if key not in self._shown:

@@ -58,7 +58,7 @@ def make_schedule(optimizer: Any, training: RunOptions, num_updates: int, num_pr
 
 @contextmanager
 def writing_to(folder: str | Path, accelerator: Accelerator) -> Iterator[None]:
-    """Lock a run's folder inside, and show the main process's messages as they are, above progress bars."""
+    """Hold the lock of a run's folder, and print the main process's log messages above progress bars."""
     logging.basicConfig(format="%(message)s")
     logging.getLogger("hf_memopt").setLevel(logging.INFO if accelerator.is_main_process else logging.ERROR)
     lock = lock_of(Path(folder))

@@ -226,6 +226,15 @@ def test_state_may_be_written_in_place(home: Any, tmp_path: Path) -> None:
     assert same(*found)
 
 
+def test_state_that_is_given_before_the_first_update_is_refused() -> None:
+    network = model()
+    optimizer = offloaded(network)
+    optimizer.state[next(network.parameters())]["step"] = torch.tensor(1.0)
+    assert not optimizer.state
+    with pytest.raises(RuntimeError, match="was given other values"):
+        optimizer.step()
+
+
 @pytest.mark.parametrize("how", ["key", "new", "removed", "data"])
 @pytest.mark.parametrize("home", ["host", "file"])
 def test_state_that_is_replaced_is_refused(home: Any, how: str, tmp_path: Path) -> None:

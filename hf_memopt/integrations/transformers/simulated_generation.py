@@ -108,7 +108,7 @@ def _shortened(model: Any) -> Iterator[None]:
 
 
 def _lengthen(cache: Cache, length: int) -> None:
-    """Make a cache hold as many positions, as if it had grown; states of one size stay as they are."""
+    """Grow a cache to `length` positions without running them; states of constant size are left unchanged."""
     for layer in cache.layers:
         if isinstance(layer, DynamicSlidingWindowLayer):
             layer.cumulative_length = length
