@@ -35,11 +35,11 @@ _OF_ESTIMATE = (
     ("", ("recipe", "config", "set")),
     ("the step", ("batch_size", "accumulation")),
     ("with a model", (*_TRAINING, "checkpointing", "offload")),
-    ("the machine", ("gpu", "host", "disk", "link")),
+    ("the machine", ("gpu", "reserve", "host", "disk", "link")),
     ("output", ("check", "json", "timeline", "snapshot")),
 )
 _OF_PLAN = (
-    ("", ("recipe", "config", "set", "gpu", "host", "disk", "link", "effective_batch", "vary")),
+    ("", ("recipe", "config", "set", "gpu", "reserve", "host", "disk", "link", "effective_batch", "vary")),
     ("with a model", _TRAINING),
     ("output", ("output", "explain", "json")),
     ("", ("workers",)),
@@ -135,11 +135,12 @@ def _simulate_and_print(spec: JobSpec, card: "Card | None") -> int:
 
         written = memory_snapshot.write_snapshot(estimate, spec.snapshot)
         print(f"\nsnapshot, for https://pytorch.org/memory_viz: {written}")
-    if card is None or estimate_report.verdict(estimate, card) is estimate_report.Verdict.FITS:
+    judged = estimate_report.Verdict.FITS if card is None else estimate_report.verdict(estimate, card)
+    if judged is estimate_report.Verdict.FITS:
         return 0
     if not spec.is_of_recipe:
         print(f"\nSettings that fit, if there are any: {_plan_command(spec, job)}")
-    return 1 if spec.check else 0
+    return 1 if spec.check and judged is estimate_report.Verdict.NO else 0
 
 
 @contextmanager
@@ -164,10 +165,9 @@ def _show_progress(doing: str) -> None:
 
 def _card_of(spec: JobSpec) -> "Card | None":
     """Return the card; this comes before the imports that take seconds."""
-    from hf_memopt.estimate.gpus import find_card, parse_size
+    from hf_memopt.estimate.gpus import find_card
 
-    link_bytes_per_s = None if spec.link is None else parse_size(spec.link, "link")
-    return find_card(spec.gpu, link_bytes_per_s) if spec.gpu else None
+    return find_card(spec.gpu, link=spec.link, reserve=spec.reserve) if spec.gpu else None
 
 
 def _not_counted(num_gpus: int) -> str:
@@ -188,7 +188,7 @@ def _plan_command(spec: JobSpec, job: "Workload") -> str:
         words += [*FIELDS["model"].words(spec.model), *FIELDS["gpu"].words(spec.gpu), *batch]
         repeated = (*_REPEATED, "base") if spec.trained else _REPEATED
         again = [name for name in said if name in repeated and (name in CHOICES or said[name] != DEFAULTS.get(name))]
-    again += [name for name in ("host", "disk", "link") if name in said]
+    again += [name for name in ("reserve", "host", "disk", "link") if name in said]
     words += [word for text in spec.set for word in FIELDS["set"].words(text)]
     return shlex.join([*words, *(word for name in again for word in FIELDS[name].words(said[name]))])
 
@@ -221,7 +221,15 @@ def _plan(spec: JobSpec) -> int:
         from hf_memopt.jobs.workloads import workload_of
 
         job = workload_of(spec)
-        found = plan(job, gpu=spec.gpu, host=spec.host, disk=spec.disk, link=spec.link, num_workers=spec.workers)
+        found = plan(
+            job,
+            gpu=spec.gpu,
+            host=spec.host,
+            disk=spec.disk,
+            link=spec.link,
+            reserve=spec.reserve,
+            num_workers=spec.workers,
+        )
     print(f"{found}{_not_counted(spec.num_gpus or 1)}")
     if spec.explain:
         print("\n" + "\n".join(explain(found)))

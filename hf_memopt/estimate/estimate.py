@@ -66,8 +66,9 @@ def estimate_peak_memory(
         step: one training step, up to and including `optimizer.step()` and `zero_grad()`.
         like: whose autocast, attention and allocation rules; "cpu" is for comparisons with real runs on a CPU.
         num_steps: optimizers make their state in the first step, so a peak is often in the second.
-        gpu: also predict a step's time on this card: a name ("rtx4090"), a size of memory ("8GiB"), or a `Card`. Its
-            compute capability decides on attention's kernels; without a card that of the desktop cards of 2023.
+        gpu: also predict a step's time on this card: a name ("rtx4090"), a size with a card's speed ("8GiB@t4"), or a
+            `Card`; a size alone has no time. Its compute capability decides on attention's kernels; without a card
+            that of the desktop cards of 2023.
         num_gpus: processes that run this together, each with its device; both functions are the first of them for
             torch.distributed and accelerate. DDP, FSDP2 and, through Accelerate, DeepSpeed's ZeRO run as they are;
             collectives take no time, and NCCL's own memory is not counted.
@@ -212,7 +213,8 @@ def _estimate(run: _Run, gpu: str | Card | None, simulated: SimulatedStep) -> Me
     guesses = tuple(f"{what} ({count} times)" for what, count in run.guesses.items())
     assumptions = simulated.assumptions + guesses
     step_ms = sum(run.phases_ms.values())
-    expected = None if gpu is None else time_range(find_card(gpu))
+    card = None if gpu is None else find_card(gpu)
+    expected = time_range(card) if card is not None and card.is_named else None
     return MemoryEstimate(
         peak_bytes=peak_bytes,
         reserved_bytes=trace.unlimited.peak_reserved_bytes,

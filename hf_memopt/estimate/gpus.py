@@ -1,4 +1,4 @@
-"""Graphics cards by name, and the memory that a card keeps for itself."""
+"""Graphics cards by name or by size, and the memory that a card keeps for itself."""
 
 import difflib
 import re
@@ -24,6 +24,9 @@ class Card:
         link_bytes_per_s: bandwidth to the host's memory, in each direction.
         compute_capability: major and minor, by which torch chooses kernels; by default that of most desktop cards.
         context_bytes: the part of `memory_bytes` that CUDA's context takes for itself.
+        reserved_bytes: the part that other programs take, such as a desktop.
+        is_named: False where only a size is known. The speeds are the rtx4070's then, and no time is predicted: plans
+            rank candidates by them.
     """
 
     name: str
@@ -34,31 +37,43 @@ class Card:
     link_bytes_per_s: float
     compute_capability: tuple[int, int] = (8, 9)
     context_bytes: int = _CONTEXT_BYTES
+    reserved_bytes: int = 0
+    is_named: bool = True
 
 
 # MiB of memory, float32 and half-precision TFLOPS, GB/s of memory and of the link, and compute capability.
 #
 # Memory is the smallest figure that torch was found to report (`total_memory`, or "total capacity" of an error): 1 to
 # 8 % below the data sheet, which error correction and the driver take. Repositories are named where users have shown
-# it there; the others are from logs, and rtx4080 and rtx4060ti-16gb have the figure of another card of their size. The
-# rest is from the vendors' data sheets; links at 80 % of the PCIe generation and width.
+# it there; the others are from logs, and the rtx3070, rtx4060, rtx4060ti, rtx4080, rtx50 cards below the rtx5090, and
+# the a40 have the figure of another card of their size. The rest is from the vendors' data sheets; links at 80 % of the
+# PCIe generation and width. The gb10 has no link: a copy within its memory reads and writes it.
 _FIGURES = {
     "v100-16gb": (16144, 15.7, 125, 900, 12.6, (7, 0)),
     "v100-32gb": (32502, 15.7, 125, 900, 12.6, (7, 0)),  # liucongg/ChatGLM-Finetuning#73: 31.74 GiB
     "t4": (14912, 8.1, 65, 320, 12.6, (7, 5)),  # fitcheck-llm 0.3.1, data/measurements
+    "rtx2080ti": (11018, 13.4, 53.8, 616, 12.6, (7, 5)),  # JDAI-CV/image-captioning#11: 10.76 GiB
     "rtx3060-12gb": (11931, 12.7, 25.5, 360, 25, (8, 6)),
     "rtx3060ti": (7967, 16.2, 32.4, 448, 25, (8, 6)),
+    "rtx3070": (7967, 20.3, 40.6, 448, 25, (8, 6)),
     "rtx3080-10gb": (10004, 29.8, 59.5, 760, 25, (8, 6)),
     "rtx3090": (24248, 35.6, 71, 936, 25, (8, 6)),  # 3DTopia/OpenLRM#42: 23.68 GiB
+    "rtx4060": (7936, 15.1, 30, 272, 12.6, (8, 9)),
+    "rtx4060ti-8gb": (7936, 22.1, 44, 288, 12.6, (8, 9)),
     "rtx4060ti-16gb": (15934, 22.1, 44, 288, 12.6, (8, 9)),
     "rtx4070-laptop": (7936, 15.6, 31, 256, 12.6, (8, 9)),  # ESRSchao/EdgeRegNet#2: 7.75 GiB, of an RTX 4060 Laptop
     "rtx4070": (11981, 29.1, 58, 504, 25, (8, 9)),  # Kwai-Kolors/Kolors#11: 11.70 GiB, of a 4070 Ti
     "rtx4070ti-super": (15934, 44.1, 88, 672, 25, (8, 9)),
     "rtx4080": (15934, 48.7, 97.5, 717, 25, (8, 9)),
     "rtx4090": (24064, 82.6, 165, 1008, 25, (8, 9)),
+    "rtx5070": (11931, 30.9, 61.7, 672, 50, (12, 0)),
+    "rtx5070ti": (15934, 43.9, 87.9, 896, 50, (12, 0)),
+    "rtx5080": (15934, 56.3, 112.6, 960, 50, (12, 0)),
     "rtx5090": (32112, 104.8, 210, 1792, 50, (12, 0)),
     "a10": (22518, 31.2, 125, 600, 25, (8, 6)),  # zai-org/CogVLM#236: 21.99 GiB
+    "a30": (24094, 10.3, 165, 933, 25, (8, 0)),  # google/RB-Modulation#5: 23.53 GiB
     "a10g": (22559, 31.5, 70, 600, 25, (8, 6)),
+    "a40": (45466, 37.4, 149.7, 696, 25, (8, 6)),
     "a6000": (48671, 38.7, 155, 768, 25, (8, 6)),  # black-forest-labs/flux2#23: 47.53 GiB
     "l4": (22559, 30.3, 121, 300, 25, (8, 9)),
     "l40s": (45466, 91.6, 362, 864, 25, (8, 9)),  # QwenLM/Qwen3-VL#2097: 44.40 GiB
@@ -66,8 +81,13 @@ _FIGURES = {
     "a100-40gb": (40325, 19.5, 312, 1555, 25, (8, 0)),
     "a100-80gb": (81050, 19.5, 312, 2039, 25, (8, 0)),
     "h100": (80998, 67, 989, 3350, 50, (9, 0)),
+    "h100-nvl": (95232, 60, 835, 3900, 50, (9, 0)),  # ali-vilab/VACE#56: 93.00 GiB
+    "h20": (97280, 44, 148, 4000, 50, (9, 0)),  # modelscope/DiffSynth-Studio#1238: 95.00 GiB
     "h200": (143073, 67, 989, 4800, 50, (9, 0)),
     "b200": (182631, 75, 2250, 8000, 50, (10, 0)),
+    "rtx-pro-6000": (97249, 125, 504, 1792, 50, (12, 0)),  # 94.97 GiB
+    "gb10": (122548, 31, 125, 273, 136, (12, 1)),  # leptonai/gpud#1170: 128,501,256,192 bytes
+    "mi300x": (196552, 163.4, 1307, 5300, 50, (9, 4)),  # ROCm/hipBLASLt#1539: 206.1 GB
 }
 
 CARDS = {
@@ -77,6 +97,25 @@ CARDS = {
 # Measured contexts, in MiB.
 for _name, _mib in {"t4": 141, "rtx3090": 300, "rtx5090": 498, "rtx6000-ada": 426}.items():
     CARDS[_name] = replace(CARDS[_name], context_bytes=_mib * MIB)
+
+# The card whose memory a size in GB stands for. Those that are sold with other sizes report at least this share.
+_SOLD_WITH_GB = {
+    8: "rtx4060",
+    10: "rtx3080-10gb",
+    11: "rtx2080ti",
+    12: "rtx4070",
+    16: "rtx4080",
+    24: "rtx4090",
+    32: "rtx5090",
+    40: "a100-40gb",
+    48: "a6000",
+    80: "a100-80gb",
+    94: "h100-nvl",
+    96: "rtx-pro-6000",
+    141: "h200",
+    180: "b200",
+}
+_LEAST_SHARE = 0.968
 
 # Bytes depend on the card through attention's kernels and cuBLAS's workspaces alone.
 DEFAULT_CARD = CARDS["rtx4070"]
@@ -108,17 +147,27 @@ def allowances(card: Card | None = None) -> dict[str, int]:
     `torch.backends.cudnn.benchmark`. The context was measured on few cards, and depends on the driver.
     """
     context_bytes = _CONTEXT_BYTES if card is None else card.context_bytes
-    return {"device context": context_bytes, "cuDNN and other workspaces": _OTHER_WORKSPACES_BYTES}
+    kept = {"device context": context_bytes, "cuDNN and other workspaces": _OTHER_WORKSPACES_BYTES}
+    return kept | ({"other programs": card.reserved_bytes} if card is not None and card.reserved_bytes else {})
 
 
-def find_card(gpu: str | Card, link_bytes_per_s: float | None = None) -> Card:
-    """Return a card by its name, or one of a size with the speed of a small desktop card or of a named one.
+def find_card(gpu: str | Card, *, link: str | None = None, reserve: str | None = None) -> Card:
+    """Return a card by its name or its size.
 
-    `gpu` is a name ("rtx4070-laptop", "RTX 4090", "4090", "NVIDIA A100 80GB PCIe"), of which "A100" alone is the one
-    with the least memory; a size ("8GiB"), as CUDA would report it; or a size with another's speed ("48GiB@l40s").
+    Args:
+        gpu: a name ("rtx4070-laptop", "RTX 4090", "4090", "NVIDIA A100 80GB PCIe"), of which "A100" alone is the one
+            with the least memory; a size as cards are sold ("24GB"), which has the memory that such a card reports; an
+            exact size ("8GiB"), as CUDA would report it; or a size with the speed of a named card ("48GiB@l40s").
+        link: bandwidth of the link to the host's memory, such as "12GBps"; None, the card's.
+        reserve: memory that other programs take, such as "1GiB" for a desktop; None, the card's, which is none.
+
+    Raises:
+        ValueError: `gpu` is none of these, and names the nearest card; or another text is no size.
     """
     card = gpu if isinstance(gpu, Card) else _card_from(gpu)
-    return card if link_bytes_per_s is None else replace(card, link_bytes_per_s=link_bytes_per_s)
+    if link is not None:
+        card = replace(card, link_bytes_per_s=parse_size(link, "link"))
+    return card if reserve is None else replace(card, reserved_bytes=parse_size(reserve, "reserve"))
 
 
 def card_named(name: str) -> Card | None:
@@ -139,7 +188,10 @@ def _named(words: list[str], sizes: list[str]) -> Card | None:
 
 
 # Words of drivers' names that tell no cards apart.
-_UNNAMED = re.compile(r"nvidia|geforce|tesla|quadro|gpu|generation|graphics|pcie|sxm\d?|hbm\d?e?")
+_UNNAMED = re.compile(
+    r"nvidia|geforce|tesla|quadro|amd|instinct|gpu|generation|graphics|blackwell|server|workstation|edition|pcie|sxm\d?|"
+    r"hbm\d?e?"
+)
 
 
 def _names(card: Card) -> Iterator[str]:
@@ -157,7 +209,13 @@ def _card_from(text: str) -> Card:
     try:
         if size.strip().isdigit() or speed is None:
             raise ValueError
-        return replace(speed, name=text.strip(), memory_bytes=parse_size(size), context_bytes=_CONTEXT_BYTES)
+        return replace(
+            speed,
+            name=text.strip(),
+            memory_bytes=_memory_bytes(size),
+            context_bytes=_CONTEXT_BYTES,
+            is_named=bool(at),
+        )
     except ValueError:
         raise ValueError(
             f"gpu={text!r} is neither a size with its unit such as 8GiB, nor a size and a card's speed such as "
@@ -165,12 +223,54 @@ def _card_from(text: str) -> Card:
         ) from None
 
 
+def _memory_bytes(size: str) -> int:
+    """Return the bytes that a card of a size reports; GiB, MiB and such are exact."""
+    num_bytes = parse_size(size)
+    if "i" in size.lower():
+        return num_bytes
+    gigabytes = num_bytes / 10**9
+    if gigabytes in _SOLD_WITH_GB:
+        return CARDS[_SOLD_WITH_GB[int(gigabytes)]].memory_bytes
+    return round(_LEAST_SHARE * gigabytes * GIB)
+
+
 def _advice(text: str) -> str:
     several = re.fullmatch(r"\s*(\d+)\s*[x*]\s*(.+)", text)
     if several and card_named(several[2]):
         return f"for several GPUs give num_gpus={several[1]} and gpu={several[2]!r}"
-    nearest = difflib.get_close_matches(text.lower().replace(" ", ""), CARDS, n=1, cutoff=0.6)
-    return f"{f'the nearest is {nearest[0]}; ' if nearest else ''}known are {', '.join(CARDS)}"
+    nearest = _nearest(text.rpartition("@")[2])
+    return f"{f'the nearest is {nearest}; ' if nearest else ''}known are {', '.join(CARDS)}"
+
+
+# Of names: how alike an unknown one must be to the nearest.
+_LEAST_ALIKE = 0.5
+
+
+def _nearest(text: str) -> str | None:
+    """Return the known card that is nearest to an unknown one: of its series by generation and memory, then by name."""
+    words = [word for word in re.findall(r"[a-z0-9]+", text.lower()) if not _UNNAMED.fullmatch(word)]
+    sizes = [int(word[:-2]) for word in words if re.fullmatch(r"\d+gb", word)]
+    wanted = "".join(word for word in words if not re.fullmatch(r"\d+gb", word))
+    series, generation, number = _model_of(wanted)
+
+    def distance(card: Card) -> tuple[float, ...]:
+        name = next(_names(card))
+        its_series, its_generation, its_number = _model_of(name)
+        memory = sum(abs(card.memory_bytes / GIB - size) for size in sizes)
+        alike = difflib.SequenceMatcher(None, wanted, name).ratio()
+        return its_series != series, abs(its_generation - generation), memory, abs(its_number - number), -alike
+
+    nearest = min(CARDS.values(), key=distance)
+    is_of_another, *_, unlike = distance(nearest)
+    return None if is_of_another or -unlike < _LEAST_ALIKE else nearest.name
+
+
+def _model_of(name: str) -> tuple[str, int, int]:
+    """Return a model's series, and of GeForce cards the generation and the number in it: ("rtx", 40, 70)."""
+    found = re.match(r"(?:rtx|gtx)?(\d0)([1-9]0)(?!\d)", name)
+    if found:
+        return "geforce", int(found[1]), int(found[2])
+    return re.sub(r"\d.*", "", name), 0, 0
 
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}

@@ -4,6 +4,7 @@ import itertools
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ from tqdm import tqdm
 from hf_memopt.estimate.accounting.categories import ACTIVATION, INPUT, TEMPORARY
 from hf_memopt.estimate.estimate import simulate_step
 from hf_memopt.estimate.estimate_report import Verdict, needed_bytes, verdict
-from hf_memopt.estimate.gpus import Card, allowances, find_card, parse_size
+from hf_memopt.estimate.gpus import Card, allowances, find_card
 from hf_memopt.estimate.memory_below import MemoryBelow, find_memory_below
 from hf_memopt.estimate.simulation.child_process import run_all_isolated
 from hf_memopt.jobs.settings_forecast import Forecast
@@ -27,8 +28,12 @@ _OF_SAMPLES = (ACTIVATION, TEMPORARY, INPUT)
 _MAX_EXPLORED = 12
 # Of the plain run's time: values that take longer may do so in each pass.
 _SLOW = 1.4
-# Times that differ by less are the same: of these the settings that give up least are chosen.
+# Times that differ by less are the same: of these the settings that leave room, then those that give up least.
 _SAME_TIME = 1.02
+# Settings that fit for sure may take longer than those that fit only just, by this.
+_NEARLY_SAME_TIME = 1.1
+# Of a card's memory: the room that is left.
+_TO_SPARE = 0.1
 # Of the memory of a combination that is being simulated: one that differs by less would tell the same.
 _SAME_MEMORY = 0.1
 # Of a card's memory: a larger micro-batch that exceeds it by more, on a line through smaller ones, does not fit.
@@ -50,6 +55,7 @@ def plan(
     host: str | None = None,
     disk: str | None = None,
     link: str | None = None,
+    reserve: str | None = None,
     num_workers: int | None = None,
     progress: bool = True,
 ) -> SettingsPlan:
@@ -62,11 +68,12 @@ def plan(
 
     Args:
         workload: the training step.
-        gpu: a card's name, as in `CARDS`, or the size of its memory, such as "8GiB".
+        gpu: a card's name, as in `CARDS`, or the size of its memory, such as "8GiB", for which times are relative.
         host: host memory that may be used, such as "32GiB", with or without its speed ("32GiB@40GBps"); None, any.
         disk: room for what the host has none for, and the disk's speed in each direction, such as "500GiB@5GBps";
             None, there is no disk.
         link: bandwidth between host and device, such as "12GBps"; None, the card's.
+        reserve: device memory that other programs take, such as "1GiB" for a desktop; None, none.
         num_workers: simulations at once; None, one per core.
         progress: show a progress bar.
 
@@ -78,7 +85,7 @@ def plan(
     combinations.
     """
     COUNT.check("num_workers", num_workers)
-    card = find_card(gpu, None if link is None else parse_size(link, "link"))
+    card = find_card(gpu, link=link, reserve=reserve)
     below = find_memory_below(host, disk, needs_no_host=any(each.of_disk for each in workload.levers))
     levers = tuple(each if below.disk else each.without_disk() for each in workload.levers)
     search = _Search(workload, levers, card, below)
@@ -88,7 +95,7 @@ def plan(
         card,
         below.host_bytes,
         below.disk,
-        tuple(_ranked(search.run(num_workers or os.cpu_count() or 1, progress), levers)),
+        tuple(_ranked(search.run(num_workers or os.cpu_count() or 1, progress), levers, card)),
         tuple(workload.micro_batches),
         search.impossible,
         workload.tokens_per_sample,
@@ -98,15 +105,22 @@ def plan(
     return result
 
 
-_ORDER = list(Verdict)
+def _ranked(rows: list[Row], levers: Sequence[Lever], card: Card) -> list[Row]:
+    """Return those that fit first, by time, but for the first of all.
 
-
-def _ranked(rows: list[Row], levers: Sequence[Lever]) -> list[Row]:
-    """Return those that fit first, by time; the first of all is the one that gives up least of the fastest."""
-    rows = sorted(rows, key=lambda row: (_ORDER.index(row.verdict), row.update_ms))
-    first = rows[0]
-    as_fast = [row for row in rows if row.verdict is first.verdict and row.update_ms <= _SAME_TIME * first.update_ms]
-    best = min(as_fast, key=lambda row: sum(_ranks(row.settings, levers)))
+    That one fits surely, unless it would be much slower; of those nearly as fast as the fastest such it leaves room to
+    spare, and gives up least.
+    """
+    rows = sorted(rows, key=lambda row: (not row.fits, row.update_ms))
+    sure = [
+        row for row in rows if row.verdict is Verdict.FITS and row.update_ms <= _NEARLY_SAME_TIME * rows[0].update_ms
+    ]
+    fastest, *_ = sure or rows
+    as_fast = [
+        row for row in sure or rows if row.fits is fastest.fits and row.update_ms <= _SAME_TIME * fastest.update_ms
+    ]
+    most_bytes = (1 - _TO_SPARE) * card.memory_bytes
+    best = min(as_fast, key=lambda row: (row.needed_bytes > most_bytes, sum(_ranks(row.settings, levers))))
     return [best, *(row for row in rows if row is not best)]
 
 
@@ -153,7 +167,7 @@ class _Search:
             while num_explored < len(self._explored):  # the newest rows may make another promising
                 num_explored = len(self._explored)
                 simulate(self._promising())
-            best = _ranked(self._rows, self._levers)[0]
+            best = _ranked(self._rows, self._levers, self._card)[0]
             if best.fits and best.settings not in self._explored:  # of a value alone, to which no forecast has led
                 simulate(iter([partial(self._attempt, best.settings)]))
         return self._rows
@@ -313,7 +327,7 @@ class _Search:
     def _simulate(self, settings: Settings, micro_batch: int) -> Row:
         simulated = self._workload.simulated(settings, micro_batch)
         accumulation = self._workload.effective_batch // (micro_batch * simulated.num_gpus)
-        estimate = simulate_step(simulated, gpu=self._card, below=self._below)
+        estimate = simulate_step(simulated, gpu=replace(self._card, is_named=True), below=self._below)
         estimate = estimate.with_passes(accumulation / simulated.num_micro_batches)
         assert estimate.step_ms is not None
         holds = self._below.holds(estimate.host_bytes, estimate.disk_bytes)
@@ -324,7 +338,7 @@ class _Search:
             update_ms=estimate.step_ms,
             needed_bytes=needed_bytes(estimate, self._card),
             verdict=verdict(estimate, self._card) if holds else Verdict.NO,
-            estimate=estimate,
+            estimate=estimate if self._card.is_named else estimate.without_times(),
         )
 
 

@@ -28,7 +28,8 @@ class Row:
         settings: value of each lever.
         micro_batch: samples per forward pass, on each GPU.
         accumulation: forward passes per update.
-        update_ms: predicted time of one update, of `effective_batch` samples.
+        update_ms: predicted time of one update, of `effective_batch` samples; where no card is named it is for
+            comparisons between rows alone.
         needed_bytes: the least device memory with which the allocator gets through, allowances included.
         verdict: whether that and the memories of host and disk suffice.
         estimate: estimate of the step.
@@ -133,7 +134,7 @@ def _cells(row: Row, plan: SettingsPlan, has_disk: bool) -> dict[str, str]:
         "host GiB": f"{row.estimate.host_bytes / GIB:.2f}",
         **({"disk GiB": f"{row.estimate.disk_bytes / GIB:.2f}"} if has_disk else {}),
         "peak in": row.estimate.phase,
-        "update": format_ms(row.update_ms),
+        "update": format_ms(row.update_ms) if plan.card.is_named else f"{row.update_ms / plan.best.update_ms:.2f} x",
         "fits": _WORDS[row.verdict],
     }
 
@@ -145,7 +146,7 @@ def as_json(plan: SettingsPlan) -> dict[str, Any]:
         "host_bytes": plan.host_bytes,
         "disk": asdict(plan.disk) if plan.disk else None,
         "allowances": allowances(plan.card),
-        "rows": [_row_as_json(row) for row in plan.rows],
+        "rows": [_row_as_json(row, plan) for row in plan.rows],
         "impossible": [{"settings": dict(values), "reason": reason} for values, reason in plan.impossible.items()],
         "tokens_per_sample": plan.tokens_per_sample,
     }
@@ -158,11 +159,13 @@ _OF_ESTIMATE = (
 )
 
 
-def _row_as_json(row: Row) -> dict[str, Any]:
+def _row_as_json(row: Row, plan: SettingsPlan) -> dict[str, Any]:
     estimate = row.estimate
     return {
         "settings": dict(row.settings),
-        **{name: getattr(row, name) for name in ("micro_batch", "accumulation", "verdict", "update_ms")},
+        **{name: getattr(row, name) for name in ("micro_batch", "accumulation", "verdict")},
+        "update_ms": row.update_ms if plan.card.is_named else None,
+        "relative_time": row.update_ms / plan.best.update_ms,
         "update_range_ms": estimate.step_range_ms,
         "needed_bytes": row.needed_bytes,
         **{name: getattr(estimate, name) for name in _OF_ESTIMATE},
@@ -174,15 +177,17 @@ def headline(plan: SettingsPlan) -> str:
     best = plan.best
     num_samples = best.micro_batch * best.accumulation * best.estimate.num_gpus
     samples = f"{num_samples} sample{'s' * (num_samples > 1)}"
-    rate = ""
-    if plan.tokens_per_sample is not None:
-        per_s = num_samples * plan.tokens_per_sample / best.update_ms * 1e3
-        rate = f" That is {per_s:,.0f} tokens per second."
+    time = "Times are relative: a size has no speed. Name a card, or a size with a card's speed, such as 8GiB@t4."
+    if plan.card.is_named:
+        time = f"An update of {samples} takes {time_text(best.estimate, plan.card)}."
+        if plan.tokens_per_sample is not None:
+            per_s = num_samples * plan.tokens_per_sample / best.update_ms * 1e3
+            time += f" That is {per_s:,.0f} tokens per second."
     lines = [
         f"{plan.workload} {best.verdict} on {plan.card.name} ({plan.card.memory_bytes / GIB:.1f} GiB) with "
         f"{describe(best)}: {format_gib(best.needed_bytes)} needed, {format_gib(best.estimate.peak_bytes)} of it "
         f"allocated at the peak in {best.estimate.phase}.",
-        f"An update of {samples} takes {time_text(best.estimate, plan.card)}.{rate}",
+        time,
         *(f"Note: {note}" for note in best.estimate.notes),
     ]
     return "\n".join(lines)

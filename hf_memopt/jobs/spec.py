@@ -65,7 +65,10 @@ DEFAULTS: dict[str, Any] = {name: values[0] for name, values in CHOICES.items()}
 }
 NOT_CLIPPED = "none"
 TRAINERS = ("sft", "dpo", "kto", "orpo", "reward", "grpo")
-_CARD = "a card (a100-80gb, 4090, ...), a size (8GiB), or a size with a card's speed (48GiB@l40s)"
+_CARD = (
+    "a card (a100-80gb, 4090, ...), a size as cards are sold (24GB) or exactly (8GiB), or a size with a card's speed "
+    "(48GB@l40s)"
+)
 
 Text = str | None
 File = Path | None
@@ -118,6 +121,7 @@ class JobSpec:
         "disk that takes what --host has no room for, with its speed in each direction, such as 500GiB@5GBps "
         "(default: none; without a speed, 2GBps is assumed)",
     )
+    reserve: Text = unsaid("device memory that other programs take, such as 1GiB for a desktop (default: none)")
     link: Text = unsaid("bandwidth between host and device, such as 12GBps (default: the card's)")
     batch_size: Count = unsaid("samples per forward pass")
     accumulation: Count = unsaid("forward passes per update (default: 1, or the recipe's)")

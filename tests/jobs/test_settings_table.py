@@ -170,6 +170,7 @@ def test_json_has_all_that_the_table_shows_in_bytes_and_milliseconds() -> None:
         "accumulation": 4,
         "verdict": "fits",
         "update_ms": 200.0,
+        "relative_time": 1.0,
         "update_range_ms": [180.0, 240.0],
         "needed_bytes": 7.5 * GIB,
         "peak_bytes": 7 * GIB,

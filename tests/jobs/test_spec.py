@@ -32,7 +32,7 @@ def test_each_choice_is_made_by_the_library_and_no_other() -> None:
 
 
 def test_a_model_takes_the_fields_of_models() -> None:
-    others = {"training_args", "trainer", "recipe", "config", "set", "gpu", "host", "link", "batch_size"}
+    others = {"training_args", "trainer", "recipe", "config", "set", "gpu", "reserve", "host", "link", "batch_size"}
     others |= {
         "accumulation",
         "disk",

@@ -71,7 +71,7 @@ _VALUES: dict[str, dict[Any, dict[str, Any]]] = {
 }
 # These say nothing about the training, or the workload takes them itself.
 _OTHERS = {"training_args", "trainer", "seq_len", "task", "effective_batch", "offload", "gpu"}
-_OTHERS |= {"host", "disk", "link", "check", "explain", "json", "timeline", "snapshot", "output", "workers"}
+_OTHERS |= {"reserve", "host", "disk", "link", "check", "explain", "json", "timeline", "snapshot", "output", "workers"}
 # A plan of the file takes these over; it chooses batches and checkpointing itself.
 OF_FILES = _FIELDS.keys() | _VALUES.keys() | {"trainer", "seq_len", "task"}
 OF_FILES -= {"batch_size", "accumulation", "checkpointing"}
