@@ -41,6 +41,8 @@ _EXTRAS = {
     "torchvision": "fluxflow",
     "trl": "trl,peft",
 }
+# Of a message, in characters.
+_MAX_LINE = 4000
 _REMEDIES = {
     errno.EACCES: "name another place, or change its permissions",
     errno.EEXIST: "name another",
@@ -103,7 +105,13 @@ def _say(program: str, line: str, error: Exception) -> None:
     hint = "" if is_ours else f" ({TRACEBACK_FLAG} shows where)"
     rank = f"[rank {os.environ['RANK']}] " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
     # In one call, so that lines of several processes do not mix.
-    sys.stderr.write(f"{rank}{program}: error: {line}{hint}\n")
+    sys.stderr.write(f"{rank}{program}: error: {_printable(line)}{hint}\n")
+
+
+def _printable(line: str) -> str:
+    """Return a message with its control characters escaped, which a terminal would obey, and of bounded length."""
+    shown = line if len(line) <= _MAX_LINE else f"{line[:_MAX_LINE]}... ({len(line):,} characters)"
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in shown)
 
 
 def _line(error: Exception) -> str | None:

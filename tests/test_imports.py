@@ -14,7 +14,7 @@ import hf_memopt
 # From the bottom up; parts on one line do not import each other. A new part is added here and to LIBRARIES.
 LAYERS = (
     ("disk", "process_trees", "ranges", "shipped_configs", "text_table", "units"),
-    ("command_line",),
+    ("command_line", "text_files"),
     ("transfer", "reflow"),
     ("autograd_state", "uncompiled"),
     ("memory",),
@@ -40,6 +40,7 @@ LIBRARIES = {
     "process_trees": {"psutil"},
     "ranges": set(),
     "shipped_configs": set(),
+    "text_files": {"yaml"},
     "text_table": set(),
     "units": set(),
     "disk": {"torch", "filelock"},

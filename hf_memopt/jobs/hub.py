@@ -1,6 +1,5 @@
 """The model hub: its files, and whether it answers, since huggingface_hub tries half a minute for each file."""
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +9,8 @@ from unittest.mock import patch
 import httpx
 from huggingface_hub import constants, get_session, hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
+
+from hf_memopt.text_files import read_values
 
 # For a connection alone; a hub that is slow to answer has huggingface_hub's own time, HF_HUB_ETAG_TIMEOUT.
 _CONNECT_S = 3.0
@@ -46,7 +47,7 @@ def downloaded(model: str, name: str) -> Path | None:
 def read_object(path: Path) -> dict[str, Any] | None:
     """Return the object in a JSON file, or None if the file cannot be read or holds something else."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = read_values(path)
     except (OSError, ValueError):
         return None
     return values if isinstance(values, dict) else None

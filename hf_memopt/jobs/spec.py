@@ -4,7 +4,6 @@ It imports no torch, so that `--help` and a misspelt flag take no time.
 """
 
 import difflib
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Annotated, Any, get_type_hints
 
 from hf_memopt.command_line import flag
 from hf_memopt.ranges import COUNT, POSITIVE, Range, ranges_in
+from hf_memopt.text_files import read_values
 
 # The default first.
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -274,7 +274,7 @@ class SpecField:
             return self._expect(value, isinstance(value, bool), "true or false")
         if self.kind is list:
             return self._expect(value, isinstance(value, list | tuple), "a list")
-        self._expect(value, isinstance(value, str | int | float | Path), "a text")
+        self._expect(value, isinstance(value, str | int | float | Path) and not isinstance(value, bool), "a text")
         known = self.options.get("choices")
         if known and value not in known:
             raise ValueError(f"{self.name}={value!r} is unknown; choose from {', '.join(known)}")
@@ -335,14 +335,11 @@ def read_spec(path: Path) -> JobSpec:
 
 def read_fields(source: str, path: Path, owner: str, example: str) -> dict[str, Any]:
     """Read a file of fields without sections, YAML or JSON; the other arguments are for messages."""
-    import yaml
-
     if not path.is_file():
         raise ValueError(f"{source} is not a file; name the YAML or JSON file with the fields of {owner}")
     try:
-        text = path.read_text(encoding="utf-8")
-        given = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (ValueError, yaml.YAMLError) as error:
+        given = read_values(path)
+    except ValueError as error:
         raise ValueError(f"{source} cannot be read: {error}") from error
     if not isinstance(given, dict):
         raise ValueError(f"{source} holds no fields; write one in each line, such as {example}")

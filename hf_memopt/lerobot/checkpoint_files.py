@@ -1,6 +1,5 @@
 """Reads a checkpoint's files as data: refuses files elsewhere, and code."""
 
-import json
 import os
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -9,6 +8,8 @@ from unittest.mock import patch
 
 from safetensors import SafetensorError, safe_open
 from transformers import dynamic_module_utils
+
+from hf_memopt.text_files import read_values
 
 COPY_AGAIN = "copy the checkpoint again"
 
@@ -32,8 +33,8 @@ def file_in(folder: Path, name: str, remedy: str = "pass a complete checkpoint f
 def read_object(file: Path) -> dict[str, Any]:
     """Read a JSON file that holds an object; ValueError if it holds something else."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+        found = read_values(file)
+    except ValueError as error:
         raise ValueError(f"{file} is not valid JSON ({error}); {COPY_AGAIN}") from error
     if not isinstance(found, dict):
         raise ValueError(f"{file} holds {type(found).__name__} and no JSON object; {COPY_AGAIN}")

@@ -1,7 +1,6 @@
 """Flags as fields of dataclasses: numbers with the ranges in their types, and how all recipes read them."""
 
 import difflib
-import json
 import re
 import sys
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, RawDescriptionHelpFormatter
@@ -20,6 +19,7 @@ from hf_memopt.command_line import flag as flag
 from hf_memopt.estimate.gpus import find_card
 from hf_memopt.ranges import COUNT, COUNT_OR_ZERO, NOT_NEGATIVE, POSITIVE, SEED, SHARE, Range, check_ranges
 from hf_memopt.shipped_configs import config_file
+from hf_memopt.text_files import read_values
 
 # Numbers within a range, as types of fields.
 Count = Annotated[int, COUNT]
@@ -122,8 +122,8 @@ def _words_of_file(path: Path, sections: dict[str, type]) -> Iterator[str]:
     is_json = path.suffix == ".json"
     remedy = "JSON; it has no comments, which a .yaml file may have" if is_json else "YAML"
     path = config_file("config_path", path)
-    with explained(f"config_path={str(path)!r} cannot be read as {remedy}", (OSError, ValueError, yaml.YAMLError)):
-        held = json.loads(path.read_text()) if is_json else yaml.safe_load(path.read_text())
+    with explained(f"config_path={str(path)!r} cannot be read as {remedy}", (OSError, ValueError)):
+        held = read_values(path)
     if not isinstance(held, dict):
         raise ValueError(f"config_path={str(path)!r} must hold an object with sections {', '.join(sections)}")
     for section, values in held.items():

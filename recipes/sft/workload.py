@@ -19,6 +19,7 @@ from hf_memopt.recipes.common.auto_plan import best_row
 from hf_memopt.recipes.sft.conversations import write_tiny_model
 from hf_memopt.recipes.sft.options import Options, parse
 from hf_memopt.shipped_configs import config_file
+from hf_memopt.text_files import read_values
 
 __all__ = ["workload"]
 
@@ -37,7 +38,7 @@ def workload(
     """
     file = config_file("config", Path(config_path))
     options = parse("", ["--config", str(file)])
-    given = yaml.safe_load(file.read_text())
+    given = read_values(file)
     changes = {"given": given, "precision": precision, "effective_batch": effective_batch}
     changes = {name: value for name, value in changes.items() if value is not None}
     if options.sft.model is None:

@@ -20,11 +20,15 @@ from hf_memopt.jobs.diffusers_models.denoiser_config import find_denoiser
 from hf_memopt.jobs.transformers_models.hub_code import check_code, no_hub_kernels
 from hf_memopt.jobs.transformers_models.model_batches import OWN_STEP
 from hf_memopt.jobs.transformers_models.published_weights import published_weights
-from hf_memopt.ranges import COUNT, COUNT_OR_ZERO
+from hf_memopt.ranges import COUNT, COUNT_OR_ZERO, Range
+from hf_memopt.text_files import read_values
 
 _CONFIG, _ADAPTER = "config.json", "adapter_config.json"
 # A layer takes some 50 ms to simulate, and no published model has a tenth as many.
 MAX_LAYERS = 1000
+
+# transformers gives each label a name.
+_NUM_LABELS = Range(at_least=0, at_most=10**6, whole=True)
 
 # A chunk_size of -1 is none.
 _SIZE = re.compile(r"(num|n|d)_\w+|(?!chunk_size$)\w+_(size|dim|heads|layers|channels)")
@@ -55,13 +59,15 @@ def read_config(model: str) -> Any:
             return denoiser
         raise
     source = f"model={model!r}"
-    _check_model_type(values, source)
+    _check_fields(values, source)
     try:
         config = AutoConfig.from_pretrained(model, trust_remote_code=False)
     except Exception as error:  # a forged file can raise anything
         raise ValueError(f"{source}: transformers refuses its config.json: {' '.join(str(error).split())}") from error
+    if not isinstance(config.get_text_config(), PretrainedConfig):
+        raise ValueError(f"{source}: its config.json has a text_config, which {type(config).__name__} does not know")
     check_code(config, source)
-    check_sizes(config, source)
+    _check_sizes(vars(config), source)
     published_weights(config, source)
     return config
 
@@ -74,7 +80,7 @@ def _read_values(model: str) -> dict[str, Any]:
     else:
         try:
             values = PretrainedConfig.get_config_dict(model)[0]
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise _NotFoundError(_not_found(model, error)) from error
     if "model_type" not in values and "type" in values:
         raise ValueError(
@@ -84,8 +90,16 @@ def _read_values(model: str) -> dict[str, Any]:
     return values
 
 
-def _check_model_type(values: dict[str, Any], source: str) -> None:
+def _check_fields(values: dict[str, Any], source: str) -> None:
     model_type = values.get("model_type")
+    if not isinstance(model_type, str | None):
+        raise ValueError(f"{source}: model_type={model_type!r} must be a text; correct its config.json")
+    _NUM_LABELS.check(f"{source}: num_labels", values.get("num_labels"))
+    if not isinstance(values.get("quantization_config", {}), dict | None):
+        raise ValueError(
+            f"{source}: quantization_config={values['quantization_config']!r} must be an object; remove it"
+        )
+    _check_sizes(values, source)
     if model_type in CONFIG_MAPPING:
         return
     if "auto_map" in values:
@@ -114,13 +128,13 @@ def _in_folder(folder: Path) -> Path:
 
 def _parsed(path: Path) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = read_values(path)
     except json.JSONDecodeError as error:
         is_trailing = error.doc[error.pos :][:1] in ("}", "]") and error.doc[: error.pos].rstrip().endswith(",")
         wrong = "a comma before the closing bracket" if is_trailing else error.msg
         raise ValueError(f"model={str(path)!r}, line {error.lineno}: not JSON ({wrong}); correct it") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"model={str(path)!r} is no text; name a {_CONFIG}, or the folder with it") from error
+    except ValueError as error:
+        raise ValueError(f"model={str(path)!r}: {error}; name a {_CONFIG}, or the folder with it") from error
     if not isinstance(values, dict):
         raise ValueError(f"model={str(path)!r} holds a {type(values).__name__}, and no object with fields; correct it")
     return values
@@ -140,10 +154,10 @@ def _not_found(model: str, error: Exception) -> str:
     )
 
 
-def check_sizes(config: PretrainedConfig, source: str) -> None:
-    for name, value in vars(config).items():
-        if isinstance(value, PretrainedConfig):
-            check_sizes(value, f"{source}: {name}")
+def _check_sizes(fields: Mapping[str, Any], source: str) -> None:
+    for name, value in fields.items():
+        if isinstance(value, PretrainedConfig) or (isinstance(value, dict) and name.endswith("_config")):
+            _check_sizes(value if isinstance(value, dict) else vars(value), f"{source}: {name}")
         elif isinstance(value, int) and _SIZE.fullmatch(name):
             (COUNT if _NEVER_ZERO.fullmatch(name) else COUNT_OR_ZERO).check(f"{source}: {name}", value)
             if _LAYERS.fullmatch(name) and value > MAX_LAYERS:

@@ -55,7 +55,7 @@ def test_folders_without_a_configuration_are_refused(tmp_path: Path) -> None:
 
 def test_what_is_no_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "weights.gguf").write_bytes(b"GGUF\xff\xfe")
-    with pytest.raises(ValueError, match=r"weights.gguf' is no text; name a config.json"):
+    with pytest.raises(ValueError, match=r"weights.gguf': it is no text in UTF-8; name a config.json"):
         model_config.read_config(str(tmp_path / "weights.gguf"))
 
 

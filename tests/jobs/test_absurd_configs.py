@@ -1,0 +1,98 @@
+"""Configurations with absurd fields: each trains in the simulation, or is refused in a line and in bounded time."""
+
+import json
+import random
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from late_imports import LateModule
+
+from hf_memopt.estimate.estimate import simulate_step
+from hf_memopt.estimate.simulation.child_process import run_isolated
+
+transformers = LateModule("transformers")
+huggingface = LateModule("hf_memopt.jobs.huggingface")
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+TEXT = SIZES | {"vocab_size": 100, "max_position_embeddings": 64}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "LlamaForCausalLM": ("LlamaConfig", TEXT),
+    "BertForMaskedLM": ("BertConfig", TEXT),
+    "MixtralForCausalLM": ("MixtralConfig", TEXT | {"num_local_experts": 2}),
+    "GPT2LMHeadModel": ("GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 100, "n_positions": 64}),
+    "ViTForImageClassification": ("ViTConfig", SIZES | {"image_size": 32, "patch_size": 16}),
+}
+VALUES: list[Any] = [
+    *(0, -1, 1, 3, 7, 2**31, 2**40, 10**9, 0.5, 1e300, float("nan"), float("inf"), None, True, False),
+    *("", "x", "\x1b[2J", "é" * 50, "x" * 100_000, "float16", "torch.float99"),
+    *([], [1], ["a"], [[]], [0] * 5000, {}, {"a": 1}, {"rope_type": "yarn"}, {"0": {"1": {}}}),
+]
+FIELDS = (
+    *("quantization_config", "num_labels", "id2label", "architectures", "model_type", "auto_map", "dtype", "head_dim"),
+    *("rope_scaling", "rope_parameters", "attn_implementation", "text_config", "num_key_value_heads", "layer_types"),
+)
+
+
+@contextmanager
+def within(seconds: int) -> Iterator[None]:
+    def end(*about: Any) -> None:
+        raise TimeoutError(f"more than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def train(folder: Path) -> str:
+    """Return what a configuration was refused for; an error of another kind escapes."""
+    try:
+        model = huggingface.HuggingFaceModel(str(folder), seq_len=8, effective_batch=1)
+        step = model.step_with("none", "off", 1)
+        run_isolated(lambda: simulate_step(step))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_attention_heads": 0}, "num_attention_heads=0 must be at least 1"),
+        ({"num_labels": 10**9}, "num_labels=1000000000 must be at most 1000000"),
+        ({"quantization_config": "x"}, "quantization_config='x' must be an object"),
+        ({"model_type": []}, r"model_type=\[\] must be a text"),
+        ({"text_config": {"a": 1}}, "a text_config, which LlamaConfig does not know"),
+    ],
+)
+def test_an_absurd_field_is_named(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    values = transformers.LlamaConfig(**TEXT, architectures=["LlamaForCausalLM"]).to_dict()
+    (tmp_path / "config.json").write_text(json.dumps(values | changes))
+    with pytest.raises(ValueError, match=message):
+        huggingface.HuggingFaceModel(str(tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+def test_no_configuration_ends_in_a_traceback(seed: int, tmp_path: Path) -> None:
+    draw = random.Random(seed)
+    refused = 0
+    for number in range(50):
+        kind = draw.choice([*KINDS])
+        name, sizes = KINDS[kind]
+        values = json.loads(getattr(transformers, name)(**sizes, architectures=[kind]).to_json_string(use_diff=False))
+        for _ in range(draw.choice([1, 1, 2, 3])):
+            values[draw.choice([*values, *FIELDS])] = draw.choice(VALUES)
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(values))
+        with within(60):
+            refused += bool(train(folder))
+    assert 5 < refused < 45
