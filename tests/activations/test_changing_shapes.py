@@ -67,6 +67,7 @@ class Training:
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.sweep(share=0.3)
 def test_host_memory_stays_near_the_largest_need(mode: str) -> None:
     Training(mode, SyncCopier()).check_many(240, 80)
 

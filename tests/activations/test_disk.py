@@ -61,6 +61,7 @@ def step(model: nn.Module, tokens: Tensor, offloader: ActivationOffloader | None
     ],
     ids=str,
 )
+@pytest.mark.sweep(share=0.25)
 def test_gradients_are_those_of_the_plain_run(
     decoder: nn.Module, tokens: Tensor, on_disk: Make, schedule: str, options: dict[str, Any]
 ) -> None:
@@ -92,6 +93,7 @@ def test_inputs_of_checkpointed_blocks_go_to_the_disk(
 @pytest.mark.parametrize("copier", COPIERS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("options", [{"mode": "all"}, {"mode": "auto", "budget_gib": 1e-4}], ids=str)
+@pytest.mark.sweep(share=0.15)
 def test_beyond_the_hosts_budget_storages_go_to_the_disk(
     decoder: nn.Module, tokens: Tensor, on_disk: Make, copier: str, schedule: str, options: dict[str, Any]
 ) -> None:

@@ -63,5 +63,6 @@ def constant_tangent(net: nn.Module, context: Context, number: int) -> Tensor:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("step", [dual_level, tangent_alone, mean_flow, constant_tangent])
 @pytest.mark.parametrize("copier", ["sync", "random"])
+@pytest.mark.sweep(share=0.15)
 def test_gradients_of_directional_derivatives(step: object, mode: str, copier: str) -> None:
     assert_as_plain(step, model(), mode, copier)

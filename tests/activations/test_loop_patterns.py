@@ -269,7 +269,7 @@ def check(pattern: str, offloader: ActivationOffloader, known: bool = True) -> N
     assert offloader.stats.host_bytes_live == 0
 
 
-@pytest.mark.sweep(share=1 / 3)
+@pytest.mark.sweep(share=0.1)
 @pytest.mark.parametrize("copier", CHOSEN_COPIERS)
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_mode_all(pattern: str, copier: str) -> None:
@@ -278,7 +278,7 @@ def test_mode_all(pattern: str, copier: str) -> None:
     assert offloader.stats.bytes_moved > 0
 
 
-@pytest.mark.sweep(share=1 / 3)
+@pytest.mark.sweep(share=0.1)
 @pytest.mark.parametrize("copier", CHOSEN_COPIERS)
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_any_plan(pattern: str, copier: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,7 +288,7 @@ def test_any_plan(pattern: str, copier: str, monkeypatch: pytest.MonkeyPatch) ->
     assert planner.num_plans > 0
 
 
-@pytest.mark.sweep(share=1 / 2)
+@pytest.mark.sweep(share=0.2)
 @pytest.mark.parametrize(("index", "pattern"), list(enumerate(PATTERNS)))
 def test_the_planners_plan(index: int, pattern: str) -> None:
     """Check the planner's smallest plan, with and without the model's weights known beforehand."""

@@ -39,6 +39,7 @@ def solve(solver: str, method: str) -> Tensor:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("method", ADAPTIVE)
+@pytest.mark.sweep(share=0.15)
 def test_adaptive_solvers(method: str, mode: str) -> None:
     assert_as_plain(solve("odeint", method), Field(), mode)
 
@@ -50,7 +51,7 @@ def test_fixed_grids(method: str, mode: str) -> None:
     assert_as_plain(solve("odeint", method), Field(), mode)
 
 
-@pytest.mark.sweep(share=1 / 4)
+@pytest.mark.sweep(share=1 / 10)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("method", [*ADAPTIVE, *FIXED])
 def test_adjoints(method: str, mode: str) -> None:

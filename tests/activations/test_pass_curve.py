@@ -42,6 +42,7 @@ def offloader_of(**options: Any) -> ActivationOffloader:
 
 @pytest.mark.parametrize("num_forwards", [1, 2])
 @pytest.mark.parametrize("options", MODES.values(), ids=MODES)
+@pytest.mark.sweep(share=0.4)
 def test_plain_memory_is_that_of_a_pass_that_keeps_everything(options: dict[str, Any], num_forwards: int) -> None:
     keeping = trained(offloader_of(budget_gib=1.0), num_forwards)
     assert keeping.report().plans[0].plan.offloaded_bytes == 0

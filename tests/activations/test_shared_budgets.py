@@ -131,6 +131,7 @@ def train(case: str, budget_gib: float) -> ActivationOffloader:
 
 @pytest.mark.parametrize("share", [1.0, 1.3, 2.0, 4.0])
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.sweep(share=0.15)
 def test_predicted_is_measured_within_the_budget(case: str, share: float) -> None:
     with pytest.raises(InfeasibleBudgetError) as refused:
         train(case, 1e-9)

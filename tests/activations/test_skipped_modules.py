@@ -78,6 +78,7 @@ NAMES = ("vision_tower", "vision_*", "VisionTower", "Tower")
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("skip", [*((name,) for name in NAMES), (Tower,), ("Linear", nn.GELU)], ids=str)
+@pytest.mark.sweep(share=0.15)
 def test_gradients_are_the_plain_ones(model: Model, mode: str, skip: Any) -> None:
     for copier in ("early", "late"):
         assert_as_plain(step, model, mode, copier, skip=skip)

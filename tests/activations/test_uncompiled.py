@@ -51,6 +51,7 @@ def train(how: str, backend: str, offloader: ActivationOffloader | None) -> list
 
 @pytest.mark.parametrize("mode", ["all", "inputs", "auto"])
 @pytest.mark.parametrize("how", ["model", "layers", "step", "wrapped"])
+@pytest.mark.sweep(share=0.25)
 def test_gradients_are_the_compiled_plain_ones(how: str, mode: str) -> None:
     want = train(how, "aot_eager", None)
     torch._dynamo.reset()
@@ -73,6 +74,7 @@ def test_gradients_are_those_that_inductor_computes(how: str, mode: str) -> None
 
 
 @pytest.mark.parametrize("mode", ["all", "auto"])
+@pytest.mark.sweep(share=0.5)
 def test_a_backward_inside_of_a_compiled_step(mode: str, recwarn: pytest.WarningsRecorder) -> None:
     """Check that destructors inside a compiled step release host memory."""
     offloader = ActivationOffloader(mode=mode, offload_threshold_mb=0, copier=SyncCopier())

@@ -129,7 +129,7 @@ def any_plan(monkeypatch: pytest.MonkeyPatch) -> RandomPlanner:
     return planner
 
 
-@pytest.mark.sweep(share=1 / 3)
+@pytest.mark.sweep(share=0.1)
 @pytest.mark.usefixtures("any_plan")
 @pytest.mark.parametrize("copier", ["sync", "late"])
 @pytest.mark.parametrize("mode", ["all", "auto"])

@@ -85,6 +85,7 @@ def test_a_base_is_written_with_the_shapes_of_its_model(tmp_path: Path, load: Lo
         "ours, all, checkpointing",
     ],
 )
+@pytest.mark.sweep(share=0.4)
 def test_a_kind_has_the_results_of_plain(kind: str, tmp_path: Path, load: Load) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 16}
     base = load("limit.trained_weights").write_base(sizes, tmp_path / "base")

@@ -47,7 +47,7 @@ def frozen_part(trainer: Any) -> Any:
     return part
 
 
-@pytest.mark.sweep(share=1 / 3)
+@pytest.mark.sweep(share=0.1)
 @pytest.mark.parametrize("mode", ["swap", "stream"])
 @pytest.mark.parametrize("how", ["attach", "launch"])
 @pytest.mark.parametrize("kind", NAMES)

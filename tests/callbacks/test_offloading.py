@@ -29,6 +29,7 @@ transformers = LateModule("transformers")
         *(pytest.param(settings, "late", marks=pytest.mark.slow) for settings in SETTINGS if settings != "fp32"),
     ],
 )
+@pytest.mark.sweep(share=0.4)
 def test_weights_are_bitwise_those_of_the_plain_run(make: Any, settings: str, offloads: str) -> None:
     """Check dropout, accumulation, and evaluation and generation between the steps."""
     want, generated = run(make, "plain", everything(), **SETTINGS[settings])
@@ -70,6 +71,7 @@ def test_inputs_of_checkpointed_layers(make: Any) -> None:
 
 
 @pytest.mark.parametrize("settings", ["fp32", "checkpointing"])
+@pytest.mark.sweep(share=0.5)
 def test_planned_offloading(make: Any, settings: str, caplog: pytest.LogCaptureFixture) -> None:
     """Compare with evaluations between recorded and planned passes."""
     caplog.set_level(logging.INFO, logger="hf_memopt")
@@ -108,6 +110,7 @@ def fail_once(trainer: Any, error: Callable[[], Exception], place: str, call: in
 
 
 @pytest.mark.parametrize("place", ["forward", "backward"])
+@pytest.mark.sweep(share=0.5)
 def test_training_goes_on_exactly_after_an_exception(make: Any, place: str) -> None:
     ends = []
     for how in ("plain", *HOWS):
@@ -159,6 +162,7 @@ def test_auto_find_batch_size_starts_over(make: Any) -> None:
 
 
 @pytest.mark.parametrize("how", HOWS)
+@pytest.mark.sweep(share=0.5)
 def test_a_resumed_run_is_the_uninterrupted_plain_one(make: Any, how: str, tmp_path: Path) -> None:
     saving = {"save_strategy": "steps", "save_steps": 3}
     whole = make(**saving, output_dir=str(tmp_path / "whole"))

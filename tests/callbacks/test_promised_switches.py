@@ -144,7 +144,7 @@ def weights_after(trainer: Any) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in trainer.model.state_dict().items()}
 
 
-@pytest.mark.sweep(share=1 / 6)
+@pytest.mark.sweep(share=1 / 15)
 @pytest.mark.parametrize(("trainer", "switch"), CASES)
 def test_a_switch_does_what_it_names_and_changes_no_bit(
     trainer: str, switch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

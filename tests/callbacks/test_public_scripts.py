@@ -54,6 +54,7 @@ def trl_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize("switch", [OFFLOADED, CHECKPOINTED], ids=["offloaded", "checkpointed"])
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
 @pytest.mark.parametrize("name", ROWS)
+@pytest.mark.sweep(share=0.25)
 def test_scripts_of_trl(
     name: str, precision: str, switch: tuple[str, ...], trl_words: Any, record_command: Any, tmp_path: Path
 ) -> None:

@@ -79,6 +79,7 @@ def test_a_trainer_is_recorded_for_two_steps_and_leaves_nothing_behind(record: A
         ("offload=all", "offload_threshold_mb=0"),
     ],
 )
+@pytest.mark.sweep(share=0.3)
 def test_switches_that_keep_every_bit(texts: tuple[str, ...], record: Any) -> None:
     plain, _ = record(TRAINER, texts=texts, is_switched=False)
     switched, _ = record(TRAINER, texts=texts)

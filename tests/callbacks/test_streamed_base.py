@@ -133,6 +133,7 @@ def test_streamed_weights_that_are_not_named_go_on_streaming(make: Any) -> None:
 
 
 @pytest.mark.parametrize("make_model", [with_adapters, with_frozen_layer])
+@pytest.mark.sweep(share=0.5)
 def test_checkpoints_are_those_of_the_plain_run(make: Any, make_model: Callable[[], nn.Module], tmp_path: Path) -> None:
     from safetensors.torch import load_file
 

@@ -78,6 +78,7 @@ TRAININGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("home", ["host", "file"])
 @pytest.mark.parametrize("kind", TRAININGS)
+@pytest.mark.sweep(share=0.25)
 def test_a_trainer_logs_saves_and_resumes_as_without_it(kind: str, home: str, tmp_path: Path) -> None:
     want = run(tmp_path / "plain", None, **TRAININGS[kind])
     switches = {"base": home, "optimizer_home": "host"} if kind == "bf16" else {"base": home}

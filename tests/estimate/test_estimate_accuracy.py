@@ -203,6 +203,7 @@ def cases() -> list[Any]:
 
 
 @pytest.mark.parametrize("name", cases())
+@pytest.mark.sweep(share=0.4)
 def test_the_peaks_of_a_real_run(name: str) -> None:
     for deviation in deviations(*CASES[name]):
         assert abs(deviation) < 0.01

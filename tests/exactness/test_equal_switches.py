@@ -53,6 +53,7 @@ SWITCHES: dict[str, Callable[[nn.Module, Tensor], Any]] = {
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("switch", SWITCHES)
+@pytest.mark.sweep(share=0.25)
 def test_a_switch_that_keeps_every_bit(switch: str, autocast: bool) -> None:
     model = tiny_net()
     report = verify(Training(model, autocast=autocast), Training(model, SWITCHES[switch], autocast=autocast))

@@ -53,6 +53,7 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("name", "precision"), cases(INNOCENT))
+@pytest.mark.sweep(share=0.25)
 def test_an_innocent_change_is_rounding(name: str, precision: str) -> None:
     report = judged(INNOCENT[name], PRECISIONS[precision])
     assert report.verdict in ("equal", "rounding"), report
@@ -60,6 +61,7 @@ def test_an_innocent_change_is_rounding(name: str, precision: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "precision"), cases(FAULTS))
+@pytest.mark.sweep(share=0.15)
 def test_a_fault_is_none(name: str, precision: str) -> None:
     report = judged(FAULTS[name], PRECISIONS[precision])
     assert report.verdict in ("small", "different"), report

@@ -115,6 +115,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str, str]] = {
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.sweep(share=0.15)
 def test_a_fault_is_found_and_named(fault: str, autocast: bool) -> None:
     settings, place, advice = FAULTS[fault]
     model = tiny_net()

@@ -207,6 +207,7 @@ def judge(tally: Tally, attack: str, saved: Saved, asked: str | Path) -> None:
         (link_to_others, ".", "it is a symbolic link; name the folder that it leads to", 2),
     ],
 )
+@pytest.mark.sweep(share=0.25)
 def test_a_refusal_names_the_file_and_the_remedy(
     kind: Callable[..., None], file: str, message: str, valid: int | None, saved: Saved
 ) -> None:

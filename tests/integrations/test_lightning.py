@@ -38,6 +38,7 @@ def equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
     ids=["plain", "accumulation and clipping", "bf16", "manual optimization"],
 )
 @pytest.mark.parametrize("mode", ["all", "auto"])
+@pytest.mark.sweep(share=0.25)
 def test_weights_are_those_of_the_plain_run(tmp_path: Path, settings: dict[str, Any], mode: str) -> None:
     offloading = ours.ActivationOffloading(toys.offloader(mode))
     assert equal(trained(tmp_path, offloading, **settings), trained(tmp_path, **settings))

@@ -29,6 +29,7 @@ def trained(folder: Path, name: str, micro_batch_size: int | None, *, dropout: f
 
 @pytest.mark.parametrize("name", PAIRS)
 @pytest.mark.parametrize("micro_batch_size", [1, 3])
+@pytest.mark.sweep(share=0.4)
 def test_weights_are_those_of_the_uncached_loss(tmp_path: Path, name: str, micro_batch_size: int) -> None:
     """Compare in float64 up to the order of sums, with sentences of several lengths and a small last batch."""
     plain = trained(tmp_path, name, None, gradient_accumulation_steps=2)
@@ -96,7 +97,7 @@ def losses_that_run_forward_in_backward(folder: Path, model: Any) -> dict[str, A
 
 
 @pytest.mark.filterwarnings("ignore:.*CachedMultipleNegativesSymmetricRankingLoss")
-@pytest.mark.sweep(share=1 / 3)
+@pytest.mark.sweep(share=0.1)
 @pytest.mark.parametrize("mode", ["all", "auto", "inputs"])
 @pytest.mark.parametrize("name", [*CACHED, "CachedLoss", "MatryoshkaLoss"])
 def test_the_forward_passes_in_backward_are_offloaded(name: str, mode: str, tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def estimated(case: Case, folder: Path) -> MemoryEstimate:
     return run_isolated(run)
 
 
-@pytest.mark.sweep(share=1 / 40)
+@pytest.mark.sweep(share=1 / 100)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 @pytest.mark.filterwarnings("ignore")
 def test_a_model_type_is_estimated_or_refused(case: Case, tmp_path: Path) -> None:

@@ -299,6 +299,7 @@ def test_a_card_smaller_than_what_it_keeps_for_itself_is_refused() -> None:
         plan(Toy(), gpu="256MiB", num_workers=1, progress=False)
 
 
+@pytest.mark.slow
 def test_the_choice_has_its_next_micro_batch_simulated_or_none_that_could_fit() -> None:
     for room_mib in (40, 60, 100):
         found = plan(TwoLevers(), gpu=card_with(room_mib * MIB), num_workers=1, progress=False)

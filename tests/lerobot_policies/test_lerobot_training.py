@@ -60,6 +60,7 @@ def test_trains_the_expert_and_leaves_the_frozen_model(toy_student: Path, toy_da
 
 
 @pytest.mark.parametrize("use_reflow", [True, False])
+@pytest.mark.sweep(share=0.5)
 def test_memory_by_phase_reaches_the_log_and_wandb(
     use_reflow: bool, toy_student: Path, toy_dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,6 +204,7 @@ def test_use_reflow_false_is_stock_training(
 @pytest.mark.parametrize(
     "setting", ["teacher_offload=swap", "teacher_dtype=bfloat16", "share_prefix=off", "activation_offload=auto"]
 )
+@pytest.mark.sweep(share=0.4)
 def test_trains_with(setting: str, toy_student: Path, toy_dataset: Path, tmp_path: Path) -> None:
     log = train(toy_student, toy_dataset, tmp_path / "run", f"--policy.{setting}", steps=1)
     assert 0 < lerobot_runs.logged(log, "loss")[0] < 1

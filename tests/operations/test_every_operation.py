@@ -19,6 +19,7 @@ NUM_SAMPLES = 2
 
 
 @pytest.mark.parametrize("name", chosen(OPERATORS, ALWAYS_OPERATORS), ids=lambda name: f"{name}-seed{SEED}")
+@pytest.mark.sweep(share=0.15)
 def test_an_operator(name: str) -> None:
     skip_without(name, operator_names)
     assert not faults(
@@ -27,6 +28,7 @@ def test_an_operator(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", chosen(MODULES, ALWAYS_MODULES), ids=lambda name: f"{name}-seed{SEED}")
+@pytest.mark.sweep(share=0.25)
 def test_a_module(name: str) -> None:
     skip_without(name, module_names)
     cases = some_cases(module_cases, name, ALWAYS_MODULES)

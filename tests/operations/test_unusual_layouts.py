@@ -91,7 +91,7 @@ def case_of(name: str) -> Case:
     return Case(name, FUNCTIONS[name], [leaf])
 
 
-@pytest.mark.sweep(share=1 / 3)
+@pytest.mark.sweep(share=0.1)
 @pytest.mark.parametrize("threshold_mb", [0, 10])
 @pytest.mark.parametrize("name", [*FUNCTIONS, *MODELS])
 def test_a_layout(name: str, threshold_mb: float) -> None:

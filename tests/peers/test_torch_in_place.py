@@ -224,6 +224,7 @@ def test_allowed_modification(offloader: ActivationOffloader, body: Body) -> Non
         lambda x: torch.fft.rfft(x).abs(), lambda x: Cube.apply(x).sum(0), lambda x: x.clone().mul_(2).sin_(),
     ],
 )  # fmt: skip
+@pytest.mark.sweep(share=0.15)
 def test_gradcheck(offloader: ActivationOffloader, check_of: Callable[..., bool], function: Any) -> None:
     """Run gradcheck, which writes its input past the version counter between passes whose graphs are alive."""
     torch.manual_seed(0)

@@ -180,6 +180,7 @@ SLOW = ("nothing old is closed",)
 @pytest.mark.parametrize(
     "name", [pytest.param(each, marks=pytest.mark.slow) if each in SLOW else each for each in FAULTS]
 )
+@pytest.mark.sweep(share=0.15)
 def test_it_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     outcome, num_programs, plants, only = FAULTS[name]
     for owner, attribute, make in plants:

@@ -51,6 +51,7 @@ class Page(HTMLParser):
 
 
 @pytest.mark.parametrize("make", RUNS.values(), ids=RUNS)
+@pytest.mark.sweep(share=0.4)
 def test_the_page_stands_alone(tmp_path: Path, make: Callable[[Path], Path]) -> None:
     run = read_run(make(tmp_path / "run"))
     file = write_report(run, tmp_path / "out")
@@ -118,6 +119,7 @@ def test_compared_modes_come_before_the_hosts_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("on_device", [True, False])
+@pytest.mark.sweep(share=0.5)
 def test_a_devices_memory_over_time_comes_first_and_a_hosts_where_nothing_else_is_known(
     tmp_path: Path, on_device: bool
 ) -> None:

@@ -107,6 +107,7 @@ del memory, files, file  # their threads end
 
 
 @pytest.mark.parametrize("raises", [False, True], ids=["returns", "raises"])
+@pytest.mark.sweep(share=0.5)
 def test_the_process_ends_after_calls_that_are_left(raises: bool, tmp_path: Path) -> None:
     code = _EXITS + ("raise RuntimeError('planned')" if raises else "")
     done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, timeout=HANG_S)

@@ -68,6 +68,7 @@ def some_released_at_once(arena: HostArena, sizes: list[int], dice: random.Rando
 
 @pytest.mark.parametrize("step", [in_order, released_in_any_order, some_released_at_once])
 @pytest.mark.parametrize("num_tokens", [tokens_of_padded_batches, tokens_up_to_a_length, mostly_short_texts])
+@pytest.mark.sweep(share=0.25)
 def test_3000_steps_of_ever_other_sizes(
     step: Callable[[HostArena, list[int], random.Random], int], num_tokens: Callable[[random.Random], int]
 ) -> None:
@@ -84,6 +85,7 @@ def test_3000_steps_of_ever_other_sizes(
 
 
 @pytest.mark.parametrize("share", [0.3, 0.6, 0.95])
+@pytest.mark.sweep(share=0.3)
 def test_at_its_limit_it_allocates_no_more_than_below_it(share: float) -> None:
     largest = sum(sizes_of_step(5 * 63))
     arena, dice = HostArena(SyncCopier(), budget_bytes=round(share * largest)), random.Random(0)

@@ -295,6 +295,7 @@ def test_a_weight_that_its_module_returns_stays() -> None:
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # Dynamo's
 @pytest.mark.parametrize("what", ["layers", "model"])
+@pytest.mark.sweep(share=0.5)
 def test_compiled_modules(what: str) -> None:
     def compiled(model: Any) -> Any:
         for module in model.layers if what == "layers" else [model]:
@@ -473,6 +474,7 @@ def test_a_checkpoint_with_the_same_base_loads_while_it_streams() -> None:
 
 @pytest.mark.parametrize("home", ["host", "file"])
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.sweep(share=0.4)
 def test_weights_that_begin_to_stream_in_any_mode_train_the_same(mode: str, home: str, tmp_path: Path) -> None:
     model = adapted()
     with MODES[mode]():
@@ -502,6 +504,7 @@ def test_a_default_device_may_stay_set(home: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("home", ["host", "file"])
 @pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.sweep(share=0.4)
 def test_training_after_an_evaluation_in_inference_mode(autocast: bool, home: str, tmp_path: Path) -> None:
     loss = partial(square_loss, autocast=autocast)
     model = adapted()
@@ -617,6 +620,7 @@ def test_parameters_given_back_are_trained_by_ddp_as_others_are() -> None:
 
 
 @pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.sweep(share=0.5)
 def test_every_operation_may_fail(steps: int) -> None:
     """The error is raised, and the next step is right."""
     counted = AdversarialCopier("late")

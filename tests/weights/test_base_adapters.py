@@ -22,7 +22,7 @@ def to_int8(model: nn.Module) -> None:
     quantize_(model.model, Int8WeightOnlyConfig())
 
 
-@pytest.mark.sweep(share=0.5)
+@pytest.mark.sweep(share=0.15)
 @pytest.mark.parametrize("precision", ["float32", "autocast", "bfloat16"])
 @pytest.mark.parametrize(("method", "checkpointing"), CASES)
 def test_gradients_are_those_of_the_resident_run(method: str, checkpointing: str, precision: str) -> None:
@@ -41,6 +41,7 @@ def test_gradients_are_those_of_the_resident_run(method: str, checkpointing: str
 
 @pytest.mark.parametrize("home", ["host", "file"])
 @pytest.mark.parametrize("checkpointing", KINDS)
+@pytest.mark.sweep(share=0.4)
 def test_adapters_of_parameters_train_the_same(checkpointing: str, home: str) -> None:
     def build() -> nn.Module:
         return with_adapters(tiny_mixtral(), "lora of experts", checkpointing)
@@ -57,6 +58,7 @@ def test_adapters_of_parameters_train_the_same(checkpointing: str, home: str) ->
 @pytest.mark.parametrize("home", ["host", "file"])
 @pytest.mark.parametrize("checkpointing", KINDS)
 @pytest.mark.parametrize("method", ["lora", "dora"])
+@pytest.mark.sweep(share=0.25)
 def test_weights_quantised_with_torchao_stream(method: str, checkpointing: str, home: str) -> None:
     want = two_steps(with_adapters(tiny_llama(to_int8), method, checkpointing))
     model = with_adapters(tiny_llama(to_int8), method, checkpointing)
@@ -111,6 +113,7 @@ def test_a_base_is_saved_whole(tmp_path: Path) -> None:
 @pytest.mark.parametrize("home", ["host", "file"])
 @pytest.mark.parametrize("is_early", [False, True])
 @pytest.mark.parametrize("safely", [False, True])
+@pytest.mark.sweep(share=0.25)
 def test_adapters_are_merged_after_remove(safely: bool, is_early: bool, home: Any, tmp_path: Path) -> None:
     """What is merged in a visit is an error, and there after `remove`."""
     plain, model = with_adapters(tiny_llama(), "lora"), with_adapters(tiny_llama(), "lora")

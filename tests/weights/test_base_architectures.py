@@ -44,7 +44,7 @@ def gradients(workload: Workload, autocast: bool, base: StreamedWeights | None) 
     return found
 
 
-@pytest.mark.sweep(share=0.3)
+@pytest.mark.sweep(share=0.1)
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN:UserWarning")
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state:UserWarning")
 @pytest.mark.parametrize("every_third_trains", [False, True], ids=["matrices", "two thirds"])
@@ -84,7 +84,7 @@ MEETINGS = [
 ]
 
 
-@pytest.mark.sweep(share=0.25)
+@pytest.mark.sweep(share=0.1)
 @pytest.mark.parametrize(("name", "checkpointing", "precision", "home"), MEETINGS)
 def test_homes_precisions_and_kinds_of_checkpointing(
     name: str, checkpointing: str, precision: str, home: BaseHome

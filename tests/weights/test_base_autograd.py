@@ -250,6 +250,7 @@ def take(model: nn.Module) -> list[Tensor]:
     ids=lambda way: way.__name__,
 )
 @pytest.mark.parametrize("home", ["host", "file"])
+@pytest.mark.sweep(share=0.15)
 def test_results_are_those_of_the_resident_run(
     way: Callable[[nn.Module], list[Tensor]], home: str, tmp_path: Path
 ) -> None:

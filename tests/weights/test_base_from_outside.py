@@ -22,6 +22,7 @@ from hf_memopt import StreamedWeights
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("home", ["host", "file"])
+@pytest.mark.sweep(share=0.4)
 def test_threads_may_share_a_model(home: str, autocast: bool, tmp_path: Path) -> None:
     plain, model = adapted(), adapted()
     base = streamed(model, home=home, disk=tmp_path)
@@ -137,6 +138,7 @@ def test_memory_that_others_hold_is_reported() -> None:
     ids=["itself", "data", "detached", "foreach", "bound"],
 )
 @pytest.mark.parametrize("where", ["visit", "forward", "pass"])
+@pytest.mark.sweep(share=0.15)
 def test_a_write_is_an_error(write: Callable[[nn.Parameter], object], where: str, home: str, tmp_path: Path) -> None:
     model = adapted()
     base = streamed(model, home=home, disk=tmp_path)
@@ -208,6 +210,7 @@ def test_memory_that_was_exchanged_is_brought_again_or_an_error(
     ids=["numpy", "detached", "asarray", "dlpack"],
 )
 @pytest.mark.parametrize("where", ["visit", "stream", "forward"])
+@pytest.mark.sweep(share=0.15)
 def test_arrays_keep_the_memory_that_they_read(
     array_of: Callable[[Any], Any], where: str, home: str, tmp_path: Path
 ) -> None:

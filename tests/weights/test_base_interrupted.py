@@ -38,6 +38,7 @@ def interrupted_after(seconds: float) -> Iterator[None]:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Python swallows it in callbacks
 @pytest.mark.parametrize("home", ["host", "file"])
+@pytest.mark.sweep(share=0.5)
 def test_the_next_pass_is_right_after_an_interrupt_at_any_moment(home: str, tmp_path: Path) -> None:
     plain, model = adapted("non-reentrant"), adapted("non-reentrant")
     want = train(plain, square_loss, steps=1)
@@ -67,6 +68,7 @@ def test_the_next_pass_is_right_after_an_interrupt_at_any_moment(home: str, tmp_
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("kind", ["host", "file", "file for a device"])
+@pytest.mark.sweep(share=0.3)
 def test_the_next_pass_is_right_after_an_interrupt_at_any_place(kind: str, tmp_path: Path) -> None:
     model = adapted("non-reentrant")
     want = train(adapted("non-reentrant"), square_loss, steps=1)
@@ -91,6 +93,7 @@ def test_the_next_pass_is_right_after_an_interrupt_at_any_place(kind: str, tmp_p
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("home", ["host", "file"])
+@pytest.mark.sweep(share=0.5)
 def test_nothing_is_left_of_an_interrupted_visit(home: str, tmp_path: Path) -> None:
     model, plain = adapted(), adapted()
     base = streamed(model, home=home, disk=tmp_path)

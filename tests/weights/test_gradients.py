@@ -110,7 +110,7 @@ def gradients_of(training: Training) -> Gradients:
     return found
 
 
-@pytest.mark.sweep(share=1 / 2)
+@pytest.mark.sweep(share=0.2)
 @pytest.mark.parametrize("home", ["host", "file"])
 @pytest.mark.parametrize("use", USES)
 def test_a_use_of_gradients_finds_plain_ones(use: str, home: str, tmp_path: Path) -> None:

@@ -57,6 +57,7 @@ def parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.usefixtures("parts")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("copier", ALL_COPIERS)
+@pytest.mark.sweep(share=0.15)
 def test_outputs_are_bitwise_those_of_the_plain_module(
     sampler: Sampler, tokens: Tensor, mode: str, copier: str, tmp_path: Path
 ) -> None:
@@ -249,6 +250,7 @@ def test_rows_are_bitwise_those_of_the_table(home: str, indices: str, tmp_path: 
 @pytest.mark.parametrize("index", [-1, 50, -(2**40), 2**40])
 @pytest.mark.parametrize("name", ["plain", "transposed"])
 @pytest.mark.parametrize("home", HOMES)
+@pytest.mark.sweep(share=0.15)
 def test_rows_outside_of_the_table_are_refused_as_torch_does(home: str, name: str, index: int, tmp_path: Path) -> None:
     tables = Tables()
     weights = PackedWeights(tables)
@@ -344,6 +346,7 @@ def test_a_file_that_is_linked_or_deleted_is_read_on(network: Network, x: Tensor
 
 @pytest.mark.parametrize("copier", ["none", "late"])
 @pytest.mark.parametrize("mode", ["swap", "stream"])
+@pytest.mark.sweep(share=0.4)
 def test_the_next_visit_is_right_after_a_failed_read(
     sampler: Sampler, tokens: Tensor, copier: str, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -377,6 +380,7 @@ def test_the_next_visit_is_right_after_a_failed_read(
 
 
 @pytest.mark.parametrize("mode", ["swap", "stream"])
+@pytest.mark.sweep(share=0.5)
 def test_the_next_visit_is_right_after_a_fault_in_any_copy(tokens: Tensor, mode: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     sampler = Sampler(num_prefix=1, num_expert=1).eval().requires_grad_(False)

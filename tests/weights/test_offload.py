@@ -52,6 +52,7 @@ WRITES = {
 @pytest.mark.parametrize("home", ["host", "file"])
 @pytest.mark.parametrize("mode", ["swap", "stream", "resident"])
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+@pytest.mark.sweep(share=0.15)
 def test_a_written_weight_is_kept_or_an_error(
     network: Network, x: Tensor, mode: Any, write: Callable[[Any], Any], home: Any, context: Any, tmp_path: Path
 ) -> None:

@@ -32,6 +32,7 @@ def offloaded(network: nn.Module, kind: str = "adamw", **options: Any) -> Offloa
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.sweep(share=0.15)
 def test_weights_and_state_are_those_of_the_plain_optimizer(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
     if kind == "sgd fused" and dtype is torch.bfloat16:
         pytest.skip("torch's kernel begins with momentum that nobody has set: two plain runs differ")
@@ -97,6 +98,7 @@ def test_an_update_goes_on_after_any_operation_of_the_file_has_failed(tmp_path: 
 
 
 @pytest.mark.parametrize("home", ["host", "file"])
+@pytest.mark.sweep(share=0.5)
 def test_an_update_goes_on_after_any_copy_has_failed(home: Any, tmp_path: Path) -> None:
     want = trained("adamw")
     copier = AdversarialCopier()
@@ -110,6 +112,7 @@ def test_an_update_goes_on_after_any_copy_has_failed(home: Any, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("home", ["host", "file"])
+@pytest.mark.sweep(share=0.5)
 def test_an_interrupted_update_is_finished_or_refused(home: Any, tmp_path: Path) -> None:
     network, optimizer = trained("adamw", home=home, disk=tmp_path)
     assert isinstance(optimizer, OffloadedOptimizer)

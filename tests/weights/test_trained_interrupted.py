@@ -61,6 +61,7 @@ def places(num_operations: int) -> range:
 
 
 @pytest.mark.parametrize("home", ["host", "file"])
+@pytest.mark.sweep(share=0.5)
 def test_training_goes_on_after_any_copy_has_failed(home: str, tmp_path: Path) -> None:
     want = Training(make()).start().run()
     copier = AdversarialCopier()
@@ -132,6 +133,7 @@ def home(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 PLACES = ("weights/trained", "weights/gradients", "weights/optimizer", "weights/residency", "hf_memopt/transfer")
 
 
+@pytest.mark.sweep(share=0.5)
 def test_passes_are_right_after_an_interrupt_at_any_place(home: str, tmp_path: Path) -> None:
     want = Training(make()).start()
     want.backward(1)
@@ -149,6 +151,7 @@ def test_passes_are_right_after_an_interrupt_at_any_place(home: str, tmp_path: P
         assert equal(found, [each.grad for each in want.model.parameters()]), place
 
 
+@pytest.mark.sweep(share=0.5)
 def test_an_interrupted_update_is_finished_or_refused(home: str, tmp_path: Path) -> None:
     training, want = Training(make(), home).start(disk=tmp_path).run(2), Training(make()).start().run(2)
     weights = {name: each.clone() for name, each in training.model.state_dict().items()}

@@ -64,6 +64,7 @@ CELLS = pairwise(
 
 
 @pytest.mark.parametrize(("kind", "checkpointing", "precision", "home"), CELLS)
+@pytest.mark.sweep(share=0.15)
 def test_training_is_that_of_plain_weights(
     kind: str, checkpointing: str, precision: str, home: str, tmp_path: Path
 ) -> None:
@@ -99,7 +100,7 @@ def is_equal_for(name: str, checkpointing: bool, autocast: bool, kind: str, home
     return are_equal(run(home), run({}))
 
 
-@pytest.mark.sweep(share=1 / 2)
+@pytest.mark.sweep(share=0.2)
 @pytest.mark.parametrize("name", MODELS)
 def test_architectures_train_as_plain(name: str, tmp_path: Path) -> None:
     place = MODELS.index(name)
@@ -205,6 +206,7 @@ def with_inputs(model: Any, number: int, autocast: bool) -> Tensor:
         with_inputs,
     ],
 )
+@pytest.mark.sweep(share=0.25)
 def test_losses_of_all_kinds(loss: Any, home: str, tmp_path: Path) -> None:
     assert are_equal(trained(loss_of=loss, **options_of(home, tmp_path)), trained(loss_of=loss))
 
@@ -237,6 +239,7 @@ def without_small_ones(model: Any) -> Any:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("home", ["host by copies", "file"])
 @pytest.mark.parametrize("change", [spectral, weight_norm, half_frozen, compiled, without_small_ones])
+@pytest.mark.sweep(share=0.25)
 def test_models_of_all_kinds(change: Any, home: str, tmp_path: Path) -> None:
     def make() -> nn.Module:
         torch.manual_seed(0)
@@ -269,6 +272,7 @@ def test_a_checkpoint_may_be_saved_over_the_one_that_was_loaded(tmp_path: Path) 
 
 @pytest.mark.parametrize("is_saved_by_plain", [False, True])
 @pytest.mark.parametrize("home", HOMES)
+@pytest.mark.sweep(share=0.25)
 def test_training_goes_on_from_a_checkpoint(home: str, is_saved_by_plain: bool, tmp_path: Path) -> None:
     saved = trained(num_updates=2, **({} if is_saved_by_plain else options_of(home, tmp_path)))
     weights = {name: each.contiguous() for name, each in saved.model.state_dict().items() if name != "head.weight"}
@@ -475,7 +479,7 @@ class InBackward(Training):
             self.found.append(loss.detach())
 
 
-@pytest.mark.sweep(share=1 / 4)
+@pytest.mark.sweep(share=1 / 10)
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("kind", ["adamw", "adafactor", "sgd foreach"])
 @pytest.mark.parametrize("checkpointing", ["none", "reentrant", "non-reentrant"])

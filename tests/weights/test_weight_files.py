@@ -195,6 +195,7 @@ def test_a_header_longer_than_its_file_is_refused(content: bytes, tmp_path: Path
 
 
 @pytest.mark.parametrize("seed", range(20))
+@pytest.mark.sweep(share=0.15)
 def test_random_damage_gives_the_weights_or_names_the_file(seed: int, tmp_path: Path) -> None:
     path, rng = tmp_path / "model.safetensors", random.Random(seed)
     layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3)).requires_grad_(False)

@@ -32,6 +32,7 @@ from hf_memopt.memory import SavedBytes
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.sweep(share=0.3)
 def test_repeated_blocks_are_found(name: str) -> None:
     model, loss = build(name)
     plain = SavedBytes(model.parameters())

@@ -46,6 +46,7 @@ def offloaded(plan: OffloadPlan) -> list[int]:
 
 
 @pytest.mark.parametrize(("num_storages", "num_cases"), [(3, 15), (5, 6), (8, 5)])
+@pytest.mark.sweep(share=0.3)
 def test_budgets_of_both_hold_in_every_plan(num_storages: int, num_cases: int) -> None:
     num_on_disk = 0
     for seed in range(num_cases):
@@ -131,6 +132,7 @@ def test_nearly_as_fast_as_brute_force(num_storages: int, num_cases: int) -> Non
 
 
 @pytest.mark.parametrize(("num_storages", "num_cases"), [(4, 16), (8, 12), (14, 4)])
+@pytest.mark.sweep(share=0.3)
 def test_no_plan_waits_for_copies_where_recomputing_is_faster(num_storages: int, num_cases: int) -> None:
     num_waiting = 0
     for seed in range(num_cases):
@@ -154,6 +156,7 @@ def recomputing(index: int, plan: OffloadPlan, profile: Profile, tiers: Tiers) -
 
 
 @pytest.mark.parametrize("profile", [chain([2**20] * 17), decoder(5, 5), u_net(4)], ids=["chain", "decoder", "u_net"])
+@pytest.mark.sweep(share=0.3)
 def test_larger_budgets_are_never_slower(profile: Profile) -> None:
     total = sum(profile.sizes)
     smallest = []

@@ -51,7 +51,7 @@ def test_smallest_budget_is_that_of_brute_force(seed: int) -> None:
     assert error.value.smallest_bytes == front(all_plans(profile, tiers, ahead))[0].peak_bytes
 
 
-@pytest.mark.sweep(share=1 / 3)
+@pytest.mark.sweep(share=0.1)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.e2e) if name in SLOW else name for name in PROFILES]
 )

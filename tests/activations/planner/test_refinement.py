@@ -44,6 +44,7 @@ def least_moved(costs: list[Cost], profile: Profile, budget: int, step_s: float)
 
 
 @pytest.mark.parametrize(("num_storages", "num_cases"), [(3, 30), (4, 12), (5, 3)])
+@pytest.mark.sweep(share=0.3)
 def test_moves_no_more_than_brute_force(num_storages: int, num_cases: int) -> None:
     """Check for at most a twentieth of all bytes more on average, and mostly for none more."""
     for seed in range(num_cases):

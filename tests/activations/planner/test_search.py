@@ -28,6 +28,7 @@ def check_against_brute_force(profile: Profile, tiers: Tiers, ahead: int) -> Non
 
 
 @pytest.mark.parametrize(("num_storages", "num_cases"), [(1, 20), (2, 60), (3, 60), (4, 16), (5, 4)])
+@pytest.mark.sweep(share=0.4)
 def test_nearly_as_fast_as_brute_force(num_storages: int, num_cases: int) -> None:
     for seed in range(num_cases):
         check_against_brute_force(*at_random(seed, num_storages))

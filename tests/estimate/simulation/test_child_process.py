@@ -104,6 +104,7 @@ for result in run_all_isolated([sleeps, computes], num_workers=2):
 
 
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL], ids=lambda sent: sent.name)
+@pytest.mark.sweep(share=0.5)
 def test_children_end_soon_after_their_parent_was_killed(sent: signal.Signals) -> None:
     with subprocess.Popen([sys.executable, "-c", ENDLESS], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None

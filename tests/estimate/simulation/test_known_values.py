@@ -33,6 +33,7 @@ QUESTIONS: dict[str, Callable[[Tensor], object]] = {
 
 
 @pytest.mark.parametrize("name", QUESTIONS)
+@pytest.mark.sweep(share=0.25)
 def test_answers_are_those_of_a_real_run(name: str) -> None:
     def ask(device: torch.device) -> object:
         return QUESTIONS[name](torch.tensor(IDS, device=device))

@@ -59,6 +59,7 @@ ANSWERS: dict[str, tuple[Callable[[Tensor], Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", ANSWERS)
+@pytest.mark.sweep(share=0.25)
 def test_answers_are_likely_ones(name: str) -> None:
     ask, expected = ANSWERS[name]
     assert simulated(lambda device: ask(scores(device))) == expected

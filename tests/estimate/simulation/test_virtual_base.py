@@ -96,6 +96,7 @@ def real_bytes(reentrant: bool | None, **options: Any) -> tuple[int, int]:
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("reentrant", [None, False, True])
 @pytest.mark.parametrize("home", ["host", "file"])
+@pytest.mark.sweep(share=0.25)
 def test_bytes_are_those_of_a_real_run(home: str, reentrant: bool | None, autocast: bool) -> None:
     options: dict[str, Any] = {"home": home, "autocast": autocast}
     found = estimate(reentrant, **options).streamed
@@ -105,6 +106,7 @@ def test_bytes_are_those_of_a_real_run(home: str, reentrant: bool | None, autoca
 
 
 @pytest.mark.parametrize("kib", [290, 320, 400])
+@pytest.mark.sweep(share=0.3)
 def test_a_hot_set_is_that_of_a_real_run(kib: int) -> None:
     options: dict[str, Any] = {"home": "host", "budget_gib": kib / 2**20}
     found = estimate(**options).streamed

@@ -49,6 +49,7 @@ REAL: dict[str, Callable[[Path], Any]] = {
 
 
 @pytest.mark.parametrize("name", REAL)
+@pytest.mark.sweep(share=0.25)
 def test_it_holds_on_a_cpu_what_the_estimate_says(name: str, tmp_path: Path) -> None:
     make = REAL[name]
     estimate = on_cpu(make(tmp_path))
@@ -94,6 +95,7 @@ SAME: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", SAME)
+@pytest.mark.sweep(share=0.3)
 def test_it_is_the_estimate_of_the_same_model_but_for_small_tensors(name: str, tmp_path: Path) -> None:
     arguments, options, checkpointing = SAME[name]
     trainer = plain(tmp_path, **arguments)

@@ -91,6 +91,7 @@ def test_a_generation_has_prompts_and_room_for_completions(model: Path) -> None:
         ("grpo", {"beta": 0.1}, 2, 1),
     ],
 )
+@pytest.mark.sweep(share=0.25)
 def test_a_reference_is_there_where_the_trainer_makes_one(
     name: str, fields: dict[str, Any], rank: int | None, num_models: int, model: Path
 ) -> None:

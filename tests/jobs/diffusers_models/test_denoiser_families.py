@@ -14,6 +14,7 @@ model_update = LateModule("hf_memopt.jobs.transformers_models.model_update")
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("lora_rank", [None, 2])
+@pytest.mark.sweep(share=0.15)
 def test_a_real_denoiser_learns_from_the_batch(name: str, lora_rank: int | None, tmp_path: Path) -> None:
     settings = SMALL[name] | ({} if name == "dit" else {"image_size": "64x32"})
     options = huggingface.HuggingFaceModel(write_denoiser(tmp_path, name), lora_rank=lora_rank, **settings)

@@ -25,6 +25,7 @@ QUICK = {("unet of SDXL", 4, "full"), ("flux", None, "none")}
         for case in ((name, *variant) for name in CONFIGS for variant in VARIANTS)
     ],
 )
+@pytest.mark.sweep(share=0.5)
 def test_the_peaks_of_a_real_run(name: str, lora_rank: int | None, checkpointing: str, tmp_path: Path) -> None:
     options = huggingface.HuggingFaceModel(write_denoiser(tmp_path, name), **SMALL[name], lora_rank=lora_rank)
 

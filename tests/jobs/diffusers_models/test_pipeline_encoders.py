@@ -20,6 +20,7 @@ SMALL = {"image_size": "64", "text_tokens": 8}
 
 
 @pytest.mark.parametrize(("name", "encoders"), [("flux", "vae"), ("flux", "device"), ("wan", "vae")])
+@pytest.mark.sweep(share=0.3)
 def test_the_peaks_of_a_real_run_that_encodes(name: str, encoders: str, tmp_path: Path) -> None:
     settings = {**denoiser_toys.SMALL[name], "text_tokens": 8, "encoders": encoders, "lora_rank": 4}
     options = huggingface.HuggingFaceModel(write_pipeline(tmp_path, name), **settings)

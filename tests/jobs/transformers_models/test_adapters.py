@@ -82,6 +82,7 @@ def test_without_trl_the_loss_and_the_remedy_are_named(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("options", [{}, {"lora_rank": 4, "quantize": "nf4", "precision": "bf16"}])
+@pytest.mark.sweep(share=0.5)
 def test_a_loss_in_tiles_keeps_no_logits(folder_of: FolderOf, options: dict[str, Any]) -> None:
     vocabulary = 40_000
     folder = folder_of("qwen3", vocab_size=vocabulary)

@@ -85,6 +85,7 @@ def test_an_encoder_without_a_head_is_an_embedding_model(folder_of: FolderOf) ->
 
 
 @pytest.mark.parametrize(("model_type", "options"), [(ENCODER, {}), (DECODER, {"lora_rank": 2, "padding": True})])
+@pytest.mark.sweep(share=0.5)
 def test_every_weight_learns(model_type: str, options: dict[str, Any], folder_of: FolderOf) -> None:
     found = estimated(folder_of(model_type), 32, **options)
     assert found.unreached == ()

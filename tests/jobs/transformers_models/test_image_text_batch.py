@@ -40,6 +40,7 @@ QUICK = {("llava", "LoRA beside a frozen tower, checkpointed"), ("qwen2_5_vl", "
         for case in ((model_type, variant) for model_type in CONFIGS for variant in VARIANTS)
     ],
 )
+@pytest.mark.sweep(share=0.5)
 def test_the_peaks_of_a_real_run(model_type: str, variant: str, folder_of: FolderOf) -> None:
     """Compare to the byte; Qwen's positions, made from the types of tokens in a real run, may count once too often."""
     changes, checkpointing = VARIANTS[variant]

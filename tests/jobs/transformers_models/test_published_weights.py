@@ -32,6 +32,7 @@ def model(folder: str, **options: Any) -> Any:
         (INT8, "int8"),
     ],
 )
+@pytest.mark.sweep(share=0.3)
 def test_a_checkpoint_says_how_its_weights_are_stored(said: dict[str, Any], found: str, folder_of: FolderOf) -> None:
     folder = folder_of("qwen3", quantization_config=said, dtype="bfloat16")
     published = model(folder, lora_rank=2)

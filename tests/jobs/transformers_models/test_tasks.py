@@ -96,6 +96,7 @@ def test_a_real_model_learns_from_the_batch(model_type: str, name: str, folder_o
 
 
 @pytest.mark.parametrize("quantize", ["none", "nf4"])
+@pytest.mark.sweep(share=0.5)
 def test_beside_adapters_the_head_of_a_classifier_is_trained(folder_of: FolderOf, quantize: str) -> None:
     options = {"lora_rank": 2, "lora_targets": "q_proj", "quantize": quantize, "num_labels": 2}
     folder = folder_of("qwen3", num_labels=options.pop("num_labels"))

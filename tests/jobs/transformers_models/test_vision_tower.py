@@ -11,6 +11,7 @@ model_update = LateModule("hf_memopt.jobs.transformers_models.model_update")
 
 @pytest.mark.parametrize("model_type", CONFIGS)
 @pytest.mark.parametrize("lora_rank", [None, 2])
+@pytest.mark.sweep(share=0.15)
 def test_nothing_of_it_is_trained(model_type: str, lora_rank: int | None, folder_of: FolderOf) -> None:
     def trained(freeze: bool) -> set[str]:
         options = huggingface.HuggingFaceModel(

@@ -193,6 +193,7 @@ BAD_JSON = ["", "{}", "null", "[" * 100_000]
     ],
     ids=[*(text[:8] or "empty" for text in BAD_JSON), "not text", "cut", "bits", "deleted", "dangling"],
 )
+@pytest.mark.sweep(share=0.25)
 def test_a_damaged_file_is_named_and_mended_by_the_same_command(
     own: Path, find: Callable[[Path], Path], damage: Callable[[Path], object]
 ) -> None:

@@ -105,6 +105,7 @@ def test_a_student_without_a_teacher_samples_its_own_targets(
 
 
 @pytest.mark.parametrize("share_prefix", ["on", "off"])
+@pytest.mark.sweep(share=0.4)
 def test_where_the_teacher_lives_and_when_it_is_copied_changes_nothing(
     random_teacher: Path, pi_batch: Any, noise: Tensor, time: Tensor, share_prefix: str
 ) -> None:

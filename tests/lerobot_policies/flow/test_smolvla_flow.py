@@ -31,6 +31,7 @@ Make = Callable[..., Any]
     ],
     ids=lambda architecture: next(iter(architecture), "default"),
 )
+@pytest.mark.sweep(share=0.4)
 def test_shared_prefix_gives_the_unshared_loss_and_gradients(
     make: Make,
     batch: Any,

@@ -61,6 +61,7 @@ def test_a_student_starts_as_its_teacher(pi: str, pi_student: Path, pi_teacher: 
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.sweep(share=0.5)
 def test_lerobots_loop_trains_the_expert_with_one_prefix_for_both(pi: str, trained: Any, pi_student: Path) -> None:
     output, log = trained
     before, after = lerobot_runs.weights(pi_student), lerobot_runs.weights(output)
@@ -137,6 +138,7 @@ def test_doctor_says_where_the_teacher_is(pi: str, trained: Any) -> None:
     assert "All checks PASSED" in said
 
 
+@pytest.mark.sweep(share=0.5)
 def test_students_are_evaluated_against_their_teacher(trained: Any) -> None:
     evaluation, observations = model_card.measure(str(trained[0]), num_steps=(1, 10))
     assert observations.held_out
@@ -145,6 +147,7 @@ def test_students_are_evaluated_against_their_teacher(trained: Any) -> None:
     assert evaluation.student.error[1] > 0
 
 
+@pytest.mark.sweep(share=0.5)
 def test_pairs_can_be_computed_ahead(pi_student: Path, toy_dataset: Path, tmp_path: Path) -> None:
     flags = [f"--policy.path={pi_student}", "--policy.device=cpu", FROZEN, "--policy.teacher_num_steps=1"]
     flags += smolvla_toy.dataset_flags(toy_dataset)

@@ -81,6 +81,7 @@ WAYS = {
     "options", [{"mode": "all"}, {"mode": "auto"}, {"mode": "auto", "budget_gib": 0.0005}], ids=str
 )
 @pytest.mark.usefixtures("quick_plans")
+@pytest.mark.sweep(share=0.25)
 def test_offloaded_activations_give_the_same_gradients(
     way: str, options: dict[str, Any], make: Make, batch: Any, noise: Tensor, time: Tensor
 ) -> None:

@@ -59,6 +59,7 @@ def test_target_is_bitwise_the_stock_teachers(make: Make, batch: Any, noise: Ten
 
 @pytest.mark.parametrize("mode", ["swap", "stream", "auto"])
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
+@pytest.mark.sweep(share=0.4)
 def test_a_teacher_is_read_from_its_checkpoint_and_a_cast_one_from_a_file_of_ours(
     make: Make, batch: Any, noise: Tensor, mode: str, dtype: str | None
 ) -> None:

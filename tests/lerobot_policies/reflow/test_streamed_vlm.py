@@ -20,6 +20,7 @@ Make = Callable[..., Any]
 @pytest.mark.parametrize("home", ["host", "file"])
 @pytest.mark.parametrize("offload", ["swap", "stream", "resident"])
 @pytest.mark.parametrize("share_prefix", ["on", "off"])
+@pytest.mark.sweep(share=0.25)
 def test_gradients_are_those_of_the_resident_run(
     make: Make, batch: Any, noise: Tensor, time: Tensor, share_prefix: str, offload: str, home: str
 ) -> None:
@@ -66,6 +67,7 @@ def test_checkpoints_and_answers_are_those_of_the_resident_run(
 
 @pytest.mark.usefixtures("toy_pi")
 @pytest.mark.parametrize("home", ["host", "file"])
+@pytest.mark.sweep(share=0.4)
 def test_pi0_and_pi05(random_teacher: Path, noise: Tensor, time: Tensor, home: str) -> None:
     batch = pi0_toys.make_batch()
     want = reflow_students.second_step(pi0_toys.make_student(random_teacher), batch, noise, time)

@@ -26,6 +26,7 @@ def _garbage_collection(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True:UserWarning")  # the leak itself
 @pytest.mark.usefixtures("_garbage_collection")
 @pytest.mark.parametrize("name", LEAKS)
+@pytest.mark.sweep(share=0.25)
 def test_a_leak_is_found_and_put_down_to_its_holder(name: str) -> None:
     make, kind, shape, holder = LEAKS[name]
     if name == "cycle" and gc.isenabled():

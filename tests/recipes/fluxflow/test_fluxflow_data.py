@@ -63,6 +63,7 @@ def test_each_batch_has_one_shape_and_each_epoch_every_image_once(folder: Path, 
 
 
 @pytest.mark.parametrize("options", [{}, {"streaming": True}, {"num_workers": 2, "prefetch_factor": 1}])
+@pytest.mark.sweep(share=0.3)
 def test_a_position_is_gone_on_from(folder: Path, options: dict[str, Any]) -> None:
     whole = endless(options_of(folder, **options))
     taken: list[tuple[tuple[int, int], list[int]]] = []

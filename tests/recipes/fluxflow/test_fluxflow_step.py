@@ -137,6 +137,7 @@ ROUNDED = {
 
 
 @pytest.mark.parametrize("lever", ROUNDED)
+@pytest.mark.sweep(share=0.3)
 def test_these_levers_change_gradients_by_rounding_alone(lever: str, plain: tuple[Gradients, Gradients]) -> None:
     """Check for 1e-5 of the gradient in float32, and 2^29 times less in float64: sums are reordered."""
     levers = replace(PLAIN, **ROUNDED[lever])

@@ -116,6 +116,7 @@ def equal(first: list[Tensor], second: list[Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("use_amp", [False, True])
+@pytest.mark.sweep(share=0.5)
 def test_checkpointing_and_offloading_change_no_bit(use_amp: bool) -> None:
     options = {"model__style_noise": 0.3, "training__use_amp": use_amp, "loss__use_velocity_reg": True}
     want = three_steps(tiny(**options))

@@ -96,7 +96,7 @@ def try_all(value: Tensor, home: str, disk: Path, report: Callable[[str], object
                 model, base = streamed(value, home, disk)
 
 
-@pytest.mark.sweep(share=1 / 4)
+@pytest.mark.sweep(share=1 / 10)
 @pytest.mark.parametrize("home", ["host", "file"])
 @pytest.mark.parametrize("dtype", VALUES)
 def test_a_weight_that_is_away_raises(dtype: str, home: str, tmp_path: Path) -> None:

@@ -51,6 +51,7 @@ def brought_by(teacher: OffloadedTeacher, visit: Callable[[nn.Module], object]) 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("traced_steps", [1, 3])
+@pytest.mark.sweep(share=0.4)
 def test_outputs_are_bitwise_resident_for_any_number_of_steps(
     sampler: Sampler, tokens: Tensor, schedule: str, traced_steps: int
 ) -> None:
@@ -179,6 +180,7 @@ class WritesBuffers(nn.Module):
 
 @pytest.mark.parametrize("home", ["host", "file"])
 @pytest.mark.parametrize("mode", ["resident", "swap", "stream"])
+@pytest.mark.sweep(share=0.4)
 def test_teachers_keep_what_they_write(mode: str, home: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     plain = WritesBuffers().eval()
@@ -215,6 +217,7 @@ def test_threads_may_share_a_teacher(sampler: Sampler, tokens: Tensor, mode: str
 @pytest.mark.parametrize(
     ("schedule", "every"), [*((each, 9) for each in SCHEDULES), pytest.param("late", 1, marks=pytest.mark.slow)]
 )
+@pytest.mark.sweep(share=0.3)
 def test_the_next_visit_is_right_after_a_fault_in_any_copy(tokens: Tensor, schedule: str, every: int) -> None:
     sampler = Sampler(num_prefix=1, num_expert=1).eval().requires_grad_(False)
     want = sampler.sample(tokens, 1)

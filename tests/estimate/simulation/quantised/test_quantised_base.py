@@ -87,6 +87,7 @@ def test_a_model_is_estimated_with_its_weights_in_4_bits(folder: Path, kbit_prep
 
 
 @pytest.mark.parametrize("how", LAYERS)
+@pytest.mark.sweep(share=0.4)
 def test_dora_unpacks_the_weights(folder: Path, how: str) -> None:
     options = {"quantize": how, "dtype": "bfloat16", "lora_targets": "down_proj"}
     plain, dora = (estimated(folder, **options, use_dora=use_dora) for use_dora in (False, True))
