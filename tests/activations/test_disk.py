@@ -201,6 +201,7 @@ def test_a_failed_write_that_backward_has_overtaken_is_raised(on_disk: Make) -> 
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_3000_steps_of_random_sizes_hold_their_space(tmp_path: Path) -> None:
     offloader = ActivationOffloader(offload_threshold_mb=0, mode="all", disk=tmp_path)
     dice, weight = random.Random(0), torch.randn(8, requires_grad=True)

@@ -218,6 +218,7 @@ def plain_run(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("how", ["variable", "module", "launch"])
+@pytest.mark.sweep(share=0.3)
 def test_trls_sft_is_bitwise_the_plain_run(how: str, plain_run: Any, tmp_path: Path) -> None:
     module = "hf_memopt.callbacks.every_trainer"
     if how == "variable":
@@ -253,6 +254,7 @@ torch.save(trainer.model.state_dict(), Path(sys.argv[2]) / "results.pt")
 @pytest.mark.parametrize(
     ("kind", "taken"), [("dpo", "ref_model (swap)"), ("grpo", "ref_model (swap), reward_funcs[0]")]
 )
+@pytest.mark.sweep(share=0.5)
 def test_launch_takes_frozen_models_to_the_host(kind: str, taken: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(FROZEN_SCRIPT)

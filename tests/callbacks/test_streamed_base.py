@@ -60,6 +60,7 @@ def same_state(trainer: Any, other: Any) -> bool:
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.sweep(share=0.4)
 def test_weights_losses_and_answers_are_bitwise_the_plain_runs(make: Any, setting: str) -> None:
     generating = [trainer_toys.GenerateAtEvaluation() for _ in range(2)]
     plain = make(with_adapters(), callbacks=[generating[0]], **SETTINGS[setting])
@@ -290,6 +291,7 @@ def trained_by(trainer_class: Any, arguments: Any, rows: Any, **options: Any) ->
 @pytest.mark.e2e
 @pytest.mark.parametrize("base", ["file", "host"])
 @pytest.mark.parametrize("make_trainer", [sft, dpo, grpo])
+@pytest.mark.sweep(share=0.4)
 def test_adapters_of_trl_are_bitwise_those_of_the_plain_run(
     make_trainer: Callable[[Path], Any], base: str, tmp_path: Path
 ) -> None:

@@ -77,6 +77,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.sweep(share=0.5)
 def test_weights_are_bitwise_those_of_the_plain_run(make: Any, settings: str) -> None:
     want = trained(make(**SETTINGS[settings]))
     for copier in (SyncCopier(), AdversarialCopier("late")):

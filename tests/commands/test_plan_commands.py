@@ -88,7 +88,7 @@ def check_recipe(model: Path, options: dict[str, Any], activations: str, path: s
     return fields
 
 
-@pytest.mark.sweep(share=1 / 3)
+@pytest.mark.sweep(share=0.1)
 @pytest.mark.parametrize("name", CHOSEN)
 def test_the_recipe_trains_with_what_a_plan_has_chosen(name: str, model: Path) -> None:
     fields = check_recipe(model, *CHOSEN[name])
@@ -97,6 +97,7 @@ def test_the_recipe_trains_with_what_a_plan_has_chosen(name: str, model: Path) -
 
 @pytest.mark.skipif(not APART.exists(), reason="make setup puts bitsandbytes there")
 @pytest.mark.parametrize("name", OF_BITSANDBYTES)
+@pytest.mark.sweep(share=0.3)
 def test_the_recipe_trains_adapters_on_weights_of_bitsandbytes(name: str, model: Path) -> None:
     fields = check_recipe(model, *OF_BITSANDBYTES[name], path=str(APART))
     assert fields["quantize"] == {"int8": "llm-int8"}.get(name, name)
@@ -121,6 +122,7 @@ def test_a_model_without_a_chat_template_learns_completions(model: Path, tmp_pat
 
 
 @pytest.mark.parametrize("output", [[], ["--output", "chosen"]], ids=["by itself", "named"])
+@pytest.mark.sweep(share=0.5)
 def test_what_plan_prints_runs_as_it_stands(output: list[str], model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", str(model), "--seq-len", "32", "--gpu", "8GiB", "--effective-batch", "4", "--workers", "1"]
     assert main([*words, "--lora-rank", "4", *output]) == 0

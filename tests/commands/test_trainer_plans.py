@@ -52,7 +52,7 @@ def files(folder: Path, name: str) -> Path:
 
 
 @pytest.mark.e2e
-@pytest.mark.sweep(share=1 / 3)
+@pytest.mark.sweep(share=0.1)
 @pytest.mark.parametrize("name", TRAINERS)
 def test_the_printed_command_trains(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "--training-args", str(files(tmp_path, name)), "--trainer", name, "--seq-len", "32"]
@@ -69,6 +69,7 @@ def test_the_printed_command_trains(name: str, tmp_path: Path, capsys: pytest.Ca
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("words", [["--trainer", "orpo"], ["--trainer", "dpo"], []])
+@pytest.mark.sweep(share=0.3)
 def test_the_answer_begins_with_the_first_line(words: list[str], tmp_path: Path) -> None:
     file = files(tmp_path, "dpo")
     arguments = ["estimate", str(tmp_path / "model"), "--seq-len", "32", *words]

@@ -287,6 +287,7 @@ sys.exit(0)
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_a_loop_of_two_ranks_in_a_module_that_exits(command: Any, tmp_path: Path) -> None:
     (tmp_path / "two_ranks.py").write_text(LOOP)
     switches = ("--switch", "env:BROKEN=1", "--switch", "script:checkpointing")
@@ -326,6 +327,7 @@ def test_masks_that_are_drawn_again_in_training(command: Any, tmp_path: Path) ->
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_a_script_that_fails(command: Any, tmp_path: Path) -> None:
     """Fail in the first run; that the logs of two are shown, test_a_failing_script tells without processes."""
     (tmp_path / "trainer.py").write_text(TRAINER)

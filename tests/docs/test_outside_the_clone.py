@@ -98,6 +98,7 @@ def test_commands_of_all_kinds_are_found() -> None:
 
 
 @pytest.mark.parametrize("words", [words for words in COMMANDS.values() if runs_here(words)], ids=shlex.join)
+@pytest.mark.sweep(share=0.4)
 def test_a_command_runs(words: list[str], installed: Environment, tmp_path: Path) -> None:
     if words[1] in ("estimate", "plan"):
         (tmp_path / words[2]).mkdir(parents=True)
@@ -108,6 +109,7 @@ def test_a_command_runs(words: list[str], installed: Environment, tmp_path: Path
 
 
 @pytest.mark.parametrize(("page", "text"), python_blocks())
+@pytest.mark.sweep(share=0.3)
 def test_a_python_block_runs(page: str, text: str, installed: Environment, tmp_path: Path) -> None:
     (tmp_path / "block.py").write_text(text)
     printed = installed.run("python", "-c", WITH_STAND_INS, page, cwd=tmp_path)

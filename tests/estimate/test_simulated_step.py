@@ -113,6 +113,7 @@ def check(few: MemoryEstimate, all_of_them: MemoryEstimate) -> None:
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")
 @pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match")  # PEFT's warning about experts
 @pytest.mark.parametrize(("model", "way"), CASES)
+@pytest.mark.sweep(share=0.25)
 def test_equal_layers_are_simulated_once(model: str, way: str, tmp_path: Path) -> None:
     step = step_of(tmp_path, model, **WAYS[way])
     check(as_estimated(step) if (model, way) in NOT_REPEATED else repeated(step), whole(step))
@@ -134,6 +135,7 @@ def test_equal_layers_are_simulated_once(model: str, way: str, tmp_path: Path) -
     ],
 )
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")
+@pytest.mark.sweep(share=0.3)
 def test_a_few_layers_tell_what_offloading_in_all_does(model: str, options: dict[str, Any], tmp_path: Path) -> None:
     step = step_of(tmp_path, model, **options)
     few, all_of_them = repeated(step), whole(step)

@@ -106,6 +106,7 @@ WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4}
 @pytest.mark.parametrize(
     ("home", "quantize"), [("host", "none"), ("file", "nf4"), ("host", "int8"), ("file", "int8-torchao")]
 )
+@pytest.mark.sweep(share=0.4)
 def test_frozen_weights_stream(home: str, quantize: str, folder_of: FolderOf) -> None:
     model = folder_of("qwen3", **WIDE)
     options = {"lora_rank": 2, "precision": "bf16", "quantize": quantize}
@@ -134,6 +135,7 @@ def test_streamed_weights_do_without_a_hot_set_or_with_one(folder_of: FolderOf) 
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("offload", ["all", "inputs"])
+@pytest.mark.sweep(share=0.5)
 def test_weights_stream_while_activations_are_offloaded(offload: str, folder_of: FolderOf) -> None:
     model = folder_of("qwen3", **WIDE)
     found = estimate(model, "full", offload, lora_rank=2, dtype="bfloat16", base="host").streamed
@@ -171,6 +173,7 @@ def test_a_plan_tries_the_homes_of_frozen_weights_and_says_which_is_chosen(qwen3
     ],
     ids=["float32", "bf16", "bfloat16", "lora", "adafactor"],
 )
+@pytest.mark.sweep(share=0.4)
 def test_the_optimizers_state_lives_on_the_host_or_in_a_file(options: dict[str, Any], folder_of: FolderOf) -> None:
     model = folder_of("qwen3", **WIDE)
     plain, host, file = (estimate(model, optimizer_home=home, **options) for home in ("off", "host", "file"))

@@ -152,6 +152,7 @@ def _param(fault: Fault) -> Any:
 
 
 @pytest.mark.parametrize("name", [_param(fault) for fault in FAULTS.values()])
+@pytest.mark.sweep(share=0.25)
 def test_it_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fault = FAULTS[name]
     fault.put(monkeypatch)

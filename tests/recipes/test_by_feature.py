@@ -85,6 +85,7 @@ def test_it_is_short_and_stands_alone(name: str) -> None:
 @pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*_pytree:FutureWarning")
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
 @pytest.mark.parametrize("name", SHOWN)
+@pytest.mark.sweep(share=0.25)
 def test_it_shows_its_feature(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

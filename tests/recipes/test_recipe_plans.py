@@ -58,6 +58,7 @@ def last_settings(workload: RecipeWorkload) -> dict[str, Any]:
         (neural_operator_plan, "neural_operator_demo.yaml", 32),
     ],
 )
+@pytest.mark.sweep(share=0.4)
 def test_shipped_configurations_are_read(plan_module: Any, file: str, effective_batch: int) -> None:
     workload = plan_module.workload(CONFIGS / file)
     assert workload.effective_batch == effective_batch
@@ -102,6 +103,7 @@ def test_the_recipe_reads_what_was_written(recipe: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "make", [causal_lm, neural_operator, *(pytest.param(make, marks=pytest.mark.slow) for make in (fluxflow, lgt))]
 )
+@pytest.mark.sweep(share=0.5)
 def test_a_plan_of_what_is_offloaded_has_settled_after_the_simulated_steps(
     make: Callable[..., RecipeWorkload], tmp_path: Path
 ) -> None:
@@ -179,6 +181,7 @@ SHORT = {
 
 
 @pytest.mark.parametrize("recipe", SHORT)
+@pytest.mark.sweep(share=0.4)
 def test_the_printed_command_trains(recipe: str, tmp_path: Path) -> None:
     flags, weights = SHORT[recipe]
     folder = "--checkpoint.save_dir" if recipe == "lgt" else "--output_dir"

@@ -65,6 +65,7 @@ def limit() -> Iterator[Callable[[int], None]]:
 
 
 @pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.sweep(share=0.4)
 def test_half_the_micro_batch_is_what_the_user_would_have_asked_for(
     name: str, tmp_path: Path, limit: Callable[[int], None], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -58,6 +58,7 @@ def four_frame_batches(
 
 
 @pytest.mark.parametrize("num_micro_batches", [2, 4])
+@pytest.mark.sweep(share=0.5)
 def test_accumulation_makes_the_update_of_the_large_batch(
     num_micro_batches: int,
     four_frame_batches: dict[str, Tensor],

@@ -267,6 +267,7 @@ SHAPES = {
 @pytest.mark.parametrize("loop", ["accelerate", "neuralop"])
 @pytest.mark.parametrize("kind", ["fno", "uno"])
 @pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.sweep(share=0.25)
 def test_fields_of_any_shape_train_bitwise_as_without_offloading(
     shape: str, kind: str, loop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

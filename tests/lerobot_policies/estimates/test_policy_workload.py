@@ -125,6 +125,7 @@ def test_a_plan_ends_in_a_command(smolvla: Path, tmp_path: Path, capsys: pytest.
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("case", ["smolvla, LoRA, offloaded", "act, offloaded", "diffusion, checkpointed"])
+@pytest.mark.sweep(share=0.3)
 def test_the_command_runs(case: str, toy_teacher: Path, toy_vlm: Path, toy_dataset: Path, tmp_path: Path) -> None:
     kind, *how = case.split(", ")
     settings = ALL if "offloaded" in how else CHECKPOINTED

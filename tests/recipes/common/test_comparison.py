@@ -37,6 +37,7 @@ def options_of(name: str, folder: Path, *more: str) -> Any:
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("name", FLAGS)
+@pytest.mark.sweep(share=0.4)
 def test_modes_share_weights_and_batches(name: str, tmp_path: Path) -> None:
     options = options_of(name, tmp_path / "run")
     assert options.output_dir == str(tmp_path / "run")
