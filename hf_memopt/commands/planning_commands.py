@@ -167,7 +167,12 @@ def _card_of(spec: JobSpec) -> "Card | None":
     """Return the card; this comes before the imports that take seconds."""
     from hf_memopt.estimate.gpus import find_card
 
-    return find_card(spec.gpu, link=spec.link, reserve=spec.reserve) if spec.gpu else None
+    if spec.gpu:
+        return find_card(spec.gpu, link=spec.link, reserve=spec.reserve)
+    for name in ("link", "reserve"):
+        if (text := getattr(spec, name)) is not None:
+            raise ValueError(f"{name}={text!r} is about a card, so it needs --gpu")
+    return None
 
 
 def _not_counted(num_gpus: int) -> str:

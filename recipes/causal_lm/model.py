@@ -51,7 +51,7 @@ def _new_config(options: ModelOptions, tokenizer: PreTrainedTokenizerBase) -> An
     with building(source):
         config = AutoConfig.for_model(options.model_type, **{**tokens, **overrides})
     check_code(config, source)
-    check_sizes(config, source)
+    check_sizes(vars(config), source)
     return config
 
 

@@ -94,7 +94,7 @@ def test_where_it_does_not_fit_it_says_how_to_look_for_what_does(
 @pytest.mark.e2e
 def test_frozen_weights_stream_from_a_file(model: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     streamed = ["--lora-rank", "2", "--base", "file", "--disk", "1GiB@1MBps"]
-    assert main(["estimate", model, *SMALL, *streamed, "--gpu", "640MiB"]) == 0
+    assert main(["estimate", model, *SMALL, *streamed, "--gpu", "640MiB@rtx4070"]) == 0
     printed = capsys.readouterr().out
     assert "of the device at most, 0.00 GiB brought in a step, read from files" in printed
     assert "waiting for copies" in printed
@@ -104,7 +104,7 @@ def test_frozen_weights_stream_from_a_file(model: str, capsys: Capture, monkeypa
     assert main(shlex.split(said)[1:]) == 0
     assert (given["base"], given["disk"]) == (None, "1GiB@1MBps")
     monkeypatch.undo()
-    options = ["--gpu", "8GiB", "--effective-batch", "2", "--workers", "1"]
+    options = ["--gpu", "8GiB@rtx4070", "--effective-batch", "2", "--workers", "1"]
     assert main(["plan", model, "--seq-len", "32", *streamed, *options]) == 0
     printed = capsys.readouterr().out
     assert " fits on 8GiB (8.0 GiB) with micro-batch 2 x 1, activations kept, base file: " in printed

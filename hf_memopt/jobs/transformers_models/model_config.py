@@ -67,7 +67,7 @@ def read_config(model: str) -> Any:
     if not isinstance(config.get_text_config(), PretrainedConfig):
         raise ValueError(f"{source}: its config.json has a text_config, which {type(config).__name__} does not know")
     check_code(config, source)
-    _check_sizes(vars(config), source)
+    check_sizes(vars(config), source)
     published_weights(config, source)
     return config
 
@@ -99,7 +99,7 @@ def _check_fields(values: dict[str, Any], source: str) -> None:
         raise ValueError(
             f"{source}: quantization_config={values['quantization_config']!r} must be an object; remove it"
         )
-    _check_sizes(values, source)
+    check_sizes(values, source)
     if model_type in CONFIG_MAPPING:
         return
     if "auto_map" in values:
@@ -154,10 +154,10 @@ def _not_found(model: str, error: Exception) -> str:
     )
 
 
-def _check_sizes(fields: Mapping[str, Any], source: str) -> None:
+def check_sizes(fields: Mapping[str, Any], source: str) -> None:
     for name, value in fields.items():
         if isinstance(value, PretrainedConfig) or (isinstance(value, dict) and name.endswith("_config")):
-            _check_sizes(value if isinstance(value, dict) else vars(value), f"{source}: {name}")
+            check_sizes(value if isinstance(value, dict) else vars(value), f"{source}: {name}")
         elif isinstance(value, int) and _SIZE.fullmatch(name):
             (COUNT if _NEVER_ZERO.fullmatch(name) else COUNT_OR_ZERO).check(f"{source}: {name}", value)
             if _LAYERS.fullmatch(name) and value > MAX_LAYERS:

@@ -25,7 +25,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
         {"model_type": "llava", "attn_implementation": {"text_config": "a/b"}, "text_config": LLAMA},
         "text_config: attn_implementation='a/b' is code of the hub",
     ),
-    "no method": (LLAMA | {"quantization_config": "evil"}, "transformers refuses its config.json"),
+    "no method": (LLAMA | {"quantization_config": "evil"}, "must be an object"),
     "method": (LLAMA | {"quantization_config": {"quant_method": "somebody/evil"}}, "is not simulated"),
     "model type": ({"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil"}}, r"(auto_map) and is not run"),
 }
