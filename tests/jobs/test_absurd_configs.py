@@ -95,4 +95,4 @@ def test_no_configuration_ends_in_a_traceback(seed: int, tmp_path: Path) -> None
         (folder / "config.json").write_text(json.dumps(values))
         with within(60):
             refused += bool(train(folder))
-    assert 5 < refused < 45
+    assert 5 < refused < 50  # some train
