@@ -274,7 +274,8 @@ class SpecField:
             return self._expect(value, isinstance(value, bool), "true or false")
         if self.kind is list:
             return self._expect(value, isinstance(value, list | tuple), "a list")
-        self._expect(value, isinstance(value, str | int | float | Path) and not isinstance(value, bool), "a text")
+        taken = str | Path if self.kind is Path else str | int | float | Path
+        self._expect(value, isinstance(value, taken) and not isinstance(value, bool), "a text")
         known = self.options.get("choices")
         if known and value not in known:
             raise ValueError(f"{self.name}={value!r} is unknown; choose from {', '.join(known)}")

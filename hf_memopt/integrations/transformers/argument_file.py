@@ -4,10 +4,12 @@ Some fields have been renamed: versions of transformers that have both names rea
 no value, and then keep both equal.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from transformers import HfArgumentParser, TrainingArguments
 
@@ -112,7 +114,7 @@ class ArgumentFile:
         values = {name: value for name, value in (given | _LEFT_OUT).items() if name in names}
         parser = HfArgumentParser(kind)
         parser.set_defaults(**(values | {"output_dir": output_dir}))
-        with argparse_raising(), quiet():
+        with argparse_raising(), quiet(), refused_by(kind.__name__):
             (arguments,) = parser.parse_args_into_dataclasses(args=[], look_for_args_file=False)
         if arguments.optim not in OPTIMIZERS:
             raise ValueError(f"optim={arguments.optim.value!r} is not simulated; choose from {', '.join(OPTIMIZERS)}")
@@ -136,6 +138,7 @@ def read_argument_file(path: Path, trainer: str | None = None) -> ArgumentFile:
     given = read_fields(source, path, "TrainingArguments", "bf16: true")
     others = [name for name in given if name not in _names(TrainingArguments)]
     if trainer is None and not others:
+        _check_types(given, None, source)
         return ArgumentFile(path, current_names(given))
     need_trl(f"{others[0]!r} is not a field of TrainingArguments" if others else f"trainer={trainer!r}")
     found = trainer_for(given, source) if trainer is None else TRL[trainer]
@@ -147,7 +150,47 @@ def read_argument_file(path: Path, trainer: str | None = None) -> ArgumentFile:
                 f"{source}: {name!r} is no field of TrainingArguments or of {owner}; the nearest is "
                 f"{nearest(name, known)}"
             )
+    _check_types(given, found, source)
     return ArgumentFile(path, current_names(given), found)
+
+
+@contextmanager
+def refused_by(name: str) -> Iterator[None]:
+    """Turn what a library raises for values that make no sense into one line."""
+    try:
+        yield
+    except ValueError:
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"{name} refuses these fields ({type(error).__name__}: {' '.join(str(error).split())}); correct them"
+        ) from error
+
+
+def _check_types(given: Mapping[str, Any], trainer: TrlTrainer | None, source: str) -> None:
+    """Refuse values that are of none of a field's types. Texts are left to the parser, which reads numbers of them."""
+    hints: dict[str, Any] = {}
+    for kind in [TrainingArguments] if trainer is None else trainer.dataclasses():
+        hints |= get_type_hints(kind)
+    for name, value in given.items():
+        if name in hints and not isinstance(value, str | None) and not _is_of(value, hints[name]):
+            wanted = getattr(hints[name], "__name__", None) or str(hints[name]).replace("typing.", "")
+            raise ValueError(f"{source}: {name}={value!r} must be {wanted}")
+
+
+def _is_of(value: Any, hint: Any) -> bool:
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return any(_is_of(value, each) for each in arguments)
+    if origin is Literal:
+        return value in arguments
+    if origin in (list, tuple):
+        return isinstance(value, list) and all(_is_of(each, arguments[0]) for each in value if arguments)
+    if hint in (bool, int, float):
+        kinds = {bool: bool, int: int, float: int | float}
+        return isinstance(value, kinds[hint]) and isinstance(value, bool) == (hint is bool)
+    kind = origin or hint
+    return not isinstance(kind, type) or isinstance(value, kind)
 
 
 def current_names(given: Mapping[str, Any]) -> dict[str, Any]:

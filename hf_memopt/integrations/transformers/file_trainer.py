@@ -13,7 +13,7 @@ from torch import nn
 from transformers import Trainer
 
 from hf_memopt.estimate.simulation.quantised.quantised_base import adapt_as_peft_does, quantise
-from hf_memopt.integrations.transformers.argument_file import ArgumentFile
+from hf_memopt.integrations.transformers.argument_file import ArgumentFile, refused_by
 from hf_memopt.integrations.transformers.trl_trainers import END, WORD, Rows
 from hf_memopt.jobs.quiet import quiet
 from hf_memopt.jobs.transformers_models.published_weights import PublishedWeights, published_weights
@@ -32,11 +32,12 @@ def make_trainer(
     about = file.model_fields(changes)
     adapters = _adapters(about) if about["use_peft"] else None
     build = partial(_base_model, config, task, about)
-    if file.trainer is None:
-        trainer = _plain_trainer(build(), arguments, seq_len, adapters)
-    else:
-        data = file.trainer.rows(arguments, seq_len, num_samples(arguments))
-        trainer = _trl_trainer(file.trainer.kind, build, storage(about, config), arguments, data, adapters)
+    with refused_by(file.trainer_name):
+        if file.trainer is None:
+            trainer = _plain_trainer(build(), arguments, seq_len, adapters)
+        else:
+            data = file.trainer.rows(arguments, seq_len, num_samples(arguments))
+            trainer = _trl_trainer(file.trainer.kind, build, storage(about, config), arguments, data, adapters)
     adapt_as_peft_does(trainer.model)
     return trainer
 

@@ -47,15 +47,18 @@ class TrlTrainer:
         with quiet():
             return getattr(importlib.import_module(self.package), name)
 
-    def names(self) -> set[str]:
-        """Return the fields of a file for its script; `env` are variables."""
+    def dataclasses(self) -> tuple[Any, ...]:
+        """Return the classes whose fields a file for its script has."""
         from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments
 
         script: Any = ScriptArguments
         if self.name == "grpo":
             script = importlib.import_module("trl.scripts.grpo").GRPOScriptArguments
-        kinds = (self.config, ModelConfig, script, DatasetMixtureConfig)
-        return {"env"} | {field.name for kind in kinds for field in fields(kind)}
+        return self.config, ModelConfig, script, DatasetMixtureConfig
+
+    def names(self) -> set[str]:
+        """Return the fields of a file for its script; `env` are variables."""
+        return {"env"} | {field.name for kind in self.dataclasses() for field in fields(kind)}
 
     @property
     def truncates(self) -> bool:
