@@ -38,10 +38,14 @@ from hf_memopt.jobs.transformers_models.optimizers import make_tables
 from hf_memopt.jobs.transformers_models.published_weights import published_weights
 from hf_memopt.jobs.transformers_models.tasks import TASKS, task_of
 from hf_memopt.jobs.workload import Lever, divisors
+from hf_memopt.ranges import Range
 
 _TOKEN_TASKS = ("causal", "masked", "seq2seq")
 # Without selective checkpointing, for which Trainer has no field.
 _CHOICES = tuple(name for name, (checkpointing, _) in ACTIVATIONS.items() if checkpointing != "selective")
+# Of adapters and batches: simulated trainers make them, and their data, in the host's memory.
+_SIZE = Range(at_least=1, at_most=2**16, whole=True)
+_LENGTH = Range(at_least=1, at_most=2**27, whole=True)
 _BATCH, _ACCUMULATION = "per_device_train_batch_size", "gradient_accumulation_steps"
 # From a spec's fields to the file's.
 _FIELDS = {
@@ -170,6 +174,9 @@ class FileWorkload:
         self.arguments = file.training_arguments(self._changes, self._folder)
         self.tokens_per_sample = self._length(seq_len)
         self.micro_batch: int = self.arguments.per_device_train_batch_size
+        limited = {"lora_r": self._about["lora_r"], _BATCH: self.micro_batch}
+        for name, value in limited.items():
+            _SIZE.check(name, value)
         self.effective_batch = effective_batch or self.micro_batch * self.arguments.gradient_accumulation_steps
 
     def _task_of(self, task: str) -> str:
@@ -189,6 +196,7 @@ class FileWorkload:
             what = "max_length is none, so samples" if is_cut else "prompts"
             more = "one" if is_cut else "that of prompt and completion together"
             raise ValueError(f"{what} may have any length; name {more} with seq_len")
+        _LENGTH.check("max_length" if seq_len is None else "seq_len", length)
         longest = getattr(self._config, "max_position_embeddings", None)
         if longest is not None and length > longest:
             raise ValueError(f"seq_len={length} is longer than the model's max_position_embeddings={longest}")
