@@ -41,7 +41,7 @@ _EXTRAS = {
     "torchvision": "fluxflow",
     "trl": "trl,peft",
 }
-# Of a message, in characters.
+# Characters of a message that are shown.
 _MAX_LINE = 4000
 _REMEDIES = {
     errno.EACCES: "name another place, or change its permissions",
@@ -109,7 +109,7 @@ def _say(program: str, line: str, error: Exception) -> None:
 
 
 def _printable(line: str) -> str:
-    """Return a message with its control characters escaped, which a terminal would obey, and of bounded length."""
+    """Escape control characters, which a terminal would obey, and cut a message at `_MAX_LINE` characters."""
     shown = line if len(line) <= _MAX_LINE else f"{line[:_MAX_LINE]}... ({len(line):,} characters)"
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in shown)
 

@@ -1,4 +1,4 @@
-"""JSON and YAML files of others, read within bounds: a hostile one ends in a ValueError, and not in a crash."""
+"""Read JSON and YAML files within bounds of size, depth and number of values, so that hostile ones raise ValueError."""
 
 import json
 import unicodedata
@@ -7,9 +7,9 @@ from typing import Any
 
 from hf_memopt.units import MIB, format_bytes
 
-# Of a configuration; those of published models are far below.
+# Limits for a configuration; those of published models are far below.
 _MAX_BYTES, _MAX_DEPTH, _MAX_VALUES, _MAX_NUMBER = 8 * MIB, 50, 200_000, 2**63
-# Raised for broken files by json and by PyYAML's constructors.
+# What json and PyYAML's constructors raise for broken files.
 _BROKEN = (ValueError, TypeError, AttributeError, LookupError, OverflowError)
 
 

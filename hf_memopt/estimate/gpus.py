@@ -98,7 +98,7 @@ CARDS = {
 for _name, _mib in {"t4": 141, "rtx3090": 300, "rtx5090": 498, "rtx6000-ada": 426}.items():
     CARDS[_name] = replace(CARDS[_name], context_bytes=_mib * MIB)
 
-# The card whose memory a size in GB stands for. Those that are sold with other sizes report at least this share.
+# Sizes as they are advertised in GB, and the card whose memory each stands for.
 _SOLD_WITH_GB = {
     8: "rtx4060",
     10: "rtx3080-10gb",
@@ -115,6 +115,7 @@ _SOLD_WITH_GB = {
     141: "h200",
     180: "b200",
 }
+# Least share of its advertised size that a card of another size reports.
 _LEAST_SHARE = 0.968
 
 # Bytes depend on the card through attention's kernels and cuBLAS's workspaces alone.
@@ -242,7 +243,7 @@ def _advice(text: str) -> str:
     return f"{f'the nearest is {nearest}; ' if nearest else ''}known are {', '.join(CARDS)}"
 
 
-# Of names: how alike an unknown one must be to the nearest.
+# Least similarity of an unknown name to the nearest one.
 _LEAST_ALIKE = 0.5
 
 

@@ -28,11 +28,11 @@ _OF_SAMPLES = (ACTIVATION, TEMPORARY, INPUT)
 _MAX_EXPLORED = 12
 # Of the plain run's time: values that take longer may do so in each pass.
 _SLOW = 1.4
-# Times that differ by less are the same: of these the settings that leave room, then those that give up least.
+# Times that differ by less count as equal.
 _SAME_TIME = 1.02
-# Settings that fit for sure may take longer than those that fit only just, by this.
+# How much longer settings that surely fit may take than those that fit only just.
 _NEARLY_SAME_TIME = 1.1
-# Of a card's memory: the room that is left.
+# Share of a card's memory that the chosen settings leave free if they can.
 _TO_SPARE = 0.1
 # Of the memory of a combination that is being simulated: one that differs by less would tell the same.
 _SAME_MEMORY = 0.1
@@ -106,10 +106,10 @@ def plan(
 
 
 def _ranked(rows: list[Row], levers: Sequence[Lever], card: Card) -> list[Row]:
-    """Return those that fit first, by time, but for the first of all.
+    """Sort rows by fit, then time, and put the chosen row first.
 
-    That one fits surely, unless it would be much slower; of those nearly as fast as the fastest such it leaves room to
-    spare, and gives up least.
+    Rows that fit with the error of estimates to spare are preferred to those that fit only just, unless they take 10 %
+    longer. Of the rows within 2 % of the fastest one that leaves a tenth of the card free and gives up least is chosen.
     """
     rows = sorted(rows, key=lambda row: (not row.fits, row.update_ms))
     sure = [

@@ -43,7 +43,7 @@ from hf_memopt.ranges import Range
 _TOKEN_TASKS = ("causal", "masked", "seq2seq")
 # Without selective checkpointing, for which Trainer has no field.
 _CHOICES = tuple(name for name, (checkpointing, _) in ACTIVATIONS.items() if checkpointing != "selective")
-# Of adapters and batches: simulated trainers make them, and their data, in the host's memory.
+# Simulated trainers make adapters, and the data of a batch, in host memory.
 _SIZE = Range(at_least=1, at_most=2**16, whole=True)
 _LENGTH = Range(at_least=1, at_most=2**27, whole=True)
 _BATCH, _ACCUMULATION = "per_device_train_batch_size", "gradient_accumulation_steps"
