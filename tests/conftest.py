@@ -74,6 +74,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     session.config.stash[IMPORTED_WHILE_COLLECTING] = [name for name in SLOW if name in sys.modules]
 
 
+@pytest.fixture(autouse=True)
+def no_mode_of_an_interrupted_test() -> None:
+    """Reset torch's flags of active dispatch modes, which an interrupt in a mode's `__exit__` leaves set."""
+    dispatch: Any = sys.modules.get("torch.utils._python_dispatch")
+    if dispatch is not None and sys.modules["torch"]._C._len_torch_dispatch_stack() == 0:
+        dispatch._is_in_torch_dispatch_mode = dispatch._is_in_non_infra_torch_dispatch_mode = False
+
+
 @pytest.fixture(scope="session", autouse=True)
 def no_relative_paths(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Run in an empty folder, where files of the demos in `outputs/` are out of reach."""
