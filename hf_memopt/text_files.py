@@ -9,7 +9,7 @@ from hf_memopt.units import MIB, format_bytes
 
 # Limits for a configuration; those of published models are far below.
 _MAX_BYTES, _MAX_DEPTH, _MAX_VALUES, _MAX_NUMBER = 8 * MIB, 50, 200_000, 2**63
-# What json and PyYAML's constructors raise for broken files.
+# Errors that PyYAML's constructors raise for broken files, besides its own.
 _BROKEN = (ValueError, TypeError, AttributeError, LookupError, OverflowError)
 
 

@@ -167,7 +167,7 @@ def _card_of(spec: JobSpec) -> "Card | None":
     """Return the card; this comes before the imports that take seconds."""
     from hf_memopt.estimate.gpus import find_card
 
-    if spec.gpu:
+    if spec.gpu is not None:  # an empty name is refused, too
         return find_card(spec.gpu, link=spec.link, reserve=spec.reserve)
     for name in ("link", "reserve"):
         if (text := getattr(spec, name)) is not None:
@@ -217,7 +217,8 @@ def _plan(spec: JobSpec) -> int:
     check_output_folder("output", folder)
     if spec.gpu is None:
         raise ValueError("a plan is for a card: name one, or a size such as 8GiB, with --gpu")
-    _card_of(spec)
+    card = _card_of(spec)
+    assert card is not None
     if spec.set and spec.is_of_recipe:
         raise ValueError(f"set={spec.set[0]!r}: a plan tries all values of a recipe's levers; leave it out")
     with _files_of(spec):
@@ -226,15 +227,7 @@ def _plan(spec: JobSpec) -> int:
         from hf_memopt.jobs.workloads import workload_of
 
         job = workload_of(spec)
-        found = plan(
-            job,
-            gpu=spec.gpu,
-            host=spec.host,
-            disk=spec.disk,
-            link=spec.link,
-            reserve=spec.reserve,
-            num_workers=spec.workers,
-        )
+        found = plan(job, gpu=card, host=spec.host, disk=spec.disk, num_workers=spec.workers)
     print(f"{found}{_not_counted(spec.num_gpus or 1)}")
     if spec.explain:
         print("\n" + "\n".join(explain(found)))

@@ -21,7 +21,7 @@ _CONFIDENCE = {
     "low": "low, part of the model may not have run; see that the batch and the task use all that is to be trained",
 }
 _DAY_MS = 86_400_000
-# Of what the allocator needs: nine in ten published figures of fully described runs are within it.
+# Share of the allocator's memory by which nine in ten published figures of fully described runs differ at most.
 _ERROR_SHARE = 0.05
 
 
@@ -220,8 +220,9 @@ def headlines(estimate: MemoryEstimate, card: Card | None = None) -> list[str]:
         judged = verdict(estimate, card)
         needs = f"It {judged} on {card.name} ({format_gib(card.memory_bytes)}). {needs}"
         if judged is Verdict.ONLY_JUST:
-            nccl = f"NCCL takes {_nccl_text(estimate)} more, and " if estimate.num_gpus > 1 else ""
-            needs += f" {nccl}{'e' if nccl else 'E'}stimates err by up to {_ERROR_SHARE:.0%}, which decides."
+            error = f"estimates err by up to {_ERROR_SHARE:.0%}, which decides."
+            nccl = f"NCCL takes {_nccl_text(estimate)} more, and {error}"
+            needs += f" {nccl if estimate.num_gpus > 1 else error.capitalize()}"
     where = {OPTIMIZER: "in the optimizer's update", OUTSIDE: OUTSIDE}.get(estimate.phase, f"in {estimate.phase}")
     lines = [needs, f"The peak, {format_gib(estimate.peak_bytes)} allocated, is {where}."]
     if estimate.phase == OPTIMIZER:

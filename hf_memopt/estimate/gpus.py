@@ -98,7 +98,7 @@ CARDS = {
 for _name, _mib in {"t4": 141, "rtx3090": 300, "rtx5090": 498, "rtx6000-ada": 426}.items():
     CARDS[_name] = replace(CARDS[_name], context_bytes=_mib * MIB)
 
-# Sizes as they are advertised in GB, and the card whose memory each stands for.
+# Advertised sizes in GB, each with the card whose memory it stands for.
 _SOLD_WITH_GB = {
     8: "rtx4060",
     10: "rtx3080-10gb",
@@ -159,8 +159,8 @@ def find_card(gpu: str | Card, *, link: str | None = None, reserve: str | None =
         gpu: a name ("rtx4070-laptop", "RTX 4090", "4090", "NVIDIA A100 80GB PCIe"), of which "A100" alone is the one
             with the least memory; a size as cards are sold ("24GB"), which has the memory that such a card reports; an
             exact size ("8GiB"), as CUDA would report it; or a size with the speed of a named card ("48GiB@l40s").
-        link: bandwidth of the link to the host's memory, such as "12GBps"; None, the card's.
-        reserve: memory that other programs take, such as "1GiB" for a desktop; None, the card's, which is none.
+        link: bandwidth to host memory, such as "12GBps"; by default that of the card.
+        reserve: memory that other programs take, such as "1GiB" for a desktop; by default that of a `Card`, else 0.
 
     Raises:
         ValueError: `gpu` is none of these, and names the nearest card; or another text is no size.

@@ -35,3 +35,16 @@ def building(source: str, library: str = "transformers") -> Iterator[None]:
             f"{source}: {library} cannot build a model from this configuration ({type(error).__name__}: "
             f"{' '.join(str(error).split())}); compare it with the one that was published"
         ) from error
+
+
+@contextmanager
+def refused_by(name: str) -> Iterator[None]:
+    """Turn what a library raises for absurd fields of a trainer, other than ValueError, into one line."""
+    try:
+        yield
+    except ValueError:
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"{name} refuses these fields ({type(error).__name__}: {' '.join(str(error).split())}); correct them"
+        ) from error

@@ -73,7 +73,8 @@ def plan(
         disk: room for what the host has none for, and the disk's speed in each direction, such as "500GiB@5GBps";
             None, there is no disk.
         link: bandwidth between host and device, such as "12GBps"; None, the card's.
-        reserve: device memory that other programs take, such as "1GiB" for a desktop; None, none.
+        reserve: device memory that other programs take, such as "1GiB" for a desktop; by default that of a `Card`,
+            else 0.
         num_workers: simulations at once; None, one per core.
         progress: show a progress bar.
 

@@ -4,8 +4,7 @@ Some fields have been renamed: versions of transformers that have both names rea
 no value, and then keep both equal.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import UnionType
@@ -15,7 +14,7 @@ from transformers import HfArgumentParser, TrainingArguments
 
 from hf_memopt.command_line import argparse_raising
 from hf_memopt.integrations.transformers.trl_trainers import TRL, TrlTrainer, need_trl, trainer_for
-from hf_memopt.jobs.quiet import quiet
+from hf_memopt.jobs.quiet import quiet, refused_by
 from hf_memopt.jobs.spec import nearest, read_fields
 
 # TRL's ModelConfig; a plain Trainer is made with the same.
@@ -152,19 +151,6 @@ def read_argument_file(path: Path, trainer: str | None = None) -> ArgumentFile:
             )
     _check_types(given, found, source)
     return ArgumentFile(path, current_names(given), found)
-
-
-@contextmanager
-def refused_by(name: str) -> Iterator[None]:
-    """Turn what a library raises for values that make no sense into one line."""
-    try:
-        yield
-    except ValueError:
-        raise
-    except Exception as error:
-        raise ValueError(
-            f"{name} refuses these fields ({type(error).__name__}: {' '.join(str(error).split())}); correct them"
-        ) from error
 
 
 def _check_types(given: Mapping[str, Any], trainer: TrlTrainer | None, source: str) -> None:

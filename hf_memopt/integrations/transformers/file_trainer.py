@@ -13,9 +13,9 @@ from torch import nn
 from transformers import Trainer
 
 from hf_memopt.estimate.simulation.quantised.quantised_base import adapt_as_peft_does, quantise
-from hf_memopt.integrations.transformers.argument_file import ArgumentFile, refused_by
+from hf_memopt.integrations.transformers.argument_file import ArgumentFile
 from hf_memopt.integrations.transformers.trl_trainers import END, WORD, Rows
-from hf_memopt.jobs.quiet import quiet
+from hf_memopt.jobs.quiet import quiet, refused_by
 from hf_memopt.jobs.transformers_models.published_weights import PublishedWeights, published_weights
 from hf_memopt.jobs.transformers_models.tasks import TASKS
 
