@@ -166,8 +166,10 @@ NEWEST_TRANSFORMERS := 5.23.0
 NEWEST := .newest/transformers-$(NEWEST_TRANSFORMERS)
 WITHOUT_LEROBOT := activations-32k longest-24 estimates-small-recipes offload-bytes
 
-rehearse: $(READY) ## all benchmarks at toy size on the CPU, some with the newest transformers too: outputs/rehearsal
+rehearse: $(READY) ## all benchmarks at toy size on the CPU: results in outputs/rehearsal
 	$(PY) -m benchmarks.run_all --dry-run --overwrite
+
+rehearse-newest: $(READY) ## some benchmarks at toy size with the newest transformers, which a GPU machine may have
 	@if [ ! -d $(NEWEST) ]; then rm -rf .newest && mkdir .newest && \
 	  grep -v -E "^(transformers|tokenizers|huggingface-hub)==" constraints.txt > .newest/constraints.txt && \
 	  "$(UV)" pip install --python $(PY) --target $(NEWEST) --constraint .newest/constraints.txt \
@@ -178,4 +180,4 @@ rehearse: $(READY) ## all benchmarks at toy size on the CPU, some with the newes
 clean: ## remove the environment and all outputs
 	rm -rf .venv .typed .newest .uv .uv-draft build dist outputs *.egg-info
 
-.PHONY: help setup installed-tree latest demo demo-metaworld demo-darcy demo-lm demo-lgt demo-fluxflow demo-fit test test-e2e test-ranks test-fake-gpu test-canaries test-all test-slow test-gpu gpu-bundle style quality canaries test-latest wheel install-texts docs docs-serve bench rehearse clean
+.PHONY: help setup installed-tree latest demo demo-metaworld demo-darcy demo-lm demo-lgt demo-fluxflow demo-fit test test-e2e test-ranks test-fake-gpu test-canaries test-all test-slow test-gpu gpu-bundle style quality canaries test-latest wheel install-texts docs docs-serve bench rehearse rehearse-newest clean

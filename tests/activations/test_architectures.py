@@ -126,8 +126,8 @@ def test_a_plan_keeps_to_its_budget_and_gives_bitwise_the_plain_gradients(name: 
 
 
 @pytest.mark.e2e
-@pytest.mark.sweep(share=1 / 3)
 @pytest.mark.parametrize("name", ["llama", "mixtral", "unet2d"])
+@pytest.mark.slow
 def test_fifty_adamw_steps_end_on_bitwise_the_plain_weights(name: str) -> None:
     plain, offloaded = build(name), build(name)
     offloader = ActivationOffloader(mode="all", offload_threshold_mb=0, copier=SyncCopier())

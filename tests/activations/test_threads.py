@@ -84,7 +84,7 @@ def test_each_thread_has_the_plain_gradients(model: nn.Module, options: str, tmp
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Python swallows it in callbacks
 @pytest.mark.parametrize("options", [*OPTIONS, "disk alone"])
-@pytest.mark.sweep(share=0.4)
+@pytest.mark.sweep(share=0.2)
 def test_the_next_step_is_right_after_an_interrupt_at_any_place(model: nn.Module, options: str, tmp_path: Path) -> None:
     arguments: dict[str, Any] = {"disk": tmp_path} if "disk" in options else {}
     arguments |= OPTIONS.get(options, {"mode": "all"})

@@ -11,6 +11,7 @@ from benchmark_runs import Load, environ_of_processes
 
 @pytest.mark.e2e
 @pytest.mark.usefixtures("groups")
+@pytest.mark.slow
 def test_plain_is_killed_and_ours_ends_with_its_weights(tmp_path: Path, output: Path, load: Load) -> None:
     kinds = ["plain", "plain, weights mapped", "ours, all"]
     sizes = ["--size=toy", "--runs=1", "--steps=2", "--allocators", "mapped", "--workloads", "language model"]

@@ -254,7 +254,7 @@ torch.save(trainer.model.state_dict(), Path(sys.argv[2]) / "results.pt")
 @pytest.mark.parametrize(
     ("kind", "taken"), [("dpo", "ref_model (swap)"), ("grpo", "ref_model (swap), reward_funcs[0]")]
 )
-@pytest.mark.sweep(share=0.5)
+@pytest.mark.slow
 def test_launch_takes_frozen_models_to_the_host(kind: str, taken: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(FROZEN_SCRIPT)

@@ -78,6 +78,7 @@ def test_a_change_of_a_script_of_trl_is_found(trl_words: Any, record_command: An
     assert str(first.place).startswith("lr of ")
 
 
+@pytest.mark.slow
 def test_training_of_lerobot(
     toy_dataset: Path, record_command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,7 +60,7 @@ def same_state(trainer: Any, other: Any) -> bool:
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.sweep(share=0.4)
+@pytest.mark.sweep(share=0.25)
 def test_weights_losses_and_answers_are_bitwise_the_plain_runs(make: Any, setting: str) -> None:
     generating = [trainer_toys.GenerateAtEvaluation() for _ in range(2)]
     plain = make(with_adapters(), callbacks=[generating[0]], **SETTINGS[setting])

@@ -92,6 +92,7 @@ def test_where_it_does_not_fit_it_says_how_to_look_for_what_does(
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_frozen_weights_stream_from_a_file(model: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     streamed = ["--lora-rank", "2", "--base", "file", "--disk", "1GiB@1MBps"]
     assert main(["estimate", model, *SMALL, *streamed, "--gpu", "640MiB@rtx4070"]) == 0
@@ -116,6 +117,7 @@ def test_frozen_weights_stream_from_a_file(model: str, capsys: Capture, monkeypa
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_every_pass_of_an_update_takes_time(model: str, tmp_path: Path) -> None:
     def step_ms(accumulation: int) -> float:
         file = tmp_path / "estimate.json"
@@ -128,6 +130,7 @@ def test_every_pass_of_an_update_takes_time(model: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_figures_of_several_gpus_are_those_of_one(model: str, tmp_path: Path, capsys: Capture) -> None:
     ranks = ["--num-gpus", "2", "--engine", "fsdp2", "--seq-len", "32", "--precision", "bf16"]
     assert main(["estimate", model, *ranks, "--batch-size", "2", "--gpu", "640MiB"]) == 0

@@ -26,7 +26,7 @@ time.sleep(600)
     ("command_name", "name"),
     [("launch", "SIGTERM"), ("launch", "SIGKILL"), ("verify", "SIGHUP"), ("verify", "SIGINT"), ("verify", "SIGKILL")],
 )
-@pytest.mark.sweep(share=0.4)
+@pytest.mark.sweep(share=0.2)
 def test_training_ends_with_its_command(command_name: str, name: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     folders = tmp_path / "folders"

@@ -154,6 +154,7 @@ def test_export_writes_the_figures_of_evaluate_into_the_card_and_measures_nothin
 
 @pytest.mark.e2e
 @pytest.mark.usefixtures("quick_evaluation")
+@pytest.mark.slow
 def test_episodes_of_the_training_data_can_be_named(
     toy_student: Path, toy_dataset: Path, tmp_path: Path, capsys: Capture
 ) -> None:

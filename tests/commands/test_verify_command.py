@@ -239,6 +239,7 @@ def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., su
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_trls_sft_with_lora_and_checkpointing(command: Any, tmp_path: Path) -> None:
     script = (TOYS / "sft_script.py").read_text()
     adapted = script.replace("        train_dataset=", "        peft_config=LoraConfig(r=4),\n        train_dataset=")

@@ -113,7 +113,7 @@ def check(few: MemoryEstimate, all_of_them: MemoryEstimate) -> None:
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")
 @pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match")  # PEFT's warning about experts
 @pytest.mark.parametrize(("model", "way"), CASES)
-@pytest.mark.sweep(share=0.25)
+@pytest.mark.sweep(share=0.15)
 def test_equal_layers_are_simulated_once(model: str, way: str, tmp_path: Path) -> None:
     step = step_of(tmp_path, model, **WAYS[way])
     check(as_estimated(step) if (model, way) in NOT_REPEATED else repeated(step), whole(step))
@@ -170,6 +170,7 @@ def test_offloading_all_is_simulated_whole_where_few_layers_do_not_tell(
     ],
     ids=["double, torchao's optimizer", "LoRA", "DoRA, paged optimizer", "four bits"],
 )
+@pytest.mark.slow
 def test_qlora(options: dict[str, Any], tmp_path: Path) -> None:
     step = step_of(tmp_path, "llama", **{**QLORA, **options})
     check(repeated(step), whole(step))

@@ -186,6 +186,7 @@ for make in (
 """
 
 
+@pytest.mark.slow
 def test_a_large_tensor_is_not_copied() -> None:
     """Measure resident memory in a process of its own, where nothing else has left room."""
     done = subprocess.run([sys.executable, "-c", MEASURED], capture_output=True, text=True, check=True)

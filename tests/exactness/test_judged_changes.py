@@ -61,7 +61,7 @@ def test_an_innocent_change_is_rounding(name: str, precision: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "precision"), cases(FAULTS))
-@pytest.mark.sweep(share=0.15)
+@pytest.mark.sweep(share=0.08)
 def test_a_fault_is_none(name: str, precision: str) -> None:
     report = judged(FAULTS[name], PRECISIONS[precision])
     assert report.verdict in ("small", "different"), report

@@ -120,6 +120,7 @@ def test_frozen_weights_stream(home: str, quantize: str, folder_of: FolderOf) ->
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_streamed_weights_do_without_a_hot_set_or_with_one(folder_of: FolderOf) -> None:
     model = folder_of("qwen3", **WIDE)
     options = {"lora_rank": 2, "dtype": "bfloat16", "base": "host"}
@@ -216,6 +217,7 @@ def test_a_plan_prefers_a_home_that_is_faster_than_what_else_fits(
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_a_plan_has_weights_visit_where_the_state_alone_is_not_enough(
     folder_of: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -87,7 +87,7 @@ ROBOTS = {
 
 
 @pytest.mark.parametrize("name", ROBOTS)
-@pytest.mark.sweep(share=0.4)
+@pytest.mark.sweep(share=0.15)
 def test_loss_is_stock_lerobots_on_the_teachers_actions(name: str, toy_vlm: Path, tmp_path: Path) -> None:
     robot = ROBOTS[name]
     data = robot.write(tmp_path / "data")

@@ -78,6 +78,7 @@ def test_lerobot_trains_and_resumes_by_the_policys_type_alone(
     assert lerobot_runs.logged(resumed.stderr, "step") == [2]
 
 
+@pytest.mark.slow
 def test_the_type_is_a_choice(command: Command) -> None:
     asked = ["--policy.type=smolvla_reflow", "--help"]
     known = command("lerobot-train", *asked)

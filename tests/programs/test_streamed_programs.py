@@ -10,7 +10,7 @@ from streamed_runs import Run, results, shrunk
 NUM_BLOCKS, NUM_EACH = 50, 60
 
 
-@pytest.mark.sweep(share=4 / NUM_BLOCKS)
+@pytest.mark.sweep(share=2 / NUM_BLOCKS)
 @pytest.mark.parametrize("block", range(NUM_BLOCKS))
 def test_programs(block: int) -> None:
     programs = [draw(seed) for seed in range(block * NUM_EACH, (block + 1) * NUM_EACH)]

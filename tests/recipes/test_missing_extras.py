@@ -31,7 +31,7 @@ def server() -> Iterator[ForkServer]:
 
 
 @pytest.mark.parametrize(("script", "library", "extra"), CASES)
-@pytest.mark.sweep(share=0.25)
+@pytest.mark.sweep(share=0.1)
 def test_a_script_names_the_extra(script: str, library: str, extra: str, server: ForkServer) -> None:
     (ended,) = server.run([Call("hidden_modules:run_script", [f"hf_memopt.recipes.{script}", library])])
     assert (ended.status, ended.returned) == (0, 2), ended.output

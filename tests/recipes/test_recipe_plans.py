@@ -103,7 +103,7 @@ def test_the_recipe_reads_what_was_written(recipe: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "make", [causal_lm, neural_operator, *(pytest.param(make, marks=pytest.mark.slow) for make in (fluxflow, lgt))]
 )
-@pytest.mark.sweep(share=0.5)
+@pytest.mark.slow
 def test_a_plan_of_what_is_offloaded_has_settled_after_the_simulated_steps(
     make: Callable[..., RecipeWorkload], tmp_path: Path
 ) -> None:

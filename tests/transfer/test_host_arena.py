@@ -68,7 +68,7 @@ def some_released_at_once(arena: HostArena, sizes: list[int], dice: random.Rando
 
 @pytest.mark.parametrize("step", [in_order, released_in_any_order, some_released_at_once])
 @pytest.mark.parametrize("num_tokens", [tokens_of_padded_batches, tokens_up_to_a_length, mostly_short_texts])
-@pytest.mark.sweep(share=0.25)
+@pytest.mark.sweep(share=0.1)
 def test_3000_steps_of_ever_other_sizes(
     step: Callable[[HostArena, list[int], random.Random], int], num_tokens: Callable[[random.Random], int]
 ) -> None:

@@ -474,7 +474,7 @@ def test_a_checkpoint_with_the_same_base_loads_while_it_streams() -> None:
 
 @pytest.mark.parametrize("home", ["host", "file"])
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.sweep(share=0.4)
+@pytest.mark.sweep(share=0.15)
 def test_weights_that_begin_to_stream_in_any_mode_train_the_same(mode: str, home: str, tmp_path: Path) -> None:
     model = adapted()
     with MODES[mode]():

@@ -22,7 +22,7 @@ def to_int8(model: nn.Module) -> None:
     quantize_(model.model, Int8WeightOnlyConfig())
 
 
-@pytest.mark.sweep(share=0.15)
+@pytest.mark.sweep(share=0.08)
 @pytest.mark.parametrize("precision", ["float32", "autocast", "bfloat16"])
 @pytest.mark.parametrize(("method", "checkpointing"), CASES)
 def test_gradients_are_those_of_the_resident_run(method: str, checkpointing: str, precision: str) -> None:

@@ -96,6 +96,7 @@ def on_a_file(folder: Path) -> tuple[Training, AdversarialFile]:
     return training, file
 
 
+@pytest.mark.slow
 def test_training_goes_on_after_any_operation_of_the_file_has_failed(tmp_path: Path) -> None:
     want = Training(make()).start().run()
     training, file = on_a_file(tmp_path)

@@ -71,7 +71,7 @@ def estimate(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.sweep(share=0.4)
+@pytest.mark.sweep(share=0.3)
 def test_each_byte_of_state_is_read_once_and_written_once(kind: str) -> None:
     low_bit_adamw(8)  # imported before a process is forked
     state = KINDS[kind][1]

@@ -92,7 +92,7 @@ class Real:
 @pytest.mark.parametrize(
     ("home", "num_passes", "autocast"), [("host", 1, False), ("host", 2, True), ("file", 2, False), ("file", 1, True)]
 )
-@pytest.mark.sweep(share=0.4)
+@pytest.mark.sweep(share=0.25)
 def test_bytes_are_those_of_a_real_run(home: str, num_passes: int, autocast: bool) -> None:
     estimated, real = estimate(home, num_passes, autocast=autocast), Real(home, num_passes, autocast=autocast)
     found = estimated.streamed

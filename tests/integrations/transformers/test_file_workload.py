@@ -43,6 +43,7 @@ def test_equal_layers_are_simulated_once_with_the_bytes_of_all(tmp_path: Path) -
     assert few.num_micro_batches == 2
 
 
+@pytest.mark.slow
 def test_a_few_layers_tell_what_offloading_the_inputs_of_all_does(tmp_path: Path) -> None:
     made = workload(tmp_path, {"per_device_train_batch_size": 8}, num_layers=9, width=WIDE, seq_len=64)
     few, whole = (made.simulated({"activations": "checkpointed, inputs offloaded"}, 8) for _ in range(2))
@@ -54,6 +55,7 @@ def test_a_few_layers_tell_what_offloading_the_inputs_of_all_does(tmp_path: Path
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_a_plan_of_what_is_offloaded_has_settled_after_the_simulated_steps(tmp_path: Path) -> None:
     made = workload(tmp_path, {"per_device_train_batch_size": 8}, width=WIDE, seq_len=64, effective_batch=16)
     step, again = (made.simulated({"activations": "offloaded where free"}, 8) for _ in range(2))

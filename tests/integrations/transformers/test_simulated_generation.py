@@ -44,6 +44,7 @@ def test_generation_takes_no_told_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_a_longer_completion_keeps_more_keys_and_values(tmp_path: Path) -> None:
     def held(length: int) -> int:
         many = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 64, "num_generations": 64}

@@ -60,6 +60,7 @@ def test_it_holds_on_a_cpu_what_the_estimate_says(name: str, tmp_path: Path) -> 
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_generation_holds_on_a_cpu_what_the_estimate_says_but_for_copies_of_its_tokens(tmp_path: Path) -> None:
     batch, length = 256, 2 + 16
     options = {"max_completion_length": 16, "per_device_train_batch_size": 1, "gradient_accumulation_steps": batch}

@@ -86,8 +86,8 @@ def test_parts_that_diffusers_loads_in_float32(tmp_path: Path) -> None:
     assert model.blocks[0].attn1.to_q.weight.dtype == torch.bfloat16
 
 
-@pytest.mark.sweep(share=1 / 3)
 @pytest.mark.parametrize("quantize", ["nf4-double", "int8", "int8-torchao"])
+@pytest.mark.slow
 def test_few_bits_take_less(quantize: str, tmp_path: Path) -> None:
     folder = write_denoiser(tmp_path, "flux", num_attention_heads=16)
     options = {**SMALL["flux"], **BRAIN, "lora_rank": 2, "checkpointing": "full"}

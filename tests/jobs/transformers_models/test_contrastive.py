@@ -138,7 +138,7 @@ def test_passes_that_run_again_are_not_offloaded(folder_of: FolderOf) -> None:
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("options", [{"lora_rank": 2}, {"gradient_cache": True, "passages": 2}])
-@pytest.mark.sweep(share=0.5)
+@pytest.mark.slow
 def test_the_command_of_a_plan_trains(options: dict[str, Any], tmp_path: Path) -> None:
     sentences.make_model(tmp_path, 0.0)
     chosen = workload(str(tmp_path / "bert"), task="contrastive", effective_batch=8, **options)

@@ -29,7 +29,7 @@ def estimated(model: str, **options: Any) -> MemoryEstimate:
 
 
 @pytest.mark.parametrize("engine", DIVIDING)
-@pytest.mark.sweep(share=0.5)
+@pytest.mark.sweep(share=0.3)
 def test_packed_weights_are_divided_and_scales_are_whole(engine: str, model: str) -> None:
     alone = estimated(model)
     shared = estimated(model, num_gpus=4, engine=engine)

@@ -75,7 +75,7 @@ def real_peak_bytes(simulated: SimulatedStep) -> tuple[int, set[str]]:
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.sweep(share=0.25)
+@pytest.mark.sweep(share=0.15)
 def test_the_peak_is_that_of_a_real_update(case: str, toy_vlm: Path, tmp_path: Path) -> None:
     kind, said = CASES[case]
     with policy_toys.toy_size(kind, toy_vlm):

@@ -115,6 +115,7 @@ def test_an_estimate_says_how_to_plan_what_it_estimated(smolvla: Path, capsys: p
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_a_plan_ends_in_a_command(smolvla: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "plan"
     assert main(["plan", str(smolvla), "--gpu", "1GiB", "--workers", "1", "--output", str(output)]) == 0

@@ -56,6 +56,7 @@ def test_prepared_latents_are_what_training_reads(tmp_path: Path, capsys: pytest
     assert main(flags) == found  # the same again, over the existing files
 
 
+@pytest.mark.slow
 def test_the_autoencoder_learns(tmp_path: Path) -> None:
     base = ("--num_images=32", "--latent_size=8", "--width=16", f"--output_dir={tmp_path}")
     little, more = (main([*base, f"--num_steps={num}"]) for num in (2, 120))

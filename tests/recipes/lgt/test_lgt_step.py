@@ -126,6 +126,7 @@ def test_checkpointing_and_offloading_change_no_bit(use_amp: bool) -> None:
     assert equal(three_steps(checkpointed, mode="inputs", offload_threshold_mb=0), want)
 
 
+@pytest.mark.slow
 def test_without_the_random_numbers_checkpointing_would_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"model__style_noise": 0.3}
     want = three_steps(tiny(**options))
@@ -142,6 +143,7 @@ def peak_bytes(config: Options) -> int:
     return allocator.peak_bytes
 
 
+@pytest.mark.slow
 def test_memory_is_linear_in_euler_steps_and_flat_with_checkpointing() -> None:
     """Compare peaks: checkpointing keeps one state per step, and the tensors of their sum."""
     plain, checkpointed = (

@@ -98,7 +98,7 @@ def test_the_printed_command_trains(toy_student: Path, toy_dataset: Path, tmp_pa
 
 
 @pytest.mark.parametrize(("home", "share_prefix"), [("resident", "on"), ("swap", "off")])
-@pytest.mark.sweep(share=0.5)
+@pytest.mark.slow
 def test_euler_steps_that_are_not_run_change_no_byte(
     home: str, share_prefix: str, toy_vlm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -77,7 +77,7 @@ def test_the_next_visit_is_right_after_a_fault_in_any_copy(network: Network, x: 
 
 @pytest.mark.parametrize("mode", ["swap", "stream"])
 @pytest.mark.parametrize("kind", ["host", "file", "file for a device"])
-@pytest.mark.sweep(share=0.4)
+@pytest.mark.sweep(share=0.15)
 def test_the_next_visit_is_right_after_an_interrupt_at_any_place(
     network: Network, x: Tensor, mode: Any, kind: str, tmp_path: Path
 ) -> None:
