@@ -13,6 +13,7 @@ APART = TESTS.parent / ".venv" / "apart"
 
 @pytest.mark.e2e
 @pytest.mark.skipif(not APART.exists(), reason="make setup puts bitsandbytes there")
+@pytest.mark.slow
 def test_its_tests_pass() -> None:
     paths = [str(APART), str(TESTS), os.environ["PYTHONPATH"]]
     run = subprocess.run(

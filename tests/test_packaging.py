@@ -172,6 +172,7 @@ def test_a_recipe_finds_its_configuration_where_no_clone_is(installed: Environme
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_a_users_mypy_sees_our_types(installed: Environment, tmp_path: Path) -> None:
     (tmp_path / "user.py").write_text(USERS_SCRIPT)
     # Reading these libraries takes a minute and a half.

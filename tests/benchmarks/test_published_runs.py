@@ -62,6 +62,7 @@ def test_the_page_shows_the_committed_answers(runs: Any, results: dict[str, Any]
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_a_run_is_asked_as_a_user_would(runs: Any) -> None:
     row = {"model": "SmolLM2-135M", "flags": "--seq-len 64 --dtype bfloat16 --lora-rank 4"}
     answer = runs.ask(row, "a100-80gb")

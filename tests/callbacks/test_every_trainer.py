@@ -274,6 +274,7 @@ def python_path(folder: Path) -> str:
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_the_script_sees_what_python_shows_it(tmp_path: Path) -> None:
     """Check name, arguments, folder on the path, and exception with its traceback."""
     (tmp_path / "beside.py").write_text("NUMBER = 7\n")

@@ -75,6 +75,7 @@ def test_it_can_guard_a_launch(model: str, capsys: Capture) -> None:
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_where_it_does_not_fit_it_says_how_to_look_for_what_does(
     model: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,7 +24,7 @@ CONFIGS = sorted((ROOT / "recipes" / "configs" / "accelerate").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("command", [each for each in COMMANDS if "torchrun" in each])
-@pytest.mark.sweep(share=0.5)
+@pytest.mark.slow
 def test_commands_for_the_cpu_run(command: str, tmp_path: Path) -> None:
     variable, _, *arguments = shlex.split(command)
     name, value = variable.split("=")

@@ -234,7 +234,7 @@ def test_scores_that_do_not_depend_on_the_images_are_an_error() -> None:
 
 @pytest.mark.usefixtures("small_heap")
 @pytest.mark.parametrize("kept", [False, True])
-@pytest.mark.sweep(share=0.5)
+@pytest.mark.slow
 def test_r1_leaves_nothing_behind_unless_someone_keeps_its_graph(kept: bool) -> None:
     discriminator, images, losses = make_discriminator(normalised=True), make_images(), []
 

@@ -110,6 +110,7 @@ def test_bytes_are_those_of_a_real_run(home: str, num_passes: int, autocast: boo
     assert estimated.unreached == ()
 
 
+@pytest.mark.slow
 def test_an_update_of_many_passes_is_told_by_two() -> None:
     found, real = estimate("host", 2).with_passes(5 / 2).streamed, Real("host", 5)
     assert found is not None
@@ -130,6 +131,7 @@ def test_all_memory_is_at_home_but_for_what_visits() -> None:
     assert plain.streamed is None
 
 
+@pytest.mark.slow
 def test_slow_copies_set_the_time_and_writes_wear_the_disk() -> None:
     simulated = SimulatedStep(lambda device: Job(device, "file", 2), Job.step, num_steps=3, num_micro_batches=2)
     card, below = replace(CARDS["rtx4090"], link_bytes_per_s=1e10), MemoryBelow(None, Disk(None, 1e8))

@@ -43,6 +43,7 @@ def test_packed_weights_are_divided_and_scales_are_whole(engine: str, model: str
     assert "bnb_4bit_quant_storage='bfloat16'" in note
 
 
+@pytest.mark.slow
 def test_adapters_beside_4_bits_stay_in_bfloat16_under_fsdp2(model: str) -> None:
     alone, shared = estimated(model), estimated(model, num_gpus=2, engine="fsdp2")
     assert shared.breakdown["parameters"] < 0.6 * alone.breakdown["parameters"]  # blocks have 512 bytes

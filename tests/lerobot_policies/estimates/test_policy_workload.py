@@ -40,6 +40,7 @@ def smolvla(toy_vlm: Path, toy_dataset: Path, tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_levers_are_those_that_the_policy_has(pi05: Path, smolvla: Path) -> None:
     kept = ("kept", "offloaded where free", "all offloaded")
     assert workload(smolvla).levers[0].values == kept

@@ -60,6 +60,7 @@ def test_modes_share_weights_and_batches(name: str, tmp_path: Path) -> None:
     assert {each.place.phase for each in compare(plain, other).differences} >= {"loss", "gradient", "weight"}
 
 
+@pytest.mark.slow
 def test_what_is_compared_needs_no_folder_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "results.json").write_text("{}")
     for name in FLAGS:

@@ -174,6 +174,7 @@ def test_components_are_averaged_over_micro_batches() -> None:
     assert objective.take_means() == {}
 
 
+@pytest.mark.slow
 def test_a_step_runs_on_tensors_without_data() -> None:
     """Run on fake tensors, which estimates need and which fail at each read of a value."""
     config = tiny(training__use_gradient_checkpointing=True, training__use_amp=True, loss__max_samples=100)
