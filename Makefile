@@ -79,7 +79,7 @@ app: $(READY) ## a page in the browser that estimates and plans: http://127.0.0.
 PYTEST := $(PY) -m pytest -n auto --dist worksteal
 QUICK := not gpu and not multi_gpu and not slow
 
-test: $(READY) ## the unit tests (CPU, no network), in 8 to 12 minutes on two cores
+test: $(READY) ## the unit tests (CPU, no network), in some 20 minutes on two cores
 	$(PYTEST) -m "$(QUICK) and not e2e and not ranks and not fake_gpu and not canary"
 
 test-e2e: $(READY) ## whole commands and recipes, and others that take more than 5 s each

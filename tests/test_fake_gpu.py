@@ -11,8 +11,8 @@ TESTS = Path(__file__).parent
 FILES = sorted(
     path.relative_to(TESTS) for folder in ["fake_cuda", "gpu"] for path in (TESTS / folder).glob("test_*.py")
 )
-# Minutes each; make rehearse runs the benchmarks, and the other files reach the same code with less of it at once.
-SLOW = {"test_benchmarks_gpu.py", "test_full_device_gpu.py", "test_many_steps_gpu.py", "test_recipes_gpu.py"}
+# They take longest; make test-slow runs them.
+SLOW = ("test_benchmarks_gpu.py", "test_full_device_gpu.py", "test_many_steps_gpu.py", "test_recipes_gpu.py")
 # Seeds the delays of copies and kernels; HF_MEMOPT_SEED chooses other ones.
 SCHEDULE = os.environ.get("HF_MEMOPT_SEED", "1")
 LONGEST_DELAY_S = 0.0003
@@ -33,7 +33,7 @@ def fake_gpu() -> None:
 
 @pytest.mark.usefixtures("fake_gpu")
 @pytest.mark.parametrize(
-    "file", [pytest.param(each, marks=[pytest.mark.slow] * (each.name in SLOW), id=str(each)) for each in FILES]
+    "file", [pytest.param(each, marks=pytest.mark.slow if each.name in SLOW else [], id=str(each)) for each in FILES]
 )
 def test_files_pass_on_the_fake_gpu(file: Path) -> None:
     schedule = [] if file.parts[0] == "fake_cuda" else ["--schedule-seed", SCHEDULE]

@@ -163,10 +163,9 @@ def test_offloading_all_is_simulated_whole_where_few_layers_do_not_tell(
     "options",
     [
         {"quantize": "nf4-double", "optimizer": "adamw-8bit"},
-        *(
-            pytest.param(options, marks=pytest.mark.slow)
-            for options in ({}, {"use_dora": True, "optimizer": "paged-adamw-8bit"}, {"optimizer": "adamw-4bit"})
-        ),
+        {},
+        {"use_dora": True, "optimizer": "paged-adamw-8bit"},
+        {"optimizer": "adamw-4bit"},
     ],
     ids=["double, torchao's optimizer", "LoRA", "DoRA, paged optimizer", "four bits"],
 )

@@ -194,7 +194,6 @@ def test_in_backward_no_state_can_visit(qwen3: str) -> None:
 
 
 @pytest.mark.e2e
-@pytest.mark.slow
 def test_a_plan_prefers_a_home_that_is_faster_than_what_else_fits(
     folder_of: FolderOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

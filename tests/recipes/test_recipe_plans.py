@@ -100,9 +100,7 @@ def test_the_recipe_reads_what_was_written(recipe: str, tmp_path: Path) -> None:
         assert str(written[0]) in command
 
 
-@pytest.mark.parametrize(
-    "make", [causal_lm, neural_operator, *(pytest.param(make, marks=pytest.mark.slow) for make in (fluxflow, lgt))]
-)
+@pytest.mark.parametrize("make", [causal_lm, neural_operator, fluxflow, lgt])
 @pytest.mark.slow
 def test_a_plan_of_what_is_offloaded_has_settled_after_the_simulated_steps(
     make: Callable[..., RecipeWorkload], tmp_path: Path
