@@ -180,22 +180,27 @@ def accelerator_for(
     """
     sharding = zero = None
     if sharing.is_zero:
-        zero = _zero_plugin(sharing, num_micro_batches, max_grad_norm)
+        zero = zero_plugin(sharing, num_micro_batches, max_grad_norm)
         zero.deepspeed_config["train_micro_batch_size_per_gpu"] = micro_batch
     elif sharing.engine != DDP:
-        sharding = FullyShardedDataParallelPlugin(
-            fsdp_version=2,
-            reshard_after_forward=sharing.engine == FSDP2,
-            auto_wrap_policy="transformer_based_wrap",
-            cpu_ram_efficient_loading=False,
-            cpu_offload=sharing.offloads_by_fsdp,
-        )
+        sharding = FullyShardedDataParallelPlugin(**sharded_options(sharing))
     windows = GradientAccumulationPlugin(
         num_steps=num_micro_batches, sync_with_dataloader=False, sync_each_batch=sharing.offloads_by_fsdp
     )
     return Accelerator(
         mixed_precision=precision, gradient_accumulation_plugin=windows, fsdp_plugin=sharding, deepspeed_plugin=zero
     )
+
+
+def sharded_options(sharing: Sharing) -> dict[str, Any]:
+    """Return the arguments of `FullyShardedDataParallelPlugin`."""
+    return {
+        "fsdp_version": 2,
+        "reshard_after_forward": sharing.engine == FSDP2,
+        "auto_wrap_policy": "transformer_based_wrap",
+        "cpu_ram_efficient_loading": False,
+        "cpu_offload": sharing.offloads_by_fsdp,
+    }
 
 
 def _zero_options(sharing: Sharing, num_micro_batches: int, max_grad_norm: float | None) -> dict[str, Any]:
@@ -213,7 +218,7 @@ def _zero_options(sharing: Sharing, num_micro_batches: int, max_grad_norm: float
     }
 
 
-def _zero_plugin(sharing: Sharing, num_micro_batches: int, max_grad_norm: float | None) -> Any:
+def zero_plugin(sharing: Sharing, num_micro_batches: int, max_grad_norm: float | None) -> Any:
     """Return DeepSpeed's settings; scripts and Trainer fill in what is "auto".
 
     DeepSpeed has five buffers for weights on a disk, each here for a rank's share of the largest weight. A buffer keeps
@@ -244,7 +249,7 @@ def write_accelerate_config(
     precision: str | None = mixed_precision
     if NVME in (shared.optimizer_on, shared.weights_on):
         described = path.with_name("deepspeed.json")
-        fields = _zero_plugin(shared, num_micro_batches, max_grad_norm).deepspeed_config
+        fields = zero_plugin(shared, num_micro_batches, max_grad_norm).deepspeed_config
         del fields["steps_per_print"]  # infinite, which JSON cannot say
         fields |= {"gradient_clipping": max_grad_norm or 0.0}
         fields |= {name: {"enabled": mixed_precision == name} for name in ("fp16", "bf16")}

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 from unittest.mock import patch
@@ -18,6 +19,7 @@ from hf_memopt.callbacks.attach import FrozenModels
 from hf_memopt.estimate.simulation.device import replace_memory
 from hf_memopt.integrations.transformers.simulated_generation import SimulatedGeneration, generates
 from hf_memopt.integrations.transformers.trainer_batches import TrainerWindow, num_bytes
+from hf_memopt.jobs.accelerate_config import DDP, Sharing, sharded_options, zero_plugin
 
 MODEL = "model"
 
@@ -30,12 +32,17 @@ class SimulatedTrainer:
     `modules` are the trained model as `MODEL`, and others that the trainer has, such as a reference model.
     """
 
-    def __init__(self, trainer: Trainer, window: TrainerWindow, device: torch.device) -> None:
+    def __init__(
+        self, trainer: Trainer, window: TrainerWindow, device: torch.device, sharing: Sharing | None = None
+    ) -> None:
         gc.freeze()  # Trainer collects garbage, among a million objects that stay
-        self._trainer = trainer
+        self._trainer, shared = trainer, sharing or Sharing()
+        _engine(trainer, shared)
         args = trainer.args
         args.use_cpu, args._n_gpu, args.distributed_state = False, 1, PartialState()
         args.__dict__["_setup_devices"] = device
+        # Else Trainer would move the model in each update, away from an engine.
+        args.bf16_full_eval = args.fp16_full_eval = False
         args.eval_on_start = args.auto_find_batch_size = args.push_to_hub = False
         args.logging_nan_inf_filter = False  # would read every loss
         self._generation = SimulatedGeneration(trainer) if generates(trainer) else None
@@ -43,11 +50,12 @@ class SimulatedTrainer:
         on_the_host = [each for each in handler.callbacks if isinstance(each, FrozenModels)]
         for frozen in on_the_host:
             frozen.remove()
-        self.modules = dict(modules_of(trainer))
-        prepared = {name for name, module in self.modules.items() if _was_prepared(module)}
+        modules = dict(modules_of(trainer))
+        prepared = {name for name, module in modules.items() if _was_prepared(module)}
         _renew_accelerator(trainer)
-        for name, module in self.modules.items():
-            _place(module, device)
+        for name, module in modules.items():
+            # Engines take weights from the host.
+            _place(module, device if shared.engine == DDP or name != MODEL else torch.device("cpu"))
             if name in prepared and name != MODEL:
                 trainer.accelerator.prepare_model(module, evaluation_mode=True)
         for frozen in on_the_host:
@@ -60,6 +68,12 @@ class SimulatedTrainer:
         args.gradient_accumulation_steps, args.max_steps = len(running), 1
         trainer.get_train_dataloader = lambda: running
         handler.callbacks = [each for each in handler.callbacks if offloader_of(each) is not None]
+        if shared.has_group:
+            _prepare_once(trainer, running)
+
+    @property
+    def modules(self) -> dict[str, nn.Module]:
+        return dict(modules_of(self._trainer))
 
     def step(self) -> None:
         """Make one update; the optimizer goes on where it was."""
@@ -101,10 +115,31 @@ def _was_prepared(module: nn.Module) -> bool:
     return was_prepared
 
 
+def _engine(trainer: Trainer, sharing: Sharing) -> None:
+    """Give the trainer the engine that `accelerate launch` would give it."""
+    args = trainer.args
+    args.ddp_find_unused_parameters = False  # buckets have the same bytes
+    if sharing.is_zero:
+        zero = zero_plugin(sharing, args.gradient_accumulation_steps, args.max_grad_norm)
+        zero.deepspeed_config["train_micro_batch_size_per_gpu"] = args.per_device_train_batch_size
+        args.deepspeed_plugin = zero
+        os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"  # before accelerate looks for its backend, as when launched
+    elif sharing.engine != DDP:
+        args.fsdp_plugin_args = sharded_options(sharing)
+
+
+def _prepare_once(trainer: Trainer, batches: Any) -> None:
+    """Let an engine take the model now, and for all updates: Trainer would give it to the engine in each of them."""
+    made = trainer._prepare_for_training(1, batches, None)
+    trainer._prepare_for_training = lambda *args: made
+    trainer.accelerator.free_memory = lambda *args: ()
+
+
 def _renew_accelerator(trainer: Trainer) -> None:
     """Give the trainer an `Accelerator` whose fp16 has no scaler, which would read values."""
     precision = trainer.args.mixed_precision
     trainer.args.mixed_precision = "bf16" if precision == "fp16" else precision
+    (trainer.args.accelerator_config.gradient_accumulation_kwargs or {}).pop("num_steps", None)  # of the one before
     trainer.create_accelerator_and_postprocess()
     accelerator, state = trainer.accelerator, trainer.accelerator.state
     plain_prepare_model = accelerator.prepare_model
