@@ -3,6 +3,7 @@
 import argparse
 import gc
 import json
+import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +27,7 @@ _TRAINING = (
     *("images_per_sample", "image_size", "text_tokens", "num_frames", "encoders", "freeze_vision_tower"),
     *("passages", "gradient_cache", "padding"),
     *("lora_rank", "lora_targets", "use_dora"),
-    *("base", "base_budget", "trained", "optimizer_in_backward", "max_grad_norm", "num_gpus"),
+    *("base", "base_budget", "trained", "max_grad_norm", "num_gpus"),
 )
 # A plan tries all homes of frozen weights.
 _REPEATED = tuple(name for name in _TRAINING if name != "base")
@@ -71,6 +72,7 @@ def _add_job(parser: argparse.ArgumentParser, groups: _Groups, of_job: Callable[
     def run(parsed: argparse.Namespace) -> int:
         # Imports make a million objects that stay, and searching them for garbage took a quarter of the time.
         gc.disable()
+        os.environ["WANDB_DISABLED"] = "true"  # TRL would import it, which takes seconds
         try:
             spec = spec_of(parsed)
             # Errors call fields by their flags, but for those whose value is from a file.
@@ -182,17 +184,11 @@ def _not_counted(num_gpus: int) -> str:
 def _plan_command(spec: JobSpec, job: "Workload") -> str:
     said, batch = spec.said(), FIELDS["effective_batch"].words(job.effective_batch)
     words = ["hf-memopt", "plan"]
-    if spec.is_of_trainer:
-        from hf_memopt.integrations.transformers.file_workload import OF_FILES
-
-        words += FIELDS["gpu"].words(spec.gpu)
-        words += FIELDS["training_args"].words(spec.training_args) if spec.training_args else []
-        words += batch if {"batch_size", "accumulation", "effective_batch"} & said.keys() else []
-        again = sorted(OF_FILES & said.keys())
-    else:
-        words += [*FIELDS["model"].words(spec.model), *FIELDS["gpu"].words(spec.gpu), *batch]
-        repeated = (*_REPEATED, "base") if spec.trained else _REPEATED
-        again = [name for name in said if name in repeated and (name in CHOICES or said[name] != DEFAULTS.get(name))]
+    words += FIELDS["model"].words(spec.model) if spec.model else []
+    words += FIELDS["gpu"].words(spec.gpu)
+    words += batch if spec.training_args is None or {"batch_size", "accumulation", "effective_batch"} & said.keys() else []
+    repeated = (*_REPEATED, "base") if spec.trained else _REPEATED
+    again = [name for name in said if name in repeated and (name in CHOICES or said[name] != DEFAULTS.get(name))]
     again += [name for name in ("reserve", "host", "disk", "link") if name in said]
     words += [word for text in spec.set for word in FIELDS["set"].words(text)]
     return shlex.join([*words, *(word for name in again for word in FIELDS[name].words(said[name]))])

@@ -182,6 +182,7 @@ def _run(
         # Host memory of a run is a result, and no matter of this machine.
         return sys.maxsize if below.host_bytes is None else max(0, below.host_bytes - log.history.host_bytes())
 
+    simulated.build()
     with simulation(like, base, free_host_bytes) as (device, data_dependent):
         in_group = simulated.has_group or simulated.num_gpus > 1
         ranks = first_of(simulated.num_gpus, device, base) if in_group else nullcontext()

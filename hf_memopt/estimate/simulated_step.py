@@ -21,6 +21,7 @@ class SimulatedStep:
         has_group: whether they belong to a process group, as several always do.
         assumptions: on which it rests, beside those of its simulation.
         notes: remarks on its options, for the answer.
+        build: called before `setup`, where tensors still have memory.
         is_trainers_own: a run makes this very step, so that weights without a gradient have none there either.
     """
 
@@ -34,6 +35,7 @@ class SimulatedStep:
     assumptions: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     is_trainers_own: bool = False
+    build: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True)

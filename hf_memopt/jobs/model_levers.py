@@ -113,11 +113,15 @@ def _precisions(options: Any) -> Iterator[tuple[str, Changes]]:
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
+def has_experts(config: Any) -> bool:
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return any(getattr(text, name, None) for name in _EXPERTS)
+
+
 def _quantizations(options: Any) -> Iterator[tuple[str, Changes]]:
     yield options.quantize, {}
     if options.lora_rank is None or options.quantize != "none":
         return
-    text = options.config.get_text_config() if hasattr(options.config, "get_text_config") else options.config
-    of_mixtures = ["nf4-experts"] if any(getattr(text, name, None) for name in _EXPERTS) else []
+    of_mixtures = ["nf4-experts"] if has_experts(options.config) else []
     for name in ("int8-torchao", "nf4", "nf4-double", *of_mixtures):
         yield name, {"quantize": name}

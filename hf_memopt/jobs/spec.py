@@ -56,7 +56,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "offload": ("off", "auto", "inputs", "all"),
 }
 DEFAULTS: dict[str, Any] = {name: values[0] for name, values in CHOICES.items()} | {
-    "batch_size": 1,
     "seq_len": 2048,
     "images_per_sample": 1,
     "passages": 1,
@@ -64,7 +63,9 @@ DEFAULTS: dict[str, Any] = {name: values[0] for name, values in CHOICES.items()}
     "num_gpus": 1,
 }
 NOT_CLIPPED = "none"
-TRAINERS = ("sft", "dpo", "kto", "orpo", "reward", "grpo")
+# transformers' own, of any model.
+PLAIN_TRAINER = "trainer"
+TRAINERS = (PLAIN_TRAINER, "sft", "dpo", "kto", "orpo", "reward", "grpo")
 _CARD = (
     "a card (a100-80gb, 4090, ...), a size as cards are sold (24GB) or exactly (8GiB), or a size with a card's speed "
     "(48GB@l40s)"
@@ -102,7 +103,8 @@ class JobSpec:
         metavar="FILE",
     )
     trainer: Text = unsaid(
-        "train MODEL, or as --training-args says, with this trainer of TRL and the defaults of its settings",
+        "train MODEL, or as --training-args says, with transformers' trainer or this one of TRL, and the defaults of "
+        "its settings (default: sft for a language model, trainer for others)",
         choices=TRAINERS,
     )
     recipe: Text = unsaid("instead of MODEL: a recipe (default: the one that --config is named after)", metavar="NAME")
@@ -207,9 +209,6 @@ class JobSpec:
     )
     padding: bool = flag(False, "give batches an attention mask, as if some samples were shorter")
     use_dora: bool = flag(False, "adapters with a magnitude for each output (DoRA)")
-    optimizer_in_backward: bool = flag(
-        False, "update each weight as soon as its gradient is there; with --max-grad-norm none, without --accumulation"
-    )
     max_grad_norm: Annotated[float | str | None, POSITIVE] = unsaid("clip gradients to this norm; none: do not clip")
     num_gpus: Count = unsaid("GPUs, with one process each; all figures are for one GPU")
     checkpointing: Text = unsaid(

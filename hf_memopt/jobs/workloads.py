@@ -3,23 +3,20 @@
 import importlib
 import pkgutil
 from collections.abc import Sequence
-from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from hf_memopt.estimate.simulated_step import SimulatedStep
-from hf_memopt.jobs.huggingface import HuggingFaceModel
 from hf_memopt.jobs.robot_policies import PolicyFile, policy_file
-from hf_memopt.jobs.spec import FIELDS, NOT_CLIPPED, JobSpec
+from hf_memopt.jobs.spec import JobSpec
 from hf_memopt.jobs.workload import Lever, Workload
 from hf_memopt.shipped_configs import config_file
 
 # Trainers, policies and recipes stand above this package and use it; they are found by name.
-_FILES = "hf_memopt.integrations.transformers.file_workload"
+_TRAINERS = "hf_memopt.integrations.transformers.trainer_workload"
 _POLICIES = "hf_memopt.lerobot.estimates.policy_workload"
 _RECIPES = "hf_memopt.recipes"
-OF_MODELS = tuple(each.name for each in fields(HuggingFaceModel) if each.name in FIELDS)
 
 
 def workload_of(spec: JobSpec) -> Workload:
@@ -28,26 +25,24 @@ def workload_of(spec: JobSpec) -> Workload:
     Raises:
         ValueError: the spec names nothing to train, or two things, or has a value that is not simulated.
     """
-    if spec.is_of_trainer:
-        made: Workload = importlib.import_module(_FILES).file_workload(spec)
-        return made
     if spec.is_of_recipe:
         return _of_recipe(spec)
-    policy = policy_file(spec.model) if spec.model else None
-    return _of_model(spec) if policy is None else _of_policy(spec, policy)
+    policy = policy_file(spec.model) if spec.model and not spec.is_of_trainer else None
+    if policy is not None:
+        return _of_policy(spec, policy)
+    made: Workload = importlib.import_module(_TRAINERS).TrainerWorkload(spec)
+    return made
 
 
 def given_step(spec: JobSpec, workload: Workload) -> tuple[SimulatedStep, int]:
     """Return the step as the spec has it, and the forward passes of an update."""
     micro_batch = spec.batch_size or 1
-    if isinstance(workload, HuggingFaceModel):
-        step = workload.step_with(spec.checkpointing or "none", spec.offload or "off", micro_batch)
-    elif spec.is_of_recipe:
+    if spec.is_of_recipe:
         settings = {each.name: each.values[0] for each in workload.levers} | _chosen(spec.set, workload.levers)
         step = workload.simulated(settings, micro_batch)
     else:
-        made: Any = workload  # of a trainer's file or of a policy
-        micro_batch, step = made.micro_batch, made.as_given(spec.offload or "off")
+        made: Any = workload  # of a trainer or of a policy
+        micro_batch, step = made.micro_batch, made.as_given()
     passes = workload.effective_batch // (micro_batch * step.num_gpus)
     if spec.accumulation not in (None, passes):
         raise ValueError(
@@ -64,18 +59,6 @@ def _of_policy(spec: JobSpec, policy: PolicyFile) -> Workload:
         )
     made: Workload = importlib.import_module(_POLICIES).PolicyTraining(spec, policy)
     return made
-
-
-def _of_model(spec: JobSpec) -> HuggingFaceModel:
-    if not spec.model:
-        raise ValueError("name a MODEL (hub id, folder or config.json), or a recipe with its config, or training_args")
-    if spec.set:
-        raise ValueError(f"set={spec.set[0]!r} is for recipes and robot policies; a model's settings have own flags")
-    options = {name: value for name, value in spec.said().items() if name in OF_MODELS}
-    if spec.max_grad_norm == NOT_CLIPPED:
-        options["max_grad_norm"] = None
-    batch = (spec.batch_size or 1) * (spec.accumulation or 1) * (spec.num_gpus or 1)
-    return HuggingFaceModel(**{"effective_batch": batch} | options)
 
 
 def _of_recipe(spec: JobSpec) -> Workload:

@@ -15,7 +15,8 @@ from transformers import HfArgumentParser, TrainingArguments
 from hf_memopt.command_line import argparse_raising
 from hf_memopt.integrations.transformers.trl_trainers import TRL, TrlTrainer, need_trl, trainer_for
 from hf_memopt.jobs.quiet import quiet, refused_by
-from hf_memopt.jobs.spec import nearest, read_fields
+from hf_memopt.jobs.trainer_fields import OPTIMIZERS
+from hf_memopt.jobs.spec import PLAIN_TRAINER, nearest, read_fields
 
 # TRL's ModelConfig; a plain Trainer is made with the same.
 MODEL_FIELDS: dict[str, Any] = {
@@ -45,10 +46,6 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "auto_find_batch_size": (False,),
     "cache_implementation": (None, "dynamic"),
 }
-OPTIMIZERS = (
-    *("adamw_torch_fused", "adamw_torch", "adamw_torch_8bit", "adamw_torch_4bit"),
-    *("adafactor", "sgd", "adagrad", "rmsprop"),
-)
 # These hold no memory in training steps, and would ask for a device, a network, other data or a tokenizer.
 _LEFT_OUT: dict[str, Any] = {
     "use_cpu": True,
@@ -136,7 +133,9 @@ def read_argument_file(path: Path, trainer: str | None = None) -> ArgumentFile:
     source = f"training_args={str(path)!r}"
     given = read_fields(source, path, "TrainingArguments", "bf16: true")
     others = [name for name in given if name not in _names(TrainingArguments)]
-    if trainer is None and not others:
+    if trainer == PLAIN_TRAINER or (trainer is None and not others):
+        for name in others:
+            raise ValueError(f"{source}: {name!r} is no field of TrainingArguments; the nearest is {nearest(name, _names(TrainingArguments))}")
         _check_types(given, None, source)
         return ArgumentFile(path, current_names(given))
     need_trl(f"{others[0]!r} is not a field of TrainingArguments" if others else f"trainer={trainer!r}")

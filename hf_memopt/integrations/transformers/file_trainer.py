@@ -1,124 +1,176 @@
-"""A trainer as a file of arguments describes it, of a model without memory, on tokens that are all the same."""
+"""The trainer of a run: of a model without memory, on samples that are all the same."""
 
 import copy
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
-from torch import nn
-from transformers import Trainer
+from torch import Tensor, nn
+from transformers import PretrainedConfig, Trainer
+from transformers.modeling_utils import set_quantized_state
 
+from hf_memopt.estimate.simulation.quantised.block_wise_adamw import BlockWiseAdamW
 from hf_memopt.estimate.simulation.quantised.quantised_base import adapt_as_peft_does, quantise
-from hf_memopt.integrations.transformers.argument_file import ArgumentFile
 from hf_memopt.integrations.transformers.trl_trainers import END, WORD, Rows
+from hf_memopt.jobs.accelerate_config import zero_plugin
+from hf_memopt.jobs.diffusers_models.pipeline_encoders import PipelineEncoders
 from hf_memopt.jobs.quiet import quiet, refused_by
-from hf_memopt.jobs.transformers_models.published_weights import PublishedWeights, published_weights
-from hf_memopt.jobs.transformers_models.tasks import TASKS
+from hf_memopt.jobs.transformers_models.adapters import lora_config, with_adapters
+from hf_memopt.jobs.transformers_models.contrastive import cached_ranking_loss
+from hf_memopt.jobs.transformers_models.model_config import training
+from hf_memopt.jobs.transformers_models.model_options import ModelOptions
+
+if TYPE_CHECKING:
+    from hf_memopt.integrations.transformers.trainer_run import TrainerRun
 
 _PADDING = "<pad>"
 # transformers' marks of models that are stored in few bits.
-_STORED = {"nf4": "is_loaded_in_4bit", "nf4-double": "is_loaded_in_4bit", "int8": "is_loaded_in_8bit"}
+_STORED = {"nf4": "is_loaded_in_4bit", "nf4-double": "is_loaded_in_4bit", "nf4-experts": "is_loaded_in_4bit"}
+_STORED |= {"int8": "is_loaded_in_8bit"}
+# Optimizers of bitsandbytes, which has no kernels for tensors without memory.
+_BLOCK_WISE = {
+    "adamw-8bit-bnb": {"bits": 8, "is_paged": False},
+    "paged-adamw-8bit": {"bits": 8, "is_paged": True},
+    "paged-adamw-32bit": {"bits": 32, "is_paged": True},
+}
 
 
 @quiet()
-def make_trainer(
-    file: ArgumentFile, config: Any, task: str, changes: Mapping[str, Any], seq_len: int, output_dir: str
-) -> Trainer:
-    arguments = file.training_arguments(changes, output_dir)
-    about = file.model_fields(changes)
-    adapters = _adapters(about) if about["use_peft"] else None
-    build = partial(_base_model, config, task, about)
-    with refused_by(file.trainer_name):
-        if file.trainer is None:
-            trainer = _plain_trainer(build(), arguments, seq_len, adapters)
+def make_trainer(run: "TrainerRun", config: Any) -> Trainer:
+    """Make the trainer with a model of `config`, which is the run's or one with fewer layers."""
+    options, kind = run.options, run.file.trainer
+    arguments = run.file.training_arguments(run.changes, run.folder)
+    build = partial(build_model, options, config)
+    with refused_by(run.file.trainer_name):
+        if kind is None:
+            trainer: Trainer = OwnLoss(options, config, build(), arguments)
         else:
-            data = file.trainer.rows(arguments, seq_len, num_samples(arguments))
-            trainer = _trl_trainer(file.trainer.kind, build, storage(about, config), arguments, data, adapters)
+            adapters = None if options.lora_rank is None else lora_config(run.file.model_fields(run.changes))
+            rows = kind.rows(arguments, options.seq_len, num_samples(arguments))
+            trainer = _trl_trainer(kind.kind, build, options, arguments, rows, adapters)
     adapt_as_peft_does(trainer.model)
+    if options.optimizer in _BLOCK_WISE:
+        settings = _BLOCK_WISE[options.optimizer]
+        trainer.get_optimizer_cls_and_kwargs = lambda *args: (BlockWiseAdamW, dict(settings))
     return trainer
 
 
-def _base_model(config: Any, task: str, about: Mapping[str, Any]) -> Any:
-    name = about["dtype"] or "float32"
-    dtype = (config.dtype or torch.float32) if name == "auto" else getattr(torch, name)
-    # A trainer writes into its model's configuration.
-    config = copy.deepcopy(config)
-    with torch.device("meta"):
-        model: Any = TASKS[task].build(
-            config, f"model={about['model_name_or_path']!r}", dtype=dtype, attn_implementation=attention(about)
+def build_model(options: ModelOptions, config: Any) -> Any:
+    """Return the model without adapters, on "meta"; it is quantised as the options say."""
+    task, is_quantised = options.kind_of_task, options.quantize != "none"
+    config = copy.deepcopy(config)  # a trainer writes into its model's configuration
+    attention = None if options.attention == "auto" else options.attention
+    with torch.device("meta"), set_quantized_state() if is_quantised else nullcontext():
+        model: Any = task.build(
+            config, options.source, dtype=getattr(torch, options.dtype), attn_implementation=attention
         )
-        stored = storage(about, config)
-        if stored is not None:
-            published = _published(about, config)
-            quantise(model, stored, getattr(torch, published.compute_dtype or "", dtype), kept=published.kept)
+    if isinstance(model.config, PretrainedConfig):
+        model.config.use_cache = model.config.get_text_config().use_cache = False
+        if getattr(model.config, "pad_token_id", 0) is None:
+            model.config.pad_token_id = 0  # decoders that classify look for the last token that is none
+    if options.freeze_vision_tower:
+        model.get_encoder(modality="image").requires_grad_(False)
+    if is_quantised:
+        quantise(
+            model,
+            options.quantize,
+            getattr(torch, options.published.compute_dtype or options.dtype),
+            is_prepared=options.kbit_preparation == "peft",
+            quantises=task.quantises(model),
+            kept=options.published.kept,
+            storage=getattr(torch, options.packed_in),
+        )
     return model
 
 
-def storage(about: Mapping[str, Any], config: Any) -> str | None:
-    """Return how linear layers are stored: as the checkpoint was published, or else as the fields ask for."""
-    published = _published(about, config).quantize
-    if published != "none":
-        return published
-    if about["load_in_4bit"]:
-        return "nf4-double" if about["use_bnb_nested_quant"] else "nf4"
-    return "int8" if about["load_in_8bit"] else None
+class OwnLoss(Trainer):
+    """Trains a model of any task on one batch, with the loss of its task."""
 
+    def __init__(self, options: ModelOptions, config: Any, model: Any, arguments: Any) -> None:
+        self._options, self._config, self._encoders = options, config, None
+        task = options.kind_of_task
+        if options.lora_rank is not None:
+            tower = model.get_encoder(modality="image") if options.freeze_vision_tower else None
+            frozen = next((name for name, module in model.named_modules() if module is tower), None)
+            targets = options.lora_targets or task.lora_targets(config)
+            model = with_adapters(model, options.lora_rank, targets, options.use_dora, frozen, task.peft_type)
+            if options.adapters_dtype is not None:
+                for parameter in model.parameters():
+                    if parameter.requires_grad:
+                        parameter.data = parameter.data.to(options.adapters_dtype)
+        if options.checkpointing in ("full", "reentrant"):
+            task.checkpoint(model, use_reentrant=options.checkpointing == "reentrant")
+            arguments.gradient_checkpointing = False  # it is on
+        super().__init__(model, arguments, train_dataset=[{}])
 
-def _published(about: Mapping[str, Any], config: Any) -> PublishedWeights:
-    return published_weights(config, f"model={about['model_name_or_path']!r}")
+    def enter(self, device: torch.device) -> None:
+        options = self._options
+        if options.encoder_configs:
+            with device:
+                count = self.args.per_device_train_batch_size
+                self._encoders = PipelineEncoders(options.encoder_configs, self._config, count, options.sample)
 
-
-def attention(about: Mapping[str, Any]) -> str | None:
-    """Return the simulated kernel; those that are not here hold as much as torch's flash attention."""
-    asked = about["attn_implementation"]
-    return asked if asked in (None, "eager", "sdpa") else "sdpa"
-
-
-def _adapters(about: Mapping[str, Any]) -> Any:
-    """Do as TRL's `get_peft_config`."""
-    from peft import LoraConfig
-
-    optional = {"target_parameters": about["lora_target_parameters"]} if about["lora_target_parameters"] else {}
-    return LoraConfig(
-        task_type=about["lora_task_type"],
-        r=about["lora_r"],
-        target_modules=about["lora_target_modules"],
-        lora_alpha=about["lora_alpha"],
-        lora_dropout=about["lora_dropout"],
-        bias="none",
-        use_rslora=about["use_rslora"],
-        use_dora=about["use_dora"],
-        modules_to_save=about["lora_modules_to_save"],
-        **optional,
-    )
+    def compute_loss(self, model: Any, inputs: Any, *others: Any, **more: Any) -> Tensor:
+        options = self._options
+        if self._encoders is not None:
+            self._encoders.run()
+        with training(options.source):
+            if options.gradient_cache:
+                num_parts = options.effective_batch // options.micro_batch
+                return cached_ranking_loss(model, inputs, num_parts, min(2, num_parts))
+            if options.kind_of_task.has_own_loss:
+                return options.kind_of_task.loss(model, inputs)
+            loss: Tensor = super().compute_loss(model, inputs, *others, **more)
+            return loss
 
 
 def _trl_trainer(
-    kind: Any, build: Callable[[], Any], stored: str | None, arguments: Any, data: Rows, adapters: Any
+    kind: Any, build: Callable[[], Any], options: ModelOptions, arguments: Any, data: Rows, adapters: Any
 ) -> Trainer:
     from datasets import Dataset, disable_progress_bars
 
     disable_progress_bars()
-    model = build()
-    options: dict[str, Any] = {"peft_config": adapters, "processing_class": _tokenizer()}
+    model, mark = build(), _STORED.get(options.quantize)
+    given: dict[str, Any] = {"peft_config": adapters, "processing_class": _tokenizer()}
     if hasattr(arguments, "num_generations"):
-        options |= {"reward_funcs": _no_reward}
-    if stored is not None:
+        given |= {"reward_funcs": _no_reward}
+    if mark is not None:
         # TRL asks these; later they would make transformers ask bitsandbytes.
-        setattr(model, _STORED[stored], True)
+        setattr(model, mark, True)
     # A trainer that generates on a server would ask the server when it is made.
     is_served = bool(getattr(arguments, "use_vllm", False))
-    with patch.object(arguments, "use_vllm", False) if is_served else nullcontext(), _reference_of(kind, build):
-        trainer: Any = kind(model, args=arguments, train_dataset=Dataset.from_dict(data), **options)
+    alone = patch.object(arguments, "use_vllm", False) if is_served else nullcontext()
+    with alone, _reference_of(kind, build), _seen_by_trl(kind, options, arguments):
+        trainer: Any = kind(model, args=arguments, train_dataset=Dataset.from_dict(data), **given)
     if is_served:
         trainer.use_vllm = True
-    if stored is not None:
-        delattr(model, _STORED[stored])
-    return trainer
+    if mark is not None:
+        delattr(model, mark)
+    return trainer  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _seen_by_trl(kind: Any, options: ModelOptions, arguments: Any) -> Iterator[None]:
+    """Show TRL the plugin of DeepSpeed, by which it decides on adapters and checkpoints, but start no engine yet."""
+    if not options.sharing.is_zero:
+        yield
+        return
+    plugin = zero_plugin(options.sharing, 1, None)
+    plain = kind.create_accelerator_and_postprocess
+
+    def without_engine(trainer: Trainer) -> None:
+        with patch.object(arguments, "deepspeed_plugin", None):
+            plain(trainer)
+
+    with (
+        patch.object(arguments, "deepspeed_plugin", plugin),
+        patch.object(kind, "create_accelerator_and_postprocess", without_engine),
+    ):
+        yield
 
 
 def num_samples(arguments: Any) -> int:
@@ -144,16 +196,6 @@ def _reference_of(kind: Any, build: Callable[[], Any]) -> Iterator[None]:
 
 def _no_reward(completions: list[str], **columns: Any) -> list[float]:
     return [0.0] * len(completions)
-
-
-def _plain_trainer(model: nn.Module, arguments: Any, seq_len: int, adapters: Any) -> Trainer:
-    if adapters is not None:
-        from peft import get_peft_model
-
-        model = get_peft_model(model, adapters)
-    tokens = torch.zeros(seq_len, dtype=torch.long)
-    samples = [{"input_ids": tokens, "labels": tokens}] * num_samples(arguments)
-    return Trainer(model, arguments, train_dataset=samples)
 
 
 def _tokenizer() -> Any:

@@ -4,6 +4,7 @@ import copy
 import gc
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
@@ -15,13 +16,56 @@ from torch._subclasses.fake_tensor import FakeTensor
 from transformers import Trainer, TrainerCallback
 
 from hf_memopt.activations import ActivationOffloader
-from hf_memopt.callbacks.attach import FrozenModels
+from hf_memopt.callbacks.attach import FrozenModels, attach
+from hf_memopt.callbacks.streamed_base import StreamedBase
 from hf_memopt.estimate.simulation.device import replace_memory
+from hf_memopt.integrations.transformers.file_trainer import OwnLoss
 from hf_memopt.integrations.transformers.simulated_generation import SimulatedGeneration, generates
 from hf_memopt.integrations.transformers.trainer_batches import TrainerWindow, num_bytes
 from hf_memopt.jobs.accelerate_config import DDP, Sharing, sharded_options, zero_plugin
+from hf_memopt.jobs.workload import RESIDENT
+from hf_memopt.weights import StreamedWeights
 
 MODEL = "model"
+
+
+@dataclass(frozen=True)
+class Switches:
+    """What `attach` switches on for a simulated trainer; see there. The homes "resident" and "off" change nothing."""
+
+    offload: str = "off"
+    offload_threshold_mb: float = 10.0
+    selective_checkpointing: bool = False
+    base: str = RESIDENT
+    base_budget_gib: float | None = None
+    trained: bool = False
+    optimizer_home: str = "off"
+
+    @property
+    def streams(self) -> bool:
+        return self.base != RESIDENT
+
+    def attach_to(self, trainer: Trainer, device: torch.device) -> None:
+        if self == Switches():
+            return
+        base: Any = None
+        if self.streams:
+            home: Any = self.base
+            budget_gib, model = self.base_budget_gib, trainer.model
+            base = StreamedWeights(model, home=home, trained=self.trained, budget_gib=budget_gib, device=device)
+        offloader = None
+        if self.offload != "off":
+            offloader = ActivationOffloader(mode=self.offload, offload_threshold_mb=self.offload_threshold_mb)
+        optimizer_home: Any = None if self.optimizer_home == "off" else self.optimizer_home
+        attach(
+            trainer,
+            offloader=offloader,
+            base=base,
+            trained=self.trained,
+            optimizer_home=optimizer_home,
+            selective_checkpointing=self.selective_checkpointing,
+            memory=False,
+        )
 
 
 class SimulatedTrainer:
@@ -33,10 +77,15 @@ class SimulatedTrainer:
     """
 
     def __init__(
-        self, trainer: Trainer, window: TrainerWindow, device: torch.device, sharing: Sharing | None = None
+        self,
+        trainer: Trainer,
+        window: TrainerWindow,
+        device: torch.device,
+        sharing: Sharing | None = None,
+        switches: Switches | None = None,
     ) -> None:
         gc.freeze()  # Trainer collects garbage, among a million objects that stay
-        self._trainer, shared = trainer, sharing or Sharing()
+        self._trainer, shared, switched = trainer, sharing or Sharing(), switches or Switches()
         _engine(trainer, shared)
         args = trainer.args
         args.use_cpu, args._n_gpu, args.distributed_state = False, 1, PartialState()
@@ -54,20 +103,24 @@ class SimulatedTrainer:
         prepared = {name for name, module in modules.items() if _was_prepared(module)}
         _renew_accelerator(trainer)
         for name, module in modules.items():
-            # Engines take weights from the host.
-            _place(module, device if shared.engine == DDP or name != MODEL else torch.device("cpu"))
+            # Engines take weights from the host, and weights that stream have their home there.
+            is_on_host = name == MODEL and (shared.engine != DDP or switched.streams)
+            _place(module, torch.device("cpu") if is_on_host else device)
             if name in prepared and name != MODEL:
                 trainer.accelerator.prepare_model(module, evaluation_mode=True)
         for frozen in on_the_host:
             FrozenModels(trainer, frozen.mode)
         _renew_optimizer(trainer)
+        switched.attach_to(trainer, device)
+        if isinstance(trainer, OwnLoss):
+            trainer.enter(device)
         self.batches = send_to_device(window.batches, device) if window.moves else window.batches
         *others, largest = sorted(self.batches, key=num_bytes)
         # The first pass generates for all.
         running = _Batches([*(largest if self._generation else each for each in others[:1]), largest])
         args.gradient_accumulation_steps, args.max_steps = len(running), 1
         trainer.get_train_dataloader = lambda: running
-        handler.callbacks = [each for each in handler.callbacks if offloader_of(each) is not None]
+        handler.callbacks = [each for each in handler.callbacks if offloader_of(each) or isinstance(each, StreamedBase)]
         if shared.has_group:
             _prepare_once(trainer, running)
 

@@ -46,6 +46,7 @@ class Denoising:
     positions = None
     peft_type = None
     has_mask = False
+    has_own_loss = True
     image_options = ("image_size", "text_tokens", "num_frames", "encoders")
     # Of `ModelOptions`: values for a denoiser, where there are fewer than for transformers' models.
     only: ClassVar = {"quantize": _QUANTISED, "attention": ("auto", "sdpa"), "loss": ("full",), "engine": ("ddp",)}

@@ -1,6 +1,7 @@
 """Adapters of PEFT, and TRL's output layer, on a model that is simulated."""
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -27,6 +28,25 @@ def import_fused_head() -> Any:
     except ImportError as error:
         raise ValueError("loss='chunked' needs TRL: pip install 'trl>=1.16'") from error
     return add_fused_lm_head
+
+
+def lora_config(about: Mapping[str, Any]) -> Any:
+    """Return the adapters of TRL's ModelConfig, as TRL's `get_peft_config` makes them."""
+    from peft import LoraConfig
+
+    targets = {"target_parameters": about["lora_target_parameters"]} if about["lora_target_parameters"] else {}
+    return LoraConfig(
+        task_type=about["lora_task_type"],
+        r=about["lora_r"],
+        target_modules=about["lora_target_modules"],
+        lora_alpha=about["lora_alpha"],
+        lora_dropout=about["lora_dropout"],
+        bias="none",
+        use_rslora=about["use_rslora"],
+        use_dora=about["use_dora"],
+        modules_to_save=about["lora_modules_to_save"],
+        **targets,
+    )
 
 
 def with_adapters(

@@ -5,13 +5,16 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import nn
 
 from hf_memopt.estimate.gpus import parse_size
 from hf_memopt.jobs.accelerate_config import (
     DDP,
+    NVME,
     OPTIMIZERS_OF_BITSANDBYTES,
     Sharing,
     check_options,
+    check_step,
     check_zero,
     shards_weights,
 )
@@ -27,7 +30,7 @@ from hf_memopt.jobs.workload import RESIDENT
 from hf_memopt.ranges import NOT_NEGATIVE
 from hf_memopt.units import GIB
 
-_CHOSEN = tuple(name for name in CHOICES if name not in ("base", "checkpointing", "offload"))
+_CHOSEN = tuple(name for name in CHOICES if name not in ("base", "optimizer"))
 # Options without meaning unless there are adapters, and their defaults.
 _OF_ADAPTERS = (("quantize", "none"), ("kbit_preparation", "trl"), ("lora_targets", None), ("use_dora", False))
 OF_BITSANDBYTES = ("nf4", "nf4-double", "nf4-experts", "int8")
@@ -66,6 +69,11 @@ class ModelOptions:
     """
 
     model: str
+    read: Any = None
+    trainer: str | None = None
+    micro_batch: int = 1
+    checkpointing: str = DEFAULTS["checkpointing"]
+    offload: str = DEFAULTS["offload"]
     seq_len: int = DEFAULTS["seq_len"]
     effective_batch: int = 8
     task: str = DEFAULTS["task"]
@@ -86,7 +94,6 @@ class ModelOptions:
     optimizer_home: str = DEFAULTS["optimizer_home"]
     optimizer_on: str = DEFAULTS["optimizer_on"]
     weights_on: str = DEFAULTS["weights_on"]
-    optimizer_in_backward: bool = False
     lora_rank: int | None = None
     lora_targets: str | None = None
     use_dora: bool = False
@@ -114,7 +121,7 @@ class ModelOptions:
         check_zero(self.engine, self.dtype, self.precision)
         self._check_adapters()
         self._check_base()
-        self._check_update()
+        self._check_step()
         self._check_loss()
         self._check_task()
         positions = self.kind_of_task.positions
@@ -126,7 +133,9 @@ class ModelOptions:
         if self.dtype != "auto":
             return self.dtype
         said = str(getattr(self.config, "dtype", None)).removeprefix("torch.")
-        return said if said in _DTYPES else self.published.dtype or "float32"
+        # Language models are trained in 16 bits; transformers makes others in float32.
+        usual = "bfloat16" if self.kind == "causal" else "float32"
+        return said if said in _DTYPES else self.published.dtype or usual
 
     def _resolved_quantize(self) -> str:
         published = self.published
@@ -167,11 +176,6 @@ class ModelOptions:
 
     def _check_gradient_cache(self) -> None:
         self._check_alone("gradient_cache=True", " is not simulated")
-        if self.optimizer_in_backward:
-            raise ValueError(
-                "optimizer_in_backward=True with gradient_cache=True: weights would change before the other parts of "
-                "the update have run; leave one of them out"
-            )
         if self.home != RESIDENT:
             raise ValueError(f"gradient_cache=True with base={self.base!r} is not simulated; use base={RESIDENT!r}")
 
@@ -234,11 +238,6 @@ class ModelOptions:
             raise ValueError("trained=True needs a home for the weights; give base='host' or base='file'")
         reason = ": gradients at their home are not averaged over ranks, and engines place weights themselves"
         self._check_alone("trained=True", reason)
-        if self.optimizer_in_backward:
-            raise ValueError(
-                "trained=True with optimizer_in_backward=True: weights and gradients visit the device for an update of "
-                "all weights, after backward; leave one of them out"
-            )
         if self.optimizer in OPTIMIZERS_OF_BITSANDBYTES:
             raise ValueError(f"optimizer={self.optimizer!r} with trained=True is not simulated; use another optimizer")
         if self.gradient_cache:
@@ -253,7 +252,9 @@ class ModelOptions:
 
     @property
     def sharing(self) -> Sharing:
-        return Sharing(self.engine, self.num_gpus, self.optimizer_on, self.weights_on)
+        # Only DeepSpeed's disk asks for the largest weight.
+        largest = max(each.numel() for each in self.without_memory.parameters()) if self.weights_on == NVME else 0
+        return Sharing(self.engine, self.num_gpus, self.optimizer_on, self.weights_on, largest)
 
     @property
     def streams(self) -> bool:
@@ -283,34 +284,21 @@ class ModelOptions:
             raise ValueError(f"loss={self.loss!r} with engine={self.engine!r} is not simulated; use 'full'")
         import_fused_head()
 
-    def _check_update(self) -> None:
-        if not self.optimizer_in_backward:
-            return
-        if self.max_grad_norm is not None:
+    def _check_step(self) -> None:
+        """Refuse a pass that does not divide the update, and ways to keep activations that do not go together."""
+        passes = check_step(self.num_gpus, self.engine, self.effective_batch, self.micro_batch, self.offload)
+        if self.offload == "inputs" and self.checkpointing == "none":
+            raise ValueError("offload='inputs' moves the inputs of checkpointed blocks; use checkpointing='full'")
+        if self.offload != "off" and self.checkpointing == "reentrant":
             raise ValueError(
-                f"max_grad_norm={self.max_grad_norm}: with optimizer_in_backward gradients are gone before their norm "
-                "is known; use none"
+                f"offload={self.offload!r} acts on checkpoints of torch's newer kind; use checkpointing='full'"
             )
-        if self.optimizer_on != "device":
+        if self.offload != "off" and self.gradient_cache:
             raise ValueError(
-                f"optimizer_on={self.optimizer_on!r} with optimizer_in_backward=True: the engines that keep its state "
-                "elsewhere update after backward; leave one of them out"
+                f"offload={self.offload!r} with gradient_cache=True: passes run again in backward, where nothing is "
+                "offloaded; use offload='off'"
             )
-        if self.optimizer_home != "off":
-            raise ValueError(
-                f"optimizer_home={self.optimizer_home!r} with optimizer_in_backward=True: state visits the device for "
-                "an update of all weights, after backward; leave one of them out"
-            )
-        if self.num_gpus > 1:
-            raise ValueError(
-                f"num_gpus={self.num_gpus}: with optimizer_in_backward weights are updated before the ranks' gradients "
-                "are averaged; leave one of them out"
-            )
-        if self.precision == "fp16":
-            raise ValueError(
-                "precision='fp16': its loss scaler has to see all gradients before an update; with "
-                "optimizer_in_backward use bf16"
-            )
+        assert passes
 
     @property
     def sample(self) -> Sample:
@@ -343,7 +331,12 @@ class ModelOptions:
 
     @cached_property
     def config(self) -> Any:
-        return read_config(self.model)
+        return read_config(self.model) if self.read is None else self.read
+
+    @cached_property
+    def without_memory(self) -> nn.Module:
+        with torch.device("meta"):
+            return self.kind_of_task.build(self.config, self.source)
 
     @property
     def published(self) -> PublishedWeights:

@@ -24,7 +24,6 @@ from transformers import (
 
 from hf_memopt.jobs.diffusers_models.denoising import Denoising
 from hf_memopt.jobs.quiet import building
-from hf_memopt.jobs.sft_fields import trainer_fields
 from hf_memopt.jobs.transformers_models.adapters import ALL_LINEAR
 from hf_memopt.jobs.transformers_models.contrastive import (
     column_batch,
@@ -58,6 +57,7 @@ class Task:
         auto: transformers' class that finds the model's.
         batch: called with a configuration, the number of samples, and the sizes of each of them.
         positions: the configuration's name of the most tokens that a sample may have; None, it has no limit.
+        has_own_loss: the model's output has no loss; `loss` computes it.
         has_mask: batches may have an attention mask that hides padding.
         image_options: those of `ModelOptions` about images beside text; without any, samples have none.
         only: values of options, where there are fewer than in `CHOICES`.
@@ -69,6 +69,7 @@ class Task:
     positions: str | None = "max_position_embeddings"
     peft_type: str | None = None
     has_mask: bool = True
+    has_own_loss: bool = False
     image_options: tuple[str, ...] = ()
     only: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
@@ -93,7 +94,7 @@ class Task:
 
     def script(self, chosen: Mapping[str, Any], config: Any) -> str:
         """Return the script that trains with a plan's choice, with flags; `train.py` is one's own."""
-        return f"train.py {_trainer_flags(chosen)}"
+        return f"train.py {_as_flags(chosen['flags'])}"
 
     def write_files(self, chosen: Mapping[str, Any], config: Any, folder: Path) -> dict[str, str]:
         """Write nothing: flags of TrainingArguments name no files."""
@@ -141,19 +142,20 @@ class Contrastive(Task):
 
     def script(self, chosen: Mapping[str, Any], config: Any) -> str:
         """Return the script for sentence-transformers, unless it lacks an option."""
-        is_plain = (chosen["quantize"], chosen["use_dora"], chosen["optimizer_in_backward"]) == ("none", False, False)
+        is_plain = (chosen["quantize"], chosen["use_dora"]) == ("none", False)
         if not is_plain or chosen["optimizer_on"] != "device":
             return super().script(chosen, config)
         about = {"model": shlex.quote(chosen["model"]), "passages": chosen["passages"], "max_length": chosen["seq_len"]}
         about |= {name: chosen[name] for name in ("dtype", "attention")}
+        flags = chosen["flags"]
         if chosen["gradient_cache"]:
             about["micro_batch_size"] = chosen["micro_batch"]
             whole = chosen["micro_batch"] * chosen["gradient_accumulation_steps"]
-            chosen = {**chosen, "micro_batch": whole, "gradient_accumulation_steps": 1}
+            flags = {**flags, "per_device_train_batch_size": whole, "gradient_accumulation_steps": 1}
         if chosen["lora_rank"] is not None:
             about |= {name: chosen[name] for name in ("lora_rank", "lora_targets")}
         own = " ".join(f"--{name} {value}" for name, value in about.items())
-        return f"-m {_EMBEDDING_SCRIPT} {own} {_trainer_flags(chosen)}"
+        return f"-m {_EMBEDDING_SCRIPT} {own} {_as_flags(flags)}"
 
 
 # The most specific first: encoder-decoders and encoders are in the causal list too, for their decoder mode.
@@ -169,7 +171,7 @@ TASKS: dict[str, Task | Denoising] = {
     "sequence-classification": Task(AutoModelForSequenceClassification, sequence_batch, peft_type="SEQ_CLS"),
     "token-classification": Task(AutoModelForTokenClassification, peft_type="TOKEN_CLS"),
     "ctc": Task(AutoModelForCTC, waveform_batch, positions=None, has_mask=False),
-    CONTRASTIVE: Contrastive(AutoModel, column_batch, only={"loss": ("full",)}),
+    CONTRASTIVE: Contrastive(AutoModel, column_batch, has_own_loss=True, only={"loss": ("full",)}),
     "denoising": Denoising(),
 }
 
@@ -199,8 +201,7 @@ def task_of(config: Any, wanted: str, source: str) -> str:
     )
 
 
-def _trainer_flags(chosen: Mapping[str, Any]) -> str:
-    fields = trainer_fields(chosen)
+def _as_flags(fields: Mapping[str, Any]) -> str:
     texts = (shlex.quote(json.dumps(each)) if isinstance(each, dict) else str(each) for each in fields.values())
     return " ".join(f"--{name} {text}" for name, text in zip(fields, texts, strict=True))
 

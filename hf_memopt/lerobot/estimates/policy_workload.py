@@ -39,7 +39,7 @@ class PolicyTraining:
                 f"seq_len={num_tokens}: policy type {cfg.policy.type!r} reads "
                 + ("no instructions" if longest is None else f"at most tokenizer_max_length={longest} tokens")
             )
-        self.model, self._offload = str(spec.model), "off"
+        self.model, self._offload = str(spec.model), spec.offload or "off"
         get_policy_class(cfg.policy.type)  # imported before processes are forked
         self.micro_batch = self.effective_batch = int(cfg.batch_size)
         self.micro_batches = [self.micro_batch]
@@ -52,8 +52,8 @@ class PolicyTraining:
     def name(self) -> str:
         return f"{self.model} as {_title(self.cfg)}, batches of {self.cfg.batch_size}, in lerobot"
 
-    def as_given(self, offload: str = "off") -> SimulatedStep:
-        checkpoints = getattr(self.cfg.policy, "gradient_checkpointing", False)
+    def as_given(self) -> SimulatedStep:
+        checkpoints, offload = getattr(self.cfg.policy, "gradient_checkpointing", False), self._offload
         if offload == "inputs" and not checkpoints:
             raise ValueError(
                 "offload='inputs' moves the inputs of checkpointed blocks; use checkpointing='full' where there is one"

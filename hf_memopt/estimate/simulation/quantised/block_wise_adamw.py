@@ -22,8 +22,8 @@ class BlockWiseAdamW(Optimizer):
     Paged states of large weights lie in memory that CUDA moves between host and device, not torch; here, on the host.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], bits: int, is_paged: bool) -> None:
-        super().__init__(parameters, {})
+    def __init__(self, parameters: Iterable[nn.Parameter], bits: int, is_paged: bool, lr: float = 1e-3) -> None:
+        super().__init__(parameters, {"lr": lr})
         self._bits = bits
         self._is_paged = is_paged
         self._maps: dict[str, Tensor] = {}

@@ -1,0 +1,108 @@
+"""The flags of a job as fields of the trainer's settings and of TRL's ModelConfig, and back."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from hf_memopt.jobs.spec import NOT_CLIPPED, JobSpec
+from hf_memopt.jobs.transformers_models.adapters import ALL_LINEAR
+from hf_memopt.jobs.workload import RESIDENT
+
+# Flags that are fields under another name.
+_FIELDS = {
+    "model": "model_name_or_path",
+    "batch_size": "per_device_train_batch_size",
+    "accumulation": "gradient_accumulation_steps",
+    "dtype": "dtype",
+    "attention": "attn_implementation",
+    "lora_rank": "lora_r",
+    "lora_targets": "lora_target_modules",
+    "use_dora": "use_dora",
+    "max_grad_norm": "max_grad_norm",
+}
+# The names of Trainer's optimizers, and those of plans; the first name of each is written.
+OPTIMIZERS = {
+    "adamw_torch_fused": "adamw",
+    "adamw_torch": "adamw-foreach",
+    "adamw_torch_8bit": "adamw-8bit",
+    "adamw_torch_4bit": "adamw-4bit",
+    "adamw_bnb_8bit": "adamw-8bit-bnb",
+    "adamw_8bit": "adamw-8bit-bnb",
+    "paged_adamw_8bit": "paged-adamw-8bit",
+    "paged_adamw_32bit": "paged-adamw-32bit",
+    "adafactor": "adafactor",
+    "sgd": "sgd",
+    "adagrad": "adagrad",
+    "rmsprop": "rmsprop",
+}
+# The values of flags that are several fields, or have other values.
+_VALUES: dict[str, dict[Any, dict[str, Any]]] = {
+    "precision": {name: {"bf16": name == "bf16", "fp16": name == "fp16"} for name in ("no", "bf16", "fp16")},
+    "checkpointing": {
+        **dict.fromkeys(("none", "selective"), {"gradient_checkpointing": False}),
+        "full": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
+        "reentrant": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+    },
+    "optimizer": {planned: {"optim": name} for name, planned in reversed(OPTIMIZERS.items())},
+    "loss": {"full": {"loss_type": "nll"}, "chunked": {"loss_type": "chunked_nll"}},
+}
+# Trainer's `accelerator_config` for gradients that are reduced in each pass.
+SYNCED_EACH_BATCH = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+
+
+def of_job(job: JobSpec, is_sft: bool) -> dict[str, Any]:
+    """Return the fields that a job's flags say."""
+    fields: dict[str, Any] = {}
+    for name, value in job.said().items():
+        if name in _FIELDS:
+            fields[_FIELDS[name]] = value
+        elif name in _VALUES and (is_sft or name != "loss"):
+            fields |= _VALUES[name].get(value, {})
+    if fields.get("attn_implementation") == "auto":
+        fields["attn_implementation"] = None
+    if fields.get("max_grad_norm") == NOT_CLIPPED:
+        fields["max_grad_norm"] = 0.0
+    if "lora_r" in fields:
+        fields["use_peft"] = True
+        if job.training_args is None:
+            fields.setdefault("lora_target_modules", ALL_LINEAR)
+    targets = fields.get("lora_target_modules", ALL_LINEAR)
+    if targets != ALL_LINEAR:
+        fields["lora_target_modules"] = targets.split(",")
+    if job.quantize is not None and job.quantize != "auto":
+        fields |= {
+            "load_in_4bit": job.quantize.startswith("nf4"),
+            "load_in_8bit": job.quantize == "int8",
+            "use_bnb_nested_quant": job.quantize == "nf4-double",
+        }
+    return fields
+
+
+def to_options(settings: Any, is_selective: bool, loss: str = "full") -> dict[str, Any]:
+    """Return the fields of `ModelOptions` that a trainer's settings have."""
+    checkpointing = "selective" if is_selective else "none"
+    if settings.gradient_checkpointing:
+        is_reentrant = (settings.gradient_checkpointing_kwargs or {}).get("use_reentrant", False)
+        checkpointing = "reentrant" if is_reentrant else "full"
+    said = getattr(settings, "loss_type", None)
+    return {
+        "checkpointing": checkpointing,
+        "precision": "bf16" if settings.bf16 else "fp16" if settings.fp16 else "no",
+        "optimizer": OPTIMIZERS[getattr(settings.optim, "value", settings.optim)],
+        "max_grad_norm": settings.max_grad_norm or None,
+        "loss": "chunked" if said == "chunked_nll" else loss,
+    }
+
+
+def of_recipe(options: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a YAML file for `train_sft --config`: the trainer's, the model's, and MemoptArguments."""
+    memopt = {
+        "quantize": options.quantize if options.quantize == "int8-torchao" else None,
+        "offload": options.offload,
+        "offload_threshold_mb": options.offload_threshold_mb,
+        "selective_checkpointing": options.checkpointing == "selective" or None,
+        "base": options.home if options.home != RESIDENT else None,
+        "base_budget_gib": options.base_budget_gib,
+        "trained": options.trained or None,
+        "optimizer_home": options.optimizer_home if options.optimizer_home != "off" else None,
+    }
+    return {**fields, **{name: value for name, value in memopt.items() if value is not None}, "dtype": options.dtype}
