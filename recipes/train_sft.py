@@ -29,9 +29,10 @@ from hf_memopt.recipes.common.flags import explained
 from hf_memopt.recipes.common.loop import reporting, writing_to
 
 with script_imports("train_sft", __name__):
-    from trl import SFTTrainer
+    from peft import get_peft_model
+    from trl import SFTTrainer, get_peft_config
 
-    from hf_memopt.recipes.sft.base_model import load_model, with_adapters
+    from hf_memopt.recipes.sft.base_model import load_model
     from hf_memopt.recipes.sft.conversations import as_prompts, make_conversations, write_tiny_model
     from hf_memopt.recipes.sft.options import Options, check_folder, parse
     from hf_memopt.recipes.sft.workload import apply_plan
@@ -39,31 +40,25 @@ with script_imports("train_sft", __name__):
 logger = logging.getLogger("hf_memopt.recipes.train_sft")
 
 
-class FullLogitsTrainer(SFTTrainer):
-    """Computes the loss as a plain Trainer does: from the logits of all tokens at once, without TRL's metrics."""
-
-    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        return Trainer.compute_loss(self, model, {**inputs, "use_cache": False}, *args, **kwargs)
-
-
 def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     options = parse(__doc__, arguments)
-    sft, training, memopt = options
+    sft, about, training, memopt = options
     resumed = check_folder(options)
     process = PartialState()
     with writing_to(training.output_dir, process):
         name_model(options, process)
-        with explained(f"model={sft.model!r} cannot be loaded; pass a hub id or folder of a causal LM"):
-            tokenizer = AutoTokenizer.from_pretrained(sft.model, trust_remote_code=False)
+        with explained(f"model={about.model_name_or_path!r} cannot be loaded; pass a hub id or folder of a causal LM"):
+            tokenizer = AutoTokenizer.from_pretrained(about.model_name_or_path, trust_remote_code=False)
         with process.main_process_first():  # the others find the dataset in the cache
             rows = read_rows(options, has_template=tokenizer.chat_template is not None)
         # With --plan, micro-batch and memory flags are chosen by simulation; everything after sees the chosen ones.
         predicted = apply_plan(options)
         set_seed(training.seed)
-        model = with_adapters(load_model(sft), sft)
-        memopt.stream_base(model, training)  # hf_memopt: before the trainer moves all weights to the device
-        kind = FullLogitsTrainer if sft.loss == "full" else SFTTrainer
-        trainer = kind(model, training, train_dataset=rows, processing_class=tokenizer)
+        model, adapters = load_model(options), get_peft_config(about)
+        if memopt.base != "off":  # hf_memopt: before the trainer moves all weights to the device
+            model, adapters = model if adapters is None else get_peft_model(model, adapters), None
+            memopt.stream_base(model, training)
+        trainer = SFTTrainer(model, training, train_dataset=rows, processing_class=tokenizer, peft_config=adapters)
         memopt.attach(trainer)  # hf_memopt: offloading, memory in the log, a report where memory runs out
         if not trainer.is_deepspeed_enabled:  # whose engine updates before Trainer could stop it
             trainer.add_callback(StopOnNonFiniteCallback())  # hf_memopt
@@ -80,12 +75,12 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
 
 
 def name_model(options: Options, process: PartialState) -> None:
-    if options.sft.model is None:
+    if options.model.model_name_or_path is None:
         folder = Path(options.training.output_dir) / "tiny_model"
         if process.is_main_process:
             write_tiny_model(folder, options.training.seed)
         process.wait_for_everyone()
-        options.sft.model = str(folder)
+        options.model.model_name_or_path = str(folder)
 
 
 def read_rows(options: Options, has_template: bool) -> Dataset:
@@ -111,8 +106,8 @@ def announce(trainer: Trainer, options: Options) -> None:
     counts = [(each.numel(), each.requires_grad) for each in trainer.model.parameters()]
     trained, total = sum(count for count, learns in counts if learns), sum(count for count, _ in counts)
     logger.info(
-        f"Model: {trained:,} of {total:,} stored parameters learn on {trainer.args.device}; quantised base: "
-        f"{options.sft.quantize}; {len(trainer.train_dataset):,} rows; activation offloading: {options.memopt.offload}"
+        f"Model: {trained:,} of {total:,} stored parameters learn on {trainer.args.device}; "
+        f"{len(trainer.train_dataset):,} rows; activation offloading: {options.memopt.offload}"
     )
 
 

@@ -36,7 +36,7 @@ LIMIT_BYTES = 8 * 2**30
 # Questions that wait for their turn; later visitors are told to come back.
 MAX_WAITING = 20
 EVERY_S = 1.0
-ADAPTERS = {"all weights": "none", "LoRA": "none", "LoRA on 8 bits": "int8", "QLoRA (NF4)": "nf4"}
+ADAPTERS = {"all weights": "none", "LoRA": "none", "LoRA on 8 bits": "int8-llm", "QLoRA (NF4)": "nf4"}
 HUB, FILE = "hub id", "config.json"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
 TITLE = "Does my training fit?"

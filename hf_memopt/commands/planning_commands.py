@@ -186,7 +186,8 @@ def _plan_command(spec: JobSpec, job: "Workload") -> str:
     words = ["hf-memopt", "plan"]
     words += FIELDS["model"].words(spec.model) if spec.model else []
     words += FIELDS["gpu"].words(spec.gpu)
-    words += batch if spec.training_args is None or {"batch_size", "accumulation", "effective_batch"} & said.keys() else []
+    has_batch = {"batch_size", "accumulation", "effective_batch"} & said.keys()
+    words += batch if spec.training_args is None or has_batch else []
     repeated = (*_REPEATED, "base") if spec.trained else _REPEATED
     again = [name for name in said if name in repeated and (name in CHOICES or said[name] != DEFAULTS.get(name))]
     again += [name for name in ("reserve", "host", "disk", "link") if name in said]

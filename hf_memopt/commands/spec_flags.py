@@ -35,7 +35,7 @@ def _reading(each: SpecField) -> dict[str, Any]:
     if each.allowed is not None:
         parse = number(each.allowed)
         return {"type": _or_none(parse) if each.kind is float else parse}
-    return {} if each.kind is str else {"type": each.kind}
+    return {"type": each.renewed if each.kind is str else each.kind}
 
 
 def _or_none(parse: Callable[[str], Any]) -> Callable[[str], Any]:

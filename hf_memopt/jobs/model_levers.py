@@ -5,7 +5,7 @@ from typing import Any
 
 from hf_memopt.jobs.accelerate_config import DDP, FSDP2, HOST, NVME, ZERO2, ZERO3
 from hf_memopt.jobs.spec import CHOICES
-from hf_memopt.jobs.workload import RESIDENT
+from hf_memopt.jobs.workload import OFF
 
 # From the fastest to the most frugal: checkpointing and offload.
 ACTIVATIONS = {
@@ -44,7 +44,7 @@ def choices_of(options: Any, varied: tuple[str, ...] | None) -> dict[str, dict[s
     ways = [name for name in ACTIVATIONS if is_plain or name in _OF_SHARDS]
     # The step takes these as arguments.
     found: dict[str, dict[str, Changes]] = {"activations": {name: {} for name in ways}}
-    streams = options.streams and options.base != RESIDENT
+    streams = options.streams and options.base != OFF
     if "base" in (varied or ("base",)) and streams:
         names = CHOICES["base"] if options.base is None else (options.base,)
         found["base"] = {name: {"base": name} for name in names}
@@ -97,8 +97,6 @@ def _of_few_bits(options: Any) -> Iterator[tuple[str, Changes]]:
 
 def _losses(options: Any) -> Iterator[tuple[str, Changes]]:
     yield options.loss, {}
-    if options.loss == "full":
-        yield "chunked", {"loss": "chunked"}
 
 
 def _precisions(options: Any) -> Iterator[tuple[str, Changes]]:

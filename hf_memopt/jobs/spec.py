@@ -4,6 +4,7 @@ It imports no torch, so that `--help` and a misspelt flag take no time.
 """
 
 import difflib
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -30,7 +31,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
         "denoising",
     ),
     "dtype": ("auto", "float32", "bfloat16", "float16"),
-    "quantize": ("auto", "none", "nf4", "nf4-double", "nf4-experts", "int8", "int8-torchao"),
+    "quantize": ("auto", "none", "nf4", "nf4-double", "nf4-experts", "int8-llm", "int8-torchao"),
     "kbit_preparation": ("trl", "none", "peft"),
     "precision": ("no", "bf16", "fp16"),
     "attention": ("auto", "sdpa", "eager"),
@@ -51,11 +52,11 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "weights_on": ("device", "host", "nvme"),
     "encoders": ("off", "vae", "device"),
     "engine": ("ddp", "fsdp2", "fsdp2-no-reshard", "zero2", "zero3"),
-    "base": ("resident", "host", "file"),
+    "base": ("off", "host", "file"),
     "checkpointing": ("none", "selective", "full", "reentrant"),
     "offload": ("off", "auto", "inputs", "all"),
 }
-DEFAULTS: dict[str, Any] = {name: values[0] for name, values in CHOICES.items()} | {
+DEFAULTS: dict[str, Any] = {name: values[0] for name, values in CHOICES.items() if name != "loss"} | {
     "seq_len": 2048,
     "images_per_sample": 1,
     "passages": 1,
@@ -63,6 +64,8 @@ DEFAULTS: dict[str, Any] = {name: values[0] for name, values in CHOICES.items()}
     "num_gpus": 1,
 }
 NOT_CLIPPED = "none"
+# Spellings that still work, and those that took their place.
+_OLD = {"quantize": {"int8": "int8-llm"}, "base": {"resident": "off"}}
 # transformers' own, of any model.
 PLAIN_TRAINER = "trainer"
 TRAINERS = (PLAIN_TRAINER, "sft", "dpo", "kto", "orpo", "reward", "grpo")
@@ -148,7 +151,11 @@ class JobSpec:
         choices=(*CHOICES["precision"], "auto"),
     )
     attention: Text = unsaid("auto: transformers' choice", choices=CHOICES["attention"])
-    loss: Text = unsaid("full: from all logits at once; chunked: tile by tile, as in TRL", choices=CHOICES["loss"])
+    loss: Text = unsaid(
+        "chunked: from the logits of a tile of tokens at a time, as TRL's SFTTrainer has it; full: from those of all, "
+        "as transformers' Trainer has it (default: the trainer's)",
+        choices=CHOICES["loss"],
+    )
     optimizer: Text = unsaid(
         "torch's fused AdamW, torch's default one, SGD without momentum, torchao's AdamW in few bits, bitsandbytes', "
         "or Adafactor",
@@ -275,10 +282,18 @@ class SpecField:
             return self._expect(value, isinstance(value, list | tuple), "a list")
         taken = str | Path if self.kind is Path else str | int | float | Path
         self._expect(value, isinstance(value, taken) and not isinstance(value, bool), "a text")
+        value = self.renewed(value)
         known = self.options.get("choices")
         if known and value not in known:
             raise ValueError(f"{self.name}={value!r} is unknown; choose from {', '.join(known)}")
         return self.kind(value)
+
+    def renewed(self, value: Any) -> Any:
+        """Return the new spelling of a value, with a warning where an old one was given."""
+        new = _OLD.get(self.name, {}).get(value, value)
+        if new != value:
+            warnings.warn(f"{self.name}={value} is now spelled {self.name}={new}", FutureWarning, stacklevel=2)
+        return new
 
     def _number(self, value: Any, allowed: Range) -> Any:
         if self.kind is float and value == NOT_CLIPPED:

@@ -5,7 +5,7 @@ from typing import Any
 
 from hf_memopt.jobs.spec import NOT_CLIPPED, JobSpec
 from hf_memopt.jobs.transformers_models.adapters import ALL_LINEAR
-from hf_memopt.jobs.workload import RESIDENT
+from hf_memopt.jobs.workload import OFF
 
 # Flags that are fields under another name.
 _FIELDS = {
@@ -38,24 +38,26 @@ OPTIMIZERS = {
 _VALUES: dict[str, dict[Any, dict[str, Any]]] = {
     "precision": {name: {"bf16": name == "bf16", "fp16": name == "fp16"} for name in ("no", "bf16", "fp16")},
     "checkpointing": {
-        **dict.fromkeys(("none", "selective"), {"gradient_checkpointing": False}),
+        "none": {"gradient_checkpointing": False},
+        "selective": {"gradient_checkpointing": False},
         "full": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
         "reentrant": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
     },
     "optimizer": {planned: {"optim": name} for name, planned in reversed(OPTIMIZERS.items())},
-    "loss": {"full": {"loss_type": "nll"}, "chunked": {"loss_type": "chunked_nll"}},
 }
+# Flags that have another name, or other values, than the fields.
+SHORT = (*(name for name, field in _FIELDS.items() if name != field), *_VALUES, "quantize")
 # Trainer's `accelerator_config` for gradients that are reduced in each pass.
 SYNCED_EACH_BATCH = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
 
 
-def of_job(job: JobSpec, is_sft: bool) -> dict[str, Any]:
+def of_job(job: JobSpec) -> dict[str, Any]:
     """Return the fields that a job's flags say."""
     fields: dict[str, Any] = {}
     for name, value in job.said().items():
         if name in _FIELDS:
             fields[_FIELDS[name]] = value
-        elif name in _VALUES and (is_sft or name != "loss"):
+        elif name in _VALUES:
             fields |= _VALUES[name].get(value, {})
     if fields.get("attn_implementation") == "auto":
         fields["attn_implementation"] = None
@@ -71,25 +73,23 @@ def of_job(job: JobSpec, is_sft: bool) -> dict[str, Any]:
     if job.quantize is not None and job.quantize != "auto":
         fields |= {
             "load_in_4bit": job.quantize.startswith("nf4"),
-            "load_in_8bit": job.quantize == "int8",
+            "load_in_8bit": job.quantize == "int8-llm",
             "use_bnb_nested_quant": job.quantize == "nf4-double",
         }
     return fields
 
 
-def to_options(settings: Any, is_selective: bool, loss: str = "full") -> dict[str, Any]:
+def to_options(settings: Any, is_selective: bool) -> dict[str, Any]:
     """Return the fields of `ModelOptions` that a trainer's settings have."""
     checkpointing = "selective" if is_selective else "none"
     if settings.gradient_checkpointing:
         is_reentrant = (settings.gradient_checkpointing_kwargs or {}).get("use_reentrant", False)
         checkpointing = "reentrant" if is_reentrant else "full"
-    said = getattr(settings, "loss_type", None)
     return {
         "checkpointing": checkpointing,
         "precision": "bf16" if settings.bf16 else "fp16" if settings.fp16 else "no",
         "optimizer": OPTIMIZERS[getattr(settings.optim, "value", settings.optim)],
         "max_grad_norm": settings.max_grad_norm or None,
-        "loss": "chunked" if said == "chunked_nll" else loss,
     }
 
 
@@ -97,12 +97,15 @@ def of_recipe(options: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a YAML file for `train_sft --config`: the trainer's, the model's, and MemoptArguments."""
     memopt = {
         "quantize": options.quantize if options.quantize == "int8-torchao" else None,
+        # The same bits, in a form that engines divide.
+        "bnb_4bit_quant_storage": options.packed_in if options.quantize.startswith("nf4") else None,
         "offload": options.offload,
         "offload_threshold_mb": options.offload_threshold_mb,
         "selective_checkpointing": options.checkpointing == "selective" or None,
-        "base": options.home if options.home != RESIDENT else None,
+        "base": options.home if options.home != OFF else None,
         "base_budget_gib": options.base_budget_gib,
         "trained": options.trained or None,
         "optimizer_home": options.optimizer_home if options.optimizer_home != "off" else None,
     }
+    fields = {**fields, "bf16": options.precision == "bf16", "fp16": options.precision == "fp16"}
     return {**fields, **{name: value for name, value in memopt.items() if value is not None}, "dtype": options.dtype}

@@ -10,17 +10,17 @@ from hf_memopt.estimate.simulated_step import SimulatedStep
 
 Settings = Mapping[str, Any]
 
-# Frozen weights always reside on the device, or visit it from one of the homes of `StreamedWeights`.
-RESIDENT = "resident"
+# Weights stay on the device, and do not visit it from one of the homes of `StreamedWeights`.
+OFF = "off"
 # Of streamed weights: one learns the order of visits, one follows it, and one repeats that.
 _PASSES_OF_STREAMS = 3
 # Until an offloader's plan has settled: two passes are recorded, one is plain, one planned, and one repeats it.
 PASSES_OF_AUTO = 5
 
 
-def num_steps(offload: str, num_micro_batches: int, base: str = RESIDENT) -> int:
+def num_steps(offload: str, num_micro_batches: int, base: str = OFF) -> int:
     """Return how many steps show everything: an optimizer's state, and plans that have settled."""
-    passes = max(PASSES_OF_AUTO if offload == "auto" else 0, _PASSES_OF_STREAMS if base != RESIDENT else 0)
+    passes = max(PASSES_OF_AUTO if offload == "auto" else 0, _PASSES_OF_STREAMS if base != OFF else 0)
     return max(2, -(-passes // num_micro_batches))
 
 

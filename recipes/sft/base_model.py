@@ -4,33 +4,25 @@ import importlib.util
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftMixedModel, PeftModel, get_peft_model
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    BitsAndBytesConfig,
-    Mxfp4Config,
-    PreTrainedModel,
-    TorchAoConfig,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, Mxfp4Config, PreTrainedModel, TorchAoConfig
+from trl import get_quantization_config
 
 from hf_memopt.jobs.transformers_models.hub_code import check_model
 from hf_memopt.recipes.common.flags import explained
-from hf_memopt.recipes.sft.options import SftOptions
+from hf_memopt.recipes.sft.options import Options
 
 
-def load_model(options: SftOptions) -> PreTrainedModel:
-    dtype = getattr(torch, options.dtype)
-    attention = None if options.attention == "auto" else options.attention
-    quantization = _quantization(options.quantize, dtype)
-    with explained(f"model={options.model!r} cannot be loaded; pass a hub id or folder of a causal LM"):
-        check_model(str(options.model))
-        quantization = quantization or dequantization(str(options.model))
+def load_model(options: Options) -> PreTrainedModel:
+    about = options.model
+    quantization = _quantization(options)
+    with explained(f"model={about.model_name_or_path!r} cannot be loaded; pass a hub id or folder of a causal LM"):
+        check_model(str(about.model_name_or_path))
+        quantization = quantization or dequantization(str(about.model_name_or_path))
         model = AutoModelForCausalLM.from_pretrained(
-            options.model,
-            dtype=dtype,
+            about.model_name_or_path,
+            dtype=about.dtype if about.dtype in ("auto", None) else getattr(torch, about.dtype),
             quantization_config=quantization,
-            attn_implementation=attention,
+            attn_implementation=about.attn_implementation,
             trust_remote_code=False,
         )
     model.config.use_cache = False
@@ -43,37 +35,14 @@ def dequantization(model: str) -> Any:
     return Mxfp4Config(dequantize=True) if published.get("quant_method") == "mxfp4" else None
 
 
-def with_adapters(model: PreTrainedModel, options: SftOptions) -> PreTrainedModel | PeftModel | PeftMixedModel:
-    """Return the model with adapters that learn in place of its own weights, if there shall be any."""
-    if options.lora_rank is None:
-        return model
-    targets = options.lora_targets
-    adapters = LoraConfig(
-        r=options.lora_rank,
-        lora_alpha=2 * options.lora_rank,
-        target_modules=targets if targets == "all-linear" else targets.split(","),
-        use_dora=options.use_dora,
-        task_type="CAUSAL_LM",
-    )
-    return get_peft_model(model, adapters)
-
-
-def _quantization(how: str, dtype: torch.dtype) -> Any:
-    if how == "none":
+def _quantization(options: Options) -> Any:
+    if not options.is_quantised:
         return None
-    library = "torchao" if how == "int8" else "bitsandbytes"
+    library = "torchao" if options.sft.quantize else "bitsandbytes"
     if importlib.util.find_spec(library) is None:
-        raise ValueError(f"quantize={how!r} needs {library}: pip install {library}")
-    if how == "int8":
+        raise ValueError(f"weights in few bits by {library} need it: pip install {library}")
+    if options.sft.quantize:
         from torchao.quantization import Int8WeightOnlyConfig
 
         return TorchAoConfig(Int8WeightOnlyConfig())
-    if how == "llm-int8":
-        return BitsAndBytesConfig(load_in_8bit=True)
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_compute_dtype=dtype,
-        bnb_4bit_use_double_quant=how == "nf4-double",
-        bnb_4bit_quant_storage=dtype,  # the same bits, in a form that FSDP2 and ZeRO-3 divide
-    )
+    return get_quantization_config(options.model)

@@ -1,46 +1,38 @@
-"""The flags of `train_sft.py`: a few of its own, TRL's, and those of `MemoptArguments`."""
+"""The flags of `train_sft.py`: a few of its own, TRL's, those of `MemoptArguments`, and the short flags of a plan."""
 
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple, get_type_hints
+from typing import Any, Literal, NamedTuple, get_type_hints
 
 import torch
 import transformers
-from trl import SFTConfig, TrlParser
+from transformers import HfArgumentParser
+from trl import ModelConfig, SFTConfig
 
 from hf_memopt.callbacks import MemoptArguments
-from hf_memopt.command_line import argparse_raising, flag
-from hf_memopt.ranges import check_ranges
-from hf_memopt.recipes.common.flags import Count, Formatter, check_card, refuse_unknown
+from hf_memopt.command_line import Parser, argparse_raising, flag
+from hf_memopt.commands.spec_flags import add_flags
+from hf_memopt.jobs.spec import JobSpec, read_fields
+from hf_memopt.jobs.trainer_fields import SHORT, of_job
+from hf_memopt.recipes.common.flags import Formatter, check_card, refuse_unknown
 from hf_memopt.recipes.common.options import check_unused
 from hf_memopt.shipped_configs import config_file
+
+_IN_8_BITS = "int8-torchao"
 
 
 @dataclass
 class SftOptions:
-    """Model and data; the names are those of `hf-memopt plan`."""
+    """Data, and what TRL has no flags for."""
 
-    model: str | None = flag(None, "hub id or folder of a causal LM; without it a tiny one is made from scratch")
     dataset: str | None = flag(
         None, "hub id or folder, with rows of `messages`, or of `prompt` and `completion` (default: arithmetic)"
     )
     split: str = flag("train", "of the dataset")
-    dtype: Literal["float32", "bfloat16", "float16"] = flag(
-        "float32", "of the weights, except adapters; autocast is --bf16"
-    )
-    attention: Literal["auto", "sdpa", "eager"] = flag("auto", "auto: transformers' choice")
-    loss: Literal["chunked", "full"] = flag(
-        "chunked", "from the logits of a tile of tokens at a time, as TRL has it, or from those of all tokens"
-    )
-    lora_rank: Count | None = flag(None, "train adapters of this rank (PEFT) and freeze the rest")
-    lora_targets: str = flag("all-linear", "layers that have adapters, such as q_proj,v_proj")
-    use_dora: bool = flag(False, "adapters with a magnitude for each output (DoRA)")
-    quantize: Literal["none", "nf4", "nf4-double", "int8", "llm-int8"] = flag(
-        "none",
-        "frozen weights in 4 bits by bitsandbytes, with nested quantisation or without, or in 8 by torchao or by "
-        "bitsandbytes (llm-int8); needs --lora_rank",
+    quantize: Literal["int8-torchao"] | None = flag(
+        None, "frozen weights in 8 bits by torchao; bitsandbytes' are --load_in_4bit and --load_in_8bit"
     )
     plan: str | None = flag(None, "simulate to choose micro-batch and memory flags, for 'auto' or a card such as 8GiB")
 
@@ -63,33 +55,67 @@ class SftTraining(SFTConfig):
 
 class Options(NamedTuple):
     sft: SftOptions
+    model: ModelConfig
     training: SftTraining
     memopt: MemoptArguments
+
+    @property
+    def is_quantised(self) -> bool:
+        return bool(self.model.load_in_4bit or self.model.load_in_8bit or self.sft.quantize)
 
 
 def parse(description: str, arguments: Sequence[str] | None = None) -> Options:
     """Read flags and the YAML file of `--config FILE`, which holds any of them without sections."""
     kinds = list(get_type_hints(Options).values())
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    if "--config" in words[:-1]:
-        place = words.index("--config") + 1
-        words[place] = str(config_file("config", Path(words[place])))
-    parser = TrlParser(kinds, description=description, formatter_class=Formatter, allow_abbrev=False)
+    parser = HfArgumentParser(kinds, description=description, formatter_class=Formatter, allow_abbrev=False)
+    short, of_file = Parser(add_help=False, allow_abbrev=False), Parser(add_help=False, allow_abbrev=False)
+    of_file.add_argument("--config")
+    add_flags(short, *SHORT)
+    path, words = of_file.parse_known_args(list(sys.argv[1:] if arguments is None else arguments))
+    said, words = short.parse_known_args(words)
+    parser.add_argument("--config", metavar="FILE", help="YAML file with any of these flags")
+    given = {} if path.config is None else _read(config_file("config", Path(path.config)), parser)
+    parser.set_defaults(**given | _long(vars(said)))
     with argparse_raising():
-        *sections, unknown = parser.parse_args_and_config(words, return_remaining_strings=True)
+        *sections, _, unknown = parser.parse_args_into_dataclasses(
+            words, return_remaining_strings=True, look_for_args_file=False
+        )
     refuse_unknown(unknown, parser)
-    sft, _, memopt = options = Options(*sections)
-    check_ranges(sft)
-    if sft.lora_rank is None and sft.quantize != "none":
-        raise ValueError(f"quantize={sft.quantize!r} freezes the base, so that adapters have to learn; add --lora_rank")
-    if sft.lora_rank is None and memopt.base != "off" and not memopt.trained:
+    options = Options(*sections[: len(kinds)])
+    _check(options)
+    return options
+
+
+def _long(short: dict[str, Any]) -> dict[str, Any]:
+    """Return short flags as fields of TRL."""
+    fields = of_job(JobSpec(**short))
+    if short.get("quantize") == _IN_8_BITS:
+        fields["quantize"] = _IN_8_BITS
+    return fields
+
+
+def _read(file: Path, parser: HfArgumentParser) -> dict[str, Any]:
+    source = f"config={str(file)!r}"
+    given = read_fields(source, file, "train_sft", "learning_rate: 1.0e-4")
+    known = {action.dest for action in parser._actions}
+    for name in given:
+        if name not in known | set(SHORT):
+            refuse_unknown([f"--{name}"], parser)
+    short = {name: value for name, value in given.items() if name in SHORT}
+    return {name: value for name, value in given.items() if name not in short} | _long(short)
+
+
+def _check(options: Options) -> None:
+    sft, model, _, memopt = options
+    if options.is_quantised and not model.use_peft:
+        raise ValueError("a base in few bits is frozen, so that adapters have to learn; add --lora_rank or --use_peft")
+    if not model.use_peft and memopt.base != "off" and not memopt.trained:
         raise ValueError(
             f"base={memopt.base!r} streams frozen weights, and all of them learn; add --lora_rank or --trained"
         )
     check_card(sft.plan)
     if sft.plan is not None and memopt.budget_gib is not None:
         raise ValueError(f"plan={sft.plan!r} chooses what is offloaded; leave --budget_gib={memopt.budget_gib} out")
-    return options
 
 
 def check_folder(options: Options) -> str | None:

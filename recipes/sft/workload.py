@@ -1,7 +1,6 @@
-"""Plans for `train_sft.py`: its model in a step of its size, run on fake tensors."""
+"""Plans for `train_sft.py`: its trainer, simulated."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -9,12 +8,11 @@ from typing import Any
 import yaml
 from accelerate import PartialState
 
-from hf_memopt.integrations.transformers.argument_file import current_names, set_fields
-from hf_memopt.jobs import Row
+from hf_memopt.integrations.transformers.argument_file import ArgumentFile, current_names, set_fields
+from hf_memopt.integrations.transformers.trainer_workload import TrainerWorkload
+from hf_memopt.integrations.transformers.trl_trainers import TRL
+from hf_memopt.jobs import JobSpec, Row
 from hf_memopt.jobs.accelerate_config import write_accelerate_config
-from hf_memopt.jobs.huggingface import HuggingFaceModel
-from hf_memopt.jobs.model_levers import ACTIVATIONS
-from hf_memopt.jobs.sft_fields import OPTIMIZERS, STORED
 from hf_memopt.recipes.common.auto_plan import best_row
 from hf_memopt.recipes.sft.conversations import write_tiny_model
 from hf_memopt.recipes.sft.options import Options, parse
@@ -23,10 +21,9 @@ from hf_memopt.text_files import read_values
 
 __all__ = ["workload"]
 
-# The planner's names of the homes of a frozen base. The other home is for a host without room.
-HOMES = {"off": "resident", "auto": "host", "host": "host", "file": "file"}
-
 _TINY_MODELS: list[TemporaryDirectory[str]] = []
+# What a plan chooses; the rest of a file stays.
+_CHOSEN = ("per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing")
 
 
 def workload(
@@ -38,80 +35,63 @@ def workload(
     """
     file = config_file("config", Path(config_path))
     options = parse("", ["--config", str(file)])
-    given = read_values(file)
-    changes = {"given": given, "precision": precision, "effective_batch": effective_batch}
-    changes = {name: value for name, value in changes.items() if value is not None}
-    if options.sft.model is None:
+    if options.model.model_name_or_path is None:
         _TINY_MODELS.append(TemporaryDirectory())  # its configuration is read while the plan is made
-        options.sft.model = write_tiny_model(Path(_TINY_MODELS[-1].name), options.training.seed)
-    return simulated(options, **changes)
-
-
-def simulated(options: Options, **changes: Any) -> "SupervisedFineTuning":
-    """Return the workload of flags that name a model, with `max_length` tokens in each conversation."""
-    sft, training, memopt = options
-    if training.optim.value not in OPTIMIZERS:
-        raise ValueError(f"optim={training.optim.value!r} is not simulated; choose from {', '.join(OPTIMIZERS)}")
-    same = ("model", "loss", "attention", "dtype", "use_dora", "lora_rank")
-    of_flags = {
-        **{name: getattr(sft, name) for name in same},
-        "seq_len": training.max_length,
-        "effective_batch": training.per_device_train_batch_size * training.gradient_accumulation_steps,
-        "task": "causal",
-        "precision": "bf16" if training.bf16 else "fp16" if training.fp16 else "no",
-        "optimizer": OPTIMIZERS[training.optim.value],
-        "optimizer_home": memopt.optimizer_home,
-        "lora_targets": sft.lora_targets if sft.lora_rank else None,
-        "quantize": STORED[sft.quantize],
-        "base": HOMES[memopt.base],
-        "base_budget": None if memopt.base_budget_gib is None else f"{memopt.base_budget_gib}GiB",
-        "trained": memopt.trained,
-        "max_grad_norm": training.max_grad_norm or None,
-        "offload_threshold_mb": memopt.offload_threshold_mb,
-    }
-    return SupervisedFineTuning(**(of_flags | changes))
+        options.model.model_name_or_path = write_tiny_model(Path(_TINY_MODELS[-1].name), options.training.seed)
+    return SupervisedFineTuning(options, read_values(file), precision=precision, effective_batch=effective_batch)
 
 
 def apply_plan(options: Options) -> Row | None:
     """Change the flags to the choice of a plan for `--plan`'s card; return its prediction. Without it, do nothing."""
     if options.sft.plan is None:
         return None
-    model = simulated(options)
-    best = best_row(model, options.sft.plan, PartialState())
-    chosen = model.flags(best.settings, best.micro_batch)
-    options.memopt.offload = chosen.pop("offload")
-    options.memopt.selective_checkpointing = chosen.pop("selective_checkpointing")
-    set_fields(options.training, chosen)
+    simulated = SupervisedFineTuning(options, {})
+    best = best_row(simulated, options.sft.plan, PartialState())
+    run = simulated.chosen(best.settings, best.micro_batch)
+    options.memopt.offload = run.options.offload  # type: ignore[assignment]
+    options.memopt.selective_checkpointing = run.options.checkpointing == "selective"
+    set_fields(options.training, {name: run.changes[name] for name in _CHOSEN})
     return best
 
 
-@dataclass(frozen=True)
-class SupervisedFineTuning(HuggingFaceModel):
-    """A transformers model with the choices that the recipe has flags for; `given` is its configuration file."""
+class SupervisedFineTuning(TrainerWorkload):
+    """The run of the recipe's flags, with `max_length` tokens in each conversation; `given` is its file."""
 
-    given: Mapping[str, Any] = field(default_factory=dict)
-
-    def flags(self, settings: Mapping[str, Any], micro_batch: int) -> dict[str, Any]:
-        checkpointing, offload = ACTIVATIONS[settings["activations"]]
-        return {
-            "per_device_train_batch_size": micro_batch,
-            "gradient_accumulation_steps": self.effective_batch // micro_batch,
-            "gradient_checkpointing": checkpointing == "full",
-            "selective_checkpointing": checkpointing == "selective",
-            "offload": offload,
+    def __init__(self, options: Options, given: Mapping[str, Any], **changes: Any) -> None:
+        self._given_fields = given
+        memopt = options.memopt
+        own: dict[str, Any] = {
+            "base": "host" if memopt.base == "auto" else memopt.base,
+            "base_budget": None if memopt.base_budget_gib is None else f"{memopt.base_budget_gib}GiB",
+            "trained": memopt.trained,
+            "optimizer_home": memopt.optimizer_home,
+            "checkpointing": "selective" if memopt.selective_checkpointing else None,
+            "offload": memopt.offload,
+            "quantize": options.sft.quantize,
         }
+        fields = {**_given(options.training), **vars(options.model)}
+        file = ArgumentFile(None, current_names(fields), TRL["sft"])
+        super().__init__(JobSpec(trainer="sft", **own, **changes), file, memopt.offload_threshold_mb)
 
     def write(self, settings: Mapping[str, Any], micro_batch: int, folder: Path) -> list[Path]:
-        chosen = self.flags(settings, micro_batch)
-        precisions = {name: self.precision == name for name in ("bf16", "fp16")}
+        run = self.chosen(settings, micro_batch)
         # The plan takes their place.
-        kept = {name: value for name, value in self.given.items() if name not in ("plan", "budget_gib")}
+        kept = {name: value for name, value in self._given_fields.items() if name not in ("plan", "budget_gib")}
+        chosen = {name: run.changes[name] for name in _CHOSEN}
+        chosen |= {"bf16": bool(run.settings.bf16), "fp16": bool(run.settings.fp16), "offload": run.options.offload}
+        chosen["selective_checkpointing"] = run.options.checkpointing == "selective"
         (folder / "sft.yaml").write_text(
-            yaml.safe_dump(current_names(kept) | precisions | current_names(chosen), sort_keys=False),
-            encoding="utf-8",
+            yaml.safe_dump(current_names(kept) | current_names(chosen), sort_keys=False), encoding="utf-8"
         )
-        return [write_accelerate_config(folder / "accelerate.yaml", self.precision), folder / "sft.yaml"]
+        return [write_accelerate_config(folder / "accelerate.yaml", run.options.precision), folder / "sft.yaml"]
 
     def command(self, written: list[Path]) -> str:
         config, fields = written
         return f"accelerate launch --config_file {config} -m hf_memopt.recipes.train_sft --config {fields}"
+
+
+def _given(training: Any) -> dict[str, Any]:
+    """Return the settings that are no defaults."""
+    defaults = type(training)()
+    differing = {name: value for name, value in vars(training).items() if value != getattr(defaults, name, None)}
+    return {name: value for name, value in differing.items() if name in training.__dataclass_fields__}

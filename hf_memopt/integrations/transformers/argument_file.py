@@ -15,8 +15,8 @@ from transformers import HfArgumentParser, TrainingArguments
 from hf_memopt.command_line import argparse_raising
 from hf_memopt.integrations.transformers.trl_trainers import TRL, TrlTrainer, need_trl, trainer_for
 from hf_memopt.jobs.quiet import quiet, refused_by
-from hf_memopt.jobs.trainer_fields import OPTIMIZERS
 from hf_memopt.jobs.spec import PLAIN_TRAINER, nearest, read_fields
+from hf_memopt.jobs.trainer_fields import OPTIMIZERS
 
 # TRL's ModelConfig; a plain Trainer is made with the same.
 MODEL_FIELDS: dict[str, Any] = {
@@ -135,7 +135,8 @@ def read_argument_file(path: Path, trainer: str | None = None) -> ArgumentFile:
     others = [name for name in given if name not in _names(TrainingArguments)]
     if trainer == PLAIN_TRAINER or (trainer is None and not others):
         for name in others:
-            raise ValueError(f"{source}: {name!r} is no field of TrainingArguments; the nearest is {nearest(name, _names(TrainingArguments))}")
+            near = nearest(name, _names(TrainingArguments))
+            raise ValueError(f"{source}: {name!r} is no field of TrainingArguments; the nearest is {near}")
         _check_types(given, None, source)
         return ArgumentFile(path, current_names(given))
     need_trl(f"{others[0]!r} is not a field of TrainingArguments" if others else f"trainer={trainer!r}")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PretrainedConfig, Trainer
 from transformers.modeling_utils import set_quantized_state
 
@@ -21,7 +21,6 @@ from hf_memopt.jobs.diffusers_models.pipeline_encoders import PipelineEncoders
 from hf_memopt.jobs.quiet import quiet, refused_by
 from hf_memopt.jobs.transformers_models.adapters import lora_config, with_adapters
 from hf_memopt.jobs.transformers_models.contrastive import cached_ranking_loss
-from hf_memopt.jobs.transformers_models.model_config import training
 from hf_memopt.jobs.transformers_models.model_options import ModelOptions
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 _PADDING = "<pad>"
 # transformers' marks of models that are stored in few bits.
 _STORED = {"nf4": "is_loaded_in_4bit", "nf4-double": "is_loaded_in_4bit", "nf4-experts": "is_loaded_in_4bit"}
-_STORED |= {"int8": "is_loaded_in_8bit"}
+_STORED |= {"int8-llm": "is_loaded_in_8bit"}
 # Optimizers of bitsandbytes, which has no kernels for tensors without memory.
 _BLOCK_WISE = {
     "adamw-8bit-bnb": {"bits": 8, "is_paged": False},
@@ -51,6 +50,8 @@ def make_trainer(run: "TrainerRun", config: Any) -> Trainer:
         else:
             adapters = None if options.lora_rank is None else lora_config(run.file.model_fields(run.changes))
             rows = kind.rows(arguments, options.seq_len, num_samples(arguments))
+            if options.padding:  # of every other sample
+                rows = {name: [row[number % 2 :] for number, row in enumerate(held)] for name, held in rows.items()}
             trainer = _trl_trainer(kind.kind, build, options, arguments, rows, adapters)
     adapt_as_peft_does(trainer.model)
     if options.optimizer in _BLOCK_WISE:
@@ -59,12 +60,12 @@ def make_trainer(run: "TrainerRun", config: Any) -> Trainer:
     return trainer
 
 
-def build_model(options: ModelOptions, config: Any) -> Any:
-    """Return the model without adapters, on "meta"; it is quantised as the options say."""
+def build_model(options: ModelOptions, config: Any, device: str = "meta") -> Any:
+    """Return the model without adapters; it is quantised as the options say."""
     task, is_quantised = options.kind_of_task, options.quantize != "none"
     config = copy.deepcopy(config)  # a trainer writes into its model's configuration
     attention = None if options.attention == "auto" else options.attention
-    with torch.device("meta"), set_quantized_state() if is_quantised else nullcontext():
+    with torch.device(device), set_quantized_state() if is_quantised else nullcontext():
         model: Any = task.build(
             config, options.source, dtype=getattr(torch, options.dtype), attn_implementation=attention
         )
@@ -87,25 +88,34 @@ def build_model(options: ModelOptions, config: Any) -> Any:
     return model
 
 
-class OwnLoss(Trainer):
+def adapted(options: ModelOptions, config: Any, model: Any) -> Any:
+    """Return a model of any task with the adapters that the options ask for."""
+    if options.lora_rank is None:
+        return model
+    task, tower = options.kind_of_task, None
+    if options.freeze_vision_tower:
+        tower = model.get_encoder(modality="image")
+    frozen = next((name for name, module in model.named_modules() if module is tower), None)
+    targets = options.lora_targets or task.lora_targets(config)
+    model = with_adapters(model, options.lora_rank, targets, options.use_dora, frozen, task.peft_type)
+    if options.adapters_dtype is not None:
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.to(options.adapters_dtype)
+    return model
+
+
+class OwnLoss(Trainer):  # type: ignore[misc]
     """Trains a model of any task on one batch, with the loss of its task."""
 
     def __init__(self, options: ModelOptions, config: Any, model: Any, arguments: Any) -> None:
-        self._options, self._config, self._encoders = options, config, None
-        task = options.kind_of_task
-        if options.lora_rank is not None:
-            tower = model.get_encoder(modality="image") if options.freeze_vision_tower else None
-            frozen = next((name for name, module in model.named_modules() if module is tower), None)
-            targets = options.lora_targets or task.lora_targets(config)
-            model = with_adapters(model, options.lora_rank, targets, options.use_dora, frozen, task.peft_type)
-            if options.adapters_dtype is not None:
-                for parameter in model.parameters():
-                    if parameter.requires_grad:
-                        parameter.data = parameter.data.to(options.adapters_dtype)
+        self._options, self._config = options, config
+        self._encoders: PipelineEncoders | None = None
+        model = adapted(options, config, model)
         if options.checkpointing in ("full", "reentrant"):
-            task.checkpoint(model, use_reentrant=options.checkpointing == "reentrant")
+            options.kind_of_task.checkpoint(model, use_reentrant=options.checkpointing == "reentrant")
             arguments.gradient_checkpointing = False  # it is on
-        super().__init__(model, arguments, train_dataset=[{}])
+        super().__init__(model, arguments)
 
     def enter(self, device: torch.device) -> None:
         options = self._options
@@ -118,14 +128,13 @@ class OwnLoss(Trainer):
         options = self._options
         if self._encoders is not None:
             self._encoders.run()
-        with training(options.source):
-            if options.gradient_cache:
-                num_parts = options.effective_batch // options.micro_batch
-                return cached_ranking_loss(model, inputs, num_parts, min(2, num_parts))
-            if options.kind_of_task.has_own_loss:
-                return options.kind_of_task.loss(model, inputs)
-            loss: Tensor = super().compute_loss(model, inputs, *others, **more)
-            return loss
+        if options.gradient_cache:
+            num_parts = options.effective_batch // options.micro_batch
+            return cached_ranking_loss(model, inputs, num_parts, min(2, num_parts))
+        if options.kind_of_task.has_own_loss:
+            return options.kind_of_task.loss(model, inputs)
+        loss: Tensor = super().compute_loss(model, inputs, *others, **more)
+        return loss
 
 
 def _trl_trainer(
@@ -150,7 +159,7 @@ def _trl_trainer(
         trainer.use_vllm = True
     if mark is not None:
         delattr(model, mark)
-    return trainer  # type: ignore[no-any-return]
+    return trainer
 
 
 @contextmanager

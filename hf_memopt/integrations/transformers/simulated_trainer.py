@@ -4,6 +4,7 @@ import copy
 import gc
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -19,11 +20,13 @@ from hf_memopt.activations import ActivationOffloader
 from hf_memopt.callbacks.attach import FrozenModels, attach
 from hf_memopt.callbacks.streamed_base import StreamedBase
 from hf_memopt.estimate.simulation.device import replace_memory
+from hf_memopt.estimate.simulation.quantised.quantised_base import adapters_kept_by_fsdp
+from hf_memopt.estimate.simulation.quantised.quantised_linear import QuantisedLinear
 from hf_memopt.integrations.transformers.file_trainer import OwnLoss
 from hf_memopt.integrations.transformers.simulated_generation import SimulatedGeneration, generates
 from hf_memopt.integrations.transformers.trainer_batches import TrainerWindow, num_bytes
 from hf_memopt.jobs.accelerate_config import DDP, Sharing, sharded_options, zero_plugin
-from hf_memopt.jobs.workload import RESIDENT
+from hf_memopt.jobs.workload import OFF
 from hf_memopt.weights import StreamedWeights
 
 MODEL = "model"
@@ -31,19 +34,19 @@ MODEL = "model"
 
 @dataclass(frozen=True)
 class Switches:
-    """What `attach` switches on for a simulated trainer; see there. The homes "resident" and "off" change nothing."""
+    """What `attach` switches on for a simulated trainer; see there. The home "off" changes nothing."""
 
     offload: str = "off"
     offload_threshold_mb: float = 10.0
     selective_checkpointing: bool = False
-    base: str = RESIDENT
+    base: str = OFF
     base_budget_gib: float | None = None
     trained: bool = False
     optimizer_home: str = "off"
 
     @property
     def streams(self) -> bool:
-        return self.base != RESIDENT
+        return self.base != OFF
 
     def attach_to(self, trainer: Trainer, device: torch.device) -> None:
         if self == Switches():
@@ -183,7 +186,9 @@ def _engine(trainer: Trainer, sharing: Sharing) -> None:
 
 def _prepare_once(trainer: Trainer, batches: Any) -> None:
     """Let an engine take the model now, and for all updates: Trainer would give it to the engine in each of them."""
-    made = trainer._prepare_for_training(1, batches, None)
+    is_quantised = any(isinstance(module, QuantisedLinear) for module in trainer.model.modules())
+    with adapters_kept_by_fsdp() if is_quantised else nullcontext():
+        made = trainer._prepare_for_training(1, batches, None)
     trainer._prepare_for_training = lambda *args: made
     trainer.accelerator.free_memory = lambda *args: ()
 

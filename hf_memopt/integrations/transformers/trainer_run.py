@@ -1,7 +1,7 @@
 """One training run of a transformers or diffusers model: what trains, with which settings, and its simulated step."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -17,9 +17,10 @@ from hf_memopt.integrations.transformers.trainer_batches import TrainerWindow, l
 from hf_memopt.jobs.accelerate_config import ZERO3, shards_weights
 from hf_memopt.jobs.equal_layers import equal_layers, told_by_few, under_offloading
 from hf_memopt.jobs.trainer_fields import SYNCED_EACH_BATCH
+from hf_memopt.jobs.transformers_models.model_config import preparing, training
 from hf_memopt.jobs.transformers_models.model_options import ModelOptions
 from hf_memopt.jobs.transformers_models.optimizers import WITH_TABLES, make_tables
-from hf_memopt.jobs.workload import RESIDENT, num_steps
+from hf_memopt.jobs.workload import OFF, num_steps
 from hf_memopt.units import GIB
 
 
@@ -65,13 +66,18 @@ class TrainerRun:
                 made.append((trainer, self._window(trainer, config)))
 
             def setup(device: torch.device) -> tuple[Any, ...]:
-                simulated = SimulatedTrainer(*made.pop(), device, options.sharing, self._switches)
+                with preparing(options.source, options.sharing):
+                    simulated = SimulatedTrainer(*made.pop(), device, options.sharing, self._switches)
                 return simulated.modules, simulated.batches, simulated
+
+            def update(state: Any) -> None:
+                with training(options.source):
+                    state[-1].step()
 
             return SimulatedStep(
                 build=build,
                 setup=setup,
-                step=lambda state: state[-1].step(),
+                step=update,
                 num_steps=num_steps(options.offload, num_micro_batches, options.home),
                 num_micro_batches=num_micro_batches,
                 repeated=repeated,
@@ -89,7 +95,7 @@ class TrainerRun:
         options = self.options
         flags = {
             "offload": options.offload if options.offload != "off" else None,
-            "base": options.home if options.home != RESIDENT else None,
+            "base": options.home if options.home != OFF else None,
             "trained": options.trained,
             "optimizer_home": options.optimizer_home if options.optimizer_home != "off" else None,
             "selective_checkpointing": options.checkpointing == "selective",
@@ -140,20 +146,23 @@ class TrainerRun:
         )
 
     def _window(self, trainer: Trainer, config: Any) -> TrainerWindow:
-        if self.file.trainer is not None:
-            return largest_window(trainer, trainer.args.gradient_accumulation_steps)
-        batch, count = self.options.batch(config, self.micro_batch), trainer.args.gradient_accumulation_steps
-        return TrainerWindow([batch] * count, count, is_all=True, moves=True)
+        """Return the batches of an update. Only those that run are made of rows; they are all the same."""
+        count = trainer.args.gradient_accumulation_steps
+        if self.file.trainer is None:
+            return TrainerWindow([self.options.batch(config, self.micro_batch)] * count, count, is_all=True, moves=True)
+        window = largest_window(trainer, count)
+        missing = count - len(window.batches)
+        return replace(window, batches=[*window.batches, *window.batches[-1:] * missing])
 
     @property
     def _treats_layers_alike(self) -> bool:
         """Return whether equal layers repeat each other: their memory is freed in the same order."""
         options = self.options
         # DDP cuts buckets across layers; FSDP2 gathers and frees otherwise at the ends, and DeepSpeed looks far ahead.
-        differs = options.quantize == "int8" or not options.published.treats_layers_alike
+        differs = options.quantize == "int8-llm" or not options.published.treats_layers_alike
         # Which small weights stay depends on the whole model, and the next layers' are fetched ahead. State of small
         # parameters travels together.
-        differs = differs or options.home != RESIDENT or options.optimizer_home != "off"
+        differs = differs or options.home != OFF or options.optimizer_home != "off"
         return not (differs or options.sharing.has_group)
 
     @property
@@ -173,7 +182,7 @@ def _notes(options: ModelOptions) -> Iterator[str]:
         )
     if options.published.note:
         yield options.published.note.format(dtype=options.dtype)
-    if options.quantize == "int8" and (options.checkpointing in ("selective", "full") or options.offload != "off"):
+    if options.quantize == "int8-llm" and (options.checkpointing in ("selective", "full") or options.offload != "off"):
         yield (
             "Layers of LLM.int8 keep their inputs themselves until backward is over: neither offloading nor "
             "checkpointing, unless it is reentrant, lowers these activations. nf4 and int8-torchao keep none."

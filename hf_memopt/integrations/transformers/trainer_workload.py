@@ -36,6 +36,9 @@ _HOMES = {"host": "on the host", "file": "in a file"}
 # Simulated trainers make adapters, and the data of a batch, in host memory.
 _SIZE = Range(at_least=1, at_most=2**16, whole=True)
 _LENGTH = Range(at_least=1, at_most=2**27, whole=True)
+_MOST_TOKENS = 2**25
+# TrainingArguments'.
+_USUAL_BATCH = 8
 _BATCH, _ACCUMULATION = "per_device_train_batch_size", "gradient_accumulation_steps"
 # Of a spec, the options for which trainers have no fields.
 _OWN = (
@@ -49,7 +52,7 @@ def _file_of(job: JobSpec) -> ArgumentFile:
     """Return the file of arguments; of a MODEL with flags an empty one, for SFTTrainer or, if no LLM, for Trainer."""
     if job.training_args is not None:
         return read_argument_file(job.training_args, job.trainer)
-    if job.trainer == PLAIN_TRAINER:
+    if job.trainer == PLAIN_TRAINER or (job.trainer is None and job.loss == "full"):
         return ArgumentFile()
     if job.trainer is not None:
         need_trl(f"trainer={job.trainer!r}")
@@ -69,16 +72,20 @@ class TrainerWorkload:
         ValueError: no model or no length is named; or a field or its value is not simulated.
     """
 
-    def __init__(self, job: JobSpec) -> None:
+    def __init__(self, job: JobSpec, file: ArgumentFile | None = None, offload_threshold_mb: float = 10.0) -> None:
+        for name in ("recipe", "config"):
+            if (asked := getattr(job, name)) is not None:
+                raise ValueError(f"{name}={str(asked)!r} with a trainer or training_args: name one of them")
         if job.set:
             raise ValueError(f"set={job.set[0]!r} is for recipes and robot policies; a model's settings have own flags")
-        self._job, self.file, self._folder = job, _file_of(job), mkdtemp(prefix="hf_memopt-")
+        self._job, self.file, self._folder = job, file or _file_of(job), mkdtemp(prefix="hf_memopt-")
+        self._threshold_mb = offload_threshold_mb
         weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         self._varied = check_varied(job.vary)
         if self.file.trainer is not None:
             _ = self.file.trainer.kind  # imported before processes are forked
-        self._is_of_flags = job.training_args is None
-        self.given = self._run(job)
+        self._is_of_flags = job.training_args is None and file is None
+        self.given = self._written = self._run(job)
         options = self.given.options
         self.micro_batch = options.micro_batch
         self.effective_batch = options.effective_batch
@@ -88,10 +95,13 @@ class TrainerWorkload:
     def _run(self, job: JobSpec, **fields: Any) -> TrainerRun:
         """Return the run of a spec; `fields` of the trainer's settings win over it."""
         file = self.file
-        changes = {**trainer_fields.of_job(job, file.trainer is not None and file.trainer.name == "sft"), **fields}
+        changes = {**trainer_fields.of_job(job), **fields}
         if self._is_of_flags:
             changes = {"dtype": "auto"} | changes
         if job.effective_batch is not None:
+            share = job.effective_batch // (job.num_gpus or 1)
+            if _BATCH not in changes and not self.file.given.get(_BATCH):
+                changes[_BATCH] = max((each for each in divisors(share) if each <= _USUAL_BATCH), default=1)
             changes[_ACCUMULATION] = self._accumulation(job, changes)
         changes |= self._usual(changes)
         about = file.model_fields(changes)
@@ -109,12 +119,12 @@ class TrainerWorkload:
 
     def _accumulation(self, job: JobSpec, changes: Mapping[str, Any]) -> int:
         given = dict(self.file.given) | dict(changes)
-        micro_batch, num_gpus = int(given.get(_BATCH, 8)), job.num_gpus or 1
+        micro_batch, num_gpus = int(given[_BATCH]), job.num_gpus or 1
         passes, rest = divmod(int(job.effective_batch or 1), micro_batch * num_gpus)
         if rest or not passes:
             ranks = f" times num_gpus={num_gpus}" if num_gpus > 1 else ""
             raise ValueError(
-                f"effective_batch={job.effective_batch} must be a multiple of batch_size={micro_batch}{ranks}"
+                f"effective_batch={job.effective_batch} must be a multiple of {_BATCH}={micro_batch}{ranks}"
             )
         if job.accumulation not in (None, passes):
             raise ValueError(
@@ -144,13 +154,14 @@ class TrainerWorkload:
             config.num_labels = 1  # the score, as RewardTrainer has it
         own = {name: said[name] for name in _OWN if name in said}
         micro_batch, passes = settings.per_device_train_batch_size, settings.gradient_accumulation_steps
-        targets = about["lora_target_modules"]
+        targets = about["lora_target_modules"] if trainer is not None or job.lora_targets else None
         asked = about["attn_implementation"]
         return ModelOptions(
             model=model,
             read=config,
             task=(job.task or "auto") if trainer is None else trainer.task,
             trainer=None if trainer is None else trainer.name,
+            loss=job.loss or ("full" if trainer is None or trainer.name != "sft" else "chunked"),
             seq_len=self._length(settings, config),
             micro_batch=micro_batch,
             effective_batch=micro_batch * passes * (job.num_gpus or 1),
@@ -161,6 +172,7 @@ class TrainerWorkload:
             lora_rank=about["lora_r"] if about["use_peft"] else None,
             lora_targets=",".join(targets) if isinstance(targets, list) else targets,
             use_dora=bool(about["use_dora"]),
+            offload_threshold_mb=self._threshold_mb,
             **trainer_fields.to_options(settings, job.checkpointing == "selective"),
             **own,
         )
@@ -170,7 +182,7 @@ class TrainerWorkload:
             return str(job.quantize)
         if about["load_in_4bit"]:
             return "nf4-double" if about["use_bnb_nested_quant"] else "nf4"
-        return "int8" if about["load_in_8bit"] else "auto"
+        return "int8-llm" if about["load_in_8bit"] else "auto"
 
     def _length(self, settings: Any, config: Any) -> int:
         said = self._job.seq_len
@@ -182,7 +194,14 @@ class TrainerWorkload:
             what = "max_length is none, so samples" if is_cut else "prompts"
             more = "one" if is_cut else "that of prompt and completion together"
             raise ValueError(f"{what} may have any length; name {more} with seq_len")
-        _LENGTH.check("max_length" if said is None else "seq_len", length)
+        name = "max_length" if said is None else "seq_len"
+        _LENGTH.check(name, length)
+        samples = settings.per_device_train_batch_size
+        if samples * length > _MOST_TOKENS:
+            raise ValueError(
+                f"{name}={length} in batches of {samples}: more than {_MOST_TOKENS:,} tokens in a forward pass are not "
+                "simulated; use a smaller batch, or shorter samples"
+            )
         return length
 
     # ------------------------------------------------------------------------------------------------- the workload
@@ -203,7 +222,9 @@ class TrainerWorkload:
         parts += [f"weights and gradients {_HOMES[options.home]}"] if options.trained else []
         parts += [] if options.home_of_state == "off" else [f"optimizer's state {_HOMES[options.home_of_state]}"]
         taken = "".join(f"; {note}" for note in self._taken())
-        return f"{self.file.trainer_name} of {options.model} as {what}{source}{samples}{''.join(f', {part}' for part in parts)}{taken}"
+        more = "".join(f", {part}" for part in parts)
+        by = "" if options.kind_of_task.has_own_loss else f"{self.file.trainer_name} of "
+        return f"{by}{options.model} as {what}{source}{samples}{more}{taken}"
 
     @property
     def _weights(self) -> str:

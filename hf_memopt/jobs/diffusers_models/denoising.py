@@ -26,7 +26,7 @@ _ENCODERS = {
     "vae": "beside its VAE, on",
     "device": "beside its VAE and text encoders, on",
 }
-_QUANTISED = ("none", "nf4", "nf4-double", "int8", "int8-torchao")
+_QUANTISED = ("none", "nf4", "nf4-double", "int8-llm", "int8-torchao")
 # Flags of some scripts, and what `ModelOptions` calls their values.
 _BNB_FILE = "bnb_quantization_config_path"
 _NAMES = {"max_sequence_length": "text_tokens", "lora_layers": "lora_targets", _BNB_FILE: "quantize"}
@@ -35,7 +35,7 @@ _NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 _LOADED: dict[str, dict[str, Any]] = {
     "nf4": _NF4,
     "nf4-double": {**_NF4, "bnb_4bit_use_double_quant": True},
-    "int8": {"load_in_8bit": True},
+    "int8-llm": {"load_in_8bit": True},
 }
 _ADAMW = ("adamw", "adamw-foreach", "adamw-8bit-bnb")
 

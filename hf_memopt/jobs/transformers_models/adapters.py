@@ -1,4 +1,4 @@
-"""Adapters of PEFT, and TRL's output layer, on a model that is simulated."""
+"""Adapters of PEFT on a model that is simulated."""
 
 import re
 from collections.abc import Mapping
@@ -19,15 +19,6 @@ def import_peft(lora_rank: int) -> Any:
     except ModuleNotFoundError as error:
         raise ValueError(f"lora_rank={lora_rank} needs PEFT: pip install peft") from error
     return peft
-
-
-def import_fused_head() -> Any:
-    """Import TRL's function, before processes are forked, since it takes a while."""
-    try:
-        from trl.trainer.utils import add_fused_lm_head
-    except ImportError as error:
-        raise ValueError("loss='chunked' needs TRL: pip install 'trl>=1.16'") from error
-    return add_fused_lm_head
 
 
 def lora_config(about: Mapping[str, Any]) -> Any:

@@ -21,19 +21,19 @@ from hf_memopt.jobs.accelerate_config import (
 from hf_memopt.jobs.diffusers_models.denoising import Denoising
 from hf_memopt.jobs.diffusers_models.pipeline_encoders import EncoderConfig, read_encoders
 from hf_memopt.jobs.spec import CHOICES, DEFAULTS, FIELDS
-from hf_memopt.jobs.transformers_models.adapters import import_fused_head, import_peft
+from hf_memopt.jobs.transformers_models.adapters import import_peft
 from hf_memopt.jobs.transformers_models.model_batches import Batch, Sample, parse_image_size, with_padding
 from hf_memopt.jobs.transformers_models.model_config import read_config, unsaid_sizes
 from hf_memopt.jobs.transformers_models.published_weights import PublishedWeights, published_weights
 from hf_memopt.jobs.transformers_models.tasks import CONTRASTIVE, TASKS, Task, task_of
-from hf_memopt.jobs.workload import RESIDENT
+from hf_memopt.jobs.workload import OFF
 from hf_memopt.ranges import NOT_NEGATIVE
 from hf_memopt.units import GIB
 
 _CHOSEN = tuple(name for name in CHOICES if name not in ("base", "optimizer"))
 # Options without meaning unless there are adapters, and their defaults.
 _OF_ADAPTERS = (("quantize", "none"), ("kbit_preparation", "trl"), ("lora_targets", None), ("use_dora", False))
-OF_BITSANDBYTES = ("nf4", "nf4-double", "nf4-experts", "int8")
+OF_BITSANDBYTES = ("nf4", "nf4-double", "nf4-experts", "int8-llm")
 _DTYPES = tuple(name for name in CHOICES["dtype"] if name != "auto")
 _OF_IMAGES = ("images_per_sample", "image_size", "freeze_vision_tower", "text_tokens", "num_frames", "encoders")
 _OF_CONTRASTIVE = ("passages", "gradient_cache")
@@ -57,13 +57,13 @@ class ModelOptions:
         dtype: "auto" becomes the configuration's, or float32 where it has none.
         quantize: "auto" becomes that of a checkpoint published in few bits, or "none".
             "nf4" (QLoRA) multiplies in `dtype`; the experts of a mixture are no linear layers, and are in 4 bits
-            with "nf4-experts" alone. "nf4-double" quantises the scales, too. "int8" is LLM.int8, "int8-torchao"
+            with "nf4-experts" alone. "nf4-double" quantises the scales, too. "int8-llm" is LLM.int8, "int8-torchao"
             `Int8WeightOnlyConfig`.
         kbit_preparation: of the weights that bitsandbytes does not quantise, and of the adapters; those of a denoiser
             always as "peft", since diffusers' scripts call it.
         optimizer_on, weights_on: see `Sharing`.
         max_grad_norm: None, gradients are not clipped.
-        base: None, as "resident", but plans try the others.
+        base: None, as "off", but plans try the others.
         base_budget: None, as little as visits need.
         trained: the optimizer's state has the home of the weights, too, unless `optimizer_home` says another.
     """
@@ -89,7 +89,7 @@ class ModelOptions:
     dtype: str = DEFAULTS["dtype"]
     precision: str = DEFAULTS["precision"]
     attention: str = DEFAULTS["attention"]
-    loss: str = DEFAULTS["loss"]
+    loss: str = "full"
     optimizer: str = DEFAULTS["optimizer"]
     optimizer_home: str = DEFAULTS["optimizer_home"]
     optimizer_on: str = DEFAULTS["optimizer_on"]
@@ -169,6 +169,8 @@ class ModelOptions:
                 raise ValueError(f"{name}={getattr(self, name)!r} means nothing to task={self.kind!r}; leave it out")
         if self.gradient_cache:
             self._check_gradient_cache()
+        if self.padding and self.trainer not in (None, "sft"):
+            raise ValueError(f"padding=True with trainer={self.trainer!r} is not simulated; leave it out")
         if self.padding and not task.has_mask:
             raise ValueError(f"padding=True: batches of task={self.kind!r} have no attention mask; leave it out")
         task.describe(self.config, self.sample)
@@ -176,8 +178,8 @@ class ModelOptions:
 
     def _check_gradient_cache(self) -> None:
         self._check_alone("gradient_cache=True", " is not simulated")
-        if self.home != RESIDENT:
-            raise ValueError(f"gradient_cache=True with base={self.base!r} is not simulated; use base={RESIDENT!r}")
+        if self.home != OFF:
+            raise ValueError(f"gradient_cache=True with base={self.base!r} is not simulated; use base={OFF!r}")
 
     def _check_adapters(self) -> None:
         if self.lora_rank is not None:
@@ -228,13 +230,13 @@ class ModelOptions:
             parse_size(self.base_budget, "base_budget")
         if self.trained:
             self._check_trained()
-        if self.streams or self.home == RESIDENT:
+        if self.streams or self.home == OFF:
             return
         self._check_alone(f"base={self.base!r}", " is not simulated: ranks share one copy of the weights")
         raise ValueError(f"base={self.base!r}: weights that train do not stream; give a lora_rank, or trained=True")
 
     def _check_trained(self) -> None:
-        if self.home == RESIDENT:
+        if self.home == OFF:
             raise ValueError("trained=True needs a home for the weights; give base='host' or base='file'")
         reason = ": gradients at their home are not averaged over ranks, and engines place weights themselves"
         self._check_alone("trained=True", reason)
@@ -264,7 +266,7 @@ class ModelOptions:
     @property
     def home(self) -> str:
         """Return where weights that stream live between their visits to the device."""
-        return self.base or RESIDENT
+        return self.base or OFF
 
     @property
     def home_of_state(self) -> str:
@@ -277,12 +279,13 @@ class ModelOptions:
 
     def _check_loss(self) -> None:
         if self.loss == "full":
+            if self.trainer == "sft":
+                raise ValueError("loss='full': TRL's SFTTrainer computes it tile by tile; give trainer='trainer'")
             return
         if self.kind != "causal":
             raise ValueError(f"loss={self.loss!r} is for task='causal', not {self.kind!r}; use 'full'")
-        if self.engine != DDP:
-            raise ValueError(f"loss={self.loss!r} with engine={self.engine!r} is not simulated; use 'full'")
-        import_fused_head()
+        if self.trainer != "sft":
+            raise ValueError(f"loss={self.loss!r} is of TRL's SFTTrainer; use 'full', or trainer='sft'")
 
     def _check_step(self) -> None:
         """Refuse a pass that does not divide the update, and ways to keep activations that do not go together."""

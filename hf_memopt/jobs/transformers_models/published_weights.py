@@ -15,8 +15,8 @@ _THRESHOLD = 6.0
 _NUMBER = re.compile(r"(?:^|\.)\d")
 _IN_DTYPE = "remove quantization_config from a copy of its config.json to simulate that"
 _NOT_SIMULATED = (
-    "{} is not simulated; name the checkpoint that it was made from, with quantize=nf4 or quantize=int8 for adapters "
-    "on few bits"
+    "{} is not simulated; name the checkpoint that it was made from, with quantize=nf4 or quantize=int8-llm for "
+    "adapters on few bits"
 )
 _REFUSED = {
     "fp8": (
@@ -83,7 +83,7 @@ def _of_bitsandbytes(said: Mapping[str, Any], source: str) -> PublishedWeights:
         for name, only in (("llm_int8_threshold", _THRESHOLD), ("llm_int8_has_fp16_weight", False)):
             if said.get(name, only) != only:
                 raise ValueError(f"{source}.{name}={said[name]} is not simulated; only {only} is")
-        return PublishedWeights("int8", kept)
+        return PublishedWeights("int8-llm", kept)
     if not said.get("load_in_4bit"):
         raise ValueError(f"{source} has neither load_in_4bit nor load_in_8bit; remove it from a copy of config.json")
     kind = said.get("bnb_4bit_quant_type", "fp4")

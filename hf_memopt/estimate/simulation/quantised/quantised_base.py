@@ -28,7 +28,7 @@ LAYERS: dict[str, type[QuantisedLinear]] = {
     "nf4": Nf4Linear,
     "nf4-double": Nf4DoubleLinear,
     "nf4-experts": Nf4Linear,
-    "int8": LlmInt8Linear,
+    "int8-llm": LlmInt8Linear,
     "int8-torchao": WeightOnlyInt8Linear,
 }
 # Of a number in 4 bits, with its shares of the scales.
