@@ -52,6 +52,7 @@ def measure(settings: dict[str, Any], folder: Path) -> Row:
 def measured(step: SimulatedStep, device: torch.device, *, max_steps: int, max_seconds: float) -> Row:
     """Measure the peaks of as many steps as were estimated, then the times of more steps."""
     reserved_before = torch.accelerator.memory_reserved(device)
+    step.build()
     state = step.setup(device)
     gc.collect()
     torch.accelerator.reset_peak_memory_stats(device)

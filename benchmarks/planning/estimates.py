@@ -4,13 +4,15 @@ import json
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.cells import Cell, Row, measure_all, preload
 from benchmarks.common import CPU, environment, measured_commit, slug, write_results
 from benchmarks.planning.steps import Definition, simulated_step
-from hf_memopt.estimate.estimate import estimate_peak_memory
+from hf_memopt.estimate.estimate import simulate_step
+from hf_memopt.estimate.simulation.child_process import run_isolated
 
 BENCHMARK = "planning.estimates"
 Step = tuple[str, Definition]
@@ -24,7 +26,7 @@ def measure(settings: dict[str, Any], folder: Path) -> Row:
     """Estimate a step. No accelerator is queried, since simulations could not be forked afterwards."""
     step = simulated_step(settings["definition"], folder / slug(settings["step"]))
     begun = time.perf_counter()
-    estimate = estimate_peak_memory(step.setup, step.step, num_steps=step.num_steps, gpu=settings["card"])
+    estimate = run_isolated(lambda: simulate_step(replace(step, repeated=None), gpu=settings["card"]))
     figures = {
         "allocated_bytes": estimate.peak_bytes,
         "reserved_bytes": estimate.reserved_bytes,

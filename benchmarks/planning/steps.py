@@ -14,8 +14,8 @@ from transformers import (
 )
 
 from hf_memopt.estimate.simulated_step import SimulatedStep
-from hf_memopt.jobs.huggingface import HuggingFaceModel
-from hf_memopt.jobs.workloads import recipe_workload
+from hf_memopt.jobs import JobSpec
+from hf_memopt.jobs.workloads import given_step, recipe_workload, workload_of
 
 # Hidden size, layers, sequence length, batch size.
 SIZES = {
@@ -111,8 +111,9 @@ def _config(model: str, size: str) -> dict[str, int]:
 def _model_step(definition: Definition, folder: Path) -> SimulatedStep:
     AutoConfig.for_model(definition["model"], **definition["config"]).save_pretrained(folder)
     seq_len, batch_size, precision = (definition[name] for name in ("seq_len", "batch_size", "precision"))
-    workload = HuggingFaceModel(str(folder), seq_len, batch_size, precision=precision)
-    return workload.step_with(definition["checkpointing"], "off", batch_size)
+    settings = {"precision": precision, "checkpointing": definition["checkpointing"], "loss": "full"}
+    job = JobSpec(str(folder), seq_len=seq_len, batch_size=batch_size, dtype="float32", **settings)
+    return given_step(job, workload_of(job))[0]
 
 
 def _recipe_step(definition: Definition, folder: Path) -> SimulatedStep:

@@ -26,7 +26,8 @@ from hf_memopt.estimate.estimate_report import Verdict, needed_bytes, verdict
 from hf_memopt.estimate.gpus import find_card
 from hf_memopt.estimate.memory_below import Disk, MemoryBelow
 from hf_memopt.estimate.simulation.child_process import run_all_isolated
-from hf_memopt.jobs.huggingface import HuggingFaceModel
+from hf_memopt.jobs import JobSpec
+from hf_memopt.jobs.workloads import given_step, workload_of
 
 SHAPE = {
     "model_type": "llama",
@@ -43,7 +44,7 @@ SHAPE = {
 }
 TOY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 256}
 QUARTER = {"num_hidden_layers": 8, "vocab_size": 32064}
-OPTIONS = {"dtype": "bfloat16", "lora_rank": 16, "loss": "chunked", "effective_batch": 1}
+OPTIONS = {"dtype": "bfloat16", "lora_rank": 16, "loss": "chunked"}
 TOKENS = 4096
 # Of the first table: the card, a small one of its size.
 CARD = "rtx4070-laptop"
@@ -66,7 +67,7 @@ class Home:
         return self.base if self.disk_bytes_per_s is None else f"{self.base} at {self.disk_bytes_per_s / 1e9:g} GB/s"
 
 
-RESIDENT = Home("resident")
+RESIDENT = Home("off")
 # From the fastest to the slowest.
 HOMES = (Home("host"), Home("file", 7e9), Home("file", 3e9))
 
@@ -80,8 +81,8 @@ class Predictions:
 
     def step(self, home: Home, gpu: str, tokens: int, loss: str = "chunked") -> MemoryEstimate:
         options: dict[str, Any] = {**OPTIONS, "loss": loss}
-        model = HuggingFaceModel(str(self._config), seq_len=tokens, base=home.base, **options)
-        step = model.step_with("full", "off", 1)
+        job = JobSpec(str(self._config), seq_len=tokens, base=home.base, batch_size=1, checkpointing="full", **options)
+        step, _ = given_step(job, workload_of(job))
         disk = None if home.disk_bytes_per_s is None else Disk(None, home.disk_bytes_per_s)
         return simulate_step(step, gpu=find_card(gpu), below=MemoryBelow(None, disk))
 

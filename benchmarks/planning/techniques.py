@@ -8,15 +8,18 @@ tensors without memory (`estimate_peak_memory`). Times are predicted for one car
 
 import json
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from benchmarks.common import CPU, BenchmarkParser, environment, finish, print_table
-from hf_memopt import estimate_peak_memory
 from hf_memopt.estimate.accounting.categories import ACTIVATION
-from hf_memopt.jobs.huggingface import HuggingFaceModel
+from hf_memopt.estimate.estimate import simulate_step
+from hf_memopt.estimate.simulation.child_process import run_isolated
+from hf_memopt.jobs import JobSpec
+from hf_memopt.jobs.workloads import given_step, workload_of
 
 SHAPE = {
     "model_type": "qwen3",
@@ -56,9 +59,10 @@ def measure(gpu: str, toy: bool) -> dict[str, dict[str, Any]]:
         config = Path(folder) / "config.json"
         config.write_text(json.dumps(SHAPE | (TOY if toy else {})))
         for name, (precision, checkpointing, offload) in tqdm(TECHNIQUES.items(), unit="technique"):
-            model = HuggingFaceModel(str(config), seq_len=seq_len(toy), effective_batch=BATCH, precision=precision)
-            step = model.step_with(checkpointing, offload, BATCH)
-            estimate = estimate_peak_memory(step.setup, step.step, num_steps=step.num_steps, gpu=gpu)
+            settings = {"precision": precision, "checkpointing": checkpointing, "offload": offload, "loss": "full"}
+            job = JobSpec(str(config), seq_len=seq_len(toy), batch_size=BATCH, dtype="float32", **settings)
+            step, _ = given_step(job, workload_of(job))
+            estimate = run_isolated(partial(simulate_step, step, gpu=gpu))
             found[name] = {
                 "peak_bytes": estimate.peak_bytes,
                 "activation_bytes": estimate.breakdown.get(ACTIVATION, 0),

@@ -1,6 +1,5 @@
 """Commands that plans print, run at toy size: those of each setting of a causal model, of other tasks, of recipes."""
 
-import json
 import os
 import shlex
 import shutil
@@ -20,9 +19,7 @@ from safetensors.torch import load_file
 
 from hf_memopt.cli import main
 
-huggingface = LateModule("hf_memopt.jobs.huggingface")
 conversations = LateModule("hf_memopt.recipes.sft.conversations")
-sft_fields = LateModule("hf_memopt.jobs.sft_fields")
 transformers = LateModule("transformers")
 
 pytestmark = pytest.mark.e2e
@@ -34,15 +31,15 @@ HOST_BASE, FILE_BASE = LORA | {"base": "host"}, LORA | {"base": "file"}
 CHOSEN: dict[str, tuple[dict[str, Any], str]] = {
     "float32": ({}, "kept"),
     "bfloat16": ({"dtype": "bfloat16"}, "checkpointed"),
-    "autocast": ({"precision": "bf16", "loss": "chunked"}, "offloaded where free"),
-    "sdpa, no clipping": ({"attention": "sdpa", "max_grad_norm": None}, "all offloaded"),
+    "autocast": ({"precision": "bf16"}, "offloaded where free"),
+    "sdpa, no clipping": ({"attention": "sdpa", "max_grad_norm": "none"}, "all offloaded"),
     "foreach": ({"optimizer": "adamw-foreach"}, "checkpointed, inputs offloaded"),
     "sgd, selective": ({"optimizer": "sgd"}, "selectively checkpointed"),
     "adafactor": ({"optimizer": "adafactor"}, "kept"),
     "8 bits": ({"optimizer": "adamw-8bit"}, "kept"),
     "4 bits": ({"optimizer": "adamw-4bit"}, "kept"),
     "lora": (LORA, "kept"),
-    "lora, checkpointed": (LORA | {"loss": "chunked"}, "checkpointed"),
+    "lora, checkpointed": (LORA, "checkpointed"),
     "lora, offloaded": (LORA | {"lora_targets": "q_proj,v_proj"}, "all offloaded"),
     "lora, inputs offloaded": (LORA, "checkpointed, inputs offloaded"),
     "dora": (LORA | {"use_dora": True}, "kept"),
@@ -51,7 +48,7 @@ CHOSEN: dict[str, tuple[dict[str, Any], str]] = {
     "int8 of torchao": (LORA | {"quantize": "int8-torchao"}, "kept"),
 }
 # With bitsandbytes, which `make setup` puts apart.
-OF_BITSANDBYTES = {name: (LORA | {"quantize": name}, "kept") for name in ("nf4", "nf4-double", "int8")}
+OF_BITSANDBYTES = {name: (LORA | {"quantize": name}, "kept") for name in ("nf4", "nf4-double", "int8-llm")}
 
 
 @pytest.fixture(scope="module")
@@ -74,16 +71,17 @@ def short(fields: Path) -> None:
 def check_saved(folder: Path, fields: dict[str, Any]) -> None:
     (saved,) = folder.glob("*model.safetensors")
     assert all(bool(weight.isfinite().all()) for weight in load_file(saved).values())
-    assert saved.name == ("adapter_model.safetensors" if "lora_rank" in fields else "model.safetensors")
+    assert saved.name == ("adapter_model.safetensors" if fields.get("use_peft") else "model.safetensors")
 
 
 def check_recipe(model: Path, options: dict[str, Any], activations: str, path: str = "") -> dict[str, Any]:
     """Run the command for a choice, with a folder of libraries in `path`; return the fields of its file."""
-    planned = huggingface.HuggingFaceModel(str(model), seq_len=32, effective_batch=4, **options)
-    written = planned.write({"activations": activations}, 2, Path())
-    short(written[2])
+    planned = transformers_toys.workload_of(str(model), seq_len=32, effective_batch=4, **options)
+    chosen = {lever.name: lever.values[0] for lever in planned.levers} | {"activations": activations}
+    written = planned.write(chosen, 2, Path())
+    short(written[1])
     run_printed(shlex.split(planned.command(written)), path)
-    fields: dict[str, Any] = yaml.safe_load(written[2].read_text())
+    fields: dict[str, Any] = yaml.safe_load(written[1].read_text())
     check_saved(Path("outputs/sft"), fields)
     return fields
 
@@ -100,20 +98,7 @@ def test_the_recipe_trains_with_what_a_plan_has_chosen(name: str, model: Path) -
 @pytest.mark.sweep(share=0.3)
 def test_the_recipe_trains_adapters_on_weights_of_bitsandbytes(name: str, model: Path) -> None:
     fields = check_recipe(model, *OF_BITSANDBYTES[name], path=str(APART))
-    assert fields["quantize"] == {"int8": "llm-int8"}.get(name, name)
-
-
-def test_reentrant_checkpoints_train(model: Path) -> None:
-    """Run the fields of a choice that no plan makes by itself."""
-    planned = huggingface.HuggingFaceModel(str(model), seq_len=32, effective_batch=4)
-    written = planned.write({"activations": "checkpointed"}, 2, Path())
-    chosen = json.loads(written[1].read_text()) | {"checkpointing": "reentrant"}
-    fields = sft_fields.fields_of(planned, chosen)
-    assert fields["gradient_checkpointing_kwargs"] == {"use_reentrant": True}
-    written[2].write_text(yaml.safe_dump(fields))
-    short(written[2])
-    run_printed(shlex.split(planned.command(written)))
-    check_saved(Path("outputs/sft"), fields)
+    assert fields["load_in_8bit"] == (name == "int8-llm")
 
 
 def test_a_model_without_a_chat_template_learns_completions(model: Path, tmp_path: Path) -> None:
@@ -144,7 +129,7 @@ TASKS: dict[str, tuple[str, str, str, dict[str, Any], str]] = {
     "images": ("vit", "image-classification", "AutoModelForImageClassification", {}, "checkpointed, inputs offloaded"),
     "sequences": (
         *("bert", "sequence-classification", "AutoModelForSequenceClassification"),
-        {"dtype": "bfloat16", "max_grad_norm": None},
+        {"dtype": "bfloat16", "max_grad_norm": "none"},
         "all offloaded",
     ),
 }
@@ -154,11 +139,12 @@ TASKS: dict[str, tuple[str, str, str, dict[str, Any], str]] = {
 def test_scripts_that_read_training_arguments_run_with_the_printed_flags(name: str, tmp_path: Path) -> None:
     model_type, task, kind, options, activations = TASKS[name]
     folder = transformers_toys.write_config(tmp_path / "model", model_type)
-    planned = huggingface.HuggingFaceModel(folder, seq_len=16, effective_batch=4, task=task, **options)
-    getattr(transformers, kind).from_config(planned.config).save_pretrained(folder)
-    batch = planned.batch(planned.config, 8)
+    planned = transformers_toys.workload_of(folder, seq_len=16, effective_batch=4, task=task, **options)
+    run = planned.given.options
+    getattr(transformers, kind).from_config(run.config).save_pretrained(folder)
+    batch = run.batch(run.config, 8)
     rows = [{field: values[row] for field, values in batch.items()} for row in range(8)]
-    torch.save((folder, kind, getattr(torch, planned.dtype), rows), tmp_path / "rows.pt")
+    torch.save((folder, kind, getattr(torch, run.dtype), rows), tmp_path / "rows.pt")
     shutil.copy(Path(transformers_toys.__file__).with_name("example_script.py"), tmp_path / "train.py")
     written = planned.write({"activations": activations}, 2, tmp_path)
     # Trainer refuses --bf16 on a machine without a GPU, unless it is told that there is none.
@@ -168,7 +154,7 @@ def test_scripts_that_read_training_arguments_run_with_the_printed_flags(name: s
 
 def test_scripts_of_denoisers_run_with_the_printed_flags(tmp_path: Path) -> None:
     folder = denoiser_toys.write_denoiser(tmp_path / "denoiser", "unet")
-    planned = huggingface.HuggingFaceModel(folder, effective_batch=4, precision="bf16")
+    planned = transformers_toys.workload_of(folder, effective_batch=4, precision="bf16")
     shutil.copy(Path(denoiser_toys.__file__).with_name("denoising_script.py"), tmp_path / "train.py")
     written = planned.write({"activations": "checkpointed"}, 2, tmp_path)
     run_printed(shlex.split(planned.command(written)))

@@ -97,7 +97,7 @@ def test_a_field_from_the_file_keeps_its_name(file: str, monkeypatch: pytest.Mon
         ("seq_len=0 must be at least 1", "--seq-len=0 must be at least 1"),
         ("quantize='nf4': for adapters; give a lora_rank", "--quantize='nf4': for adapters; give a --lora-rank"),
         ("padding=True: leave it out", "--padding: leave it out"),
-        ("use_dora=True and optimizer_in_backward", "--use-dora and --optimizer-in-backward"),
+        ("use_dora=True and freeze_vision_tower", "--use-dora and --freeze-vision-tower"),
         ("the task is not simulated; check the path", "the task is not simulated; check the path"),
         ("model='x': image_size=-1 must be at least 0", "model='x': image_size=-1 must be at least 0"),
         ("'seq_len' and /tmp/seq_len and --seq-len", "'seq_len' and /tmp/seq_len and --seq-len"),

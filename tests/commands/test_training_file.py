@@ -12,7 +12,7 @@ from hf_memopt.cli import main
 from hf_memopt.commands import planning_commands
 
 argument_file = LateModule("hf_memopt.integrations.transformers.argument_file")
-file_workload = LateModule("hf_memopt.integrations.transformers.file_workload")
+trainer_fields = LateModule("hf_memopt.jobs.trainer_fields")
 transformers = LateModule("transformers")
 
 FILE: dict[str, Any] = {
@@ -42,7 +42,7 @@ def file(tmp_path: Path) -> Path:
 
 def changes_of(*words: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     found: list[dict[str, Any]] = []
-    monkeypatch.setattr(planning_commands, "_estimate", lambda spec: found.append(file_workload._changes(spec)) or 0)
+    monkeypatch.setattr(planning_commands, "_estimate", lambda spec: found.append(trainer_fields.of_job(spec)) or 0)
     assert main(["estimate", "--training-args", "a.yaml", *words]) == 0
     return found[0]
 
@@ -71,13 +71,11 @@ def test_flags_become_fields(words: list[str], changes: dict[str, Any], monkeypa
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--checkpointing", "selective"], "--checkpointing=selective has no field in --training-args; leave one of"),
-        (["--padding"], "--padding has no field in --training-args"),
-        (["--set", "a=b"], "--set=['a=b'] has no field in --training-args"),
-        (["--recipe", "lgt"], "--recipe=lgt has no field in --training-args"),
+        (["--set", "a=b"], "--set='a=b' is for recipes and robot policies"),
+        (["--recipe", "lgt"], "--recipe='lgt' with a trainer or --training-args: name one of them"),
     ],
 )
-def test_a_flag_without_a_field_is_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags_of_recipes_are_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["estimate", "--training-args", "a.yaml", *words]) == 2
     assert capsys.readouterr().err.startswith(f"hf-memopt estimate: error: {message}")
 
@@ -90,7 +88,7 @@ def test_estimate_says_what_is_trained_and_flags_win(file: Path, capsys: pytest.
         assert main(["estimate", "--training-args", str(file), "--json", str(out), *words]) == 0
         peaks.append(json.loads(out.read_text())["peak_bytes"])
     printed = capsys.readouterr().out
-    assert f"SFTTrainer of {file.parent / 'model'} by sft.yaml, 48 tokens in each sample" in printed
+    assert f"SFTTrainer of {file.parent / 'model'} as float32 by sft.yaml, 48 tokens in each sample" in printed
     assert "96 tokens in each sample" in printed
     given, longer, kept = peaks
     # Half the samples, twice as long: but for the memory of attention, that is the same.
@@ -103,7 +101,7 @@ def test_where_it_does_not_fit_the_plan_for_the_same_file_is_named(
 ) -> None:
     words = ["estimate", "--training-args", str(file), "--gpu", "0.62GiB", "--check", "--batch-size", "1"]
     assert main([*words, "--dtype", "bfloat16"]) == 1
-    expected = f"hf-memopt plan --gpu 0.62GiB --training-args {file} --effective-batch 2 --dtype bfloat16"
+    expected = f"hf-memopt plan --gpu 0.62GiB --effective-batch 2 --training-args {file} --dtype bfloat16"
     assert capsys.readouterr().out.splitlines()[-1].endswith(expected)
 
 

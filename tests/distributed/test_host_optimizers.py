@@ -8,6 +8,7 @@ from deepspeed_builds import ADAM, DISK, built, needs_builds
 from late_imports import LateModule
 from launched_files import added_environment
 from ranks import on_ranks
+from transformers_toys import step_of
 
 from hf_memopt.estimate.estimate import simulate_step
 from hf_memopt.estimate.memory_below import Disk, MemoryBelow
@@ -23,7 +24,6 @@ from hf_memopt.jobs.accelerate_config import (
     write_accelerate_config,
 )
 
-huggingface = LateModule("hf_memopt.jobs.huggingface")
 host_optimizer_rank = LateModule("host_optimizer_rank")
 transformers = LateModule("transformers")
 
@@ -84,9 +84,9 @@ def simulated_bytes(folder: Path, sharing: Sharing) -> int:
     config = transformers.LlamaConfig(**host_optimizer_rank.sizes(OF_A_DISK), architectures=["LlamaForCausalLM"])
     config.save_pretrained(folder)
     places = {"optimizer_on": sharing.optimizer_on, "weights_on": sharing.weights_on, "num_gpus": sharing.num_gpus}
-    options = {"seq_len": 16, "effective_batch": 4 * sharing.num_gpus, "dtype": "float32", "engine": sharing.engine}
-    model = huggingface.HuggingFaceModel(str(folder), **options, **places)
-    step = model.step_with("none", "off", 2)
+    options = {"seq_len": 16, "batch_size": 2, "accumulation": 2, "dtype": "float32", "engine": sharing.engine}
+    usual = {"loss": "full", "precision": "no", "checkpointing": "none"}
+    step = step_of(str(folder), **options, **places, **usual)
     return run_isolated(lambda: simulate_step(step, below=MemoryBelow(disk=Disk()))).disk_bytes
 
 

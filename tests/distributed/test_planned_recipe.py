@@ -11,8 +11,8 @@ from launched_files import added_environment
 from ranks import on_ranks
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers_toys import workload_of
 
-huggingface = LateModule("hf_memopt.jobs.huggingface")
 conversations = LateModule("hf_memopt.recipes.sft.conversations")
 
 # An epsilon that no rounding of a gradient near zero can be seen beside.
@@ -30,8 +30,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def trained(model: str, folder: Path, options: dict[str, Any], **environment: str) -> tuple[Any, dict[str, Tensor]]:
     """Return losses and the saved weights of the run that a plan for these options prints."""
     folder.mkdir()
-    planned = huggingface.HuggingFaceModel(model, seq_len=64, effective_batch=4, **options)
-    launch, _, fields = planned.write({"activations": "checkpointed"}, 2, folder)
+    usual = {"dtype": "float32", "precision": "no"}
+    planned = workload_of(model, seq_len=64, effective_batch=4, **usual, **options)
+    chosen = {lever.name: lever.values[0] for lever in planned.levers} | {"activations": "checkpointed"}
+    launch, fields = planned.write(chosen, 2, folder)
     flags = ["--config", str(fields), f"--output_dir={folder / 'run'}", *FLAGS]
     (losses,) = on_ranks("planned_recipe_rank:outcomes", flags, num_ranks=1, **environment, **added_environment(launch))
     (saved,) = (folder / "run").glob("*model.safetensors")

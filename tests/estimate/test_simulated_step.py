@@ -1,17 +1,18 @@
 """Models with equal layers, simulated once and whole: equal to the byte."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers_toys
 from late_imports import LateModule
 
 from hf_memopt.estimate import MemoryEstimate
-from hf_memopt.estimate.estimate import _estimate, _repeated, estimate_peak_memory, simulate_step
+from hf_memopt.estimate.estimate import _estimate, _repeated, simulate_step
 from hf_memopt.estimate.simulated_step import SimulatedStep
 from hf_memopt.estimate.simulation.child_process import run_isolated
 
-huggingface = LateModule("hf_memopt.jobs.huggingface")
 transformers = LateModule("transformers")
 
 GPU = "rtx4090"
@@ -47,7 +48,7 @@ WAYS: dict[str, dict[str, Any]] = {
         "precision": "fp16",
         "attention": "eager",
         "optimizer": "adafactor",
-        "micro_batch": 1,
+        "batch_size": 1,
     },
 }
 # With Adafactor, the dense first layer's output dies in the second layer, which has experts.
@@ -75,19 +76,15 @@ CASES = [
 
 def step_of(folder: Path, model: str, **options: Any) -> SimulatedStep:
     transformers.AutoConfig.for_model(model, **MODELS[model]).save_pretrained(folder)
-    checkpointing, micro_batch = options.pop("checkpointing", "none"), options.pop("micro_batch", 2)
-    offload = options.pop("offload", "off")
-    settings = {"seq_len": 64, "effective_batch": 2, "task": TASKS.get(model, "causal"), **options}
-    found: SimulatedStep = huggingface.HuggingFaceModel(str(folder), **settings).step_with(
-        checkpointing, offload, micro_batch
-    )
-    return found
+    task = TASKS.get(model, "causal")
+    usual = {"seq_len": 64, "batch_size": 2, "task": task, "checkpointing": "none", "loss": "full", "dtype": "float32"}
+    return transformers_toys.step_of(str(folder), **{**usual, **options})
 
 
 def repeated(step: SimulatedStep) -> MemoryEstimate:
     assert step.repeated is not None
     layers = step.repeated
-    return run_isolated(lambda: _estimate(_repeated(layers, GPU), GPU, SimulatedStep(step.setup, step.step)))
+    return run_isolated(lambda: _estimate(_repeated(layers, GPU), GPU, step))
 
 
 def as_estimated(step: SimulatedStep) -> MemoryEstimate:
@@ -95,7 +92,7 @@ def as_estimated(step: SimulatedStep) -> MemoryEstimate:
 
 
 def whole(step: SimulatedStep) -> MemoryEstimate:
-    return estimate_peak_memory(step.setup, step.step, num_steps=step.num_steps, gpu=GPU)
+    return run_isolated(lambda: simulate_step(replace(step, repeated=None), gpu=GPU))
 
 
 def check(few: MemoryEstimate, all_of_them: MemoryEstimate) -> None:

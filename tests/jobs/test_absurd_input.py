@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 from late_imports import LateModule
+from transformers_toys import step_of
 
 from hf_memopt.estimate.estimate import simulate_step
 from hf_memopt.estimate.simulation.child_process import run_isolated
 from hf_memopt.jobs.spec import FIELDS, JobSpec, read_spec
 
 transformers = LateModule("transformers")
-huggingface = LateModule("hf_memopt.jobs.huggingface")
 workloads = LateModule("hf_memopt.jobs.workloads")
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
@@ -56,8 +56,7 @@ def within(seconds: int) -> Iterator[None]:
 def train(folder: Path) -> str:
     """Return what a configuration was refused for; an error of another kind escapes."""
     try:
-        model = huggingface.HuggingFaceModel(str(folder), seq_len=8, effective_batch=1)
-        step = model.step_with("none", "off", 1)
+        step = step_of(str(folder), seq_len=8, batch_size=1)
         run_isolated(lambda: simulate_step(step))
     except ValueError as error:
         return str(error)
@@ -78,7 +77,7 @@ def test_an_absurd_field_is_named(changes: dict[str, Any], message: str, tmp_pat
     values = transformers.LlamaConfig(**TEXT, architectures=["LlamaForCausalLM"]).to_dict()
     (tmp_path / "config.json").write_text(json.dumps(values | changes))
     with pytest.raises(ValueError, match=message):
-        huggingface.HuggingFaceModel(str(tmp_path))
+        step_of(str(tmp_path))
 
 
 @pytest.mark.slow

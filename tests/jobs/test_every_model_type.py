@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import transformers_toys
 from late_imports import LateModule
 
 from hf_memopt.estimate import MemoryEstimate
 from hf_memopt.estimate.estimate import simulate_step
 from hf_memopt.estimate.simulation.child_process import run_isolated
 
-huggingface = LateModule("hf_memopt.jobs.huggingface")
 tasks = LateModule("hf_memopt.jobs.transformers_models.tasks")
 tiny_configurations = LateModule("tiny_configurations")
 
@@ -49,7 +49,7 @@ def class_of(case: Case) -> str:
 
 def estimated(case: Case, folder: Path) -> MemoryEstimate:
     """Estimate a step as the command does; all in the child, which drops the modules of the model when it ends."""
-    write, workload, class_name = tiny_configurations.tiny_configuration, huggingface.HuggingFaceModel, class_of(case)
+    write, workload, class_name = tiny_configurations.tiny_configuration, transformers_toys.workload_of, class_of(case)
 
     def run() -> MemoryEstimate:
         write(case.model_type, class_name).save_pretrained(folder)
@@ -58,11 +58,12 @@ def estimated(case: Case, folder: Path) -> MemoryEstimate:
             task=case.task,
             seq_len=LENGTHS.get(case.model_type, LENGTHS.get(case.task, 32)),
             image_size="112x112" if case.task == "image-text-to-text" and case.model_type in SIZED else None,
-            effective_batch=2,
+            batch_size=2,
             dtype="float32",
             precision="bf16",
+            checkpointing="none",
         )
-        return simulate_step(model.step_with("none", "off", 2))
+        return simulate_step(model.as_given())
 
     return run_isolated(run)
 

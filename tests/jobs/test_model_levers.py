@@ -4,48 +4,42 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from late_imports import LateModule
-
-huggingface = LateModule("hf_memopt.jobs.huggingface")
-model_levers = LateModule("hf_memopt.jobs.model_levers")
+from transformers_toys import workload_of
 
 ALL = "optimizer,loss,base,precision,quantize"
 LORA = {"lora_rank": 4}
 
 
-def options(folder: Path, **given: Any) -> Any:
-    return huggingface.HuggingFaceModel(str(folder), seq_len=32, effective_batch=4, **given)
+def workload(folder: Path, **given: Any) -> Any:
+    usual = {"precision": "no", "dtype": "float32", "checkpointing": "none"}
+    return workload_of(str(folder), seq_len=32, batch_size=4, **{**usual, **given})
 
 
 def test_activations_and_the_base_of_adapters_are_varied_unless_others_are_named(qwen3: Path) -> None:
-    assert [lever.name for lever in options(qwen3).levers] == ["activations"]
-    assert [lever.name for lever in options(qwen3, **LORA).levers] == ["activations", "base"]
-    assert [lever.name for lever in options(qwen3, **LORA, vary="loss").levers] == ["activations", "loss"]
-    assert [lever.name for lever in options(qwen3, vary="base").levers] == ["activations"]
+    assert [lever.name for lever in workload(qwen3).levers] == ["activations"]
+    assert [lever.name for lever in workload(qwen3, **LORA).levers] == ["activations", "base"]
+    assert [lever.name for lever in workload(qwen3, **LORA, vary="loss").levers] == ["activations", "loss"]
+    assert [lever.name for lever in workload(qwen3, vary="base").levers] == ["activations"]
 
 
 def test_a_name_that_is_no_lever_is_refused(qwen3: Path) -> None:
     with pytest.raises(ValueError, match=r"vary='loss,lr': 'lr' is not a lever; choose from optimizer, loss, base"):
-        options(qwen3, vary="loss,lr")
+        workload(qwen3, vary="loss,lr")
 
 
-@pytest.mark.parametrize("given", [{}, LORA, {"num_gpus": 2, "engine": "zero3"}, {"dtype": "bfloat16"}])
+@pytest.mark.parametrize(
+    "given", [{}, LORA, {"num_gpus": 2, "engine": "zero3", "precision": "bf16"}, {"dtype": "bfloat16"}]
+)
 def test_the_first_value_of_each_lever_changes_nothing(qwen3: Path, given: dict[str, Any]) -> None:
-    model = options(qwen3, **given, vary=ALL)
+    model = workload(qwen3, **given, vary=ALL)
     plain = {lever.name: lever.values[0] for lever in model.levers}
-    changed = model.with_settings(plain)
-    assert {name: getattr(changed, name) for name in ("optimizer", "loss", "dtype", "precision", "quantize")} == {
-        name: getattr(model, name) for name in ("optimizer", "loss", "dtype", "precision", "quantize")
-    }
-    assert (changed.engine, changed.optimizer_on, changed.base or "resident") == (
-        model.engine,
-        model.optimizer_on,
-        "resident",
-    )
+    changed = model.chosen(plain, 4).options
+    names = ("optimizer", "loss", "dtype", "precision", "quantize", "engine", "optimizer_on", "home")
+    assert all(getattr(changed, name) == getattr(model.given.options, name) for name in names)
 
 
 def test_each_value_is_possible_alone_or_says_why_not(qwen3: Path) -> None:
-    model = options(qwen3, **LORA, vary=ALL)
+    model = workload(qwen3, **LORA, vary=ALL)
     plain = {lever.name: lever.values[0] for lever in model.levers}
     reasons = {}
     for lever in model.levers:
@@ -58,39 +52,39 @@ def test_each_value_is_possible_alone_or_says_why_not(qwen3: Path) -> None:
 
 
 def test_the_state_has_a_home_of_its_own_or_that_of_an_engine(qwen3: Path) -> None:
-    model = options(qwen3, vary="optimizer")
+    model = workload(qwen3, vary="optimizer")
     homes = [("adamw, state on host", "host"), ("adamw, state in a file", "file")]
     for name, home in homes:
-        changed = model.with_settings({"activations": "kept", "optimizer": name})
+        changed = model.chosen({"activations": "kept", "optimizer": name}, 4).options
         assert (changed.engine, changed.optimizer_home, changed.max_grad_norm) == ("ddp", home, 1.0)
-    given = options(qwen3, vary="optimizer", optimizer_home="host").levers[1]
+    given = workload(qwen3, vary="optimizer", optimizer_home="host").levers[1]
     assert given.values == ("adamw", "adamw-8bit", "paged-adamw-8bit", "adamw-4bit")
-    sharded = model.with_settings({"activations": "kept", "optimizer": "adamw and weights on host (fsdp2)"})
+    sharded = model.chosen({"activations": "kept", "optimizer": "adamw and weights on host (fsdp2)"}, 4).options
     assert (sharded.engine, sharded.optimizer_on, sharded.num_gpus) == ("fsdp2", "host", 1)
 
 
 def test_weights_that_train_have_a_home_where_all_of_them_do(qwen3: Path) -> None:
-    model = options(qwen3, vary="optimizer")
+    model = workload(qwen3, vary="optimizer")
     for name, home in (("on host", "host"), ("in files", "file")):
-        changed = model.with_settings({"activations": "kept", "optimizer": f"adamw, weights and gradients {name}"})
+        changed = model.chosen({"activations": "kept", "optimizer": f"adamw, weights and gradients {name}"}, 4).options
         assert (changed.base, changed.trained, changed.home_of_state) == (home, True, home)
-    values = {lever.name: lever.values for lever in options(qwen3, **LORA, vary="optimizer").levers}["optimizer"]
+    values = {lever.name: lever.values for lever in workload(qwen3, **LORA, vary="optimizer").levers}["optimizer"]
     assert "adamw, weights and gradients on host" not in values
-    given = options(qwen3, base="file", trained=True, optimizer_home="host", vary=ALL)
-    assert given.home_of_state == "host"
+    given = workload(qwen3, base="file", trained=True, optimizer_home="host", vary=ALL)
+    assert given.given.options.home_of_state == "host"
     assert {lever.name: lever.values for lever in given.levers}["base"] == ("file",)
 
 
 def test_zero_trains_16_bits_in_that_precision(qwen3: Path) -> None:
-    model = options(qwen3, vary="optimizer", dtype="bfloat16")
-    zero = model.with_settings({"activations": "kept", "optimizer": "adamw on host (zero2)"})
+    model = workload(qwen3, vary="optimizer", dtype="bfloat16")
+    zero = model.chosen({"activations": "kept", "optimizer": "adamw on host (zero2)"}, 4).options
     assert (zero.dtype, zero.precision) == ("bfloat16", "bf16")
 
 
 def test_disks_are_read_where_there_is_one(qwen3: Path) -> None:
     of_disk = {
         lever.name: lever.of_disk
-        for model in (options(qwen3, **LORA, vary="base"), options(qwen3, vary="optimizer"))
+        for model in (workload(qwen3, **LORA, vary="base"), workload(qwen3, vary="optimizer"))
         for lever in model.levers
     }
     assert of_disk["base"] == ("file",)
@@ -103,15 +97,8 @@ def test_disks_are_read_where_there_is_one(qwen3: Path) -> None:
 
 def test_an_engine_moves_no_weights_that_stream(qwen3: Path) -> None:
     by_base, alone = (
-        {lever.name: lever.values for lever in options(qwen3, **LORA, vary=vary).levers}["optimizer"]
+        {lever.name: lever.values for lever in workload(qwen3, **LORA, vary=vary).levers}["optimizer"]
         for vary in ("base,optimizer", "optimizer")
     )
     assert by_base == ("adamw", "adamw-8bit", "paged-adamw-8bit", "adamw-4bit")
     assert "adamw and weights on host (fsdp2)" in alone
-
-
-def test_what_was_found_out_about_a_model_is_kept(qwen3: Path) -> None:
-    model = options(qwen3, vary="loss")
-    changed = model.with_settings({"activations": "kept", "loss": "chunked"})
-    assert changed.loss == "chunked"
-    assert changed.config is model.config

@@ -11,10 +11,10 @@ import yaml
 from late_imports import LateModule
 
 from hf_memopt.jobs import JobSpec
-from hf_memopt.jobs.spec import CHOICES, DEFAULTS, FIELDS, TRAINERS, read_spec
+from hf_memopt.jobs.spec import CHOICES, PLAIN_TRAINER, TRAINERS, read_spec
 
 accelerate_config = LateModule("hf_memopt.jobs.accelerate_config")
-optimizers = LateModule("hf_memopt.jobs.transformers_models.optimizers")
+trainer_fields = LateModule("hf_memopt.jobs.trainer_fields")
 quantised_base = LateModule("hf_memopt.estimate.simulation.quantised.quantised_base")
 tasks = LateModule("hf_memopt.jobs.transformers_models.tasks")
 transformers = LateModule("transformers")
@@ -24,30 +24,11 @@ trl_trainers = LateModule("hf_memopt.integrations.transformers.trl_trainers")
 
 def test_each_choice_is_made_by_the_library_and_no_other() -> None:
     assert CHOICES["task"] == ("auto", *tasks.TASKS)
-    assert CHOICES["optimizer"] == tuple(optimizers.OPTIMIZERS)
+    assert {*CHOICES["optimizer"]} <= {*trainer_fields.OPTIMIZERS.values()}
     assert CHOICES["quantize"] == ("auto", "none", *quantised_base.LAYERS)
-    assert tuple(trl_trainers.TRL) == TRAINERS
+    assert (PLAIN_TRAINER, *trl_trainers.TRL) == TRAINERS
     named = ("DDP", "FSDP2", "FSDP2_NO_RESHARD", "ZERO2", "ZERO3")
     assert CHOICES["engine"] == tuple(getattr(accelerate_config, name) for name in named)
-
-
-def test_a_model_takes_the_fields_of_models() -> None:
-    others = {"training_args", "trainer", "recipe", "config", "set", "gpu", "reserve", "host", "link", "batch_size"}
-    others |= {
-        "accumulation",
-        "disk",
-        "checkpointing",
-        "offload",
-        "check",
-        "explain",
-        "json",
-        "timeline",
-        "snapshot",
-        "output",
-        "workers",
-    }
-    assert {*workloads.OF_MODELS} == FIELDS.keys() - others
-    assert DEFAULTS.keys() - {"batch_size", "checkpointing", "offload"} < {*workloads.OF_MODELS}
 
 
 def test_reading_a_spec_imports_no_library(tmp_path: Path) -> None:

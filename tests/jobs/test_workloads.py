@@ -18,7 +18,7 @@ CHOICES = ("causal_lm", "fluxflow", "lgt", "neural_operator", "reflow_smolvla", 
 @pytest.mark.parametrize(
     ("batches", "effective_batch"),
     [
-        ({}, 2),
+        ({}, 16),
         ({"batch_size": 3}, 6),
         ({"batch_size": 3, "accumulation": 2}, 12),
         ({"effective_batch": 8}, 8),
@@ -30,7 +30,7 @@ def test_the_samples_of_a_models_update(batches: dict[str, int], effective_batch
     model = workloads.workload_of(spec)
     assert model.effective_batch == effective_batch
     step, passes = workloads.given_step(spec, model)
-    assert passes * (spec.batch_size or 1) * step.num_gpus == effective_batch
+    assert passes * model.micro_batch * step.num_gpus == effective_batch
 
 
 def test_two_numbers_of_passes_are_refused(qwen3: str) -> None:
@@ -41,9 +41,10 @@ def test_two_numbers_of_passes_are_refused(qwen3: str) -> None:
 
 def test_a_models_options_are_the_specs(qwen3: str) -> None:
     spec = JobSpec(qwen3, seq_len=32, max_grad_norm="none", dtype="bfloat16", optimizer="sgd")
-    model: Any = workloads.workload_of(spec)
+    made: Any = workloads.workload_of(spec)
+    model = made.given.options
     assert (model.seq_len, model.max_grad_norm, model.dtype, model.optimizer) == (32, None, "bfloat16", "sgd")
-    assert (model.precision, model.images_per_sample) == ("no", 1)
+    assert (model.precision, model.images_per_sample) == ("bf16", 1)
 
 
 def test_a_files_update_has_the_specs_samples(qwen3: str, tmp_path: Path) -> None:

@@ -7,10 +7,15 @@ from typing import Any
 import vision_language_toys
 from late_imports import LateModule
 
-from hf_memopt.estimate import MemoryEstimate, estimate_peak_memory
+from hf_memopt.estimate import MemoryEstimate
+from hf_memopt.estimate.estimate import simulate_step
 from hf_memopt.estimate.gpus import find_card
+from hf_memopt.estimate.simulated_step import SimulatedStep
+from hf_memopt.estimate.simulation.child_process import run_isolated
+from hf_memopt.jobs import JobSpec
 
-huggingface = LateModule("hf_memopt.jobs.huggingface")
+file_trainer = LateModule("hf_memopt.integrations.transformers.file_trainer")
+trainer_workload = LateModule("hf_memopt.integrations.transformers.trainer_workload")
 transformers = LateModule("transformers")
 
 FolderOf = Callable[..., str]
@@ -44,11 +49,35 @@ def write_config(folder: Path, model_type: str, **changes: Any) -> str:
     return str(folder)
 
 
+def workload_of(model: str, offload_threshold_mb: float = 10.0, **flags: Any) -> Any:
+    """Return the workload of a model with flags."""
+    return trainer_workload.TrainerWorkload(JobSpec(model=model, **flags), None, offload_threshold_mb)
+
+
+def built(options: Any, checkpointing: str = "none", device: str = "meta") -> Any:
+    """Return the model of a run of any task but those of TRL, with its adapters."""
+    config = options.config
+    model = file_trainer.adapted(options, config, file_trainer.build_model(options, config, device))
+    if checkpointing != "none":
+        options.kind_of_task.checkpoint(model)
+    return model.train()
+
+
+def options_of(model: str, **flags: Any) -> Any:
+    return workload_of(model, **flags).given.options
+
+
+def step_of(model: str, **flags: Any) -> SimulatedStep:
+    step: SimulatedStep = workload_of(model, **flags).as_given()
+    return step
+
+
 def estimate(
-    model: str, checkpointing: str = "none", offload: str = "off", num_micro_batches: int = 1, **options: Any
+    model: str, checkpointing: str = "none", offload: str = "off", num_micro_batches: int = 1, **flags: Any
 ) -> MemoryEstimate:
     """Estimate an update of a few short samples."""
-    settings = {"seq_len": TOKENS, "effective_batch": BATCH * num_micro_batches, "offload_threshold_mb": 0.001}
-    workload = huggingface.HuggingFaceModel(model, **{**settings, **options})
-    step = workload.step_with(checkpointing, offload, BATCH)
-    return estimate_peak_memory(step.setup, step.step, num_steps=step.num_steps, gpu=CARD)
+    sizes = {"seq_len": TOKENS, "batch_size": BATCH, "accumulation": num_micro_batches, "dtype": "float32"}
+    usual = {"precision": "no", "loss": "full"}
+    given = {**sizes, **usual, **flags, "checkpointing": checkpointing, "offload": offload}
+    step = workload_of(model, 0.001, **given).as_given()
+    return run_isolated(lambda: simulate_step(step, gpu=CARD))

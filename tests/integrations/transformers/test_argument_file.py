@@ -49,7 +49,7 @@ def test_fields_of_the_model_have_the_defaults_of_trls_model_config(tmp_path: Pa
         ("fsdp: full_shard", "fsdp='full_shard' is not simulated"),
         ("use_liger_kernel: true", "use_liger_kernel=True is not simulated"),
         ("max_length: 8\nactivation_offloading: true", "activation_offloading=True is not simulated"),
-        ("optim: paged_adamw_8bit", "optim='paged_adamw_8bit' is not simulated; choose from adamw_torch_fused"),
+        ("optim: lion_8bit", "optim='lion_8bit' is not simulated; choose from adamw_torch_fused"),
         ("optim: adam", "adam is not a valid OptimizerNames"),
         ("gradient_accumulation_steps: many", "invalid int value: 'many'"),
         ("per_device_batch: 3", "'per_device_batch' is no field of.*any trainer of TRL; the nearest is per_device_"),

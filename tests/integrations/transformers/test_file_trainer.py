@@ -1,5 +1,4 @@
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,31 +7,33 @@ import trl_trainers
 from late_imports import LateModule
 
 from hf_memopt.estimate.simulation.quantised.quantised_linear import Nf4Linear
+from hf_memopt.jobs import JobSpec
 
-argument_file = LateModule("hf_memopt.integrations.transformers.argument_file")
+trainer_workload = LateModule("hf_memopt.integrations.transformers.trainer_workload")
 file_trainer = LateModule("hf_memopt.integrations.transformers.file_trainer")
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def make(folder: Path, text: str, **changes: Any) -> Any:
+def make(folder: Path, text: str, **flags: Any) -> Any:
     (folder / "args.yaml").write_text(text)
-    file = argument_file.read_argument_file(folder / "args.yaml")
-    return file_trainer.make_trainer(file, trl_trainers.decoder().config, "causal", changes, 32, str(folder / "out"))
+    config = trl_trainers.decoder().config
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(folder / "model")
+    flags = {"seq_len": 32, **flags}
+    run = trainer_workload.TrainerWorkload(JobSpec(str(folder / "model"), folder / "args.yaml", **flags)).given
+    return file_trainer.make_trainer(run, run.options.config)
 
 
-def test_a_plain_trainer_has_a_model_without_memory_and_full_samples(tmp_path: Path) -> None:
-    trainer = make(tmp_path, "per_device_train_batch_size: 3\n", gradient_accumulation_steps=2, dtype="bfloat16")
-    assert type(trainer).__name__ == "Trainer"
+def test_a_plain_trainer_has_a_model_without_memory(tmp_path: Path) -> None:
+    trainer = make(tmp_path, "per_device_train_batch_size: 3\n", accumulation=2, dtype="bfloat16")
+    assert isinstance(trainer, file_trainer.OwnLoss)
     assert {(weight.device.type, weight.dtype) for weight in trainer.model.parameters()} == {("meta", torch.bfloat16)}
-    batch = next(iter(trainer.get_train_dataloader()))
-    assert batch["input_ids"].shape == batch["labels"].shape == (3, 32)
-    assert len(trainer.train_dataset) == 6
 
 
 def test_qlora_by_trl_has_adapters_in_bfloat16_and_keeps_the_other_weights(tmp_path: Path) -> None:
     text = "max_length: 16\nload_in_4bit: true\nuse_peft: true\nlora_r: 4\nlora_target_modules: [q_proj]\n"
-    trainer = make(tmp_path, text + "attn_implementation: flash_attention_2\ndtype: float16\n")
+    trainer = make(tmp_path, text + "attn_implementation: flash_attention_2\ndtype: float16\n", seq_len=16)
     weights = dict(trainer.model.named_parameters())
     trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
     assert len(trained) == 2 * 2
@@ -45,15 +46,5 @@ def test_qlora_by_trl_has_adapters_in_bfloat16_and_keeps_the_other_weights(tmp_p
 
 
 def test_a_plain_trainer_takes_adapters_too(tmp_path: Path) -> None:
-    trainer = make(tmp_path, "bf16: true\n", use_peft=True, lora_r=2, lora_target_modules="all-linear")
-    assert type(trainer.model).__name__ == "PeftModelForCausalLM"
-
-
-def test_how_frozen_weights_are_stored() -> None:
-    fields = {"model_name_or_path": "model", "load_in_4bit": False, "load_in_8bit": False, "use_bnb_nested_quant": True}
-    config = SimpleNamespace()
-    assert file_trainer.storage(fields, config) is None
-    assert file_trainer.storage(fields | {"load_in_8bit": True}, config) == "int8"
-    assert file_trainer.storage(fields | {"load_in_4bit": True}, config) == "nf4-double"
-    config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
-    assert file_trainer.storage(fields, config) == "nf4"
+    trainer = make(tmp_path, "bf16: true\n", lora_rank=2)
+    assert type(trainer.model).__name__ == "PeftModel"

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -6,12 +7,11 @@ import trl_trainers
 import yaml
 from late_imports import LateModule
 
-from hf_memopt.estimate import estimate_peak_memory
-from hf_memopt.estimate.estimate import _estimate, _repeated
+from hf_memopt.estimate.estimate import _estimate, _repeated, simulate_step
 from hf_memopt.estimate.simulation.child_process import run_isolated
+from hf_memopt.jobs import JobSpec
 
-argument_file = LateModule("hf_memopt.integrations.transformers.argument_file")
-file_workload = LateModule("hf_memopt.integrations.transformers.file_workload")
+trainer_workload = LateModule("hf_memopt.integrations.transformers.trainer_workload")
 
 SFT: dict[str, Any] = {"max_length": 32, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
 # Inputs of its layers, 16 MiB for a micro-batch of 8 samples, are above the least that is offloaded.
@@ -28,15 +28,14 @@ def workload(folder: Path, fields: dict[str, Any], num_layers: int = 2, width: i
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(folder / "model")
     (folder / "run.yaml").write_text(yaml.safe_dump(fields))
-    file = argument_file.read_argument_file(folder / "run.yaml")
-    return file_workload.FileWorkload(file, {"model_name_or_path": str(folder / "model")}, **options)
+    return trainer_workload.TrainerWorkload(JobSpec(str(folder / "model"), folder / "run.yaml", **options))
 
 
 @pytest.mark.e2e
 def test_equal_layers_are_simulated_once_with_the_bytes_of_all(tmp_path: Path) -> None:
     made = workload(tmp_path, SFT | ADAPTERS, num_layers=5)
     few, whole = made.as_given(), made.as_given()
-    expected = estimate_peak_memory(whole.setup, whole.step)
+    expected = run_isolated(lambda: simulate_step(replace(whole, repeated=None)))
     found = run_isolated(lambda: _estimate(_repeated(few.repeated, None), None, few))
     assert found.breakdown == expected.breakdown
     assert found.reserved_bytes == expected.reserved_bytes
@@ -47,7 +46,7 @@ def test_equal_layers_are_simulated_once_with_the_bytes_of_all(tmp_path: Path) -
 def test_a_few_layers_tell_what_offloading_the_inputs_of_all_does(tmp_path: Path) -> None:
     made = workload(tmp_path, {"per_device_train_batch_size": 8}, num_layers=9, width=WIDE, seq_len=64)
     few, whole = (made.simulated({"activations": "checkpointed, inputs offloaded"}, 8) for _ in range(2))
-    expected = estimate_peak_memory(whole.setup, whole.step, gpu="rtx4090")
+    expected = run_isolated(lambda: simulate_step(replace(whole, repeated=None), gpu="rtx4090"))
     found = run_isolated(lambda: _estimate(_repeated(few.repeated, "rtx4090"), "rtx4090", few))
     assert found.trace == expected.trace
     assert found.storage_kinds == expected.storage_kinds
@@ -60,8 +59,8 @@ def test_a_plan_of_what_is_offloaded_has_settled_after_the_simulated_steps(tmp_p
     made = workload(tmp_path, {"per_device_train_batch_size": 8}, width=WIDE, seq_len=64, effective_batch=16)
     step, again = (made.simulated({"activations": "offloaded where free"}, 8) for _ in range(2))
     assert (step.num_micro_batches, step.num_steps) == (2, 3)
-    found = estimate_peak_memory(step.setup, step.step, num_steps=3, gpu="rtx4090")
-    longer = estimate_peak_memory(again.setup, again.step, num_steps=5, gpu="rtx4090")
+    found = run_isolated(lambda: simulate_step(step, gpu="rtx4090"))
+    longer = run_isolated(lambda: simulate_step(replace(again, num_steps=5), gpu="rtx4090"))
     for name in ("peak_bytes", "reserved_bytes", "phases", "breakdown", "host_bytes"):
         assert getattr(found, name) == getattr(longer, name), name
     assert found.host_bytes > 2**20
@@ -69,10 +68,10 @@ def test_a_plan_of_what_is_offloaded_has_settled_after_the_simulated_steps(tmp_p
 
 def test_it_says_what_it_is(tmp_path: Path) -> None:
     made = workload(tmp_path, SFT | {"attn_implementation": "flash_attention_2"}, effective_batch=12)
-    text = f"SFTTrainer of {tmp_path / 'model'} by run.yaml, 32 tokens in each sample"
+    text = f"SFTTrainer of {tmp_path / 'model'} as float32 by run.yaml, 32 tokens in each sample"
     assert made.name == f"{text}; flash_attention_2 taken for sdpa"
     assert (made.micro_batch, made.effective_batch, made.micro_batches) == (2, 12, [1, 2, 3, 4, 6, 12])
-    assert workload(tmp_path, SFT, seq_len=48).arguments.max_length == 48
+    assert workload(tmp_path, SFT, seq_len=48).given.settings.max_length == 48
 
 
 @pytest.mark.parametrize(
@@ -106,7 +105,7 @@ def test_an_offloaded_candidate_is_attached_to(tmp_path: Path) -> None:
     [
         ({"max_length": None}, {}, "max_length is none.*seq_len"),
         (SFT, {"seq_len": 65}, "seq_len=65 is longer than the model's max_position_embeddings=64"),
-        ({"bf16": True}, {"seq_len": 8, "task": "image-classification"}, "task='image-classification'"),
+        ({"bf16": True}, {"seq_len": 8, "task": "image-classification"}, "for task='image-classification'"),
         ({"bf16": True}, {}, "name one with seq_len"),
     ],
 )

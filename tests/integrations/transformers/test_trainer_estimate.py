@@ -1,4 +1,4 @@
-"""A trainer's estimate, its real memory on the CPU, and `HuggingFaceModel`'s estimate."""
+"""A trainer's estimate, its real memory on the CPU, and the estimate of the same model by flags."""
 
 import gc
 from collections.abc import Callable
@@ -11,13 +11,15 @@ import trl_trainers
 from accelerate.state import AcceleratorState
 from counted_allocator import CountedAllocator
 from late_imports import LateModule
+from transformers_toys import step_of
 
 from hf_memopt.estimate import MemoryEstimate, estimate_peak_memory
+from hf_memopt.estimate.estimate import simulate_step
+from hf_memopt.estimate.simulation.child_process import run_isolated
 
 estimates = LateModule("hf_memopt.integrations.transformers.trainer_estimate")
 batches = LateModule("hf_memopt.integrations.transformers.trainer_batches")
 simulated = LateModule("hf_memopt.integrations.transformers.simulated_trainer")
-huggingface = LateModule("hf_memopt.jobs.huggingface")
 callbacks = LateModule("hf_memopt.callbacks")
 
 plain, sft, dpo = trl_trainers.plain, trl_trainers.sft, trl_trainers.dpo
@@ -88,27 +90,28 @@ def real_peak(trainer: Any) -> int:
     return allocator.peak_bytes
 
 
-SAME: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "fp32, foreach": ({"optim": "adamw_torch"}, {"optimizer": "adamw-foreach"}, "none"),
-    "fp16": ({"fp16": True}, {"precision": "fp16"}, "none"),
-    "bf16, checkpointed": ({"bf16": True, "gradient_checkpointing": True}, {"precision": "bf16"}, "full"),
+SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "fp32, foreach": ({"optim": "adamw_torch"}, {"optimizer": "adamw-foreach"}),
+    "fp16": ({"fp16": True}, {"precision": "fp16"}),
+    "bf16, checkpointed": (
+        {"bf16": True, "gradient_checkpointing": True},
+        {"precision": "bf16", "checkpointing": "full"},
+    ),
 }
 
 
 @pytest.mark.parametrize("name", SAME)
 @pytest.mark.sweep(share=0.3)
-def test_it_is_the_estimate_of_the_same_model_but_for_small_tensors(name: str, tmp_path: Path) -> None:
-    arguments, options, checkpointing = SAME[name]
+def test_it_is_the_estimate_of_the_same_run_by_flags(name: str, tmp_path: Path) -> None:
+    arguments, flags = SAME[name]
     trainer = plain(tmp_path, **arguments)
     trainer.model.config.save_pretrained(tmp_path / "config")
     found = estimates.estimate_trainer(trainer)
-    model = huggingface.HuggingFaceModel(str(tmp_path / "config"), seq_len=64, effective_batch=4, **options)
-    step = model.step_with(checkpointing, "off", 4)
-    expected = estimate_peak_memory(step.setup, step.step)
+    given = {"trainer": "trainer", "dtype": "float32", "task": "causal", **flags}
+    step = step_of(str(tmp_path / "config"), seq_len=64, batch_size=4, **given)
+    expected = run_isolated(lambda: simulate_step(step))
     assert (found.phase, found.step, found.reserved_bytes) == (expected.phase, expected.step, expected.reserved_bytes)
-    # Labels are a tensor of their own. Trainer keeps the sum of losses, the number of tokens and the divided loss.
-    more = {"inputs": 4 * 64 * 8, "activations": 3 * BLOCK}
-    assert found.breakdown == {kind: size + more.get(kind, 0) for kind, size in expected.breakdown.items()}
+    assert found.breakdown == expected.breakdown
 
 
 def test_nothing_of_the_trainer_or_of_this_process_changes(tmp_path: Path) -> None:

@@ -4,12 +4,9 @@ from pathlib import Path
 
 import pytest
 from denoiser_toys import CONFIGS, SMALL, write_denoiser
-from late_imports import LateModule
+from transformers_toys import built, options_of
 
 from hf_memopt.jobs.diffusers_models.denoiser_families import FAMILIES
-
-huggingface = LateModule("hf_memopt.jobs.huggingface")
-model_update = LateModule("hf_memopt.jobs.transformers_models.model_update")
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -17,8 +14,8 @@ model_update = LateModule("hf_memopt.jobs.transformers_models.model_update")
 @pytest.mark.sweep(share=0.15)
 def test_a_real_denoiser_learns_from_the_batch(name: str, lora_rank: int | None, tmp_path: Path) -> None:
     settings = SMALL[name] | ({} if name == "dit" else {"image_size": "64x32"})
-    options = huggingface.HuggingFaceModel(write_denoiser(tmp_path, name), lora_rank=lora_rank, **settings)
-    model = model_update.build_model(options, options.config, "full")
+    options = options_of(write_denoiser(tmp_path, name), lora_rank=lora_rank, **settings)
+    model = built(options, "full", "cpu")
     loss = options.kind_of_task.loss(model, options.batch(options.config, 2))
     loss.backward()
     assert loss.isfinite()

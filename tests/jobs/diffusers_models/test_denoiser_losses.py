@@ -9,12 +9,12 @@ import torch
 from denoiser_toys import SMALL, write_denoiser
 from late_imports import LateModule
 from torch import Tensor, nn
+from transformers_toys import options_of
 
 from hf_memopt.jobs.diffusers_models import denoiser_family
 from hf_memopt.jobs.diffusers_models.denoiser_families import FAMILIES
 
 diffusers = LateModule("diffusers")
-huggingface = LateModule("hf_memopt.jobs.huggingface")
 
 LATENTS = torch.linspace(-1, 1, 2 * 8 * 4 * 6).view(2, 8, 4, 6)
 
@@ -125,5 +125,5 @@ SCRIPTS = {"noise_loss": _noise, "flow_loss": _flow, "data_loss": _data}
 
 def test_hidream_computes_its_experts_as_its_script_has_it(tmp_path: Path) -> None:
     folder = write_denoiser(tmp_path, "hidream", force_inference_output=False)
-    options = huggingface.HuggingFaceModel(folder, **SMALL["hidream"])
+    options = options_of(folder, **SMALL["hidream"])
     assert options.kind_of_task.build(options.config, "it").config.force_inference_output

@@ -8,11 +8,7 @@ import torch
 from architectures import Workload
 from denoiser_toys import CONFIGS, SMALL, write_denoiser
 from estimate_runs import deviations, training
-from late_imports import LateModule
-from transformers_toys import BATCH, estimate
-
-huggingface = LateModule("hf_memopt.jobs.huggingface")
-model_update = LateModule("hf_memopt.jobs.transformers_models.model_update")
+from transformers_toys import BATCH, built, estimate, options_of, workload_of
 
 VARIANTS = [(rank, checkpointing) for rank in (None, 4) for checkpointing in ("none", "full")]
 QUICK = {("unet of SDXL", 4, "full"), ("flux", None, "none")}
@@ -27,10 +23,10 @@ QUICK = {("unet of SDXL", 4, "full"), ("flux", None, "none")}
 )
 @pytest.mark.sweep(share=0.5)
 def test_the_peaks_of_a_real_run(name: str, lora_rank: int | None, checkpointing: str, tmp_path: Path) -> None:
-    options = huggingface.HuggingFaceModel(write_denoiser(tmp_path, name), **SMALL[name], lora_rank=lora_rank)
+    options = options_of(write_denoiser(tmp_path, name), **SMALL[name], lora_rank=lora_rank)
 
     def build() -> Workload:
-        model = model_update.build_model(options, options.config, checkpointing)
+        model = built(options, checkpointing, "cpu")
         batch = options.batch(options.config, BATCH)
         return Workload(model, lambda: options.kind_of_task.loss(model, batch))
 
@@ -41,7 +37,7 @@ def test_latents_and_embeddings_have_the_type_of_the_computation(tmp_path: Path)
     folder = write_denoiser(tmp_path, "unet")
 
     def dtypes(**options: Any) -> set[torch.dtype]:
-        model = huggingface.HuggingFaceModel(folder, **options)
+        model = options_of(folder, **options)
         return {value.dtype for value in model.batch(model.config, 1).values()}
 
     assert dtypes() == {torch.float32}
@@ -60,7 +56,7 @@ def test_every_lever_works(tmp_path: Path) -> None:
 
 def test_the_first_line_says_what_is_given(tmp_path: Path) -> None:
     folder = write_denoiser(tmp_path, "unet")
-    assert huggingface.HuggingFaceModel(folder).name == (
+    assert workload_of(folder, batch_size=2).name == (
         f"{folder} as UNet2DConditionModel in float32 alone, "
         "on given latents of 64x64 images and embeddings of 77 text tokens"
     )
@@ -104,7 +100,7 @@ def test_what_a_denoiser_cannot_be_trained_with_is_refused(
     name: str, options: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        huggingface.HuggingFaceModel(write_denoiser(tmp_path, name), **options)
+        options_of(write_denoiser(tmp_path, name), **options)
 
 
 @pytest.mark.parametrize(
@@ -118,13 +114,18 @@ def test_what_a_denoiser_cannot_be_trained_with_is_refused(
 def test_models_of_other_inputs_are_refused(name: str, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     folder = write_denoiser(tmp_path, name, **changes)
     with pytest.raises(ValueError, match=message):
-        huggingface.HuggingFaceModel(folder, **SMALL[name])
+        options_of(folder, **SMALL[name])
+
+
+def described(options: Any) -> str:
+    text: str = options.kind_of_task.describe(options.config, options.sample)
+    return text
 
 
 def test_a_run_may_have_another_number_of_text_tokens(tmp_path: Path) -> None:
     def text(name: str, **options: Any) -> tuple[str, int]:
-        model = huggingface.HuggingFaceModel(write_denoiser(tmp_path, name), **SMALL[name], **options)
-        return model.name.rpartition(" and ")[2], model.batch(model.config, 1)["encoder_hidden_states"].shape[1]
+        model = options_of(write_denoiser(tmp_path, name), **SMALL[name], **options)
+        return described(model).rpartition(" and ")[2], model.batch(model.config, 1)["encoder_hidden_states"].shape[1]
 
     assert text("flux") == ("embeddings of 512 text tokens", 512)
     assert text("flux", text_tokens=77) == ("embeddings of 77 text tokens", 77)
@@ -133,8 +134,8 @@ def test_a_run_may_have_another_number_of_text_tokens(tmp_path: Path) -> None:
 
 def test_videos_have_the_configurations_size_or_the_runs(tmp_path: Path) -> None:
     def video(**options: Any) -> tuple[str, torch.Size]:
-        model = huggingface.HuggingFaceModel(write_denoiser(tmp_path, "cogvideox"), **options)
-        return model.name.partition("latents of ")[2], model.batch(model.config, 2)["latents"].shape
+        model = options_of(write_denoiser(tmp_path, "cogvideox"), **options)
+        return described(model).partition("latents of ")[2], model.batch(model.config, 2)["latents"].shape
 
     assert video() == ("64x64 videos of 9 frames and embeddings of 226 text tokens", (2, 4, 3, 8, 8))
     changed = video(image_size="32x48", num_frames=5)
@@ -144,4 +145,4 @@ def test_videos_have_the_configurations_size_or_the_runs(tmp_path: Path) -> None
 def test_other_classes_are_refused(tmp_path: Path) -> None:
     folder = write_denoiser(tmp_path, "unet", _class_name="UNet2DModel")
     with pytest.raises(ValueError, match=r"UNet2DModel takes beside latents is not known, .*; write setup and step"):
-        huggingface.HuggingFaceModel(folder)
+        options_of(folder)

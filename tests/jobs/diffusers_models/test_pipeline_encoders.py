@@ -11,9 +11,8 @@ from architectures import Workload
 from denoiser_toys import write_denoiser, write_pipeline
 from estimate_runs import deviations, training
 from late_imports import LateModule
+from transformers_toys import built, options_of, workload_of
 
-huggingface = LateModule("hf_memopt.jobs.huggingface")
-model_update = LateModule("hf_memopt.jobs.transformers_models.model_update")
 pipeline_encoders = LateModule("hf_memopt.jobs.diffusers_models.pipeline_encoders")
 
 SMALL = {"image_size": "64", "text_tokens": 8}
@@ -23,11 +22,11 @@ SMALL = {"image_size": "64", "text_tokens": 8}
 @pytest.mark.sweep(share=0.3)
 def test_the_peaks_of_a_real_run_that_encodes(name: str, encoders: str, tmp_path: Path) -> None:
     settings = {**denoiser_toys.SMALL[name], "text_tokens": 8, "encoders": encoders, "lora_rank": 4}
-    options = huggingface.HuggingFaceModel(write_pipeline(tmp_path, name), **settings)
+    options = options_of(write_pipeline(tmp_path, name), **settings)
 
     def build() -> Workload:
         beside = pipeline_encoders.PipelineEncoders(options.encoder_configs, options.config, 2, options.sample)
-        model = model_update.build_model(options, options.config, "full")
+        model = built(options, "full", "cpu")
         batch = options.batch(options.config, 2)
 
         def loss() -> torch.Tensor:
@@ -42,7 +41,7 @@ def test_the_peaks_of_a_real_run_that_encodes(name: str, encoders: str, tmp_path
 def test_encoders_are_frozen_and_in_the_types_of_the_scripts(tmp_path: Path) -> None:
     def dtypes(name: str) -> list[torch.dtype]:
         folder = write_pipeline(tmp_path / name, name)
-        options = huggingface.HuggingFaceModel(folder, **SMALL, encoders="device", dtype="bfloat16")
+        options = options_of(folder, **SMALL, encoders="device", dtype="bfloat16")
         beside = pipeline_encoders.PipelineEncoders(options.encoder_configs, options.config, 1, options.sample)
         models = [beside._vae, *beside._texts]
         assert not any(parameter.requires_grad for model in models for parameter in model.parameters())
@@ -53,7 +52,7 @@ def test_encoders_are_frozen_and_in_the_types_of_the_scripts(tmp_path: Path) -> 
 
 
 def test_clip_has_its_own_number_of_tokens(tmp_path: Path) -> None:
-    options = huggingface.HuggingFaceModel(write_pipeline(tmp_path, "flux"), **SMALL, encoders="device")
+    options = options_of(write_pipeline(tmp_path, "flux"), **SMALL, encoders="device")
     beside = pipeline_encoders.PipelineEncoders(options.encoder_configs, options.config, 3, options.sample)
     assert [tuple(tokens.shape) for tokens in beside._tokens] == [(3, 77), (3, 8)]
 
@@ -61,10 +60,10 @@ def test_clip_has_its_own_number_of_tokens(tmp_path: Path) -> None:
 def test_the_first_line_says_where_they_are(tmp_path: Path) -> None:
     folder = write_pipeline(tmp_path, "flux")
     name = f"{folder} as FluxTransformer2DModel in float32"
-    assert huggingface.HuggingFaceModel(folder, **SMALL, encoders="vae").name == (
+    assert workload_of(folder, **SMALL, batch_size=1, encoders="vae").name == (
         f"{name} beside its VAE, on 64x64 images and embeddings of 8 text tokens"
     )
-    assert huggingface.HuggingFaceModel(folder, **SMALL, encoders="device").name == (
+    assert workload_of(folder, **SMALL, batch_size=1, encoders="device").name == (
         f"{name} beside its VAE and text encoders, on 64x64 images and 8 text tokens"
     )
 
@@ -91,4 +90,4 @@ def _without_a_part(folder: Path) -> str:
 )
 def test_a_folder_without_them_is_refused(write: Callable[[Path], str], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
-        huggingface.HuggingFaceModel(write(tmp_path), **SMALL, encoders="device")
+        options_of(write(tmp_path), **SMALL, encoders="device")

@@ -9,11 +9,9 @@ import torch
 from denoiser_toys import CONFIGS, SMALL, write_denoiser
 from late_imports import LateModule
 from torch import nn
-from transformers_toys import estimate
+from transformers_toys import built, estimate, options_of, workload_of
 
 diffusers = LateModule("diffusers")
-huggingface = LateModule("hf_memopt.jobs.huggingface")
-model_update = LateModule("hf_memopt.jobs.transformers_models.model_update")
 peft = LateModule("peft")
 quantised_base = LateModule("hf_memopt.estimate.simulation.quantised.quantised_base")
 quantised_linear = LateModule("hf_memopt.estimate.simulation.quantised.quantised_linear")
@@ -42,7 +40,7 @@ class Linear4bit(nn.Linear):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_layers_that_diffusers_quantises(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = huggingface.HuggingFaceModel(write_denoiser(tmp_path, name), **SMALL[name], quantize="nf4", lora_rank=2)
+    options = options_of(write_denoiser(tmp_path, name), **SMALL[name], quantize="nf4", lora_rank=2)
     task = options.kind_of_task
     ours = task.build(options.config, "it", dtype=torch.bfloat16)
     quantised_base.quantise(ours, "nf4", torch.bfloat16, quantises=task.quantises(ours))
@@ -59,18 +57,19 @@ def test_the_layers_that_diffusers_quantises(name: str, tmp_path: Path, monkeypa
 @pytest.mark.parametrize("name", ["flux", "wan"])
 def test_what_is_not_quantised_and_adapters_are_float32(name: str, tmp_path: Path) -> None:
     folder = write_denoiser(tmp_path, name)
-    options = huggingface.HuggingFaceModel(folder, **SMALL[name], **BRAIN, quantize="nf4", lora_rank=2)
-    model = model_update.build_model(options, options.config, "full")
+    workload = workload_of(folder, **SMALL[name], **BRAIN, quantize="nf4", lora_rank=2)
+    options = workload.given.options
+    model = built(options, "full")
     assert {parameter.dtype for parameter in model.parameters()} == {torch.uint8, torch.float32}
-    assert options.name.startswith(f"{folder} as {options.config.class_name} in nf4, the rest in float32 (PEFT's prep")
+    assert workload.name.startswith(f"{folder} as {options.config.class_name} in nf4, the rest in float32 (PEFT's prep")
 
 
 @pytest.mark.parametrize(("dtype", "expected"), [("bfloat16", torch.bfloat16), ("float16", torch.float32)])
 def test_adapters_on_whole_weights_are_as_the_scripts_have_them(
     dtype: str, expected: torch.dtype, tmp_path: Path
 ) -> None:
-    options = huggingface.HuggingFaceModel(write_denoiser(tmp_path, "unet"), dtype=dtype, lora_rank=2)
-    ours = model_update.build_model(options, options.config, "none")
+    options = options_of(write_denoiser(tmp_path, "unet"), dtype=dtype, lora_rank=2)
+    ours = built(options)
     theirs = options.kind_of_task.build(options.config, "it", dtype=getattr(torch, dtype)).requires_grad_(False)
     theirs.add_adapter(peft.LoraConfig(target_modules=["to_q", "to_k", "to_v", "to_out.0"]))
     if dtype == "float16":
@@ -80,13 +79,13 @@ def test_adapters_on_whole_weights_are_as_the_scripts_have_them(
 
 
 def test_parts_that_diffusers_loads_in_float32(tmp_path: Path) -> None:
-    options = huggingface.HuggingFaceModel(write_denoiser(tmp_path, "wan"), **SMALL["wan"], dtype="bfloat16")
+    options = options_of(write_denoiser(tmp_path, "wan"), **SMALL["wan"], dtype="bfloat16")
     model = options.kind_of_task.build(options.config, "it", dtype=torch.bfloat16)
     assert model.scale_shift_table.dtype == model.blocks[0].norm2.weight.dtype == torch.float32
     assert model.blocks[0].attn1.to_q.weight.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("quantize", ["nf4-double", "int8", "int8-torchao"])
+@pytest.mark.parametrize("quantize", ["nf4-double", "int8-llm", "int8-torchao"])
 @pytest.mark.slow
 def test_few_bits_take_less(quantize: str, tmp_path: Path) -> None:
     folder = write_denoiser(tmp_path, "flux", num_attention_heads=16)

@@ -5,14 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from denoiser_toys import SMALL, write_denoiser, write_pipeline
-from late_imports import LateModule
-
-huggingface = LateModule("hf_memopt.jobs.huggingface")
+from transformers_toys import workload_of
 
 
 def command(folder: str, output: Path, name: str, **options: Any) -> str:
     output.mkdir(exist_ok=True)
-    model = huggingface.HuggingFaceModel(folder, **{**SMALL[name], **options}, effective_batch=4, lora_rank=8)
+    model = workload_of(folder, **{**SMALL[name], **options}, batch_size=2, effective_batch=4, lora_rank=8)
     written = model.write({"activations": "checkpointed"}, 2, output)
     return model.command(written).partition(" train.py ")[2]
 

@@ -8,7 +8,6 @@ from transformers_toys import BATCH, TOKENS, FolderOf, estimate
 
 from hf_memopt.jobs.transformers_models.adapters import (
     ALL_LINEAR,
-    import_fused_head,
     import_peft,
     with_adapters,
 )
@@ -73,12 +72,6 @@ def test_adapters_are_all_that_is_trained(qwen3: str) -> None:
     pairs = [(hidden, hidden), (hidden, heads), (hidden, heads), (hidden, hidden), *[(hidden, inner)] * 3]
     assert found.breakdown["parameters"] == 2 * 4 * rank * sum(map(sum, pairs))
     assert found.breakdown["frozen parameters"] > 10 * found.breakdown["parameters"]
-
-
-def test_without_trl_the_loss_and_the_remedy_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "trl.trainer.utils", None)
-    with pytest.raises(ValueError, match=r"^loss='chunked' needs TRL: pip install 'trl>=1.16'$"):
-        import_fused_head()
 
 
 @pytest.mark.parametrize("options", [{}, {"lora_rank": 4, "quantize": "nf4", "precision": "bf16"}])

@@ -4,22 +4,20 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import transformers_toys
 from architectures import Workload
 from estimate_runs import estimated_peaks, real_peaks, step, training
-from late_imports import LateModule
-from transformers_toys import BATCH, FolderOf, estimate
+from transformers_toys import BATCH, FolderOf, built, estimate
 from vision_language_toys import CONFIGS, IMAGE_TOKEN, SIZES
 
 from hf_memopt.estimate import estimate_peak_memory
 
-huggingface = LateModule("hf_memopt.jobs.huggingface")
-model_update = LateModule("hf_memopt.jobs.transformers_models.model_update")
 SEQ_LEN, IMAGES = 160, 2
 
 
 def options_of(folder: str, model_type: str, **changes: Any) -> Any:
     settings = {"seq_len": SEQ_LEN, "images_per_sample": IMAGES, "image_size": SIZES.get(model_type)}
-    return huggingface.HuggingFaceModel(folder, effective_batch=BATCH, **{**settings, **changes})
+    return transformers_toys.options_of(folder, batch_size=BATCH, **{**settings, **changes})
 
 
 ADAPTERS: dict[str, Any] = {"lora_rank": 4, "freeze_vision_tower": True}
@@ -49,7 +47,7 @@ def test_the_peaks_of_a_real_run(model_type: str, variant: str, folder_of: Folde
 
     def building(with_types: bool) -> Callable[[], Workload]:
         def build() -> Workload:
-            model = model_update.build_model(options, options.config, checkpointing)
+            model = built(options, checkpointing, "cpu")
             batch = options.batch(options.config, BATCH)
             if with_types:
                 del batch["position_ids"]
@@ -67,10 +65,8 @@ def test_the_peaks_of_a_real_run(model_type: str, variant: str, folder_of: Folde
 
 def test_images_are_named_and_come_before_text(folder_of: FolderOf) -> None:
     options = options_of(folder_of("qwen2_5_vl"), "qwen2_5_vl")
-    assert options.name.endswith(
-        "as Qwen2_5_VLForConditionalGeneration in float32 with 2 images of 48x32 in 96 patches per sample, 24 of its "
-        "tokens each"
-    )
+    described = options.kind_of_task.describe(options.config, options.sample)
+    assert described == "with 2 images of 48x32 in 96 patches per sample, 24 of its tokens each"
     batch = options.batch(options.config, BATCH)
     is_image = batch["input_ids"] == IMAGE_TOKEN
     assert is_image.sum(dim=1).tolist() == [IMAGES * 24] * BATCH

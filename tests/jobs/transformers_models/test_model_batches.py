@@ -7,7 +7,7 @@ import torch
 from architectures import Workload
 from estimate_runs import deviations, training
 from late_imports import LateModule
-from transformers_toys import BATCH, TOKENS, FolderOf, estimate
+from transformers_toys import BATCH, TOKENS, FolderOf, estimate, options_of
 
 from hf_memopt.jobs.transformers_models.model_batches import (
     Sample,
@@ -19,7 +19,6 @@ from hf_memopt.jobs.transformers_models.model_batches import (
     with_padding,
 )
 
-huggingface = LateModule("hf_memopt.jobs.huggingface")
 tasks = LateModule("hf_memopt.jobs.transformers_models.tasks")
 transformers = LateModule("transformers")
 
@@ -120,4 +119,4 @@ def test_a_mask_is_kept_for_backward(folder_of: FolderOf) -> None:
 
 def test_images_have_no_padding(folder_of: FolderOf) -> None:
     with pytest.raises(ValueError, match="padding=True: batches of task='image-classification' have no attention mask"):
-        huggingface.HuggingFaceModel(folder_of("vit"), padding=True)
+        options_of(folder_of("vit"), padding=True)

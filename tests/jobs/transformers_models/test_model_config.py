@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 from late_imports import LateModule
-from transformers_toys import FolderOf, estimate
+from transformers_toys import FolderOf, estimate, step_of
 
 from hf_memopt.estimate.estimate import simulate_step
 from hf_memopt.estimate.simulation.child_process import run_isolated
 
-huggingface = LateModule("hf_memopt.jobs.huggingface")
 accelerate_config = LateModule("hf_memopt.jobs.accelerate_config")
 model_config = LateModule("hf_memopt.jobs.transformers_models.model_config")
 transformers = LateModule("transformers")
@@ -161,7 +160,7 @@ def test_assumptions_on_sizes_cost_confidence(folder_of: FolderOf) -> None:
     fields = json.loads((folder / "config.json").read_text())
     del fields["num_hidden_layers"], fields["layer_types"], fields["max_window_layers"]
     (folder / "config.json").write_text(json.dumps(fields))
-    step = huggingface.HuggingFaceModel(str(folder), seq_len=8, effective_batch=1).step_with("none", "off", 1)
+    step = step_of(str(folder), seq_len=8, batch_size=1)
     found = run_isolated(lambda: simulate_step(step))
     assert found.confidence == "medium"
     assert found.assumptions[0].startswith("the configuration does not say num_hidden_layers;")

@@ -7,10 +7,8 @@ import pytest
 import torch
 from late_imports import LateModule
 from torch import nn
-from transformers_toys import FolderOf, estimate
+from transformers_toys import FolderOf, built, estimate, workload_of
 
-huggingface = LateModule("hf_memopt.jobs.huggingface")
-model_update = LateModule("hf_memopt.jobs.transformers_models.model_update")
 quantised_linear = LateModule("hf_memopt.estimate.simulation.quantised.quantised_linear")
 transformers = LateModule("transformers")
 
@@ -21,7 +19,7 @@ MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.sel
 
 
 def model(folder: str, **options: Any) -> Any:
-    return huggingface.HuggingFaceModel(folder, seq_len=32, **options)
+    return workload_of(folder, seq_len=32, batch_size=1, checkpointing="none", **options)
 
 
 @pytest.mark.parametrize(
@@ -29,14 +27,14 @@ def model(folder: str, **options: Any) -> Any:
     [
         (NF4, "nf4"),
         (NF4 | {"bnb_4bit_use_double_quant": True}, "nf4-double"),
-        (INT8, "int8"),
+        (INT8, "int8-llm"),
     ],
 )
 @pytest.mark.sweep(share=0.3)
 def test_a_checkpoint_says_how_its_weights_are_stored(said: dict[str, Any], found: str, folder_of: FolderOf) -> None:
     folder = folder_of("qwen3", quantization_config=said, dtype="bfloat16")
     published = model(folder, lora_rank=2)
-    assert f" in {found}, as the checkpoint says, the rest in bfloat16" in published.name
+    assert f" as {found}, as the checkpoint says, the rest in bfloat16" in published.name
     stored = estimate(folder, lora_rank=2).breakdown
     asked = estimate(folder_of("qwen3", dtype="bfloat16"), lora_rank=2, quantize=found).breakdown
     assert stored["frozen parameters"] == asked["frozen parameters"]
@@ -47,19 +45,18 @@ def test_skipped_layers_keep_their_weights_and_no_other(folder_of: FolderOf) -> 
     said = NF4 | {"llm_int8_skip_modules": ["lm_head", "model.layers.0.mlp"], "bnb_4bit_compute_dtype": "float16"}
     config = {"quantization_config": said, "dtype": "bfloat16", "num_hidden_layers": 6, "layer_types": None}
     published = model(folder_of("qwen3", **config), lora_rank=2, lora_targets="q_proj")
-    assert published.step_with("none", "off", 1).repeated is None
+    assert published.as_given().repeated is None
     config["quantization_config"] = NF4
-    assert model(folder_of("qwen3", **config), lora_rank=2).step_with("none", "off", 1).repeated is not None
-    with torch.device("meta"):
-        built = model_update.build_model(published, published.config, "none")
-    kinds = {name: type(layer) for name, layer in built.named_modules() if isinstance(layer, nn.Linear)}
+    assert model(folder_of("qwen3", **config), lora_rank=2).as_given().repeated is not None
+    model_built = built(published.given.options)
+    kinds = {name: type(layer) for name, layer in model_built.named_modules() if isinstance(layer, nn.Linear)}
     whole = {name for name, kind in kinds.items() if kind is nn.Linear and "lora" not in name}
     assert {name.partition("base_model.model.")[2] for name in whole} == {
         "lm_head",
         *(f"model.layers.0.mlp.{each}" for each in ("gate_proj", "up_proj", "down_proj")),
     }
     (compute_dtype,) = {
-        layer.compute_dtype for layer in built.modules() if isinstance(layer, quantised_linear.Nf4Linear)
+        layer.compute_dtype for layer in model_built.modules() if isinstance(layer, quantised_linear.Nf4Linear)
     }
     assert compute_dtype == torch.float16
 
@@ -70,8 +67,8 @@ def test_weights_in_mxfp4_are_dequantised_and_said_to_be(tmp_path: Path) -> None
     config = transformers.GptOssConfig(**sizes, quantization_config=MXFP4)
     config.save_pretrained(tmp_path)
     published = model(str(tmp_path))
-    assert published.dtype == "bfloat16"
-    (note,) = published.step_with("none", "off", 1).notes
+    assert published.given.options.dtype == "bfloat16"
+    (note,) = published.as_given().notes
     assert note == (
         "The checkpoint is in MXFP4, which transformers does not train: load it with "
         "quantization_config=Mxfp4Config(dequantize=True), and the experts are trained in bfloat16, as simulated here."
@@ -102,8 +99,8 @@ def test_other_checkpoints_are_refused_by_name(said: dict[str, Any], message: st
 @pytest.mark.parametrize(("said", "kind"), [(NF4, "nf4"), (MXFP4, "MXFP4")])
 def test_a_checkpoint_is_not_quantised_otherwise(said: dict[str, Any], kind: str, folder_of: FolderOf) -> None:
     folder = folder_of("qwen3", quantization_config=said)
-    with pytest.raises(ValueError, match=f"^quantize='int8': .* was published in {kind}, .*; leave it out"):
-        model(folder, lora_rank=2, quantize="int8")
+    with pytest.raises(ValueError, match=f"^quantize='int8-llm': .* was published in {kind}, .*; leave it out"):
+        model(folder, lora_rank=2, quantize="int8-llm")
 
 
 def test_few_bits_need_adapters(folder_of: FolderOf) -> None:

@@ -3,14 +3,11 @@
 from typing import Any
 
 import pytest
-from late_imports import LateModule
-from transformers_toys import BATCH, CARD, TOKENS, FolderOf
+from transformers_toys import BATCH, CARD, TOKENS, FolderOf, options_of, step_of
 
 from hf_memopt.estimate import MemoryEstimate
 from hf_memopt.estimate.estimate import simulate_step
 from hf_memopt.estimate.simulation.child_process import run_isolated
-
-huggingface = LateModule("hf_memopt.jobs.huggingface")
 
 QLORA = {"lora_rank": 4, "quantize": "nf4-double", "dtype": "bfloat16", "precision": "bf16", "seq_len": TOKENS}
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "tie_word_embeddings": False}
@@ -23,9 +20,8 @@ def model(folder_of: FolderOf) -> str:
 
 
 def estimated(model: str, **options: Any) -> MemoryEstimate:
-    num_gpus = options.get("num_gpus", 1)
-    workload = huggingface.HuggingFaceModel(model, effective_batch=BATCH * num_gpus, **QLORA | options)
-    return run_isolated(lambda: simulate_step(workload.step_with("none", "off", BATCH), gpu=CARD))
+    step = step_of(model, batch_size=BATCH, checkpointing="none", **QLORA | options)
+    return run_isolated(lambda: simulate_step(step, gpu=CARD))
 
 
 @pytest.mark.parametrize("engine", DIVIDING)
@@ -51,8 +47,8 @@ def test_adapters_beside_4_bits_stay_in_bfloat16_under_fsdp2(model: str) -> None
 
 @pytest.mark.parametrize(("checkpointing", "count"), [("full", 0), ("reentrant", 1)])
 def test_reentrant_checkpoints_under_zero3_are_remarked_on(checkpointing: str, count: int, model: str) -> None:
-    shared = QLORA | {"effective_batch": 2 * BATCH, "num_gpus": 2, "engine": "zero3"}
-    step = huggingface.HuggingFaceModel(model, **shared).step_with(checkpointing, "off", BATCH)
+    shared = QLORA | {"batch_size": BATCH, "num_gpus": 2, "engine": "zero3"}
+    step = step_of(model, checkpointing=checkpointing, **shared)
     assert sum("keeps frozen weights gathered" in note for note in step.notes) == count
 
 
@@ -68,20 +64,23 @@ def test_zero2_leaves_4_bits_whole(model: str) -> None:
     [
         ({"dtype": "float32"}, "precision='bf16' with dtype='float32' and engine='fsdp2': .*; use dtype='bfloat16'"),
         ({"precision": "fp16", "dtype": "float16"}, "precision='fp16' with dtype='float16'"),
-        ({"quantize": "int8"}, "quantize='int8' with engine='fsdp2' is not simulated: .* use nf4 or nf4-double"),
+        (
+            {"quantize": "int8-llm"},
+            "quantize='int8-llm' with engine='fsdp2' is not simulated: .* use nf4 or",
+        ),
         ({"quantize": "nf4-experts"}, "quantize='nf4-experts' with engine='fsdp2' is not simulated"),
     ],
 )
 def test_4_bits_that_would_not_survive_are_refused(options: dict[str, Any], message: str, model: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}"):
-        huggingface.HuggingFaceModel(model, effective_batch=4, num_gpus=2, engine="fsdp2", **QLORA | options)
+        options_of(model, batch_size=2, num_gpus=2, engine="fsdp2", **QLORA | options)
 
 
 def test_published_bytes_are_not_divided(folder_of: FolderOf) -> None:
     said = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
     said |= {"bnb_4bit_compute_dtype": "bfloat16", "bnb_4bit_use_double_quant": True}
-    shared = QLORA | {"effective_batch": 4, "num_gpus": 2, "engine": "fsdp2"}
+    shared = QLORA | {"batch_size": 2, "num_gpus": 2, "engine": "fsdp2"}
     with pytest.raises(ValueError, match="was published with 4 bits packed in uint8, which the engine does not divide"):
-        huggingface.HuggingFaceModel(folder_of("qwen3", quantization_config=said), **shared)
+        options_of(folder_of("qwen3", quantization_config=said), **shared)
     said["bnb_4bit_quant_storage"] = "bfloat16"
-    assert huggingface.HuggingFaceModel(folder_of("qwen3", quantization_config=said), **shared).packed_in == "bfloat16"
+    assert options_of(folder_of("qwen3", quantization_config=said), **shared).packed_in == "bfloat16"

@@ -1,18 +1,15 @@
 """Tasks that follow from a model's configuration, or are refused."""
 
-import json
 import shlex
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from late_imports import LateModule
-from transformers_toys import SIZES, TOKENS, FolderOf, estimate
+from transformers_toys import SIZES, TOKENS, FolderOf, estimate, options_of, workload_of
 
 from hf_memopt.jobs.transformers_models.model_batches import Sample
 
-huggingface = LateModule("hf_memopt.jobs.huggingface")
 tasks = LateModule("hf_memopt.jobs.transformers_models.tasks")
 transformers = LateModule("transformers")
 
@@ -37,7 +34,7 @@ transformers = LateModule("transformers")
 def test_the_task_follows_from_the_configuration(
     model_type: str, changes: dict[str, Any], task: str, folder_of: FolderOf
 ) -> None:
-    assert huggingface.HuggingFaceModel(folder_of(model_type, **changes), seq_len=TOKENS).kind == task
+    assert options_of(folder_of(model_type, **changes), seq_len=TOKENS).kind == task
 
 
 @pytest.mark.parametrize(
@@ -53,10 +50,10 @@ def test_another_task_than_the_configurations_is_simulated_only_when_it_is_named
 ) -> None:
     folder = folder_of(model_type, architectures=[architecture])
     with pytest.raises(ValueError, match=f"its configuration is of {architecture}, .*{remedy}"):
-        _ = huggingface.HuggingFaceModel(folder, seq_len=TOKENS).kind
+        _ = options_of(folder, seq_len=TOKENS).kind
     task = remedy.split("'")[1]
-    model = huggingface.HuggingFaceModel(folder, seq_len=TOKENS, task=task)
-    assert model.name == f"{folder} as {remedy.split()[-1]} in float32"
+    model = workload_of(folder, seq_len=TOKENS, task=task, batch_size=2)
+    assert model.name.startswith(f"Trainer of {folder} as {remedy.split()[-1]} in float32")
 
 
 CASES = [
@@ -122,7 +119,7 @@ def test_inputs_that_a_configuration_does_not_tell_are_refused(model_type: str, 
 
 def test_architectures_without_a_task_are_refused(folder_of: FolderOf) -> None:
     with pytest.raises(ValueError, match="no class of model_type='sam' for any task of seq2seq, speech-seq2seq"):
-        _ = huggingface.HuggingFaceModel(folder_of("sam"), task="auto", seq_len=8).kind
+        _ = options_of(folder_of("sam"), task="auto", seq_len=8).kind
 
 
 def test_a_class_for_text_alone_gets_the_part_for_text() -> None:
@@ -143,7 +140,7 @@ def test_of_several_classes_the_configurations_is_built(name: str) -> None:
 
 def test_a_wrong_task_says_which_there_are(qwen3: str) -> None:
     with pytest.raises(ValueError, match=r"for task='seq2seq'; it has some for causal, sequence-class.*, token-class"):
-        huggingface.HuggingFaceModel(qwen3, task="seq2seq")
+        options_of(qwen3, task="seq2seq")
 
 
 def test_a_model_without_a_loss_is_refused() -> None:
@@ -152,13 +149,11 @@ def test_a_model_without_a_loss_is_refused() -> None:
 
 
 def test_flags_for_scripts_carry_reentrant_checkpoints_and_reductions_in_each_pass(
-    folder_of: FolderOf, tmp_path: Path
+    folder_of: FolderOf,
 ) -> None:
-    shared = {"effective_batch": 8, "engine": "fsdp2", "optimizer_on": "host"}
-    planned = huggingface.HuggingFaceModel(folder_of("bert"), seq_len=TOKENS, **shared)
-    settings = planned.write({"activations": "checkpointed"}, 2, tmp_path)[1]
-    chosen = json.loads(settings.read_text()) | {"checkpointing": "reentrant"}
-    _, *flags = shlex.split(planned.kind_of_task.script(chosen, planned.config))
+    shared = {"effective_batch": 8, "batch_size": 2, "engine": "fsdp2", "optimizer_on": "host"}
+    run = workload_of(folder_of("bert"), seq_len=TOKENS, checkpointing="reentrant", **shared).given
+    _, *flags = shlex.split(run.options.kind_of_task.script(run.as_mapping(), run.options.config))
     parser = transformers.HfArgumentParser(transformers.TrainingArguments)
     (arguments,) = parser.parse_args_into_dataclasses(flags)
     assert arguments.gradient_checkpointing_kwargs == {"use_reentrant": True}

@@ -1,12 +1,8 @@
 """A vision tower that is frozen keeps nothing for backward, and has no adapters."""
 
 import pytest
-from late_imports import LateModule
-from transformers_toys import FolderOf
+from transformers_toys import FolderOf, built, options_of
 from vision_language_toys import CONFIGS, SIZES
-
-huggingface = LateModule("hf_memopt.jobs.huggingface")
-model_update = LateModule("hf_memopt.jobs.transformers_models.model_update")
 
 
 @pytest.mark.parametrize("model_type", CONFIGS)
@@ -14,10 +10,10 @@ model_update = LateModule("hf_memopt.jobs.transformers_models.model_update")
 @pytest.mark.sweep(share=0.15)
 def test_nothing_of_it_is_trained(model_type: str, lora_rank: int | None, folder_of: FolderOf) -> None:
     def trained(freeze: bool) -> set[str]:
-        options = huggingface.HuggingFaceModel(
+        options = options_of(
             folder_of(model_type), image_size=SIZES.get(model_type), lora_rank=lora_rank, freeze_vision_tower=freeze
         )
-        model = model_update.build_model(options, options.config, "none")
+        model = built(options)
         tower = model.get_encoder(modality="image")
         name = next(name for name, module in model.named_modules() if module is tower)
         learning = {each for each, parameter in model.named_parameters() if parameter.requires_grad}

@@ -1,16 +1,18 @@
 """Experts in 4 bits: their memory, the tensors that autograd keeps, and the mixtures that they stand in."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from late_imports import LateModule
+from transformers_toys import step_of
 
-from hf_memopt.estimate import estimate_peak_memory
+from hf_memopt.estimate.estimate import simulate_step
+from hf_memopt.estimate.simulation.child_process import run_isolated
 from hf_memopt.estimate.simulation.quantised.quantised_base import stored
 from hf_memopt.estimate.simulation.quantised.quantised_linear import Nf4Experts, are_experts
 
-huggingface = LateModule("hf_memopt.jobs.huggingface")
 transformers = LateModule("transformers")
 
 WIDTH, INNER, EXPERTS, DEPTH, TOKENS = 128, 64, 4, 2, 32
@@ -57,12 +59,11 @@ def test_a_mixture_says_what_stays_unquantised(tmp_path: Path) -> None:
     assert in_experts == DEPTH * WEIGHTS
     assert in_layers == DEPTH * (2 * WIDTH * 4 * 32 + 2 * WIDTH * 2 * 32)  # attention; the router is no linear layer
     model.config.save_pretrained(tmp_path)
-    options = {"seq_len": TOKENS, "effective_batch": 1, "lora_rank": 2, "lora_targets": "q_proj", "dtype": "bfloat16"}
-    models = (huggingface.HuggingFaceModel(str(tmp_path), **options, quantize=how) for how in ("nf4", "nf4-experts"))
-    plain, packed = (model.step_with("full", "off", 1) for model in models)
+    options = {"seq_len": TOKENS, "batch_size": 1, "lora_rank": 2, "lora_targets": "q_proj", "dtype": "bfloat16"}
+    plain, packed = (step_of(str(tmp_path), **options, quantize=how) for how in ("nf4", "nf4-experts"))
     assert plain.notes[0].startswith("nf4 leaves 0.0 of 0.0 billion weights, the experts, in bfloat16")
     assert packed.notes == ()
-    kept, quantised = (estimate_peak_memory(step.setup, step.step) for step in (plain, packed))
+    kept, quantised = (run_isolated(partial(simulate_step, step)) for step in (plain, packed))
     saved = kept.breakdown["frozen parameters"] - quantised.breakdown["frozen parameters"]
     assert saved == DEPTH * WEIGHTS * (2 - 1 / 2)
     assert quantised.unreached == ()

@@ -7,12 +7,14 @@ import pytest
 import torch
 from late_imports import LateModule
 from torch import nn
+from transformers_toys import step_of
 
-from hf_memopt.estimate import MemoryEstimate, estimate_peak_memory
+from hf_memopt.estimate import MemoryEstimate
+from hf_memopt.estimate.estimate import simulate_step
+from hf_memopt.estimate.simulation.child_process import run_isolated
 from hf_memopt.estimate.simulation.quantised.quantised_base import LAYERS, adapt_as_peft_does, quantise
 from hf_memopt.estimate.simulation.quantised.quantised_linear import Nf4Linear
 
-huggingface = LateModule("hf_memopt.jobs.huggingface")
 transformers = LateModule("transformers")
 peft = LateModule("peft")
 
@@ -70,9 +72,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def estimated(folder: Path, **options: Any) -> MemoryEstimate:
-    model = huggingface.HuggingFaceModel(str(folder), seq_len=SEQ_LEN, effective_batch=BATCH, lora_rank=RANK, **options)
-    step = model.step_with("full", "off", BATCH)
-    return estimate_peak_memory(step.setup, step.step)
+    usual = {"seq_len": SEQ_LEN, "batch_size": BATCH, "lora_rank": RANK, "checkpointing": "full", "precision": "no"}
+    step = step_of(str(folder), **{**usual, "loss": "full", **options})
+    return run_isolated(lambda: simulate_step(step))
 
 
 @pytest.mark.parametrize(("kbit_preparation", "num_bytes"), [("peft", 4), ("trl", 2)])
@@ -100,7 +102,7 @@ def test_dora_unpacks_the_weights(folder: Path, how: str) -> None:
 def test_bitsandbytes_8_bits_keep_inputs_in_spite_of_checkpointing(folder: Path) -> None:
     """Count the inputs per token of attention, of both halves of the MLP, and of the last layer of each."""
     options = {"kbit_preparation": "peft", "dtype": "bfloat16", "lora_targets": "q_proj"}
-    int8, nf4 = (estimated(folder, quantize=how, **options) for how in ("int8", "nf4"))
+    int8, nf4 = (estimated(folder, quantize=how, **options) for how in ("int8-llm", "nf4"))
     inputs = DEPTH * TOKENS * (3 * WIDTH + INNER) * 4
     frozen = int8.breakdown["frozen parameters"] - nf4.breakdown["frozen parameters"]
     scales = int8.breakdown["buffers"] - nf4.breakdown["buffers"]
@@ -114,6 +116,6 @@ def test_float16_weights_take_two_bytes(folder: Path) -> None:
 
 def test_quantised_weights_need_adapters_and_adapters_layers(folder: Path) -> None:
     with pytest.raises(ValueError, match=r"quantize='nf4': for adapters; give lora_rank, such as lora_rank=16"):
-        huggingface.HuggingFaceModel(str(folder), seq_len=32, quantize="nf4")
+        step_of(str(folder), seq_len=32, quantize="nf4")
     with pytest.raises(ValueError, match="lora_targets='nowhere': PEFT finds no such layers"):
         estimated(folder, lora_targets="nowhere")

@@ -27,5 +27,5 @@ def test_peft_gets_the_weight_unpacked(how: str) -> None:
     layer = LAYERS[how](nn.Linear(WIDTH, INNER), torch.bfloat16)
     whole = dequantize_module_weight(layer)
     # bitsandbytes unpacks its 8 bits to float32.
-    assert (whole.shape, whole.dtype) == ((INNER, WIDTH), torch.float32 if how == "int8" else torch.bfloat16)
+    assert (whole.shape, whole.dtype) == ((INNER, WIDTH), torch.float32 if how == "int8-llm" else torch.bfloat16)
     assert not whole.requires_grad
