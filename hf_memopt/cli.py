@@ -1,6 +1,7 @@
 """The `hf-memopt` command. Subcommands import their libraries when they run, so that `--help` is quick."""
 
 import argparse
+import difflib
 import importlib
 import logging
 import sys
@@ -53,7 +54,7 @@ def _run(arguments: list[str]) -> int:
     parsed, others = parser.parse_known_args(arguments)
     parsed.passed_on = others
     if others and not getattr(parsed, "passes_on", False):
-        parser.error(f"unrecognized arguments: {' '.join(others)}")
+        parser.error(f"unrecognized arguments: {' '.join(others)}{_nearest(parser, arguments[0], others[0])}")
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     # lerobot prints five tracebacks where FFmpeg is missing, and then reads video by other means.
     logging.getLogger("lerobot.utils.import_utils").setLevel(logging.ERROR)
@@ -61,6 +62,15 @@ def _run(arguments: list[str]) -> int:
     logging.getLogger("diffusers.quantizers.torchao.torchao_quantizer").setLevel(logging.ERROR)
     status: int = parsed.run(parsed)
     return status
+
+
+def _nearest(parser: Parser, command: str, word: str) -> str:
+    """Return the flag of a command that is most like a word, for a message."""
+    commands = next(each for each in parser._actions if isinstance(each, argparse._SubParsersAction))
+    shown = [each for each in commands.choices[command]._actions if each.help != argparse.SUPPRESS]
+    flags = [flag for action in shown for flag in action.option_strings]
+    found = difflib.get_close_matches(word.partition("=")[0], flags, n=1)
+    return f"; the nearest is {found[0]}" if found else ""
 
 
 def _parser(command: str = "") -> Parser:

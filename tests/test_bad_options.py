@@ -20,6 +20,7 @@ import hf_memopt
 from hf_memopt import activations, checkpoint, estimate, jobs, memory, training, weights
 from hf_memopt.cli import _parser, main
 from hf_memopt.command_line import one_line_errors
+from hf_memopt.jobs.spec import FIELDS
 from hf_memopt.ranges import Range, ranges_in
 
 Capture = pytest.CaptureFixture[str]
@@ -69,7 +70,7 @@ BAD: dict[str, dict[str, tuple[str, ...]]] = {
         "--optimizer-on": ("x", "host", "nvme"),
         "--weights-on": ("x", "host", "nvme"),
         "--encoders": ("x", "vae"),
-        "--quantize": ("nf3", "nf4", "nf4-double", "nf4-experts", "int8"),
+        "--quantize": ("nf3", "nf4", "nf4-double", "nf4-experts", "int8-llm"),
         "--base": ("x", "host", "file"),
         "--base-budget": ("x", "-1GiB"),
         "--lora-targets": ("q_proj",),
@@ -107,7 +108,7 @@ BAD: dict[str, dict[str, tuple[str, ...]]] = {
         "--optimizer-on": ("x", "host", "nvme"),
         "--weights-on": ("x", "host", "nvme"),
         "--encoders": ("x", "vae"),
-        "--quantize": ("nf3", "nf4", "nf4-double", "nf4-experts", "int8"),
+        "--quantize": ("nf3", "nf4", "nf4-double", "nf4-experts", "int8-llm"),
         "--base": ("x", "host", "file"),
         "--base-budget": ("x", "-1GiB"),
         "--lora-targets": ("q_proj",),
@@ -157,10 +158,16 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def options_of(command: str) -> dict[str, argparse.Action]:
     (commands,) = (action for action in _parser()._actions if isinstance(action, argparse._SubParsersAction))
     actions = commands.choices[command]._actions
-    return {action.option_strings[-1]: action for action in actions if action.option_strings and action.nargs != 0}
+    return {
+        action.option_strings[0]: action
+        for action in actions
+        if action.option_strings and action.nargs != 0 and action.help != argparse.SUPPRESS
+    }
 
 
 def takes_numbers(action: argparse.Action) -> bool:
+    if (field := FIELDS.get(action.dest)) is not None:
+        return field.allowed is not None
     return action.type not in (None, Path)
 
 

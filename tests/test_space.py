@@ -76,7 +76,7 @@ def as_read(page: str) -> str:
 @pytest.mark.usefixtures("in_this_process")
 def test_an_estimate_has_verdict_text_command_and_drawing(app: ModuleType, config: str) -> None:
     verdict, said, command, drawn = last(app.estimate(*form(app, config, gpu="8GiB", dtype="bfloat16")))
-    assert verdict == "### It fits: 0.6 of 8.0 GiB\nconfig.json as LlamaForCausalLM in bfloat16"
+    assert verdict == "### It fits: 0.6 of 8.0 GiB\nSFTTrainer of config.json as bfloat16, 16 tokens in each sample"
     assert said.startswith("<p>It fits on 8GiB (8.00 GiB). The step needs ")
     assert "<pre>At the peak, GiB\n" in said
     assert "Confidence: high, nothing had to be assumed</p>" in said
@@ -91,7 +91,7 @@ def test_an_estimate_has_verdict_text_command_and_drawing(app: ModuleType, confi
 @pytest.mark.usefixtures("in_this_process")
 def test_what_does_not_fit_is_told_with_the_next_step(app: ModuleType, config: str) -> None:
     verdict, said, _, _ = last(app.estimate(*form(app, config, gpu="600MiB")))
-    assert verdict.startswith("### It does not fit: 0.6 of 0.6 GiB\nconfig.json as LlamaForCausalLM")
+    assert verdict.startswith("### It does not fit: 0.6 of 0.6 GiB\nSFTTrainer of config.json as")
     assert verdict.endswith(f"press “{app.SEARCH}”.")
     assert "Settings that fit, if there are any: hf-memopt plan <span>--model</span> config.json" in said
 
@@ -256,7 +256,7 @@ def test_the_page_asks_what_its_fields_say(app: ModuleType, address: str, config
     assert "event: complete" in said
     verdict, text, used, _ = json.loads(said.rpartition("data: ")[2])
     assert verdict.startswith("### It fits")
-    assert "config.json as LlamaForCausalLM" in verdict
+    assert "SFTTrainer of config.json as" in verdict
     assert text.startswith("<p>It fits on 8GiB")
     assert used.endswith("<span>config.json</span></code>")
 

@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from hf_memopt.estimate.simulated_step import SimulatedStep
-from hf_memopt.jobs import JobSpec
+from hf_memopt.jobs import Job
 from hf_memopt.jobs.workloads import given_step, recipe_workload, workload_of
 
 # Hidden size, layers, sequence length, batch size.
@@ -112,7 +112,7 @@ def _model_step(definition: Definition, folder: Path) -> SimulatedStep:
     AutoConfig.for_model(definition["model"], **definition["config"]).save_pretrained(folder)
     seq_len, batch_size, precision = (definition[name] for name in ("seq_len", "batch_size", "precision"))
     settings = {"precision": precision, "checkpointing": definition["checkpointing"], "loss": "full"}
-    job = JobSpec(str(folder), seq_len=seq_len, batch_size=batch_size, dtype="float32", **settings)
+    job = Job(str(folder), seq_len=seq_len, batch_size=batch_size, dtype="float32", **settings)
     return given_step(job, workload_of(job))[0]
 
 

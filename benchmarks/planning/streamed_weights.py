@@ -26,7 +26,7 @@ from hf_memopt.estimate.estimate_report import Verdict, needed_bytes, verdict
 from hf_memopt.estimate.gpus import find_card
 from hf_memopt.estimate.memory_below import Disk, MemoryBelow
 from hf_memopt.estimate.simulation.child_process import run_all_isolated
-from hf_memopt.jobs import JobSpec
+from hf_memopt.jobs import Job
 from hf_memopt.jobs.workloads import given_step, workload_of
 
 SHAPE = {
@@ -81,7 +81,7 @@ class Predictions:
 
     def step(self, home: Home, gpu: str, tokens: int, loss: str = "chunked") -> MemoryEstimate:
         options: dict[str, Any] = {**OPTIONS, "loss": loss}
-        job = JobSpec(str(self._config), seq_len=tokens, base=home.base, batch_size=1, checkpointing="full", **options)
+        job = Job(str(self._config), seq_len=tokens, base=home.base, batch_size=1, checkpointing="full", **options)
         step, _ = given_step(job, workload_of(job))
         disk = None if home.disk_bytes_per_s is None else Disk(None, home.disk_bytes_per_s)
         return simulate_step(step, gpu=find_card(gpu), below=MemoryBelow(None, disk))

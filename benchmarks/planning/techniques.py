@@ -18,7 +18,7 @@ from benchmarks.common import CPU, BenchmarkParser, environment, finish, print_t
 from hf_memopt.estimate.accounting.categories import ACTIVATION
 from hf_memopt.estimate.estimate import simulate_step
 from hf_memopt.estimate.simulation.child_process import run_isolated
-from hf_memopt.jobs import JobSpec
+from hf_memopt.jobs import Job
 from hf_memopt.jobs.workloads import given_step, workload_of
 
 SHAPE = {
@@ -60,7 +60,7 @@ def measure(gpu: str, toy: bool) -> dict[str, dict[str, Any]]:
         config.write_text(json.dumps(SHAPE | (TOY if toy else {})))
         for name, (precision, checkpointing, offload) in tqdm(TECHNIQUES.items(), unit="technique"):
             settings = {"precision": precision, "checkpointing": checkpointing, "offload": offload, "loss": "full"}
-            job = JobSpec(str(config), seq_len=seq_len(toy), batch_size=BATCH, dtype="float32", **settings)
+            job = Job(str(config), seq_len=seq_len(toy), batch_size=BATCH, dtype="float32", **settings)
             step, _ = given_step(job, workload_of(job))
             estimate = run_isolated(partial(simulate_step, step, gpu=gpu))
             found[name] = {

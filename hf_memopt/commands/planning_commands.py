@@ -6,45 +6,18 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hf_memopt.command_line import check_output_file, check_output_folder
-from hf_memopt.commands.spec_flags import add_flags, flags_named, spec_of
-from hf_memopt.jobs.spec import CHOICES, DEFAULTS, FIELDS, JobSpec
+from hf_memopt.jobs.spec import CHOICES, DEFAULTS, FIELDS, MODEL, Job
+from hf_memopt.jobs.spec_flags import add_flags, add_other_names, flags_named, spec_of
 
 if TYPE_CHECKING:
     from hf_memopt.estimate.gpus import Card
     from hf_memopt.jobs import SettingsPlan, Workload
-
-_Groups = Sequence[tuple[str, Sequence[str]]]
-
-_TRAINING = (
-    *("training_args", "trainer", "task", "dtype", "quantize", "kbit_preparation", "precision", "attention", "loss"),
-    *("optimizer", "optimizer_home", "optimizer_on", "weights_on", "engine", "seq_len"),
-    *("images_per_sample", "image_size", "text_tokens", "num_frames", "encoders", "freeze_vision_tower"),
-    *("passages", "gradient_cache", "padding"),
-    *("lora_rank", "lora_targets", "use_dora"),
-    *("base", "base_budget", "trained", "max_grad_norm", "num_gpus"),
-)
-# A plan tries all homes of frozen weights.
-_REPEATED = tuple(name for name in _TRAINING if name != "base")
-# The flags of each command, by the title of their group.
-_OF_ESTIMATE = (
-    ("", ("recipe", "config", "set")),
-    ("the step", ("batch_size", "accumulation")),
-    ("with a model", (*_TRAINING, "checkpointing", "offload")),
-    ("the machine", ("gpu", "reserve", "host", "disk", "link")),
-    ("output", ("check", "json", "timeline", "snapshot")),
-)
-_OF_PLAN = (
-    ("", ("recipe", "config", "set", "gpu", "reserve", "host", "disk", "link", "effective_batch", "vary")),
-    ("with a model", _TRAINING),
-    ("output", ("output", "explain", "json")),
-    ("", ("workers",)),
-)
 
 
 def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -52,8 +25,8 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
     _add_plan(commands)
 
 
-def _add_job(parser: argparse.ArgumentParser, groups: _Groups, of_job: Callable[[JobSpec], int]) -> None:
-    """Add the flags of a job, and have the command call `of_job` with it."""
+def _add_job(parser: argparse.ArgumentParser, command: str, of_job: Callable[[Job], int]) -> None:
+    """Add the flags of a command for a job, and have it call `of_job` with that."""
     model = parser.add_mutually_exclusive_group()
     model.add_argument("model", nargs="?", default=argparse.SUPPRESS, **FIELDS["model"].options)
     model.add_argument("--model", default=argparse.SUPPRESS, metavar="MODEL", help="the same")
@@ -65,9 +38,11 @@ def _add_job(parser: argparse.ArgumentParser, groups: _Groups, of_job: Callable[
         help="YAML or JSON with fields named like the flags of estimate and plan, such as seq_len: 4096; flags win "
         "over the file",
     )
-    for title, names in groups:
-        add_flags(parser.add_argument_group(title) if title else parser, *names)
-    flags = [name for _, names in groups for name in names]
+    add_other_names(parser)
+    flags = [name for name, each in FIELDS.items() if command in each.about.of and name != "model"]
+    for title in dict.fromkeys(FIELDS[name].about.group for name in flags):
+        group = parser.add_argument_group(title) if title else parser
+        add_flags(group, *(name for name in flags if FIELDS[name].about.group == title))
 
     def run(parsed: argparse.Namespace) -> int:
         # Imports make a million objects that stay, and searching them for garbage took a quarter of the time.
@@ -95,10 +70,10 @@ def _add_estimate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
         epilog="example: hf-memopt estimate Qwen/Qwen3-8B --seq-len 8192 --precision bf16 --checkpointing full --gpu "
         "h100. The device context and the workspaces of cuDNN are not simulated; named allowances are added for them.",
     )
-    _add_job(parser, _OF_ESTIMATE, _estimate)
+    _add_job(parser, "estimate", _estimate)
 
 
-def _estimate(spec: JobSpec) -> int:
+def _estimate(spec: Job) -> int:
     card = _card_of(spec)
     for name in ("json", "timeline", "snapshot"):
         check_output_file(name, getattr(spec, name))
@@ -106,7 +81,7 @@ def _estimate(spec: JobSpec) -> int:
         return _simulate_and_print(spec, card)
 
 
-def _simulate_and_print(spec: JobSpec, card: "Card | None") -> int:
+def _simulate_and_print(spec: Job, card: "Card | None") -> int:
     from hf_memopt.estimate import estimate_report
     from hf_memopt.estimate.estimate import simulate_step
     from hf_memopt.estimate.memory_below import find_memory_below
@@ -146,7 +121,7 @@ def _simulate_and_print(spec: JobSpec, card: "Card | None") -> int:
 
 
 @contextmanager
-def _files_of(spec: JobSpec) -> Iterator[None]:
+def _files_of(spec: Job) -> Iterator[None]:
     """Ask the hub inside only if it answers, and only where a spec may name a model on it."""
     hub: AbstractContextManager[None] = nullcontext()
     if spec.is_of_trainer or not (spec.model is None or Path(spec.model).expanduser().exists()):
@@ -165,7 +140,7 @@ def _show_progress(doing: str) -> None:
         print(f"{doing} ...", file=sys.stderr)
 
 
-def _card_of(spec: JobSpec) -> "Card | None":
+def _card_of(spec: Job) -> "Card | None":
     """Return the card; this comes before the imports that take seconds."""
     from hf_memopt.estimate.gpus import find_card
 
@@ -181,14 +156,18 @@ def _not_counted(num_gpus: int) -> str:
     return "\n\nOf one GPU. Time for communication is not in it." if num_gpus > 1 else ""
 
 
-def _plan_command(spec: JobSpec, job: "Workload") -> str:
+def _plan_command(spec: Job, job: "Workload") -> str:
     said, batch = spec.said(), FIELDS["effective_batch"].words(job.effective_batch)
     words = ["hf-memopt", "plan"]
     words += FIELDS["model"].words(spec.model) if spec.model else []
     words += FIELDS["gpu"].words(spec.gpu)
     has_batch = {"batch_size", "accumulation", "effective_batch"} & said.keys()
     words += batch if spec.training_args is None or has_batch else []
-    repeated = (*_REPEATED, "base") if spec.trained else _REPEATED
+    # A plan tries all homes of frozen weights.
+    left_out = {"model", "gpu"} | ({"base"} if not spec.trained else set())
+    repeated = {
+        name for name, each in FIELDS.items() if "plan" in each.about.of and each.about.group == MODEL
+    } - left_out
     again = [name for name in said if name in repeated and (name in CHOICES or said[name] != DEFAULTS.get(name))]
     again += [name for name in ("reserve", "host", "disk", "link") if name in said]
     words += [word for text in spec.set for word in FIELDS["set"].words(text)]
@@ -204,10 +183,10 @@ def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         epilog="examples: hf-memopt plan --config recipes/configs/lgt.json --gpu 8GiB --output plans/lgt; "
         "hf-memopt plan Qwen/Qwen3-8B --seq-len 4096 --effective-batch 64 --gpu rtx4090 --lora-rank 16",
     )
-    _add_job(parser, _OF_PLAN, _plan)
+    _add_job(parser, "plan", _plan)
 
 
-def _plan(spec: JobSpec) -> int:
+def _plan(spec: Job) -> int:
     check_output_file("json", spec.json)
     source = spec.model or spec.training_args or spec.config or spec.recipe or "plan"
     folder = spec.output or Path("plans") / Path(source).expanduser().absolute().with_suffix("").name

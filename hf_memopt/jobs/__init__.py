@@ -9,13 +9,13 @@ if TYPE_CHECKING:  # spelled "x as x": exported names, for type checkers
     from hf_memopt.jobs.settings_search import plan as plan
     from hf_memopt.jobs.settings_table import Row as Row
     from hf_memopt.jobs.settings_table import SettingsPlan as SettingsPlan
-    from hf_memopt.jobs.spec import JobSpec as JobSpec
+    from hf_memopt.jobs.spec import Job as Job
     from hf_memopt.jobs.workload import Lever as Lever
     from hf_memopt.jobs.workload import Workload as Workload
     from hf_memopt.jobs.workloads import workload_of as workload_of
 
 _HOMES = {
-    "JobSpec": "jobs.spec",
+    "Job": "jobs.spec",
     "Lever": "jobs.workload",
     "NothingFitsError": "jobs.settings_search",
     "Row": "jobs.settings_table",

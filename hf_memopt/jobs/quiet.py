@@ -7,15 +7,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
+from huggingface_hub import constants
+
 _LOGGERS = ("trl", "DeepSpeed")
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Show no warnings, and let DeepSpeed, which accelerate imports where it is installed, look for no GPU."""
+    """Show no warnings, send no telemetry of TRL's, and let DeepSpeed, which accelerate imports, look for no GPU."""
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     levels = [logger.level for logger in loggers]
-    with warnings.catch_warnings(), patch.dict(os.environ, DS_ACCELERATOR="cpu"):
+    unsent = patch.object(constants, "HF_HUB_DISABLE_TELEMETRY", True)
+    with unsent, warnings.catch_warnings(), patch.dict(os.environ, DS_ACCELERATOR="cpu"):
         warnings.simplefilter("ignore")
         for logger in loggers:
             logger.setLevel(logging.ERROR)

@@ -3,22 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from hf_memopt.jobs.spec import NOT_CLIPPED, JobSpec
+from hf_memopt.jobs.spec import FIELDS, NOT_CLIPPED, Job
 from hf_memopt.jobs.transformers_models.adapters import ALL_LINEAR
 from hf_memopt.jobs.workload import OFF
 
-# Flags that are fields under another name.
-_FIELDS = {
-    "model": "model_name_or_path",
-    "batch_size": "per_device_train_batch_size",
-    "accumulation": "gradient_accumulation_steps",
-    "dtype": "dtype",
-    "attention": "attn_implementation",
-    "lora_rank": "lora_r",
-    "lora_targets": "lora_target_modules",
-    "use_dora": "use_dora",
-    "max_grad_norm": "max_grad_norm",
-}
 # The names of Trainer's optimizers, and those of plans; the first name of each is written.
 OPTIMIZERS = {
     "adamw_torch_fused": "adamw",
@@ -45,13 +33,18 @@ _VALUES: dict[str, dict[Any, dict[str, Any]]] = {
     },
     "optimizer": {planned: {"optim": name} for name, planned in reversed(OPTIMIZERS.items())},
 }
+# Flags that are fields with the same values.
+_NAMED = {name: each.about.trainer_field for name, each in FIELDS.items()}
+_FIELDS = {name: field for name, field in _NAMED.items() if field is not None and name not in _VALUES}
 # Flags that have another name, or other values, than the fields.
 SHORT = (*(name for name, field in _FIELDS.items() if name != field), *_VALUES, "quantize")
+# What `ModelOptions` has of the settings, or of both.
+TAKEN = {*_FIELDS, *_VALUES, "quantize", "trainer", "loss", "task", "seq_len", "effective_batch"}
 # Trainer's `accelerator_config` for gradients that are reduced in each pass.
 SYNCED_EACH_BATCH = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
 
 
-def of_job(job: JobSpec) -> dict[str, Any]:
+def of_job(job: Job) -> dict[str, Any]:
     """Return the fields that a job's flags say."""
     fields: dict[str, Any] = {}
     for name, value in job.said().items():
@@ -97,8 +90,6 @@ def of_recipe(options: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a YAML file for `train_sft --config`: the trainer's, the model's, and MemoptArguments."""
     memopt = {
         "quantize": options.quantize if options.quantize == "int8-torchao" else None,
-        # The same bits, in a form that engines divide.
-        "bnb_4bit_quant_storage": options.packed_in if options.quantize.startswith("nf4") else None,
         "offload": options.offload,
         "offload_threshold_mb": options.offload_threshold_mb,
         "selective_checkpointing": options.checkpointing == "selective" or None,

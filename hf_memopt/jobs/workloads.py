@@ -9,7 +9,7 @@ from typing import Any
 
 from hf_memopt.estimate.simulated_step import SimulatedStep
 from hf_memopt.jobs.robot_policies import PolicyFile, policy_file
-from hf_memopt.jobs.spec import JobSpec
+from hf_memopt.jobs.spec import Job
 from hf_memopt.jobs.workload import Lever, Workload
 from hf_memopt.shipped_configs import config_file
 
@@ -19,7 +19,7 @@ _POLICIES = "hf_memopt.lerobot.estimates.policy_workload"
 _RECIPES = "hf_memopt.recipes"
 
 
-def workload_of(spec: JobSpec) -> Workload:
+def workload_of(spec: Job) -> Workload:
     """Return the workload that a spec describes, for `plan`.
 
     Raises:
@@ -34,7 +34,7 @@ def workload_of(spec: JobSpec) -> Workload:
     return made
 
 
-def given_step(spec: JobSpec, workload: Workload) -> tuple[SimulatedStep, int]:
+def given_step(spec: Job, workload: Workload) -> tuple[SimulatedStep, int]:
     """Return the step as the spec has it, and the forward passes of an update."""
     micro_batch = spec.batch_size or 1
     if spec.is_of_recipe:
@@ -52,7 +52,7 @@ def given_step(spec: JobSpec, workload: Workload) -> tuple[SimulatedStep, int]:
     return step, passes
 
 
-def _of_policy(spec: JobSpec, policy: PolicyFile) -> Workload:
+def _of_policy(spec: Job, policy: PolicyFile) -> Workload:
     if find_spec("lerobot") is None:
         raise ValueError(
             f"model={spec.model!r} is a robot policy, which needs lerobot: pip install 'hf_memopt[lerobot]'"
@@ -61,7 +61,7 @@ def _of_policy(spec: JobSpec, policy: PolicyFile) -> Workload:
     return made
 
 
-def _of_recipe(spec: JobSpec) -> Workload:
+def _of_recipe(spec: Job) -> Workload:
     if spec.engine or (spec.num_gpus or 1) > 1:
         raise ValueError(f"num_gpus={spec.num_gpus or 1}: recipes are simulated on one GPU; give num_gpus with a model")
     if spec.model is not None:

@@ -1,6 +1,7 @@
 """The model that `train_sft.py` fine-tunes: full weights, or a frozen base, quantised or not, with adapters."""
 
 import importlib.util
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -45,4 +46,6 @@ def _quantization(options: Options) -> Any:
         from torchao.quantization import Int8WeightOnlyConfig
 
         return TorchAoConfig(Int8WeightOnlyConfig())
-    return get_quantization_config(options.model)
+    about = options.model
+    # The same bits, in a form that FSDP2 and ZeRO-3 divide.
+    return get_quantization_config(replace(about, bnb_4bit_quant_storage=about.bnb_4bit_quant_storage or about.dtype))

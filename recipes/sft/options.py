@@ -13,8 +13,8 @@ from trl import ModelConfig, SFTConfig
 
 from hf_memopt.callbacks import MemoptArguments
 from hf_memopt.command_line import Parser, argparse_raising, flag
-from hf_memopt.commands.spec_flags import add_flags
-from hf_memopt.jobs.spec import JobSpec, read_fields
+from hf_memopt.jobs.spec import Job, read_fields
+from hf_memopt.jobs.spec_flags import add_flags
 from hf_memopt.jobs.trainer_fields import SHORT, of_job
 from hf_memopt.recipes.common.flags import Formatter, check_card, refuse_unknown
 from hf_memopt.recipes.common.options import check_unused
@@ -88,7 +88,7 @@ def parse(description: str, arguments: Sequence[str] | None = None) -> Options:
 
 def _long(short: dict[str, Any]) -> dict[str, Any]:
     """Return short flags as fields of TRL."""
-    fields = of_job(JobSpec(**short))
+    fields = of_job(Job(**short))
     if short.get("quantize") == _IN_8_BITS:
         fields["quantize"] = _IN_8_BITS
     return fields

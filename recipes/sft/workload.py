@@ -11,7 +11,7 @@ from accelerate import PartialState
 from hf_memopt.integrations.transformers.argument_file import ArgumentFile, current_names, set_fields
 from hf_memopt.integrations.transformers.trainer_workload import TrainerWorkload
 from hf_memopt.integrations.transformers.trl_trainers import TRL
-from hf_memopt.jobs import JobSpec, Row
+from hf_memopt.jobs import Job, Row
 from hf_memopt.jobs.accelerate_config import write_accelerate_config
 from hf_memopt.recipes.common.auto_plan import best_row
 from hf_memopt.recipes.sft.conversations import write_tiny_model
@@ -71,7 +71,7 @@ class SupervisedFineTuning(TrainerWorkload):
         }
         fields = {**_given(options.training), **vars(options.model)}
         file = ArgumentFile(None, current_names(fields), TRL["sft"])
-        super().__init__(JobSpec(trainer="sft", **own, **changes), file, memopt.offload_threshold_mb)
+        super().__init__(Job(trainer="sft", **own, **changes), file, memopt.offload_threshold_mb)
 
     def write(self, settings: Mapping[str, Any], micro_batch: int, folder: Path) -> list[Path]:
         run = self.chosen(settings, micro_batch)

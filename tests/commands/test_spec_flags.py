@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from refused import refused
 
-from hf_memopt.cli import _parser, main
-from hf_memopt.commands import planning_commands, spec_flags
-from hf_memopt.jobs import JobSpec
+from hf_memopt.cli import main
+from hf_memopt.commands import planning_commands
+from hf_memopt.jobs import Job, spec_flags
 from hf_memopt.jobs.spec import FIELDS
 
 Capture = pytest.CaptureFixture[str]
@@ -21,8 +21,8 @@ def file(tmp_path: Path) -> str:
     return str(tmp_path / "job.yaml")
 
 
-def spec_of(monkeypatch: pytest.MonkeyPatch, command: str, *words: str) -> JobSpec:
-    found: list[JobSpec] = []
+def spec_of(monkeypatch: pytest.MonkeyPatch, command: str, *words: str) -> Job:
+    found: list[Job] = []
     monkeypatch.setattr(planning_commands, f"_{command}", lambda spec: found.append(spec) or 0)
     assert main([command, *words]) == 0
     return found[0]
@@ -41,22 +41,45 @@ def test_a_model_is_named_with_and_without_a_flag(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     for words in (["a/model", "--gpu", "t4"], ["--model", "a/model", "--gpu=t4"], ["--gpu=t4", "--", "a/model"]):
-        assert spec_of(monkeypatch, command, *words) == JobSpec("a/model", gpu="t4")
+        assert spec_of(monkeypatch, command, *words) == Job("a/model", gpu="t4")
     assert "not allowed with argument" in refused(capsys, command, "a/model", "--model", "b/model", "--gpu", "t4")
 
 
-def test_every_field_is_a_flag_of_a_command() -> None:
-    found: set[str] = set()
-    for command, groups in (("estimate", planning_commands._OF_ESTIMATE), ("plan", planning_commands._OF_PLAN)):
-        (commands,) = (each for each in _parser(command)._actions if each.dest == "command")
-        flags = {each.dest for each in commands.choices[command]._actions} & FIELDS.keys()
-        assert flags == {"model", *(name for _, names in groups for name in names)}
-        found |= flags
-    assert found == FIELDS.keys()
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--max-length 64 --per_device_train_batch_size 2", {"seq_len": 64, "batch_size": 2}),
+        ("--bf16 --gradient-checkpointing", {"precision": "bf16", "checkpointing": "full"}),
+        ("--fp16 true --bf16 false", {"precision": "fp16"}),
+        ("--bf16 false", {"precision": "no"}),
+        ("--qlora", {"quantize": "nf4", "lora_rank": 16}),
+        ("--load-in-4bit --use-bnb-nested-quant --lora-r 8", {"quantize": "nf4-double", "lora_rank": 8}),
+        ("--optimizer adamw_torch --attention flash_attention_2", {"optimizer": "adamw-foreach", "attention": "sdpa"}),
+        ("--optim adamw_bnb_8bit --zero 3", {"optimizer": "adamw-8bit-bnb", "engine": "zero3"}),
+        ("--seq-len 4k --lora-targets all", {"seq_len": 4096, "lora_targets": "all-linear"}),
+    ],
+)
+def test_words_of_other_libraries_are_ours(words: str, said: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert spec_of(monkeypatch, "estimate", *words.split()).said() == said
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--packing", "packing: samples are simulated in their whole length"),
+        ("--use-liger-kernel", "--use-liger-kernel: Liger's kernels are not simulated"),
+        ("--deepspeed ds.json", "deepspeed: give --engine zero2 or zero3"),
+        ("--bf16 --precision fp16", "--precision='fp16' and --bf16=True: name one of them"),
+        ("--zero 1", "zero=1 is not simulated; choose from 2, 3"),
+        ("--sq-len 4", "unrecognized arguments: --sq-len; the nearest is --seq-len"),
+    ],
+)
+def test_words_that_stand_for_nothing_are_answered(words: str, message: str, capsys: Capture) -> None:
+    assert message in refused(capsys, "estimate", *words.split())
 
 
 def test_flags_that_are_not_typed_leave_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert spec_of(monkeypatch, "estimate") == JobSpec()
+    assert spec_of(monkeypatch, "estimate") == Job()
     words = ["--batch-size", "1", "--seq-len=2048", "--set", "a=b", "--set", "c=d", "--max-grad-norm", "none"]
     said = {"batch_size": 1, "seq_len": 2048, "set": ["a=b", "c=d"], "max_grad_norm": "none"}
     assert spec_of(monkeypatch, "estimate", *words).said() == said
@@ -83,7 +106,7 @@ def test_a_plan_needs_a_card(capsys: Capture) -> None:
 
 
 def test_a_field_from_the_file_keeps_its_name(file: str, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
-    def complain(spec: JobSpec) -> int:
+    def complain(spec: Job) -> int:
         raise ValueError("seq_len=64 with lora_rank=2 and padding=True: use task='ctc'")
 
     monkeypatch.setattr(planning_commands, "_estimate", complain)

@@ -58,7 +58,7 @@ def changes_of(*words: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         (["--quantize", "nf4"], {"load_in_4bit": True, "load_in_8bit": False}),
         (["--lora-rank", "8", "--lora-targets", "q_proj,v_proj"], {"lora_r": 8, "use_peft": True}),
         (["--attention", "auto"], {"attn_implementation": None}),
-        (["--gpu", "t4", "--seq-len", "64"], {}),
+        (["--gpu", "t4", "--offload", "all"], {}),
     ],
 )
 def test_flags_become_fields(words: list[str], changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,7 +81,7 @@ def test_a_downloaded_model_is_read_where_connections_are_refused(
     monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 10)
     assert main(ESTIMATE) == 0
     first = capsys.readouterr().out
-    assert first.startswith(f"{MODEL} as LlamaForCausalLM")
+    assert first.startswith(f"SFTTrainer of {MODEL} as ")
     use("http://127.0.0.1:9", monkeypatch)
     assert main(ESTIMATE) == 0
     assert capsys.readouterr().out == first

@@ -14,7 +14,7 @@ from transformers_toys import step_of
 
 from hf_memopt.estimate.estimate import simulate_step
 from hf_memopt.estimate.simulation.child_process import run_isolated
-from hf_memopt.jobs.spec import FIELDS, JobSpec, read_spec
+from hf_memopt.jobs.spec import FIELDS, Job, read_spec
 
 transformers = LateModule("transformers")
 workloads = LateModule("hf_memopt.jobs.workloads")
@@ -123,7 +123,7 @@ ARGUMENTS: dict[str, Any] = {
 }
 
 
-def make_step(spec: JobSpec) -> None:
+def make_step(spec: Job) -> None:
     workloads.given_step(spec, workloads.workload_of(spec))
 
 
@@ -141,7 +141,7 @@ def test_a_field_of_another_type_is_named(changes: dict[str, Any], message: str,
     file = tmp_path / "sft.json"
     file.write_text(json.dumps({"model_name_or_path": str(llama(tmp_path))} | ARGUMENTS | changes))
     with pytest.raises(ValueError, match=message):
-        make_step(JobSpec(training_args=file))
+        make_step(Job(training_args=file))
 
 
 @pytest.mark.slow
@@ -158,7 +158,7 @@ def test_no_file_ends_in_a_traceback(reader: str, seed: int, tmp_path: Path) -> 
         file.write_text(json.dumps(values))
         with within(60):
             try:
-                make_step(read_spec(file) if reader == "spec" else JobSpec(training_args=file))
+                make_step(read_spec(file) if reader == "spec" else Job(training_args=file))
             except ValueError:
                 refused += 1
     assert 5 < refused < 50

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import yaml
 from late_imports import LateModule
 
-from hf_memopt.jobs import JobSpec
+from hf_memopt.jobs import Job
 from hf_memopt.jobs.spec import CHOICES, PLAIN_TRAINER, TRAINERS, read_spec
 
 accelerate_config = LateModule("hf_memopt.jobs.accelerate_config")
@@ -42,9 +43,9 @@ def test_reading_a_spec_imports_no_library(tmp_path: Path) -> None:
 
 
 def test_what_is_not_said_is_left_to_others() -> None:
-    assert JobSpec().said() == {}
+    assert Job().said() == {}
     said = {"seq_len": 2048, "padding": True, "set": ["a=b"], "precision": "no"}
-    assert JobSpec(**said, use_dora=False).said() == said
+    assert Job(**said, use_dora=False).said() == said
 
 
 GIVEN: dict[str, Any] = {
@@ -63,20 +64,20 @@ GIVEN: dict[str, Any] = {
 def test_a_file_says_the_same_as_python(suffix: str, tmp_path: Path) -> None:
     path = tmp_path / f"job.{suffix}"
     path.write_text(json.dumps(GIVEN) if suffix == "json" else yaml.safe_dump(GIVEN))
-    assert read_spec(path) == JobSpec(**GIVEN)
+    assert read_spec(path) == Job(**GIVEN)
     assert read_spec(path).training_args == Path("sft.yaml")
 
 
 def test_transformers_reads_the_same_class() -> None:
     words = ["--model", "Qwen/Qwen3-8B", "--training-args", "sft.yaml", "--seq_len", "32", "--dtype", "bfloat16"]
     words += ["--padding", "--max_grad_norm", "0.5", "--set", "a=b", "c=d", "--gpu", "8GiB"]
-    (found,) = transformers.HfArgumentParser(JobSpec).parse_args_into_dataclasses(words)
-    assert found == JobSpec(**GIVEN)
+    (found,) = transformers.HfArgumentParser(Job).parse_args_into_dataclasses(words)
+    assert found == Job(**GIVEN)
 
 
 def test_numbers_may_be_texts_as_yaml_reads_some() -> None:
-    assert JobSpec(max_grad_norm="1e-3", seq_len="32").said() == {"max_grad_norm": 0.001, "seq_len": 32}
-    assert JobSpec(max_grad_norm="none").max_grad_norm == "none"
+    assert Job(max_grad_norm="1e-3", seq_len="32").said() == {"max_grad_norm": 0.001, "seq_len": 32}
+    assert Job(max_grad_norm="none").max_grad_norm == "none"
 
 
 @pytest.mark.parametrize(
@@ -107,3 +108,21 @@ def test_what_a_file_cannot_say_is_refused_by_name(text: str, message: str, tmp_
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^spec='.*job\.yaml' is not a file; name the YAML or JSON file"):
         read_spec(tmp_path / "job.yaml")
+
+
+def test_names_of_transformers_and_trl_are_ours() -> None:
+    theirs = Job("m", max_length=64, bf16=True, lora_r=8, optim="adamw_torch", load_in_4bit=True, use_rslora=True)
+    ours = Job("m", seq_len=64, precision="bf16", lora_rank=8, optimizer="adamw-foreach", quantize="nf4")
+    assert theirs == replace(ours, use_rslora=True)
+    assert replace(theirs, seq_len=None, use_rslora=False).said() == {
+        name: value for name, value in ours.said().items() if name != "seq_len"
+    }
+    with pytest.raises(ValueError, match=r"^lora_r=8 and lora_rank=4: name one of them$"):
+        Job(lora_rank=4, lora_r=8)
+
+
+def test_old_spellings_go_on_with_a_warning() -> None:
+    with pytest.warns(FutureWarning, match="quantize=int8 is now spelled quantize=int8-llm"):
+        assert Job(quantize="int8").quantize == "int8-llm"
+    with pytest.warns(FutureWarning, match="base=resident is now spelled base=off"):
+        assert Job(base="resident").base == "off"

@@ -287,7 +287,10 @@ def test_fsdp_reduces_gradients_in_each_pass_where_they_go_to_the_host(qwen3: st
         ({"checkpointing": "most"}, "checkpointing='most' is unknown"),
         ({"offload": "disk"}, "offload='disk' is unknown"),
         ({"checkpointing": "none", "offload": "inputs"}, "use checkpointing='full'"),
-        ({"batch_size": 3, "effective_batch": 8}, "effective_batch=8 must be a multiple of batch_size=3"),
+        (
+            {"batch_size": 3, "effective_batch": 8},
+            "effective_batch=8 must be a multiple of per_device_train_batch_size=3",
+        ),
     ],
 )
 def test_steps_are_checked(flags: dict[str, Any], message: str, qwen3: str) -> None:

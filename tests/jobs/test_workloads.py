@@ -7,7 +7,7 @@ import pytest
 import yaml
 from late_imports import LateModule
 
-from hf_memopt.jobs import JobSpec
+from hf_memopt.jobs import Job
 
 workloads = LateModule("hf_memopt.jobs.workloads")
 
@@ -26,7 +26,7 @@ CHOICES = ("causal_lm", "fluxflow", "lgt", "neural_operator", "reflow_smolvla", 
     ],
 )
 def test_the_samples_of_a_models_update(batches: dict[str, int], effective_batch: int, qwen3: str) -> None:
-    spec = JobSpec(qwen3, seq_len=32, num_gpus=2, **batches)
+    spec = Job(qwen3, seq_len=32, num_gpus=2, **batches)
     model = workloads.workload_of(spec)
     assert model.effective_batch == effective_batch
     step, passes = workloads.given_step(spec, model)
@@ -34,13 +34,13 @@ def test_the_samples_of_a_models_update(batches: dict[str, int], effective_batch
 
 
 def test_two_numbers_of_passes_are_refused(qwen3: str) -> None:
-    spec = JobSpec(qwen3, seq_len=32, effective_batch=8, batch_size=2, accumulation=3)
+    spec = Job(qwen3, seq_len=32, effective_batch=8, batch_size=2, accumulation=3)
     with pytest.raises(ValueError, match=r"^accumulation=3: effective_batch=8 has 4 passes of batch_size=2; leave one"):
         workloads.given_step(spec, workloads.workload_of(spec))
 
 
 def test_a_models_options_are_the_specs(qwen3: str) -> None:
-    spec = JobSpec(qwen3, seq_len=32, max_grad_norm="none", dtype="bfloat16", optimizer="sgd")
+    spec = Job(qwen3, seq_len=32, max_grad_norm="none", dtype="bfloat16", optimizer="sgd")
     made: Any = workloads.workload_of(spec)
     model = made.given.options
     assert (model.seq_len, model.max_grad_norm, model.dtype, model.optimizer) == (32, None, "bfloat16", "sgd")
@@ -49,10 +49,10 @@ def test_a_models_options_are_the_specs(qwen3: str) -> None:
 
 def test_a_files_update_has_the_specs_samples(qwen3: str, tmp_path: Path) -> None:
     (tmp_path / "args.yaml").write_text(yaml.safe_dump({"per_device_train_batch_size": 2}))
-    spec = JobSpec(qwen3, training_args=tmp_path / "args.yaml", seq_len=16, effective_batch=8, batch_size=1)
+    spec = Job(qwen3, training_args=tmp_path / "args.yaml", seq_len=16, effective_batch=8, batch_size=1)
     step, passes = workloads.given_step(spec, workloads.workload_of(spec))
     assert (step.num_micro_batches, passes) == (2, 8)
-    spec = JobSpec(qwen3, training_args=tmp_path / "args.yaml", seq_len=16, effective_batch=3)
+    spec = Job(qwen3, training_args=tmp_path / "args.yaml", seq_len=16, effective_batch=3)
     with pytest.raises(ValueError, match=r"^effective_batch=3 must be a multiple of per_device_train_batch_size=2$"):
         workloads.given_step(spec, workloads.workload_of(spec))
 
@@ -69,11 +69,11 @@ def test_a_files_update_has_the_specs_samples(qwen3: str, tmp_path: Path) -> Non
 )
 def test_a_spec_names_one_thing_to_train(said: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        workloads.workload_of(JobSpec(**said))
+        workloads.workload_of(Job(**said))
 
 
 def test_a_recipe_is_named_by_its_file_and_takes_precision_and_samples() -> None:
-    recipe = workloads.workload_of(JobSpec(config=CONFIGS / "lgt.json", precision="auto", batch_size=8, accumulation=4))
+    recipe = workloads.workload_of(Job(config=CONFIGS / "lgt.json", precision="auto", batch_size=8, accumulation=4))
     assert type(recipe).__module__ == "hf_memopt.recipes.lgt.workload"
     assert recipe.effective_batch == 32
     assert [each.values for each in recipe.levers if each.name == "mixed_precision"] == [("no", "bf16")]

@@ -12,7 +12,7 @@ from hf_memopt.estimate.estimate import simulate_step
 from hf_memopt.estimate.gpus import find_card
 from hf_memopt.estimate.simulated_step import SimulatedStep
 from hf_memopt.estimate.simulation.child_process import run_isolated
-from hf_memopt.jobs import JobSpec
+from hf_memopt.jobs import Job
 
 file_trainer = LateModule("hf_memopt.integrations.transformers.file_trainer")
 trainer_workload = LateModule("hf_memopt.integrations.transformers.trainer_workload")
@@ -51,7 +51,7 @@ def write_config(folder: Path, model_type: str, **changes: Any) -> str:
 
 def workload_of(model: str, offload_threshold_mb: float = 10.0, **flags: Any) -> Any:
     """Return the workload of a model with flags."""
-    return trainer_workload.TrainerWorkload(JobSpec(model=model, **flags), None, offload_threshold_mb)
+    return trainer_workload.TrainerWorkload(Job(model=model, **flags), None, offload_threshold_mb)
 
 
 def built(options: Any, checkpointing: str = "none", device: str = "meta") -> Any:

@@ -2,10 +2,10 @@
 
 import copy
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -15,6 +15,7 @@ from transformers.modeling_utils import set_quantized_state
 
 from hf_memopt.estimate.simulation.quantised.block_wise_adamw import BlockWiseAdamW
 from hf_memopt.estimate.simulation.quantised.quantised_base import adapt_as_peft_does, quantise
+from hf_memopt.integrations.transformers.argument_file import ArgumentFile
 from hf_memopt.integrations.transformers.trl_trainers import END, WORD, Rows
 from hf_memopt.jobs.accelerate_config import zero_plugin
 from hf_memopt.jobs.diffusers_models.pipeline_encoders import PipelineEncoders
@@ -22,9 +23,6 @@ from hf_memopt.jobs.quiet import quiet, refused_by
 from hf_memopt.jobs.transformers_models.adapters import lora_config, with_adapters
 from hf_memopt.jobs.transformers_models.contrastive import cached_ranking_loss
 from hf_memopt.jobs.transformers_models.model_options import ModelOptions
-
-if TYPE_CHECKING:
-    from hf_memopt.integrations.transformers.trainer_run import TrainerRun
 
 _PADDING = "<pad>"
 # transformers' marks of models that are stored in few bits.
@@ -39,16 +37,17 @@ _BLOCK_WISE = {
 
 
 @quiet()
-def make_trainer(run: "TrainerRun", config: Any) -> Trainer:
-    """Make the trainer with a model of `config`, which is the run's or one with fewer layers."""
-    options, kind = run.options, run.file.trainer
-    arguments = run.file.training_arguments(run.changes, run.folder)
+def make_trainer(
+    file: ArgumentFile, changes: Mapping[str, Any], options: ModelOptions, config: Any, output_dir: str
+) -> Trainer:
+    """Make the trainer of a file with changes; its model is of `config`, which may have fewer layers than asked for."""
+    kind, arguments = file.trainer, file.training_arguments(changes, output_dir)
     build = partial(build_model, options, config)
-    with refused_by(run.file.trainer_name):
+    with refused_by(file.trainer_name):
         if kind is None:
             trainer: Trainer = OwnLoss(options, config, build(), arguments)
         else:
-            adapters = None if options.lora_rank is None else lora_config(run.file.model_fields(run.changes))
+            adapters = None if options.lora_rank is None else lora_config(file.model_fields(changes))
             rows = kind.rows(arguments, options.seq_len, num_samples(arguments))
             if options.padding:  # of every other sample
                 rows = {name: [row[number % 2 :] for number, row in enumerate(held)] for name, held in rows.items()}

@@ -33,7 +33,7 @@ MODEL = "model"
 
 
 @dataclass(frozen=True)
-class Switches:
+class TrainerSwitches:
     """What `attach` switches on for a simulated trainer; see there. The home "off" changes nothing."""
 
     offload: str = "off"
@@ -49,7 +49,7 @@ class Switches:
         return self.base != OFF
 
     def attach_to(self, trainer: Trainer, device: torch.device) -> None:
-        if self == Switches():
+        if self == TrainerSwitches():
             return
         base: Any = None
         if self.streams:
@@ -85,10 +85,10 @@ class SimulatedTrainer:
         window: TrainerWindow,
         device: torch.device,
         sharing: Sharing | None = None,
-        switches: Switches | None = None,
+        switches: TrainerSwitches | None = None,
     ) -> None:
         gc.freeze()  # Trainer collects garbage, among a million objects that stay
-        self._trainer, shared, switched = trainer, sharing or Sharing(), switches or Switches()
+        self._trainer, shared, switched = trainer, sharing or Sharing(), switches or TrainerSwitches()
         _engine(trainer, shared)
         args = trainer.args
         args.use_cpu, args._n_gpu, args.distributed_state = False, 1, PartialState()

@@ -12,7 +12,7 @@ from hf_memopt.estimate.simulated_step import RepeatedLayers, SimulatedStep
 from hf_memopt.estimate.simulation.quantised import quantised_base
 from hf_memopt.integrations.transformers.argument_file import ArgumentFile
 from hf_memopt.integrations.transformers.file_trainer import make_trainer
-from hf_memopt.integrations.transformers.simulated_trainer import SimulatedTrainer, Switches
+from hf_memopt.integrations.transformers.simulated_trainer import SimulatedTrainer, TrainerSwitches
 from hf_memopt.integrations.transformers.trainer_batches import TrainerWindow, largest_window
 from hf_memopt.jobs.accelerate_config import ZERO3, shards_weights
 from hf_memopt.jobs.equal_layers import equal_layers, told_by_few, under_offloading
@@ -50,6 +50,9 @@ class TrainerRun:
     def passes(self) -> int:
         return int(self.settings.gradient_accumulation_steps)
 
+    def make_trainer(self, config: Any) -> Trainer:
+        return make_trainer(self.file, self.changes, self.options, config, self.folder)
+
     def step(self) -> SimulatedStep:
         options = self.options
         num_micro_batches = 1 if options.gradient_cache else min(2, self.passes)
@@ -62,7 +65,7 @@ class TrainerRun:
             made: list[tuple[Trainer, TrainerWindow]] = []
 
             def build() -> None:
-                trainer = make_trainer(self, config)
+                trainer = self.make_trainer(config)
                 made.append((trainer, self._window(trainer, config)))
 
             def setup(device: torch.device) -> tuple[Any, ...]:
@@ -133,9 +136,9 @@ class TrainerRun:
         return flags
 
     @property
-    def _switches(self) -> Switches:
+    def _switches(self) -> TrainerSwitches:
         options = self.options
-        return Switches(
+        return TrainerSwitches(
             offload=options.offload,
             offload_threshold_mb=options.offload_threshold_mb,
             selective_checkpointing=options.checkpointing == "selective",

@@ -5,7 +5,7 @@ import shlex
 import shutil
 import weakref
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cached_property
 from pathlib import Path
 from tempfile import mkdtemp
@@ -25,7 +25,7 @@ from hf_memopt.integrations.transformers.trl_trainers import TRL, need_trl
 from hf_memopt.jobs import trainer_fields
 from hf_memopt.jobs.accelerate_config import write_accelerate_config
 from hf_memopt.jobs.model_levers import ACTIVATIONS, Changes, check_varied, choices_of, has_experts
-from hf_memopt.jobs.spec import DEFAULTS, PLAIN_TRAINER, JobSpec
+from hf_memopt.jobs.spec import DEFAULTS, PLAIN_TRAINER, Job
 from hf_memopt.jobs.transformers_models.model_config import read_config
 from hf_memopt.jobs.transformers_models.model_options import OF_BITSANDBYTES, ModelOptions
 from hf_memopt.jobs.transformers_models.tasks import CONTRASTIVE, task_of
@@ -41,14 +41,10 @@ _MOST_TOKENS = 2**25
 _USUAL_BATCH = 8
 _BATCH, _ACCUMULATION = "per_device_train_batch_size", "gradient_accumulation_steps"
 # Of a spec, the options for which trainers have no fields.
-_OWN = (
-    *("images_per_sample", "image_size", "text_tokens", "num_frames", "encoders", "freeze_vision_tower", "passages"),
-    *("gradient_cache", "padding", "kbit_preparation", "optimizer_home", "optimizer_on", "weights_on", "base"),
-    *("base_budget", "trained", "num_gpus", "engine", "offload"),
-)
+_OWN = {each.name for each in fields(ModelOptions)} - trainer_fields.TAKEN
 
 
-def _file_of(job: JobSpec) -> ArgumentFile:
+def _file_of(job: Job) -> ArgumentFile:
     """Return the file of arguments; of a MODEL with flags an empty one, for SFTTrainer or, if no LLM, for Trainer."""
     if job.training_args is not None:
         return read_argument_file(job.training_args, job.trainer)
@@ -72,7 +68,7 @@ class TrainerWorkload:
         ValueError: no model or no length is named; or a field or its value is not simulated.
     """
 
-    def __init__(self, job: JobSpec, file: ArgumentFile | None = None, offload_threshold_mb: float = 10.0) -> None:
+    def __init__(self, job: Job, file: ArgumentFile | None = None, offload_threshold_mb: float = 10.0) -> None:
         for name in ("recipe", "config"):
             if (asked := getattr(job, name)) is not None:
                 raise ValueError(f"{name}={str(asked)!r} with a trainer or training_args: name one of them")
@@ -92,7 +88,7 @@ class TrainerWorkload:
 
     # ------------------------------------------------------------------------------------------------- one candidate
 
-    def _run(self, job: JobSpec, **fields: Any) -> TrainerRun:
+    def _run(self, job: Job, **fields: Any) -> TrainerRun:
         """Return the run of a spec; `fields` of the trainer's settings win over it."""
         file = self.file
         changes = {**trainer_fields.of_job(job), **fields}
@@ -117,7 +113,7 @@ class TrainerWorkload:
     def _has_experts(self) -> bool:
         return self._job.model is not None and has_experts(read_config(self._job.model))
 
-    def _accumulation(self, job: JobSpec, changes: Mapping[str, Any]) -> int:
+    def _accumulation(self, job: Job, changes: Mapping[str, Any]) -> int:
         given = dict(self.file.given) | dict(changes)
         micro_batch, num_gpus = int(given[_BATCH]), job.num_gpus or 1
         passes, rest = divmod(int(job.effective_batch or 1), micro_batch * num_gpus)
@@ -135,24 +131,22 @@ class TrainerWorkload:
 
     def _usual(self, changes: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields that a length sets, and those without which a trainer's adapters do not train its head."""
-        trainer, job = self.file.trainer, self._job
+        trainer = self.file.trainer
         if trainer is None:
             return {}
         usual: dict[str, Any] = {}
-        if job.seq_len is not None and trainer.truncates:
-            usual["max_length"] = job.seq_len
         if self._is_of_flags and "lora_r" in changes and self._has_experts:
             usual["lora_dropout"] = 0.0  # PEFT has none on the experts' weights
         if trainer.task == "sequence-classification" and "lora_task_type" not in self.file.given:
             usual["lora_task_type"] = "SEQ_CLS"
         return usual
 
-    def _options(self, job: JobSpec, about: Mapping[str, Any], settings: Any) -> ModelOptions:
+    def _options(self, job: Job, about: Mapping[str, Any], settings: Any) -> ModelOptions:
         trainer, said = self.file.trainer, job.said()
         model, config = about["model_name_or_path"], read_config(about["model_name_or_path"])
         if trainer is not None and trainer.task == "sequence-classification":
             config.num_labels = 1  # the score, as RewardTrainer has it
-        own = {name: said[name] for name in _OWN if name in said}
+        own = {name: value for name, value in said.items() if name in _OWN}
         micro_batch, passes = settings.per_device_train_batch_size, settings.gradient_accumulation_steps
         targets = about["lora_target_modules"] if trainer is not None or job.lora_targets else None
         asked = about["attn_implementation"]
@@ -177,7 +171,7 @@ class TrainerWorkload:
             **own,
         )
 
-    def _quantize(self, job: JobSpec, about: Mapping[str, Any]) -> str:
+    def _quantize(self, job: Job, about: Mapping[str, Any]) -> str:
         if job.quantize not in (None, "auto"):
             return str(job.quantize)
         if about["load_in_4bit"]:

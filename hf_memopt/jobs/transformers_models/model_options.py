@@ -49,7 +49,7 @@ class ModelOptions:
     Weights are neither downloaded nor allocated. Without `padding` the batch has no attention mask, so that attention
     may take the kernel without one; labels are the inputs. fp16 is simulated without its loss scaler.
 
-    Args: those of `JobSpec`, whose help describes them, and `offload_threshold_mb` of `ActivationOffloader`; further:
+    Args: those of `Job`, whose help describes them, and `offload_threshold_mb` of `ActivationOffloader`; further:
         seq_len: on both sides of an encoder-decoder; images and Whisper's sound have their configuration's size.
         effective_batch: of all GPUs together.
         text_tokens: CLIP's not counted.

@@ -13,7 +13,7 @@ from hf_memopt.estimate.simulated_step import SimulatedStep
 from hf_memopt.jobs.accelerate_config import write_accelerate_config
 from hf_memopt.jobs.model_levers import ACTIVATIONS
 from hf_memopt.jobs.robot_policies import PolicyFile
-from hf_memopt.jobs.spec import JobSpec
+from hf_memopt.jobs.spec import Job
 from hf_memopt.jobs.workload import Lever, Settings, num_steps
 from hf_memopt.lerobot.estimates.policy_update import set_up, update
 from hf_memopt.lerobot.estimates.training_config import DATASET, autocast, training_config
@@ -29,7 +29,7 @@ class PolicyTraining:
 
     tokens_per_sample: int | None = None
 
-    def __init__(self, spec: JobSpec, file: PolicyFile) -> None:
+    def __init__(self, spec: Job, file: PolicyFile) -> None:
         self.cfg = cfg = training_config(spec, file)
         self._precision = autocast(cfg.policy, spec.precision)
         self._num_tokens = num_tokens = spec.seq_len

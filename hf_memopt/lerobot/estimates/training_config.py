@@ -15,7 +15,7 @@ from lerobot.utils.constants import ACTION, OBS_IMAGES, OBS_STATE
 from transformers import AutoConfig
 
 from hf_memopt.jobs.robot_policies import PolicyFile
-from hf_memopt.jobs.spec import JobSpec
+from hf_memopt.jobs.spec import Job
 from hf_memopt.jobs.transformers_models.model_batches import parse_image_size
 from hf_memopt.lerobot.training_flags import complaints_as_errors
 
@@ -40,7 +40,7 @@ _OTHERS |= {"workers"}
 _AUTOCAST = {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}
 
 
-def training_config(spec: JobSpec, file: PolicyFile) -> TrainPipelineConfig:
+def training_config(spec: Job, file: PolicyFile) -> TrainPipelineConfig:
     """Return the run that `lerobot-train` would make, with its optimizer and scheduler.
 
     A `train_config.json` is the run itself; a folder or a hub id, one that goes on from its policy, with the settings
@@ -79,7 +79,7 @@ def autocast(policy: PreTrainedConfig, asked: str | None) -> str:
     return given
 
 
-def set_features(policy: PreTrainedConfig, spec: JobSpec) -> None:
+def set_features(policy: PreTrainedConfig, spec: Job) -> None:
     """Give a policy the cameras that the spec asks for, and state and actions as wide as they may be if it has none."""
     inputs, outputs = dict(policy.input_features or {}), dict(policy.output_features or {})
     if spec.image_size is not None or spec.images_per_sample is not None or not policy.image_features:
@@ -90,7 +90,7 @@ def set_features(policy: PreTrainedConfig, spec: JobSpec) -> None:
     policy.input_features, policy.output_features = inputs, outputs
 
 
-def _check_fields(spec: JobSpec, kind: str) -> None:
+def _check_fields(spec: Job, kind: str) -> None:
     for name, value in spec.said().items():
         if name not in _FLAGS and name not in _OTHERS:
             raise ValueError(
@@ -117,7 +117,7 @@ def _check_fields(spec: JobSpec, kind: str) -> None:
             raise ValueError(f"{name}={value!s}: policies of type {kind!r} have no field {field}; leave it out")
 
 
-def _read(spec: JobSpec, file: PolicyFile) -> TrainPipelineConfig:
+def _read(spec: Job, file: PolicyFile) -> TrainPipelineConfig:
     flags = [f"--{text}" for text in spec.set]
     flags += [f"--{_FLAGS[name]}={_text(name, value)}" for name, value in spec.said().items() if name in _FLAGS]
     try:
@@ -182,7 +182,7 @@ def _check_vlm(name: str) -> None:
         ) from error
 
 
-def _cameras(policy: PreTrainedConfig, spec: JobSpec) -> dict[str, PolicyFeature]:
+def _cameras(policy: PreTrainedConfig, spec: Job) -> dict[str, PolicyFeature]:
     given = policy.image_features
     size = parse_image_size(spec.image_size)
     if size is None and not given:

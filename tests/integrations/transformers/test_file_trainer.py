@@ -7,7 +7,7 @@ import trl_trainers
 from late_imports import LateModule
 
 from hf_memopt.estimate.simulation.quantised.quantised_linear import Nf4Linear
-from hf_memopt.jobs import JobSpec
+from hf_memopt.jobs import Job
 
 trainer_workload = LateModule("hf_memopt.integrations.transformers.trainer_workload")
 file_trainer = LateModule("hf_memopt.integrations.transformers.file_trainer")
@@ -21,8 +21,8 @@ def make(folder: Path, text: str, **flags: Any) -> Any:
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(folder / "model")
     flags = {"seq_len": 32, **flags}
-    run = trainer_workload.TrainerWorkload(JobSpec(str(folder / "model"), folder / "args.yaml", **flags)).given
-    return file_trainer.make_trainer(run, run.options.config)
+    run = trainer_workload.TrainerWorkload(Job(str(folder / "model"), folder / "args.yaml", **flags)).given
+    return run.make_trainer(run.options.config)
 
 
 def test_a_plain_trainer_has_a_model_without_memory(tmp_path: Path) -> None:

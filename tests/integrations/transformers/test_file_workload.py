@@ -9,7 +9,7 @@ from late_imports import LateModule
 
 from hf_memopt.estimate.estimate import _estimate, _repeated, simulate_step
 from hf_memopt.estimate.simulation.child_process import run_isolated
-from hf_memopt.jobs import JobSpec
+from hf_memopt.jobs import Job
 
 trainer_workload = LateModule("hf_memopt.integrations.transformers.trainer_workload")
 
@@ -28,7 +28,7 @@ def workload(folder: Path, fields: dict[str, Any], num_layers: int = 2, width: i
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(folder / "model")
     (folder / "run.yaml").write_text(yaml.safe_dump(fields))
-    return trainer_workload.TrainerWorkload(JobSpec(str(folder / "model"), folder / "run.yaml", **options))
+    return trainer_workload.TrainerWorkload(Job(str(folder / "model"), folder / "run.yaml", **options))
 
 
 @pytest.mark.e2e

@@ -13,7 +13,7 @@ from late_imports import LateModule
 from hf_memopt.estimate import MemoryEstimate
 from hf_memopt.estimate.estimate import simulate_step
 from hf_memopt.estimate.simulation.child_process import run_isolated
-from hf_memopt.jobs.spec import TRAINERS, JobSpec
+from hf_memopt.jobs.spec import TRAINERS, Job
 
 trainer_workload = LateModule("hf_memopt.integrations.transformers.trainer_workload")
 file_trainer = LateModule("hf_memopt.integrations.transformers.file_trainer")
@@ -39,12 +39,12 @@ def workload(model: Path, name: str, fields: dict[str, Any] | None = None, **sai
     if fields or more:
         file = model.with_name(f"{name}.yaml")
         file.write_text(yaml.safe_dump(more | (fields or {})))
-    return trainer_workload.TrainerWorkload(JobSpec(str(model), trainer=name, training_args=file, **said))
+    return trainer_workload.TrainerWorkload(Job(str(model), trainer=name, training_args=file, **said))
 
 
 def made(model: Path, name: str, **said: Any) -> Any:
     run = workload(model, name, seq_len=32, batch_size=4, **said).given
-    return file_trainer.make_trainer(run, run.options.config)
+    return run.make_trainer(run.options.config)
 
 
 def estimated(job: Any) -> MemoryEstimate:

@@ -11,7 +11,7 @@ from counted_allocator import CountedAllocator
 from late_imports import LateModule
 
 from hf_memopt.estimate import MemoryEstimate, estimate_peak_memory
-from hf_memopt.jobs import JobSpec, SimulatedStep
+from hf_memopt.jobs import Job, SimulatedStep
 
 pytestmark = [pytest.mark.usefixtures("on_the_cpu")]
 
@@ -49,7 +49,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def given_step(folder: Path, kind: str, vlm: Path, **said: Any) -> SimulatedStep:
-    spec = JobSpec(str(policy_toys.write_policy(folder, kind, vlm)), batch_size=4, **said)
+    spec = Job(str(policy_toys.write_policy(folder, kind, vlm)), batch_size=4, **said)
     return workloads.given_step(spec, workloads.workload_of(spec))[0]
 
 

@@ -11,7 +11,7 @@ from printed_commands import run_in_shell
 
 from hf_memopt.cli import main
 from hf_memopt.estimate import estimate_peak_memory
-from hf_memopt.jobs import JobSpec
+from hf_memopt.jobs import Job
 
 pytestmark = [pytest.mark.usefixtures("on_the_cpu")]
 
@@ -25,7 +25,7 @@ CHECKPOINTED, INPUTS = {"activations": "checkpointed"}, {"activations": "checkpo
 
 
 def workload(model: Path, **said: Any) -> Any:
-    return workloads.workload_of(JobSpec(str(model), **said))
+    return workloads.workload_of(Job(str(model), **said))
 
 
 @pytest.fixture
@@ -72,8 +72,8 @@ def test_inputs_are_offloaded_of_checkpointed_blocks_alone(pi05: Path) -> None:
     with pytest.raises(
         ValueError, match=r"^offload='inputs' moves the inputs of checkpointed blocks; use checkpointing"
     ):
-        workload(pi05).as_given("inputs")
-    workload(pi05, checkpointing="full").as_given("inputs")
+        workload(pi05, offload="inputs").as_given()
+    workload(pi05, checkpointing="full", offload="inputs").as_given()
 
 
 @pytest.mark.e2e

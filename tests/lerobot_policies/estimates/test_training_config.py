@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from late_imports import LateModule
 
-from hf_memopt.jobs import JobSpec
+from hf_memopt.jobs import Job
 from hf_memopt.jobs.robot_policies import policy_file
 
 policy_toys = LateModule("policy_toys")
@@ -17,7 +17,7 @@ NONE = {"input_features": {}, "output_features": {}}
 def config(model: Path, **said: Any) -> Any:
     file = policy_file(str(model))
     assert file is not None
-    return training_config.training_config(JobSpec(str(model), **said), file)
+    return training_config.training_config(Job(str(model), **said), file)
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def test_autocast_follows_the_policy_where_it_says_so(toy_vlm: Path) -> None:
 
 
 def shapes(policy: Any, **said: Any) -> dict[str, tuple[int, ...]]:
-    training_config.set_features(policy, JobSpec("policy", **said))
+    training_config.set_features(policy, Job("policy", **said))
     return {name: tuple(each.shape) for name, each in {**policy.input_features, **policy.output_features}.items()}
 
 

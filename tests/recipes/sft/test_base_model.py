@@ -31,12 +31,13 @@ def test_weights_in_mxfp4_are_dequantised(published: Any, expected: bool | None,
 
 def test_4_bits_are_packed_in_the_dtype_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    found = base_model._quantization("nf4", torch.bfloat16)
+    words = ["--quantize", "nf4", "--lora_rank", "4", "--dtype", "bfloat16"]
+    found = base_model._quantization(sft_options.parse("", words))
     assert found.bnb_4bit_quant_storage == torch.bfloat16
 
 
 LOADERS: dict[str, Callable[[str], Any]] = {
-    "train_sft": lambda name: base_model.load_model(sft_options.SftOptions(model=name)),
+    "train_sft": lambda name: base_model.load_model(sft_options.parse("", ["--model", name])),
     "train_causal_lm": lambda name: causal_lm_model.make_model(causal_lm_options.ModelOptions(model=name), None, 8),
     "sentence_transformers": lambda name: embeddings.main(embeddings.EmbeddingArguments(model=name), None),
     "train_orpo": lambda name: train_orpo.main(
