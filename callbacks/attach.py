@@ -29,10 +29,10 @@ from hf_memopt.callbacks.run_reports import RunReports
 from hf_memopt.callbacks.streamed_base import StreamedBase, streams_alone
 from hf_memopt.weights import OffloadedTeacher, StreamedWeights, VisitsByCall
 from hf_memopt.weights.base import BaseHome
-from hf_memopt.weights.homes import Home
+from hf_memopt.weights.homes.home import Home
+from hf_memopt.weights.homes.weight_files import loaded_from
 from hf_memopt.weights.optimizer import report_of
 from hf_memopt.weights.strategies.mode_choice import TeacherMode
-from hf_memopt.weights.weight_files import loaded_from
 
 logger = logging.getLogger(__name__)
 

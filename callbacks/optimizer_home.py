@@ -12,7 +12,7 @@ from transformers import Trainer, TrainerCallback, TrainerState, TrainingArgumen
 from hf_memopt.callbacks.memory_logging import MemoryLoggingCallback
 from hf_memopt.transfer.scratch_file import check_disk
 from hf_memopt.weights import OffloadedOptimizer, StreamedWeights
-from hf_memopt.weights.homes import HOMES, Home
+from hf_memopt.weights.homes.home import HOMES, Home
 from hf_memopt.weights.optimizer import OptimizerReport
 
 logger = logging.getLogger(__name__)

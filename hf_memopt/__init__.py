@@ -12,8 +12,8 @@ Read the packages in this order:
 - `weights`: frozen models whose weights visit the device.
 - `training`, `checkpoint`: one exact optimizer step on Accelerate, and the state of a run on disk.
 - `exactness`: two runs of the same training, compared bit by bit.
-- `estimate`, `jobs`: the peak memory of a step, and settings that fit, before a run starts.
-- `report`, `commands`: pages about runs and machines, and the command `hf-memopt`.
+- `planning`: the peak memory of a step, and settings that fit, before a run starts.
+- `report`, `cli`: pages about runs and machines, and the command `hf-memopt`.
 - `lerobot`, `callbacks`, `integrations`, `recipes`: policies for lerobot, Trainer and other trainers, recipes.
 
 Each name is imported when it is first used: `import hf_memopt` is quick and works where only torch is installed.
@@ -37,12 +37,12 @@ if TYPE_CHECKING:  # spelled "x as x": exported names, for type checkers
     from hf_memopt.callbacks import StopOnNonFiniteCallback as StopOnNonFiniteCallback
     from hf_memopt.callbacks import attach as attach
     from hf_memopt.checkpoint import Checkpoints as Checkpoints
-    from hf_memopt.estimate import estimate_peak_memory as estimate_peak_memory
     from hf_memopt.exactness import verify as verify
-    from hf_memopt.jobs import plan as plan
     from hf_memopt.memory import MemoryTracker as MemoryTracker
     from hf_memopt.memory import detect_leaks as detect_leaks
     from hf_memopt.memory import explain_oom as explain_oom
+    from hf_memopt.planning import estimate_peak_memory as estimate_peak_memory
+    from hf_memopt.planning import plan as plan
     from hf_memopt.training import GradientCache as GradientCache
     from hf_memopt.training import MicroBatcher as MicroBatcher
     from hf_memopt.training import train_step as train_step
@@ -59,10 +59,9 @@ _NAMES = {
     "callbacks": "ActivationOffloadCallback LeakDetectionCallback MemoptArguments MemoryLoggingCallback "
     "StopOnNonFiniteCallback attach",
     "checkpoint": "Checkpoints",
-    "estimate": "estimate_peak_memory",
     "exactness": "verify",
-    "jobs": "plan",
     "memory": "MemoryTracker detect_leaks explain_oom",
+    "planning": "estimate_peak_memory plan",
     "training": "GradientCache MicroBatcher train_step",
     "transfer": "SyncCopier",
     "weights": "OffloadedOptimizer OffloadedTeacher StreamedWeights",

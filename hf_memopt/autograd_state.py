@@ -14,8 +14,8 @@ from torch._C._autograd import _unsafe_set_version_counter
 from torch.nn.functional import rrelu
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from hf_memopt.transfer.backends import PLAIN_TYPES
-
+# The class of tensors on each device; subclasses need more in general. It is asked for every tensor saved.
+PLAIN_TYPES: set[type[Tensor]] = {Tensor}
 NO_BACKWARD = -1  # torch's number for a thread that is in no backward pass
 # The backward pass that this thread is in. torch's own functions: they are asked once or twice for every saved tensor.
 current_backward: Callable[[], int] = torch._C._current_graph_task_id

@@ -45,9 +45,9 @@ with script_imports("reflow_smolvla", __name__):
     from lerobot.datasets import LeRobotDatasetMetadata
 
     from hf_memopt.lerobot.evaluate.measure import reading_dataset
+    from hf_memopt.lerobot.files.policy_files import load_config, resolve_checkpoint
     from hf_memopt.lerobot.flow.known_flows import STOCK_TYPES
     from hf_memopt.lerobot.flow.reflow_options import is_student
-    from hf_memopt.lerobot.policy_files import load_config, resolve_checkpoint
     from hf_memopt.lerobot.training_flags import read_training_flags
     from hf_memopt.recipes.reflow.lerobot_loop import (
         ACCUMULATION_FLAG,

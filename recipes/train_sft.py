@@ -23,10 +23,10 @@ from transformers import AutoTokenizer, Trainer, set_seed
 
 from hf_memopt.callbacks import StopOnNonFiniteCallback
 from hf_memopt.command_line import one_line_errors, script_imports
-from hf_memopt.jobs.datasets_by_name import dataset_by_name
 from hf_memopt.recipes.common.auto_plan import log_prediction
 from hf_memopt.recipes.common.flags import explained
 from hf_memopt.recipes.common.loop import reporting, writing_to
+from hf_memopt.datasets_by_name import dataset_by_name
 
 with script_imports("train_sft", __name__):
     from peft import get_peft_model

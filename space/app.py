@@ -27,8 +27,8 @@ os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
 
 import gradio as gr
 
-from hf_memopt.estimate.gpus import CARDS
-from hf_memopt.jobs.spec import CHOICES, FIELDS
+from hf_memopt.planning.cards.gpus import CARDS
+from hf_memopt.planning.job import CHOICES, FIELDS
 
 LINE = [sys.executable, "-m", "hf_memopt.cli"]
 LIMIT_S = 600

@@ -8,8 +8,8 @@ import torch
 from late_imports import LateModule
 from ranks import on_ranks
 
-from hf_memopt.estimate import estimate_peak_memory
-from hf_memopt.estimate.simulation.ranks.first_rank import BACKEND
+from hf_memopt.planning import estimate_peak_memory
+from hf_memopt.planning.simulation.ranks.first_rank import BACKEND
 
 rank_steps = LateModule("rank_steps")
 

@@ -10,7 +10,7 @@ from counted_allocator import CountedAllocator
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hf_memopt.estimate import MemoryEstimate, estimate_peak_memory
+from hf_memopt.planning import MemoryEstimate, estimate_peak_memory
 
 Setup = Callable[[torch.device], Any]
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_memopt.estimate.accounting.allocation_log import AllocationLog, StepPhases
-from hf_memopt.estimate.accounting.categories import StepLabels
-from hf_memopt.estimate.gpus import DEFAULT_CARD, Card
-from hf_memopt.estimate.simulation.child_process import run_isolated
-from hf_memopt.estimate.simulation.device import simulation
-from hf_memopt.estimate.simulation.virtual_base import VirtualBase
-from hf_memopt.estimate.simulation.virtual_disk import VirtualDisk
-from hf_memopt.estimate.simulation.virtual_time import VirtualClock
+from hf_memopt.planning.accounting.allocation_log import AllocationLog, StepPhases
+from hf_memopt.planning.accounting.categories import StepLabels
+from hf_memopt.planning.cards.gpus import DEFAULT_CARD, Card
+from hf_memopt.planning.simulation.child_process import run_isolated
+from hf_memopt.planning.simulation.device import simulation
+from hf_memopt.planning.simulation.virtual_base import VirtualBase
+from hf_memopt.planning.simulation.virtual_disk import VirtualDisk
+from hf_memopt.planning.simulation.virtual_time import VirtualClock
 
 
 class Operations(TorchDispatchMode):

@@ -17,10 +17,10 @@ from accelerate import Accelerator
 from torch import nn
 
 import hf_memopt
-from hf_memopt import activations, checkpoint, estimate, jobs, memory, training, weights
+from hf_memopt import activations, checkpoint, memory, planning, training, weights
 from hf_memopt.cli import _parser, main
 from hf_memopt.command_line import one_line_errors
-from hf_memopt.jobs.spec import FIELDS
+from hf_memopt.planning.job import FIELDS
 from hf_memopt.ranges import Range, ranges_in
 
 Capture = pytest.CaptureFixture[str]
@@ -312,7 +312,7 @@ def loss_in_chunks(chunk_size: int) -> None:
     training.chunked_loss(lambda x: x, torch.ones(2, requires_grad=True), chunk_size=chunk_size)
 
 
-PACKAGES = (hf_memopt, activations, checkpoint, estimate, jobs, memory, training, weights)
+PACKAGES = (hf_memopt, activations, checkpoint, memory, planning, training, weights)
 # The package of each public name. Names are looked up when they are used: `attach` imports Trainer.
 PUBLIC = {name: package for package in PACKAGES for name in package.__all__}
 SAVINGS = {"activation_memory_gpu_mb": 1.0, "offload_ratio": 0.5, "link_gb_per_s": 10.0, "compute_ms": 1.0}
@@ -333,6 +333,7 @@ CALLS: dict[str, Callable[..., object]] = {
     "endless_batches": lambda **bad: next(checkpoint.endless_batches(None, None, **bad)),
     "estimate_offloading_memory_savings": lambda **bad: hf_memopt.estimate_offloading_memory_savings(**SAVINGS | bad),
     "estimate_peak_memory": lambda **bad: hf_memopt.estimate_peak_memory(None, None, **bad),
+    "estimate_trainer": lambda **bad: planning.estimate_trainer(None, **bad),
     "find_micro_batch": lambda **bad: training.find_micro_batch(None, None, None, None, **bad),
     "plan": lambda **bad: hf_memopt.plan(None, gpu="8GiB", **bad),
     "split_batch": lambda **bad: next(training.split_batch(torch.ones(2), **bad)),

@@ -13,24 +13,18 @@ import hf_memopt
 
 # From the bottom up; parts on one line do not import each other. A new part is added here and to LIBRARIES.
 LAYERS = (
-    ("disk", "process_trees", "ranges", "shipped_configs", "text_table", "units"),
+    ("autograd_state", "disk", "process_trees", "ranges", "text_table", "uncompiled", "units"),
     ("command_line", "text_files"),
     ("transfer", "reflow"),
-    ("autograd_state", "uncompiled"),
     ("memory",),
     ("activations",),
     ("weights",),
     ("report",),
     ("training", "checkpoint"),
     ("exactness",),
-    ("estimate",),
-    ("jobs",),
-    ("lerobot", "callbacks"),
-    (
-        "integrations.transformers",
-        "integrations.lightning",
-        "integrations.sentence_transformers",
-    ),
+    ("callbacks", "datasets_by_name"),
+    ("planning",),
+    ("lerobot", "integrations.lightning", "integrations.sentence_transformers", "integrations.train_orpo"),
     ("recipes",),
 )
 LAYER = {part: height for height, parts in enumerate(LAYERS) for part in parts}
@@ -39,12 +33,12 @@ LAYER = {part: height for height, parts in enumerate(LAYERS) for part in parts}
 LIBRARIES = {
     "process_trees": {"psutil"},
     "ranges": set(),
-    "shipped_configs": set(),
     "text_files": {"yaml"},
     "text_table": set(),
     "units": set(),
     "disk": {"torch", "filelock"},
     "command_line": set(),
+    "datasets_by_name": {"datasets", "huggingface_hub"},
     "transfer": {"torch"},
     "autograd_state": {"torch"},
     "uncompiled": {"torch"},
@@ -56,22 +50,6 @@ LIBRARIES = {
     "training": {"torch", "accelerate", "torchao"},
     "checkpoint": {"torch", "accelerate", "safetensors", "numpy"},
     "exactness": {"torch"},
-    "estimate": {"torch", "accelerate", "deepspeed", "cpuinfo", "transformers", "peft", "tqdm"},
-    "jobs": {
-        "torch",
-        "httpx",
-        "accelerate",
-        "datasets",
-        "deepspeed",
-        "transformers",
-        "diffusers",
-        "huggingface_hub",
-        "peft",
-        "torchao",
-        "trl",
-        "tqdm",
-        "yaml",
-    },
     "integrations": set(),
     "lerobot": {
         "torch",
@@ -89,27 +67,37 @@ LIBRARIES = {
         "draccus",
         "tqdm",
     },
-    "integrations.transformers": {
-        "torch",
-        "transformers",
-        "accelerate",
-        "peft",
-        "trl",
-        "datasets",
-        "tokenizers",
-        "yaml",
-    },
+    "integrations.train_orpo": {"torch", "transformers", "trl", "datasets", "peft"},
     "integrations.lightning": {"torch", "lightning"},
     "integrations.sentence_transformers": {"torch", "sentence_transformers", "transformers", "datasets", "peft"},
     "callbacks": {"torch", "transformers", "accelerate", "numpy"},
+    "planning": {
+        "torch",
+        "accelerate",
+        "cpuinfo",
+        "datasets",
+        "deepspeed",
+        "diffusers",
+        "draccus",
+        "httpx",
+        "huggingface_hub",
+        "lerobot",
+        "peft",
+        "tokenizers",
+        "torchao",
+        "tqdm",
+        "transformers",
+        "trl",
+        "yaml",
+    },
 }
 
-# The package's public face and its command with subcommands name all parts, and import each part at its use.
-LAZY = ("", "cli", "commands")
+# The package's public face and its command name all parts, and import each part at its use.
+LAZY = ("", "cli")
 # The libraries that the lazy parts use themselves, within functions only.
 OF_LAZY = {"cli": {"shtab"}}
-# Modules that the lazy parts may import at once; `tests/jobs/test_spec.py` checks that the last imports no library.
-LIGHT = ("hf_memopt.ranges", "hf_memopt.command_line", "hf_memopt.process_trees", "hf_memopt.jobs.spec")
+# Modules that the lazy parts may import at once; `tests/planning/test_job.py` checks that the last imports no library.
+LIGHT = ("hf_memopt.ranges", "hf_memopt.command_line", "hf_memopt.process_trees", "hf_memopt.planning.job", "hf_memopt.planning.job_flags")
 
 
 class Import(NamedTuple):
@@ -134,10 +122,10 @@ def test_the_repository_imports_one_way() -> None:
         ("hf_memopt/integrations/__init__.py", "import lerobot", "'integrations' may not import the library lerobot"),
         ("hf_memopt/integrations/other/planted.py", "import torch", "unknown part 'integrations.other'"),
         ("hf_memopt/novel.py", "import torch", "unknown part 'novel'"),
-        ("hf_memopt/cli.py", "import torch", "imports torch before it is used"),
-        ("hf_memopt/cli.py", "import shtab", "imports shtab before it is used"),
-        ("hf_memopt/cli.py", "from hf_memopt.weights import OffloadedTeacher", "before it is used"),
-        ("hf_memopt/cli.py", "def f():\n    from hf_memopt.recipes import toy", "'cli' may not import 'recipes'"),
+        ("hf_memopt/cli/planted.py", "import torch", "imports torch before it is used"),
+        ("hf_memopt/cli/planted.py", "import shtab", "imports shtab before it is used"),
+        ("hf_memopt/cli/planted.py", "from hf_memopt.weights import OffloadedTeacher", "before it is used"),
+        ("hf_memopt/cli/planted.py", "def f():\n    from hf_memopt.recipes import toy", "'cli' may not import 'recipes'"),
         ("hf_memopt/__init__.py", "if True:\n    import torch", "imports torch before it is used"),
         ("callbacks/planted.py", "from hf_memopt.recipes import toy", "'callbacks' may not import 'recipes'"),
         ("callbacks/planted.py", "import hf_memopt.lerobot", "may not import 'lerobot'"),
@@ -158,7 +146,7 @@ def test_a_planted_violation_is_found(tmp_path: Path, file: str, source: str, co
         ("hf_memopt/weights/planted.py", "import json\nfrom . import packed_weights\nfrom ..transfer import Copier"),
         ("hf_memopt/lerobot/planted.py", "from lerobot import configs\nfrom hf_memopt import reflow"),
         ("hf_memopt/__init__.py", "if TYPE_CHECKING:\n    from hf_memopt.weights import OffloadedTeacher"),
-        ("hf_memopt/cli.py", "def f():\n    from hf_memopt.lerobot import students"),
+        ("hf_memopt/cli/planted.py", "def f():\n    from hf_memopt.lerobot import students"),
         ("callbacks/planted.py", "import transformers\nfrom hf_memopt import MemoryTracker"),
         ("recipes/planted.py", "import numpy, hf_memopt\nfrom hf_memopt.callbacks import logging"),
     ],

@@ -18,9 +18,9 @@ PICKLES |= {("torch", "load"), ("joblib", "load"), ("marshal", "loads"), ("pd", 
 SAFE = {("torch", "load"): "weights_only=True", ("np", "load"): "allow_pickle=False"}
 # These unpickle their own child's results, and an index of shards with the classes that it may name.
 ALLOWED = {
-    ("hf_memopt/estimate/simulation/child_process.py", "pickle.loads"),
-    ("hf_memopt/jobs/datasets_by_name.py", "load_dataset_builder"),
-    ("hf_memopt/jobs/datasets_by_name.py", "from_file"),
+    ("hf_memopt/planning/simulation/child_process.py", "pickle.loads"),
+    ("hf_memopt.datasets_by_name.py", "load_dataset_builder"),
+    ("hf_memopt.datasets_by_name.py", "from_file"),
 }
 
 

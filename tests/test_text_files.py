@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from hf_memopt.command_line import one_line_errors
-from hf_memopt.jobs.spec import read_spec
+from hf_memopt.planning.job import read_spec
 from hf_memopt.text_files import read_values
 
 LAUGHS = "".join(

@@ -29,8 +29,8 @@ from benchmarks.planning import estimates
 from benchmarks.planning.estimate_report import TARGETS, print_report
 from benchmarks.planning.steps import MODELS, RECIPES, SIZES, model_steps, recipe_steps, simulated_step
 from benchmarks.timing import first_step_s, timed
-from hf_memopt.estimate.gpus import CARDS, card_named
-from hf_memopt.estimate.simulated_step import SimulatedStep
+from hf_memopt.planning.cards.gpus import CARDS, card_named
+from hf_memopt.planning.simulated_step import SimulatedStep
 
 BENCHMARK = "planning.estimate"
 CUDNN_LAST = {"TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"}

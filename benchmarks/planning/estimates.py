@@ -11,8 +11,8 @@ from typing import Any
 from benchmarks.cells import Cell, Row, measure_all, preload
 from benchmarks.common import CPU, environment, measured_commit, slug, write_results
 from benchmarks.planning.steps import Definition, simulated_step
-from hf_memopt.estimate.estimate import simulate_step
-from hf_memopt.estimate.simulation.child_process import run_isolated
+from hf_memopt.planning.estimate import simulate_step
+from hf_memopt.planning.simulation.child_process import run_isolated
 
 BENCHMARK = "planning.estimates"
 Step = tuple[str, Definition]

@@ -13,9 +13,9 @@ from transformers import (
     PreTrainedModel,  # noqa: F401 (half of the imports of a model, once for all cells)
 )
 
-from hf_memopt.estimate.simulated_step import SimulatedStep
-from hf_memopt.jobs import Job
-from hf_memopt.jobs.workloads import given_step, recipe_workload, workload_of
+from hf_memopt.planning import Job
+from hf_memopt.planning.simulated_step import SimulatedStep
+from hf_memopt.planning.workloads.of_job import given_step, recipe_workload, workload_of
 
 # Hidden size, layers, sequence length, batch size.
 SIZES = {

@@ -20,14 +20,13 @@ from typing import Any
 from tqdm import tqdm
 
 from benchmarks.common import CPU, BenchmarkParser, environment, finish, print_table
-from hf_memopt.estimate import MemoryEstimate
-from hf_memopt.estimate.estimate import simulate_step
-from hf_memopt.estimate.estimate_report import Verdict, needed_bytes, verdict
-from hf_memopt.estimate.gpus import find_card
-from hf_memopt.estimate.memory_below import Disk, MemoryBelow
-from hf_memopt.estimate.simulation.child_process import run_all_isolated
-from hf_memopt.jobs import Job
-from hf_memopt.jobs.workloads import given_step, workload_of
+from hf_memopt.planning import Job, MemoryEstimate
+from hf_memopt.planning.cards.gpus import find_card
+from hf_memopt.planning.cards.memory_below import Disk, MemoryBelow
+from hf_memopt.planning.estimate import simulate_step
+from hf_memopt.planning.estimate_report import Verdict, needed_bytes, verdict
+from hf_memopt.planning.simulation.child_process import run_all_isolated
+from hf_memopt.planning.workloads.of_job import given_step, workload_of
 
 SHAPE = {
     "model_type": "llama",

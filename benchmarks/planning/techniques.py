@@ -15,11 +15,11 @@ from typing import Any
 from tqdm import tqdm
 
 from benchmarks.common import CPU, BenchmarkParser, environment, finish, print_table
-from hf_memopt.estimate.accounting.categories import ACTIVATION
-from hf_memopt.estimate.estimate import simulate_step
-from hf_memopt.estimate.simulation.child_process import run_isolated
-from hf_memopt.jobs import Job
-from hf_memopt.jobs.workloads import given_step, workload_of
+from hf_memopt.planning import Job
+from hf_memopt.planning.accounting.categories import ACTIVATION
+from hf_memopt.planning.estimate import simulate_step
+from hf_memopt.planning.simulation.child_process import run_isolated
+from hf_memopt.planning.workloads.of_job import given_step, workload_of
 
 SHAPE = {
     "model_type": "qwen3",

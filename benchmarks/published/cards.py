@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from hf_memopt.estimate.gpus import CARDS, Card
+from hf_memopt.planning.cards.gpus import CARDS, Card
 
 _OTHERS = {
     "rtx8000": replace(

@@ -1,4 +1,4 @@
-"""Fits the speeds of `hf_memopt.estimate.kernel_speeds` to the published step times.
+"""Fits the speeds of `hf_memopt.planning.cards.kernel_speeds` to the published step times.
 
     python -m benchmarks.published.fit FOLDER
 
@@ -26,7 +26,7 @@ from benchmarks.published import times
 from benchmarks.published.__main__ import PAGE, write_between
 from benchmarks.published.measurements import Measurement
 from benchmarks.published.work import PARTS, Array, RecordedWork, recorded, step_s
-from hf_memopt.estimate.kernel_speeds import KernelSpeeds
+from hf_memopt.planning.cards.kernel_speeds import KernelSpeeds
 
 # Prior means of the shares, of the seconds of a kernel and of the host; then the prior deviations, in logarithms.
 _EXPECTED = KernelSpeeds(half=0.55, tf32=0.6, float32=0.75, convolution=0.4, attention=0.4, memory=0.75)

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 from benchmarks.published.cards import card_of
 from benchmarks.published.measurements import Measurement, model_config
-from hf_memopt.estimate import MemoryEstimate
-from hf_memopt.estimate.estimate import simulate_step
-from hf_memopt.estimate.simulated_step import RepeatedLayers, SimulatedStep
-from hf_memopt.estimate.simulation.child_process import run_isolated
-from hf_memopt.estimate.simulation.quantised.quantised_base import adapt_as_peft_does, quantise
-from hf_memopt.jobs.equal_layers import equal_layers, told_by_few
+from hf_memopt.planning import MemoryEstimate
+from hf_memopt.planning.estimate import simulate_step
+from hf_memopt.planning.models.equal_layers import equal_layers, told_by_few
+from hf_memopt.planning.simulated_step import RepeatedLayers, SimulatedStep
+from hf_memopt.planning.simulation.child_process import run_isolated
+from hf_memopt.planning.simulation.quantised.quantised_base import adapt_as_peft_does, quantise
 
 _AUTO_CLASSES = {
     "causal": transformers.AutoModelForCausalLM,

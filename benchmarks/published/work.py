@@ -12,12 +12,12 @@ from benchmarks.published.cards import card_of
 from benchmarks.published.measurements import Measurement
 from benchmarks.published.steps import simulated
 from hf_memopt.autograd_state import in_backward
-from hf_memopt.estimate import estimate
-from hf_memopt.estimate.accounting.operation import Operation, device_kind
-from hf_memopt.estimate.gpus import Card
-from hf_memopt.estimate.kernel_speeds import BACKWARD_SHARE, VIEW_SHARE, KernelSpeeds
-from hf_memopt.estimate.simulation.child_process import run_isolated
-from hf_memopt.estimate.simulation.kernel_work import (
+from hf_memopt.planning import estimate
+from hf_memopt.planning.accounting.operation import Operation, device_kind
+from hf_memopt.planning.cards.gpus import Card
+from hf_memopt.planning.cards.kernel_speeds import BACKWARD_SHARE, VIEW_SHARE, KernelSpeeds
+from hf_memopt.planning.simulation.child_process import run_isolated
+from hf_memopt.planning.simulation.kernel_work import (
     ATTENTION,
     CONVOLUTION,
     MEMORY,
@@ -25,7 +25,7 @@ from hf_memopt.estimate.simulation.kernel_work import (
     starts_kernel,
     work_of,
 )
-from hf_memopt.estimate.simulation.virtual_time import VirtualClock
+from hf_memopt.planning.simulation.virtual_time import VirtualClock
 
 Array = NDArray[np.float64]
 PARTS = KernelSpeeds._fields

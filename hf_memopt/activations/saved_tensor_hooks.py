@@ -20,6 +20,7 @@ from hf_memopt.activations.stats import OffloadCounters
 from hf_memopt.autograd_state import (
     COMES_AND_GOES,
     NO_BACKWARD,
+    PLAIN_TYPES,
     ViewMeta,
     called_from_checkpoint,
     called_from_function,
@@ -33,7 +34,6 @@ from hf_memopt.autograd_state import (
     modified_in_place,
     unwrapped,
 )
-from hf_memopt.transfer.backends import PLAIN_TYPES
 from hf_memopt.uncompiled import uncompiled
 
 logger = logging.getLogger(__name__)

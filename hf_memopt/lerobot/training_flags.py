@@ -2,16 +2,14 @@
 
 import io
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr
+from contextlib import redirect_stderr
 from pathlib import Path
 
-from draccus.utils import DecodingError
 from lerobot.configs import parser
 from lerobot.configs.train import TrainPipelineConfig
 
-from hf_memopt.command_line import argparse_raising
 from hf_memopt.lerobot.several_datasets import with_one_dataset
+from hf_memopt.planning.workloads.policy_run import complaints_as_errors
 
 
 def read_training_flags() -> TrainPipelineConfig:
@@ -38,27 +36,6 @@ def read_training_flags() -> TrainPipelineConfig:
     return cfg
 
 
-@contextmanager
-def complaints_as_errors() -> Iterator[None]:
-    """Raise ValueError in place of the complaints with which lerobot's parser ends the process."""
-    try:
-        with argparse_raising():
-            yield
-    except SystemExit as ending:
-        complaint = ending.__context__
-        if not isinstance(complaint, DecodingError):
-            raise
-        raise ValueError(_innermost(complaint)) from complaint
-
-
 @parser.wrap()
 def _parsed(cfg: TrainPipelineConfig) -> TrainPipelineConfig:
     return cfg
-
-
-def _innermost(error: BaseException) -> str:
-    """Return the fault in words; lerobot's own name the field where the cause does not."""
-    cause: BaseException = error
-    while cause.__cause__ is not None:
-        cause = cause.__cause__
-    return str(error) if cause is error else f"{error}: {cause}"

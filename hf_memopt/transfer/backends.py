@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_memopt.autograd_state import PLAIN_TYPES
 from hf_memopt.transfer.clock import Clock, HostClock, StreamClock, WallClock
 from hf_memopt.transfer.copier import Copier, StreamCopier, SyncCopier
 from hf_memopt.transfer.host_memory import available_bytes, mapped_on_cuda
@@ -52,9 +53,6 @@ _ACCELERATOR = DeviceBackend()
 _CPU = DeviceBackend(lambda device, pin, purpose: SyncCopier(), lambda device: HostClock(), is_unlimited=True)
 _MPS = DeviceBackend(lambda device, pin, purpose: SyncCopier(device), lambda device: WallClock(), is_unlimited=True)
 _REGISTERED = {"cpu": _CPU, "mps": _MPS}
-
-# All `tensor_class`es; subclasses need more in general. A set of its own, as it is asked for every tensor saved.
-PLAIN_TYPES: set[type[Tensor]] = {Tensor}
 
 
 def backend_of(device: torch.device) -> DeviceBackend:

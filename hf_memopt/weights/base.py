@@ -14,27 +14,27 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from hf_memopt.autograd_state import COMES_AND_GOES, PARAMETER_TYPES, in_backward
+from hf_memopt.autograd_state import COMES_AND_GOES, PARAMETER_TYPES, PLAIN_TYPES, in_backward
 from hf_memopt.ranges import NOT_NEGATIVE
 from hf_memopt.transfer import Copier, SyncCopier, copier_for
-from hf_memopt.transfer.backends import PLAIN_TYPES, backend_of
+from hf_memopt.transfer.backends import backend_of
 from hf_memopt.transfer.host_memory import return_freed_memory
 from hf_memopt.transfer.scratch_file import check_disk
 from hf_memopt.units import GIB, format_bytes
-from hf_memopt.weights.block_home import BlockHome
 from hf_memopt.weights.gradients import Gradients
-from hf_memopt.weights.homes import Home, make_home
+from hf_memopt.weights.homes.block_home import BlockHome
+from hf_memopt.weights.homes.home import Home, make_home
+from hf_memopt.weights.homes.packed_weights import PackedWeights
+from hf_memopt.weights.homes.quantised import claim_device, return_second_tensors, stored_tensors
+from hf_memopt.weights.homes.shared_memory import several_ranks
+from hf_memopt.weights.homes.weight_files import loaded_from
 from hf_memopt.weights.optimizer import OffloadedOptimizer, offloaded
-from hf_memopt.weights.packed_weights import PackedWeights
-from hf_memopt.weights.quantised import claim_device, return_second_tensors, stored_tensors
 from hf_memopt.weights.residency.guards import REMEDY, ParameterGuards
 from hf_memopt.weights.residency.model_state import ModelState
 from hf_memopt.weights.residency.selection import Selection, is_compiled, select
 from hf_memopt.weights.residency.visiting import Visiting
 from hf_memopt.weights.residency.with_statement import WithStatement
-from hf_memopt.weights.shared_memory import several_ranks
 from hf_memopt.weights.trained import TrainedWeights
-from hf_memopt.weights.weight_files import loaded_from
 
 logger = logging.getLogger(__name__)
 

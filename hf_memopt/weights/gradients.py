@@ -20,11 +20,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
-from hf_memopt.autograd_state import bytes_of, in_backward, num_tensors_on
-from hf_memopt.transfer.backends import PLAIN_TYPES
+from hf_memopt.autograd_state import PLAIN_TYPES, bytes_of, in_backward, num_tensors_on
 from hf_memopt.transfer.copier import Transfer
 from hf_memopt.transfer.lower_memory import Place
-from hf_memopt.weights.block_home import BlockHome
+from hf_memopt.weights.homes.block_home import BlockHome
 
 _aten = torch.ops.aten
 # Operators in place whose operand can wait until the bytes are brought, by those of lists that are the same for each.

@@ -21,7 +21,6 @@ from hf_memopt.ranges import NOT_NEGATIVE
 from hf_memopt.transfer import Copier
 from hf_memopt.transfer.scratch_file import check_disk
 from hf_memopt.units import GIB, MIB, format_bytes
-from hf_memopt.weights.block_home import BlockHome
 from hf_memopt.weights.coupling import (
     REDIRECTED,
     UpdateVisits,
@@ -30,9 +29,10 @@ from hf_memopt.weights.coupling import (
     random_numbers_kept,
     refuse_coupled,
 )
-from hf_memopt.weights.homes import HOMES, Home
+from hf_memopt.weights.homes.block_home import BlockHome
+from hf_memopt.weights.homes.home import HOMES, Home
+from hf_memopt.weights.homes.quantised import rewrapped
 from hf_memopt.weights.optimizer_units import PackedState, StateUnit, Traffic, leaves
-from hf_memopt.weights.quantised import rewrapped
 
 if TYPE_CHECKING:
     from hf_memopt.weights.trained import TrainedWeights

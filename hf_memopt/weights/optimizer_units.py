@@ -12,15 +12,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_memopt.autograd_state import PARAMETER_TYPES, unwrapped
-from hf_memopt.transfer.backends import PLAIN_TYPES
+from hf_memopt.autograd_state import PARAMETER_TYPES, PLAIN_TYPES, unwrapped
 from hf_memopt.transfer.copier import Transfer
 from hf_memopt.transfer.host_memory import return_freed_memory
 from hf_memopt.transfer.lower_memory import Place
 from hf_memopt.transfer.storage_memory import StorageMemory, WholePages
-from hf_memopt.weights.block_home import BlockHome
-from hf_memopt.weights.packed_weights import memory_ranges, packed, views
-from hf_memopt.weights.quantised import is_quantised, rewrapped
+from hf_memopt.weights.homes.block_home import BlockHome
+from hf_memopt.weights.homes.packed_weights import memory_ranges, packed, views
+from hf_memopt.weights.homes.quantised import is_quantised, rewrapped
 
 
 class Leaf(NamedTuple):

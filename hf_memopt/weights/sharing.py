@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from hf_memopt.autograd_state import COMES_AND_GOES
-from hf_memopt.transfer.backends import PLAIN_TYPES
+from hf_memopt.autograd_state import COMES_AND_GOES, PLAIN_TYPES
 from hf_memopt.weights.residency.away import Classes, set_present
 
 

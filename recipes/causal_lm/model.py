@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_memopt.jobs.quiet import building
-from hf_memopt.jobs.transformers_models.hub_code import check_code, check_model
-from hf_memopt.jobs.transformers_models.model_config import check_sizes
-from hf_memopt.jobs.transformers_models.tasks import checkpoint_layers
+from hf_memopt.planning.models.hub_code import check_code, check_model
+from hf_memopt.planning.models.model_config import check_sizes
+from hf_memopt.planning.models.quiet import building
+from hf_memopt.planning.models.tasks import checkpoint_layers
 from hf_memopt.recipes.causal_lm.options import ModelOptions
 from hf_memopt.recipes.common.flags import explained
 

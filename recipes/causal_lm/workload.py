@@ -10,14 +10,14 @@ from accelerate.utils import GradientAccumulationPlugin
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from hf_memopt.jobs.transformers_models.random_weights import weights_from_config
+from hf_memopt.planning.models.random_weights import weights_from_config
 from hf_memopt.recipes.causal_lm import data as data
 from hf_memopt.recipes.causal_lm.model import make_model
 from hf_memopt.recipes.causal_lm.options import Options
 from hf_memopt.recipes.causal_lm.step import Batch, Run, make_optimizer, stream_weights, update
 from hf_memopt.recipes.common.auto_plan import RecipeWorkload, activation_levers
 from hf_memopt.recipes.common.flags import read_options
-from hf_memopt.weights.homes import HOMES
+from hf_memopt.weights.homes.home import HOMES
 
 __all__ = ["workload"]
 

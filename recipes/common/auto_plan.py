@@ -12,14 +12,14 @@ import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import broadcast_object_list
 
-from hf_memopt.estimate.gpus import DEFAULT_CARD, Card, card_named
-from hf_memopt.estimate.simulated_step import SimulatedStep
-from hf_memopt.jobs import Row, plan
-from hf_memopt.jobs.accelerate_config import write_accelerate_config
-from hf_memopt.jobs.model_levers import ACTIVATIONS
-from hf_memopt.jobs.settings_table import explain, headline
-from hf_memopt.jobs.workload import Lever, Settings, Workload, divisors, num_steps
 from hf_memopt.memory.device_counters import counters_for
+from hf_memopt.planning import Row, plan
+from hf_memopt.planning.cards.gpus import DEFAULT_CARD, Card, card_named
+from hf_memopt.planning.models.accelerate_config import write_accelerate_config
+from hf_memopt.planning.search.table import explain, headline
+from hf_memopt.planning.simulated_step import SimulatedStep
+from hf_memopt.planning.workload import Lever, Settings, Workload, divisors, num_steps
+from hf_memopt.planning.workloads.model_levers import ACTIVATIONS
 from hf_memopt.recipes.common.flags import write_options
 from hf_memopt.units import format_gib
 

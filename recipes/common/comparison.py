@@ -27,7 +27,7 @@ from hf_memopt.exactness.recorder import Recorder
 from hf_memopt.exactness.recording import Recording
 from hf_memopt.exactness.report import VerifyReport, report_of
 from hf_memopt.exactness.runs import Kind, compare_runs, is_in_float32, is_switched
-from hf_memopt.jobs.workload import PASSES_OF_AUTO
+from hf_memopt.planning.workload import PASSES_OF_AUTO
 from hf_memopt.process_trees import begin_child
 from hf_memopt.recipes.common.cost import RunCost, mib, table
 from hf_memopt.recipes.common.loop import Run

@@ -16,9 +16,9 @@ from transformers import HfArgumentParser
 
 from hf_memopt.command_line import Parser
 from hf_memopt.command_line import flag as flag
-from hf_memopt.estimate.gpus import find_card
+from hf_memopt.planning.cards.gpus import find_card
 from hf_memopt.ranges import COUNT, COUNT_OR_ZERO, NOT_NEGATIVE, POSITIVE, SEED, SHARE, Range, check_ranges
-from hf_memopt.shipped_configs import config_file
+from hf_memopt.recipes.common.shipped_configs import config_file
 from hf_memopt.text_files import read_values
 
 # Numbers within a range, as types of fields.

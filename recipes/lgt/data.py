@@ -109,7 +109,7 @@ def _read_file(file: Path) -> Iterator[Tensor]:
 
 
 def _from_dataset(data: DataOptions) -> Latents:
-    from hf_memopt.jobs.datasets_by_name import dataset_by_name  # takes a second
+    from hf_memopt.datasets_by_name import dataset_by_name  # takes a second
 
     rows = dataset_by_name(str(data.dataset), data.split, field="data.dataset")
     columns = rows.with_format("torch", columns=[data.latent_column, data.style_column])[:]

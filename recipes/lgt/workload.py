@@ -7,7 +7,7 @@ import torch
 from accelerate import Accelerator
 from torch.optim.swa_utils import AveragedModel
 
-from hf_memopt.jobs.workload import Settings, divisors
+from hf_memopt.planning.workload import Settings, divisors
 from hf_memopt.recipes.common.auto_plan import PRECISION, WAYS, RecipeWorkload, activation_levers, with_changes
 from hf_memopt.recipes.lgt.data import Batch, make_batch
 from hf_memopt.recipes.lgt.options import Options, parse

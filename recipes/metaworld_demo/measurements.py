@@ -80,7 +80,7 @@ def measured(output: Path, tasks: Sequence[str], episodes: int, first_seed: int)
     from lerobot.datasets.lerobot_dataset import LeRobotDataset
 
     from hf_memopt.lerobot.evaluate.measure import evaluate_reflow, held_out_batches
-    from hf_memopt.lerobot.policy_files import load_policy, resolve_checkpoint
+    from hf_memopt.lerobot.files.policy_files import load_policy, resolve_checkpoint
     from hf_memopt.recipes.metaworld_demo.demonstrations import successes_of_mean_action
 
     torch.set_num_threads(1)

@@ -12,9 +12,9 @@ from lerobot.policies.smolvla.modeling_smolvla import SmolVLAPolicy
 from torch import Tensor
 
 from hf_memopt.lerobot.evaluate.measure import ReflowEvaluation, evaluate_reflow, held_out_batches, sample_trajectory
+from hf_memopt.lerobot.files.policy_files import load_config, load_policy, resolve_checkpoint
 from hf_memopt.lerobot.flow.known_flows import flow_of, observe
 from hf_memopt.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
-from hf_memopt.lerobot.policy_files import load_config, load_policy, resolve_checkpoint
 from hf_memopt.lerobot.student.model_card import Observations
 from hf_memopt.memory import SavedBytes
 from hf_memopt.recipes.reflow import smolvla_toy as toy

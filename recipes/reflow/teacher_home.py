@@ -9,9 +9,9 @@ import torch
 from accelerate import PartialState
 from lerobot.configs.train import TrainPipelineConfig
 
-from hf_memopt.estimate.gpus import Card
-from hf_memopt.estimate.simulation.child_process import IsolatedError
-from hf_memopt.jobs import Row, SettingsPlan, plan
+from hf_memopt.planning import Row, SettingsPlan, plan
+from hf_memopt.planning.cards.gpus import Card
+from hf_memopt.planning.simulation.child_process import IsolatedError
 from hf_memopt.recipes.common.auto_plan import best_row, card_of
 from hf_memopt.recipes.reflow.workload import SmolVLAReflow, why_not_simulated
 from hf_memopt.units import format_gib

@@ -21,15 +21,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 from transformers import AutoModelForImageTextToText
 
-from hf_memopt.estimate.simulation.virtual_time import VirtualClock
-from hf_memopt.jobs.transformers_models.random_weights import weights_from_config
-from hf_memopt.jobs.workload import Settings
 from hf_memopt.lerobot.configuration_smolvla_reflow import SmolVLAReflowConfig
-from hf_memopt.lerobot.estimates.policy_update import batch_of
+from hf_memopt.lerobot.files.policy_files import load_config, resolve_checkpoint
 from hf_memopt.lerobot.flow import flow_policy
 from hf_memopt.lerobot.flow.reflow_options import is_student
 from hf_memopt.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
-from hf_memopt.lerobot.policy_files import load_config, resolve_checkpoint
+from hf_memopt.planning.models.random_weights import weights_from_config
+from hf_memopt.planning.simulation.virtual_time import VirtualClock
+from hf_memopt.planning.workload import Settings
+from hf_memopt.planning.workloads.policy_update import batch_of
 from hf_memopt.recipes.common.auto_plan import PRECISION, RecipeWorkload
 from hf_memopt.recipes.reflow.lerobot_loop import ACCUMULATION_FLAG, make_accelerator
 from hf_memopt.transfer import clock_for

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Mxfp4Config, PreTrainedModel, TorchAoConfig
 from trl import get_quantization_config
 
-from hf_memopt.jobs.transformers_models.hub_code import check_model
+from hf_memopt.planning.models.hub_code import check_model
 from hf_memopt.recipes.common.flags import explained
 from hf_memopt.recipes.sft.options import Options
 

@@ -8,15 +8,15 @@ from typing import Any
 import yaml
 from accelerate import PartialState
 
-from hf_memopt.integrations.transformers.argument_file import ArgumentFile, current_names, set_fields
-from hf_memopt.integrations.transformers.trainer_workload import TrainerWorkload
-from hf_memopt.integrations.transformers.trl_trainers import TRL
-from hf_memopt.jobs import Job, Row
-from hf_memopt.jobs.accelerate_config import write_accelerate_config
+from hf_memopt.planning import Job, Row
+from hf_memopt.planning.models.accelerate_config import write_accelerate_config
+from hf_memopt.planning.workloads.argument_file import ArgumentFile, current_names, set_fields
+from hf_memopt.planning.workloads.trainer_workload import TrainerWorkload
+from hf_memopt.planning.workloads.trl_trainers import TRL
 from hf_memopt.recipes.common.auto_plan import best_row
+from hf_memopt.recipes.common.shipped_configs import config_file
 from hf_memopt.recipes.sft.conversations import write_tiny_model
 from hf_memopt.recipes.sft.options import Options, parse
-from hf_memopt.shipped_configs import config_file
 from hf_memopt.text_files import read_values
 
 __all__ = ["workload"]

@@ -11,7 +11,7 @@ from reliance import INTEGRATION, relied_on_by
 
 datasets = LateModule("datasets")
 arrow_writer = LateModule("datasets.arrow_writer")
-policy_files = LateModule("hf_memopt.lerobot.policy_files")
+policy_files = LateModule("hf_memopt.lerobot.files.policy_files")
 toy = LateModule("hf_memopt.recipes.reflow.smolvla_toy")
 lerobot_datasets = LateModule("lerobot.datasets")
 datasets_factory = LateModule("lerobot.datasets.factory")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from reliance import relied_on_by
 
-CONFIG = "hf_memopt/jobs/accelerate_config.py"
+CONFIG = "hf_memopt/planning/models/accelerate_config.py"
 
 
 def source(package: str, path: str) -> str:

@@ -23,19 +23,19 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _foreach_utils, backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_memopt.estimate.simulation.child_process import TOO_LARGE
-from hf_memopt.estimate.simulation.kernels import autocast
-from hf_memopt.estimate.simulation.ranks.first_rank import BACKEND
+from hf_memopt.planning.simulation.child_process import TOO_LARGE
+from hf_memopt.planning.simulation.kernels import autocast
+from hf_memopt.planning.simulation.ranks.first_rank import BACKEND
 
 masking_utils = LateModule("transformers.masking_utils")
 transformers_utils = LateModule("transformers.utils.import_utils")
 
-AUTOCAST = "hf_memopt/estimate/simulation/kernels/autocast.py"
-ATTENTION = "hf_memopt/estimate/simulation/kernels/attention.py"
-DEVICE = "hf_memopt/estimate/simulation/device.py"
-FAKE_MODE = "hf_memopt/estimate/simulation/fake_mode.py"
-RANKS = "hf_memopt/estimate/simulation/ranks/first_rank.py"
-UNKNOWNS = "hf_memopt/estimate/simulation/data_dependent.py"
+AUTOCAST = "hf_memopt/planning/simulation/kernels/autocast.py"
+ATTENTION = "hf_memopt/planning/simulation/kernels/attention.py"
+DEVICE = "hf_memopt/planning/simulation/device.py"
+FAKE_MODE = "hf_memopt/planning/simulation/fake_mode.py"
+RANKS = "hf_memopt/planning/simulation/ranks/first_rank.py"
+UNKNOWNS = "hf_memopt/planning/simulation/data_dependent.py"
 
 # Overloads that Python reaches never or only by names of dimensions, or that call a listed overload. CUDA refuses
 # binary_cross_entropy under autocast, which the virtual accelerator runs.
@@ -207,7 +207,7 @@ def test_dtensors_find_shapes_on_tensors_without_memory() -> None:
 
 
 def test_fsdp2_frees_weights_by_resizing_their_storages() -> None:
-    with relied_on_by("hf_memopt/estimate/accounting/allocation_log.py"):
+    with relied_on_by("hf_memopt/planning/accounting/allocation_log.py"):
         assert "storage.resize_(0)" in inspect.getsource(fsdp_param.free_storage)
         assert "storage.resize_(size)" in inspect.getsource(fsdp_param.alloc_storage)
 
@@ -221,7 +221,7 @@ def test_accelerate_asks_which_backend_there_is() -> None:
 def test_torch_calls_tensors_that_are_too_large_so() -> None:
     tensor = torch.empty(1, 1, device="meta")
     for num_columns, words in zip((1, 4), TOO_LARGE, strict=True):
-        with relied_on_by("hf_memopt/estimate/simulation/child_process.py"), pytest.raises(RuntimeError, match=words):
+        with relied_on_by("hf_memopt/planning/simulation/child_process.py"), pytest.raises(RuntimeError, match=words):
             tensor.expand(2**62, num_columns).contiguous()
 
 

@@ -16,9 +16,9 @@ smolvlm_with_expert = LateModule("lerobot.policies.smolvla.smolvlm_with_expert")
 lerobot_train = LateModule("lerobot.scripts.lerobot_train")
 
 
-AUTOCAST = "hf_memopt/estimate/simulation/kernels/autocast.py"
-UNKNOWNS = "hf_memopt/estimate/simulation/data_dependent.py"
-WEIGHTS = "hf_memopt/estimate/simulation/device.py"
+AUTOCAST = "hf_memopt/planning/simulation/kernels/autocast.py"
+UNKNOWNS = "hf_memopt/planning/simulation/data_dependent.py"
+WEIGHTS = "hf_memopt/planning/simulation/device.py"
 PLAN = "recipes/reflow/workload.py"
 
 

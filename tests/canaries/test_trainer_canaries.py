@@ -133,7 +133,7 @@ def test_prepare_returns_its_models_in_a_tuple_or_alone() -> None:
 def test_accelerates_launcher_is_a_module_that_runs_modules() -> None:
     from accelerate.commands import launch
 
-    with relied_on_by("hf_memopt/commands/launch_command.py"):
+    with relied_on_by("hf_memopt/cli/launch_command.py"):
         assert '__name__ == "__main__"' in inspect.getsource(launch)
         words = ["--cpu", "-m", "package.module", "train.py", "--lr", "1"]
         parsed = launch.launch_command_parser().parse_args(words)

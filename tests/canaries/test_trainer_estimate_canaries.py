@@ -13,8 +13,8 @@ from torch import nn
 trainer_toys = LateModule("trainer_toys")
 transformers = LateModule("transformers")
 
-SIMULATED = "hf_memopt/integrations/transformers/simulated_trainer.py"
-BATCHES = "hf_memopt/integrations/transformers/trainer_batches.py"
+SIMULATED = "hf_memopt/planning/workloads/simulated_trainer.py"
+BATCHES = "hf_memopt/planning/workloads/trainer_batches.py"
 
 
 def trainer(folder: Path, **options: Any) -> Any:

@@ -7,7 +7,7 @@ import pytest
 from reliance import relied_on_by
 
 AUTOGRAD_STATE = "hf_memopt/autograd_state.py"
-ENGINE = "hf_memopt/estimate/simulation/ranks/zero_engine.py"
+ENGINE = "hf_memopt/planning/simulation/ranks/zero_engine.py"
 
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 

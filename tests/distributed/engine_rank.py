@@ -12,11 +12,11 @@ from rank_steps import Way, setup, step
 from torch import Tensor, distributed
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from hf_memopt.estimate.accounting.allocation_log import AllocationLog, StepPhases
-from hf_memopt.estimate.accounting.categories import StepLabels
-from hf_memopt.estimate.gpus import DEFAULT_CARD
-from hf_memopt.estimate.simulation.ranks.first_rank import meshes_with_values, unseen_shape_propagation
-from hf_memopt.estimate.simulation.virtual_time import VirtualClock, VirtualEvent
+from hf_memopt.planning.accounting.allocation_log import AllocationLog, StepPhases
+from hf_memopt.planning.accounting.categories import StepLabels
+from hf_memopt.planning.cards.gpus import DEFAULT_CARD
+from hf_memopt.planning.simulation.ranks.first_rank import meshes_with_values, unseen_shape_propagation
+from hf_memopt.planning.simulation.virtual_time import VirtualClock, VirtualEvent
 
 CPU = torch.device("cpu")
 
@@ -63,7 +63,7 @@ class _NoOther(TorchDispatchMode):
 
 @contextmanager
 def as_simulated(labels: StepLabels) -> Iterator[None]:
-    from hf_memopt.estimate.simulation.ranks.zero_engine import updates_labelled, zero_as_on_cuda
+    from hf_memopt.planning.simulation.ranks.zero_engine import updates_labelled, zero_as_on_cuda
 
     # DeepSpeed gets virtual streams, which have to know a time.
     clock = VirtualClock(DEFAULT_CARD, "cpu")

@@ -10,10 +10,9 @@ from launched_files import added_environment
 from ranks import on_ranks
 from transformers_toys import step_of
 
-from hf_memopt.estimate.estimate import simulate_step
-from hf_memopt.estimate.memory_below import Disk, MemoryBelow
-from hf_memopt.estimate.simulation.child_process import run_isolated
-from hf_memopt.jobs.accelerate_config import (
+from hf_memopt.planning.cards.memory_below import Disk, MemoryBelow
+from hf_memopt.planning.estimate import simulate_step
+from hf_memopt.planning.models.accelerate_config import (
     FSDP2,
     HOST,
     NVME,
@@ -23,6 +22,7 @@ from hf_memopt.jobs.accelerate_config import (
     Sharing,
     write_accelerate_config,
 )
+from hf_memopt.planning.simulation.child_process import run_isolated
 
 host_optimizer_rank = LateModule("host_optimizer_rank")
 transformers = LateModule("transformers")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from fake_cuda import device
 
-from hf_memopt.estimate.accounting.caching_allocator import MIB, CachingAllocator
+from hf_memopt.planning.accounting.caching_allocator import MIB, CachingAllocator
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -12,7 +12,7 @@ from late_imports import LateModule
 from hf_memopt.cli import main
 
 modeling_smolvla_reflow = LateModule("hf_memopt.lerobot.modeling_smolvla_reflow")
-policy_files = LateModule("hf_memopt.lerobot.policy_files")
+policy_files = LateModule("hf_memopt.lerobot.files.policy_files")
 prepare = LateModule("hf_memopt.lerobot.student.prepare")
 io_utils = LateModule("lerobot.datasets.io_utils")
 modeling_smolvla = LateModule("lerobot.policies.smolvla.modeling_smolvla")

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from late_imports import LateModule
 
-policy_files = LateModule("hf_memopt.lerobot.policy_files")
+policy_files = LateModule("hf_memopt.lerobot.files.policy_files")
 
 
 @pytest.mark.parametrize(

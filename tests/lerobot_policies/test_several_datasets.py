@@ -18,7 +18,7 @@ training_flags = LateModule("hf_memopt.lerobot.training_flags")
 runs = LateModule("lerobot_runs")
 recipe = LateModule("hf_memopt.recipes.reflow_smolvla")
 prepare = LateModule("hf_memopt.lerobot.student.prepare")
-precompute_pairs = LateModule("hf_memopt.lerobot.reflow.precompute_pairs")
+precompute_pairs = LateModule("hf_memopt.lerobot.precompute_pairs")
 
 IDS = "--dataset.repo_id=[toy/one,toy/two]"
 

@@ -17,9 +17,9 @@ from simulated import simulated
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hf_memopt.estimate import estimate_peak_memory
-from hf_memopt.estimate.accounting.categories import TEACHER
-from hf_memopt.estimate.simulated_step import SimulatedStep
+from hf_memopt.planning import estimate_peak_memory
+from hf_memopt.planning.accounting.categories import TEACHER
+from hf_memopt.planning.simulated_step import SimulatedStep
 from hf_memopt.recipes.common.auto_plan import RecipeWorkload
 from hf_memopt.transfer.storage_memory import ResizedMemory
 

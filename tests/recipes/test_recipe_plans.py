@@ -11,7 +11,7 @@ from plan_toys import causal_lm, fluxflow, lgt, lgt_config, neural_operator
 from printed_commands import run_printed
 
 from hf_memopt.cli import main
-from hf_memopt.estimate import estimate_peak_memory
+from hf_memopt.planning import estimate_peak_memory
 from hf_memopt.recipes.common.auto_plan import RecipeWorkload
 from hf_memopt.recipes.lgt import options as lgt_options
 from hf_memopt.recipes.lgt import workload as lgt_plan

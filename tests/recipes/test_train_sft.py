@@ -21,7 +21,7 @@ train_sft = LateModule("hf_memopt.recipes.train_sft")
 trl = LateModule("trl")
 sft_options = LateModule("hf_memopt.recipes.sft.options")
 sft_plan = LateModule("hf_memopt.recipes.sft.workload")
-model_options = LateModule("hf_memopt.jobs.transformers_models.model_options")
+model_options = LateModule("hf_memopt.planning.models.model_options")
 
 pytestmark = [pytest.mark.usefixtures("quick_plans", "on_the_cpu", "no_shared_cache"), pytest.mark.e2e]
 

@@ -18,9 +18,9 @@ from reflow_students import CHUNK, moved, robot
 from torch import Tensor
 from transformers import SiglipVisionConfig
 
+from hf_memopt.lerobot.files.policy_files import load_config
 from hf_memopt.lerobot.pi0.configuration_pi0_reflow import PI0ReflowConfig, PI05ReflowConfig
 from hf_memopt.lerobot.pi0.modeling_pi0_reflow import PI0ReflowPolicy, PI05ReflowPolicy
-from hf_memopt.lerobot.policy_files import load_config
 from hf_memopt.recipes.reflow.smolvla_toy import IMAGE_SIZE
 
 VOCABULARY = 320

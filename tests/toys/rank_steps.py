@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from hf_memopt.estimate.simulation.ranks.first_rank import BACKEND
+from hf_memopt.planning.simulation.ranks.first_rank import BACKEND
 
 SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 250, "num_hidden_layers": 3, "vocab_size": 515}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}

@@ -7,15 +7,14 @@ from typing import Any
 import vision_language_toys
 from late_imports import LateModule
 
-from hf_memopt.estimate import MemoryEstimate
-from hf_memopt.estimate.estimate import simulate_step
-from hf_memopt.estimate.gpus import find_card
-from hf_memopt.estimate.simulated_step import SimulatedStep
-from hf_memopt.estimate.simulation.child_process import run_isolated
-from hf_memopt.jobs import Job
+from hf_memopt.planning import Job, MemoryEstimate
+from hf_memopt.planning.cards.gpus import find_card
+from hf_memopt.planning.estimate import simulate_step
+from hf_memopt.planning.simulated_step import SimulatedStep
+from hf_memopt.planning.simulation.child_process import run_isolated
 
-file_trainer = LateModule("hf_memopt.integrations.transformers.file_trainer")
-trainer_workload = LateModule("hf_memopt.integrations.transformers.trainer_workload")
+file_trainer = LateModule("hf_memopt.planning.workloads.file_trainer")
+trainer_workload = LateModule("hf_memopt.planning.workloads.trainer_workload")
 transformers = LateModule("transformers")
 
 FolderOf = Callable[..., str]

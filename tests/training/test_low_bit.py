@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_memopt.estimate import MemoryEstimate, estimate_peak_memory
+from hf_memopt.planning import MemoryEstimate, estimate_peak_memory
 from hf_memopt.training.low_bit import low_bit_adamw
 
 WIDTH = 512

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from hf_memopt.autograd_state import PLAIN_TYPES
 from hf_memopt.transfer import SyncCopier, clock_for, copier_for
-from hf_memopt.transfer.backends import PLAIN_TYPES, DeviceBackend, backend_of, readable_in_place, registered
+from hf_memopt.transfer.backends import DeviceBackend, backend_of, readable_in_place, registered
 from hf_memopt.transfer.clock import HostClock
 
 CPU = torch.device("cpu")

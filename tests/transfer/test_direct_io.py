@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_memopt.estimate.simulation.child_process import run_isolated
+from hf_memopt.planning.simulation.child_process import run_isolated
 from hf_memopt.transfer import direct_io
 from hf_memopt.transfer.direct_io import PAGE, chunks, private_pages, read_memory, write_memory
 

@@ -14,7 +14,7 @@ import torch
 from adversarial_copier import AdversarialCopier, InjectedError
 from torch import Tensor
 
-from hf_memopt.estimate.simulation.child_process import run_isolated
+from hf_memopt.planning.simulation.child_process import run_isolated
 from hf_memopt.transfer import file_reader
 from hf_memopt.transfer.direct_io import PAGE, private_pages
 from hf_memopt.transfer.file_reader import BlockInFiles, DirectReads, Piece, ReadFile, StagedReads

@@ -18,7 +18,7 @@ from interrupts import Interrupter, leave_contexts_of_torch
 from torch import Tensor, nn
 
 from hf_memopt import StreamedWeights
-from hf_memopt.weights.homes import make_home
+from hf_memopt.weights.homes.home import make_home
 from hf_memopt.weights.residency.with_statement import WithStatement
 
 

@@ -18,8 +18,7 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, SelectiveC
 
 from hf_memopt.activations.recompute.op_tracer import written_arguments
 from hf_memopt.activations.recompute.plain_dispatch import call_as_plain
-from hf_memopt.autograd_state import VersionGuard, is_plain
-from hf_memopt.transfer.backends import PLAIN_TYPES
+from hf_memopt.autograd_state import PLAIN_TYPES, VersionGuard, is_plain
 
 Policy = Callable[..., CheckpointPolicy | bool]
 _KEEP = (True, CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)

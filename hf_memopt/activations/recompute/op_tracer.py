@@ -14,8 +14,15 @@ from torch import Tensor, UntypedStorage, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode
 
 from hf_memopt.activations.recompute.plain_dispatch import call_as_plain
-from hf_memopt.autograd_state import StoragePin, ViewMeta, calling_module, in_backward, is_plain, is_regathered
-from hf_memopt.transfer.backends import PLAIN_TYPES
+from hf_memopt.autograd_state import (
+    PLAIN_TYPES,
+    StoragePin,
+    ViewMeta,
+    calling_module,
+    in_backward,
+    is_plain,
+    is_regathered,
+)
 from hf_memopt.transfer.clock import Clock
 
 _aten = torch.ops.aten

@@ -32,7 +32,7 @@ def main(about: EmbeddingArguments, arguments: Any) -> Any:
     from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 
     from hf_memopt.integrations.sentence_transformers.cached_loss import CachedLoss
-    from hf_memopt.jobs.transformers_models.hub_code import check_model
+    from hf_memopt.planning.models.hub_code import check_model
 
     check_model(about.model)
     asked = {} if about.attention == "auto" else {"attn_implementation": about.attention}
@@ -56,7 +56,7 @@ def main(about: EmbeddingArguments, arguments: Any) -> Any:
 def _rows(about: EmbeddingArguments, arguments: Any) -> Any:
     from datasets import Dataset
 
-    from hf_memopt.jobs.datasets_by_name import dataset_by_name
+    from hf_memopt.datasets_by_name import dataset_by_name
 
     if about.dataset is None:
         columns = ("query", "answer", *(f"negative{number}" for number in range(about.passages - 1)))

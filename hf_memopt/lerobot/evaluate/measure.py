@@ -23,12 +23,12 @@ from lerobot.utils.constants import ACTION
 from torch import Tensor
 from tqdm import tqdm
 
-from hf_memopt.estimate.accounting.allocation_log import AllocationLog, StepPhases
+from hf_memopt.lerobot.files.policy_files import load_config, resolve_checkpoint
+from hf_memopt.lerobot.files.processors import load_processors
 from hf_memopt.lerobot.flow.flow_policy import Observation
 from hf_memopt.lerobot.flow.known_flows import flow_of, observe
-from hf_memopt.lerobot.policy_files import load_config, resolve_checkpoint
-from hf_memopt.lerobot.processors import load_processors
 from hf_memopt.memory.device_counters import device_name
+from hf_memopt.planning.accounting.allocation_log import AllocationLog, StepPhases
 from hf_memopt.reflow import straightness
 from hf_memopt.report.outcome import Outcome, steps_text
 

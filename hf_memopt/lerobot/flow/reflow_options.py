@@ -7,7 +7,7 @@ from typing import Any
 from hf_memopt.ranges import COUNT, POSITIVE, SHARE
 from hf_memopt.reflow import LOSS_KINDS, TIME_SAMPLINGS
 from hf_memopt.weights import BASE_HOMES, TEACHER_MODES
-from hf_memopt.weights.homes import HOMES
+from hf_memopt.weights.homes.home import HOMES
 
 DTYPES = ("float32", "bfloat16")
 TEACHER, SELF = TARGETS = ("teacher", "self")

@@ -6,9 +6,9 @@ from typing import Any, Self
 from lerobot.policies.pi0.modeling_pi0 import PI0Policy
 from lerobot.policies.pi05.modeling_pi05 import PI05Policy
 
+from hf_memopt.lerobot.files.policy_files import check_weights_file, load_config, resolve_checkpoint
 from hf_memopt.lerobot.flow.pi0_flow import load_pi0_weights
 from hf_memopt.lerobot.pi0.configuration_pi0_reflow import PI0ReflowConfig, PI05ReflowConfig
-from hf_memopt.lerobot.policy_files import check_weights_file, load_config, resolve_checkpoint
 from hf_memopt.lerobot.reflow.reflow_policy import ReflowPolicy
 
 

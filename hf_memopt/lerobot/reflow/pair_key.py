@@ -12,8 +12,8 @@ from lerobot.utils.constants import OBS_LANGUAGE_ATTENTION_MASK, OBS_LANGUAGE_TO
 from torch import Tensor
 
 from hf_memopt.disk.digests import files_sha256
+from hf_memopt.lerobot.files.policy_files import load_config, normalizing_statistics, weights_digest
 from hf_memopt.lerobot.flow.known_flows import flow_of
-from hf_memopt.lerobot.policy_files import load_config, normalizing_statistics, weights_digest
 
 Statistics = Mapping[str, Mapping[str, Any]]
 

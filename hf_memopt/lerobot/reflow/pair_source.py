@@ -13,10 +13,10 @@ from torch import Tensor
 
 from hf_memopt.lerobot.couplings.cache import CouplingCache
 from hf_memopt.lerobot.couplings.coupling_spec import draw_noise, noise_seed
+from hf_memopt.lerobot.files.policy_files import resolve_checkpoint
 from hf_memopt.lerobot.flow.flow_policy import Observation, SharedPrefix
 from hf_memopt.lerobot.flow.known_flows import flow_of, observe
 from hf_memopt.lerobot.flow.reflow_options import ReflowOptions
-from hf_memopt.lerobot.policy_files import resolve_checkpoint
 from hf_memopt.lerobot.reflow.pair_key import Statistics, comparable_fields, coupling_inputs, without_padding
 
 logger = logging.getLogger(__name__)

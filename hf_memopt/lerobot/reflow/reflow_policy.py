@@ -9,19 +9,19 @@ from lerobot.policies.pretrained import PreTrainedPolicy
 from torch import Tensor, nn
 
 from hf_memopt.activations import ActivationOffloader
-from hf_memopt.lerobot.checkpoint_files import no_remote_code
+from hf_memopt.lerobot.files.checkpoint_files import no_remote_code
+from hf_memopt.lerobot.files.policy_files import resolve_checkpoint
+from hf_memopt.lerobot.files.processors import check_processors
 from hf_memopt.lerobot.flow.flow_policy import Observation, SharedPrefix
 from hf_memopt.lerobot.flow.known_flows import flow_of, observe
-from hf_memopt.lerobot.policy_files import resolve_checkpoint
-from hf_memopt.lerobot.processors import check_processors
 from hf_memopt.lerobot.reflow.pair_source import Pairs, make_pair_source
 from hf_memopt.lerobot.reflow.reflow_teacher import ReflowTeacher
 from hf_memopt.lerobot.reflow.self_teacher import SelfTeacher
-from hf_memopt.lerobot.step_memory import PhaseMemory
+from hf_memopt.lerobot.reflow.step_memory import PhaseMemory
 from hf_memopt.reflow import chunk_loss, interpolate, reflow_loss, sample_time
 from hf_memopt.units import GIB
 from hf_memopt.weights import StreamedWeights
-from hf_memopt.weights.weight_files import folder_with_weights
+from hf_memopt.weights.homes.weight_files import folder_with_weights
 
 
 class ReflowPolicy(nn.Module):

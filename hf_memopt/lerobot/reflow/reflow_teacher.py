@@ -9,10 +9,7 @@ import torch
 from lerobot.policies.pretrained import PreTrainedPolicy
 from torch import Tensor
 
-from hf_memopt.lerobot.flow.flow_policy import Observation, SharedPrefix
-from hf_memopt.lerobot.flow.known_flows import flow_of
-from hf_memopt.lerobot.flow.reflow_options import ReflowOptions
-from hf_memopt.lerobot.policy_files import (
+from hf_memopt.lerobot.files.policy_files import (
     check_same_architecture,
     check_same_statistics,
     check_weights_file,
@@ -21,6 +18,9 @@ from hf_memopt.lerobot.policy_files import (
     load_teacher,
     resolve_checkpoint,
 )
+from hf_memopt.lerobot.flow.flow_policy import Observation, SharedPrefix
+from hf_memopt.lerobot.flow.known_flows import flow_of
+from hf_memopt.lerobot.flow.reflow_options import ReflowOptions
 from hf_memopt.lerobot.reflow.velocity_teacher import VelocityTeacher, check_replicated, why_student_cannot_share
 from hf_memopt.transfer import Copier
 from hf_memopt.units import MIB

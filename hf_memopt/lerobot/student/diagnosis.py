@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from lerobot.policies import get_policy_class
 
+from hf_memopt.lerobot.files.policy_files import load_config, resolve_checkpoint
+from hf_memopt.lerobot.files.processors import blank_observation, check_processors, load_processors
 from hf_memopt.lerobot.flow.known_flows import observe
 from hf_memopt.lerobot.flow.reflow_options import is_student
-from hf_memopt.lerobot.policy_files import load_config, resolve_checkpoint
-from hf_memopt.lerobot.processors import blank_observation, check_processors, load_processors
 from hf_memopt.lerobot.reflow.reflow_policy import ReflowPolicy
 from hf_memopt.units import MIB
 from hf_memopt.weights import TeacherReport

@@ -5,10 +5,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hf_memopt.lerobot.checkpoint_files import read_object
 from hf_memopt.lerobot.evaluate.evaluation_table import Rollouts, draw
 from hf_memopt.lerobot.evaluate.measure import ModelEvaluation, ReflowEvaluation
-from hf_memopt.lerobot.policy_files import resolve_checkpoint, weights_digest
+from hf_memopt.lerobot.files.checkpoint_files import read_object
+from hf_memopt.lerobot.files.policy_files import resolve_checkpoint, weights_digest
 from hf_memopt.lerobot.student.model_card import Measured, Observations
 from hf_memopt.report.figures import render
 

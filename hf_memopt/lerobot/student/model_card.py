@@ -12,12 +12,12 @@ from lerobot.datasets.factory import make_train_eval_datasets
 from lerobot.policies import get_policy_class
 
 from hf_memopt import __version__
-from hf_memopt.lerobot.checkpoint_files import file_in, read_object
 from hf_memopt.lerobot.evaluate.measure import FIGURES, ReflowEvaluation, evaluate_reflow, held_out_batches
+from hf_memopt.lerobot.files.checkpoint_files import file_in, read_object
+from hf_memopt.lerobot.files.policy_files import load_config, load_policy, load_teacher, resolve_checkpoint
+from hf_memopt.lerobot.files.processors import check_processors
 from hf_memopt.lerobot.flow.known_flows import flow_of
 from hf_memopt.lerobot.flow.reflow_options import is_student
-from hf_memopt.lerobot.policy_files import load_config, load_policy, load_teacher, resolve_checkpoint
-from hf_memopt.lerobot.processors import check_processors
 from hf_memopt.memory.metrics_file import METRICS_FILE, read_metrics
 from hf_memopt.report.outcome import gain_line, outcome_line
 from hf_memopt.units import format_bytes

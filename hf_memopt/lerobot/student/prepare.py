@@ -17,12 +17,18 @@ from lerobot.policies.pretrained import PreTrainedPolicy
 from safetensors.torch import save_model
 
 from hf_memopt.disk.files_on_disk import new_folder
-from hf_memopt.lerobot.adapters import adapter_files, base_name, is_adapter
-from hf_memopt.lerobot.checkpoint_files import COPY_AGAIN, read_object
+from hf_memopt.lerobot.files.adapters import adapter_files, base_name, is_adapter
+from hf_memopt.lerobot.files.checkpoint_files import COPY_AGAIN, read_object
+from hf_memopt.lerobot.files.policy_files import (
+    WEIGHTS_FILE,
+    check_normalizers,
+    load_config,
+    load_policy,
+    resolve_checkpoint,
+)
+from hf_memopt.lerobot.files.processors import PREPROCESSOR_FILE, blank_observation, check_processors, load_processors
 from hf_memopt.lerobot.flow.known_flows import flow_of
 from hf_memopt.lerobot.flow.reflow_options import absolute_if_local, is_student
-from hf_memopt.lerobot.policy_files import WEIGHTS_FILE, check_normalizers, load_config, load_policy, resolve_checkpoint
-from hf_memopt.lerobot.processors import PREPROCESSOR_FILE, blank_observation, check_processors, load_processors
 from hf_memopt.ranges import COUNT
 
 # A derived checkpoint must not be pushed over the one it came from.

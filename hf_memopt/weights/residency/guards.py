@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from hf_memopt.autograd_state import COMES_AND_GOES, bytes_of
-from hf_memopt.weights.packed_weights import OffsetTensor, span_bytes, views
-from hf_memopt.weights.quantised import is_quantised, rewrapped
+from hf_memopt.weights.homes.packed_weights import OffsetTensor, span_bytes, views
+from hf_memopt.weights.homes.quantised import is_quantised, rewrapped
 
 REMEDY = "call remove() of its StreamedWeights first"
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from hf_memopt.transfer import Copier, Transfer
 from hf_memopt.transfer.storage_memory import ResizedMemory
-from hf_memopt.weights.homes import WeightsHome
-from hf_memopt.weights.packed_weights import WeightSlice, bind, span_bytes, views
+from hf_memopt.weights.homes.home import WeightsHome
+from hf_memopt.weights.homes.packed_weights import WeightSlice, bind, span_bytes, views
 from hf_memopt.weights.residency.away import Classes, set_away, set_plain, set_present
 
 

@@ -11,8 +11,8 @@ from hf_memopt.memory.device_counters import Counters
 from hf_memopt.transfer import Copier
 from hf_memopt.transfer.clock import Clock
 from hf_memopt.transfer.link import PROBE_BYTES, bytes_per_s
-from hf_memopt.weights.homes import WeightsHome
-from hf_memopt.weights.packed_weights import PackedWeights
+from hf_memopt.weights.homes.home import WeightsHome
+from hf_memopt.weights.homes.packed_weights import PackedWeights
 from hf_memopt.weights.strategies.mode_choice import Choice, choose, usable_bytes
 from hf_memopt.weights.strategies.placement import ResidentWeights, SwappedWeights, WeightPlacement
 from hf_memopt.weights.strategies.stream import StreamedVisits

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from hf_memopt.transfer import Copier, Transfer
-from hf_memopt.weights.homes import WeightsHome
-from hf_memopt.weights.packed_weights import PackedWeights, bind, views
-from hf_memopt.weights.quantised import inner_tensors
+from hf_memopt.weights.homes.home import WeightsHome
+from hf_memopt.weights.homes.packed_weights import PackedWeights, bind, views
+from hf_memopt.weights.homes.quantised import inner_tensors
 from hf_memopt.weights.residency.away import Classes, set_present
 
 REMEDY_OF_WRITES = "nothing keeps what is written to it; write it before the teacher is made, or use mode='resident'"

@@ -5,8 +5,8 @@ import math
 from torch import nn
 
 from hf_memopt.transfer import Copier
-from hf_memopt.weights.homes import WeightsHome
-from hf_memopt.weights.packed_weights import PackedWeights
+from hf_memopt.weights.homes.home import WeightsHome
+from hf_memopt.weights.homes.packed_weights import PackedWeights
 from hf_memopt.weights.residency.resident_set import forecast
 from hf_memopt.weights.residency.visit_order import Visit
 from hf_memopt.weights.residency.visiting import Visiting

@@ -12,7 +12,7 @@ from late_imports import LateModule
 from torch import Tensor
 
 measure = LateModule("hf_memopt.lerobot.evaluate.measure")
-policy_files = LateModule("hf_memopt.lerobot.policy_files")
+policy_files = LateModule("hf_memopt.lerobot.files.policy_files")
 known_flows = LateModule("hf_memopt.lerobot.flow.known_flows")
 toy = LateModule("hf_memopt.recipes.reflow.smolvla_toy")
 

@@ -6,7 +6,7 @@ import pytest
 from late_imports import LateModule
 
 reflow_options = LateModule("hf_memopt.lerobot.flow.reflow_options")
-policy_files = LateModule("hf_memopt.lerobot.policy_files")
+policy_files = LateModule("hf_memopt.lerobot.files.policy_files")
 
 
 SELF: dict[str, Any] = {"reflow_target": "self", "reflow_real_data": 0.5}

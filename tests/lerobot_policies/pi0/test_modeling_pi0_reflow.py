@@ -10,9 +10,9 @@ import torch
 from late_imports import LateModule
 
 known_flows = LateModule("hf_memopt.lerobot.flow.known_flows")
-policy_files = LateModule("hf_memopt.lerobot.policy_files")
-processors = LateModule("hf_memopt.lerobot.processors")
-precompute_pairs = LateModule("hf_memopt.lerobot.reflow.precompute_pairs")
+policy_files = LateModule("hf_memopt.lerobot.files.policy_files")
+processors = LateModule("hf_memopt.lerobot.files.processors")
+precompute_pairs = LateModule("hf_memopt.lerobot.precompute_pairs")
 diagnosis = LateModule("hf_memopt.lerobot.student.diagnosis")
 model_card = LateModule("hf_memopt.lerobot.student.model_card")
 prepare = LateModule("hf_memopt.lerobot.student.prepare")

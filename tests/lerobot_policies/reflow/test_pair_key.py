@@ -4,7 +4,7 @@ from pathlib import Path
 import torch
 from late_imports import LateModule
 
-policy_files = LateModule("hf_memopt.lerobot.policy_files")
+policy_files = LateModule("hf_memopt.lerobot.files.policy_files")
 pair_key = LateModule("hf_memopt.lerobot.reflow.pair_key")
 constants = LateModule("lerobot.utils.constants")
 

@@ -15,7 +15,7 @@ from hf_memopt.reflow import chunk_loss
 
 measure = LateModule("hf_memopt.lerobot.evaluate.measure")
 modeling_smolvla_reflow = LateModule("hf_memopt.lerobot.modeling_smolvla_reflow")
-policy_files = LateModule("hf_memopt.lerobot.policy_files")
+policy_files = LateModule("hf_memopt.lerobot.files.policy_files")
 pair_source = LateModule("hf_memopt.lerobot.reflow.pair_source")
 known_flows = LateModule("hf_memopt.lerobot.flow.known_flows")
 diagnosis = LateModule("hf_memopt.lerobot.student.diagnosis")

@@ -17,14 +17,14 @@ from hf_memopt.cli import main
 pytestmark = pytest.mark.e2e
 
 runs = LateModule("lerobot_runs")
-adapters = LateModule("hf_memopt.lerobot.adapters")
+adapters = LateModule("hf_memopt.lerobot.files.adapters")
 factory = LateModule("lerobot.policies.factory")
 lerobot_configs = LateModule("lerobot.configs")
 lerobot_train = LateModule("lerobot.scripts.lerobot_train")
 peft = LateModule("peft")
-policy_files = LateModule("hf_memopt.lerobot.policy_files")
+policy_files = LateModule("hf_memopt.lerobot.files.policy_files")
 prepare = LateModule("hf_memopt.lerobot.student.prepare")
-processors = LateModule("hf_memopt.lerobot.processors")
+processors = LateModule("hf_memopt.lerobot.files.processors")
 recipe = LateModule("hf_memopt.recipes.reflow_smolvla")
 lerobot_datasets = LateModule("lerobot.datasets")
 

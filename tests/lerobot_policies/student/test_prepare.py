@@ -14,7 +14,7 @@ from torch import Tensor
 
 configuration_smolvla_reflow = LateModule("hf_memopt.lerobot.configuration_smolvla_reflow")
 modeling_smolvla_reflow = LateModule("hf_memopt.lerobot.modeling_smolvla_reflow")
-policy_files = LateModule("hf_memopt.lerobot.policy_files")
+policy_files = LateModule("hf_memopt.lerobot.files.policy_files")
 diagnosis = LateModule("hf_memopt.lerobot.student.diagnosis")
 diagnosis = LateModule("hf_memopt.lerobot.student.diagnosis")
 prepare = LateModule("hf_memopt.lerobot.student.prepare")

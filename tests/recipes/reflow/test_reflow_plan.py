@@ -11,13 +11,12 @@ from plan_toys import smolvla, write_student
 from printed_commands import run_in_shell
 
 from hf_memopt.cli import main
-from hf_memopt.estimate import estimate_peak_memory
-from hf_memopt.estimate.simulation import DEVICE_TYPE
-from hf_memopt.jobs import NothingFitsError
+from hf_memopt.planning import NothingFitsError, estimate_peak_memory
+from hf_memopt.planning.simulation import DEVICE_TYPE
 
 pytestmark = [pytest.mark.usefixtures("on_the_cpu"), pytest.mark.e2e]
 
-policy_files = LateModule("hf_memopt.lerobot.policy_files")
+policy_files = LateModule("hf_memopt.lerobot.files.policy_files")
 training_flags = LateModule("hf_memopt.lerobot.training_flags")
 reflow_smolvla = LateModule("hf_memopt.recipes.reflow_smolvla")
 reflow_smolvla_plan = LateModule("hf_memopt.recipes.reflow.workload")

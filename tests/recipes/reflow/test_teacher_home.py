@@ -11,12 +11,12 @@ import torch
 from late_imports import LateModule
 from plan_toys import write_student
 
-from hf_memopt.estimate.gpus import DEFAULT_CARD
-from hf_memopt.estimate.simulation.child_process import IsolatedError
-from hf_memopt.jobs import NothingFitsError
+from hf_memopt.planning import NothingFitsError
+from hf_memopt.planning.cards.gpus import DEFAULT_CARD
+from hf_memopt.planning.simulation.child_process import IsolatedError
 from hf_memopt.units import GIB, MIB
 
-policy_files = LateModule("hf_memopt.lerobot.policy_files")
+policy_files = LateModule("hf_memopt.lerobot.files.policy_files")
 HOME = "hf_memopt.recipes.reflow.teacher_home"
 teacher_home = LateModule(HOME)
 

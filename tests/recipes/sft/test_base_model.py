@@ -15,7 +15,7 @@ sft_options = LateModule("hf_memopt.recipes.sft.options")
 causal_lm_model = LateModule("hf_memopt.recipes.causal_lm.model")
 causal_lm_options = LateModule("hf_memopt.recipes.causal_lm.options")
 embeddings = LateModule("hf_memopt.integrations.sentence_transformers.train")
-train_orpo = LateModule("hf_memopt.integrations.transformers.train_orpo")
+train_orpo = LateModule("hf_memopt.integrations.train_orpo")
 transformers = LateModule("transformers")
 
 

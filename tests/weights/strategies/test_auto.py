@@ -13,7 +13,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from hf_memopt.transfer import Copier, SyncCopier
 from hf_memopt.transfer.clock import HostClock
-from hf_memopt.weights import OffloadedTeacher, homes, offload
+from hf_memopt.weights import OffloadedTeacher, offload
+from hf_memopt.weights.homes import home as homes
 
 MIB = 2**20
 NUM_LAYERS = 16

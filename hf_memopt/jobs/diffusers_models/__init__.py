@@ -1,1 +1,0 @@
-"""Models of diffusers that denoise, trained as its example scripts train them."""

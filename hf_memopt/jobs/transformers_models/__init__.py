@@ -1,1 +1,0 @@
-"""Models of transformers: found, built from their configurations, and trained."""

@@ -1,0 +1,1 @@
+"""Checkpoints of lerobot: policies, adapters, and the processors of their data."""

@@ -1,0 +1,1 @@
+"""Cards, their speeds, and the memory below them."""

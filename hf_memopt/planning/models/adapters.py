@@ -1,0 +1,63 @@
+"""Adapters of PEFT on a model that is simulated."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from hf_memopt.planning.models.quiet import quiet
+from hf_memopt.planning.simulation.quantised.quantised_base import adapt_as_peft_does
+
+ALL_LINEAR = "all-linear"
+
+
+def import_peft(lora_rank: int) -> Any:
+    """Import PEFT, before processes are forked, since it takes a while."""
+    try:
+        import peft
+    except ModuleNotFoundError as error:
+        raise ValueError(f"lora_rank={lora_rank} needs PEFT: pip install peft") from error
+    return peft
+
+
+def lora_config(about: Mapping[str, Any]) -> Any:
+    """Return the adapters of TRL's ModelConfig, as TRL's `get_peft_config` makes them."""
+    from peft import LoraConfig
+
+    targets = {"target_parameters": about["lora_target_parameters"]} if about["lora_target_parameters"] else {}
+    return LoraConfig(
+        task_type=about["lora_task_type"],
+        r=about["lora_r"],
+        target_modules=about["lora_target_modules"],
+        lora_alpha=about["lora_alpha"],
+        lora_dropout=about["lora_dropout"],
+        bias="none",
+        use_rslora=about["use_rslora"],
+        use_dora=about["use_dora"],
+        modules_to_save=about["lora_modules_to_save"],
+        **targets,
+    )
+
+
+def with_adapters(
+    model: nn.Module, rank: int, targets: str, use_dora: bool, excluded: str | None = None, peft_type: str | None = None
+) -> nn.Module:
+    """Return PEFT's model.
+
+    `targets` are names of layers, such as "q_proj,v_proj", or "all-linear", all but the output's; in the module
+    `excluded` none has adapters. `peft_type` is PEFT's name of a task whose head is trained too.
+    """
+    peft = import_peft(rank)
+    names = targets if targets == ALL_LINEAR else targets.split(",")
+    outside = None if excluded is None else rf"(.*\.)?{re.escape(excluded)}\..*"
+    try:
+        config = peft.LoraConfig(
+            r=rank, target_modules=names, exclude_modules=outside, use_dora=use_dora, task_type=peft_type
+        )
+        with quiet():
+            adapted: nn.Module = peft.get_peft_model(model, config)
+    except ValueError as error:
+        raise ValueError(f"lora_targets={targets!r}: PEFT finds no such layers in the model: {error}") from error
+    adapt_as_peft_does(adapted)
+    return adapted

@@ -1,0 +1,1 @@
+"""Searches for the fastest settings that fit a card."""

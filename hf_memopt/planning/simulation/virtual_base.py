@@ -1,0 +1,164 @@
+"""The streamed weights of a simulated run: their memory is labelled, their copies are counted and take time."""
+
+from collections import Counter
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from hf_memopt.planning.accounting.allocation_log import OPTIMIZER
+from hf_memopt.planning.accounting.categories import GRADIENT, STREAMED, TEACHER, StepLabels
+from hf_memopt.planning.accounting.streamed_estimate import StreamedEstimate
+from hf_memopt.planning.simulation.virtual_disk import VirtualDisk
+from hf_memopt.planning.simulation.virtual_time import VirtualCopier, VirtualTransfer
+from hf_memopt.transfer import Copier, Transfer
+from hf_memopt.transfer.file_reader import PART_BYTES, staging_bytes
+from hf_memopt.transfer.storage_memory import ResizedMemory, StorageMemory
+from hf_memopt.weights.homes.block_home import BlockHome, WrittenSlices
+from hf_memopt.weights.homes.home import looked_up
+from hf_memopt.weights.homes.packed_weights import OffsetTensor, PackedWeights, WeightSlice
+
+_HOST = torch.device("cpu")
+
+
+class VirtualBase:
+    """Makes copiers, and counts the bytes that those of streamed weights and of optimizers' state move in a step.
+
+    Device memory that they take is labelled, at the latest before it is given back.
+    """
+
+    def __init__(self, disk: VirtualDisk, labels: StepLabels) -> None:
+        self.clock, self.disk, self.labels = disk.clock, disk, labels
+        self.is_used = False
+        self._moved: Counter[str] = Counter()
+
+    def make_copier(self, device: torch.device, pin_memory: bool, purpose: str) -> VirtualCopier:
+        match purpose:
+            case "base":
+                self.is_used = True
+                return _BaseCopier(self, device)
+            case "optimizer":
+                return _CountingCopier(self, device)
+            case "teacher":
+                return VirtualCopier(self.clock, device, lambda block: self.label(block, TEACHER))
+        return VirtualCopier(self.clock, device)
+
+    def label(self, memory: Tensor, kind: str) -> None:
+        self.labels.add([memory], kind)
+
+    def begin_step(self) -> None:
+        self._moved = Counter()
+
+    def count(self, name: str, num_bytes: int) -> None:
+        """Add bytes to an attribute of `StreamedEstimate`, and to the one for updates during these."""
+        self._moved[name] += num_bytes
+        if self.disk.phases.name == OPTIMIZER:
+            self._moved[f"update_{name}"] += num_bytes
+
+    def count_again(self, num_bytes: int) -> None:
+        """Count a gradient that is brought; in passes, so that another one is added to it."""
+        if self.disk.phases.name != OPTIMIZER:
+            self._moved["bytes_to_add_to"] += num_bytes
+
+    def estimate(self, peak_bytes: int) -> StreamedEstimate:
+        """Return the figures of the newest step."""
+        return StreamedEstimate(peak_bytes, **self._moved)
+
+
+class _CountingCopier(VirtualCopier):
+    def __init__(self, base: VirtualBase, device: torch.device) -> None:
+        super().__init__(base.clock, device)
+        self._base = base
+
+    def to_device(self, source: Tensor, destination: Tensor) -> VirtualTransfer:
+        self._base.count("bytes_to_device", destination.nbytes)
+        return super().to_device(source, destination)
+
+    def to_host(self, source: Tensor, destination: Tensor) -> VirtualTransfer:
+        self._base.count("bytes_to_home", source.nbytes)
+        return super().to_host(source, destination)
+
+
+class _BaseCopier(_CountingCopier):
+    """The copier of streamed weights and gradients. It allocates memory for gradients alone: weights have storages."""
+
+    def empty_device(self, num_bytes: int) -> Tensor:
+        block = super().empty_device(num_bytes)
+        self._base.label(block, GRADIENT)
+        return block
+
+    def to_device(self, source: Tensor, destination: Tensor) -> VirtualTransfer:
+        if self._base.labels.kind_of(destination) == GRADIENT:
+            self._base.count_again(destination.nbytes)
+        else:
+            self._base.label(destination, STREAMED)
+        return super().to_device(source, destination)
+
+    def to_host(self, source: Tensor, destination: Tensor) -> VirtualTransfer:
+        if self._base.labels.kind_of(source) != STREAMED:
+            self._base.label(source, GRADIENT)
+        return super().to_host(source, destination)
+
+    def release(self, buffer: Tensor) -> None:
+        """Label memory that no copy has filled: the casts of weights."""
+        self._base.label(buffer, STREAMED)
+
+
+class VirtualFileHome:
+    """A `WeightsHome` in files that do not exist.
+
+    Reads pass through a ring in host memory part by part, so that a copy ends with the last part after its read.
+    Slices that are written have places in `written` from then on.
+    """
+
+    bytes_read, waited_s = 0, 0.0
+
+    def __init__(
+        self,
+        base: VirtualBase,
+        weights: PackedWeights,
+        device: torch.device,
+        copier: Copier,
+        written: BlockHome | None = None,
+    ) -> None:
+        self.num_bytes = self.file_bytes = weights.num_bytes
+        self._base, self._copier = base, copier
+        self._written = WrittenSlices(written, {piece.start: piece.num_bytes for piece in weights.slices})
+        self.to_home, self.reserve = self._written.write, self._written.reserve
+        on_device = device.type != "cpu"
+        self._ring = copier.empty_host(staging_bytes(weights.num_bytes) if on_device else 0)
+        self.host_bytes = self._ring.nbytes
+        self.views = [[_unread(each) for each in piece.offsets] for piece in weights.slices]
+
+    def to_device(self, start: int, destination: Tensor) -> Transfer:
+        self._base.count("bytes_read", destination.nbytes)
+        if start in self._written:
+            return self._written.read(start, destination)
+        read = self._base.disk.reads.copy(destination.nbytes)
+        copy = self._copier.to_device(destination, destination)
+        assert isinstance(copy, VirtualTransfer)
+        last_s = min(PART_BYTES, destination.nbytes) / self._base.clock.card.link_bytes_per_s
+        return VirtualTransfer(self._base.clock, max(copy.ended_s, read.ended_s + last_s))
+
+    def memory(self, piece: WeightSlice, device: torch.device, message: str) -> StorageMemory:
+        return ResizedMemory(piece.num_bytes, device, message)
+
+    def rows(self, slice_number: int, place: int, indices: Tensor) -> Tensor:
+        return looked_up(self.views[slice_number][place], indices.cpu()).to(indices.device)
+
+    # There is no file, and dropped memory is the allocator's.
+    def check(self) -> None: ...
+
+    def settle(self) -> None: ...
+
+    def trim(self) -> None: ...
+
+
+def _unread(each: OffsetTensor) -> Tensor:
+    """Return a tensor like a weight that counts as no memory of the host, as it is mapped from a file."""
+    tensor = each.tensor
+    assert isinstance(tensor, FakeTensor)
+    with _disable_current_modes():
+        seen = torch.empty_strided(tensor.size(), each.stride, dtype=tensor.dtype, device="meta")
+        return FakeTensor(tensor.fake_mode, seen, _HOST)
