@@ -23,13 +23,16 @@ from hf_memopt.planning.job import (
 _NAMES = {*FIELDS, *STAND_FOR, *MODIFIERS, *REMEDIES}
 
 
-def add_flags(group: Any, *names: str) -> None:
-    """Add flags without defaults: those that are not typed leave no trace."""
+def add_flags(group: Any, *names: str, are_alone: bool = True) -> None:
+    """Add flags without defaults: those that are not typed leave no trace.
+
+    Where they are not alone, the names that fields have in a trainer's settings are another parser's.
+    """
     for name in names:
         each = FIELDS[name]
         default = f" (default: {DEFAULTS[name]})" if name in DEFAULTS else ""
         options = each.options | {"help": each.options["help"] + default} | _reading(each)
-        group.add_argument(*each.flags, dest=name, **options, default=argparse.SUPPRESS)
+        group.add_argument(*(each.flags if are_alone else [each.flag]), dest=name, **options, default=argparse.SUPPRESS)
 
 
 def add_other_names(parser: argparse.ArgumentParser) -> None:

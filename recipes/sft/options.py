@@ -1,6 +1,7 @@
 """The flags of `train_sft.py`: a few of its own, TRL's, those of `MemoptArguments`, and the short flags of a plan."""
 
 import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,7 +71,8 @@ def parse(description: str, arguments: Sequence[str] | None = None) -> Options:
     parser = HfArgumentParser(kinds, description=description, formatter_class=Formatter, allow_abbrev=False)
     short, of_file = Parser(add_help=False, allow_abbrev=False), Parser(add_help=False, allow_abbrev=False)
     of_file.add_argument("--config")
-    add_flags(short, *SHORT)
+    add_flags(short, *SHORT, are_alone=False)
+    next(each for each in short._actions if each.dest == "quantize").type = _renewed
     path, words = of_file.parse_known_args(list(sys.argv[1:] if arguments is None else arguments))
     said, words = short.parse_known_args(words)
     parser.add_argument("--config", metavar="FILE", help="YAML file with any of these flags")
@@ -94,6 +96,14 @@ def _long(short: dict[str, Any]) -> dict[str, Any]:
     return fields
 
 
+def _renewed(how: str) -> str:
+    """Return the name of torchao's int8 weights for the one that this recipe had, with a warning."""
+    if how != "int8":
+        return how
+    warnings.warn(f"quantize=int8 is now spelled quantize={_IN_8_BITS}", FutureWarning, stacklevel=2)
+    return _IN_8_BITS
+
+
 def _read(file: Path, parser: HfArgumentParser) -> dict[str, Any]:
     source = f"config={str(file)!r}"
     given = read_fields(source, file, "train_sft", "learning_rate: 1.0e-4")
@@ -102,6 +112,8 @@ def _read(file: Path, parser: HfArgumentParser) -> dict[str, Any]:
         if name not in known | set(SHORT):
             refuse_unknown([f"--{name}"], parser)
     short = {name: value for name, value in given.items() if name in SHORT}
+    if "quantize" in short:
+        short["quantize"] = _renewed(short["quantize"])
     return {name: value for name, value in given.items() if name not in short} | _long(short)
 
 

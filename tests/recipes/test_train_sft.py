@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +21,8 @@ train_sft = LateModule("hf_memopt.recipes.train_sft")
 trl = LateModule("trl")
 sft_options = LateModule("hf_memopt.recipes.sft.options")
 sft_plan = LateModule("hf_memopt.recipes.sft.workload")
-model_options = LateModule("hf_memopt.planning.models.model_options")
+model_levers = LateModule("hf_memopt.planning.workloads.model_levers")
+trainer_fields = LateModule("hf_memopt.planning.workloads.trainer_fields")
 
 pytestmark = [pytest.mark.usefixtures("quick_plans", "on_the_cpu", "no_shared_cache"), pytest.mark.e2e]
 
@@ -44,7 +45,7 @@ KINDS = {
     "full": (),
     "lora": (LORA, "--gradient_checkpointing=false"),
     "bf16": (LORA, "--bf16=true"),
-    "int8": (LORA, "--quantize=int8"),
+    "int8": (LORA, "--quantize=int8-torchao"),
     "nf4": (LORA, "--quantize=nf4", "--gradient_checkpointing=false"),
 }
 
@@ -133,7 +134,7 @@ def test_what_a_plan_chooses_reaches_the_flags(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("flags", "home", "budget"),
     [
-        ((), "resident", None),
+        ((), "off", None),
         (("--base=auto",), "host", None),
         (("--base=file", "--base_budget_gib=2"), "file", "2.0GiB"),
     ],
@@ -141,11 +142,12 @@ def test_what_a_plan_chooses_reaches_the_flags(tmp_path: Path, monkeypatch: pyte
 def test_a_plan_has_the_home_of_the_base_and_all_choices(
     flags: tuple[str, ...], home: str, budget: str | None, tmp_path: Path
 ) -> None:
-    model = sft_plan.simulated(sft_options.parse("", [LORA, *flags, f"--model={tiny(tmp_path)}", "--max_length=64"]))
-    assert (model.base, model.base_budget) == (home, budget)
-    choices = {lever.name: lever.values for lever in model.levers}
-    assert choices.pop("activations") == tuple(sft_plan.ACTIVATIONS)
-    assert choices == ({} if home == "resident" else {"base": (home,)})
+    options = sft_options.parse("", [LORA, *flags, f"--model={tiny(tmp_path)}", "--max_length=64"])
+    workload = sft_plan.SupervisedFineTuning(options, {})
+    assert (workload.given.options.home, workload.given.options.base_budget) == (home, budget)
+    choices = {lever.name: lever.values for lever in workload.levers}
+    assert choices.pop("activations") == tuple(model_levers.ACTIVATIONS)
+    assert choices == ({} if home == "off" else {"base": (home,)})
 
 
 def test_a_card_with_room_for_the_whole_batch_needs_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -197,8 +199,8 @@ def test_a_run_is_not_overwritten_and_goes_on_from_its_newest_checkpoint(tmp_pat
 
 REFUSED = {
     ("--base=file",): "base='file' streams frozen weights, and all of them learn; add --lora_rank",
-    ("--quantize=nf4",): "quantize='nf4' freezes the base, so that adapters have to learn; add --lora_rank",
-    ("--lora_rank=0",): "lora_rank=0 must be at least 1",
+    ("--quantize=nf4",): "a base in few bits is frozen, so that adapters have to learn; add --lora_rank",
+    ("--lora_rank=0",): "--lora-rank: 0 must be at least 1",
     ("--plan=x",): "plan='x': ",
     ("--plan=auto",): "plan='auto' needs an accelerator",
     ("--plan=8GiB", "--budget_gib=1"): "plan='8GiB' chooses what is offloaded; leave --budget_gib=1.0 out",
@@ -227,19 +229,30 @@ def test_rows_that_are_no_conversations_are_refused(tmp_path: Path) -> None:
 
 def test_a_library_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hf_memopt.recipes.sft.base_model.importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"quantize='nf4' needs bitsandbytes: pip install bitsandbytes$"):
+    with pytest.raises(ValueError, match="weights in few bits by bitsandbytes need it: pip install bitsandbytes$"):
         train(tmp_path / "run", LORA, "--quantize=nf4")
 
 
-def test_every_way_to_quantise_is_planned() -> None:
-    for how in get_args(get_type_hints(sft_options.SftOptions)["quantize"]):
-        assert sft_plan.STORED[how] in model_options.CHOICES["quantize"]
+@pytest.mark.parametrize("how", ["none", "nf4", "nf4-double", "int8-llm", "int8-torchao"])
+def test_quantisations_have_the_names_of_plans(how: str, tmp_path: Path) -> None:
+    options = sft_options.parse("", [LORA, f"--quantize={how}", f"--model={tiny(tmp_path)}", "--max_length=64"])
+    assert options.is_quantised == (how != "none")
+    assert sft_plan.SupervisedFineTuning(options, {}).given.options.quantize == how
+
+
+def test_the_older_name_of_torchaos_weights_means_them(tmp_path: Path) -> None:
+    (tmp_path / "sft.yaml").write_text("quantize: int8\n")
+    for words in (["--quantize=int8"], ["--config", str(tmp_path / "sft.yaml")]):
+        with pytest.warns(FutureWarning, match="quantize=int8 is now spelled quantize=int8-torchao"):
+            options = sft_options.parse("", [LORA, *words])
+        assert options.sft.quantize == "int8-torchao"
+        assert not options.model.load_in_8bit
 
 
 def test_every_optimizer_that_is_planned_is_one_of_trainers() -> None:
     from transformers.training_args import OptimizerNames
 
-    assert set(sft_plan.OPTIMIZERS) <= {each.value for each in OptimizerNames}
+    assert set(trainer_fields.OPTIMIZERS) <= {each.value for each in OptimizerNames}
 
 
 def test_the_recipe_is_short() -> None:
