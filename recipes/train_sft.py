@@ -17,20 +17,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import PartialState
 from datasets import Dataset
 from transformers import AutoTokenizer, Trainer, set_seed
 
 from hf_memopt.callbacks import StopOnNonFiniteCallback
 from hf_memopt.command_line import one_line_errors, script_imports
+from hf_memopt.datasets_by_name import dataset_by_name
 from hf_memopt.recipes.common.auto_plan import log_prediction
 from hf_memopt.recipes.common.flags import explained
 from hf_memopt.recipes.common.loop import reporting, writing_to
-from hf_memopt.datasets_by_name import dataset_by_name
 
 with script_imports("train_sft", __name__):
     from peft import get_peft_model
     from trl import SFTTrainer, get_peft_config
+    from trl.chat_template_utils import get_training_chat_template
 
     from hf_memopt.recipes.sft.base_model import load_model
     from hf_memopt.recipes.sft.conversations import as_prompts, make_conversations, write_tiny_model
@@ -50,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
         with explained(f"model={about.model_name_or_path!r} cannot be loaded; pass a hub id or folder of a causal LM"):
             tokenizer = AutoTokenizer.from_pretrained(about.model_name_or_path, trust_remote_code=False)
         with process.main_process_first():  # the others find the dataset in the cache
-            rows = read_rows(options, has_template=tokenizer.chat_template is not None)
+            rows = read_rows(options, tokenizer)
         # With --plan, micro-batch and memory flags are chosen by simulation; everything after sees the chosen ones.
         predicted = apply_plan(options)
         set_seed(training.seed)
@@ -59,6 +61,10 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
             model, adapters = model if adapters is None else get_peft_model(model, adapters), None
             memopt.stream_base(model, training)
         trainer = SFTTrainer(model, training, train_dataset=rows, processing_class=tokenizer, peft_config=adapters)
+        if sft.adapters_dtype is not None and about.use_peft:
+            for each in trainer.model.parameters():
+                if each.requires_grad:
+                    each.data = each.data.to(getattr(torch, sft.adapters_dtype))
         memopt.attach(trainer)  # hf_memopt: offloading, memory in the log, a report where memory runs out
         if not trainer.is_deepspeed_enabled:  # whose engine updates before Trainer could stop it
             trainer.add_callback(StopOnNonFiniteCallback())  # hf_memopt
@@ -83,12 +89,12 @@ def name_model(options: Options, process: PartialState) -> None:
         options.model.model_name_or_path = str(folder)
 
 
-def read_rows(options: Options, has_template: bool) -> Dataset:
-    """Return the conversations, and put the loss on the assistant's words where they are marked."""
+def read_rows(options: Options, tokenizer: Any) -> Dataset:
+    """Return the conversations, and put the loss on the assistant's words where they can be marked."""
     name, split = options.sft.dataset, options.sft.split
     if name is None:
         rows = make_conversations(512, options.training.seed)
-        rows = rows if has_template else as_prompts(rows)
+        rows = as_prompts(rows) if tokenizer.chat_template is None else rows
     else:
         rows = dataset_by_name(name, split)
     columns = set(rows.column_names)
@@ -97,9 +103,22 @@ def read_rows(options: Options, has_template: bool) -> Dataset:
             f"dataset={name!r} has the columns {', '.join(rows.column_names)}; rows need `messages`, or `prompt` and "
             "`completion`"
         )
-    # Of completions TRL masks the prompt by itself, and refuses this flag.
-    options.training.assistant_only_loss &= "messages" in columns
+    training = options.training
+    if "messages" not in columns:  # of completions TRL masks the prompt by itself, and refuses this flag
+        training.assistant_only_loss = False
+    elif training.assistant_only_loss is None:
+        training.assistant_only_loss = marks_answers(tokenizer)
     return rows
+
+
+def marks_answers(tokenizer: Any) -> bool:
+    """Return whether the model's chat template marks the assistant's words, or TRL has one that does."""
+    try:
+        get_training_chat_template(tokenizer)
+    except ValueError:
+        logger.warning("TRL cannot mark the assistant's words in this model's chat template: all words are learnt")
+        return False
+    return True
 
 
 def announce(trainer: Trainer, options: Options) -> None:

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,8 +46,8 @@ no GPU is used; the configuration is enough. An estimate takes 10 to 60 seconds,
 ASK, SEARCH = "Does it fit?", "Find settings that fit"
 FIRST = f"Press “{ASK}” for the verdict, “{SEARCH}” for the fastest settings."
 NO_ANSWER, STOPPED, WORKING = "### No answer", "### Stopped", "### Working"
-# What is asked most, where it is not the command's own default.
-USUAL = {"dtype": "bfloat16", "precision": "bf16", "checkpointing": "full"}
+# Left to the trainer, whose settings have other defaults for each kind of model.
+DEFAULT = "default"
 # Flags that `estimate` and `plan` share. `quantize` follows from "what learns"; the number of GPUs is not asked for.
 SHARED = ("task", "dtype", "precision", "attention", "loss", "optimizer")
 ACTIVATIONS = ("checkpointing", "offload")
@@ -108,15 +108,18 @@ def whole(number: float | None) -> int:
 
 
 def words_of(gpu: str, seq_len: float, learns: str, rank: float, *choices: str) -> list[str]:
-    """Return the flags that `estimate` and `plan` share, without those that are as by default."""
+    """Return the flags that `estimate` and `plan` share, without those that are left to the trainer."""
     # Joined by "=", so that whatever is written into a field stays that field's value.
     words = [f"--gpu={gpu}", f"--seq-len={whole(seq_len)}"]
     if learns != "all weights":
         words += [f"--lora-rank={whole(rank)}"]
     if ADAPTERS[learns] != "none":
         words += [f"--quantize={ADAPTERS[learns]}"]
-    chosen = zip(SHARED, choices, strict=True)
-    return words + [f"--{name}={value}" for name, value in chosen if value != CHOICES[name][0]]
+    return words + flags_of(SHARED, choices)
+
+
+def flags_of(names: Sequence[str], choices: Sequence[str]) -> list[str]:
+    return [f"--{name}={value}" for name, value in zip(names, choices, strict=True) if value != DEFAULT]
 
 
 @answered
@@ -125,7 +128,7 @@ def estimate(
 ) -> Iterator[Answer]:
     """Yield answers, the last of which has verdict, text, command and timeline."""
     step = [f"--batch-size={whole(batch)}", f"--accumulation={whole(passes)}"]
-    words = ["estimate", *words_of(*form), *step, f"--checkpointing={kept}", f"--offload={offload}"]
+    words = ["estimate", *words_of(*form), *step, *flags_of(ACTIVATIONS, (kept, offload))]
     asked = Question(
         [*words, "--", name_of(source, model, config)], ("--json=estimate.json", "--timeline=timeline.html")
     )
@@ -245,8 +248,7 @@ def frame_html(page: str) -> str:
 
 
 def choice(name: str) -> gr.Dropdown:
-    values = CHOICES[name]
-    return gr.Dropdown(list(values), value=USUAL.get(name, values[0]), label=name, info=FIELDS[name].options["help"])
+    return gr.Dropdown([DEFAULT, *CHOICES[name]], value=DEFAULT, label=name, info=FIELDS[name].options["help"])
 
 
 def shown_source(source: str) -> tuple[Any, Any]:

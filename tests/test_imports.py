@@ -97,7 +97,13 @@ LAZY = ("", "cli")
 # The libraries that the lazy parts use themselves, within functions only.
 OF_LAZY = {"cli": {"shtab"}}
 # Modules that the lazy parts may import at once; `tests/planning/test_job.py` checks that the last imports no library.
-LIGHT = ("hf_memopt.ranges", "hf_memopt.command_line", "hf_memopt.process_trees", "hf_memopt.planning.job", "hf_memopt.planning.job_flags")
+LIGHT = (
+    "hf_memopt.ranges",
+    "hf_memopt.command_line",
+    "hf_memopt.process_trees",
+    "hf_memopt.planning.job",
+    "hf_memopt.planning.job_flags",
+)
 
 
 class Import(NamedTuple):
@@ -125,7 +131,11 @@ def test_the_repository_imports_one_way() -> None:
         ("hf_memopt/cli/planted.py", "import torch", "imports torch before it is used"),
         ("hf_memopt/cli/planted.py", "import shtab", "imports shtab before it is used"),
         ("hf_memopt/cli/planted.py", "from hf_memopt.weights import OffloadedTeacher", "before it is used"),
-        ("hf_memopt/cli/planted.py", "def f():\n    from hf_memopt.recipes import toy", "'cli' may not import 'recipes'"),
+        (
+            "hf_memopt/cli/planted.py",
+            "def f():\n    from hf_memopt.recipes import toy",
+            "'cli' may not import 'recipes'",
+        ),
         ("hf_memopt/__init__.py", "if True:\n    import torch", "imports torch before it is used"),
         ("callbacks/planted.py", "from hf_memopt.recipes import toy", "'callbacks' may not import 'recipes'"),
         ("callbacks/planted.py", "import hf_memopt.lerobot", "may not import 'lerobot'"),

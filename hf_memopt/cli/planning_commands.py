@@ -218,6 +218,8 @@ def _write(job: "Workload", found: "SettingsPlan", folder: Path) -> None:
     written = job.write(found.best.settings, found.best.micro_batch, folder)
     command = job.command(written)
     print(f"\nRun it with the files in {folder}:\n  {command}")
+    if job.packages:
+        print(f"It needs: pip install {shlex.join(job.packages)}")
     if found.best.estimate.disk_bytes:
         print(_missing_folder(folder, command))
 

@@ -15,8 +15,8 @@ def main(script: Any, arguments: Any, about: Any) -> None:
     from trl import get_peft_config, get_quantization_config
     from trl.experimental.orpo import ORPOTrainer
 
-    from hf_memopt.planning.models.hub_code import check_model
     from hf_memopt.datasets_by_name import dataset_by_name
+    from hf_memopt.planning.models.hub_code import check_model
 
     check_model(about.model_name_or_path, about.model_revision)
     tokenizer = AutoTokenizer.from_pretrained(

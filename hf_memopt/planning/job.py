@@ -33,6 +33,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "quantize": ("auto", "none", "nf4", "nf4-double", "nf4-experts", "int8-llm", "int8-torchao"),
     "kbit_preparation": ("trl", "none", "peft"),
+    "adapters_dtype": ("auto", "float32", "bfloat16"),
     "precision": ("no", "bf16", "fp16"),
     "attention": ("auto", "sdpa", "eager"),
     "loss": ("full", "chunked"),
@@ -102,6 +103,7 @@ REMEDIES = {
     "deepspeed": "give --engine zero2 or zero3",
     "fsdp": "give --engine fsdp2",
     "activation_offloading": "give --offload all",
+    "ema": "an average of the weights is not simulated; it takes their size in its dtype where it lives",
 }
 # Spellings that still work, and those that took their place.
 _OLD = {"quantize": {"int8": "int8-llm"}, "base": {"resident": "off"}}
@@ -255,6 +257,14 @@ class Job:
         "layers that get adapters, such as q_proj,v_proj (default: all-linear; for a denoiser, the layers that "
         "diffusers' scripts adapt)"
     )
+    modules_to_save: Annotated[Text, About(trainer_field="lora_modules_to_save")] = unsaid(
+        "modules that train whole next to the adapters, such as embed_tokens,lm_head"
+    )
+    adapters_dtype: Text = unsaid(
+        "of adapters; auto: float32, or bfloat16 on a base in few bits, as TRL has them",
+        choices=CHOICES["adapters_dtype"],
+    )
+    freeze_layers: Count = unsaid("do not train the input embeddings and this many of the first layers")
     images_per_sample: Count = unsaid("images beside the text of a vision-language model")
     image_size: Text = unsaid(
         "size of these images after the model's processor, or of those that a denoiser learns (default: the "
@@ -318,8 +328,8 @@ class Job:
         "folder for the chosen configuration and an accelerate config (default: plans/NAME)"
     )
     vary: Annotated[Text, About(group=_STEP, of=("plan",))] = unsaid(
-        "levers beside activations and micro-batch: some of optimizer, loss, base, precision and quantize, such as "
-        "optimizer,loss (default: the base of adapters)",
+        "levers besides activations and micro-batch: some of optimizer, base, precision and quantize, such as "
+        "optimizer,precision (default: those that change no bit, the homes of weights and of the optimizer's state)",
         metavar="LEVERS",
     )
     workers: Annotated[Count, About(group=_OUTPUT, of=("plan",))] = unsaid(

@@ -62,6 +62,7 @@ class Workload(Protocol):
         effective_batch: samples per update.
         micro_batches: sizes of a forward pass, ascending; divisors of `effective_batch` with the same gradient.
         tokens_per_sample: None where samples are not made of tokens.
+        packages: for pip, which the command needs and hf_memopt does not require.
     """
 
     @property
@@ -78,6 +79,9 @@ class Workload(Protocol):
 
     @property
     def tokens_per_sample(self) -> int | None: ...
+
+    @property
+    def packages(self) -> Sequence[str]: ...
 
     def simulated(self, settings: Settings, micro_batch: int) -> SimulatedStep:
         """Return the step with these settings, with as many micro-batches as the update has, but no more than 2.

@@ -17,9 +17,9 @@ from typing import Any
 from datasets import Dataset, DatasetDict
 from transformers import AutoTokenizer, GPT2Tokenizer, PreTrainedTokenizerBase
 
+from hf_memopt.datasets_by_name import dataset_by_name
 from hf_memopt.recipes.causal_lm.options import DataOptions, ModelOptions
 from hf_memopt.recipes.common.flags import explained
-from hf_memopt.datasets_by_name import dataset_by_name
 
 # Tests and applications, and modules that some distributions install separately.
 _LEFT_OUT = {"test", "tests", "idlelib", "lib2to3", "tkinter", "turtledemo", "ensurepip", "distutils"}

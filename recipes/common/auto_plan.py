@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 PRECISION = "mixed_precision"
 PRECISIONS = ("no", "bf16")
 
-WAYS = ("kept", "offloaded where free", "checkpointed", "checkpointed, inputs offloaded")
+WAYS = ("on the device", "offloaded where free", "checkpointed", "checkpointed, inputs offloaded")
 Changes = Mapping[str, Any]  # "section.field" of the options, and its value
 
 
@@ -49,6 +49,7 @@ class RecipeWorkload(ABC):
     RESUMED: ClassVar[str] = "training.resume_from_checkpoint"
 
     tokens_per_sample: int | None = None
+    packages: Sequence[str] = ()
 
     def __init__(self, name: str, options: Any, precision: str, effective_batch: int | None) -> None:
         if effective_batch is None:

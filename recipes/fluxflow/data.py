@@ -14,10 +14,10 @@ from PIL import Image, ImageOps
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from hf_memopt.datasets_by_name import dataset_by_name
 from hf_memopt.recipes.common.loop import pins_memory
 from hf_memopt.recipes.fluxflow.options import MIN_LPIPS_SIZE, DataOptions, Options
 from hf_memopt.recipes.landscapes.draw import landscape, painted
-from hf_memopt.datasets_by_name import dataset_by_name
 
 Size = tuple[int, int]  # width and height, as PIL has them
 

@@ -27,6 +27,7 @@ class FluxFlow(BatchInParts):
     """A VAE-GAN with the flags of its recipe. The simulated update has the R1 penalty, which needs most."""
 
     MODULE = "hf_memopt.recipes.train_fluxflow"
+    packages = ("hf_memopt[fluxflow]",)
     LEVERS: ClassVar = {
         "activations": activation_levers("levers.checkpoint_vae"),
         "average": {"on the device": {"levers.ema_on_cpu": False}, "on the host": {"levers.ema_on_cpu": True}},

@@ -30,9 +30,10 @@ class NeuralOperator(BatchInParts):
     """An FNO, TFNO or UNO on Darcy flow, or on the user's fields, with the flags of its recipe."""
 
     MODULE = "hf_memopt.recipes.train_neural_operator"
+    packages = ("hf_memopt[neuralop]",)
     LEVERS: ClassVar = {
         "activations": {
-            "kept": _activations(False, False, "off"),
+            "on the device": _activations(False, False, "off"),
             "offloaded where free": _activations(False, False, "auto"),
             "blocks checkpointed": _activations(True, False, "off"),
             "all checkpointed": _activations(True, True, "off"),

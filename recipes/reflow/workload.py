@@ -97,6 +97,7 @@ class SmolVLAReflow(RecipeWorkload):
     have `tokenizer_max_length` tokens, which is the most that it can have.
     """
 
+    packages = ("hf_memopt[lerobot]",)
     MODULE = "hf_memopt.recipes.reflow_smolvla"
     BATCH = ("batch_size", "accumulation")
     LEVERS: ClassVar = {"teacher_offload": {mode: {"teacher_offload": mode} for mode in ("resident", "swap", "stream")}}

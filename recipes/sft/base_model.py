@@ -8,6 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Mxfp4Config, PreTrainedModel, TorchAoConfig
 from trl import get_quantization_config
 
+from hf_memopt.planning.models.adapters import freeze_first_layers
 from hf_memopt.planning.models.hub_code import check_model
 from hf_memopt.recipes.common.flags import explained
 from hf_memopt.recipes.sft.options import Options
@@ -27,6 +28,8 @@ def load_model(options: Options) -> PreTrainedModel:
             trust_remote_code=False,
         )
     model.config.use_cache = False
+    if options.sft.freeze_layers is not None:
+        freeze_first_layers(model, options.sft.freeze_layers)
     return model
 
 

@@ -35,6 +35,10 @@ class SftOptions:
     quantize: Literal["int8-torchao"] | None = flag(
         None, "frozen weights in 8 bits by torchao; bitsandbytes' are --load_in_4bit and --load_in_8bit"
     )
+    adapters_dtype: Literal["float32", "bfloat16"] | None = flag(
+        None, "of adapters (default: as TRL and PEFT make them)"
+    )
+    freeze_layers: int | None = flag(None, "do not train the input embeddings and this many of the first layers")
     plan: str | None = flag(None, "simulate to choose micro-batch and memory flags, for 'auto' or a card such as 8GiB")
 
 
@@ -43,7 +47,9 @@ class SftTraining(SFTConfig):
     """TRL's flags, some with other defaults. Where there is no accelerator, `use_cpu` is on."""
 
     output_dir: str = flag("outputs/sft", "folder for the model, checkpoints and logs")
-    assistant_only_loss: bool = flag(True, "of rows of `messages`, learn the assistant's words alone")
+    assistant_only_loss: bool | None = flag(
+        None, "of rows of `messages`, learn the assistant's words alone (default: where TRL can mark them)"
+    )
     bf16: bool | None = flag(None, "autocast to bfloat16 (default: on, if there is an accelerator)")
 
     def __post_init__(self) -> None:
@@ -125,6 +131,8 @@ def _check(options: Options) -> None:
         raise ValueError(
             f"base={memopt.base!r} streams frozen weights, and all of them learn; add --lora_rank or --trained"
         )
+    if sft.freeze_layers is not None and model.use_peft:
+        raise ValueError(f"freeze_layers={sft.freeze_layers}: adapters freeze all layers; leave one out")
     check_card(sft.plan)
     if sft.plan is not None and memopt.budget_gib is not None:
         raise ValueError(f"plan={sft.plan!r} chooses what is offloaded; leave --budget_gib={memopt.budget_gib} out")

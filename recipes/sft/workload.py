@@ -68,6 +68,8 @@ class SupervisedFineTuning(TrainerWorkload):
             "checkpointing": "selective" if memopt.selective_checkpointing else None,
             "offload": memopt.offload,
             "quantize": options.sft.quantize,
+            "adapters_dtype": options.sft.adapters_dtype,
+            "freeze_layers": options.sft.freeze_layers,
         }
         fields = {**_given(options.training), **vars(options.model)}
         file = ArgumentFile(None, current_names(fields), TRL["sft"])

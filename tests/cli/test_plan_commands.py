@@ -29,26 +29,26 @@ LORA: dict[str, Any] = {"lora_rank": 4}
 HOST_BASE, FILE_BASE = LORA | {"base": "host"}, LORA | {"base": "file"}
 # Options of a plan, and the activations that it chose.
 CHOSEN: dict[str, tuple[dict[str, Any], str]] = {
-    "float32": ({}, "kept"),
+    "float32": ({}, "on the device"),
     "bfloat16": ({"dtype": "bfloat16"}, "checkpointed"),
     "autocast": ({"precision": "bf16"}, "offloaded where free"),
     "sdpa, no clipping": ({"attention": "sdpa", "max_grad_norm": "none"}, "all offloaded"),
     "foreach": ({"optimizer": "adamw-foreach"}, "checkpointed, inputs offloaded"),
     "sgd, selective": ({"optimizer": "sgd"}, "selectively checkpointed"),
-    "adafactor": ({"optimizer": "adafactor"}, "kept"),
-    "8 bits": ({"optimizer": "adamw-8bit"}, "kept"),
-    "4 bits": ({"optimizer": "adamw-4bit"}, "kept"),
-    "lora": (LORA, "kept"),
+    "adafactor": ({"optimizer": "adafactor"}, "on the device"),
+    "8 bits": ({"optimizer": "adamw-8bit"}, "on the device"),
+    "4 bits": ({"optimizer": "adamw-4bit"}, "on the device"),
+    "lora": (LORA, "on the device"),
     "lora, checkpointed": (LORA, "checkpointed"),
     "lora, offloaded": (LORA | {"lora_targets": "q_proj,v_proj"}, "all offloaded"),
     "lora, inputs offloaded": (LORA, "checkpointed, inputs offloaded"),
-    "dora": (LORA | {"use_dora": True}, "kept"),
-    "base on the host": (HOST_BASE, "kept"),
+    "dora": (LORA | {"use_dora": True}, "on the device"),
+    "base on the host": (HOST_BASE, "on the device"),
     "base in its file": (FILE_BASE | {"base_budget": "0.001GiB"}, "checkpointed"),
-    "int8 of torchao": (LORA | {"quantize": "int8-torchao"}, "kept"),
+    "int8 of torchao": (LORA | {"quantize": "int8-torchao"}, "on the device"),
 }
 # With bitsandbytes, which `make setup` puts apart.
-OF_BITSANDBYTES = {name: (LORA | {"quantize": name}, "kept") for name in ("nf4", "nf4-double", "int8-llm")}
+OF_BITSANDBYTES = {name: (LORA | {"quantize": name}, "on the device") for name in ("nf4", "nf4-double", "int8-llm")}
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +103,7 @@ def test_the_recipe_trains_adapters_on_weights_of_bitsandbytes(name: str, model:
 
 def test_a_model_without_a_chat_template_learns_completions(model: Path, tmp_path: Path) -> None:
     shutil.copytree(model, tmp_path / "plain", ignore=shutil.ignore_patterns("chat_template.jinja"))
-    check_recipe(tmp_path / "plain", LORA, "kept")
+    check_recipe(tmp_path / "plain", LORA, "on the device")
 
 
 @pytest.mark.parametrize("output", [[], ["--output", "chosen"]], ids=["by itself", "named"])
@@ -124,7 +124,7 @@ def test_what_plan_prints_runs_as_it_stands(output: list[str], model: Path, caps
 
 # Model type, task, class to load it with, options, and activations.
 TASKS: dict[str, tuple[str, str, str, dict[str, Any], str]] = {
-    "masked": ("bert", "masked", "AutoModelForMaskedLM", {"precision": "bf16"}, "kept"),
+    "masked": ("bert", "masked", "AutoModelForMaskedLM", {"precision": "bf16"}, "on the device"),
     "seq2seq": ("t5", "seq2seq", "AutoModelForSeq2SeqLM", {"optimizer": "adafactor"}, "checkpointed"),
     "images": ("vit", "image-classification", "AutoModelForImageClassification", {}, "checkpointed, inputs offloaded"),
     "sequences": (

@@ -108,7 +108,7 @@ def test_frozen_weights_stream_from_a_file(model: str, capsys: Capture, monkeypa
     options = ["--gpu", "8GiB@rtx4070", "--effective-batch", "2", "--workers", "1"]
     assert main(["plan", model, "--seq-len", "32", *streamed, *options]) == 0
     printed = capsys.readouterr().out
-    assert " fits on 8GiB@rtx4070 (8.0 GiB) with micro-batch 2 x 1, activations kept, base file: " in printed
+    assert " fits on 8GiB@rtx4070 (8.0 GiB) with micro-batch 2 x 1, activations on the device, base file: " in printed
     assert " tokens per second." in printed
     written = Path("plans", Path(model).name)
     command = f"accelerate launch --config_file {written}/accelerate.yaml -m hf_memopt.recipes.train_sft"

@@ -36,7 +36,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 TASKS = {"bert": "masked", "vit": "image-classification"}
 WAYS: dict[str, dict[str, Any]] = {
-    "kept": {},
+    "on the device": {},
     "bf16, checkpointed": {"checkpointing": "full", "precision": "bf16"},
     "bfloat16, selective, foreach": {
         "checkpointing": "selective",

@@ -78,7 +78,7 @@ def step_with(workload: RecipeWorkload, micro_batch: int, **settings: str) -> Si
 
 
 Case = tuple[Callable[..., RecipeWorkload], tuple[str, ...], int, dict[str, str]]
-KEPT = {"activations": "kept"}
+KEPT = {"activations": "on the device"}
 CHECKPOINTED = {"activations": "checkpointed"}
 QUICK: dict[str, Case] = {
     "causal_lm": (causal_lm, (), 8, KEPT),

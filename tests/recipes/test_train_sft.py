@@ -155,7 +155,7 @@ def test_a_card_with_room_for_the_whole_batch_needs_nothing(tmp_path: Path, capl
     losses, _ = train(tmp_path, LORA, "--plan=80GiB", "--max_length=64")
     assert len(losses) == 3
     assert "Plan: " in caplog.text
-    assert "micro-batch 4 x 1, activations kept" in caplog.text
+    assert "micro-batch 4 x 1, activations on the device" in caplog.text
     assert "activation offloading: off" in caplog.text
     assert "Plan: predicted peak" in caplog.text
 
@@ -229,7 +229,7 @@ def test_rows_that_are_no_conversations_are_refused(tmp_path: Path) -> None:
 
 def test_a_library_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hf_memopt.recipes.sft.base_model.importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="weights in few bits by bitsandbytes need it: pip install bitsandbytes$"):
+    with pytest.raises(ValueError, match=r"weights in few bits by bitsandbytes need it: pip install bitsandbytes$"):
         train(tmp_path / "run", LORA, "--quantize=nf4")
 
 

@@ -18,6 +18,7 @@ trainer_workload = LateModule("hf_memopt.planning.workloads.trainer_workload")
 transformers = LateModule("transformers")
 
 FolderOf = Callable[..., str]
+USUAL = {"lora_dropout": 0.0, "use_rslora": False, "use_dora": False, "lora_modules_to_save": None}
 VOCABULARY, TOKENS, BATCH = 512, 64, 2
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -56,7 +57,7 @@ def workload_of(model: str, offload_threshold_mb: float = 10.0, **flags: Any) ->
 def built(options: Any, checkpointing: str = "none", device: str = "meta") -> Any:
     """Return the model of a run of any task but those of TRL, with its adapters."""
     config = options.config
-    model = file_trainer.adapted(options, config, file_trainer.build_model(options, config, device))
+    model = file_trainer.adapted(options, config, file_trainer.build_model(options, config, device), USUAL)
     if checkpointing != "none":
         options.kind_of_task.checkpoint(model)
     return model.train()

@@ -40,21 +40,33 @@ def lora_config(about: Mapping[str, Any]) -> Any:
     )
 
 
+def freeze_first_layers(model: Any, count: int) -> None:
+    """Freeze a model's input embeddings and its first layers.
+
+    Raises:
+        ValueError: it has no more layers than that.
+    """
+    layers = max((each for each in model.modules() if isinstance(each, nn.ModuleList)), key=len, default=nn.ModuleList())
+    if count >= len(layers):
+        raise ValueError(f"freeze_layers={count}: the model has {len(layers)} layers; freeze fewer")
+    for module in (model.get_input_embeddings(), *layers[:count]):
+        module.requires_grad_(False)
+
+
 def with_adapters(
-    model: nn.Module, rank: int, targets: str, use_dora: bool, excluded: str | None = None, peft_type: str | None = None
+    model: nn.Module, rank: int, targets: str, excluded: str | None = None, peft_type: str | None = None, **more: Any
 ) -> nn.Module:
     """Return PEFT's model.
 
     `targets` are names of layers, such as "q_proj,v_proj", or "all-linear", all but the output's; in the module
-    `excluded` none has adapters. `peft_type` is PEFT's name of a task whose head is trained too.
+    `excluded` none has adapters. `peft_type` is PEFT's name of a task whose head is trained too. `more` are fields of
+    LoraConfig.
     """
     peft = import_peft(rank)
     names = targets if targets == ALL_LINEAR else targets.split(",")
     outside = None if excluded is None else rf"(.*\.)?{re.escape(excluded)}\..*"
     try:
-        config = peft.LoraConfig(
-            r=rank, target_modules=names, exclude_modules=outside, use_dora=use_dora, task_type=peft_type
-        )
+        config = peft.LoraConfig(r=rank, target_modules=names, exclude_modules=outside, task_type=peft_type, **more)
         with quiet():
             adapted: nn.Module = peft.get_peft_model(model, config)
     except ValueError as error:

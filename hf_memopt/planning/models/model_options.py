@@ -32,7 +32,13 @@ from hf_memopt.units import GIB
 
 _CHOSEN = tuple(name for name in CHOICES if name not in ("base", "optimizer"))
 # Options without meaning unless there are adapters, and their defaults.
-_OF_ADAPTERS = (("quantize", "none"), ("kbit_preparation", "trl"), ("lora_targets", None), ("use_dora", False))
+_OF_ADAPTERS = (
+    ("quantize", "none"),
+    ("kbit_preparation", "trl"),
+    ("lora_targets", None),
+    ("use_dora", False),
+    ("adapters_dtype", "auto"),
+)
 OF_BITSANDBYTES = ("nf4", "nf4-double", "nf4-experts", "int8-llm")
 _DTYPES = tuple(name for name in CHOICES["dtype"] if name != "auto")
 _OF_IMAGES = ("images_per_sample", "image_size", "freeze_vision_tower", "text_tokens", "num_frames", "encoders")
@@ -97,6 +103,8 @@ class ModelOptions:
     lora_rank: int | None = None
     lora_targets: str | None = None
     use_dora: bool = False
+    adapters_dtype: str = DEFAULTS["adapters_dtype"]
+    freeze_layers: int | None = None
     quantize: str = DEFAULTS["quantize"]
     kbit_preparation: str = DEFAULTS["kbit_preparation"]
     base: str | None = None
@@ -184,6 +192,8 @@ class ModelOptions:
     def _check_adapters(self) -> None:
         if self.lora_rank is not None:
             import_peft(self.lora_rank)
+            if self.freeze_layers is not None:
+                raise ValueError(f"freeze_layers={self.freeze_layers}: adapters freeze all layers; leave one out")
             self._check_packed()
             if self.kbit_preparation != "trl" and self.quantize not in OF_BITSANDBYTES:
                 raise ValueError(
@@ -261,7 +271,8 @@ class ModelOptions:
     @property
     def streams(self) -> bool:
         is_alone = not self.sharing.has_group and not self.gradient_cache
-        return is_alone and (self.lora_rank is not None or self.freeze_vision_tower or self.trained)
+        has_frozen = self.lora_rank is not None or self.freeze_vision_tower or self.freeze_layers is not None
+        return is_alone and (has_frozen or self.trained)
 
     @property
     def home(self) -> str:
@@ -317,7 +328,7 @@ class ModelOptions:
         return read_encoders(self.model, self.encoders)
 
     @property
-    def adapters_dtype(self) -> torch.dtype | None:
+    def usual_adapters_dtype(self) -> torch.dtype | None:
         """Return the dtype of adapters, as TRL or diffusers' scripts have them; None, as PEFT makes them."""
         of_bitsandbytes = self.quantize in OF_BITSANDBYTES
         if self.kind == "denoising":

@@ -150,13 +150,16 @@ class _Search:
     def run(self, num_workers: int, progress: bool) -> list[Row]:
         # All processes inherit the facts about its model.
         self._workload.simulated(self._plain, self._micro_batches[0])
-        with tqdm(desc="Planning", unit=" simulations", disable=not progress) as bar:
+        num_values = sum(len(lever.values) - 1 for lever in self._levers)
+        most = 2 * num_values + 1 + _MAX_EXPLORED
+        shown = "{desc}: {n_fmt} of at most {total_fmt} candidates [{elapsed}]"
+        with tqdm(desc="Planning", total=most, bar_format=shown, disable=not progress) as bar:
 
             def simulate(attempts: Iterator[_Attempt]) -> None:
                 for rows, failed in run_all_isolated(attempts, num_workers):
                     self._rows += rows
                     self.impossible |= failed
-                    bar.update(len(rows))
+                    bar.update()
 
             self._explored.append(self._plain)
             simulate(iter([lambda: (self.explore(self._plain), {})]))

@@ -123,17 +123,25 @@ def table(plan: SettingsPlan) -> str:
 
 
 _WORDS = {Verdict.FITS: "yes", Verdict.ONLY_JUST: "only just", Verdict.NO: "no"}
+# Levers and values that are shown by other words than those of flags.
+_NAMES = {"base": "frozen weights"}
+_PLACES = {"off": "on the device", "host": "on the host", "file": "in a file"}
+
+
+def _value(row: Row, lever: str) -> str:
+    value = str(row.settings[lever])
+    return _PLACES.get(value, value) if lever in _NAMES else value
 
 
 def _cells(row: Row, plan: SettingsPlan, has_disk: bool) -> dict[str, str]:
     return {
         "micro-batch": f"{row.micro_batch} x {row.accumulation}",
-        **{lever.name: str(row.settings[lever.name]) for lever in plan.levers},
+        **{_NAMES.get(lever.name, lever.name): _value(row, lever.name) for lever in plan.levers},
         "peak GiB": f"{row.estimate.peak_bytes / GIB:.2f}",
         "needs GiB": f"{row.needed_bytes / GIB:.2f}",
         "host GiB": f"{row.estimate.host_bytes / GIB:.2f}",
         **({"disk GiB": f"{row.estimate.disk_bytes / GIB:.2f}"} if has_disk else {}),
-        "peak in": row.estimate.phase,
+        "peaks during": row.estimate.phase,
         "update": format_ms(row.update_ms) if plan.card.is_named else f"{row.update_ms / plan.best.update_ms:.2f} x",
         "fits": _WORDS[row.verdict],
     }
@@ -184,9 +192,10 @@ def headline(plan: SettingsPlan) -> str:
             per_s = num_samples * plan.tokens_per_sample / best.update_ms * 1e3
             time += f" That is {per_s:,.0f} tokens per second."
     lines = [
-        f"{plan.workload} {best.verdict} on {plan.card.name} ({plan.card.memory_bytes / GIB:.1f} GiB) with "
-        f"{describe(best)}: {format_gib(best.needed_bytes)} needed, {format_gib(best.estimate.peak_bytes)} of it "
-        f"allocated at the peak in {best.estimate.phase}.",
+        f"Train with {describe(best)}.",
+        f"That {best.verdict} on {plan.card.name}: it needs {format_gib(best.needed_bytes)} of "
+        f"{plan.card.memory_bytes / GIB:.1f} GiB, most of it during {best.estimate.phase}.",
+        f"{plan.workload}.",
         time,
         *(f"Note: {note}" for note in best.estimate.notes),
     ]
@@ -259,5 +268,5 @@ def _first_line(reason: str) -> str:
 
 
 def describe(row: Row) -> str:
-    settings = [f"{name} {value}" for name, value in row.settings.items()]
+    settings = [f"{_NAMES.get(name, name)} {_value(row, name)}" for name in row.settings]
     return ", ".join([f"micro-batch {row.micro_batch} x {row.accumulation}", *settings])

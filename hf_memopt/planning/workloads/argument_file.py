@@ -15,6 +15,7 @@ from transformers import HfArgumentParser, TrainingArguments
 from hf_memopt.command_line import argparse_raising
 from hf_memopt.planning.job import PLAIN_TRAINER, nearest, read_fields
 from hf_memopt.planning.models.quiet import quiet, refused_by
+from hf_memopt.planning.workloads.other_files import Tool, tool_of
 from hf_memopt.planning.workloads.trainer_fields import OPTIMIZERS
 from hf_memopt.planning.workloads.trl_trainers import TRL, TrlTrainer, need_trl, trainer_for
 
@@ -71,11 +72,17 @@ class ArgumentFile:
         path: path of the file; None, the fields have no file, but the trainer's defaults.
         given: its fields, by the names that the installed transformers prefers.
         trainer: the trainer of TRL that it is for; None, transformers' Trainer.
+        tool: the program that it is for; None, a script with these settings.
+        original: its fields by their own names, where it is for another program.
+        unread: those of `original` that `given` lacks.
     """
 
     path: Path | None = None
     given: Mapping[str, Any] = field(default_factory=dict)
     trainer: TrlTrainer | None = None
+    tool: Tool | None = None
+    original: Mapping[str, Any] = field(default_factory=dict)
+    unread: tuple[str, ...] = ()
 
     @property
     def trainer_name(self) -> str:
@@ -122,7 +129,7 @@ def read_argument_file(path: Path, trainer: str | None = None) -> ArgumentFile:
 
     Args:
         path: YAML or JSON, with fields of TrainingArguments, or of the settings of a trainer of TRL, its ModelConfig
-            and its script's arguments.
+            and its script's arguments; or of LLaMA-Factory or axolotl.
         trainer: one of `TRAINERS`; None, the one that has all fields: transformers' Trainer, SFTTrainer, or the only
             one of the others.
 
@@ -132,6 +139,10 @@ def read_argument_file(path: Path, trainer: str | None = None) -> ArgumentFile:
     """
     source = f"training_args={str(path)!r}"
     given = read_fields(source, path, "TrainingArguments", "bf16: true")
+    if (tool := tool_of(given)) is not None and trainer is None:
+        fields_given, unread = tool.translated(given, _names(TrainingArguments) | {"max_length", *MODEL_FIELDS}, source)
+        _check_types(fields_given, None, source)
+        return ArgumentFile(path, current_names(fields_given), None, tool, given, tuple(unread))
     others = [name for name in given if name not in _names(TrainingArguments)]
     if trainer == PLAIN_TRAINER or (trainer is None and not others):
         for name in others:

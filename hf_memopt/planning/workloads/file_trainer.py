@@ -14,7 +14,7 @@ from transformers import PretrainedConfig, Trainer
 from transformers.modeling_utils import set_quantized_state
 
 from hf_memopt.planning.models.accelerate_config import zero_plugin
-from hf_memopt.planning.models.adapters import lora_config, with_adapters
+from hf_memopt.planning.models.adapters import freeze_first_layers, lora_config, with_adapters
 from hf_memopt.planning.models.contrastive import cached_ranking_loss
 from hf_memopt.planning.models.model_options import ModelOptions
 from hf_memopt.planning.models.pipeline_encoders import PipelineEncoders
@@ -45,7 +45,8 @@ def make_trainer(
     build = partial(build_model, options, config)
     with refused_by(file.trainer_name):
         if kind is None:
-            trainer: Trainer = OwnLoss(options, config, build(), arguments)
+            about = file.model_fields({"lora_dropout": 0.0, **file.given, **changes})
+            trainer: Trainer = OwnLoss(options, config, build(), arguments, about)
         else:
             adapters = None if options.lora_rank is None else lora_config(file.model_fields(changes))
             rows = kind.rows(arguments, options.seq_len, num_samples(arguments))
@@ -53,6 +54,8 @@ def make_trainer(
                 rows = {name: [row[number % 2 :] for number, row in enumerate(held)] for name, held in rows.items()}
             trainer = _trl_trainer(kind.kind, build, options, arguments, rows, adapters)
     adapt_as_peft_does(trainer.model)
+    if options.adapters_dtype != "auto":
+        _cast_trained(trainer.model, getattr(torch, options.adapters_dtype))
     if options.optimizer in _BLOCK_WISE:
         settings = _BLOCK_WISE[options.optimizer]
         trainer.get_optimizer_cls_and_kwargs = lambda *args: (BlockWiseAdamW, dict(settings))
@@ -74,6 +77,8 @@ def build_model(options: ModelOptions, config: Any, device: str = "meta") -> Any
             model.config.pad_token_id = 0  # decoders that classify look for the last token that is none
     if options.freeze_vision_tower:
         model.get_encoder(modality="image").requires_grad_(False)
+    if options.freeze_layers is not None:
+        freeze_first_layers(model, options.freeze_layers)
     if is_quantised:
         quantise(
             model,
@@ -87,8 +92,8 @@ def build_model(options: ModelOptions, config: Any, device: str = "meta") -> Any
     return model
 
 
-def adapted(options: ModelOptions, config: Any, model: Any) -> Any:
-    """Return a model of any task with the adapters that the options ask for."""
+def adapted(options: ModelOptions, config: Any, model: Any, about: Mapping[str, Any]) -> Any:
+    """Return a model of any task with the adapters that the options, and fields of TRL's ModelConfig, ask for."""
     if options.lora_rank is None:
         return model
     task, tower = options.kind_of_task, None
@@ -96,21 +101,29 @@ def adapted(options: ModelOptions, config: Any, model: Any) -> Any:
         tower = model.get_encoder(modality="image")
     frozen = next((name for name, module in model.named_modules() if module is tower), None)
     targets = options.lora_targets or task.lora_targets(config)
-    model = with_adapters(model, options.lora_rank, targets, options.use_dora, frozen, task.peft_type)
-    if options.adapters_dtype is not None:
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.data = parameter.data.to(options.adapters_dtype)
+    more = {name: about[name] for name in ("lora_dropout", "use_rslora", "use_dora")}
+    more["modules_to_save"] = about["lora_modules_to_save"]
+    model = with_adapters(model, options.lora_rank, targets, frozen, task.peft_type, **more)
+    if options.usual_adapters_dtype is not None:
+        _cast_trained(model, options.usual_adapters_dtype)
     return model
+
+
+def _cast_trained(model: Any, dtype: torch.dtype) -> None:
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
 
 
 class OwnLoss(Trainer):  # type: ignore[misc]
     """Trains a model of any task on one batch, with the loss of its task."""
 
-    def __init__(self, options: ModelOptions, config: Any, model: Any, arguments: Any) -> None:
+    def __init__(
+        self, options: ModelOptions, config: Any, model: Any, arguments: Any, about: Mapping[str, Any]
+    ) -> None:
         self._options, self._config = options, config
         self._encoders: PipelineEncoders | None = None
-        model = adapted(options, config, model)
+        model = adapted(options, config, model, about)
         if options.checkpointing in ("full", "reentrant"):
             options.kind_of_task.checkpoint(model, use_reentrant=options.checkpointing == "reentrant")
             arguments.gradient_checkpointing = False  # it is on

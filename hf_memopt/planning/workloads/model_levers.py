@@ -9,7 +9,7 @@ from hf_memopt.planning.workload import OFF
 
 # From the fastest to the most frugal: checkpointing and offload.
 ACTIVATIONS = {
-    "kept": ("none", "off"),
+    "on the device": ("none", "off"),
     "offloaded where free": ("none", "auto"),
     "selectively checkpointed": ("selective", "off"),
     "checkpointed": ("full", "off"),
@@ -17,7 +17,8 @@ ACTIVATIONS = {
     "all offloaded": ("none", "all"),
 }
 # Beside an engine or a gradient cache.
-_OF_SHARDS = ("kept", "selectively checkpointed", "checkpointed")
+_OF_SHARDS = ("on the device", "selectively checkpointed", "checkpointed")
+# A trainer has one loss: "loss" has no other value, and may still be named.
 VARIED = ("optimizer", "loss", "base", "precision", "quantize")
 
 # Fields of `ModelOptions`, and their values.
@@ -38,7 +39,8 @@ def check_varied(vary: str | None) -> tuple[str, ...] | None:
 def choices_of(options: Any, varied: tuple[str, ...] | None) -> dict[str, dict[str, Changes]]:
     """Return the values of each lever and the `ModelOptions` that they change; the first of each changes none.
 
-    `varied` names the levers besides activations; None chooses the home of the base, where adapters are trained.
+    `varied` names the levers besides activations. None has those that change no bit: the homes of frozen weights, or
+    of weights that train and the optimizer's state.
     """
     is_plain = options.engine == DDP and not options.gradient_cache
     ways = [name for name in ACTIVATIONS if is_plain or name in _OF_SHARDS]
@@ -49,8 +51,11 @@ def choices_of(options: Any, varied: tuple[str, ...] | None) -> dict[str, dict[s
         names = CHOICES["base"] if options.base is None else (options.base,)
         found["base"] = {name: {"base": name} for name in names}
     # Adapters have little to keep elsewhere. An engine would move the frozen weights: a streamed base does so better.
-    optimizers = _optimizers_in_place if "base" in found or options.home_of_state != "off" else _optimizers
-    makers = {"optimizer": optimizers, "loss": _losses, "precision": _precisions, "quantize": _quantizations}
+    has_homes = "base" in found or options.home_of_state != "off"
+    optimizers = _optimizers_in_place if has_homes else _optimizers
+    makers = {"optimizer": optimizers, "precision": _precisions, "quantize": _quantizations}
+    if varied is None and is_plain and not has_homes and options.lora_rank is None:
+        found["optimizer"] = {options.optimizer: {}} | dict(_homes(options))
     for name in varied or ():
         if name in makers:
             found[name] = dict(makers[name](options))
@@ -71,17 +76,21 @@ def _optimizers(options: Any) -> Iterator[tuple[str, Changes]]:
     else:
         # DeepSpeed has float32 copies of weights of 16 bits, which it trains in that precision.
         zero = {"precision": "bf16"} if (options.dtype, options.precision) == ("bfloat16", "no") else {}
-        yield f"{options.optimizer}, state on host", {"optimizer_home": "host"}
-        yield f"{options.optimizer}, state in a file", {"optimizer_home": "file"}
-        if options.lora_rank is None and options.base is None:
-            for home, place in (("host", "on host"), ("file", "in files")):
-                yield f"{options.optimizer}, weights and gradients {place}", {"base": home, "trained": True}
+        yield from _homes(options)
         yield "adamw and weights on host (fsdp2)", {"engine": FSDP2, "optimizer_on": HOST}
         yield "adamw on host (zero2)", zero | {"engine": ZERO2, "optimizer_on": HOST}
         yield "adamw and weights on host (zero3)", zero | {"engine": ZERO3, "optimizer_on": HOST, "weights_on": HOST}
         nvme = {"engine": ZERO3, "optimizer_on": NVME, "weights_on": HOST}
         yield "adamw on nvme, weights on host (zero3)", zero | nvme
     yield from _of_few_bits(options)
+
+
+def _homes(options: Any) -> Iterator[tuple[str, Changes]]:
+    yield f"{options.optimizer}, state on host", {"optimizer_home": "host"}
+    yield f"{options.optimizer}, state in a file", {"optimizer_home": "file"}
+    if options.lora_rank is None and options.base is None:
+        for home, place in (("host", "on host"), ("file", "in files")):
+            yield f"{options.optimizer}, weights and gradients {place}", {"base": home, "trained": True}
 
 
 def _optimizers_in_place(options: Any) -> Iterator[tuple[str, Changes]]:
@@ -93,10 +102,6 @@ def _of_few_bits(options: Any) -> Iterator[tuple[str, Changes]]:
     for name in ("adamw-8bit", "paged-adamw-8bit", "adamw-4bit"):
         if name != options.optimizer and not options.sharing.is_zero:
             yield name, {"optimizer": name}
-
-
-def _losses(options: Any) -> Iterator[tuple[str, Changes]]:
-    yield options.loss, {}
 
 
 def _precisions(options: Any) -> Iterator[tuple[str, Changes]]:

@@ -28,6 +28,7 @@ class PolicyTraining:
     """
 
     tokens_per_sample: int | None = None
+    packages = ("hf_memopt[lerobot]",)
 
     def __init__(self, spec: Job, file: PolicyFile) -> None:
         self.cfg = cfg = training_config(spec, file)

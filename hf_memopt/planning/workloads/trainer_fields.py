@@ -63,6 +63,8 @@ def of_job(job: Job) -> dict[str, Any]:
     targets = fields.get("lora_target_modules", ALL_LINEAR)
     if targets != ALL_LINEAR:
         fields["lora_target_modules"] = targets.split(",")
+    if "lora_modules_to_save" in fields:
+        fields["lora_modules_to_save"] = fields["lora_modules_to_save"].split(",")
     if job.quantize is not None and job.quantize != "auto":
         fields |= {
             "load_in_4bit": job.quantize.startswith("nf4"),
@@ -90,6 +92,8 @@ def of_recipe(options: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a YAML file for `train_sft --config`: the trainer's, the model's, and MemoptArguments."""
     memopt = {
         "quantize": options.quantize if options.quantize == "int8-torchao" else None,
+        "adapters_dtype": options.adapters_dtype if options.adapters_dtype != "auto" else None,
+        "freeze_layers": options.freeze_layers,
         "offload": options.offload,
         "offload_threshold_mb": options.offload_threshold_mb,
         "selective_checkpointing": options.checkpointing == "selective" or None,

@@ -166,7 +166,7 @@ class TrainerRun:
         # Which small weights stay depends on the whole model, and the next layers' are fetched ahead. State of small
         # parameters travels together.
         differs = differs or options.home != OFF or options.optimizer_home != "off"
-        return not (differs or options.sharing.has_group)
+        return not (differs or options.sharing.has_group or options.freeze_layers is not None)
 
     @property
     def _equal_layers(self) -> Layers | None:

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from hf_memopt.planning.job import DEFAULTS, PLAIN_TRAINER, Job
-from hf_memopt.planning.models.accelerate_config import write_accelerate_config
+from hf_memopt.planning.models.accelerate_config import OPTIMIZERS_OF_BITSANDBYTES, write_accelerate_config
 from hf_memopt.planning.models.model_config import read_config
 from hf_memopt.planning.models.model_options import OF_BITSANDBYTES, ModelOptions
 from hf_memopt.planning.models.tasks import CONTRASTIVE, task_of
@@ -147,8 +147,12 @@ class TrainerWorkload:
         if trainer is not None and trainer.task == "sequence-classification":
             config.num_labels = 1  # the score, as RewardTrainer has it
         own = {name: value for name, value in said.items() if name in _OWN}
+        quantize = self._quantize(job, about)
+        if self.file.tool is not None and quantize in OF_BITSANDBYTES:
+            own.setdefault("kbit_preparation", "none")  # adapters are float32, as PEFT makes them
         micro_batch, passes = settings.per_device_train_batch_size, settings.gradient_accumulation_steps
-        targets = about["lora_target_modules"] if trainer is not None or job.lora_targets else None
+        is_said = trainer is not None or job.lora_targets or self.file.tool is not None
+        targets = about["lora_target_modules"] if is_said else None
         asked = about["attn_implementation"]
         return ModelOptions(
             model=model,
@@ -160,7 +164,7 @@ class TrainerWorkload:
             micro_batch=micro_batch,
             effective_batch=micro_batch * passes * (job.num_gpus or 1),
             dtype=about["dtype"] or "float32",
-            quantize=self._quantize(job, about),
+            quantize=quantize,
             # Kernels that are not here hold as much as torch's flash attention.
             attention="auto" if asked is None else asked if asked == "eager" else "sdpa",
             lora_rank=about["lora_r"] if about["use_peft"] else None,
@@ -180,7 +184,7 @@ class TrainerWorkload:
 
     def _length(self, settings: Any, config: Any) -> int:
         said = self._job.seq_len
-        length: int | None = said or getattr(settings, "max_length", None)
+        length: int | None = said or getattr(settings, "max_length", None) or self.file.given.get("max_length")
         if length is None and self._is_of_flags and self.file.trainer is None:
             length = int(DEFAULTS["seq_len"])
         if length is None:
@@ -237,6 +241,8 @@ class TrainerWorkload:
         notes = [f"{asked} taken for sdpa"] if asked not in (None, "eager", "sdpa") else []
         if self.file.trainer is not None:
             notes += self.file.trainer.notes(self.given.settings, is_quantised=options.quantize != "none")
+        if self.file.tool is not None and self.file.unread:
+            notes.append(f"{self.file.tool.name}'s {', '.join(self.file.unread)} not looked at")
         if self.file.path is None and self._job.batch_size is None:
             notes.append(f"{self.micro_batch} per forward pass")
         return notes
@@ -246,6 +252,21 @@ class TrainerWorkload:
         options = self.given.options
         texts = 1 + options.passages if options.kind == CONTRASTIVE else 1
         return texts * options.seq_len if options.kind_of_task.positions or self.file.trainer else None
+
+    @property
+    def packages(self) -> list[str]:
+        """Return those that the run needs that was written last."""
+        options = self._written.options
+        needed = {
+            "trl": self.file.trainer is not None,
+            "peft": options.lora_rank is not None,
+            "bitsandbytes": options.quantize in OF_BITSANDBYTES or options.optimizer in OPTIMIZERS_OF_BITSANDBYTES,
+            "torchao": options.quantize == "int8-torchao" or options.optimizer in ("adamw-8bit", "adamw-4bit"),
+            "deepspeed": options.sharing.is_zero,
+            "diffusers": options.kind == "denoising",
+            "sentence-transformers": options.kind == CONTRASTIVE,
+        }
+        return [name for name, is_needed in needed.items() if is_needed]
 
     @cached_property
     def _choices(self) -> Mapping[str, Mapping[str, Changes]]:
@@ -319,6 +340,8 @@ class TrainerWorkload:
         changes = current_names(changes)
         # None is the default of those that change.
         fields = {k: v for k, v in (dict(self.file.given) | changes).items() if v is not None or k not in changes}
+        if self.file.tool is not None:
+            fields = dict(self.file.original) | self.file.tool.back(changes)
         written = folder / ("sft.yaml" if self._is_recipe else self.file.name)
         is_json = written.suffix == ".json"
         text = json.dumps(fields, indent=2) + "\n" if is_json else yaml.safe_dump(fields, sort_keys=False)
@@ -338,6 +361,8 @@ class TrainerWorkload:
         if self.file.trainer is not None:
             lacking = self.file.trainer.lacking(self.file.given)
             script = f"-m {self.file.trainer.module} --config {shlex.quote(str(fields))}{lacking}"
+        elif self.file.tool is not None:
+            script = f"-m {self.file.tool.module} {shlex.quote(str(fields))}"
         elif self.file.path is not None:
             script = f"a script with {fields}"
         else:

@@ -40,16 +40,16 @@ def of(weights: int, activations: int) -> dict[str, int]:
 
 FORWARD, BACKWARD, UPDATE = ("forward", 0), ("backward", 0), ("optimizer", 0)
 PLAIN = Simulated(
-    {"kept": "all", "weights": "here"}, {FORWARD: of(50, 50), BACKWARD: of(50, 80), UPDATE: of(90, 0)}, 10.0
+    {"on the device": "all", "weights": "here"}, {FORWARD: of(50, 50), BACKWARD: of(50, 80), UPDATE: of(90, 0)}, 10.0
 )
 CHECKPOINTED = Simulated(
-    {"kept": "few", "weights": "here"}, {FORWARD: of(50, 10), BACKWARD: of(50, 20), UPDATE: of(90, 0)}, 13.0
+    {"on the device": "few", "weights": "here"}, {FORWARD: of(50, 10), BACKWARD: of(50, 20), UPDATE: of(90, 0)}, 13.0
 )
 # The engine updates elsewhere, so that there is no such phase on the device.
 ELSEWHERE = Simulated(
-    {"kept": "all", "weights": "host"}, {FORWARD: of(5, 55), BACKWARD: of(10, 80)}, 15.0, host_bytes=500
+    {"on the device": "all", "weights": "host"}, {FORWARD: of(5, 55), BACKWARD: of(10, 80)}, 15.0, host_bytes=500
 )
-BOTH = {"kept": "few", "weights": "host"}
+BOTH = {"on the device": "few", "weights": "host"}
 
 
 def forecast(*rows: Any, card_bytes: int = ROOMY) -> Forecast:

@@ -47,7 +47,7 @@ class Toy:
     micro_batches: tuple[int, ...] = (1, 2, 4, 8, 16)
 
     def __init__(self, *levers: Lever) -> None:
-        self.levers = levers or (Lever("activations", ("kept", "checkpointed", "offloaded")),)
+        self.levers = levers or (Lever("activations", ("on the device", "checkpointed", "offloaded")),)
         self.simulations: list[tuple[str, int]] = []
 
     def simulated(self, settings: Mapping[str, Any], micro_batch: int) -> SimulatedStep:
@@ -86,7 +86,7 @@ class TwoLevers(Toy):
 
     def __init__(self) -> None:
         super().__init__(
-            Lever("activations", ("kept", "checkpointed", "offloaded")), Lever("momentum", (0.9, 0.0, "none"))
+            Lever("activations", ("on the device", "checkpointed", "offloaded")), Lever("momentum", (0.9, 0.0, "none"))
         )
 
     def simulated(self, settings: Mapping[str, Any], micro_batch: int) -> SimulatedStep:
@@ -118,8 +118,8 @@ def tight() -> SettingsPlan:
 
 def test_plain_training_is_chosen_where_it_fits_and_nothing_else_is_simulated() -> None:
     roomy = make_plan(2 * GIB)
-    assert (roomy.best.settings, roomy.best.micro_batch) == ({"activations": "kept"}, 16)
-    assert {row.settings["activations"] for row in roomy.rows} == {"kept"}
+    assert (roomy.best.settings, roomy.best.micro_batch) == ({"activations": "on the device"}, 16)
+    assert {row.settings["activations"] for row in roomy.rows} == {"on the device"}
     assert "not needed, since the whole batch fits without it" in "\n".join(explain(roomy))
 
 
@@ -127,10 +127,10 @@ def test_nothing_else_is_simulated_where_the_one_micro_batch_that_may_be_chosen_
     toy = Toy()
     toy.micro_batches = (4,)
     roomy = plan(toy, gpu=card_with(2 * GIB), num_workers=1, progress=False)
-    assert [(row.settings["activations"], row.accumulation) for row in roomy.rows] == [("kept", 4)]
+    assert [(row.settings["activations"], row.accumulation) for row in roomy.rows] == [("on the device", 4)]
     reasons = explain(roomy)
     assert reasons[0] == "micro-batch 4: as given."
-    assert "activations kept, not offloaded: not needed, since the micro-batch fits without it." in reasons
+    assert "activations on the device, not offloaded: not needed, since the micro-batch fits without it." in reasons
 
 
 def test_the_choice_fits_the_modelled_allocator_and_what_is_faster_does_not(tight: SettingsPlan) -> None:
@@ -144,7 +144,7 @@ def test_the_choice_fits_the_modelled_allocator_and_what_is_faster_does_not(tigh
 
 
 def test_all_combinations_are_compared_on_a_card_that_is_too_small_for_plain_training(tight: SettingsPlan) -> None:
-    assert {row.settings["activations"] for row in tight.rows} == {"kept", "checkpointed", "offloaded"}
+    assert {row.settings["activations"] for row in tight.rows} == {"on the device", "checkpointed", "offloaded"}
 
 
 @pytest.mark.e2e
@@ -154,7 +154,7 @@ def test_no_combination_is_faster_than_the_choice(room_mib: int) -> None:
     card = card_with(room_mib * MIB)
     found = plan(TwoLevers(), gpu=card, num_workers=1, progress=False)
     search = _Search(TwoLevers(), TwoLevers().levers, card, MemoryBelow())
-    combinations = itertools.product(("kept", "checkpointed", "offloaded"), (0.9, 0.0))
+    combinations = itertools.product(("on the device", "checkpointed", "offloaded"), (0.9, 0.0))
     rows = run_isolated(
         lambda: [
             row
@@ -193,7 +193,7 @@ def test_the_choice_gives_up_as_little_as_one_that_is_as_fast() -> None:
 
 @pytest.mark.parametrize(("nearly", "tried"), [(4, {1, 4}), (8, {1, 2, 4, 8})], ids=["far too large", "only just"])
 def test_what_micro_batches_need_tells_which_is_tried_next(nearly: int, tried: set[int]) -> None:
-    kept = Lever("activations", ("kept",))
+    kept = Lever("activations", ("on the device",))
     alone = Toy(kept)
     alone.micro_batches = (nearly,)
     needed = plan(alone, gpu=card_with(2 * GIB), num_workers=1, progress=False).best.needed_bytes
@@ -211,7 +211,7 @@ def test_rows_are_sorted_and_an_update_is_always_the_whole_batch(tight: Settings
 
 def test_checkpointing_takes_longer_and_needs_less(tight: SettingsPlan) -> None:
     rows = {(row.settings["activations"], row.micro_batch): row for row in tight.rows}
-    kept, checkpointed = rows["kept", 1], rows["checkpointed", 1]
+    kept, checkpointed = rows["on the device", 1], rows["checkpointed", 1]
     assert checkpointed.update_ms > kept.update_ms
     assert checkpointed.estimate.peak_bytes < kept.estimate.peak_bytes
 
@@ -256,8 +256,8 @@ def _offloaded(host: str | None) -> Row:
 
 
 def test_values_that_read_a_disk_are_tried_where_there_is_one() -> None:
-    lever = Lever("activations", ("kept", "offloaded"), of_disk=("offloaded",))
-    for disk, tried in ((None, {"kept"}), ("1GiB", {"kept", "offloaded"})):
+    lever = Lever("activations", ("on the device", "offloaded"), of_disk=("offloaded",))
+    for disk, tried in ((None, {"on the device"}), ("1GiB", {"on the device", "offloaded"})):
         toy = Toy(lever)
         toy.micro_batches = (1, 16)
         found = plan(toy, gpu=card_with(100 * MIB), host="1GiB", disk=disk, num_workers=1, progress=False)

@@ -77,7 +77,7 @@ def test_it_says_what_it_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("activations", "starts"),
     [
-        ("kept", "accelerate launch --config_file a.yaml -m trl.scripts.sft --config b.yaml"),
+        ("on the device", "accelerate launch --config_file a.yaml -m trl.scripts.sft --config b.yaml"),
         ("all offloaded", "hf-memopt launch --config_file a.yaml --offload all -- -m trl.scripts.sft --config b.yaml"),
     ],
 )
@@ -96,7 +96,7 @@ def test_an_offloaded_candidate_is_attached_to(tmp_path: Path) -> None:
     step = made.simulated({"activations": "offloaded where free"}, 1)
     assert (step.num_steps, step.repeated) == (3, None)
     (tmp_path / "plan").mkdir()
-    _, written = made.write({"activations": "kept"}, 2, tmp_path / "plan")
+    _, written = made.write({"activations": "on the device"}, 2, tmp_path / "plan")
     assert "model_name_or_path" not in yaml.safe_load(written.read_text())  # no field of TrainingArguments
 
 

@@ -55,18 +55,22 @@ def test_the_state_has_a_home_of_its_own_or_that_of_an_engine(qwen3: Path) -> No
     model = workload(qwen3, vary="optimizer")
     homes = [("adamw, state on host", "host"), ("adamw, state in a file", "file")]
     for name, home in homes:
-        changed = model.chosen({"activations": "kept", "optimizer": name}, 4).options
+        changed = model.chosen({"activations": "on the device", "optimizer": name}, 4).options
         assert (changed.engine, changed.optimizer_home, changed.max_grad_norm) == ("ddp", home, 1.0)
     given = workload(qwen3, vary="optimizer", optimizer_home="host").levers[1]
     assert given.values == ("adamw", "adamw-8bit", "paged-adamw-8bit", "adamw-4bit")
-    sharded = model.chosen({"activations": "kept", "optimizer": "adamw and weights on host (fsdp2)"}, 4).options
+    sharded = model.chosen(
+        {"activations": "on the device", "optimizer": "adamw and weights on host (fsdp2)"}, 4
+    ).options
     assert (sharded.engine, sharded.optimizer_on, sharded.num_gpus) == ("fsdp2", "host", 1)
 
 
 def test_weights_that_train_have_a_home_where_all_of_them_do(qwen3: Path) -> None:
     model = workload(qwen3, vary="optimizer")
     for name, home in (("on host", "host"), ("in files", "file")):
-        changed = model.chosen({"activations": "kept", "optimizer": f"adamw, weights and gradients {name}"}, 4).options
+        changed = model.chosen(
+            {"activations": "on the device", "optimizer": f"adamw, weights and gradients {name}"}, 4
+        ).options
         assert (changed.base, changed.trained, changed.home_of_state) == (home, True, home)
     values = {lever.name: lever.values for lever in workload(qwen3, **LORA, vary="optimizer").levers}["optimizer"]
     assert "adamw, weights and gradients on host" not in values
@@ -77,7 +81,7 @@ def test_weights_that_train_have_a_home_where_all_of_them_do(qwen3: Path) -> Non
 
 def test_zero_trains_16_bits_in_that_precision(qwen3: Path) -> None:
     model = workload(qwen3, vary="optimizer", dtype="bfloat16")
-    zero = model.chosen({"activations": "kept", "optimizer": "adamw on host (zero2)"}, 4).options
+    zero = model.chosen({"activations": "on the device", "optimizer": "adamw on host (zero2)"}, 4).options
     assert (zero.dtype, zero.precision) == ("bfloat16", "bf16")
 
 

@@ -19,7 +19,7 @@ workloads = LateModule("hf_memopt.planning.workloads.of_job")
 
 # Copies that a CPU makes, to try a command out.
 ON_A_CPU = {"HF_MEMOPT": "cpu_copies=true,offload_threshold_mb=0.01"}
-KEPT, ALL = {"activations": "kept"}, {"activations": "all offloaded"}
+KEPT, ALL = {"activations": "on the device"}, {"activations": "all offloaded"}
 CHECKPOINTED, INPUTS = {"activations": "checkpointed"}, {"activations": "checkpointed, inputs offloaded"}
 
 
@@ -41,7 +41,7 @@ def smolvla(toy_vlm: Path, toy_dataset: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 def test_levers_are_those_that_the_policy_has(pi05: Path, smolvla: Path) -> None:
-    kept = ("kept", "offloaded where free", "all offloaded")
+    kept = ("on the device", "offloaded where free", "all offloaded")
     assert workload(smolvla).levers[0].values == kept
     assert workload(pi05).levers[0].values == (*kept[:2], "checkpointed", "checkpointed, inputs offloaded", kept[2])
     assert (workload(pi05).micro_batches, workload(smolvla, batch_size=6).micro_batches) == ([8], [6])

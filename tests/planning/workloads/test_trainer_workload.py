@@ -73,7 +73,7 @@ def test_gpus_share_a_model_and_its_batch(qwen3: str, plain: MemoryEstimate, tmp
         assert plain.breakdown[kind] / 2 <= sharded.breakdown[kind] < 0.6 * plain.breakdown[kind]
     assert "gathered weights" in sharded.storage_kinds
     assert "communication buffers" in sharded.storage_kinds
-    written = workload.write({"activations": "kept"}, BATCH, tmp_path)
+    written = workload.write({"activations": "on the device"}, BATCH, tmp_path)
     assert [path.name for path in written] == ["accelerate.yaml", "sft.yaml"]
     assert load_config_from_file(str(written[0])).num_processes == 2
     assert yaml.safe_load(written[1].read_text())["gradient_accumulation_steps"] == 2
@@ -89,7 +89,7 @@ def test_gpus_share_a_model_with_deepspeed(engine: str, options: dict[str, Any],
     estimate = run_isolated(lambda: simulate_step(workload.as_given(), gpu=CARD))
     assert "communication buffers" in estimate.storage_kinds
     assert estimate.unreached == ()
-    accelerate = workload.write({"activations": "kept"}, BATCH, tmp_path)[0]
+    accelerate = workload.write({"activations": "on the device"}, BATCH, tmp_path)[0]
     assert load_config_from_file(str(accelerate)).deepspeed_config["gradient_accumulation_steps"] == 2
 
 
@@ -143,7 +143,7 @@ def test_a_plan_tries_the_homes_of_frozen_weights_and_says_which_is_chosen(qwen3
     lever = workload.levers[-1]
     assert (lever.name, lever.values) == ("base", ("off", "host", "file"))
     assert lever.without_disk().values == ("off", "host")
-    settings = {"activations": "kept", "base": "host"}
+    settings = {"activations": "on the device", "base": "host"}
     assert workload.simulated(settings, 8).num_steps == 3
     written = workload.write(settings, 8, tmp_path)
     _, model, _, memopt = sft_options.parse("", ["--config", str(written[1])])
@@ -152,7 +152,9 @@ def test_a_plan_tries_the_homes_of_frozen_weights_and_says_which_is_chosen(qwen3
     resident = workload_of(qwen3, seq_len=TOKENS, lora_rank=4, base="off")
     for without in (resident, workload_of(qwen3, seq_len=TOKENS)):
         assert [lever.name for lever in without.levers] == ["activations"]
-        assert without.command(without.write({"activations": "kept"}, 8, tmp_path)).startswith("accelerate launch ")
+        assert without.command(without.write({"activations": "on the device"}, 8, tmp_path)).startswith(
+            "accelerate launch "
+        )
 
 
 @pytest.mark.e2e
@@ -188,7 +190,7 @@ def test_a_plan_prefers_a_home_that_is_faster_than_what_else_fits(
         """Leave out engines and few bits, which take long to simulate."""
         found = model_levers.choices_of(options, varied)
         homes = {name: each for name, each in found["optimizer"].items() if {"engine", "optimizer"}.isdisjoint(each)}
-        return {"activations": {"kept": {}}, "optimizer": homes}
+        return {"activations": {"on the device": {}}, "optimizer": homes}
 
     monkeypatch.setattr("hf_memopt.planning.workloads.trainer_workload.choices_of", choices)
     model = folder_of("qwen3", hidden_size=512, intermediate_size=2048, num_hidden_layers=4)
@@ -196,7 +198,7 @@ def test_a_plan_prefers_a_home_that_is_faster_than_what_else_fits(
     plain = run_isolated(lambda: simulate_step(workload.as_given(), gpu=CARD))
     card = replace(CARD, memory_bytes=needed_bytes(plain, CARD) - 20 * MIB)
     best = jobs.plan(workload, gpu=card, disk="1GiB", num_workers=1, progress=False).best
-    assert best.settings == {"activations": "kept", "optimizer": "adamw, state on host"}
+    assert best.settings == {"activations": "on the device", "optimizer": "adamw, state on host"}
     assert best.fits
     sft_file = workload.write(best.settings, 1, tmp_path)[1]
     options = sft_options.parse("", ["--config", str(sft_file)])
@@ -211,16 +213,16 @@ def test_a_plan_has_weights_visit_where_the_state_alone_is_not_enough(
     def choices(options: Any, varied: Any) -> Any:
         homes = model_levers.choices_of(options, varied)["optimizer"]
         tried = ("adamw", "adamw, state on host", "adamw, weights and gradients on host")
-        return {"activations": {"kept": {}}, "optimizer": {name: homes[name] for name in tried}}
+        return {"activations": {"on the device": {}}, "optimizer": {name: homes[name] for name in tried}}
 
     monkeypatch.setattr("hf_memopt.planning.workloads.trainer_workload.choices_of", choices)
     model = folder_of("qwen3", hidden_size=512, intermediate_size=2048, num_hidden_layers=4)
     workload = workload_of(model, **ONE, vary="optimizer")
-    on_host = workload.simulated({"activations": "kept", "optimizer": "adamw, state on host"}, 1)
+    on_host = workload.simulated({"activations": "on the device", "optimizer": "adamw, state on host"}, 1)
     needed = needed_bytes(run_isolated(lambda: simulate_step(on_host, gpu=CARD)), CARD)
     card = replace(CARD, memory_bytes=needed - 20 * MIB)
     best = jobs.plan(workload, gpu=card, num_workers=1, progress=False).best
-    assert best.settings == {"activations": "kept", "optimizer": "adamw, weights and gradients on host"}
+    assert best.settings == {"activations": "on the device", "optimizer": "adamw, weights and gradients on host"}
     assert best.fits
     written = workload.write(best.settings, 1, tmp_path)
     *_, memopt = sft_options.parse("", ["--config", str(written[1])])
@@ -230,7 +232,7 @@ def test_a_plan_has_weights_visit_where_the_state_alone_is_not_enough(
 
 def test_the_launched_command_has_weights_that_train_in_files(folder_of: FolderOf, tmp_path: Path) -> None:
     workload = workload_of(folder_of("bert"), seq_len=TOKENS, vary="optimizer")
-    settings = {"activations": "kept", "optimizer": "adamw, weights and gradients in files"}
+    settings = {"activations": "on the device", "optimizer": "adamw, weights and gradients in files"}
     command = workload.command(workload.write(settings, 8, tmp_path))
     assert " --base file --trained -- " in command
     given = workload_of(folder_of("bert"), seq_len=TOKENS, batch_size=8, base="file", trained=True)
@@ -252,7 +254,7 @@ def test_adapters_train_with_a_home_on_a_base_that_streams(folder_of: FolderOf) 
 @pytest.mark.parametrize("home", ["host", "file"])
 def test_the_launched_command_has_the_home(home: str, folder_of: FolderOf, tmp_path: Path) -> None:
     workload = workload_of(folder_of("bert"), seq_len=TOKENS, optimizer_home=home)
-    command = workload.command(workload.write({"activations": "kept"}, 8, tmp_path))
+    command = workload.command(workload.write({"activations": "on the device"}, 8, tmp_path))
     assert f" --optimizer_home {home} -- " in command
 
 
@@ -275,7 +277,7 @@ def test_a_model_without_a_recipe_is_left_to_a_script_that_reads_training_argume
 def test_fsdp_reduces_gradients_in_each_pass_where_they_go_to_the_host(qwen3: str, tmp_path: Path) -> None:
     sharded = {"engine": "fsdp2", "optimizer_on": "host", "effective_batch": 4, "batch_size": 1}
     workload = workload_of(qwen3, seq_len=TOKENS, **sharded)
-    accelerate, flags = workload.write({"activations": "kept"}, 1, tmp_path)
+    accelerate, flags = workload.write({"activations": "on the device"}, 1, tmp_path)
     assert load_config_from_file(str(accelerate)).fsdp_config["fsdp_offload_params"] is True
     _, _, training, _ = sft_options.parse("", ["--config", str(flags)])
     assert training.accelerator_config.gradient_accumulation_kwargs == {"sync_each_batch": True}

@@ -179,11 +179,11 @@ def test_mistakes_are_named(name: str, fields: dict[str, Any], said: dict[str, A
 def test_a_plan_leaves_the_generation_as_large_as_it_was(model: Path) -> None:
     job = workload(model, "grpo", {"generation_batch_size": 12}, seq_len=32, batch_size=4, accumulation=6)
     assert (job.effective_batch, job.micro_batches) == (24, [1, 2, 3, 4, 6, 12])
-    job.write({"activations": "kept"}, 2, model)
+    job.write({"activations": "on the device"}, 2, model)
     written = yaml.safe_load((model / "grpo.yaml").read_text())
     assert (written["generation_batch_size"], written["gradient_accumulation_steps"]) == (12, 12)
     by_steps = workload(model, "grpo", {"steps_per_generation": 3}, seq_len=32, batch_size=4)
-    by_steps.write({"activations": "kept"}, 2, model)
+    by_steps.write({"activations": "on the device"}, 2, model)
     written = yaml.safe_load((model / "grpo.yaml").read_text())
     assert written["generation_batch_size"] == 12
     assert "steps_per_generation" not in written
