@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from accelerate import Accelerator
 from accelerate.commands.config.config_args import ClusterConfig
-from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin, GradientAccumulationPlugin
+from accelerate.utils import DeepSpeedPlugin
 
 # The default first. FSDP2 gathers each block's weights for forward and for backward, or once for both ("no-reshard").
 DDP, FSDP2, FSDP2_NO_RESHARD, ZERO2, ZERO3 = "ddp", "fsdp2", "fsdp2-no-reshard", "zero2", "zero3"
@@ -159,37 +158,6 @@ def check_zero(engine: str, dtype: str, precision: str) -> None:
         raise ValueError(f"engine={engine!r} needs DeepSpeed: pip install deepspeed") from error
     if is_new:
         real_accelerator.ds_accelerator = None
-
-
-def check_step(num_gpus: int, engine: str, effective_batch: int, micro_batch: int, offload: str) -> int:
-    share = effective_batch // num_gpus
-    if micro_batch < 1 or share % micro_batch:
-        ranks = f" // num_gpus={num_gpus}" if num_gpus > 1 else ""
-        raise ValueError(f"micro_batch={micro_batch} must be a divisor of effective_batch={effective_batch}{ranks}")
-    if engine != DDP and offload != "off":
-        raise ValueError(f"offload={offload!r} with engine={engine!r} is not simulated; use offload='off'")
-    return share // micro_batch
-
-
-def accelerator_for(
-    sharing: Sharing, precision: str, num_micro_batches: int, micro_batch: int, max_grad_norm: float | None
-) -> Accelerator:
-    """Return the `Accelerator` that a script has when it is launched with the file of `write_accelerate_config`.
-
-    DeepSpeed wants to be told the micro-batch, and clips by itself.
-    """
-    sharding = zero = None
-    if sharing.is_zero:
-        zero = zero_plugin(sharing, num_micro_batches, max_grad_norm)
-        zero.deepspeed_config["train_micro_batch_size_per_gpu"] = micro_batch
-    elif sharing.engine != DDP:
-        sharding = FullyShardedDataParallelPlugin(**sharded_options(sharing))
-    windows = GradientAccumulationPlugin(
-        num_steps=num_micro_batches, sync_with_dataloader=False, sync_each_batch=sharing.offloads_by_fsdp
-    )
-    return Accelerator(
-        mixed_precision=precision, gradient_accumulation_plugin=windows, fsdp_plugin=sharding, deepspeed_plugin=zero
-    )
 
 
 def sharded_options(sharing: Sharing) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from hf_memopt.planning.models.accelerate_config import (
     OPTIMIZERS_OF_BITSANDBYTES,
     Sharing,
     check_options,
-    check_step,
     check_zero,
     shards_weights,
 )
@@ -300,7 +299,15 @@ class ModelOptions:
 
     def _check_step(self) -> None:
         """Refuse a pass that does not divide the update, and ways to keep activations that do not go together."""
-        passes = check_step(self.num_gpus, self.engine, self.effective_batch, self.micro_batch, self.offload)
+        if self.micro_batch < 1 or self.effective_batch // self.num_gpus % self.micro_batch:
+            ranks = f" // num_gpus={self.num_gpus}" if self.num_gpus > 1 else ""
+            raise ValueError(
+                f"micro_batch={self.micro_batch} must be a divisor of effective_batch={self.effective_batch}{ranks}"
+            )
+        if self.engine != DDP and self.offload != "off":
+            raise ValueError(
+                f"offload={self.offload!r} with engine={self.engine!r} is not simulated; use offload='off'"
+            )
         if self.offload == "inputs" and self.checkpointing == "none":
             raise ValueError("offload='inputs' moves the inputs of checkpointed blocks; use checkpointing='full'")
         if self.offload != "off" and self.checkpointing == "reentrant":
@@ -312,7 +319,6 @@ class ModelOptions:
                 f"offload={self.offload!r} with gradient_cache=True: passes run again in backward, where nothing is "
                 "offloaded; use offload='off'"
             )
-        assert passes
 
     @property
     def sample(self) -> Sample:

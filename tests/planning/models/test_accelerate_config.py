@@ -25,16 +25,16 @@ from hf_memopt.planning.models.accelerate_config import (
     ZERO2,
     ZERO3,
     Sharing,
-    accelerator_for,
     check_options,
-    check_step,
     check_zero,
+    sharded_options,
     write_accelerate_config,
+    zero_plugin,
 )
 from hf_memopt.planning.simulation.child_process import run_isolated
 from hf_memopt.planning.simulation.ranks.first_rank import first_of
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def test_accelerate_reads_one_process_and_its_precision(tmp_path: Path) -> None:
@@ -63,14 +63,14 @@ OF_FSDP2 = [Sharing(FSDP2, 4), Sharing(FSDP2_NO_RESHARD, 4), Sharing(FSDP2, 4, H
 
 @pytest.mark.parametrize("sharing", OF_FSDP2, ids=str)
 def test_accelerate_shards_as_in_the_simulation(sharing: Sharing, tmp_path: Path) -> None:
+    from accelerate import Accelerator
     from accelerate.utils import FullyShardedDataParallelPlugin
 
     def simulated_sharding(device: torch.device) -> tuple[Any, ...]:
         with first_of(sharing.num_gpus, device, unread_base()):
-            accelerator = accelerator_for(sharing, "bf16", 2, 1, 1.0)
-            reduced = accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
-            plugin = sharding(accelerator.state.fsdp_plugin)
-            return str(accelerator.distributed_type), accelerator.num_processes, reduced, plugin
+            plugin = FullyShardedDataParallelPlugin(**sharded_options(sharing))
+            accelerator = Accelerator(mixed_precision="bf16", fsdp_plugin=plugin)
+            return str(accelerator.distributed_type), accelerator.num_processes, sharding(accelerator.state.fsdp_plugin)
 
     arguments, environment = launched(write_accelerate_config(tmp_path / "accelerate.yaml", "bf16", sharing))
     assert (arguments.num_processes, arguments.use_fsdp) == (sharing.num_gpus, True)
@@ -78,7 +78,7 @@ def test_accelerate_shards_as_in_the_simulation(sharing: Sharing, tmp_path: Path
     with patch.dict(os.environ, environment):
         read = sharding(FullyShardedDataParallelPlugin())
     offloads = sharing.optimizer_on == HOST
-    assert simulated(simulated_sharding) == ("DistributedType.FSDP", sharing.num_gpus, offloads, read)
+    assert simulated(simulated_sharding) == ("DistributedType.FSDP", sharing.num_gpus, read)
     wrapped = "transformer_auto_wrap_policy", "CPUOffloadPolicy" if offloads else "OffloadPolicy"
     assert read == [2, sharing.engine == FSDP2, False, False, *wrapped]
 
@@ -101,9 +101,13 @@ OF_ZERO = [
 def test_accelerate_configures_deepspeed_as_in_the_simulation(
     sharing: Sharing, max_grad_norm: float | None, tmp_path: Path
 ) -> None:
+    from accelerate import Accelerator
+
     def simulated_config(device: torch.device) -> tuple[Any, ...]:
         with first_of(sharing.num_gpus, device, unread_base()):
-            accelerator = accelerator_for(sharing, "bf16", 2, 3, max_grad_norm)
+            plugin = zero_plugin(sharing, 2, max_grad_norm)
+            plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = 3
+            accelerator = Accelerator(mixed_precision="bf16", deepspeed_plugin=plugin)
             plugin = accelerator.state.deepspeed_plugin
             return str(accelerator.distributed_type), accelerator.num_processes, plugin.deepspeed_config
 
@@ -279,12 +283,3 @@ def test_options_that_an_engine_cannot_run_are_refused(sharing: Sharing, options
     check_options(SimpleNamespace(sharing=sharing, **good))
     with pytest.raises(ValueError, match=f"^{message}"):
         check_options(SimpleNamespace(sharing=sharing, **good | options))
-
-
-def test_each_gpu_has_its_share_of_an_update() -> None:
-    assert check_step(4, FSDP2, 24, 2, "off") == 3
-    assert check_step(1, DDP, 24, 24, "all") == 1
-    with pytest.raises(ValueError, match="micro_batch=4 must be a divisor of effective_batch=24 // num_gpus=4"):
-        check_step(4, DDP, 24, 4, "off")
-    with pytest.raises(ValueError, match="offload='all' with engine='fsdp2' is not simulated"):
-        check_step(4, FSDP2, 24, 2, "all")

@@ -3,6 +3,8 @@ from typing import Any
 import pytest
 from transformers_toys import TOKENS, options_of
 
+from hf_memopt.planning.models.model_options import ModelOptions
+
 
 @pytest.mark.parametrize(
     ("options", "message"),
@@ -32,9 +34,15 @@ from transformers_toys import TOKENS, options_of
             {"trained": True, "base": "host", "optimizer": "paged-adamw-8bit"},
             "optimizer='paged-adamw-8bit' with trained=True is not simulated; use another optimizer",
         ),
+        ({"offload": "all", "engine": "fsdp2"}, "offload='all' with engine='fsdp2' is not simulated; use offload="),
         ({"task": "masked"}, "no class of model_type='qwen3' for task='masked'"),
     ],
 )
 def test_options_are_checked(options: dict[str, Any], message: str, qwen3: str) -> None:
     with pytest.raises(ValueError, match=message):
         _ = options_of(qwen3, **{"seq_len": TOKENS, **options}).kind
+
+
+def test_a_pass_divides_the_share_of_each_gpu(qwen3: str) -> None:
+    with pytest.raises(ValueError, match="micro_batch=4 must be a divisor of effective_batch=24 // num_gpus=4"):
+        ModelOptions(qwen3, micro_batch=4, effective_batch=24, num_gpus=4, seq_len=TOKENS)
