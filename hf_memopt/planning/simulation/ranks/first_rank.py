@@ -66,23 +66,13 @@ def first_of(num_ranks: int, device: torch.device, base: VirtualBase) -> Iterato
 def meshes_with_values() -> Any:
     """Give device meshes the numbers of their ranks, in host memory that no mode sees."""
     plain = device_mesh.init_device_mesh
-
-    def init_device_mesh(*args: Any, **kwargs: Any) -> Any:
-        with _disable_current_modes():
-            return plain(*args, **kwargs)
-
-    return patched_everywhere("init_device_mesh", plain, init_device_mesh)
+    return patched_everywhere("init_device_mesh", plain, _disable_current_modes()(plain))
 
 
 def unseen_shape_propagation() -> Any:
     """Hide the tensors of global shape on which DTensors find out shapes: they have no memory."""
     plain = ShardingPropagator._propagate_tensor_meta_non_cached
-
-    def propagate(self: ShardingPropagator, op_schema: Any) -> Any:
-        with _disable_current_modes():
-            return plain(self, op_schema)
-
-    return patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate)
+    return patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", _disable_current_modes()(plain))
 
 
 @contextmanager
