@@ -1,8 +1,8 @@
 """Answers to questions that only real numbers could answer, and a record of every guess.
 
 Where a program asks for a value (`.item()`, `if tensor:`, `nonzero`), it gets the answer that a plain training run
-would most likely give, which is noted; values that follow from constants of the program are known (`known_values`), and
-others have a likely guess (`likely_values`).
+would most likely give, which is noted; values that follow from constants of the program, or from a likely guess, are
+known (`known_values`).
 """
 
 import math
@@ -23,7 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from hf_memopt.planning.accounting.allocation_log import StepPhases
 from hf_memopt.planning.accounting.operation import named_arguments
-from hf_memopt.planning.simulation import known_values, likely_values
+from hf_memopt.planning.simulation import known_values
 from hf_memopt.planning.simulation.known_values import guess_of, value_of
 
 _aten = torch.ops.aten
@@ -107,7 +107,6 @@ class DataDependentOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if isinstance(result, Tensor) and result.dtype == torch.bool and result.numel() == 1:
             self._sources[result] = function.overloadpacket.__name__
         known_values.remember(function, args, kwargs, result)
-        likely_values.remember(function, args, kwargs, result)
         return result
 
     @property
@@ -125,7 +124,7 @@ class DataDependentOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return the arguments of a split, with even sizes where numbers that were read do not add up."""
         if sizes and sum(sizes) != tensor.shape[dim]:
             self._note(_EVEN_PARTS)
-            sizes = likely_values.even_shares(tensor.shape[dim], len(sizes))
+            sizes = known_values.even_shares(tensor.shape[dim], len(sizes))
         return tensor, sizes, dim
 
     def _value(self, function: Any, args: Any) -> Any:
@@ -168,7 +167,7 @@ class DataDependentOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._note("repeat_interleave taken to repeat each element once")
             return torch.empty_like(tensor)
         if function is _aten.bincount.default and len(args) > 2 and args[2] > 0:
-            return likely_values.even_counts(tensor, args[2])
+            return known_values.even_counts(tensor, args[2])
         raise UnsupportedOperationError(
             f"{self._place(function)}: the size of its result depends on values and cannot be guessed; compute it from "
             "shapes, or leave the operation out of the simulated step"

@@ -1,8 +1,11 @@
-"""Whole numbers and truth values that are known in a simulation, and values that follow from them.
+"""Whole numbers and truth values that are known in a simulation or likely, and values that follow from them.
 
 Fake tensors have no values, but a model that counts its image tokens, or cuts patches into windows, asks for some.
 Those that the program wrote down (`torch.tensor([[1, 2]])`) or made on the host (`torch.ones(9)`) are known, and all
 ranges; each operation on nothing but known values is also done with these, so that the answers are those of a real run.
+
+Likely values are guesses: a router spreads tokens evenly over its experts, a mask hides nothing, no number happens to be
+that which is looked for, and all are finite.
 """
 
 import math
@@ -15,7 +18,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._pytree import tree_map
 
-from hf_memopt.planning.accounting.operation import tensors_in
+from hf_memopt.planning.accounting.operation import named_arguments, tensors_in
 from hf_memopt.units import MIB
 
 _aten = torch.ops.aten
@@ -27,6 +30,18 @@ _GUESS = "_hf_memopt_guess"
 # No program asks for the values of masks of all pairs of tokens, but some do for those of each token and each expert.
 _MAX_BYTES = 64 * MIB
 _MAX_GUESSED_BYTES = 512 * MIB
+_EVEN_CHOICES = (
+    "choices by topk, max or argmax taken to be spread evenly, so that experts get equal shares of the tokens"
+)
+_EVEN_COUNTS = "numbers counted by bincount taken to be spread evenly"
+_FULL_MASK = "a mask whose elements are counted taken to hide nothing"
+_UNEQUAL = "no number taken to be one that is looked for, where those are counted"
+_FINITE = "all numbers taken to be finite"
+_EXCEPTIONAL = (_aten.isnan, _aten.isinf)
+# An attribute of fake tensors.
+_IS_EQUALITY = "_hf_memopt_is_equality"
+# More than routers choose.
+_MAX_NUMBERS = 2**24
 
 
 def value_of(tensor: Any) -> Tensor | None:
@@ -37,7 +52,7 @@ def value_of(tensor: Any) -> Tensor | None:
 
 
 def guess_of(*args: Any) -> str | None:
-    """Return the guess that known values rest on (see `likely_values`); None, they rest on none."""
+    """Return the guess that known values rest on; None, they rest on none."""
     guesses = (getattr(each, _GUESS, None) for each in tensors_in(args))
     return next(filter(None, guesses), None)
 
@@ -55,6 +70,12 @@ def computed(function: Any, args: Any, kwargs: Any) -> Any:
 
 
 def remember(function: Any, args: Any, kwargs: Any, result: Any) -> None:
+    """Attach known values to the results of an operation, or likely ones."""
+    _follow(function, args, kwargs, result)
+    _guess(function, args, kwargs, result)
+
+
+def _follow(function: Any, args: Any, kwargs: Any, result: Any) -> None:
     """Attach their values to the results of an operation, if they follow from known values.
 
     A tensor that an operation writes unknown values to is unknown from then on, and so are all views of it.
@@ -140,3 +161,45 @@ def _forget(tensor: Tensor) -> None:
     if value is not None:
         with unset_fake_temporarily():
             value.untyped_storage().resize_(0)
+
+
+def _guess(function: Any, args: Any, kwargs: Any, result: Any) -> None:
+    """Attach likely values to a result without known ones."""
+    packet = function.overloadpacket
+    if packet in _EXCEPTIONAL and result.numel() <= _MAX_NUMBERS:
+        with unset_fake_temporarily():
+            value = torch.zeros(result.shape, dtype=torch.bool)
+        attach(result, value, _FINITE)
+    elif packet is _aten.topk or function is _aten.max.dim:
+        _spread(args[0], named_arguments(function, args, kwargs).get("dim", -1), result[1])
+    elif packet is _aten.argmax:
+        _spread(args[0], named_arguments(function, args, kwargs).get("dim"), result)
+    elif packet is _aten.eq:
+        setattr(result, _IS_EQUALITY, True)
+    elif packet is _aten.sum and args[0].dtype == torch.bool and value_of(result) is None:
+        is_equality = getattr(args[0], _IS_EQUALITY, False)
+        with unset_fake_temporarily():
+            mask = torch.tensor(not is_equality).expand(args[0].shape)
+            value = function(mask, *args[1:], **kwargs)
+        attach(result, value, _UNEQUAL if is_equality else _FULL_MASK)
+
+
+def even_counts(numbers: Tensor, num_bins: int) -> Tensor:
+    """Return the result of bincount."""
+    counts = numbers.new_empty(num_bins)
+    with unset_fake_temporarily():
+        value = torch.tensor(even_shares(numbers.numel(), num_bins))
+    attach(counts, value, _EVEN_COUNTS)
+    return counts
+
+
+def even_shares(total: int, num_parts: int) -> list[int]:
+    return [total // num_parts + (part < total % num_parts) for part in range(num_parts)]
+
+
+def _spread(scores: Tensor, dim: int | None, chosen: Tensor) -> None:
+    """Attach choices that take turns, among the last dimension's scores."""
+    if dim in (-1, scores.dim() - 1) and chosen.numel() <= _MAX_NUMBERS and value_of(chosen) is None:
+        with unset_fake_temporarily():
+            value = torch.arange(chosen.numel()).view(chosen.shape) % scores.shape[-1]
+        attach(chosen, value, _EVEN_CHOICES)
