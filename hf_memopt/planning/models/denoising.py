@@ -9,11 +9,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from hf_memopt.planning.models.denoiser_config import DenoiserConfig, kept_in_float32
-from hf_memopt.planning.models.denoiser_families import (
+from hf_memopt.planning.models.denoiser_config import (
+    DenoiserConfig,
     family_of,
     family_of_model,
     image_size,
+    kept_in_float32,
     num_frames,
     num_text_tokens,
     sizes_of,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers.image_processing_utils import select_best_resolution
 
-from hf_memopt.planning.models.model_batches import OWN_STEP, WITH_TYPES, Batch, Sample
+from hf_memopt.planning.models.model_batches import OWN_STEP, WITH_TYPES, Batch, Sample, pair
 
 Size = tuple[int, int]  # height and width
 # These make positions in time, height and width number by number, which are given instead.
@@ -123,7 +123,7 @@ def _tiles(config: Any, size: Size | None) -> ImageLayout:
 def _best_grid(config: Any, size: Size | None) -> ImageLayout:
     """Return the most fitting of a few grids of tiles, without the padding there."""
     vision = config.vision_config
-    side, in_tile = _side(vision), _side(vision) // _pair(vision.patch_size)[0]
+    side, in_tile = _side(vision), _side(vision) // pair(vision.patch_size)[0]
     height, width = _needed(config, size, "the grid of tiles that an image is cut into")
     best = select_best_resolution((height, width), config.image_grid_pinpoints)
     rows, columns = best[0] // side * in_tile, best[1] // side * in_tile
@@ -146,12 +146,12 @@ def _best_grid(config: Any, size: Size | None) -> ImageLayout:
 def _patch_grid(config: Any, size: Size | None) -> ImageLayout:
     """Return an image that stays as it is, but for sides that are multiples of a few patches."""
     vision = config.vision_config
-    patch, merged = _pair(vision.patch_size)[0], vision.spatial_merge_size
+    patch, merged = pair(vision.patch_size)[0], vision.spatial_merge_size
     unit = patch * merged
     wanted = _needed(config, size, "the patches that an image is cut into")
     height, width = (max(unit, round(side / unit) * unit) for side in wanted)
     rows, columns = height // patch, width // patch
-    in_patch = vision.in_channels * _pair(vision.temporal_patch_size)[0] * patch**2
+    in_patch = vision.in_channels * pair(vision.temporal_patch_size)[0] * patch**2
 
     def tensors(num_samples: int, num_images: int) -> dict[str, Tensor]:
         number = num_samples * num_images
@@ -197,12 +197,8 @@ def _channels(vision: Any) -> int:
 
 
 def _side(vision: Any) -> int:
-    return _pair(vision.image_size)[0]
+    return pair(vision.image_size)[0]
 
 
 def _patches(vision: Any) -> int:
-    return int(_side(vision) // _pair(vision.patch_size)[0]) ** 2
-
-
-def _pair(size: Any) -> Size:
-    return (size[0], size[-1]) if isinstance(size, list | tuple) else (size, size)
+    return int(_side(vision) // pair(vision.patch_size)[0]) ** 2

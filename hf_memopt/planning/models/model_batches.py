@@ -44,6 +44,11 @@ def parse_image_size(text: str | None) -> tuple[int, int] | None:
     return int(found[1]), int(found[2] or found[1])
 
 
+def pair(size: Any) -> tuple[int, int]:
+    """Return height and width of a configuration's size, which may be one number for both."""
+    return (size[0], size[-1]) if isinstance(size, list | tuple) else (size, size)
+
+
 def with_padding(batch: Batch) -> Batch:
     """Add the attention mask of a collator that pads, as if samples were a token shorter."""
     num_samples, seq_len = batch["input_ids"].shape
@@ -72,9 +77,8 @@ def image_batch(config: Any, num_samples: int, sample: Sample) -> Batch:
             "spatial_shapes": torch.tensor([[side, side]] * num_samples),
             "labels": labels,
         }
-    size = getattr(vision, "image_size", 224)
-    height, width = size if isinstance(size, list | tuple) else (size, size)
-    return {"pixel_values": torch.zeros(num_samples, channels, height, width), "labels": labels}
+    pixels = torch.zeros(num_samples, channels, *pair(getattr(vision, "image_size", 224)))
+    return {"pixel_values": pixels, "labels": labels}
 
 
 def sequence_batch(config: Any, num_samples: int, sample: Sample) -> Batch:

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_memopt.planning.models.denoiser_config import PIPELINE, DenoiserConfig
-from hf_memopt.planning.models.denoiser_families import family_of, image_size, num_frames
+from hf_memopt.planning.models.denoiser_config import PIPELINE, DenoiserConfig, family_of, image_size, num_frames
 from hf_memopt.planning.models.hub import downloaded, read_object
 from hf_memopt.planning.models.hub_code import check_code
 from hf_memopt.planning.models.model_batches import Sample

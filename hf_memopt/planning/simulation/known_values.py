@@ -4,8 +4,8 @@ Fake tensors have no values, but a model that counts its image tokens, or cuts p
 Those that the program wrote down (`torch.tensor([[1, 2]])`) or made on the host (`torch.ones(9)`) are known, and all
 ranges; each operation on nothing but known values is also done with these, so that the answers are those of a real run.
 
-Likely values are guesses: a router spreads tokens evenly over its experts, a mask hides nothing, no number happens to be
-that which is looked for, and all are finite.
+Likely values are guesses: a router spreads tokens evenly over its experts, a mask hides nothing, no number happens to
+be that which is looked for, and all are finite.
 """
 
 import math
