@@ -10,7 +10,7 @@ from accelerate.utils import GradientAccumulationPlugin
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from hf_memopt.planning.models.random_weights import weights_from_config
+from hf_memopt.planning.models.hub_code import weights_from_config
 from hf_memopt.recipes.causal_lm import data as data
 from hf_memopt.recipes.causal_lm.model import make_model
 from hf_memopt.recipes.causal_lm.options import Options

@@ -26,7 +26,7 @@ from hf_memopt.lerobot.files.policy_files import load_config, resolve_checkpoint
 from hf_memopt.lerobot.flow import flow_policy
 from hf_memopt.lerobot.flow.reflow_options import is_student
 from hf_memopt.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
-from hf_memopt.planning.models.random_weights import weights_from_config
+from hf_memopt.planning.models.hub_code import weights_from_config
 from hf_memopt.planning.simulation.virtual_time import VirtualClock
 from hf_memopt.planning.workload import Settings
 from hf_memopt.planning.workloads.policy_update import batch_of

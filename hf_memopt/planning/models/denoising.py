@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from hf_memopt.planning.models.denoiser_config import (
+from hf_memopt.planning.models.model_batches import Sample, parse_image_size
+from hf_memopt.planning.models.pipelines import (
     DenoiserConfig,
     family_of,
     family_of_model,
@@ -19,7 +20,6 @@ from hf_memopt.planning.models.denoiser_config import (
     num_text_tokens,
     sizes_of,
 )
-from hf_memopt.planning.models.model_batches import Sample, parse_image_size
 from hf_memopt.planning.models.quiet import quiet
 
 _ENCODERS = {

@@ -1,4 +1,4 @@
-"""Kernels of the hub, which transformers downloads and imports for a model, if the package `kernels` is installed."""
+"""Code and weights of the hub, which no estimate runs or loads: kernels that models name, and trained weights."""
 
 import json
 from contextlib import AbstractContextManager
@@ -36,3 +36,15 @@ def no_hub_kernels() -> AbstractContextManager[Any]:
 
     refusal = FileNotFoundError("kernels are code of the hub, which no estimate runs")
     return patch.object(hub_kernels, "get_kernel_hub", create=True, side_effect=refusal)
+
+
+def weights_from_config(kind: Any) -> AbstractContextManager[Any]:
+    """Make transformers' auto class build models from their configurations inside; no weights are loaded."""
+
+    def from_config(name: str, *, dtype: Any = None, torch_dtype: Any = None, **ignored: Any) -> Any:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        check_code(config, f"model={name!r}")
+        with no_hub_kernels():
+            return kind.from_config(config, dtype=dtype or torch_dtype, trust_remote_code=False)
+
+    return patch.object(kind, "from_pretrained", from_config)

@@ -21,9 +21,8 @@ from hf_memopt.planning.models.accelerate_config import (
 from hf_memopt.planning.models.adapters import import_peft
 from hf_memopt.planning.models.denoising import Denoising
 from hf_memopt.planning.models.model_batches import Batch, Sample, parse_image_size, with_padding
-from hf_memopt.planning.models.model_config import read_config, unsaid_sizes
-from hf_memopt.planning.models.pipeline_encoders import EncoderConfig, read_encoders
-from hf_memopt.planning.models.published_weights import PublishedWeights, published_weights
+from hf_memopt.planning.models.model_config import PublishedWeights, published_weights, read_config, unsaid_sizes
+from hf_memopt.planning.models.pipelines import EncoderConfig, read_encoders
 from hf_memopt.planning.models.tasks import CONTRASTIVE, TASKS, Task, task_of
 from hf_memopt.planning.workload import OFF
 from hf_memopt.ranges import NOT_NEGATIVE

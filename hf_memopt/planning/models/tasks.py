@@ -31,11 +31,12 @@ from hf_memopt.planning.models.contrastive import (
 )
 from hf_memopt.planning.models.denoising import Denoising
 from hf_memopt.planning.models.hub_code import no_hub_kernels
-from hf_memopt.planning.models.image_text import describe_images, image_text_batch
 from hf_memopt.planning.models.model_batches import (
     OWN_STEP,
     Sample,
+    describe_images,
     image_batch,
+    image_text_batch,
     sequence_batch,
     spectrogram_batch,
     token_batch,

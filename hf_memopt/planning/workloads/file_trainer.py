@@ -17,7 +17,7 @@ from hf_memopt.planning.models.accelerate_config import zero_plugin
 from hf_memopt.planning.models.adapters import freeze_first_layers, lora_config, with_adapters
 from hf_memopt.planning.models.contrastive import cached_ranking_loss
 from hf_memopt.planning.models.model_options import ModelOptions
-from hf_memopt.planning.models.pipeline_encoders import PipelineEncoders
+from hf_memopt.planning.models.pipelines import PipelineEncoders
 from hf_memopt.planning.models.quiet import quiet, refused_by
 from hf_memopt.planning.simulation.quantised.block_wise_adamw import BlockWiseAdamW
 from hf_memopt.planning.simulation.quantised.quantised_base import adapt_as_peft_does, quantise

@@ -22,7 +22,7 @@ from torch.distributions import Distribution
 
 from hf_memopt.activations.offloader import ActivationOffloader
 from hf_memopt.activations.wrapped_module import hook_direct_calls
-from hf_memopt.planning.models.random_weights import weights_from_config
+from hf_memopt.planning.models.hub_code import weights_from_config
 
 _METERS = ("loss", "grad_norm", "lr", "update_s", "dataloading_s")
 # Special tokens' numbers, which lerobot asks the VLM's tokenizer for; they change no memory.

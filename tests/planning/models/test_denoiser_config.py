@@ -8,7 +8,7 @@ import pytest
 from denoiser_toys import write_denoiser
 from late_imports import LateModule
 
-from hf_memopt.planning.models.denoiser_config import find_denoiser
+from hf_memopt.planning.models.pipelines import find_denoiser
 
 model_config = LateModule("hf_memopt.planning.models.model_config")
 torch = LateModule("torch")

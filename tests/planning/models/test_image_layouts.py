@@ -7,7 +7,7 @@ from late_imports import LateModule
 from vision_language_toys import CONFIGS, SIZES
 
 model_options = LateModule("hf_memopt.planning.models.model_options")
-image_text = LateModule("hf_memopt.planning.models.image_text")
+model_batches = LateModule("hf_memopt.planning.models.model_batches")
 transformers = LateModule("transformers")
 SAMPLES, IMAGES = 2, 3
 
@@ -15,7 +15,7 @@ SAMPLES, IMAGES = 2, 3
 @pytest.mark.parametrize("model_type", CONFIGS)
 def test_a_real_model_makes_a_vector_for_each_token(model_type: str) -> None:
     config = transformers.AutoConfig.for_model(model_type, **CONFIGS[model_type])
-    layout = image_text.image_layout(config, model_options.parse_image_size(SIZES.get(model_type)))
+    layout = model_batches.image_layout(config, model_options.parse_image_size(SIZES.get(model_type)))
     model = transformers.AutoModelForImageTextToText.from_config(config)
     features = model.get_image_features(**layout.tensors(SAMPLES, IMAGES)).pooler_output
     num_vectors = sum(each.numel() // each.shape[-1] for each in features)
@@ -49,7 +49,7 @@ def test_tensors_are_those_of_the_processor(model_type: str, size: tuple[int, in
     if model_type == "internvl":  # the fitting one of its grids
         size = {(728, 546): (4 * 448, 3 * 448), (448, 896): (448, 896)}[size]
     config = transformers.AutoConfig.for_model(model_type, **PUBLISHED[model_type])
-    tensors = image_text.image_layout(config, size).tensors(1, 1)
+    tensors = model_batches.image_layout(config, size).tensors(1, 1)
     assert {each: tensors[each].shape for each in tensors} == {each: made[each].shape for each in tensors}
     if "image_grid_thw" in made:
         assert tensors["image_grid_thw"].equal(made["image_grid_thw"])
@@ -67,10 +67,10 @@ def test_tensors_are_those_of_the_processor(model_type: str, size: tuple[int, in
 def test_what_is_not_known_is_refused(model_type: str, size: tuple[int, int] | None, message: str) -> None:
     config = transformers.AutoConfig.for_model(model_type, **CONFIGS.get(model_type, {}))
     with pytest.raises(ValueError, match=message):
-        image_text.image_layout(config, size)
+        model_batches.image_layout(config, size)
 
 
 def test_images_of_many_sizes_are_refused() -> None:
     config = SimpleNamespace(model_type="llava", vision_config=SimpleNamespace(model_type="pixtral"))
     with pytest.raises(ValueError, match="images of a 'pixtral' vision tower have sizes of their own"):
-        image_text.image_layout(config, None)
+        model_batches.image_layout(config, None)

@@ -13,7 +13,7 @@ from estimate_runs import deviations, training
 from late_imports import LateModule
 from transformers_toys import built, options_of, workload_of
 
-pipeline_encoders = LateModule("hf_memopt.planning.models.pipeline_encoders")
+pipelines = LateModule("hf_memopt.planning.models.pipelines")
 
 SMALL = {"image_size": "64", "text_tokens": 8}
 
@@ -25,7 +25,7 @@ def test_the_peaks_of_a_real_run_that_encodes(name: str, encoders: str, tmp_path
     options = options_of(write_pipeline(tmp_path, name), **settings)
 
     def build() -> Workload:
-        beside = pipeline_encoders.PipelineEncoders(options.encoder_configs, options.config, 2, options.sample)
+        beside = pipelines.PipelineEncoders(options.encoder_configs, options.config, 2, options.sample)
         model = built(options, "full", "cpu")
         batch = options.batch(options.config, 2)
 
@@ -42,7 +42,7 @@ def test_encoders_are_frozen_and_in_the_types_of_the_scripts(tmp_path: Path) -> 
     def dtypes(name: str) -> list[torch.dtype]:
         folder = write_pipeline(tmp_path / name, name)
         options = options_of(folder, **SMALL, encoders="device", dtype="bfloat16")
-        beside = pipeline_encoders.PipelineEncoders(options.encoder_configs, options.config, 1, options.sample)
+        beside = pipelines.PipelineEncoders(options.encoder_configs, options.config, 1, options.sample)
         models = [beside._vae, *beside._texts]
         assert not any(parameter.requires_grad for model in models for parameter in model.parameters())
         return [model.dtype for model in models]
@@ -53,7 +53,7 @@ def test_encoders_are_frozen_and_in_the_types_of_the_scripts(tmp_path: Path) -> 
 
 def test_clip_has_its_own_number_of_tokens(tmp_path: Path) -> None:
     options = options_of(write_pipeline(tmp_path, "flux"), **SMALL, encoders="device")
-    beside = pipeline_encoders.PipelineEncoders(options.encoder_configs, options.config, 3, options.sample)
+    beside = pipelines.PipelineEncoders(options.encoder_configs, options.config, 3, options.sample)
     assert [tuple(tokens.shape) for tokens in beside._tokens] == [(3, 77), (3, 8)]
 
 
