@@ -17,15 +17,15 @@ from hf_memopt.planning.accounting.operation import Operation, device_kind
 from hf_memopt.planning.cards.gpus import Card
 from hf_memopt.planning.cards.kernel_speeds import BACKWARD_SHARE, VIEW_SHARE, KernelSpeeds
 from hf_memopt.planning.simulation.child_process import run_isolated
-from hf_memopt.planning.simulation.kernel_work import (
+from hf_memopt.planning.simulation.virtual_time import (
     ATTENTION,
     CONVOLUTION,
     MEMORY,
+    VirtualClock,
     flops_per_s,
     starts_kernel,
     work_of,
 )
-from hf_memopt.planning.simulation.virtual_time import VirtualClock
 
 Array = NDArray[np.float64]
 PARTS = KernelSpeeds._fields

@@ -10,11 +10,17 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from hf_memopt.planning.accounting import caching_allocator, categories
-from hf_memopt.planning.accounting.allocation_history import AllocationHistory, StorageRecord
-from hf_memopt.planning.accounting.allocation_log import BACKWARD, FORWARD, OPTIMIZER, AllocationLog, StepPhases
+from hf_memopt.planning.accounting.allocation_log import (
+    BACKWARD,
+    FORWARD,
+    OPTIMIZER,
+    AllocationHistory,
+    AllocationLog,
+    StepPhases,
+    StorageRecord,
+)
 from hf_memopt.planning.accounting.categories import StepLabels
-from hf_memopt.planning.accounting.kernel_memory import KernelMemory
-from hf_memopt.planning.accounting.operation import Operation, device_kind
+from hf_memopt.planning.accounting.operation import KernelMemory, Operation, device_kind
 from hf_memopt.planning.accounting.repeated_layers import NotRepeatedError, add_groups, growth
 from hf_memopt.planning.accounting.streamed_estimate import StreamedEstimate
 from hf_memopt.planning.cards.gpus import DEFAULT_CARD, Card, find_card

@@ -12,8 +12,14 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
-from hf_memopt.planning.accounting.allocation_history import AllocationHistory, StorageRecord
-from hf_memopt.planning.accounting.allocation_log import FORWARD, OPTIMIZER, SETUP, AllocationLog
+from hf_memopt.planning.accounting.allocation_log import (
+    FORWARD,
+    OPTIMIZER,
+    SETUP,
+    AllocationHistory,
+    AllocationLog,
+    StorageRecord,
+)
 from hf_memopt.planning.accounting.operation import Operation, name_of, tensors_in
 from hf_memopt.weights.optimizer import OffloadedOptimizer
 

@@ -18,8 +18,14 @@ from itertools import groupby
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from hf_memopt.planning.accounting.allocation_history import AllocationHistory, Change, StorageRecord
-from hf_memopt.planning.accounting.allocation_log import BACKWARD, FORWARD, GENERATION
+from hf_memopt.planning.accounting.allocation_log import (
+    BACKWARD,
+    FORWARD,
+    GENERATION,
+    AllocationHistory,
+    Change,
+    StorageRecord,
+)
 from hf_memopt.planning.accounting.caching_allocator import BLOCK_BYTES
 
 _PASSES = (FORWARD, GENERATION, BACKWARD)

@@ -1,6 +1,6 @@
 import torch
 
-from hf_memopt.planning.accounting.allocation_history import AllocationHistory, Change, StorageRecord
+from hf_memopt.planning.accounting.allocation_log import AllocationHistory, Change, StorageRecord
 
 
 def record(num_bytes: int, born: int, died: int | None, on_host: bool = False) -> StorageRecord:

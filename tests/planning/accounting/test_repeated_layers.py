@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hf_memopt.planning.accounting.allocation_history import AllocationHistory
+from hf_memopt.planning.accounting.allocation_log import AllocationHistory
 from hf_memopt.planning.accounting.repeated_layers import Layers, NotRepeatedError, add_groups, growth
 from hf_memopt.planning.estimate import _run
 from hf_memopt.planning.simulated_step import SimulatedStep

@@ -7,8 +7,7 @@ import torch
 
 from hf_memopt.planning.cards.gpus import CARDS
 from hf_memopt.planning.cards.memory_below import Disk
-from hf_memopt.planning.simulation.host_update import AioHandle, CpuAdam
-from hf_memopt.planning.simulation.virtual_disk import VirtualDisk
+from hf_memopt.planning.simulation.virtual_disk import AioHandle, CpuAdam, VirtualDisk
 from hf_memopt.planning.simulation.virtual_time import VirtualClock
 from hf_memopt.units import GIB, MIB
 

@@ -7,7 +7,7 @@ import torch
 
 from hf_memopt.planning.accounting.operation import Operation
 from hf_memopt.planning.cards.gpus import CARDS
-from hf_memopt.planning.simulation.kernel_work import flops_per_s, starts_kernel, work_of
+from hf_memopt.planning.simulation.virtual_time import flops_per_s, starts_kernel, work_of
 
 AMPERE, TURING = CARDS["rtx3090"], CARDS["t4"]
 _aten = torch.ops.aten

@@ -28,8 +28,7 @@ from torch import Tensor, nn
 
 from hf_memopt.planning.accounting.allocation_log import OPTIMIZER
 from hf_memopt.planning.accounting.categories import COMMUNICATION, FROZEN, GATHERED, GRADIENT, PARAMETER, StepLabels
-from hf_memopt.planning.simulation.host_update import AioHandle, CpuAdam
-from hf_memopt.planning.simulation.virtual_disk import VirtualDisk
+from hf_memopt.planning.simulation.virtual_disk import AioHandle, CpuAdam, VirtualDisk
 from hf_memopt.planning.simulation.virtual_time import FIRST_STREAM, VirtualEvent, VirtualStream
 
 _OPTIMIZERS = (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3)
