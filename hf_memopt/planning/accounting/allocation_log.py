@@ -28,63 +28,40 @@ GENERATION = "generation"
 
 @dataclass(slots=True)
 class StorageRecord:
-    """One storage, from its birth on.
+    """One storage, from its birth on."""
 
-    Attributes:
-        num_bytes: as the allocator counts it, rounding included.
-        requested_bytes: as the program asked for it.
-        operation: that made it, such as "aten.mm.default".
-        owner: the module that was running; "" outside of modules.
-        kind: its use, where that is known; "" for the results of operations.
-        born, died: positions where it is allocated and freed; `died` is None while it is allocated.
-        source: index of the storage that it was made from, where no module was running; None if unknown.
-        stream: number of the stream for which it was allocated; 0, the first one.
-    """
-
-    num_bytes: int
-    requested_bytes: int
+    num_bytes: int  # as the allocator counts it, rounding included
+    requested_bytes: int  # as the program asked for it
     on_host: bool
     shape: tuple[int, ...]
     dtype: torch.dtype
-    operation: str
-    owner: str
+    operation: str  # that made it, such as "aten.mm.default"
+    owner: str  # the module that was running; "" outside of modules
     phase: str
-    kind: str
-    born: int
-    died: int | None = None
-    source: int | None = None
-    stream: int = 0
+    kind: str  # its use, where that is known; "" for the results of operations
+    born: int  # position where it is allocated
+    died: int | None = None  # position where it is freed; None while it is allocated
+    source: int | None = None  # index of the storage that it was made from, where no module was running
+    stream: int = 0  # number of the stream for which it was allocated; 0, the first one
 
 
 class Change(NamedTuple):
-    """One change of memory.
+    """One change of memory."""
 
-    Attributes:
-        storage: index of the record.
-        num_bytes: by which it grew; negative when it shrank or died.
-        place: the module, or the weight, for which work was being done; "" where it is unknown.
-    """
-
-    storage: int
-    num_bytes: int
+    storage: int  # index of the record
+    num_bytes: int  # by which it grew; negative when it shrank or died
     phase: str
-    place: str
+    place: str  # the module, or the weight, for which work was being done; "" where it is unknown
 
 
 @dataclass
 class AllocationHistory:
-    """All storages of a simulation, and all changes of memory. A position is the number of changes before it.
+    """All storages of a simulation, and all changes of memory. A position is the number of changes before it."""
 
-    Attributes:
-        in_blocks: whether CUDA's allocator hands the memory out; else allocations are exact.
-        records: all storages so far, in order of birth.
-        backwards, step_begins: positions at which backward passes and steps begin.
-    """
-
-    in_blocks: bool
-    records: list[StorageRecord] = field(default_factory=list)
+    in_blocks: bool  # whether CUDA's allocator hands the memory out; else allocations are exact
+    records: list[StorageRecord] = field(default_factory=list)  # all storages so far, in order of birth
     changes: list[Change] = field(default_factory=list)
-    backwards: list[int] = field(default_factory=list)
+    backwards: list[int] = field(default_factory=list)  # positions at which backward passes begin
     step_begins: list[int] = field(default_factory=list)
 
     @property

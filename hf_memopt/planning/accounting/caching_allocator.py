@@ -142,24 +142,15 @@ class Replay(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryTrace:
-    """Device memory over time.
+    """Device memory over time."""
 
-    Attributes:
-        storages: which storage each change belongs to, by number.
-        changes: bytes, in order; positive when a storage is born, negative when it dies.
-        positions: positions of each change in the history, which counts host memory too.
-        first_step: index of the change at which the first step begins.
-        in_blocks: whether memory comes in the blocks of CUDA's allocator, or byte by byte.
-        streams: for which stream storages are, by number, where that is not the first one.
-    """
-
-    storages: tuple[int, ...]
-    changes: tuple[int, ...]
+    storages: tuple[int, ...]  # which storage each change belongs to, by number
+    changes: tuple[int, ...]  # bytes, in order; positive when a storage is born, negative when it dies
     phases: tuple[str, ...]
-    positions: tuple[int, ...]
-    first_step: int
-    in_blocks: bool = True
-    streams: Mapping[int, int] = field(default_factory=dict)
+    positions: tuple[int, ...]  # of each change in the history, which counts host memory too
+    first_step: int  # index of the change at which the first step begins
+    in_blocks: bool = True  # whether memory comes in the blocks of CUDA's allocator, or byte by byte
+    streams: Mapping[int, int] = field(default_factory=dict)  # of storages by number, where it is not the first one
 
     @cached_property
     def unlimited(self) -> Replay:

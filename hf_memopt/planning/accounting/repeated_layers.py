@@ -37,19 +37,12 @@ class NotRepeatedError(Exception):
 
 @dataclass(frozen=True)
 class Layers:
-    """The place of a model's repeated layers.
+    """The place of a model's repeated layers."""
 
-    Attributes:
-        name: name of the list of modules that they are in, such as "model.layers".
-        count: how many there are in all.
-        period: every how many of them the same kind returns; these count as one below, a group.
-        reach: how many groups on the storages of a group may still be used, or end: 1, in the next one.
-    """
-
-    name: str
-    count: int
-    period: int = 1
-    reach: int = 1
+    name: str  # of the list of modules that they are in, such as "model.layers"
+    count: int  # in all
+    period: int = 1  # every how many of them the same kind returns; these count as one below, a group
+    reach: int = 1  # how many groups on the storages of a group may still be used, or end: 1, in the next one
 
     @property
     def template(self) -> int:

@@ -7,25 +7,17 @@ from hf_memopt.units import format_gib
 
 @dataclass(frozen=True, slots=True)
 class StreamedEstimate:
-    """The visits of weights that stream (`StreamedWeights`), with gradients and optimizer state that have a home.
+    """The visits of weights that stream (`StreamedWeights`), with gradients and optimizer state that have a home."""
 
-    Attributes:
-        peak_bytes: of device memory for weights, small ones that stay left out.
-        bytes_to_device: brought in a step, or an update.
-        bytes_read: of these, weights from files.
-        bytes_to_home: gradients, weights and state that go back.
-        update_bytes_to_device, update_bytes_read, update_bytes_to_home: parts of these that move outside of passes.
-        bytes_to_add_to: gradients brought in all passes of an update but the first.
-    """
-
-    peak_bytes: int
-    bytes_to_device: int = 0
-    bytes_read: int = 0
-    bytes_to_home: int = 0
+    peak_bytes: int  # of device memory for weights, small ones that stay left out
+    bytes_to_device: int = 0  # brought in a step, or an update
+    bytes_read: int = 0  # of these, weights from files
+    bytes_to_home: int = 0  # gradients, weights and state that go back
+    # Parts of these that move outside of passes.
     update_bytes_to_device: int = 0
     update_bytes_read: int = 0
     update_bytes_to_home: int = 0
-    bytes_to_add_to: int = 0
+    bytes_to_add_to: int = 0  # gradients brought in all passes of an update but the first
 
     def __str__(self) -> str:
         files = ", read from files" if self.bytes_read else ""

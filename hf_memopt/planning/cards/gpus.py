@@ -13,31 +13,18 @@ _CONTEXT_BYTES = 512 * MIB
 
 @dataclass(frozen=True)
 class Card:
-    """The properties of a device that a plan needs.
+    """The properties of a device that a plan needs."""
 
-    Attributes:
-        name: as in `CARDS`, or a size.
-        memory_bytes: as CUDA reports it: less than the data sheet says.
-        float32_flops: multiplications in float32 per second.
-        half_flops: dense multiplications in bfloat16 or float16 per second, accumulated in float32.
-        memory_bytes_per_s: bandwidth of the device's memory.
-        link_bytes_per_s: bandwidth to the host's memory, in each direction.
-        compute_capability: major and minor, by which torch chooses kernels; by default that of most desktop cards.
-        context_bytes: the part of `memory_bytes` that CUDA's context takes for itself.
-        reserved_bytes: the part that other programs take, such as a desktop.
-        is_named: False where only a size is known. The speeds are the rtx4070's then, and no time is predicted: plans
-            rank candidates by them.
-    """
-
-    name: str
-    memory_bytes: int
-    float32_flops: float
-    half_flops: float
-    memory_bytes_per_s: float
-    link_bytes_per_s: float
-    compute_capability: tuple[int, int] = (8, 9)
-    context_bytes: int = _CONTEXT_BYTES
-    reserved_bytes: int = 0
+    name: str  # as in `CARDS`, or a size
+    memory_bytes: int  # as CUDA reports it: less than the data sheet says
+    float32_flops: float  # multiplications in float32 per second
+    half_flops: float  # dense multiplications in bfloat16 or float16 per second, accumulated in float32
+    memory_bytes_per_s: float  # bandwidth of the device's memory
+    link_bytes_per_s: float  # bandwidth to the host's memory, in each direction
+    compute_capability: tuple[int, int] = (8, 9)  # by which torch chooses kernels; that of most desktop cards
+    context_bytes: int = _CONTEXT_BYTES  # the part of `memory_bytes` that CUDA's context takes for itself
+    reserved_bytes: int = 0  # the part that other programs take, such as a desktop
+    # False where only a size is known. No time is predicted then: plans rank candidates by the speeds of the rtx4070.
     is_named: bool = True
 
 

@@ -10,23 +10,14 @@ from hf_memopt.planning.cards.gpus import Card
 
 
 class KernelSpeeds(NamedTuple):
-    """Shares of a data sheet's figures. They may exceed 1, since cards may clock higher than it says.
+    """Shares of a data sheet's figures. They may exceed 1, since cards may clock higher than it says."""
 
-    Attributes:
-        half: of products of matrices on tensor cores, in 16 bits.
-        tf32: the same in TF32.
-        float32: of products of matrices in float32.
-        convolution: of convolutions, in any precision.
-        attention: of fused attention's products.
-        memory: of the bandwidth of memory.
-    """
-
-    half: float
-    tf32: float
-    float32: float
-    convolution: float
-    attention: float
-    memory: float
+    half: float  # of products of matrices on tensor cores, in 16 bits
+    tf32: float  # the same in TF32
+    float32: float  # of products of matrices in float32
+    convolution: float  # in any precision
+    attention: float  # of fused attention's products
+    memory: float  # of the bandwidth of memory
 
 
 class TimeRange(NamedTuple):

@@ -11,30 +11,19 @@ HOST_BYTES_PER_S = 40e9
 
 @dataclass(frozen=True)
 class Disk:
-    """A disk, as far as a run may use it.
+    """A disk, as far as a run may use it."""
 
-    Attributes:
-        num_bytes: of its file at most; None, no limit.
-        bytes_per_s: bandwidth in each direction.
-    """
-
-    num_bytes: int | None = None
-    bytes_per_s: float = DEFAULT_BYTES_PER_S
+    num_bytes: int | None = None  # of its file at most; None, no limit
+    bytes_per_s: float = DEFAULT_BYTES_PER_S  # bandwidth in each direction
 
 
 @dataclass(frozen=True)
 class MemoryBelow:
-    """The limits of the memories below a card; without a disk, storages that the host has no room for stay on the card.
+    """The limits of the memories below a card."""
 
-    Attributes:
-        host_bytes: host memory that may be used; None, any.
-        host_bytes_per_s: bandwidth of the host's memory for updates there.
-        disk: takes the storages that the host has no room for; None where there is none.
-    """
-
-    host_bytes: int | None = None
-    disk: Disk | None = None
-    host_bytes_per_s: float = HOST_BYTES_PER_S
+    host_bytes: int | None = None  # host memory that may be used; None, any
+    disk: Disk | None = None  # takes the storages that the host has no room for; without it they stay on the card
+    host_bytes_per_s: float = HOST_BYTES_PER_S  # bandwidth of the host's memory for updates there
 
     def holds(self, host_bytes: int, disk_bytes: int = 0) -> bool:
         """Return whether host and disk have so many bytes; without a disk's size it has any."""

@@ -30,20 +30,15 @@ _SHARDED_BITS = ("nf4", "nf4-double")
 
 @dataclass(frozen=True)
 class Sharing:
-    """The way in which processes share a run, and the places of the parts that no kernel reads.
-
-    Attributes:
-        optimizer_on: of the optimizer's state, and of the float32 copies that it updates: the device, the host, or an
-            NVMe disk. FSDP2 moves the weights too (`CPUOffloadPolicy`); DeepSpeed runs its own Adam on the host.
-        weights_on: of the trained weights between their uses.
-        largest_weight: its numbers, where weights are on a disk: DeepSpeed reads each into one of its buffers.
-    """
+    """The way in which processes share a run, and the places of the parts that no kernel reads."""
 
     engine: str = DDP
     num_gpus: int = 1
+    # Place of the optimizer's state, and of the float32 copies that it updates: the device, the host, or an NVMe disk.
+    # FSDP2 moves the weights too (`CPUOffloadPolicy`); DeepSpeed runs its own Adam on the host.
     optimizer_on: str = DEVICE
-    weights_on: str = DEVICE
-    largest_weight: int = 0
+    weights_on: str = DEVICE  # place of the trained weights between their uses
+    largest_weight: int = 0  # its numbers, where weights are on a disk: DeepSpeed reads each into one of its buffers
 
     def __post_init__(self) -> None:
         if self.optimizer_on == NVME and self.engine != ZERO3:

@@ -16,16 +16,11 @@ TIMES = 1000
 
 
 class Sizes(NamedTuple):
-    """The sizes of a batch.
-
-    Attributes:
-        num_text: text tokens of a sample, all encoders together.
-        frames: of the latents, as `height` and `width` are; 1, they are of images.
-    """
+    """The sizes of a batch."""
 
     num_samples: int
-    num_text: int
-    frames: int
+    num_text: int  # text tokens of a sample, all encoders together
+    frames: int  # of the latents, as `height` and `width` are; 1, they are of images
     height: int
     width: int
 
@@ -113,37 +108,19 @@ def _times(latents: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class DenoiserFamily:
-    """A class of denoisers.
-
-    Attributes:
-        conditions: from configuration and sizes: inputs beside latents and time.
-        predict: from model, noisy latents, time and conditions: a prediction of the latents' size.
-        lora_targets: layers that its script adapts, or for lack of a script those of attention.
-        clip_tokens: text tokens whose number is fixed.
-        text_tokens: other text tokens, unless a run says how many; 0, there are none.
-        check: refuses configurations of other inputs.
-        pixels: on a side of the square that a latent stands for.
-        patch: latents on a side of the square that the model takes as one.
-        frames: of a video that a latent stands for, but for the first, which has a latent of its own; 0, it learns
-            images.
-        is_square: it takes square images alone.
-        vae_in_float32: its script keeps the VAE in float32.
-        settings: of the class, which its script changes.
-        flags: those of its script that others lack.
-    """
-
-    conditions: Conditions
+    conditions: Conditions  # from configuration and sizes: inputs beside latents and time
+    # From model, noisy latents, time and conditions: a prediction of the latents' size.
     predict: Callable[[nn.Module, Tensor, Tensor, Inputs], Tensor] = plain_prediction
     loss: Loss = flow_loss
-    lora_targets: Callable[[Any], str] = attention_layers
-    clip_tokens: int = 0
-    text_tokens: int = 0
-    check: Callable[[Any], None] = check_channels
+    lora_targets: Callable[[Any], str] = attention_layers  # that its script adapts; without a script, of attention
+    clip_tokens: int = 0  # text tokens whose number is fixed
+    text_tokens: int = 0  # other text tokens, unless a run says how many; 0, there are none
+    check: Callable[[Any], None] = check_channels  # refuses configurations of other inputs
     channels: Callable[[Any], int] = lambda config: int(config.in_channels)
-    pixels: Callable[[Any], int] = lambda config: 8
-    patch: int = 2
-    frames: int = 0
-    is_square: bool = False
-    vae_in_float32: Callable[[Any], bool] = lambda config: False
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    flags: frozenset[str] = frozenset()
+    pixels: Callable[[Any], int] = lambda config: 8  # on a side of the square that a latent stands for
+    patch: int = 2  # latents on a side of the square that the model takes as one
+    frames: int = 0  # of a video that a latent stands for, but for the first, which has its own; 0, it learns images
+    is_square: bool = False  # it takes square images alone
+    vae_in_float32: Callable[[Any], bool] = lambda config: False  # as its script keeps it
+    settings: Mapping[str, Any] = field(default_factory=dict)  # of the class, which its script changes
+    flags: frozenset[str] = frozenset()  # of its script, which others lack

@@ -29,26 +29,19 @@ _NOT_LEARNED = -100
 
 
 class Sample(NamedTuple):
-    """The sizes of samples; None takes that of the model's configuration, or of a denoiser's script.
+    """The sizes of samples; None takes that of the model's configuration, or of a denoiser's script."""
 
-    Attributes:
-        seq_len: tokens, those of images too; or frames of sound.
-        image_size: height and width.
-        dtype: dtype of latents and embeddings that were computed before.
-        encoders: those beside a denoiser, as in `ModelOptions`.
-    """
-
-    seq_len: int
+    seq_len: int  # tokens, those of images too; or frames of sound
     num_images: int = 1
-    image_size: tuple[int, int] | None = None
-    dtype: torch.dtype = torch.float32
+    image_size: Size | None = None
+    dtype: torch.dtype = torch.float32  # of latents and embeddings that were computed before
     text_tokens: int | None = None
     num_frames: int | None = None
-    encoders: str = "off"
+    encoders: str = "off"  # beside a denoiser, as in `ModelOptions`
     passages: int = 1
 
 
-def parse_image_size(text: str | None) -> tuple[int, int] | None:
+def parse_image_size(text: str | None) -> Size | None:
     if text is None:
         return None
     found = _IMAGE_SIZE.fullmatch(text)
@@ -57,7 +50,7 @@ def parse_image_size(text: str | None) -> tuple[int, int] | None:
     return int(found[1]), int(found[2] or found[1])
 
 
-def pair(size: Any) -> tuple[int, int]:
+def pair(size: Any) -> Size:
     """Return height and width of a configuration's size, which may be one number for both."""
     return (size[0], size[-1]) if isinstance(size, list | tuple) else (size, size)
 
@@ -163,17 +156,12 @@ def image_text_batch(config: Any, num_samples: int, sample: Sample) -> Batch:
 
 @dataclass(frozen=True)
 class ImageLayout:
-    """An image, as a model gets it.
+    """An image, as a model gets it."""
 
-    Attributes:
-        num_tokens: placeholders in the text, each of which becomes a vector of the image.
-        tensors: called with the number of samples and of images in each; inputs of the model beside the text.
-        description: size and cut, in words.
-    """
-
-    num_tokens: int
+    num_tokens: int  # placeholders in the text, each of which becomes a vector of the image
+    # Called with the number of samples and of images in each; inputs of the model beside the text.
     tensors: Callable[[int, int], dict[str, Tensor]]
-    description: str
+    description: str  # size and cut, in words
 
 
 def image_layout(config: Any, size: Size | None) -> ImageLayout:

@@ -75,23 +75,14 @@ _LAYERS = re.compile(r"((num|n)_)?((hidden|encoder|decoder)_)?layers?")
 
 @dataclass(frozen=True)
 class PublishedWeights:
-    """The form in which transformers trains a checkpoint, by its `quantization_config`.
+    """The form in which transformers trains a checkpoint, by its `quantization_config`."""
 
-    Attributes:
-        quantize: one of `LAYERS`; "none", no layer is trained in few bits.
-        kept: patterns of the names of layers that are not quantised; None, as transformers chooses.
-        compute_dtype: in which layers in 4 bits multiply; None, in the dtype of the other weights.
-        storage: in which 4 bits are packed.
-        dtype: of the other weights, where the configuration has none.
-        note: a remark for the answer, about `{dtype}`.
-    """
-
-    quantize: str = "none"
-    kept: tuple[str, ...] | None = None
-    compute_dtype: str | None = None
-    storage: str = "uint8"
-    dtype: str | None = None
-    note: str = ""
+    quantize: str = "none"  # one of `LAYERS`; "none", no layer is trained in few bits
+    kept: tuple[str, ...] | None = None  # patterns of layers that are not quantised; None, as transformers chooses
+    compute_dtype: str | None = None  # in which layers in 4 bits multiply; None, in that of the other weights
+    storage: str = "uint8"  # in which 4 bits are packed
+    dtype: str | None = None  # of the other weights, where the configuration has none
+    note: str = ""  # a remark for the answer, about `{dtype}`
 
     @property
     def treats_layers_alike(self) -> bool:

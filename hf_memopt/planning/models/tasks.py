@@ -52,27 +52,15 @@ OF_IMAGES = ("images_per_sample", "image_size", "freeze_vision_tower")
 
 @dataclass(frozen=True)
 class Task:
-    """A task.
-
-    Attributes:
-        auto: transformers' class that finds the model's.
-        batch: called with a configuration, the number of samples, and the sizes of each of them.
-        positions: the configuration's name of the most tokens that a sample may have; None, it has no limit.
-        has_own_loss: the model's output has no loss; `loss` computes it.
-        has_mask: batches may have an attention mask that hides padding.
-        image_options: those of `ModelOptions` about images beside text; without any, samples have none.
-        only: values of options, where there are fewer than in `CHOICES`.
-        peft_type: PEFT's name of the task where adapters are trained beside a head.
-    """
-
-    auto: Any
+    auto: Any  # transformers' class that finds the model's
+    # Called with a configuration, the number of samples, and the sizes of each of them.
     batch: Callable[[Any, int, Sample], dict[str, Tensor]] = token_batch
-    positions: str | None = "max_position_embeddings"
-    peft_type: str | None = None
-    has_mask: bool = True
-    has_own_loss: bool = False
-    image_options: tuple[str, ...] = ()
-    only: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    positions: str | None = "max_position_embeddings"  # the configuration's name of a sample's most tokens, if limited
+    peft_type: str | None = None  # PEFT's name of the task where adapters are trained beside a head
+    has_mask: bool = True  # batches may have an attention mask that hides padding
+    has_own_loss: bool = False  # the model's output has no loss; `loss` computes it
+    image_options: tuple[str, ...] = ()  # of `ModelOptions`, about images beside text; without any, samples have none
+    only: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # values, where fewer than in `CHOICES`
 
     def describe(self, config: Any, sample: Sample) -> str:
         """Return the assumptions on images beside text."""

@@ -38,13 +38,6 @@ class VirtualClock:
     slower. Operations on other streams run beside it, until one waits for the other. A step begins with both at the
     same moment. A simulated CPU starts operations at no cost; beside a card, operations on the CPU keep the host from
     starting others as long as its memory takes to read and write their tensors.
-
-    Attributes:
-        now_s: the moment at which the compute stream is.
-        host_s: the moment at which the host is, or until which it has work.
-        stalled_s: time that it has waited for copies, over all steps.
-        phases_ms: time of the newest step, by phase, without generation.
-        stalls_ms: of it the time of waiting for copies.
     """
 
     def __init__(self, card: Card, like: str = "cuda", host_bytes_per_s: float = HOST_BYTES_PER_S) -> None:
@@ -55,7 +48,9 @@ class VirtualClock:
         self._unbooked = set() if like == "cpu" else {"cpu"}
         self._operation_s = 0.0 if like == "cpu" else HOST_S
         self._speeds = speeds_of(card)
+        # The moments of the compute stream and of the host, or until which it has work, and all waiting for copies.
         self.now_s = self.host_s = self.stalled_s = 0.0
+        # Time of the newest step, by phase, without generation, and of it the time of waiting for copies.
         self.phases_ms: defaultdict[str, float] = defaultdict(float)
         self.stalls_ms: defaultdict[str, float] = defaultdict(float)
         # Time is booked to phases until `_booked_s`, and waiting until `_stall_booked_s` of all waiting.
