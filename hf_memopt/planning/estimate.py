@@ -175,9 +175,9 @@ def _run(
         if operation.function.is_view:
             return
         if like == "cuda" and any(device_kind(leaf) == DEVICE_TYPE for leaf in operation.outputs):
-            for block in kernels.taken_by(operation):
-                kind = categories.WORKSPACE if block.stays else categories.TEMPORARY
-                log.enter_block(block.num_bytes, kind, block.owner, stays=block.stays)
+            for owner, num_bytes, stays in kernels.taken_by(operation):
+                kind = categories.WORKSPACE if stays else categories.TEMPORARY
+                log.enter_block(num_bytes, kind, owner, stays=stays)
         for kind, tensors in categories.exchanged(operation):
             labels.add_unlabelled(tensors, kind)  # some gather in place
 

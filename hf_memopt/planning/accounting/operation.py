@@ -79,29 +79,22 @@ def name_of(function: Any) -> str:
     return str(function)
 
 
-class KernelBlock(NamedTuple):
-    """Memory that a kernel takes: until the operation ends, or it stays for ever."""
-
-    owner: str
-    num_bytes: int
-    stays: bool
-
-
 class KernelMemory:
     def __init__(self, compute_capability: tuple[int, int]) -> None:
         self._cublas_bytes = cublas_workspace_bytes(compute_capability)
         self._taken: set[tuple[str, bool]] = set()
 
-    def taken_by(self, operation: Operation) -> Iterator[KernelBlock]:
+    def taken_by(self, operation: Operation) -> Iterator[tuple[str, int, bool]]:
+        """Yield owner and bytes of each block, and whether it stays for ever; the others go when the operation ends."""
         packet, args = operation.function.overloadpacket, operation.args
         if packet is _aten._softmax_backward_data:
-            yield KernelBlock("softmax's backward", args[0].nbytes, stays=False)
+            yield "softmax's backward", args[0].nbytes, False
         if packet is _aten._ctc_loss_backward:
-            yield KernelBlock("CTC's backward", args[6].nbytes, stays=False)
+            yield "CTC's backward", args[6].nbytes, False
         if packet in _SCATTERS:
             mask, result = args[1], operation.outputs[0]
             is_whole = mask.shape == result.shape and mask.is_contiguous()
-            yield KernelBlock("masked_scatter's prefix sum", (8 if is_whole else 9) * result.numel(), stays=False)
+            yield "masked_scatter's prefix sum", (8 if is_whole else 9) * result.numel(), False
         if packet not in _PRODUCTS:
             return
         libraries = {"cuBLAS": self._cublas_bytes}
@@ -111,7 +104,7 @@ class KernelMemory:
             handle = library, in_backward()
             if handle not in self._taken:
                 self._taken.add(handle)
-                yield KernelBlock(library, num_bytes, stays=True)
+                yield library, num_bytes, True
 
 
 def _adds_a_bias(bias: Tensor, left: Tensor, right: Tensor) -> bool:

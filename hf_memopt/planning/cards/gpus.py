@@ -159,19 +159,24 @@ def find_card(gpu: str | Card, *, link: str | None = None, reserve: str | None =
 
 
 def card_named(name: str) -> Card | None:
-    words = [word for word in re.findall(r"[a-z0-9]+", name.lower()) if not _UNNAMED.fullmatch(word)]
-    sizes = [word for word in words if re.fullmatch(r"\d+gb", word)]
-    found = _named([word for word in words if word not in sizes], sizes)
-    if found is None and len(words) > 1 and words[-1].isdigit():  # "A100 80"
-        return _named(words[:-1], words[-1:])
+    words, sizes = _words_and_sizes(name)
+    found = _named(words, sizes)
+    if found is None and not sizes and len(words) > 1 and words[-1].isdigit():  # "A100 80"
+        return _named(words[:-1], [int(words[-1])])
     return found
 
 
-def _named(words: list[str], sizes: list[str]) -> Card | None:
-    wanted, gigabytes = "".join(words), [int(size.removesuffix("gb")) for size in sizes]
-    named = [card for card in CARDS.values() if wanted in _names(card)]
+def _words_and_sizes(name: str) -> tuple[list[str], list[int]]:
+    """Return the words of a name that tell cards apart, and the GB in it."""
+    words = [word for word in re.findall(r"[a-z0-9]+", name.lower()) if not _UNNAMED.fullmatch(word)]
+    sizes = [word for word in words if re.fullmatch(r"\d+gb", word)]
+    return [word for word in words if word not in sizes], [int(size.removesuffix("gb")) for size in sizes]
+
+
+def _named(words: list[str], sizes: list[int]) -> Card | None:
+    named = [card for card in CARDS.values() if "".join(words) in _names(card)]
     # Cards report up to an eighth less than the size that they are sold with.
-    fitting = [card for card in named if all(7 / 8 * size < card.memory_bytes / GIB < size for size in gigabytes)]
+    fitting = [card for card in named if all(7 / 8 * size < card.memory_bytes / GIB < size for size in sizes)]
     return min(fitting, key=lambda card: card.memory_bytes, default=None)
 
 
@@ -236,9 +241,8 @@ _LEAST_ALIKE = 0.5
 
 def _nearest(text: str) -> str | None:
     """Return the known card that is nearest to an unknown one: of its series by generation and memory, then by name."""
-    words = [word for word in re.findall(r"[a-z0-9]+", text.lower()) if not _UNNAMED.fullmatch(word)]
-    sizes = [int(word[:-2]) for word in words if re.fullmatch(r"\d+gb", word)]
-    wanted = "".join(word for word in words if not re.fullmatch(r"\d+gb", word))
+    words, sizes = _words_and_sizes(text)
+    wanted = "".join(words)
     series, generation, number = _model_of(wanted)
 
     def distance(card: Card) -> tuple[float, ...]:

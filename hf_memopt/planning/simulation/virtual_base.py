@@ -1,6 +1,7 @@
 """The streamed weights of a simulated run: their memory is labelled, their copies are counted and take time."""
 
 from collections import Counter
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -37,7 +38,7 @@ class VirtualBase:
         match purpose:
             case "base":
                 self.is_used = True
-                return _BaseCopier(self, device)
+                return _BaseCopier(self, device, lambda block: self.label(block, GRADIENT))
             case "optimizer":
                 return _CountingCopier(self, device)
             case "teacher":
@@ -56,19 +57,16 @@ class VirtualBase:
         if self.disk.phases.name == OPTIMIZER:
             self._moved[f"update_{name}"] += num_bytes
 
-    def count_again(self, num_bytes: int) -> None:
-        """Count a gradient that is brought; in passes, so that another one is added to it."""
-        if self.disk.phases.name != OPTIMIZER:
-            self._moved["bytes_to_add_to"] += num_bytes
-
     def estimate(self, peak_bytes: int) -> StreamedEstimate:
         """Return the figures of the newest step."""
         return StreamedEstimate(peak_bytes, **self._moved)
 
 
 class _CountingCopier(VirtualCopier):
-    def __init__(self, base: VirtualBase, device: torch.device) -> None:
-        super().__init__(base.clock, device)
+    def __init__(
+        self, base: VirtualBase, device: torch.device, on_block: Callable[[Tensor], None] | None = None
+    ) -> None:
+        super().__init__(base.clock, device, on_block)
         self._base = base
 
     def to_device(self, source: Tensor, destination: Tensor) -> VirtualTransfer:
@@ -83,16 +81,11 @@ class _CountingCopier(VirtualCopier):
 class _BaseCopier(_CountingCopier):
     """The copier of streamed weights and gradients. It allocates memory for gradients alone: weights have storages."""
 
-    def empty_device(self, num_bytes: int) -> Tensor:
-        block = super().empty_device(num_bytes)
-        self._base.label(block, GRADIENT)
-        return block
-
     def to_device(self, source: Tensor, destination: Tensor) -> VirtualTransfer:
-        if self._base.labels.kind_of(destination) == GRADIENT:
-            self._base.count_again(destination.nbytes)
-        else:
+        if self._base.labels.kind_of(destination) != GRADIENT:
             self._base.label(destination, STREAMED)
+        elif self._base.disk.phases.name != OPTIMIZER:  # in passes another gradient is added to it
+            self._base.count("bytes_to_add_to", destination.nbytes)
         return super().to_device(source, destination)
 
     def to_host(self, source: Tensor, destination: Tensor) -> VirtualTransfer:
