@@ -9,7 +9,7 @@ from late_imports import LateModule
 from torch import nn
 from transformers_toys import FolderOf, built, estimate, workload_of
 
-quantised_linear = LateModule("hf_memopt.planning.simulation.quantised.quantised_linear")
+quantised_base = LateModule("hf_memopt.planning.simulation.quantised.quantised_base")
 transformers = LateModule("transformers")
 
 NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
@@ -56,7 +56,7 @@ def test_skipped_layers_keep_their_weights_and_no_other(folder_of: FolderOf) -> 
         *(f"model.layers.0.mlp.{each}" for each in ("gate_proj", "up_proj", "down_proj")),
     }
     (compute_dtype,) = {
-        layer.compute_dtype for layer in model_built.modules() if isinstance(layer, quantised_linear.Nf4Linear)
+        layer.compute_dtype for layer in model_built.modules() if isinstance(layer, quantised_base.Nf4Linear)
     }
     assert compute_dtype == torch.float16
 

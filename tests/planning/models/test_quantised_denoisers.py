@@ -14,7 +14,6 @@ from transformers_toys import built, estimate, options_of, workload_of
 diffusers = LateModule("diffusers")
 peft = LateModule("peft")
 quantised_base = LateModule("hf_memopt.planning.simulation.quantised.quantised_base")
-quantised_linear = LateModule("hf_memopt.planning.simulation.quantised.quantised_linear")
 utilities = LateModule("diffusers.quantizers.bitsandbytes.utils")
 
 BRAIN = {"dtype": "bfloat16", "precision": "bf16"}
@@ -50,7 +49,7 @@ def test_the_layers_that_diffusers_quantises(name: str, tmp_path: Path, monkeypa
     kept = list(theirs._keep_in_fp32_modules or ())
     utilities._replace_with_bnb_linear(theirs, kept, quantization_config=IN_4_BITS)
     expected = {each for each, module in theirs.named_modules() if isinstance(module, Linear4bit)}
-    found = {each for each, module in ours.named_modules() if isinstance(module, quantised_linear.QuantisedLinear)}
+    found = {each for each, module in ours.named_modules() if isinstance(module, quantised_base.QuantisedLinear)}
     assert found == expected
 
 

@@ -7,7 +7,7 @@ import trl_trainers
 from late_imports import LateModule
 
 from hf_memopt.planning import Job
-from hf_memopt.planning.simulation.quantised.quantised_linear import Nf4Linear
+from hf_memopt.planning.simulation.quantised.quantised_base import Nf4Linear
 
 trainer_workload = LateModule("hf_memopt.planning.workloads.trainer_workload")
 file_trainer = LateModule("hf_memopt.planning.workloads.file_trainer")

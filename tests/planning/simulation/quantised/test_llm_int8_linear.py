@@ -1,7 +1,7 @@
 import torch
 from torch import nn
 
-from hf_memopt.planning.simulation.quantised.quantised_linear import LlmInt8Linear
+from hf_memopt.planning.simulation.quantised.quantised_base import LlmInt8Linear
 
 ROWS, WIDTH, INNER = 3, 128, 256
 

@@ -10,8 +10,7 @@ from transformers_toys import step_of
 
 from hf_memopt.planning.estimate import simulate_step
 from hf_memopt.planning.simulation.child_process import run_isolated
-from hf_memopt.planning.simulation.quantised.quantised_base import stored
-from hf_memopt.planning.simulation.quantised.quantised_linear import Nf4Experts, are_experts
+from hf_memopt.planning.simulation.quantised.quantised_base import Nf4Experts, are_experts, stored
 
 transformers = LateModule("transformers")
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_memopt.planning.simulation.quantised.quantised_linear import Nf4DoubleLinear, Nf4Linear
+from hf_memopt.planning.simulation.quantised.quantised_base import Nf4DoubleLinear, Nf4Linear
 
 WIDTH, INNER = 128, 256
 

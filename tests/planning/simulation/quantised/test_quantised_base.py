@@ -12,8 +12,7 @@ from transformers_toys import step_of
 from hf_memopt.planning import MemoryEstimate
 from hf_memopt.planning.estimate import simulate_step
 from hf_memopt.planning.simulation.child_process import run_isolated
-from hf_memopt.planning.simulation.quantised.quantised_base import LAYERS, adapt_as_peft_does, quantise
-from hf_memopt.planning.simulation.quantised.quantised_linear import Nf4Linear
+from hf_memopt.planning.simulation.quantised.quantised_base import LAYERS, Nf4Linear, adapt_as_peft_does, quantise
 
 transformers = LateModule("transformers")
 peft = LateModule("peft")

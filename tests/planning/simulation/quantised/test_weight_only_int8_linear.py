@@ -4,7 +4,7 @@ import torch
 from late_imports import LateModule
 from torch import nn
 
-from hf_memopt.planning.simulation.quantised.quantised_linear import WeightOnlyInt8Linear
+from hf_memopt.planning.simulation.quantised.quantised_base import WeightOnlyInt8Linear
 
 quantization = LateModule("torchao.quantization")
 
