@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
@@ -22,22 +23,10 @@ def import_peft(lora_rank: int) -> Any:
 
 
 def lora_config(about: Mapping[str, Any]) -> Any:
-    """Return the adapters of TRL's ModelConfig, as TRL's `get_peft_config` makes them."""
-    from peft import LoraConfig
+    """Return the adapters of TRL's ModelConfig, as TRL makes them."""
+    from trl import get_peft_config
 
-    targets = {"target_parameters": about["lora_target_parameters"]} if about["lora_target_parameters"] else {}
-    return LoraConfig(
-        task_type=about["lora_task_type"],
-        r=about["lora_r"],
-        target_modules=about["lora_target_modules"],
-        lora_alpha=about["lora_alpha"],
-        lora_dropout=about["lora_dropout"],
-        bias="none",
-        use_rslora=about["use_rslora"],
-        use_dora=about["use_dora"],
-        modules_to_save=about["lora_modules_to_save"],
-        **targets,
-    )
+    return get_peft_config(SimpleNamespace(**about))
 
 
 def freeze_first_layers(model: Any, count: int) -> None:

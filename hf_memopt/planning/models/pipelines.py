@@ -53,10 +53,8 @@ class DenoiserConfig:
             raise AttributeError(name) from None
 
     def build(self, source: str, dtype: torch.dtype, **changes: Any) -> nn.Module:
-        from transformers.modeling_utils import local_torch_dtype
-
-        with building(source, "diffusers"), local_torch_dtype(dtype):
-            model: nn.Module = _class(self.class_name).from_config(self.values | changes)
+        with building(source, "diffusers"):
+            model = _from_config(self.class_name, self.values | changes, dtype)
         for name, parameter in model.named_parameters():
             if kept_in_float32(model, name):
                 parameter.data = parameter.data.float()
@@ -111,6 +109,14 @@ def _class(name: str) -> Any:
     import diffusers
 
     return getattr(diffusers, name)
+
+
+def _from_config(class_name: str, values: Any, dtype: torch.dtype) -> nn.Module:
+    from transformers.modeling_utils import local_torch_dtype
+
+    with local_torch_dtype(dtype):
+        model: nn.Module = _class(class_name).from_config(values)
+    return model
 
 
 def family_of(config: Any) -> DenoiserFamily:
@@ -215,13 +221,8 @@ class EncoderConfig:
         return self.library == "diffusers"
 
     def build(self, dtype: torch.dtype) -> nn.Module:
-        model: nn.Module
         if self.is_vae:
-            import diffusers
-            from transformers.modeling_utils import local_torch_dtype
-
-            with local_torch_dtype(dtype):
-                model = getattr(diffusers, self.class_name).from_config(read_object(self.path))
+            model = _from_config(self.class_name, read_object(self.path), dtype)
         else:
             import transformers
 
