@@ -30,6 +30,7 @@ from hf_memopt.planning.simulation.ranks.first_rank import BACKEND
 masking_utils = LateModule("transformers.masking_utils")
 transformers_utils = LateModule("transformers.utils.import_utils")
 
+ACCELERATE = "hf_memopt/planning/simulation/patched_accelerate.py"
 AUTOCAST = "hf_memopt/planning/simulation/kernels/autocast.py"
 ATTENTION = "hf_memopt/planning/simulation/kernels/attention.py"
 DEVICE = "hf_memopt/planning/simulation/device.py"
@@ -102,7 +103,7 @@ def test_transformers_takes_fake_tensors_for_a_trace_where_it_is_told_otherwise(
 
 
 def test_accelerate_asks_for_the_default_device() -> None:
-    with relied_on_by(DEVICE):
+    with relied_on_by(ACCELERATE):
         assert isinstance(PartialState.default_device, property)
         assert "self.default_device" in inspect.getsource(PartialState)
 
@@ -213,7 +214,7 @@ def test_fsdp2_frees_weights_by_resizing_their_storages() -> None:
 
 
 def test_accelerate_asks_which_backend_there_is() -> None:
-    with relied_on_by(RANKS):
+    with relied_on_by(ACCELERATE):
         assert "self._prepare_backend(cpu, use_sagemaker_dp, original_backend)" in inspect.getsource(PartialState)
         assert "ACCELERATE_TORCH_DEVICE" in inspect.getsource(PartialState)
 

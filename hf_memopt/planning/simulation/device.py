@@ -10,7 +10,6 @@ caller opens, the answers to questions about values (`data_dependent`), and torc
 allocates nothing. A mode that the simulated step opens, such as an offloader's, lies above them.
 """
 
-import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -24,7 +23,6 @@ import torch.optim.optimizer as torch_optimizer
 import torch.utils._foreach_utils as foreach_utils
 import torch.utils.backend_registration as backend_registration
 import transformers.utils.import_utils as seam
-from accelerate.state import AcceleratorState, PartialState
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes, _pop_mode_temporarily
@@ -32,7 +30,7 @@ from torch.utils._python_dispatch import _disable_current_modes, _pop_mode_tempo
 from hf_memopt.autograd_state import COMES_AND_GOES
 from hf_memopt.planning.accounting.allocation_log import StepPhases
 from hf_memopt.planning.cards.gpus import DEFAULT_CARD
-from hf_memopt.planning.simulation import DEVICE_TYPE
+from hf_memopt.planning.simulation import DEVICE_TYPE, patched_accelerate
 from hf_memopt.planning.simulation.data_dependent import DataDependentOps
 from hf_memopt.planning.simulation.fake_mode import SimulatedTensors
 from hf_memopt.planning.simulation.kernels import attention, autocast
@@ -129,7 +127,7 @@ def simulation(
             enter(attention.attention_as_on_cuda(clock.card.compute_capability))
             enter(_fused_head_as_on_cuda())
             enter(_redirect_autocast())
-            enter(_redirect_accelerate(device))
+            enter(patched_accelerate.alone_on(device))
             enter(patch.object(Tensor, "pin_memory", lambda tensor, *args: tensor))
         # On it FSDP2 lets gradients leave, and has it wait for weights that were gathered for nothing.
         enter(patch.object(torch.accelerator, "current_stream", torch.get_device_module(device).current_stream))
@@ -176,7 +174,7 @@ def _formatted(tensor: Tensor, spec: str) -> str:
     return format(tensor.detach().item(), spec) if tensor.dim() == 0 else object.__format__(tensor, spec)
 
 
-# --------------------------------------------------------- patches for transformers, torch.autocast and accelerate
+# --------------------------------------------------------- patches for transformers, torch.autocast and TRL
 
 
 @contextmanager
@@ -197,26 +195,6 @@ def _redirect_autocast() -> Any:
         plain(self, DEVICE_TYPE if device_type == "cuda" else device_type, *args, **kwargs)
 
     return patch.object(torch.autocast, "__init__", init)
-
-
-# The variables by which launchers tell a process its place, and accelerate to use the CPU or to shard.
-_LAUNCHED = ("ACCELERATE_USE_CPU", "LOCAL_RANK", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-_OF_ENGINES = ("ACCELERATE_USE_FSDP", "FSDP_", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_DEEPSPEED_")
-
-
-@contextmanager
-def _redirect_accelerate(device: torch.device) -> Iterator[None]:
-    """Put an `Accelerator` made inside on the virtual device, alone, however this process was launched."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    environment = {
-        name: value for name, value in os.environ.items() if name not in _LAUNCHED and not name.startswith(_OF_ENGINES)
-    }
-    with (
-        patch.dict(os.environ, environment, clear=True),
-        patch.object(torch.distributed, "is_initialized", lambda: False),
-        patch.object(PartialState, "default_device", device),
-    ):
-        yield
 
 
 @contextmanager

@@ -21,7 +21,8 @@ from hf_memopt.callbacks.attach import FrozenModels, attach
 from hf_memopt.callbacks.streamed_base import StreamedBase
 from hf_memopt.planning.models.accelerate_config import DDP, Sharing, sharded_options, zero_plugin
 from hf_memopt.planning.simulation.device import replace_memory
-from hf_memopt.planning.simulation.quantised.quantised_base import QuantisedLinear, adapters_kept_by_fsdp
+from hf_memopt.planning.simulation.patched_accelerate import adapters_kept_by_fsdp
+from hf_memopt.planning.simulation.quantised.quantised_base import QuantisedLinear
 from hf_memopt.planning.workload import OFF
 from hf_memopt.planning.workloads.file_trainer import OwnLoss
 from hf_memopt.planning.workloads.simulated_generation import SimulatedGeneration, generates

@@ -8,14 +8,11 @@ have no place for weights of three dimensions, in which transformers keeps exper
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from types import MethodType
 from typing import Any
-from unittest.mock import patch
 
 import torch
-from accelerate import Accelerator, accelerator
 from torch import Tensor, nn
 
 # NF4: values per scale, and scales per second-level scale under double quantisation.
@@ -304,21 +301,6 @@ def _as_transformers_does(model: nn.Module, kept: Sequence[str] | None) -> Calla
 
     names = get_keys_to_not_convert(model) if kept is None else list(kept)
     return lambda name: bool(should_convert_module(name, names))
-
-
-def adapters_kept_by_fsdp() -> AbstractContextManager[Any]:
-    """Make FSDP2 shard trained weights in their own dtype, as Accelerate does next to 4 bits that are packed in floats.
-
-    It asks for the weights' class, `Params4bit`, which weights without memory cannot be of.
-    """
-    plain = accelerator.fsdp2_prepare_model
-
-    def prepare(by: Accelerator, model: nn.Module) -> nn.Module:
-        with patch.object(by.state, "_mixed_precision", "no"):
-            sharded: nn.Module = plain(by, model)
-        return sharded
-
-    return patch.object(accelerator, "fsdp2_prepare_model", prepare)
 
 
 def stored(model: nn.Module, kept: Sequence[str] | None = None) -> tuple[int, int]:

@@ -5,7 +5,6 @@ buffers, DeepSpeed's ZeRO (`zero_engine`). Their questions about values, which f
 process is rank 0, whose shards are the largest where a length cannot be divided.
 """
 
-import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -13,7 +12,6 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from accelerate.state import AcceleratorState, DistributedType, PartialState
 from torch import Tensor
 from torch._C._distributed_c10d import Logger, Reducer
 from torch.distributed import device_mesh, distributed_c10d
@@ -24,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from hf_memopt.planning.accounting.categories import COMMUNICATION, StepLabels
 from hf_memopt.planning.simulation.device import patched_everywhere
+from hf_memopt.planning.simulation.patched_accelerate import first_of_ranks
 from hf_memopt.planning.simulation.virtual_base import VirtualBase
 
 BACKEND = "fake"
@@ -37,24 +36,18 @@ def first_of(num_ranks: int, device: torch.device, base: VirtualBase) -> Iterato
             f"num_gpus={num_ranks}: this process belongs to a process group already, so that none can be simulated; "
             "estimate before torch.distributed is initialised, or in a process of its own"
         )
-    places = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
-    places |= {"ACCELERATE_TORCH_DEVICE": str(device), "DS_ACCELERATOR": "cpu"}
-    AcceleratorState._reset_state(reset_partial_state=True)
     with ExitStack() as stack:
         enter = stack.enter_context
 
-        def prepare_backend(*options: Any) -> tuple[str, DistributedType]:
-            if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
-                from hf_memopt.planning.simulation.ranks.zero_engine import zero_as_on_cuda, zero_without_values
+        def begin_zero() -> None:
+            from hf_memopt.planning.simulation.ranks.zero_engine import zero_as_on_cuda, zero_without_values
 
-                enter(zero_as_on_cuda(device))
-                enter(zero_without_values(base.labels, base.disk))
-            return BACKEND, DistributedType.MULTI_GPU
+            enter(zero_as_on_cuda(device))
+            enter(zero_without_values(base.labels, base.disk))
 
-        enter(patch.dict(os.environ, places))
+        enter(first_of_ranks(num_ranks, device, BACKEND, begin_zero))
         # A simulation of one process denies that there are others.
         enter(patch.object(dist, "is_initialized", distributed_c10d.is_initialized))
-        enter(patch.object(PartialState, "_prepare_backend", prepare_backend))
         enter(meshes_with_values())
         enter(unseen_shape_propagation())
         enter(_reducers_on_fake_tensors(base.labels))

@@ -1,0 +1,64 @@
+"""Accelerate in a simulation: a process alone or the first of several, and quantised models under FSDP2."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from accelerate import Accelerator, accelerator
+from accelerate.state import AcceleratorState, DistributedType, PartialState
+from torch import nn
+
+# The variables by which launchers tell a process its place, and accelerate to use the CPU or to shard.
+_LAUNCHED = ("ACCELERATE_USE_CPU", "LOCAL_RANK", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+_OF_ENGINES = ("ACCELERATE_USE_FSDP", "FSDP_", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_DEEPSPEED_")
+
+
+@contextmanager
+def alone_on(device: torch.device) -> Iterator[None]:
+    """Put an `Accelerator` made inside on the virtual device, alone, however this process was launched."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    environment = {
+        name: value for name, value in os.environ.items() if name not in _LAUNCHED and not name.startswith(_OF_ENGINES)
+    }
+    with (
+        patch.dict(os.environ, environment, clear=True),
+        patch.object(torch.distributed, "is_initialized", lambda: False),
+        patch.object(PartialState, "default_device", device),
+    ):
+        yield
+
+
+@contextmanager
+def first_of_ranks(
+    num_ranks: int, device: torch.device, backend: str, begin_zero: Callable[[], None]
+) -> Iterator[None]:
+    """Make an `Accelerator` the first of so many; `begin_zero` is called before it starts DeepSpeed."""
+    places = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
+    places |= {"ACCELERATE_TORCH_DEVICE": str(device), "DS_ACCELERATOR": "cpu"}
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+    def prepare_backend(*options: Any) -> tuple[str, DistributedType]:
+        if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+            begin_zero()
+        return backend, DistributedType.MULTI_GPU
+
+    with patch.dict(os.environ, places), patch.object(PartialState, "_prepare_backend", prepare_backend):
+        yield
+
+
+def adapters_kept_by_fsdp() -> AbstractContextManager[Any]:
+    """Make FSDP2 shard trained weights in their own dtype, as Accelerate does next to 4 bits that are packed in floats.
+
+    It asks for the weights' class, `Params4bit`, which weights without memory cannot be of.
+    """
+    plain = accelerator.fsdp2_prepare_model
+
+    def prepare(by: Accelerator, model: nn.Module) -> nn.Module:
+        with patch.object(by.state, "_mixed_precision", "no"):
+            sharded: nn.Module = plain(by, model)
+        return sharded
+
+    return patch.object(accelerator, "fsdp2_prepare_model", prepare)
