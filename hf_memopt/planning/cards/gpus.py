@@ -203,11 +203,7 @@ def _card_from(text: str) -> Card:
         if size.strip().isdigit() or speed is None:
             raise ValueError
         return replace(
-            speed,
-            name=text.strip(),
-            memory_bytes=_memory_bytes(size),
-            context_bytes=_CONTEXT_BYTES,
-            is_named=bool(at),
+            speed, name=text.strip(), memory_bytes=_memory_bytes(size), context_bytes=_CONTEXT_BYTES, is_named=bool(at)
         )
     except ValueError:
         raise ValueError(

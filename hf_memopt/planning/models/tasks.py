@@ -8,27 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import transformers
 from torch import Tensor, nn
-from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForCTC,
-    AutoModelForImageClassification,
-    AutoModelForImageTextToText,
-    AutoModelForMaskedLM,
-    AutoModelForSeq2SeqLM,
-    AutoModelForSequenceClassification,
-    AutoModelForSpeechSeq2Seq,
-    AutoModelForTokenClassification,
-)
 
 from hf_memopt.planning.models.adapters import ALL_LINEAR
-from hf_memopt.planning.models.contrastive import (
-    column_batch,
-    describe_columns,
-    embeds_texts,
-    ranking_loss,
-)
+from hf_memopt.planning.models.contrastive import column_batch, describe_columns, embeds_texts, ranking_loss
 from hf_memopt.planning.models.denoising import Denoising
 from hf_memopt.planning.models.hub_code import no_hub_kernels
 from hf_memopt.planning.models.model_batches import (
@@ -149,18 +133,22 @@ class Contrastive(Task):
 
 # The most specific first: encoder-decoders and encoders are in the causal list too, for their decoder mode.
 TASKS: dict[str, Task | Denoising] = {
-    "seq2seq": Task(AutoModelForSeq2SeqLM),
+    "seq2seq": Task(transformers.AutoModelForSeq2SeqLM),
     "speech-seq2seq": Task(
-        AutoModelForSpeechSeq2Seq, spectrogram_batch, positions="max_target_positions", has_mask=False
+        transformers.AutoModelForSpeechSeq2Seq, spectrogram_batch, positions="max_target_positions", has_mask=False
     ),
-    "masked": Task(AutoModelForMaskedLM),
-    "image-text-to-text": Task(AutoModelForImageTextToText, image_text_batch, image_options=OF_IMAGES),
-    "causal": Task(AutoModelForCausalLM),
-    "image-classification": Task(AutoModelForImageClassification, image_batch, positions=None, has_mask=False),
-    "sequence-classification": Task(AutoModelForSequenceClassification, sequence_batch, peft_type="SEQ_CLS"),
-    "token-classification": Task(AutoModelForTokenClassification, peft_type="TOKEN_CLS"),
-    "ctc": Task(AutoModelForCTC, waveform_batch, positions=None, has_mask=False),
-    CONTRASTIVE: Contrastive(AutoModel, column_batch, has_own_loss=True, only={"loss": ("full",)}),
+    "masked": Task(transformers.AutoModelForMaskedLM),
+    "image-text-to-text": Task(transformers.AutoModelForImageTextToText, image_text_batch, image_options=OF_IMAGES),
+    "causal": Task(transformers.AutoModelForCausalLM),
+    "image-classification": Task(
+        transformers.AutoModelForImageClassification, image_batch, positions=None, has_mask=False
+    ),
+    "sequence-classification": Task(
+        transformers.AutoModelForSequenceClassification, sequence_batch, peft_type="SEQ_CLS"
+    ),
+    "token-classification": Task(transformers.AutoModelForTokenClassification, peft_type="TOKEN_CLS"),
+    "ctc": Task(transformers.AutoModelForCTC, waveform_batch, positions=None, has_mask=False),
+    CONTRASTIVE: Contrastive(transformers.AutoModel, column_batch, has_own_loss=True, only={"loss": ("full",)}),
     "denoising": Denoising(),
 }
 
