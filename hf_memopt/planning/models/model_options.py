@@ -174,18 +174,15 @@ class ModelOptions:
             if getattr(self, name) != getattr(type(self), name):
                 raise ValueError(f"{name}={getattr(self, name)!r} means nothing to task={self.kind!r}; leave it out")
         if self.gradient_cache:
-            self._check_gradient_cache()
+            self._check_alone("gradient_cache=True", " is not simulated")
+            if self.home != OFF:
+                raise ValueError(f"gradient_cache=True with base={self.base!r} is not simulated; use base={OFF!r}")
         if self.padding and self.trainer not in (None, "sft"):
             raise ValueError(f"padding=True with trainer={self.trainer!r} is not simulated; leave it out")
         if self.padding and not task.has_mask:
             raise ValueError(f"padding=True: batches of task={self.kind!r} have no attention mask; leave it out")
         task.describe(self.config, self.sample)
         _ = self.encoder_configs
-
-    def _check_gradient_cache(self) -> None:
-        self._check_alone("gradient_cache=True", " is not simulated")
-        if self.home != OFF:
-            raise ValueError(f"gradient_cache=True with base={self.base!r} is not simulated; use base={OFF!r}")
 
     def _check_adapters(self) -> None:
         if self.lora_rank is not None:
