@@ -117,6 +117,9 @@ def waveform_batch(config: Any, num_samples: int, sample: Sample) -> Batch:
     return {"input_values": torch.zeros(num_samples, length), "labels": labels}
 
 
+# ------------------------------------------------------------------------------------------------- images beside text
+
+
 def describe_images(config: Any, sample: Sample) -> str:
     layout = image_layout(config, sample.image_size)
     # A token of text ends each image, and one more is there to be learned.

@@ -119,6 +119,9 @@ def _from_config(class_name: str, values: Any, dtype: torch.dtype) -> nn.Module:
     return model
 
 
+# --------------------------------------------------------------------------------------------------- sizes of samples
+
+
 def family_of(config: Any) -> DenoiserFamily:
     if config.class_name not in FAMILIES:
         raise ValueError(
@@ -206,6 +209,9 @@ def _checked_size(config: DenoiserConfig, height: int, width: int) -> tuple[int,
     if family.is_square and height != width:
         raise ValueError(f"image_size={height}x{width}: {config.class_name} takes square images alone")
     return height, width
+
+
+# ----------------------------------------------------------------------------------------------------------- encoders
 
 
 @dataclass(frozen=True)

@@ -261,6 +261,9 @@ _stream_numbers = itertools.count()
 FIRST_STREAM = VirtualStream()
 
 
+# --------------------------------------------------------------------------------------------- the work of operations
+
+
 class KernelWork(NamedTuple):
     """The work of a kernel; `MEMORY` is all that is no arithmetic worth counting, `num_bytes` are read and written."""
 
