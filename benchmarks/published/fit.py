@@ -1,4 +1,4 @@
-"""Fits the speeds of `hf_memopt.planning.cards.kernel_speeds` to the published step times.
+"""Fits the speeds of `hf_memopt.planning.cards.gpus` to the published step times.
 
     python -m benchmarks.published.fit FOLDER
 
@@ -9,7 +9,7 @@ deterministic.
 
 The fit is validated by fits to one half of the steps, which predict the other half, and by fits without a family, which
 predict that family. Predictions go to the results file, and their summary to docs/published_measurements.md. The
-printed speeds, for `kernel_speeds`, come from a fit to all steps.
+printed speeds, for `gpus`, come from a fit to all steps.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from benchmarks.published import times
 from benchmarks.published.__main__ import PAGE, write_between
 from benchmarks.published.measurements import Measurement
 from benchmarks.published.work import PARTS, Array, RecordedWork, recorded, step_s
-from hf_memopt.planning.cards.kernel_speeds import KernelSpeeds
+from hf_memopt.planning.cards.gpus import KernelSpeeds
 
 # Prior means of the shares, of the seconds of a kernel and of the host; then the prior deviations, in logarithms.
 _EXPECTED = KernelSpeeds(half=0.55, tf32=0.6, float32=0.75, convolution=0.4, attention=0.4, memory=0.75)

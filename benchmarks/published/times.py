@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from benchmarks.common import RESULTS_FOLDER
 from benchmarks.published.cards import card_of
 from benchmarks.published.measurements import Measurement, measurements
-from hf_memopt.planning.cards.kernel_speeds import family_of
+from hf_memopt.planning.cards.gpus import family_of
 
 RESULTS = RESULTS_FOLDER / "step-times.json"
 MARKS = ("<!-- python -m benchmarks.published.fit writes this -->", "<!-- up to here: times -->")

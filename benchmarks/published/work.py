@@ -14,8 +14,7 @@ from benchmarks.published.steps import simulated
 from hf_memopt.autograd_state import in_backward
 from hf_memopt.planning import estimate
 from hf_memopt.planning.accounting.operation import Operation, device_kind
-from hf_memopt.planning.cards.gpus import Card
-from hf_memopt.planning.cards.kernel_speeds import BACKWARD_SHARE, VIEW_SHARE, KernelSpeeds
+from hf_memopt.planning.cards.gpus import BACKWARD_SHARE, VIEW_SHARE, Card, KernelSpeeds
 from hf_memopt.planning.simulation.child_process import run_isolated
 from hf_memopt.planning.simulation.virtual_time import (
     ATTENTION,

@@ -23,8 +23,7 @@ from hf_memopt.planning.accounting.categories import StepLabels
 from hf_memopt.planning.accounting.operation import KernelMemory, Operation, device_kind
 from hf_memopt.planning.accounting.repeated_layers import NotRepeatedError, add_groups, growth
 from hf_memopt.planning.accounting.streamed_estimate import StreamedEstimate
-from hf_memopt.planning.cards.gpus import DEFAULT_CARD, Card, find_card
-from hf_memopt.planning.cards.kernel_speeds import time_range
+from hf_memopt.planning.cards.gpus import DEFAULT_CARD, Card, find_card, time_range
 from hf_memopt.planning.cards.memory_below import MemoryBelow
 from hf_memopt.planning.estimate_report import LargeTensor, MemoryEstimate
 from hf_memopt.planning.simulated_step import RepeatedLayers, SimulatedStep

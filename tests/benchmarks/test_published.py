@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from benchmark_runs import BENCHMARKS, loaded_benchmarks
 
-from hf_memopt.planning.cards.gpus import CARDS
-from hf_memopt.planning.cards.kernel_speeds import HOST_S, KERNEL_S, speeds_of, time_range
+from hf_memopt.planning.cards.gpus import CARDS, HOST_S, KERNEL_S, speeds_of, time_range
 
 # Shares of the measured bytes, where the configuration is fully known.
 ALLOCATED, ALLOCATED_ON_T4, RESERVED = 0.005, 0.002, 0.05

@@ -5,8 +5,7 @@ import pytest
 from estimate_runs import mlp_setup, step
 
 from hf_memopt.planning import MemoryEstimate, estimate_peak_memory, estimate_report
-from hf_memopt.planning.cards.gpus import find_card
-from hf_memopt.planning.cards.kernel_speeds import time_range
+from hf_memopt.planning.cards.gpus import find_card, time_range
 from hf_memopt.planning.estimate_report import Verdict
 from hf_memopt.units import GIB, MIB, format_gib, format_ms
 

@@ -17,8 +17,7 @@ from torch.utils.flop_counter import flop_registry
 from hf_memopt.autograd_state import in_backward
 from hf_memopt.planning.accounting.allocation_log import GENERATION
 from hf_memopt.planning.accounting.operation import Operation, device_kind
-from hf_memopt.planning.cards.gpus import Card
-from hf_memopt.planning.cards.kernel_speeds import BACKWARD_SHARE, HOST_S, KERNEL_S, VIEW_SHARE, speeds_of
+from hf_memopt.planning.cards.gpus import BACKWARD_SHARE, HOST_S, KERNEL_S, VIEW_SHARE, Card, speeds_of
 from hf_memopt.planning.cards.memory_below import HOST_BYTES_PER_S
 from hf_memopt.units import MIB
 

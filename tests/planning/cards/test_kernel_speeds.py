@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from hf_memopt.planning.cards.gpus import CARDS
-from hf_memopt.planning.cards.kernel_speeds import family_of, speeds_of, time_range
+from hf_memopt.planning.cards.gpus import CARDS, family_of, speeds_of, time_range
 
 
 @pytest.mark.parametrize(

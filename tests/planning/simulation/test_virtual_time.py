@@ -13,8 +13,7 @@ from hf_memopt.activations import OffloadStats
 from hf_memopt.autograd_state import VersionGuard
 from hf_memopt.planning import MemoryEstimate, estimate_peak_memory
 from hf_memopt.planning.accounting.operation import Operation
-from hf_memopt.planning.cards.gpus import Card
-from hf_memopt.planning.cards.kernel_speeds import HOST_S, KERNEL_S, VIEW_SHARE, speeds_of
+from hf_memopt.planning.cards.gpus import HOST_S, KERNEL_S, VIEW_SHARE, Card, speeds_of
 from hf_memopt.planning.estimate import Like
 from hf_memopt.planning.simulation.virtual_time import (
     FIRST_STREAM,
