@@ -19,10 +19,9 @@ from hf_memopt.planning.accounting.allocation_log import (
     StepPhases,
     StorageRecord,
 )
-from hf_memopt.planning.accounting.categories import StepLabels
+from hf_memopt.planning.accounting.categories import StepLabels, StreamedEstimate
 from hf_memopt.planning.accounting.operation import KernelMemory, Operation, device_kind
 from hf_memopt.planning.accounting.repeated_layers import NotRepeatedError, add_groups, growth
-from hf_memopt.planning.accounting.streamed_estimate import StreamedEstimate
 from hf_memopt.planning.cards.gpus import DEFAULT_CARD, Card, find_card, time_range
 from hf_memopt.planning.cards.memory_below import MemoryBelow
 from hf_memopt.planning.estimate_report import LargeTensor, MemoryEstimate

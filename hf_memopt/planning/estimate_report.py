@@ -8,8 +8,7 @@ from typing import Any
 
 from hf_memopt.planning.accounting.allocation_log import BACKWARD, FORWARD, OPTIMIZER, OUTSIDE
 from hf_memopt.planning.accounting.caching_allocator import MemoryTrace
-from hf_memopt.planning.accounting.categories import ACTIVATION, TEMPORARY, UNUSED
-from hf_memopt.planning.accounting.streamed_estimate import StreamedEstimate
+from hf_memopt.planning.accounting.categories import ACTIVATION, TEMPORARY, UNUSED, StreamedEstimate
 from hf_memopt.planning.cards.gpus import Card, allowances, family_of, find_card, nccl_bytes
 from hf_memopt.text_table import Cell, Table, align
 from hf_memopt.units import GIB, MIB, format_gib, format_ms

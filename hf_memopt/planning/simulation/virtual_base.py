@@ -9,8 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_memopt.planning.accounting.allocation_log import OPTIMIZER
-from hf_memopt.planning.accounting.categories import GRADIENT, STREAMED, TEACHER, StepLabels
-from hf_memopt.planning.accounting.streamed_estimate import StreamedEstimate
+from hf_memopt.planning.accounting.categories import GRADIENT, STREAMED, TEACHER, StepLabels, StreamedEstimate
 from hf_memopt.planning.simulation.virtual_disk import VirtualDisk
 from hf_memopt.planning.simulation.virtual_time import VirtualCopier, VirtualTransfer
 from hf_memopt.transfer import Copier, Transfer
