@@ -34,7 +34,8 @@ class QuantisedLinear(nn.Linear):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = linear.bias
         self.compute_dtype = compute_dtype
-        self.weight = nn.Parameter(self._stored(linear.weight), requires_grad=False)
+        with linear.weight.device:
+            self.weight = nn.Parameter(self._stored(linear.weight), requires_grad=False)
 
     @property
     def W_q(self) -> Tensor:  # noqa: N802 - the name by which PEFT asks whether a weight has to be unpacked
@@ -45,7 +46,7 @@ class QuantisedLinear(nn.Linear):
         raise NotImplementedError
 
     def _stored(self, weight: Tensor) -> Tensor:
-        """Return memory for the weight, and register its scales and other buffers."""
+        """Return memory for the weight on the default device, and register its scales and other buffers."""
         raise NotImplementedError
 
 
@@ -55,13 +56,12 @@ class Nf4Linear(QuantisedLinear):
     absmax: Tensor
 
     def _stored(self, weight: Tensor) -> Tensor:
-        count, device = weight.numel(), weight.device
-        self._store_scales(-(-count // _BLOCK), device)
-        self.register_buffer("code", torch.empty(16, device=device), persistent=False)
-        return torch.empty(-(-count // (2 * self.storage.itemsize)), 1, dtype=self.storage, device=device)
+        self._store_scales(-(-weight.numel() // _BLOCK))
+        self.register_buffer("code", torch.empty(16), persistent=False)
+        return torch.empty(-(-weight.numel() // (2 * self.storage.itemsize)), 1, dtype=self.storage)
 
-    def _store_scales(self, count: int, device: torch.device) -> None:
-        self.register_buffer("absmax", torch.empty(count, device=device), persistent=False)
+    def _store_scales(self, count: int) -> None:
+        self.register_buffer("absmax", torch.empty(count), persistent=False)
 
     def dequantize(self) -> Tensor:
         return self._unpacked(self.compute_dtype)
@@ -79,11 +79,10 @@ class Nf4Linear(QuantisedLinear):
 class Nf4DoubleLinear(Nf4Linear):
     """The same with nested quantisation: a byte for each scale, and a float32 for each 256 scales."""
 
-    def _store_scales(self, count: int, device: torch.device) -> None:
-        self.register_buffer("absmax", torch.empty(count, dtype=torch.uint8, device=device), persistent=False)
-        nested = torch.empty(-(-count // _BLOCK_OF_SCALES), device=device)
-        self.register_buffer("absmax_of_scales", nested, persistent=False)
-        self.register_buffer("code_of_scales", torch.empty(256, device=device), persistent=False)
+    def _store_scales(self, count: int) -> None:
+        self.register_buffer("absmax", torch.empty(count, dtype=torch.uint8), persistent=False)
+        self.register_buffer("absmax_of_scales", torch.empty(-(-count // _BLOCK_OF_SCALES)), persistent=False)
+        self.register_buffer("code_of_scales", torch.empty(256), persistent=False)
 
     def _unpacked(self, dtype: torch.dtype) -> Tensor:
         scales = self.absmax.float()  # alive while the kernel runs
@@ -115,11 +114,9 @@ class WeightOnlyInt8Linear(QuantisedLinear):
     zero_point: Tensor
 
     def _stored(self, weight: Tensor) -> Tensor:
-        device = weight.device
-        self.register_buffer("scale", torch.empty(self.out_features, 1, device=device), persistent=False)
-        zeros = torch.empty(self.out_features, 1, dtype=torch.int8, device=device)
-        self.register_buffer("zero_point", zeros, persistent=False)
-        return torch.empty(weight.shape, dtype=torch.int8, device=device)
+        self.register_buffer("scale", torch.empty(self.out_features, 1), persistent=False)
+        self.register_buffer("zero_point", torch.empty(self.out_features, 1, dtype=torch.int8), persistent=False)
+        return torch.empty(weight.shape, dtype=torch.int8)
 
     def dequantize(self) -> Tensor:
         centred = self.weight.to(self.compute_dtype) - self.zero_point.to(self.compute_dtype)
@@ -143,9 +140,8 @@ class LlmInt8Linear(QuantisedLinear):
     row_scales: Tensor
 
     def _stored(self, weight: Tensor) -> Tensor:
-        rows = torch.empty(self.out_features, device=weight.device)
-        self.register_buffer("row_scales", rows, persistent=False)
-        return torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+        self.register_buffer("row_scales", torch.empty(self.out_features), persistent=False)
+        return torch.empty(weight.shape, dtype=torch.int8)
 
     def dequantize(self) -> Tensor:
         return self.weight * self.row_scales.view(-1, 1) * (1 / 127)
@@ -153,10 +149,8 @@ class LlmInt8Linear(QuantisedLinear):
     def forward(self, input: Tensor) -> Tensor:
         if self.bias is not None and self.bias.dtype != input.dtype:
             self.bias.data = self.bias.data.to(input.dtype)
-        product: Tensor = _Int8Product.apply(  # type: ignore[no-untyped-call]
-            input, self.weight, self.row_scales, self.bias
-        )
-        return product
+        arguments = input, self.weight, self.row_scales, self.bias
+        return _Int8Product.apply(*arguments)  # type: ignore[no-any-return,no-untyped-call]
 
 
 class _Int8Product(torch.autograd.Function):
