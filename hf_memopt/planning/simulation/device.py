@@ -64,21 +64,15 @@ class _Backend(backend_registration._DummyBackendModule):
     def _switch(self, stream: VirtualStream) -> None:
         self._running, self.phases.stream, self.clock.stream = stream, stream.number, stream.number
 
-    def set_device(self, device: Any) -> None: ...
-
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.float16, torch.bfloat16, torch.float32]
 
     def synchronize(self, *args: Any) -> None: ...
 
-    def empty_cache(self) -> None: ...
+    set_device = empty_cache = set_rng_state = manual_seed = synchronize
 
     def get_rng_state(self, *args: Any) -> torch.Tensor:
         return torch.zeros(16, dtype=torch.uint8)
-
-    def set_rng_state(self, *args: Any) -> None: ...
-
-    def manual_seed(self, seed: int) -> None: ...
 
     def device(self, device: Any) -> nullcontext[None]:
         return nullcontext()
