@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.image_processing_utils import select_best_resolution
 
 Batch = dict[str, Tensor]
 # These refuse to train without the types of tokens: 1 for those of images.
@@ -215,6 +214,8 @@ def _tiles(config: Any, size: Size | None) -> ImageLayout:
 
 def _best_grid(config: Any, size: Size | None) -> ImageLayout:
     """Return the most fitting of a few grids of tiles, without the padding there."""
+    from transformers.image_processing_utils import select_best_resolution  # brings torchao, which takes a second
+
     vision = config.vision_config
     side, in_tile = _side(vision), _side(vision) // pair(vision.patch_size)[0]
     height, width = _needed(config, size, "the grid of tiles that an image is cut into")

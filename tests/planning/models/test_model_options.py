@@ -3,8 +3,6 @@ from typing import Any
 import pytest
 from transformers_toys import TOKENS, options_of
 
-from hf_memopt.planning.models.model_options import ModelOptions
-
 
 @pytest.mark.parametrize(
     ("options", "message"),
@@ -44,5 +42,7 @@ def test_options_are_checked(options: dict[str, Any], message: str, qwen3: str) 
 
 
 def test_a_pass_divides_the_share_of_each_gpu(qwen3: str) -> None:
+    from hf_memopt.planning.models.model_options import ModelOptions
+
     with pytest.raises(ValueError, match="micro_batch=4 must be a divisor of effective_batch=24 // num_gpus=4"):
         ModelOptions(qwen3, micro_batch=4, effective_batch=24, num_gpus=4, seq_len=TOKENS)
