@@ -4,7 +4,6 @@ import argparse
 import json
 import sys
 from contextlib import redirect_stdout
-from dataclasses import asdict
 from pathlib import Path
 
 from hf_memopt.command_line import check_output_folder
@@ -42,12 +41,12 @@ def _doctor(parsed: argparse.Namespace) -> int:
             policy_text = diagnose(parsed.policy, parsed.device)
     if parsed.json:
         policy = {} if policy_text is None else {"policy": policy_text.splitlines()}
-        print(json.dumps({**asdict(machine), **policy}, indent=2))
+        print(json.dumps({**machine, **policy}, indent=2))
     elif parsed.quiet:
-        print("".join(f"{problem}\n" for problem in machine.problems), end="")
+        print("".join(f"{problem}\n" for problem in machine["problems"]), end="")
     else:
         print("\n\n".join([page(machine), *([policy_text] if policy_text else [])]))
-    return 1 if parsed.quiet and machine.problems else 0
+    return 1 if parsed.quiet and machine["problems"] else 0
 
 
 def _add_report(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -1,97 +1,52 @@
-"""The devices, limits and versions of this machine: `hf-memopt doctor`."""
+"""The devices, links, limits and versions of this machine, of which `accelerate env` has a part: `hf-memopt doctor`.
+
+Facts are plain mappings, as `--json` prints them; those that do not exist or cannot be read are None. Names end in
+their unit: GiB, or GB/s (1e9 bytes) in one direction at a time.
+"""
 
 import os
 import platform
 import resource
 import shutil
-from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
 
-from hf_memopt.memory.device_counters import counters_for
+from hf_memopt.memory.device_counters import counters_for, device_name
 from hf_memopt.text_table import align
 from hf_memopt.transfer import clock_for, copier_for
 from hf_memopt.transfer.host_memory import CGROUPS, MEMBERSHIP, cgroup_limits, pinned_empty
-from hf_memopt.transfer.link import measure_link
+from hf_memopt.transfer.link import PROBE_BYTES, measure_link
 from hf_memopt.transfer.scratch_file import ScratchFile, check_disk, file_system
-from hf_memopt.units import GIB, MIB
+from hf_memopt.units import GIB
+
+Facts = dict[str, Any]
 
 _REQUIRED = ("torch", "transformers", "accelerate", "datasets", "safetensors", "psutil")
 _OPTIONAL = ("lerobot", "trl", "peft", "diffusers", "neuraloperator", "matplotlib")
-_PINNED_PROBE_BYTES = 16 * MIB
 # Less free memory than this share is a problem.
 _FREE_SHARE = 0.5
+# Devices in the host's own memory, such as a CPU.
+_UNLINKED = ("cpu", "mps")
+_LINK = "{to_host_gb_per_s:.1f} GB/s to the host, {to_device_gb_per_s:.1f} GB/s to the device"
+_DISK = (
+    "{folder}: {file_system}, {free_gib:.2f} GiB free, {io}, writes {write_gb_per_s:.1f} GB/s, reads "
+    "{read_gb_per_s:.1f} GB/s"
+)
+_IO = {True: "direct I/O", False: "no direct I/O: bytes pass through the page cache"}
 
 
-@dataclass(frozen=True)
-class LinkSpeed:
-    """Bandwidth between device and host in GB/s (1e9 bytes), one direction at a time."""
-
-    to_host_gb_per_s: float
-    to_device_gb_per_s: float
-
-
-@dataclass(frozen=True)
-class Device:
-    """One device, such as `cuda:0`. Facts that do not exist there or cannot be read are None; `obstacle` says why."""
-
-    name: str
-    kind: str  # tells `rocm` from `cuda`
-    model: str
-    free_gib: float | None = None
-    total_gib: float | None = None
-    pinned: LinkSpeed | None = None  # from and to such host memory
-    pageable: LinkSpeed | None = None
-    can_pin: bool | None = None
-    has_counters: bool = False
-    obstacle: str | None = None
-
-
-@dataclass(frozen=True)
-class HostLimits:
-    """Host memory. A limit that is not set is None."""
-
-    total_gib: float
-    available_gib: float
-    cgroup_limit_gib: float | None
-    locked_limit_gib: float | None
-    num_cpus: int
-
-
-@dataclass(frozen=True)
-class DiskFacts:
-    """A folder for activations that leave host memory; bandwidth in GB/s (1e9 bytes), one direction at a time."""
-
-    folder: str
-    file_system: str
-    free_gib: float
-    direct_io: bool  # past the page cache, which takes memory of its own
-    write_gb_per_s: float
-    read_gb_per_s: float
-
-
-@dataclass(frozen=True)
-class Machine:
-    """The facts about a machine; versions of packages that are not installed are None, and a disk not asked for."""
-
-    devices: list[Device]
-    host: HostLimits
-    versions: dict[str, str | None]
-    problems: list[str]
-    disk: DiskFacts | None = None
-
-
-def examine(device: str | None = None, disk: str | None = None) -> Machine:
+def examine(device: str | None = None, disk: str | None = None) -> Facts:
     """Look at one device, or all accelerators, or else the CPU, and at a folder for a disk tier."""
     check_disk(disk)
     devices = [examine_device(found) for found in find_devices(device)]
     host, versions = host_limits(), find_versions()
     problems = find_problems(devices, host, versions, device)
-    return Machine(devices, host, versions, problems, None if disk is None else examine_disk(disk))
+    of_disk = None if disk is None else examine_disk(disk)
+    return {"devices": devices, "host": host, "versions": versions, "problems": problems, "disk": of_disk}
 
 
 def find_devices(name: str | None = None) -> list[torch.device]:
@@ -101,71 +56,67 @@ def find_devices(name: str | None = None) -> list[torch.device]:
     there = [torch.device(accelerator.type, index) for index in range(count)] if accelerator else []
     if name is None:
         return there or [torch.device("cpu")]
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ValueError(f"device={name!r} is not a device: {str(error).splitlines()[0]}") from error
     candidates = [*there, torch.device("cpu")]
-    chosen = [found for found in candidates if found.type == device.type and device.index in (None, found.index)]
+    chosen = [found for found in candidates if name in (found.type, str(found))]
     if not chosen:
         raise ValueError(f"device={name!r} is not there; this machine has {', '.join(map(str, candidates))}")
     return chosen
 
 
-def examine_device(device: torch.device) -> Device:
-    """Look at one device; copies some 400 MiB over its link, and waits for them."""
-    if device.type == "cpu":
-        return Device("cpu", "cpu", platform.machine(), obstacle="the CPU's memory is the host's: there is no link")
+def examine_device(device: torch.device) -> Facts:
+    """Look at one device; copies some 400 MiB over its link, and waits for them. `obstacle` says why facts are None."""
     kind = "rocm" if torch.version.hip and device.type == "cuda" else device.type
-    if kind == "mps":
-        return Device(str(device), kind, kind, obstacle="device and host share one memory: there is no link")
+    facts: Facts = {"name": str(device), "kind": kind, "model": platform.machine() if kind == "cpu" else kind}
+    facts |= dict.fromkeys(("free_gib", "total_gib", "pinned", "pageable", "can_pin"))
+    facts |= {"has_counters": False, "obstacle": None}
+    if kind in _UNLINKED:
+        return facts | {"obstacle": "device and host share one memory: there is no link"}
     try:
         free_bytes, total_bytes = torch.accelerator.get_memory_info(device)
-        can_pin = pinned_empty(_PINNED_PROBE_BYTES, device).is_pinned()
-        return Device(
-            str(device),
-            kind,
-            model=torch.get_device_module(device).get_device_name(device) if device.type in ("cuda", "xpu") else kind,
-            free_gib=free_bytes / GIB,
-            total_gib=total_bytes / GIB,
-            pinned=_link(device, pin_memory=True) if can_pin else None,
-            pageable=_link(device, pin_memory=False),
-            can_pin=can_pin,
-            has_counters=counters_for(device) is not None,
-        )
+        can_pin = pinned_empty(PROBE_BYTES, device).is_pinned()
+        return facts | {
+            "model": device_name(device) if device.type in ("cuda", "xpu") else kind,
+            "free_gib": free_bytes / GIB,
+            "total_gib": total_bytes / GIB,
+            "pinned": _link(device, pin_memory=True) if can_pin else None,
+            "pageable": _link(device, pin_memory=False),
+            "can_pin": can_pin,
+            "has_counters": counters_for(device) is not None,
+        }
     except RuntimeError as error:  # out of memory and lost devices among them
-        return Device(str(device), kind, kind, obstacle=str(error).splitlines()[0])
+        return facts | {"obstacle": str(error).splitlines()[0]}
 
 
-def _link(device: torch.device, pin_memory: bool) -> LinkSpeed:
+def _link(device: torch.device, pin_memory: bool) -> Facts:
     to_host, to_device = measure_link(copier_for(device, pin_memory), clock_for(device))
-    return LinkSpeed(to_host / 1e9, to_device / 1e9)
+    return {"to_host_gb_per_s": to_host / 1e9, "to_device_gb_per_s": to_device / 1e9}
 
 
-def host_limits(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> HostLimits:
+def host_limits(cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> Facts:
+    """Return host memory and its limits; one that is not set is None."""
     memory = psutil.virtual_memory()
     limits = [limit for limit in cgroup_limits(cgroups, membership) if limit < memory.total]
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return HostLimits(
-        total_gib=memory.total / GIB,
-        available_gib=memory.available / GIB,
-        cgroup_limit_gib=min(limits) / GIB if limits else None,
-        locked_limit_gib=None if locked == resource.RLIM_INFINITY else locked / GIB,
-        num_cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else psutil.cpu_count(),
-    )
+    return {
+        "total_gib": memory.total / GIB,
+        "available_gib": memory.available / GIB,
+        "cgroup_limit_gib": min(limits) / GIB if limits else None,
+        "locked_limit_gib": None if locked == resource.RLIM_INFINITY else locked / GIB,
+        "num_cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else psutil.cpu_count(),
+    }
 
 
-def examine_disk(folder: str) -> DiskFacts:
+def examine_disk(folder: str) -> Facts:
     """Look at a folder for a disk tier; writes 64 MiB to a file there that has no name, and reads them."""
     file = ScratchFile(folder)
-    return DiskFacts(
-        folder=folder,
-        file_system=file_system(file.folder) or "unknown",
-        free_gib=shutil.disk_usage(folder).free / GIB,
-        direct_io=file.is_direct,
-        write_gb_per_s=file.write_bytes_per_s / 1e9,
-        read_gb_per_s=file.read_bytes_per_s / 1e9,
-    )
+    return {
+        "folder": folder,
+        "file_system": file_system(file.folder) or "unknown",
+        "free_gib": shutil.disk_usage(folder).free / GIB,
+        "direct_io": file.is_direct,  # past the page cache, which takes memory of its own
+        "write_gb_per_s": file.write_bytes_per_s / 1e9,
+        "read_gb_per_s": file.read_bytes_per_s / 1e9,
+    }
 
 
 def find_versions() -> dict[str, str | None]:
@@ -186,71 +137,57 @@ def version_of(package: str) -> str | None:
 
 
 def find_problems(
-    devices: list[Device], host: HostLimits, versions: dict[str, str | None], asked_for: str | None = None
+    devices: list[Facts], host: Facts, versions: dict[str, str | None], asked_for: str | None = None
 ) -> list[str]:
     problems = [f"{name} is not installed: pip install {name}" for name in _REQUIRED if versions[name] is None]
-    if asked_for is None and devices[0].kind == "cpu" and Path("/dev/nvidiactl").exists():
+    if asked_for is None and devices[0]["kind"] == "cpu" and Path("/dev/nvidiactl").exists():
         problems.append(
             "there is an NVIDIA driver, yet torch finds no CUDA device: look at CUDA_VISIBLE_DEVICES, and whether "
             f"torch (built for CUDA {torch.version.cuda}) is too new for the driver (nvidia-smi)"
         )
-    if host.cgroup_limit_gib is not None and host.cgroup_limit_gib < host.available_gib:
+    limit_gib, available_gib = host["cgroup_limit_gib"], host["available_gib"]
+    if limit_gib is not None and limit_gib < available_gib:
         problems.append(
-            f"the control group allows {host.cgroup_limit_gib:.1f} GiB of host memory, less than the "
-            f"{host.available_gib:.1f} GiB that the system calls available and offloading counts on: pass "
-            "host_budget_gib to ActivationOffloader"
+            f"the control group allows {limit_gib:.1f} GiB of host memory, less than the {available_gib:.1f} GiB that "
+            "the system calls available and offloading counts on: pass host_budget_gib to ActivationOffloader"
         )
-    return [*problems, *(problem for device in devices for problem in _device_problems(device))]
+    for device in devices:
+        name, free_gib, total_gib = (device[fact] for fact in ("name", "free_gib", "total_gib"))
+        if device["obstacle"] is not None and device["kind"] not in _UNLINKED:
+            problems.append(f"{name} could not be examined: {device['obstacle']}")
+        if device["can_pin"] is False:
+            problems.append(
+                f"{name}: host memory cannot be pinned, so copies are slow and block the host: raise ulimit -l"
+            )
+        if free_gib is not None and free_gib < _FREE_SHARE * total_gib:
+            free = f"{name}: only {free_gib:.1f} of {total_gib:.1f} GiB are free"
+            problems.append(f"{free}: end the processes that hold the rest")
+    return problems
 
 
-def _device_problems(device: Device) -> Iterator[str]:
-    if device.obstacle is not None and device.kind not in ("cpu", "mps"):
-        yield f"{device.name} could not be examined: {device.obstacle}"
-    if device.can_pin is False:
-        yield f"{device.name}: host memory cannot be pinned, so copies are slow and block the host: raise ulimit -l"
-    if device.free_gib is not None and device.total_gib and device.free_gib < _FREE_SHARE * device.total_gib:
-        yield (
-            f"{device.name}: only {device.free_gib:.1f} of {device.total_gib:.1f} GiB are free: "
-            "end the processes that hold the rest"
-        )
-
-
-def page(machine: Machine) -> str:
-    sections = {
-        "Devices": [line for device in machine.devices for line in _device_lines(device)],
-        "Host": _host_lines(machine.host),
-        **({} if machine.disk is None else {"Disk": [_disk_line(machine.disk)]}),
-        "Versions": align((name, found or "none") for name, found in machine.versions.items()),
-        "Problems": machine.problems or ["none found"],
+def page(machine: Facts) -> str:
+    host, disk = machine["host"], machine["disk"]
+    cgroup_gib, locked_gib = host["cgroup_limit_gib"], host["locked_limit_gib"]
+    limits = {
+        "memory": f"{host['available_gib']:.2f} GiB available of {host['total_gib']:.2f} GiB",
+        "limit of the control group": "none" if cgroup_gib is None else f"{cgroup_gib:.2f} GiB",
+        "locked-memory limit (ulimit -l)": "none" if locked_gib is None else f"{1024 * locked_gib:,.0f} MiB",
+        "CPUs of this process": str(host["num_cpus"]),
     }
-    return "\n\n".join("\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in sections.items())
+    sections = {
+        "Devices": [line for device in machine["devices"] for line in _device_lines(device)],
+        "Host": align(limits.items()),
+        "Disk": [] if disk is None else [_DISK.format(**disk, io=_IO[disk["direct_io"]])],
+        "Versions": align((name, found or "none") for name, found in machine["versions"].items()),
+        "Problems": machine["problems"] or ["none found"],
+    }
+    return "\n\n".join("\n  ".join([title, *lines]) for title, lines in sections.items() if lines)
 
 
-def _device_lines(device: Device) -> Iterator[str]:
-    yield f"{device.name}: {device.model}"
-    if device.total_gib is not None and device.free_gib is not None:
-        yield f"  memory: {device.free_gib:.2f} GiB free of {device.total_gib:.2f} GiB"
-    for title, link in (("pinned", device.pinned), ("pageable", device.pageable)):
-        if link is not None:
-            speed = f"{link.to_host_gb_per_s:.1f} GB/s to the host, {link.to_device_gb_per_s:.1f} GB/s to the device"
-            yield f"  link, {title} host memory: {speed}"
-    if device.obstacle is not None:
-        yield f"  {device.obstacle}"
-
-
-def _host_lines(host: HostLimits) -> list[str]:
-    cgroup, locked_gib = host.cgroup_limit_gib, host.locked_limit_gib
-    return align(
-        [
-            ("memory", f"{host.available_gib:.2f} GiB available of {host.total_gib:.2f} GiB"),
-            ("limit of the control group", "none" if cgroup is None else f"{cgroup:.2f} GiB"),
-            ("locked-memory limit (ulimit -l)", "none" if locked_gib is None else f"{1024 * locked_gib:,.0f} MiB"),
-            ("CPUs of this process", str(host.num_cpus)),
-        ]
-    )
-
-
-def _disk_line(disk: DiskFacts) -> str:
-    past = "direct I/O" if disk.direct_io else "no direct I/O: bytes pass through the page cache"
-    speeds = f"writes {disk.write_gb_per_s:.1f} GB/s, reads {disk.read_gb_per_s:.1f} GB/s"
-    return f"{disk.folder}: {disk.file_system}, {disk.free_gib:.2f} GiB free, {past}, {speeds}"
+def _device_lines(device: Facts) -> list[str]:
+    lines = [f"{device['name']}: {device['model']}"]
+    if device["free_gib"] is not None:
+        lines.append("  memory: {free_gib:.2f} GiB free of {total_gib:.2f} GiB".format(**device))
+    links = {title: device[title] for title in ("pinned", "pageable")}
+    lines += [f"  link, {title} host memory: {_LINK.format(**link)}" for title, link in links.items() if link]
+    return lines if device["obstacle"] is None else [*lines, f"  {device['obstacle']}"]

@@ -23,7 +23,7 @@ def test_the_command_prints_a_page_or_json(capsys: Capture, monkeypatch: pytest.
     assert main(["doctor", "--device", "cpu", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["devices"][0]["name"] == "cpu"
-    assert found["versions"] == examine("cpu").versions
+    assert found["versions"] == examine("cpu")["versions"]
 
 
 def test_the_quiet_command_tells_problems_by_its_status(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,13 +132,9 @@ def test_memory_that_cannot_be_pinned_is_a_problem(capsys: Capture) -> None:
 
 def test_a_gpu_is_examined() -> None:
     machine = examine("cuda:0")
-    (gpu,) = machine.devices
-    assert gpu.obstacle is None
-    assert gpu.model == torch.cuda.get_device_name(0)
-    assert gpu.free_gib is not None
-    assert gpu.total_gib is not None
-    assert 0 < gpu.free_gib <= gpu.total_gib
-    assert gpu.can_pin
-    assert gpu.pinned is not None
-    assert gpu.pageable is not None
-    assert min(gpu.pinned.to_host_gb_per_s, gpu.pageable.to_host_gb_per_s) > 0.1
+    (gpu,) = machine["devices"]
+    assert gpu["obstacle"] is None
+    assert gpu["model"] == torch.cuda.get_device_name(0)
+    assert 0 < gpu["free_gib"] <= gpu["total_gib"]
+    assert gpu["can_pin"]
+    assert min(gpu["pinned"]["to_host_gb_per_s"], gpu["pageable"]["to_host_gb_per_s"]) > 0.1
