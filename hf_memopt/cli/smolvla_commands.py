@@ -117,8 +117,7 @@ def _evaluate(parsed: argparse.Namespace) -> int:
     check_output_folder("output", parsed.output)
     from hf_memopt.lerobot.evaluate.evaluation_table import table
     from hf_memopt.lerobot.evaluate.rollouts import evaluate_in_environment
-    from hf_memopt.lerobot.student.evaluation_file import write_evaluation
-    from hf_memopt.lerobot.student.model_card import measure
+    from hf_memopt.lerobot.student.model_card import measure, write_evaluation
     from hf_memopt.report.doctor import find_devices
 
     find_devices(parsed.device)
@@ -189,8 +188,7 @@ def _export(parsed: argparse.Namespace) -> int:
 
 
 def _measured(parsed: argparse.Namespace) -> "Measured":
-    from hf_memopt.lerobot.student.evaluation_file import read_evaluation
-    from hf_memopt.lerobot.student.model_card import measure
+    from hf_memopt.lerobot.student.model_card import measure, read_evaluation
 
     if parsed.evaluation is None:
         return measure(parsed.policy, _observations(parsed))

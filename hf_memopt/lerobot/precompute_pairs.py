@@ -17,8 +17,8 @@ from lerobot.policies import make_policy
 from torch import Tensor
 from torch.utils.data import default_collate
 
+from hf_memopt.lerobot.couplings.cache import precompute
 from hf_memopt.lerobot.couplings.coupling_spec import CouplingSpec
-from hf_memopt.lerobot.couplings.writer import precompute
 from hf_memopt.lerobot.evaluate.measure import reading_dataset
 from hf_memopt.lerobot.files.policy_files import resolve_checkpoint
 from hf_memopt.lerobot.files.processors import load_processors

@@ -122,7 +122,7 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
     os.environ["HF_HUB_OFFLINE"] = "1"
     import torch
 
-    from hf_memopt.lerobot.student.evaluation_file import write_evaluation
+    from hf_memopt.lerobot.student.model_card import write_evaluation
     from hf_memopt.recipes.reflow import demo_figures as figures
     from hf_memopt.recipes.reflow.demo_measurements import Demo, learning_curve
 

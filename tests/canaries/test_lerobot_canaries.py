@@ -152,7 +152,7 @@ def test_the_loop_is_one_of_the_two_that_are_known() -> None:
 
 def test_lerobot_declares_no_parts_of_a_smolvla_to_shard() -> None:
     """Watch for parts to shard: then `check_replicated` may be wrong."""
-    with relied_on_by(f"{INTEGRATION}/reflow/velocity_teacher.py"):
+    with relied_on_by(f"{INTEGRATION}/reflow/teachers.py"):
         assert not getattr(modeling_smolvla.SmolVLAPolicy, "_fsdp_wrap_modules", None)
 
 

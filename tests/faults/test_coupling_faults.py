@@ -17,7 +17,7 @@ from mutations import Tally, content, delete, empty, link_to_nothing, mutations_
 
 coupling_toys = LateModule("coupling_toys")
 couplings_cache = LateModule("hf_memopt.lerobot.couplings.cache")
-writer = LateModule("hf_memopt.lerobot.couplings.writer")
+writer = LateModule("hf_memopt.lerobot.couplings.cache")
 
 
 SEED = 4

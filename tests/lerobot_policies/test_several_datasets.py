@@ -12,7 +12,7 @@ from late_imports import LateModule
 
 compute_stats = LateModule("lerobot.datasets.compute_stats")
 lerobot_datasets = LateModule("lerobot.datasets")
-several = LateModule("hf_memopt.lerobot.several_datasets")
+several = LateModule("hf_memopt.lerobot.training_flags")
 toy = LateModule("hf_memopt.recipes.reflow.smolvla_toy")
 training_flags = LateModule("hf_memopt.lerobot.training_flags")
 runs = LateModule("lerobot_runs")
@@ -30,7 +30,7 @@ def pair(toy_dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Pa
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr("hf_memopt.lerobot.several_datasets.HF_LEROBOT_HOME", tmp_path / "home")
+    monkeypatch.setattr("hf_memopt.lerobot.training_flags.HF_LEROBOT_HOME", tmp_path / "home")
     return tmp_path / "home"
 
 
@@ -66,7 +66,7 @@ def test_a_merged_dataset_is_made_once_and_anew_for_other_data(
     first = several.merge([("toy/one", pair[0]), ("toy/two", pair[1])])
     shutil.copytree(pair[0], tmp_path / "copy")
     with monkeypatch.context() as patch:
-        patch.setattr("hf_memopt.lerobot.several_datasets.aggregate_datasets", None)
+        patch.setattr("hf_memopt.lerobot.training_flags.aggregate_datasets", None)
         assert several.merge([("renamed", tmp_path / "copy"), ("toy/two", pair[1])]) == first
     statistics = tmp_path / "copy" / "meta" / "stats.json"
     content = json.loads(statistics.read_text())

@@ -16,8 +16,18 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from hf_memopt.disk.digests import files_sha256
-from hf_memopt.lerobot.files.adapters import ADAPTER_CONFIG_FILE, adapter_files, base_name, is_adapter, merged
-from hf_memopt.lerobot.files.checkpoint_files import COPY_AGAIN, check_header, file_in, no_remote_code, read_object
+from hf_memopt.lerobot.files.checkpoint_files import (
+    ADAPTER_CONFIG_FILE,
+    COPY_AGAIN,
+    adapter_files,
+    base_name,
+    check_header,
+    file_in,
+    is_adapter,
+    merged,
+    no_remote_code,
+    read_object,
+)
 from hf_memopt.lerobot.files.processors import POSTPROCESSOR_FILE, PREPROCESSOR_FILE, check_processors, read_steps
 from hf_memopt.lerobot.flow.known_flows import POLICY_TYPES, flow_of
 

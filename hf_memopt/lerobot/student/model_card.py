@@ -1,5 +1,7 @@
-"""The model card of an exported student: how it was made, and how good fewer Euler steps are, measured."""
+"""The model card of an exported student: how it was made, and the figures of `hf-memopt evaluate`, kept in a file."""
 
+import dataclasses
+import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,16 +14,33 @@ from lerobot.datasets.factory import make_train_eval_datasets
 from lerobot.policies import get_policy_class
 
 from hf_memopt import __version__
-from hf_memopt.lerobot.evaluate.measure import FIGURES, ReflowEvaluation, evaluate_reflow, held_out_batches
+from hf_memopt.lerobot.evaluate.evaluation_table import Rollouts, draw
+from hf_memopt.lerobot.evaluate.measure import (
+    FIGURES,
+    ModelEvaluation,
+    ReflowEvaluation,
+    evaluate_reflow,
+    held_out_batches,
+)
 from hf_memopt.lerobot.files.checkpoint_files import file_in, read_object
-from hf_memopt.lerobot.files.policy_files import load_config, load_policy, load_teacher, resolve_checkpoint
+from hf_memopt.lerobot.files.policy_files import (
+    load_config,
+    load_policy,
+    load_teacher,
+    resolve_checkpoint,
+    weights_digest,
+)
 from hf_memopt.lerobot.files.processors import check_processors
 from hf_memopt.lerobot.flow.known_flows import flow_of
 from hf_memopt.lerobot.flow.reflow_options import is_student
 from hf_memopt.memory.metrics_file import METRICS_FILE, read_metrics
+from hf_memopt.report.figures import render
 from hf_memopt.report.outcome import gain_line, outcome_line
 from hf_memopt.units import format_bytes
 
+EVALUATION_FILE = "evaluation.json"
+# JSON has no numbers as keys.
+_BY_STEPS = ("error", "action_error", "spread", "latency_ms", "success_rate")
 _CARD_SETTINGS = (
     "reflow_target",
     "teacher_num_steps",
@@ -220,3 +239,45 @@ def _usage(config: Any, num_steps: int) -> str:
         "Real-time chunking needs as much guidance as there are Euler steps: `--inference.type=rtc "
         f"--inference.rtc.max_guidance_weight={num_steps}`."
     )
+
+
+def write_evaluation(folder: Path, policy: str, measured: Measured, rollouts: Rollouts | None = None) -> list[Path]:
+    """Write `evaluation.json` and `evaluation.png`, over older ones. ValueError without matplotlib."""
+    evaluation, observations = measured
+    folder.mkdir(parents=True, exist_ok=True)
+    numbers, figure = folder / EVALUATION_FILE, folder / "evaluation.png"
+    found: dict[str, Any] = {
+        "weights_sha256": weights_digest(resolve_checkpoint(policy)),
+        "observations": dataclasses.asdict(observations),
+        **evaluation.to_dict(),
+    }
+    if rollouts:
+        found["environment"] = {steps: dataclasses.asdict(result) for steps, result in rollouts.items()}
+    numbers.write_text(json.dumps(found, indent=2, default=str))
+    figure.write_bytes(render(lambda empty: draw(empty, evaluation), dark=False))
+    return [numbers, figure]
+
+
+def read_evaluation(folder: Path, policy: str) -> Measured:
+    """Read what `write_evaluation` wrote; ValueError if it cannot be read, or was measured with other weights."""
+    file = folder / EVALUATION_FILE
+    if not file.is_file():
+        raise ValueError(f"evaluation={str(folder)!r} holds no {EVALUATION_FILE}; name the --output of `evaluate`")
+    found = read_object(file)
+    if found.get("weights_sha256") != weights_digest(resolve_checkpoint(policy)):
+        raise ValueError(
+            f"evaluation={str(folder)!r} was measured with other weights than {policy} has; run `evaluate` again"
+        )
+    try:
+        root = found["observations"]["root"]
+        observations = Observations(**{**found["observations"], "root": None if root is None else Path(root)})
+        sides = {name: _model(found[name]) for name in ("teacher", "student")}
+        evaluation = ReflowEvaluation(found["num_observations"], found["teacher_num_steps"], found["device"], **sides)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{file} is not what `hf-memopt evaluate` writes ({error!r}); run it again") from error
+    return evaluation, observations
+
+
+def _model(found: dict[str, Any]) -> ModelEvaluation:
+    by_steps = {name: {int(steps): value for steps, value in found[name].items()} for name in _BY_STEPS}
+    return ModelEvaluation(**{**found, **by_steps})

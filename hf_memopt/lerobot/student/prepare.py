@@ -17,8 +17,7 @@ from lerobot.policies.pretrained import PreTrainedPolicy
 from safetensors.torch import save_model
 
 from hf_memopt.disk.files_on_disk import new_folder
-from hf_memopt.lerobot.files.adapters import adapter_files, base_name, is_adapter
-from hf_memopt.lerobot.files.checkpoint_files import COPY_AGAIN, read_object
+from hf_memopt.lerobot.files.checkpoint_files import COPY_AGAIN, adapter_files, base_name, is_adapter, read_object
 from hf_memopt.lerobot.files.policy_files import (
     WEIGHTS_FILE,
     check_normalizers,

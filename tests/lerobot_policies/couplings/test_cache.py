@@ -9,7 +9,7 @@ from late_imports import LateModule
 coupling_toys = LateModule("coupling_toys")
 coupling_spec = LateModule("hf_memopt.lerobot.couplings.coupling_spec")
 couplings_cache = LateModule("hf_memopt.lerobot.couplings.cache")
-writer = LateModule("hf_memopt.lerobot.couplings.writer")
+writer = LateModule("hf_memopt.lerobot.couplings.cache")
 
 
 def test_couplings_on_disk_are_the_teachers_bit_for_bit(folder: Path) -> None:

@@ -8,7 +8,7 @@ from late_imports import LateModule
 
 coupling_toys = LateModule("coupling_toys")
 coupling_spec = LateModule("hf_memopt.lerobot.couplings.coupling_spec")
-writer = LateModule("hf_memopt.lerobot.couplings.writer")
+writer = LateModule("hf_memopt.lerobot.couplings.cache")
 
 
 def test_batches_hold_each_sample_once_for_each_draw() -> None:

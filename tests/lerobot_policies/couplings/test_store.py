@@ -16,7 +16,7 @@ coupling_toys = LateModule("coupling_toys")
 datasets = LateModule("datasets")
 couplings_cache = LateModule("hf_memopt.lerobot.couplings.cache")
 coupling_spec = LateModule("hf_memopt.lerobot.couplings.coupling_spec")
-writer = LateModule("hf_memopt.lerobot.couplings.writer")
+writer = LateModule("hf_memopt.lerobot.couplings.cache")
 
 
 AGAIN = r"run the same `precompute` command again$"

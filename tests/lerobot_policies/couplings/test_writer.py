@@ -17,7 +17,7 @@ from hf_memopt import cli
 
 coupling_toys = LateModule("coupling_toys")
 couplings_cache = LateModule("hf_memopt.lerobot.couplings.cache")
-writer = LateModule("hf_memopt.lerobot.couplings.writer")
+writer = LateModule("hf_memopt.lerobot.couplings.cache")
 smolvla_toy = LateModule("hf_memopt.recipes.reflow.smolvla_toy")
 
 
@@ -28,7 +28,7 @@ def shards(folder: Path) -> dict[str, bytes]:
 def kill_at_random(folder: Path, num_kills: int, whole: dict[str, bytes]) -> tuple[int, int]:
     """Return how many kills hit a process at work, and how many shards survived. New folders follow finished ones."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["hf_memopt.lerobot.couplings.writer"])
+    context.set_forkserver_preload(["hf_memopt.lerobot.couplings.cache"])
     rng = random.Random(0)
     hits, survived, current = 0, 0, folder / "0"
     for kill in range(num_kills):

@@ -16,7 +16,7 @@ from hf_memopt.memory import SavedBytes
 
 known_flows = LateModule("hf_memopt.lerobot.flow.known_flows")
 policy_files = LateModule("hf_memopt.lerobot.files.policy_files")
-reflow_teacher = LateModule("hf_memopt.lerobot.reflow.reflow_teacher")
+reflow_teacher = LateModule("hf_memopt.lerobot.reflow.teachers")
 pi0_toys = LateModule("pi0_toys")
 reflow_students = LateModule("reflow_students")
 

@@ -12,7 +12,7 @@ from hf_memopt.memory import SavedBytes
 
 known_flows = LateModule("hf_memopt.lerobot.flow.known_flows")
 smolvla_flow = LateModule("hf_memopt.lerobot.flow.smolvla_flow")
-reflow_teacher = LateModule("hf_memopt.lerobot.reflow.reflow_teacher")
+reflow_teacher = LateModule("hf_memopt.lerobot.reflow.teachers")
 reflow_students = LateModule("reflow_students")
 
 

@@ -18,7 +18,7 @@ from hf_memopt.reflow import sample_time
 configuration_smolvla_reflow = LateModule("hf_memopt.lerobot.configuration_smolvla_reflow")
 modeling_smolvla_reflow = LateModule("hf_memopt.lerobot.modeling_smolvla_reflow")
 known_flows = LateModule("hf_memopt.lerobot.flow.known_flows")
-reflow_teacher = LateModule("hf_memopt.lerobot.reflow.reflow_teacher")
+reflow_teacher = LateModule("hf_memopt.lerobot.reflow.teachers")
 smolvla_toy = LateModule("hf_memopt.recipes.reflow.smolvla_toy")
 configs = LateModule("lerobot.configs")
 configuration_smolvla = LateModule("lerobot.policies.smolvla.configuration_smolvla")

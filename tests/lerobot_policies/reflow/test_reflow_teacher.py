@@ -13,7 +13,7 @@ from late_imports import LateModule
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-reflow_teacher = LateModule("hf_memopt.lerobot.reflow.reflow_teacher")
+reflow_teacher = LateModule("hf_memopt.lerobot.reflow.teachers")
 reflow_students = LateModule("reflow_students")
 
 

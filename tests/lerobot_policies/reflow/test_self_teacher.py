@@ -13,7 +13,7 @@ from late_imports import LateModule
 from torch import Tensor
 
 known_flows = LateModule("hf_memopt.lerobot.flow.known_flows")
-self_teacher = LateModule("hf_memopt.lerobot.reflow.self_teacher")
+self_teacher = LateModule("hf_memopt.lerobot.reflow.teachers")
 reflow_students = LateModule("reflow_students")
 
 Make = Callable[..., Any]

@@ -3,7 +3,7 @@ import torch
 from counted_allocator import FakeCounters
 from late_imports import LateModule
 
-step_memory = LateModule("hf_memopt.lerobot.reflow.step_memory")
+step_memory = LateModule("hf_memopt.lerobot.reflow.reflow_policy")
 
 
 def test_marks_keep_their_figures(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -13,7 +13,7 @@ def test_marks_keep_their_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not on_cpu.has_counters
 
     counters = FakeCounters()
-    monkeypatch.setattr("hf_memopt.lerobot.reflow.step_memory.counters_for", lambda device: counters)
+    monkeypatch.setattr("hf_memopt.lerobot.reflow.reflow_policy.counters_for", lambda device: counters)
     memory = step_memory.PhaseMemory("cuda")
     counters.move(3 * 2**28)
     memory.mark("teacher")
@@ -26,7 +26,7 @@ def test_marks_keep_their_figures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_end_of_backward_is_noted_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     counters = FakeCounters()
-    monkeypatch.setattr("hf_memopt.lerobot.reflow.step_memory.counters_for", lambda device: counters)
+    monkeypatch.setattr("hf_memopt.lerobot.reflow.reflow_policy.counters_for", lambda device: counters)
     memory = step_memory.PhaseMemory("cuda")
     weight = torch.ones(2, requires_grad=True)
     weight.register_hook(lambda grad: counters.move(2**30))  # the last node of the graph

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 fsdp = LateModule("torch.distributed.fsdp")
-velocity_teacher = LateModule("hf_memopt.lerobot.reflow.velocity_teacher")
+velocity_teacher = LateModule("hf_memopt.lerobot.reflow.teachers")
 
 
 def student(**settings: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from late_imports import LateModule
 
-evaluation_file = LateModule("hf_memopt.lerobot.student.evaluation_file")
+evaluation_file = LateModule("hf_memopt.lerobot.student.model_card")
 evaluations = LateModule("evaluations")
 measure = LateModule("hf_memopt.lerobot.evaluate.measure")
 model_card = LateModule("hf_memopt.lerobot.student.model_card")

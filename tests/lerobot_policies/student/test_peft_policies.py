@@ -17,7 +17,7 @@ from hf_memopt.cli import main
 pytestmark = pytest.mark.e2e
 
 runs = LateModule("lerobot_runs")
-adapters = LateModule("hf_memopt.lerobot.files.adapters")
+adapters = LateModule("hf_memopt.lerobot.files.checkpoint_files")
 factory = LateModule("lerobot.policies.factory")
 lerobot_configs = LateModule("lerobot.configs")
 lerobot_train = LateModule("lerobot.scripts.lerobot_train")

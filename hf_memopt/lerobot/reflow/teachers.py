@@ -1,13 +1,16 @@
-"""The teacher of one student: found, checked, loaded on first use and kept off the device between samples."""
+"""The teacher of a student: a checkpoint, kept off the device between samples, or the student itself."""
 
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from lerobot.policies.pretrained import PreTrainedPolicy
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from hf_memopt.lerobot.files.policy_files import (
     check_same_architecture,
@@ -21,15 +24,106 @@ from hf_memopt.lerobot.files.policy_files import (
 from hf_memopt.lerobot.flow.flow_policy import Observation, SharedPrefix
 from hf_memopt.lerobot.flow.known_flows import flow_of
 from hf_memopt.lerobot.flow.reflow_options import ReflowOptions
-from hf_memopt.lerobot.reflow.velocity_teacher import VelocityTeacher, check_replicated, why_student_cannot_share
 from hf_memopt.transfer import Copier
 from hf_memopt.units import MIB
 from hf_memopt.weights import OffloadedTeacher, TeacherReport
 
 logger = logging.getLogger(__name__)
 
+_NUM_STEPS = 2  # of a student that teaches itself, as in SnapFlow, arXiv 2604.05656
+
+
+class VelocityTeacher(ABC):
+    """Holds the velocity field that a student learns from.
+
+    This is no `nn.Module`, so that the student's parameters(), state_dict(), train() and to() do not see it. Copies and
+    pickles carry the configuration alone: a deep copy of the student (an exponential moving average, say) has no
+    teacher until it trains by itself. `why_not_shared` is None once the student's prefix serves the teacher too.
+    """
+
+    why_not_shared: str | None = "the teacher is not loaded"
+
+    def __init__(self, config: ReflowOptions) -> None:
+        self._config: Any = config
+        self._flow = flow_of(self._config)
+
+    def __reduce__(self) -> Any:
+        return type(self), (self._config,)
+
+    @property
+    @abstractmethod
+    def num_steps(self) -> int:
+        """Euler steps of the loaded teacher."""
+
+    @abstractmethod
+    def load(self, student: PreTrainedPolicy) -> PreTrainedPolicy:
+        """Return the teacher's policy, loaded on the first call; ValueError as `check` or for `share_prefix=on`."""
+
+    @abstractmethod
+    def visit(self) -> AbstractContextManager[Any]:
+        """Keep the loaded teacher's model on the student's device, without autocast; may be nested."""
+
+    @abstractmethod
+    def sample(self, observation: Observation, noise: Tensor, prefix: SharedPrefix | None) -> Tensor:
+        """Return where the teacher's ODE takes `noise`: `(batch, chunk, max_action_dim)`, float32.
+
+        `prefix` is the student's, if it is shared; otherwise the teacher computes its own.
+        """
+
+    def check(self, dataset_stats: Mapping[str, Mapping[str, Any]] | None) -> None:  # noqa: B027
+        """Raise a ValueError for all that can be refused before training starts, without loading a weight."""
+
+    def prefetch(self) -> None:  # noqa: B027
+        """Start bringing the weights for the next sample, if the teacher is loaded."""
+
+    def report(self) -> TeacherReport | None:
+        """Return the cost of the teacher; None before it is loaded, or if it has no weights of its own."""
+        return None
+
+    def shared_prefix(self, student: PreTrainedPolicy, observation: Observation) -> SharedPrefix | None:
+        """Compute the prefix that serves both models; None if each needs its own."""
+        return self._flow.prefix(student.model, observation) if self.why_not_shared is None else None
+
+    def _share(self, why_not: str | None) -> None:
+        if why_not is not None and self._config.share_prefix == "on":
+            raise ValueError(f"share_prefix=on cannot be had: {why_not}")
+        self.why_not_shared = why_not
+        shared = "on; the VLM is held and run once for student and teacher"
+        logger.info("shared prefix: %s", shared if why_not is None else f"off; {why_not}")
+
+
+def check_replicated(student: PreTrainedPolicy) -> None:
+    """Raise ValueError for a student that FSDP has sharded: it gathers weights of called modules, not of parts."""
+    for name, module in student.named_modules():
+        if isinstance(module, FSDPModule):
+            raise ValueError(
+                f"the student is sharded ({name or 'the whole policy'}); its layers are not called as modules, so "
+                "that FSDP would not gather their weights. Train with a copy in each process (parallelism.dp_shard=1)"
+            )
+
+
+def why_student_cannot_share(student: PreTrainedPolicy) -> str | None:
+    """Return why the student alone cannot have its prefix computed once and without a graph; None if it can."""
+    config = student.config
+    if config.share_prefix == "off":
+        return "share_prefix=off was asked for"
+    if not config.train_expert_only:
+        return "the student trains its VLM (--policy.train_expert_only=true would freeze it)"
+    flow = flow_of(config)
+    setting = flow.why_not_shareable(config)
+    if setting is not None:
+        return setting
+    if config.compile_model:
+        return "compile_model compiles the joint forward pass (--policy.compile_model=false would not)"
+    for name, weight in flow.vlm(student.model).named_parameters():
+        if weight.requires_grad:
+            return f"the student trains the VLM's weight {name} (freeze it, or leave it out of the adapter's targets)"
+    return None
+
 
 class ReflowTeacher(VelocityTeacher):
+    """A checkpoint: found, checked, loaded on first use and kept off the device between samples."""
+
     def __init__(self, config: ReflowOptions, copier: Copier | None = None) -> None:
         super().__init__(config)
         self._copier = copier
@@ -151,3 +245,41 @@ def _cast(weights: list[torch.nn.Parameter], dtype: str | None) -> None:
     if dtype is not None:
         for weight in weights:
             weight.data = weight.data.to(getattr(torch, dtype))
+
+
+class SelfTeacher(VelocityTeacher):
+    """Teaches with the student's present weights. The targets move; only `reflow_real_data` ties them to the data."""
+
+    def __init__(self, config: ReflowOptions) -> None:
+        super().__init__(config)
+        # Weak, since the student owns its teacher.
+        self._student: Callable[[], PreTrainedPolicy | None] = lambda: None
+
+    @property
+    def num_steps(self) -> int:
+        return self._config.teacher_num_steps or _NUM_STEPS
+
+    def load(self, student: PreTrainedPolicy) -> PreTrainedPolicy:
+        if self._student() is not student:
+            check_replicated(student)
+            self._share(why_student_cannot_share(student))
+            self._student = weakref.ref(student)
+        return student
+
+    @torch.no_grad()
+    def sample(self, observation: Observation, noise: Tensor, prefix: SharedPrefix | None) -> Tensor:
+        with self.visit() as model:
+            own = self._flow.prefix(model, observation) if prefix is None else prefix
+            return self._flow.expert(model, own).sample(noise, self.num_steps).to(noise.dtype)
+
+    @contextmanager
+    def visit(self) -> Iterator[Any]:
+        student = self._student()
+        assert student is not None
+        model, training = student.model, student.model.training
+        model.eval()
+        try:
+            with torch.autocast(next(model.parameters()).device.type, enabled=False):
+                yield model
+        finally:
+            model.train(training)
