@@ -1,4 +1,4 @@
-"""`MemoptArguments`: everything that `attach` switches on, for command lines, YAML files and a variable."""
+"""`MemoptArguments`: everything that `attach` switches on, for command lines, YAML files and a variable's text."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -9,11 +9,30 @@ from transformers import HfArgumentParser, Trainer, TrainingArguments
 
 from hf_memopt.activations.offload_arguments import OffloadArguments
 from hf_memopt.callbacks.attach import Attachment, attach
-from hf_memopt.callbacks.settings_text import VARIABLE, words_of
 from hf_memopt.callbacks.streamed_base import stream_base, stream_trainer
 from hf_memopt.command_line import argparse_raising, flag
 from hf_memopt.ranges import NOT_NEGATIVE, check_ranges
 from hf_memopt.weights import StreamedWeights
+
+# Holds, for instance, "offload=auto,budget_gib=6".
+VARIABLE = "HF_MEMOPT"
+# Fields of several words; other values, such as a folder's name, may hold spaces.
+_LISTS = ("skip",)
+
+
+def words_of(text: str) -> list[str]:
+    """Return "offload=auto,skip=visual lm_head" as words of a command line."""
+    parts = [setting.strip().partition("=") for setting in text.split(",") if setting.strip()]
+    settings = {name: value if equals else None for name, equals, value in parts}
+    return [word for name, value in settings.items() for word in words_of_setting(name, value)]
+
+
+def words_of_setting(name: str, value: str | None) -> list[str]:
+    """Return a field and its value, its values or none, as words of a command line."""
+    if value is None:
+        return [f"--{name}"]
+    values = value.split() if name in _LISTS else [value]
+    return [f"--{name}", *values] if len(values) > 1 else [f"--{name}={value}"]
 
 
 @dataclass

@@ -17,7 +17,7 @@ from hf_memopt.activations.checkpointing.selective import apply_selective_checkp
 from hf_memopt.autograd_state import in_backward
 from hf_memopt.callbacks.leak_detection import LeakDetectionCallback
 from hf_memopt.callbacks.loss_context import enclose, enclose_calls_of
-from hf_memopt.callbacks.memory_logging import MemoryPageCallback
+from hf_memopt.callbacks.memory_logging import MemoryPageCallback, RunReports
 from hf_memopt.callbacks.offloading import (
     ActivationOffloadCallback,
     log_what_was_done,
@@ -25,7 +25,6 @@ from hf_memopt.callbacks.offloading import (
     refuse_what_conflicts,
 )
 from hf_memopt.callbacks.optimizer_home import HomeOfOptimizers
-from hf_memopt.callbacks.run_reports import RunReports
 from hf_memopt.callbacks.streamed_base import StreamedBase, streams_alone
 from hf_memopt.weights import OffloadedTeacher, StreamedWeights, VisitsByCall
 from hf_memopt.weights.base import BaseHome

@@ -69,8 +69,7 @@ def _launch(parsed: argparse.Namespace) -> int:
         parsed.parser.print_help()
         return 0
     check_script(script, _USAGE)
-    from hf_memopt.callbacks.arguments import MemoptArguments
-    from hf_memopt.callbacks.settings_text import VARIABLE, words_of
+    from hf_memopt.callbacks.arguments import VARIABLE, MemoptArguments, words_of
 
     given = os.environ.get(VARIABLE, "")
     MemoptArguments.from_text(given)  # its mistakes are named as its own

@@ -17,7 +17,7 @@ from hf_memopt.process_trees import COMMAND
 from hf_memopt.ranges import COUNT, SEED
 
 if TYPE_CHECKING:
-    from hf_memopt.callbacks.switches import Switches
+    from hf_memopt.callbacks.recorded_script import Switches
     from hf_memopt.exactness.recording import Recording
     from hf_memopt.exactness.runs import Kind
 
@@ -91,7 +91,7 @@ def _run(parsed: argparse.Namespace) -> int:
     words, script = cut_at_script(parsed.words)
     flags, accelerates = _flags().parse_known_args(words)
     check_script(script, _USAGE)
-    from hf_memopt.callbacks.switches import Switches
+    from hf_memopt.callbacks.recorded_script import Switches
     from hf_memopt.exactness.runs import compare_runs
 
     with tempfile.TemporaryDirectory(prefix="hf-memopt-verify-") as folder:
@@ -126,7 +126,7 @@ class ScriptRuns:
 
     def record(self, kind: "Kind", dtype: str | None) -> "Recording":
         """Run the script and return the recording of all its ranks; ValueError: it has no use for a switch."""
-        from hf_memopt.callbacks.recorded_script import VARIABLE, Order, mistake_file, recording_file
+        from hf_memopt.callbacks.recorded_script import ORDER_VARIABLE, Order, mistake_file, recording_file
         from hf_memopt.exactness.recording import Recording
         from hf_memopt.exactness.runs import is_in_float32, is_switched, merged
 
@@ -139,7 +139,7 @@ class ScriptRuns:
             "PYTHONHASHSEED": str(self.seed),
             **os.environ,
             **(self.switches.environment if has_switches else {}),
-            VARIABLE: json.dumps(vars(order)),
+            ORDER_VARIABLE: json.dumps(vars(order)),
             COMMAND: str(os.getpid()),
         }
         launcher = [sys.executable, "-m", "accelerate.commands.launch", "--quiet", *self.accelerates]

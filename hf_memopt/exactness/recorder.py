@@ -20,8 +20,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from hf_memopt.autograd_state import COMES_AND_GOES, in_backward
 from hf_memopt.exactness.fingerprint import Fingerprint, parts_of
 from hf_memopt.exactness.recording import Phase, Recording, TensorPlace
+from hf_memopt.memory.device_counters import peak_bytes, reset_peak
 from hf_memopt.memory.leaks.live_storages import graph_nodes
-from hf_memopt.memory.process_peak import peak_bytes, reset_peak
 
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _NOT_DETERMINISTIC = "does not have a deterministic implementation"

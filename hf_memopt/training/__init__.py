@@ -1,6 +1,6 @@
 """Parts of a training step that Accelerate lacks."""
 
-from hf_memopt.training.accumulation.splitting import split_batch
+from hf_memopt.training.accumulation.window import split_batch
 from hf_memopt.training.finite_check import NonFiniteGradientError
 from hf_memopt.training.gradient_cache import GradientCache
 from hf_memopt.training.loss_terms import chunked_loss, r1_penalty

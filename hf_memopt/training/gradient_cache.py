@@ -11,13 +11,14 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
-from hf_memopt.training.accumulation.engine import begin_window, engine_of
 from hf_memopt.training.accumulation.rank_exchange import (
     backward_from_outputs,
     backward_to_outputs,
+    begin_window,
     check_distributed_type,
     check_first_window,
     check_not_joined,
+    engine_of,
     exchange_if,
     exchanges_each_batch,
     gathers_weights,

@@ -24,8 +24,7 @@ from hf_memopt.training.accumulation.rank_exchange import (
     gathers_weights,
     max_over_ranks,
 )
-from hf_memopt.training.accumulation.splitting import num_samples, split_batch, take
-from hf_memopt.training.accumulation.weights import WeightFn, normalized_weights
+from hf_memopt.training.accumulation.window import WeightFn, normalized_weights, num_samples, split_batch, take
 from hf_memopt.training.repeatable import BufferState, RandomState
 from hf_memopt.training.step import LossFn, StepResult, open_step, train_step
 

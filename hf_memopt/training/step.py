@@ -16,21 +16,23 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_memopt.memory.device_counters import counters_for
 from hf_memopt.memory.ranks import gather_from_ranks
 from hf_memopt.ranges import Range
-from hf_memopt.training.accumulation import engine as deepspeed_engine
-from hf_memopt.training.accumulation.engine import engine_of
 from hf_memopt.training.accumulation.rank_exchange import (
+    apply_by_engine,
     backward,
+    begin_window,
     check_distributed_type,
+    check_engine,
     check_first_window,
     check_not_joined,
     drop_gradients,
+    engine_of,
     exchange_if,
     exchanges_each_batch,
     max_over_ranks,
     sum_over_ranks,
     whole,
 )
-from hf_memopt.training.accumulation.weights import Weighted, WeightFn, normalized_weights
+from hf_memopt.training.accumulation.window import Weighted, WeightFn, normalized_weights
 from hf_memopt.training.finite_check import Findings, GradientWatch, NonFiniteGradientError, scaler_takes_care
 from hf_memopt.training.loss_terms import wide
 
@@ -126,7 +128,7 @@ def _check_supported(accelerator: Accelerator, optimizer: Any, max_grad_norm: fl
     check_distributed_type(accelerator)
     engine = engine_of(accelerator)
     if engine is not None:
-        deepspeed_engine.check_engine(engine, max_grad_norm)
+        check_engine(engine, max_grad_norm)
     if not isinstance(optimizer, AcceleratedOptimizer):
         raise ValueError(
             f"optimizer={type(optimizer).__name__} was not prepared, so a loss scaler would be ignored; "
@@ -165,7 +167,7 @@ class OpenStep:
         # of all micro-batches of all ranks.
         factor = accelerator.num_processes if sync else 1
         if self.engine is not None:
-            deepspeed_engine.begin_window(self.engine)
+            begin_window(self.engine)
         total = torch.zeros((), device=accelerator.device)
         for number, (micro_batch, weight) in enumerate(weighted, start=1):
             is_due = sync and (number == len(weighted) or exchanges_each_batch(accelerator))
@@ -206,7 +208,7 @@ class OpenStep:
         findings = self.watch.findings()
         if max_over_ranks(self.accelerator, bool(findings)) and not self.engine.fp16_enabled():
             self._stop(findings)
-        return deepspeed_engine.apply(self.engine)
+        return apply_by_engine(self.engine)
 
     def _stop(self, findings: Findings) -> NoReturn:
         raise NonFiniteGradientError(self.accelerator.step + 1, gather_from_ranks(findings))

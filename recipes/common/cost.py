@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from hf_memopt.activations import ActivationOffloader
-from hf_memopt.memory.process_peak import peak_bytes, reset_peak
+from hf_memopt.memory.device_counters import peak_bytes, reset_peak
 from hf_memopt.recipes.common.options import OffloadOptions
 from hf_memopt.recipes.common.results import num_parameters
 from hf_memopt.report.tables import mode_table

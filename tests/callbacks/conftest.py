@@ -82,7 +82,7 @@ def record_command(
         in_float32: bool = False,
     ) -> Recording:
         order = recorded_script.Order(str(tmp_path), steps, None, in_float32, 0, list(texts), is_switched)
-        monkeypatch.setenv(recorded_script.VARIABLE, json.dumps(vars(order)))
+        monkeypatch.setenv(recorded_script.ORDER_VARIABLE, json.dumps(vars(order)))
         with arguments_put_back():
             recorded_script.main(words)
         return Recording.read(tmp_path / "rank-0.json")

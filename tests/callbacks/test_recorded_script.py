@@ -15,7 +15,7 @@ from hf_memopt.exactness.recording import Phase, Recording
 
 accelerate = LateModule("accelerate")
 recorded_script = LateModule("hf_memopt.callbacks.recorded_script")
-switches = LateModule("hf_memopt.callbacks.switches")
+switches = LateModule("hf_memopt.callbacks.recorded_script")
 transformers = LateModule("transformers")
 
 TRAINER = """

@@ -10,7 +10,7 @@ import pytest
 import torch
 from late_imports import LateModule
 
-switches = LateModule("hf_memopt.callbacks.switches")
+switches = LateModule("hf_memopt.callbacks.recorded_script")
 transformers = LateModule("transformers")
 trl = LateModule("trl")
 

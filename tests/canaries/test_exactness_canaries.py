@@ -21,7 +21,7 @@ trl = LateModule("trl")
 
 RECORDER = "hf_memopt/exactness/recorder.py"
 FINGERPRINT = "hf_memopt/exactness/fingerprint.py"
-SWITCHES = "callbacks/switches.py"
+SWITCHES = "callbacks/recorded_script.py"
 SCRIPT = "callbacks/recorded_script.py"
 
 

@@ -14,7 +14,7 @@ from refusals import assert_refused
 from toy_run import ToyRun
 
 from hf_memopt.checkpoint import Checkpoints, files
-from hf_memopt.checkpoint.manifest import MANIFEST
+from hf_memopt.checkpoint.files import MANIFEST
 
 pytestmark = pytest.mark.usefixtures("no_waiting_for_the_disk")
 

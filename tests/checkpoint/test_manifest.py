@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hf_memopt.checkpoint.manifest import (
+from hf_memopt.checkpoint.files import (
     MANIFEST,
     checkpoint_name,
     files_below,

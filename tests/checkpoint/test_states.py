@@ -15,7 +15,7 @@ from torch.distributed import checkpoint as dcp
 from toy_run import ToyRun
 
 from hf_memopt.checkpoint import checkpoints, files
-from hf_memopt.checkpoint.manifest import MANIFEST, list_files, read_manifest, render
+from hf_memopt.checkpoint.files import MANIFEST, list_files, read_manifest, render
 from hf_memopt.checkpoint.states import check_pickles, check_random_states, weights_only
 
 pytestmark = pytest.mark.usefixtures("no_waiting_for_the_disk")

@@ -53,7 +53,7 @@ class Runs:
     def __call__(self, command: list[str], env: dict[str, str], stdout: Any, stderr: int) -> Any:
         self.commands.append(command)
         self.environments.append(env)
-        order = recorded_script.Order(**json.loads(env[recorded_script.VARIABLE]))
+        order = recorded_script.Order(**json.loads(env[recorded_script.ORDER_VARIABLE]))
         self.orders.append(order)
         kind = Path(order.folder).name
         print(f"log of {kind}", file=stdout)

@@ -169,7 +169,7 @@ def test_the_difference_of_two_tells_a_share() -> None:
 MEASURED = """
 import torch
 from hf_memopt.exactness.fingerprint import Fingerprint
-from hf_memopt.memory.process_peak import peak_bytes, reset_peak
+from hf_memopt.memory.device_counters import peak_bytes, reset_peak
 cpu = torch.device("cpu")
 Fingerprint.of(torch.ones(2**21))
 for make in (

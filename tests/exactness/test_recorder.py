@@ -11,7 +11,7 @@ from trained_toys import Training, network
 
 from hf_memopt.exactness.recorder import Recorder, RecordingEnds
 from hf_memopt.exactness.recording import Phase
-from hf_memopt.memory.process_peak import peak_bytes
+from hf_memopt.memory.device_counters import peak_bytes
 
 
 def names(recorder: Recorder, phase: Phase, step: int = 1) -> list[str]:

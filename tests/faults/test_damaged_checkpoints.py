@@ -13,7 +13,7 @@ import pytest
 from mutations import Mutation, Tally, content, restore
 from toy_run import ToyRun
 
-from hf_memopt.checkpoint.manifest import MANIFEST
+from hf_memopt.checkpoint.files import MANIFEST
 
 REMEDIES = ("Resume from one of them", "restore one from a copy", "choose another folder")
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_memopt.memory import process_peak
-from hf_memopt.memory.process_peak import peak_bytes, reset_peak
+from hf_memopt.memory import device_counters
+from hf_memopt.memory.device_counters import peak_bytes, reset_peak
 
 CPU = torch.device("cpu")
 NUM_BYTES = 64 * 2**20
@@ -29,7 +29,7 @@ def test_what_was_freed_counts_until_the_peak_is_reset(told: None) -> None:
 
 
 def test_a_system_that_does_not_tell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(process_peak, "_RESET", tmp_path / "clear_refs")
+    monkeypatch.setattr(device_counters, "_RESET", tmp_path / "clear_refs")
     reset_peak(CPU)
     assert peak_bytes(CPU) is None
     assert list(tmp_path.iterdir()) == []

@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterator
 import pytest
 from leaky_steps import ACTIVATION_BYTES, LEAKS, SOUND, Step, cache_by_length, growing_outputs, plain, sorted_lengths
 
-from hf_memopt.memory.leaks.detect import LeakMonitor, LeakReport, MemoryLeakError, detect_leaks
+from hf_memopt.memory.leaks.detect import LeakMonitor, LeakReport, MemoryLeakError, StorageAges, detect_leaks
 from hf_memopt.memory.leaks.live_storages import live_storages
-from hf_memopt.memory.leaks.storage_ages import StorageAges
 
 
 @pytest.fixture(params=[True, False], ids=["gc", "no_gc"])

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_memopt.memory.leaks.storage_ages import StorageAges
+from hf_memopt.memory.leaks.detect import StorageAges
 
 
 def unreached(levels: Iterator[int]) -> float:

@@ -7,7 +7,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 
-from hf_memopt.training.accumulation.engine import apply, begin_window, check_engine, engine_of
+from hf_memopt.training.accumulation.rank_exchange import apply_by_engine, begin_window, check_engine, engine_of
 
 
 class Engine:
@@ -49,13 +49,13 @@ def test_a_window_has_to_end_before_the_next_one() -> None:
     with pytest.raises(ValueError, match=r"the window before this one ended in an error.*from a checkpoint"):
         check_engine(engine, 1.0)
     check_engine(other, None)
-    assert apply(engine) == 2.0
+    assert apply_by_engine(engine) == 2.0
     assert engine.num_updates == 1
     check_engine(engine, 1.0)
 
 
 def test_a_norm_that_is_not_computed_is_nan() -> None:
-    assert math.isnan(apply(Engine(norm=None)))
+    assert math.isnan(apply_by_engine(Engine(norm=None)))
 
 
 def test_an_engine_is_there_once_a_model_is_prepared() -> None:

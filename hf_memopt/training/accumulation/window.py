@@ -1,14 +1,64 @@
-"""The weight of each micro-batch in the gradient of all of them, on all ranks."""
+"""A window of micro-batches: how a batch is split, and the weight of each part in the gradient of all, on all ranks."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from hf_memopt.ranges import COUNT
 from hf_memopt.training.accumulation.rank_exchange import gathers_weights, max_over_ranks, sum_over_ranks
-from hf_memopt.training.accumulation.splitting import num_samples
+
+
+def split_batch(batch: Any, micro_batch_size: int) -> Iterator[Any]:
+    """Yield the batch's samples in their order, `micro_batch_size` at a time; the last part may be smaller.
+
+    Tensors are cut along their first dimension, as views, and lists of anything but containers by item, wherever they
+    are in tuples, lists and mappings. Tensors `()`, strings, numbers and None go into each part as they are.
+
+    Raises:
+        ValueError: no tensor with samples, different numbers of them, or `micro_batch_size` is no count.
+    """
+    COUNT.check("micro_batch_size", micro_batch_size)
+    for start in range(0, num_samples(batch), micro_batch_size):
+        yield take(batch, slice(start, start + micro_batch_size))
+
+
+def num_samples(batch: Any) -> int:
+    sizes = set(_sizes(batch))
+    if len(sizes) != 1:
+        found = f"with {sorted(sizes)} samples" if sizes else "without samples"
+        raise ValueError(f"batch: tensors and lists {found}; give all of them the same first dimension")
+    return sizes.pop()
+
+
+def take(batch: Any, rows: Any) -> Any:
+    if isinstance(batch, Tensor):
+        return batch[rows] if batch.ndim else batch
+    if _has_samples(batch):
+        return batch[rows] if isinstance(rows, slice) else [batch[row] for row in rows]
+    if isinstance(batch, Mapping):
+        return type(batch)({key: take(each, rows) for key, each in batch.items()})  # type: ignore[call-arg]
+    if isinstance(batch, list | tuple):
+        parts = [take(each, rows) for each in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    return batch
+
+
+def _sizes(batch: Any) -> Iterator[int]:
+    if _has_samples(batch):
+        yield len(batch)
+    elif isinstance(batch, Mapping | list | tuple):
+        for each in batch.values() if isinstance(batch, Mapping) else batch:
+            yield from _sizes(each)
+
+
+def _has_samples(value: Any) -> bool:
+    if isinstance(value, list):
+        return not any(isinstance(each, Tensor | Mapping | list | tuple) for each in value)
+    return isinstance(value, Tensor) and value.ndim > 0
+
 
 WeightFn = Callable[[Any], float | Tensor]
 Weighted = Sequence[tuple[Any, float]]  # micro-batches, and the factors of their losses in the loss of the step
