@@ -15,8 +15,15 @@ from transformers.trainer_callback import CallbackHandler
 from hf_memopt.activations import ActivationOffloader
 from hf_memopt.memory import Counters, MemoryTracker, explain_oom
 from hf_memopt.memory.device_counters import device_name
-from hf_memopt.memory.logger import WARN_AT, high_memory_message, largest_of_ranks, memory_metrics, short_figure
-from hf_memopt.memory.metrics_file import METRICS_FILE, append_metrics
+from hf_memopt.memory.logger import (
+    METRICS_FILE,
+    WARN_AT,
+    append_metrics,
+    high_memory_message,
+    largest_of_ranks,
+    memory_metrics,
+    short_figure,
+)
 from hf_memopt.report import read_run, write_report
 from hf_memopt.report.offloading import OFFLOADING_FILE, OffloadingRecord, in_words
 from hf_memopt.report.runs import TRAINER_FILE

@@ -115,7 +115,7 @@ def _add_evaluate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
 
 def _evaluate(parsed: argparse.Namespace) -> int:
     check_output_folder("output", parsed.output)
-    from hf_memopt.lerobot.evaluate.evaluation_table import table
+    from hf_memopt.lerobot.evaluate.measure import table
     from hf_memopt.lerobot.evaluate.rollouts import evaluate_in_environment
     from hf_memopt.lerobot.student.model_card import measure, write_evaluation
     from hf_memopt.report.doctor import find_devices

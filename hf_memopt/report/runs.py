@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_memopt.memory.metrics_file import METRICS_FILE, read_metrics
+from hf_memopt.memory.logger import METRICS_FILE, read_metrics
 from hf_memopt.report.offloading import OFFLOADING_FILE, OffloadingRecord
 from hf_memopt.report.outcome import Outcome, outcome_line
 

@@ -136,7 +136,7 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
         "seed": options.seed,
         "device": evaluation.device,
         "outcomes": {name: dataclasses.asdict(outcome) for name, outcome in outcomes.items()},
-        "evaluation": evaluation.to_dict(),
+        "evaluation": dataclasses.asdict(evaluation),
         **rates,
         "memory_bytes": demo.memory(),
         "learning_curves": {

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from hf_memopt.lerobot.reflow.reflow_policy import ReflowPolicy
 from hf_memopt.memory.device_counters import Host
-from hf_memopt.memory.metrics_file import METRICS_FILE, append_metrics
+from hf_memopt.memory.logger import METRICS_FILE, append_metrics
 from hf_memopt.ranges import COUNT
 from hf_memopt.training.finite_check import FiniteCheck
 from hf_memopt.units import GIB

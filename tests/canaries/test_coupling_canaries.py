@@ -22,7 +22,7 @@ lerobot_train = LateModule("lerobot.scripts.lerobot_train")
 pyarrow = LateModule("pyarrow")
 
 
-SPEC = "hf_memopt/lerobot/couplings/coupling_spec.py"
+SPEC = "hf_memopt/lerobot/couplings/cache.py"
 STORE = "hf_memopt/lerobot/couplings/store.py"
 
 

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_memopt.memory.metrics_file import METRICS_FILE, append_metrics, read_metrics
+from hf_memopt.memory.logger import METRICS_FILE, append_metrics, read_metrics
 from hf_memopt.report import read_run
 
 

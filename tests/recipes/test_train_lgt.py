@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from hf_memopt import detect_leaks
-from hf_memopt.memory.metrics_file import METRICS_FILE
+from hf_memopt.memory.logger import METRICS_FILE
 from hf_memopt.recipes import train_lgt
 from hf_memopt.recipes.landscapes.prepare import main as prepare_landscapes
 from hf_memopt.recipes.lgt import data as lgt_data

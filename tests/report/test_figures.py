@@ -3,7 +3,7 @@ from typing import Any
 
 from run_folders import causal_lm_run, demo_run, logged_run, offloaded_run, write_json
 
-from hf_memopt.memory.metrics_file import METRICS_FILE, append_metrics
+from hf_memopt.memory.logger import METRICS_FILE, append_metrics
 from hf_memopt.planning.accounting.categories import CATEGORIES
 from hf_memopt.report import read_run
 from hf_memopt.report.figures import KIND_COLORS, figures_of, render

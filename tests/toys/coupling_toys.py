@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_memopt.disk.digests import weights_sha256
-from hf_memopt.lerobot.couplings.cache import CouplingCache, compute, precompute
-from hf_memopt.lerobot.couplings.coupling_spec import Coupling, CouplingSpec
+from hf_memopt.lerobot.couplings.cache import Coupling, CouplingCache, CouplingSpec, compute, precompute
 
 SHAPE = (3, 2)
 NUM_SAMPLES = 23

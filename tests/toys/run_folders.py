@@ -10,8 +10,7 @@ from counted_allocator import FakeCounters
 
 from hf_memopt.activations import OffloadStats
 from hf_memopt.memory import MemoryTracker
-from hf_memopt.memory.logger import memory_metrics
-from hf_memopt.memory.metrics_file import METRICS_FILE, append_metrics
+from hf_memopt.memory.logger import METRICS_FILE, append_metrics, memory_metrics
 from hf_memopt.report.offloading import HeldOverPass, OffloadingRecord, PlanTable
 
 MIB, GIB = 2**20, 2**30

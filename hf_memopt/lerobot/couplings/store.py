@@ -19,7 +19,6 @@ from tqdm import tqdm
 
 from hf_memopt.disk.files_on_disk import not_written, put_in_place
 from hf_memopt.disk.locks import WriterLock
-from hf_memopt.lerobot.couplings.coupling_spec import check_same
 
 DESCRIPTION_FILE = "couplings.json"
 
@@ -193,6 +192,20 @@ class _AbsentError(ValueError):
     """A file is missing, damaged or of other couplings, and `precompute` mends it by writing it."""
 
 
+def check_same(folder: Path, found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """Raise a ValueError that names each field of `expected` in which a cache differs, and both values."""
+    different = [
+        f"{name} is {_short(found.get(name))} there and {_short(value)} here"
+        for name, value in expected.items()
+        if found.get(name) != value
+    ]
+    if different:
+        raise ValueError(
+            f"the couplings in {folder} are not the ones asked for: {'; '.join(different)}. Use the settings that they "
+            "were made with, or precompute them again into a new folder"
+        )
+
+
 def coupling_features(num_elements: int, with_observations: bool) -> Features:
     columns = {
         "index": Value("int64"),
@@ -249,3 +262,8 @@ def _writing(file: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise not_written(file, error, f". Make room, and {_AGAIN}") from error
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return f"{text[:17]}…'" if isinstance(value, str) and len(text) > 40 else text

@@ -1,4 +1,4 @@
-"""The quality of a reflowed student with few Euler steps, next to its teacher and on the same noise."""
+"""The quality of a reflowed student with few Euler steps, next to its teacher and on the same noise, and its table."""
 
 import dataclasses
 import statistics
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
@@ -31,14 +31,19 @@ from hf_memopt.memory.device_counters import device_name
 from hf_memopt.planning.accounting.allocation_log import AllocationLog, StepPhases
 from hf_memopt.reflow import straightness
 from hf_memopt.report.outcome import Outcome, steps_text
+from hf_memopt.text_table import align
+
+if TYPE_CHECKING:
+    from hf_memopt.lerobot.evaluate.rollouts import RolloutResult
 
 Batch = Mapping[str, Tensor]
+Rollouts = Mapping[int, "RolloutResult"]
 Sample = tuple[Batch, Tensor, Tensor]  # a batch, its noise, and the actions that the teacher's own sampling makes of it
 
 _NUM_SPREAD_SAMPLES = 8
 _NUM_LATENCY_RUNS = 7
-
-
+_SIDES = (("teacher", "#7f8c9b"), ("student", "#e58b3d"))
+_COLUMNS = ("error", "spread", "ms")
 # By title of a column, field of `ModelEvaluation` and form of its numbers.
 FIGURES = {
     "error": ("error", ".4f"),
@@ -95,9 +100,6 @@ class ReflowEvaluation:
             f"With {steps_text(student_steps)} the student's error, {student:.4f}, is above the teacher's own with as "
             f"few, {teacher:.4f}: it has not learned from its teacher yet; train it for longer."
         )
-
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
 
 
 def evaluate_reflow(
@@ -299,3 +301,37 @@ def _valid(error: Tensor, batch: Batch) -> Tensor:
 
 def _rms(errors: Sequence[Tensor]) -> float:
     return torch.cat(list(errors)).square().mean().sqrt().item()
+
+
+def table(evaluation: ReflowEvaluation, rollouts: Rollouts | None = None) -> str:
+    header = ["steps", *(f"{name} {figure}" for figure in _COLUMNS for name, _ in _SIDES)]
+    rows = [[*header, *(["success", "reward"] if rollouts else [])]]
+    for steps in evaluation.student.error:
+        rows.append([str(steps)])
+        for name, form in (FIGURES[title] for title in _COLUMNS):
+            rows[-1] += [format(getattr(side, name)[steps], form) for side in (evaluation.teacher, evaluation.student)]
+        if rollouts:
+            rows[-1] += [f"{rollouts[steps].success_rate:.0%}", f"{rollouts[steps].mean_reward:.3f}"]
+    return "\n".join(
+        [
+            *align(rows, ">"),
+            "",
+            f"straightness (0 is straight): teacher {evaluation.teacher.normalized_straightness:.4f}, "
+            f"student {evaluation.student.normalized_straightness:.4f}",
+            f"error: root mean square difference to the teacher's {evaluation.teacher_num_steps} steps from the same "
+            "noise. spread: standard deviation over noise; near 0, the model has collapsed. ms: for one chunk.",
+        ]
+    )
+
+
+def draw(figure: Any, evaluation: ReflowEvaluation) -> None:
+    figure.set_size_inches(9, 3)
+    titles = {"error": "error to the teacher", "spread": "spread over noise", "latency_ms": "ms per chunk"}
+    for axes, (measured, title) in zip(figure.subplots(1, 3), titles.items(), strict=True):
+        for name, color in _SIDES:
+            values = getattr(getattr(evaluation, name), measured)
+            axes.plot(list(values), list(values.values()), marker="o", color=color, label=name)
+        axes.set_title(title)
+        axes.set_xlabel("Euler steps")
+        axes.set_ylim(bottom=0)
+    axes.legend()

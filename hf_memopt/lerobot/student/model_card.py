@@ -14,11 +14,12 @@ from lerobot.datasets.factory import make_train_eval_datasets
 from lerobot.policies import get_policy_class
 
 from hf_memopt import __version__
-from hf_memopt.lerobot.evaluate.evaluation_table import Rollouts, draw
 from hf_memopt.lerobot.evaluate.measure import (
     FIGURES,
     ModelEvaluation,
     ReflowEvaluation,
+    Rollouts,
+    draw,
     evaluate_reflow,
     held_out_batches,
 )
@@ -33,7 +34,7 @@ from hf_memopt.lerobot.files.policy_files import (
 from hf_memopt.lerobot.files.processors import check_processors
 from hf_memopt.lerobot.flow.known_flows import flow_of
 from hf_memopt.lerobot.flow.reflow_options import is_student
-from hf_memopt.memory.metrics_file import METRICS_FILE, read_metrics
+from hf_memopt.memory.logger import METRICS_FILE, read_metrics
 from hf_memopt.report.figures import render
 from hf_memopt.report.outcome import gain_line, outcome_line
 from hf_memopt.units import format_bytes
@@ -249,7 +250,7 @@ def write_evaluation(folder: Path, policy: str, measured: Measured, rollouts: Ro
     found: dict[str, Any] = {
         "weights_sha256": weights_digest(resolve_checkpoint(policy)),
         "observations": dataclasses.asdict(observations),
-        **evaluation.to_dict(),
+        **dataclasses.asdict(evaluation),
     }
     if rollouts:
         found["environment"] = {steps: dataclasses.asdict(result) for steps, result in rollouts.items()}

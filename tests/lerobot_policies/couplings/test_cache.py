@@ -7,7 +7,7 @@ import torch
 from late_imports import LateModule
 
 coupling_toys = LateModule("coupling_toys")
-coupling_spec = LateModule("hf_memopt.lerobot.couplings.coupling_spec")
+coupling_spec = LateModule("hf_memopt.lerobot.couplings.cache")
 couplings_cache = LateModule("hf_memopt.lerobot.couplings.cache")
 writer = LateModule("hf_memopt.lerobot.couplings.cache")
 

@@ -15,7 +15,7 @@ from late_imports import LateModule
 coupling_toys = LateModule("coupling_toys")
 datasets = LateModule("datasets")
 couplings_cache = LateModule("hf_memopt.lerobot.couplings.cache")
-coupling_spec = LateModule("hf_memopt.lerobot.couplings.coupling_spec")
+coupling_spec = LateModule("hf_memopt.lerobot.couplings.cache")
 writer = LateModule("hf_memopt.lerobot.couplings.cache")
 
 

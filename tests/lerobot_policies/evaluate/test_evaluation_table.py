@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 from late_imports import LateModule
 
-evaluation_table = LateModule("hf_memopt.lerobot.evaluate.evaluation_table")
+evaluation_table = LateModule("hf_memopt.lerobot.evaluate.measure")
 evaluations = LateModule("evaluations")
 measure = LateModule("hf_memopt.lerobot.evaluate.measure")
 rollouts = LateModule("hf_memopt.lerobot.evaluate.rollouts")

@@ -5,7 +5,7 @@ import torch
 from late_imports import LateModule
 
 policy_files = LateModule("hf_memopt.lerobot.files.policy_files")
-pair_key = LateModule("hf_memopt.lerobot.reflow.pair_key")
+pair_key = LateModule("hf_memopt.lerobot.reflow.pair_source")
 constants = LateModule("lerobot.utils.constants")
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from late_imports import LateModule
 
-from hf_memopt.memory.metrics_file import METRICS_FILE, append_metrics
+from hf_memopt.memory.logger import METRICS_FILE, append_metrics
 from hf_memopt.units import format_bytes
 
 model_card = LateModule("hf_memopt.lerobot.student.model_card")
