@@ -18,6 +18,11 @@ from hf_memopt.memory.leaks.live_storages import WITH_GRAPH, live_storages
 from hf_memopt.ranges import COUNT, COUNT_OR_ZERO, Range
 from hf_memopt.transfer.host_arena import HostArena, HostHoldings
 
+logger = logging.getLogger(__name__)
+
+# Looks before the tested ones, the tested ones, and those after them whose tensors may still be in use.
+_WARM_UP, _TESTED, _IN_FLIGHT = 8, 30, 8
+_MAX_OVERHEAD = 0.01
 # Share of the tested steps that must leave something. By chance, with probability 1/2 in each of 30 steps, that would
 # happen with probability 0.003 (one-sided sign test).
 _LEAKY_SHARE = 0.75
@@ -62,7 +67,6 @@ class StorageAges:
         self._num_tested = num_tested
         self._min_bytes_per_step = min_bytes_per_step
         self._measure_unreached = unreached_bytes
-        self.counts_allocator = unreached_bytes is not None
         self._births: dict[int, _Birth] = {}
         # One more than the samples, as growth is measured between two of them.
         self._looks: deque[_Look] = deque(maxlen=num_tested + num_in_flight + 1)
@@ -93,17 +97,6 @@ class StorageAges:
         """Return the steps of the tested samples, and before them the step from which the first one counts."""
         return [look.step for look in self._looks][: self._num_tested + 1]
 
-    def suspects(self) -> dict[int, int]:
-        self._forget_dead()
-        tested = set(self.tested_steps[1:])
-        return {address: birth.step for address, birth in self._births.items() if birth.step in tested}
-
-    def suspect_bytes(self) -> int:
-        return sum(self._births[address].num_bytes for address in self.suspects())
-
-    def held_bytes_per_step(self) -> float:
-        return median(self._held_rates())
-
     def unreached_bytes_per_step(self) -> float:
         """Return the growth of the allocator's bytes outside of live storages where it persists, else 0."""
         rates = [
@@ -112,12 +105,33 @@ class StorageAges:
         ]
         return median(rates) if _mostly(rate >= self._min_bytes_per_step for rate in rates) else 0.0
 
-    def unreached_growth_bytes(self) -> int:
-        return self._looks[-1].unreached_bytes - self._looks[0].unreached_bytes
+    def report(self) -> LeakReport:
+        """Return the verdict on the tested steps; to describe the culprits of a leak takes up to seconds."""
+        steps, leaking = self.tested_steps, self.is_leaking()
+        first, last = self._looks[0], self._looks[-1]
+        unreached_per_step = self.unreached_bytes_per_step()
+        bytes_per_step = median(self._held_rates()) + unreached_per_step
+        culprits: tuple[Culprit, ...] = ()
+        freed = 0
+        if leaking:
+            culprits = find_culprits(self._suspects(), len(steps) - 1)
+            if unreached_per_step > 0:
+                culprits = (*culprits, unreached(last.unreached_bytes - first.unreached_bytes))
+            # After the culprits were described: tensors that only reference cycles hold are gone then.
+            before = self._suspect_bytes()
+            gc.collect()
+            freed = before - self._suspect_bytes()
+        taken = last.offload.num_allocations - first.offload.num_allocations
+        offload, sees_allocator = HostHoldings(last.offload.num_bytes, taken), self._measure_unreached is not None
+        return LeakReport(leaking, bytes_per_step, culprits, steps[0] + 1, steps[-1], freed, sees_allocator, offload)
 
-    def offload(self) -> HostHoldings:
-        first, last = self._looks[0].offload, self._looks[-1].offload
-        return HostHoldings(last.num_bytes, last.num_allocations - first.num_allocations)
+    def _suspects(self) -> dict[int, int]:
+        self._forget_dead()
+        tested = set(self.tested_steps[1:])
+        return {address: birth.step for address, birth in self._births.items() if birth.step in tested}
+
+    def _suspect_bytes(self) -> int:
+        return sum(self._births[address].num_bytes for address in self._suspects())
 
     def _held_rates(self) -> list[float]:
         self._forget_dead()
@@ -152,13 +166,6 @@ def _unreached_bytes(tensors: list[Tensor]) -> int:
     return torch.accelerator.memory_allocated() - reached
 
 
-logger = logging.getLogger(__name__)
-
-# Looks before the tested ones, the tested ones, and those after them whose tensors may still be in use.
-_WARM_UP, _TESTED, _IN_FLIGHT = 8, 30, 8
-_MAX_OVERHEAD = 0.01
-
-
 def detect_leaks(step_fn: Callable[[], object], num_steps: int = 60, min_bytes_per_step: int = 1024) -> LeakReport:
     """Run `step_fn` `num_steps` times and say whether memory stays behind, and who holds it.
 
@@ -182,7 +189,7 @@ def detect_leaks(step_fn: Callable[[], object], num_steps: int = 60, min_bytes_p
     for step in range(1, num_steps + 1):
         step_fn()
         ages.sample(step)
-    return _report(ages)
+    return ages.report()
 
 
 class LeakMonitor:
@@ -221,9 +228,11 @@ class LeakMonitor:
     def step(self) -> LeakReport | None:
         """End a step; returns the report when a leak is found, or raises `MemoryLeakError` with `action="raise"`."""
         self._num_steps += 1
-        if self._found is not None or not self._is_due():
-            return None
         start = time.perf_counter()
+        every = self._every_n_steps
+        is_due = start >= self._next_look_s if every is None else self._num_steps % every == 0
+        if self._found is not None or not is_due:
+            return None
         self._ages.sample(self._num_steps)
         self._num_looks += 1
         leaking = self._num_looks >= _WARM_UP + _TESTED + _IN_FLIGHT and self._ages.is_leaking()
@@ -232,7 +241,7 @@ class LeakMonitor:
         self._next_look_s = now + (now - start) / _MAX_OVERHEAD
         if not leaking:
             return None
-        self._found = _report(self._ages)
+        self._found = self._ages.report()
         if self._raises:
             raise MemoryLeakError(self._found)
         logger.warning("%s", self._found)
@@ -241,27 +250,3 @@ class LeakMonitor:
     def report(self) -> LeakReport | None:
         """Return the report; None while there is no verdict."""
         return self._found
-
-    def _is_due(self) -> bool:
-        if self._every_n_steps is None:
-            return time.perf_counter() >= self._next_look_s
-        return self._num_steps % self._every_n_steps == 0
-
-
-def _report(ages: StorageAges) -> LeakReport:
-    steps = ages.tested_steps
-    leaking = ages.is_leaking()
-    bytes_per_step = ages.held_bytes_per_step() + ages.unreached_bytes_per_step()
-    culprits: tuple[Culprit, ...] = ()
-    freed = 0
-    if leaking:
-        culprits = find_culprits(ages.suspects(), len(steps) - 1)
-        if ages.unreached_bytes_per_step() > 0:
-            culprits = (*culprits, unreached(ages.unreached_growth_bytes()))
-        # After the culprits were described: tensors that only reference cycles hold are gone then.
-        before = ages.suspect_bytes()
-        gc.collect()
-        freed = before - ages.suspect_bytes()
-    return LeakReport(
-        leaking, bytes_per_step, culprits, steps[0] + 1, steps[-1], freed, ages.counts_allocator, ages.offload()
-    )
