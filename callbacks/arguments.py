@@ -9,7 +9,7 @@ from transformers import HfArgumentParser, Trainer, TrainingArguments
 
 from hf_memopt.activations.offload_arguments import OffloadArguments
 from hf_memopt.callbacks.attach import Attachment, attach
-from hf_memopt.callbacks.streamed_base import stream_base, stream_trainer
+from hf_memopt.callbacks.homes import stream_base, stream_trainer
 from hf_memopt.command_line import argparse_raising, flag
 from hf_memopt.ranges import NOT_NEGATIVE, check_ranges
 from hf_memopt.weights import StreamedWeights

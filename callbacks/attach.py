@@ -15,6 +15,7 @@ from transformers import Trainer, TrainerCallback, TrainerState, TrainingArgumen
 from hf_memopt.activations import ActivationOffloader
 from hf_memopt.activations.checkpointing.selective import apply_selective_checkpointing
 from hf_memopt.autograd_state import in_backward
+from hf_memopt.callbacks.homes import HomeOfOptimizers, StreamedBase, streams_alone
 from hf_memopt.callbacks.leak_detection import LeakDetectionCallback
 from hf_memopt.callbacks.loss_context import enclose, enclose_calls_of
 from hf_memopt.callbacks.memory_logging import MemoryPageCallback, RunReports
@@ -24,8 +25,6 @@ from hf_memopt.callbacks.offloading import (
     make_offloader,
     refuse_what_conflicts,
 )
-from hf_memopt.callbacks.optimizer_home import HomeOfOptimizers
-from hf_memopt.callbacks.streamed_base import StreamedBase, streams_alone
 from hf_memopt.weights import OffloadedTeacher, StreamedWeights, VisitsByCall
 from hf_memopt.weights.base import BaseHome
 from hf_memopt.weights.homes.home import Home

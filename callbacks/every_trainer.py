@@ -29,8 +29,8 @@ from hf_memopt.activations.checkpointing.selective import apply_selective_checkp
 from hf_memopt.activations.wrapped_module import hook_direct_calls, wrapped_module
 from hf_memopt.callbacks.arguments import VARIABLE, MemoptArguments
 from hf_memopt.callbacks.attach import FrozenModels, OffloadedLoss
+from hf_memopt.callbacks.homes import HomeOfOptimizers
 from hf_memopt.callbacks.offloading import log_what_was_done
-from hf_memopt.callbacks.optimizer_home import HomeOfOptimizers
 from hf_memopt.memory import explain_oom
 from hf_memopt.process_trees import end_with_command
 

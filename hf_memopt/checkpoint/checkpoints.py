@@ -19,8 +19,7 @@ from torch.distributed.fsdp import StateDictType
 from hf_memopt.checkpoint import files
 from hf_memopt.checkpoint.files import checkpoint_name, read_manifest
 from hf_memopt.checkpoint.states import check_pickles, check_random_states, weights_only
-from hf_memopt.disk.files_on_disk import sync
-from hf_memopt.disk.locks import lock_of
+from hf_memopt.disk.files_on_disk import lock_of, sync
 from hf_memopt.ranges import Range
 
 _REFUSED = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)

@@ -19,8 +19,8 @@ from torch.utils.data import default_collate
 
 from hf_memopt.lerobot.couplings.cache import CouplingSpec, precompute
 from hf_memopt.lerobot.evaluate.measure import reading_dataset
+from hf_memopt.lerobot.files.checkpoint_files import load_processors
 from hf_memopt.lerobot.files.policy_files import resolve_checkpoint
-from hf_memopt.lerobot.files.processors import load_processors
 from hf_memopt.lerobot.flow.reflow_options import is_student
 from hf_memopt.lerobot.reflow.pair_source import comparable_fields, coupling_inputs, solve
 from hf_memopt.lerobot.reflow.reflow_policy import ReflowPolicy

@@ -15,8 +15,7 @@ from lerobot.datasets import LeRobotDataset, LeRobotDatasetMetadata
 from lerobot.datasets.aggregate import aggregate_datasets
 from lerobot.utils.constants import HF_LEROBOT_HOME
 
-from hf_memopt.disk.files_on_disk import new_folder
-from hf_memopt.disk.locks import waiting_lock
+from hf_memopt.disk.files_on_disk import new_folder, waiting_lock
 from hf_memopt.lerobot.evaluate.measure import reading_dataset
 from hf_memopt.lerobot.reflow.pair_source import dataset_sha256
 from hf_memopt.planning.workloads.policy_run import complaints_as_errors

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 from hf_memopt.command_line import check_output_file
 from hf_memopt.planning.accounting.categories import CATEGORIES
 from hf_memopt.planning.estimate_report import MemoryEstimate, as_facts, headlines, top_table
-from hf_memopt.report.figures import COLORS, KIND_COLORS, render_both
-from hf_memopt.report.html_page import render_page
+from hf_memopt.report.html_page import COLORS, KIND_COLORS, render_both, render_page
 from hf_memopt.report.offloading import highest
 from hf_memopt.units import MIB
 

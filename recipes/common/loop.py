@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from hf_memopt.checkpoint import Checkpoints
-from hf_memopt.disk.locks import lock_of
+from hf_memopt.disk.files_on_disk import lock_of
 from hf_memopt.memory import MemoryTracker
 from hf_memopt.memory.logger import short_figure
 from hf_memopt.recipes.common.cost import RunCost, StepTimer, warn_if_nothing_offloaded

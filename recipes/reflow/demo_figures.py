@@ -11,7 +11,7 @@ from matplotlib.patches import Circle
 from hf_memopt.recipes.common.results import drawn
 from hf_memopt.recipes.reflow import smolvla_toy as toy
 from hf_memopt.recipes.reflow.demo_measurements import SampledPaths
-from hf_memopt.report.figures import KIND_COLORS
+from hf_memopt.report.html_page import KIND_COLORS
 from hf_memopt.units import MIB
 
 COLORS = {"teacher": KIND_COLORS["teacher"], "student": KIND_COLORS["parameters"]}

@@ -18,7 +18,7 @@ from hf_memopt.weights.base import streamed_weights_of
 callbacks = LateModule("hf_memopt.callbacks")
 datasets = LateModule("datasets")
 peft = LateModule("peft")
-streamed_base = LateModule("hf_memopt.callbacks.streamed_base")
+streamed_base = LateModule("hf_memopt.callbacks.homes")
 trainer_toys = LateModule("trainer_toys")
 transformers = LateModule("transformers")
 trl = LateModule("trl")
@@ -221,8 +221,8 @@ def test_a_model_that_was_moved_to_an_accelerator_is_warned_of(
     trainer = make(with_adapters())
     monkeypatch.setattr(type(trainer.args), "device", torch.device("cuda"))
     made = StreamedWeights(trainer.model, home="host")
-    monkeypatch.setattr("hf_memopt.callbacks.streamed_base.streamed_weights_of", lambda model: None)
-    monkeypatch.setattr("hf_memopt.callbacks.streamed_base.stream_base", lambda *args, **options: made)
+    monkeypatch.setattr("hf_memopt.callbacks.homes.streamed_weights_of", lambda model: None)
+    monkeypatch.setattr("hf_memopt.callbacks.homes.stream_base", lambda *args, **options: made)
     callbacks.attach(trainer, base="host", offloader=None, memory=False)
     (line,) = caplog.messages
     assert "has moved the whole model to cuda before attach could run" in line

@@ -13,7 +13,7 @@ from late_imports import LateModule
 from reliance import PI0, PI0_MODELING, PROCESSORS, relied_on_by
 from safetensors.torch import load_file, save_file
 
-processors = LateModule("hf_memopt.lerobot.files.processors")
+processors = LateModule("hf_memopt.lerobot.files.checkpoint_files")
 vla_utils = LateModule("lerobot.policies.common.vla_utils")
 known_flows = LateModule("hf_memopt.lerobot.flow.known_flows")
 policies = LateModule("lerobot.policies")

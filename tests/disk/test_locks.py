@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from filelock import FileLock, Timeout
 
-from hf_memopt.disk.locks import WriterLock, lock_of
+from hf_memopt.disk.files_on_disk import WriterLock, lock_of
 
 
 def make(folder: Path) -> WriterLock:
@@ -31,7 +31,7 @@ def start(folder: Path, body: str) -> subprocess.Popen[str]:
     code = f"""
 import os, sys, signal
 from pathlib import Path
-from hf_memopt.disk.locks import WriterLock
+from hf_memopt.disk.files_on_disk import WriterLock
 lock = WriterLock(Path({str(folder)!r}) / ".lock", "theirs", "leave")
 lock.acquire()
 print("held", flush=True)

@@ -12,7 +12,7 @@ from late_imports import LateModule
 from hf_memopt.cli import main
 
 policy_files = LateModule("hf_memopt.lerobot.files.policy_files")
-processors = LateModule("hf_memopt.lerobot.files.processors")
+processors = LateModule("hf_memopt.lerobot.files.checkpoint_files")
 model_card = LateModule("hf_memopt.lerobot.student.model_card")
 smolvla_toy = LateModule("hf_memopt.recipes.reflow.smolvla_toy")
 reflow_smolvla = LateModule("hf_memopt.recipes.reflow_smolvla")

@@ -6,7 +6,7 @@ from run_folders import causal_lm_run, demo_run, logged_run, offloaded_run, writ
 from hf_memopt.memory.logger import METRICS_FILE, append_metrics
 from hf_memopt.planning.accounting.categories import CATEGORIES
 from hf_memopt.report import read_run
-from hf_memopt.report.figures import KIND_COLORS, figures_of, render
+from hf_memopt.report.html_page import KIND_COLORS, figures_of, render
 from hf_memopt.report.runs import LoggedPeak, Run
 from hf_memopt.report.tables import headlines
 

@@ -9,7 +9,7 @@ from run_folders import PNG, RUNS, causal_lm_run, demo_run, logged_run, offloade
 
 from hf_memopt.memory.logger import METRICS_FILE, append_metrics
 from hf_memopt.report import read_run, tables, write_report
-from hf_memopt.report.figures import figures_of
+from hf_memopt.report.html_page import figures_of
 
 
 class Page(HTMLParser):

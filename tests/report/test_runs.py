@@ -6,7 +6,7 @@ from run_folders import causal_lm_run, demo_run, logged_run, write_json
 
 from hf_memopt.memory.logger import METRICS_FILE, append_metrics
 from hf_memopt.report import read_run, tables
-from hf_memopt.report.figures import figures_of
+from hf_memopt.report.html_page import figures_of
 from hf_memopt.report.runs import LoggedPeak, phase_peaks
 
 

@@ -17,8 +17,7 @@ from datasets import Dataset, Features, Sequence, Value, concatenate_datasets
 from datasets.arrow_writer import ArrowWriter
 from tqdm import tqdm
 
-from hf_memopt.disk.files_on_disk import not_written, put_in_place
-from hf_memopt.disk.locks import WriterLock
+from hf_memopt.disk.files_on_disk import WriterLock, not_written, put_in_place
 
 DESCRIPTION_FILE = "couplings.json"
 

@@ -23,8 +23,8 @@ from lerobot.utils.constants import ACTION
 from torch import Tensor
 from tqdm import tqdm
 
+from hf_memopt.lerobot.files.checkpoint_files import load_processors
 from hf_memopt.lerobot.files.policy_files import load_config, resolve_checkpoint
-from hf_memopt.lerobot.files.processors import load_processors
 from hf_memopt.lerobot.flow.flow_policy import Observation
 from hf_memopt.lerobot.flow.known_flows import flow_of, observe
 from hf_memopt.memory.device_counters import device_name

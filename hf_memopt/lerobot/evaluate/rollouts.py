@@ -11,8 +11,8 @@ from lerobot.envs.utils import freeze_after_episode_end
 from lerobot.processor import PolicyProcessorPipeline
 from lerobot.scripts.lerobot_eval import eval_policy
 
+from hf_memopt.lerobot.files.checkpoint_files import load_processors
 from hf_memopt.lerobot.files.policy_files import load_config, load_policy, resolve_checkpoint
-from hf_memopt.lerobot.files.processors import load_processors
 from hf_memopt.lerobot.flow.known_flows import flow_of
 from hf_memopt.ranges import COUNT
 

@@ -1,4 +1,7 @@
-"""A checkpoint's files, read as data: refuses files elsewhere, and code. A PEFT adapter may stand for the weights."""
+"""A checkpoint's files, checked as data: files elsewhere and code are refused, and only then processors are made.
+
+Processors normalise a policy's inputs and outputs. A PEFT adapter may stand in place of weights.
+"""
 
 import os
 from contextlib import AbstractContextManager
@@ -6,6 +9,9 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import torch
+from lerobot.configs import PreTrainedConfig
+from lerobot.policies import make_pre_post_processors
 from lerobot.policies.pretrained import PreTrainedPolicy
 from safetensors import SafetensorError, safe_open
 from transformers import dynamic_module_utils
@@ -13,6 +19,27 @@ from transformers import dynamic_module_utils
 from hf_memopt.text_files import read_values
 
 COPY_AGAIN = "copy the checkpoint again"
+PREPROCESSOR_FILE = "policy_preprocessor.json"
+POSTPROCESSOR_FILE = "policy_postprocessor.json"
+# The steps that lerobot saves for a SmolVLA, a π0 and a π0.5. Of its other registered steps, some load models, and
+# action_tokenizer_processor runs the code of a repository that the file names.
+STEPS = (
+    "rename_observations_processor",
+    "to_batch_processor",
+    "smolvla_new_line_processor",
+    "pi0_new_line_processor",
+    "pi05_prepare_state_tokenizer_processor_step",
+    "tokenizer_processor",
+    "device_processor",
+    "normalizer_processor",
+    "unnormalizer_processor",
+    "relative_actions_processor",
+    "absolute_actions_processor",
+)
+_CONVERT = (
+    "so its normaliser is unknown; convert an old policy with "
+    "`python -m lerobot.processor.migrate_policy_normalization --pretrained-path <folder>`"
+)
 # As lerobot's `--peft.*` leaves them.
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
@@ -104,3 +131,74 @@ def merged(policy: PreTrainedPolicy, folder: Path) -> PreTrainedPolicy:
         raise ValueError(
             f"the adapter in {folder} is of a kind that has no weights to merge ({kind}); train one of LoRA's kind"
         ) from error
+
+
+def check_processors(folder: Path) -> list[Path]:
+    """Return both configurations, and the states and folders (of a tokenizer, from lerobot 0.6.2 on) that they name.
+
+    Raises ValueError where a file is missing (as in policies saved before lerobot 0.4), damaged, or a link out of the
+    folder, or a step is none of `STEPS`: lerobot imports and calls the object that a step names as its `class`.
+    """
+    files = []
+    for name in (PREPROCESSOR_FILE, POSTPROCESSOR_FILE):
+        file = file_in(folder, name, _CONVERT)
+        steps = read_steps(file)
+        files += [file, *(_state_file(file, step) for step in steps if "state_file" in step)]
+        files += [artifact for step in steps for artifact in _artifacts(file, step)]
+    return files
+
+
+def read_steps(file: Path) -> list[dict[str, Any]]:
+    """Read the steps of a processor's configuration; ValueError for one that is none of `STEPS`."""
+    steps = read_object(file).get("steps")
+    if not isinstance(steps, list) or not all(isinstance(step, dict) for step in steps):
+        raise ValueError(f"{file}: steps must be a list of objects; {COPY_AGAIN}")
+    for step in steps:
+        if "class" in step or step.get("registry_name") not in STEPS:
+            named = step.get("class", step.get("registry_name"))
+            raise ValueError(
+                f"{file}: a step is {named!r}, and lerobot would import or load what it names; allowed are "
+                f"{', '.join(STEPS)}. Take out the step if you wrote it, and do not use the file if you did not"
+            )
+        if not isinstance(step.get("config", {}), dict):
+            raise ValueError(f"{file}: config={step['config']!r} of {step['registry_name']} must be an object")
+    return steps
+
+
+def load_processors(config: PreTrainedConfig, folder: Path, overrides: dict[str, Any]) -> tuple[Any, Any]:
+    """Make lerobot's pre- and postprocessor from a folder; `overrides` are settings of the former's steps, by name."""
+    check_processors(folder)
+    try:
+        with no_remote_code():
+            return make_pre_post_processors(config, pretrained_path=str(folder), preprocessor_overrides=overrides)
+    except Exception as error:
+        raise ValueError(f"the processors in {folder} cannot be made: {error}; correct that setting") from error
+
+
+def blank_observation(config: PreTrainedConfig, preprocess: Any) -> dict[str, torch.Tensor]:
+    frame = {name: torch.zeros(feature.shape) for name, feature in config.input_features.items()}
+    return preprocess({**frame, "task": ""})
+
+
+def _artifacts(file: Path, step: dict[str, Any]) -> list[Path]:
+    """Return the files of the folders that a step has beside the configuration; their names replace its settings."""
+    folders = step.get("artifacts", {})
+    if not isinstance(folders, dict):
+        raise ValueError(f"{file}: artifacts={folders!r} must be an object; {COPY_AGAIN}")
+    found = []
+    for name in folders.values():
+        beside = isinstance(name, str) and (file.parent / name).resolve().parent == file.parent.resolve()
+        if not beside or not (file.parent / name).is_dir():
+            raise ValueError(f"{file}: artifacts names {name!r}, which must be a folder beside it; {COPY_AGAIN}")
+        inside = sorted((file.parent / name).iterdir())
+        found += [file_in(file.parent, str(each.relative_to(file.parent))) for each in inside]
+    return found
+
+
+def _state_file(file: Path, step: dict[str, Any]) -> Path:
+    name = step["state_file"]
+    if not isinstance(name, str) or Path(name).name != name:
+        raise ValueError(f"{file}: state_file={name!r} must be the name of a file beside it; {COPY_AGAIN}")
+    state = file_in(file.parent, name)
+    check_header(state)
+    return state

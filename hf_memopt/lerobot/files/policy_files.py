@@ -19,16 +19,19 @@ from hf_memopt.disk.digests import files_sha256
 from hf_memopt.lerobot.files.checkpoint_files import (
     ADAPTER_CONFIG_FILE,
     COPY_AGAIN,
+    POSTPROCESSOR_FILE,
+    PREPROCESSOR_FILE,
     adapter_files,
     base_name,
     check_header,
+    check_processors,
     file_in,
     is_adapter,
     merged,
     no_remote_code,
     read_object,
+    read_steps,
 )
-from hf_memopt.lerobot.files.processors import POSTPROCESSOR_FILE, PREPROCESSOR_FILE, check_processors, read_steps
 from hf_memopt.lerobot.flow.known_flows import POLICY_TYPES, flow_of
 
 WEIGHTS_FILE = "model.safetensors"

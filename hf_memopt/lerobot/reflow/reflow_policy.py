@@ -10,9 +10,8 @@ from lerobot.policies.pretrained import PreTrainedPolicy
 from torch import Tensor, nn
 
 from hf_memopt.activations import ActivationOffloader
-from hf_memopt.lerobot.files.checkpoint_files import no_remote_code
+from hf_memopt.lerobot.files.checkpoint_files import check_processors, no_remote_code
 from hf_memopt.lerobot.files.policy_files import resolve_checkpoint
-from hf_memopt.lerobot.files.processors import check_processors
 from hf_memopt.lerobot.flow.flow_policy import Observation, SharedPrefix
 from hf_memopt.lerobot.flow.known_flows import flow_of, observe
 from hf_memopt.lerobot.reflow.pair_source import Pairs, make_pair_source

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from lerobot.policies import get_policy_class
 
+from hf_memopt.lerobot.files.checkpoint_files import blank_observation, check_processors, load_processors
 from hf_memopt.lerobot.files.policy_files import load_config, resolve_checkpoint
-from hf_memopt.lerobot.files.processors import blank_observation, check_processors, load_processors
 from hf_memopt.lerobot.flow.known_flows import observe
 from hf_memopt.lerobot.flow.reflow_options import is_student
 from hf_memopt.lerobot.reflow.reflow_policy import ReflowPolicy

@@ -23,7 +23,7 @@ from hf_memopt.lerobot.evaluate.measure import (
     evaluate_reflow,
     held_out_batches,
 )
-from hf_memopt.lerobot.files.checkpoint_files import file_in, read_object
+from hf_memopt.lerobot.files.checkpoint_files import check_processors, file_in, read_object
 from hf_memopt.lerobot.files.policy_files import (
     load_config,
     load_policy,
@@ -31,11 +31,10 @@ from hf_memopt.lerobot.files.policy_files import (
     resolve_checkpoint,
     weights_digest,
 )
-from hf_memopt.lerobot.files.processors import check_processors
 from hf_memopt.lerobot.flow.known_flows import flow_of
 from hf_memopt.lerobot.flow.reflow_options import is_student
 from hf_memopt.memory.logger import METRICS_FILE, read_metrics
-from hf_memopt.report.figures import render
+from hf_memopt.report.html_page import render
 from hf_memopt.report.outcome import gain_line, outcome_line
 from hf_memopt.units import format_bytes
 

@@ -17,7 +17,17 @@ from lerobot.policies.pretrained import PreTrainedPolicy
 from safetensors.torch import save_model
 
 from hf_memopt.disk.files_on_disk import new_folder
-from hf_memopt.lerobot.files.checkpoint_files import COPY_AGAIN, adapter_files, base_name, is_adapter, read_object
+from hf_memopt.lerobot.files.checkpoint_files import (
+    COPY_AGAIN,
+    PREPROCESSOR_FILE,
+    adapter_files,
+    base_name,
+    blank_observation,
+    check_processors,
+    is_adapter,
+    load_processors,
+    read_object,
+)
 from hf_memopt.lerobot.files.policy_files import (
     WEIGHTS_FILE,
     check_normalizers,
@@ -25,7 +35,6 @@ from hf_memopt.lerobot.files.policy_files import (
     load_policy,
     resolve_checkpoint,
 )
-from hf_memopt.lerobot.files.processors import PREPROCESSOR_FILE, blank_observation, check_processors, load_processors
 from hf_memopt.lerobot.flow.known_flows import flow_of
 from hf_memopt.lerobot.flow.reflow_options import absolute_if_local, is_student
 from hf_memopt.ranges import COUNT

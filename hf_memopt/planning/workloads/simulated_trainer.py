@@ -18,7 +18,7 @@ from transformers import Trainer, TrainerCallback
 
 from hf_memopt.activations import ActivationOffloader
 from hf_memopt.callbacks.attach import FrozenModels, attach
-from hf_memopt.callbacks.streamed_base import StreamedBase
+from hf_memopt.callbacks.homes import StreamedBase
 from hf_memopt.planning.models.accelerate_config import DDP, Sharing, sharded_options, zero_plugin
 from hf_memopt.planning.simulation.device import replace_memory
 from hf_memopt.planning.simulation.patched_accelerate import adapters_kept_by_fsdp

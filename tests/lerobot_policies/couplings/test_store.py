@@ -271,7 +271,7 @@ def test_the_lock_and_the_draft_of_a_dead_writer_do_not_stand_in_the_way(tmp_pat
     (tmp_path / "cache").mkdir()
     lock = tmp_path / "cache" / ".lock-data-00000-of-00006"
     code = (
-        "import os, pathlib, sys; from hf_memopt.disk.locks import WriterLock;"
+        "import os, pathlib, sys; from hf_memopt.disk.files_on_disk import WriterLock;"
         f"WriterLock(pathlib.Path({str(lock)!r}), '', '').acquire(); os._exit(1)"
     )
     subprocess.run([sys.executable, "-c", code], check=False)

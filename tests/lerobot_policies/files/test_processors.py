@@ -7,7 +7,7 @@ import torch
 from late_imports import LateModule
 from safetensors.torch import save_file
 
-processors = LateModule("hf_memopt.lerobot.files.processors")
+processors = LateModule("hf_memopt.lerobot.files.checkpoint_files")
 
 PREPROCESSOR_FILE, POSTPROCESSOR_FILE = "policy_preprocessor.json", "policy_postprocessor.json"
 STATE_FILE = "policy_preprocessor_step_0.safetensors"
@@ -115,7 +115,7 @@ def test_steps_that_are_refused(defect: str, name: str, folder: Path) -> None:
 def test_a_checkpoint_is_checked_before_lerobot_makes_anything(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
     monkeypatch.setattr(
-        "hf_memopt.lerobot.files.processors.make_pre_post_processors",
+        "hf_memopt.lerobot.files.checkpoint_files.make_pre_post_processors",
         lambda config, **options: made.append(options) or ("pre", "post"),
     )
     assert processors.load_processors(None, folder, {"device_processor": {"device": "cpu"}}) == ("pre", "post")
@@ -130,6 +130,6 @@ def test_what_lerobot_cannot_make_is_named_with_its_folder(folder: Path, monkeyp
     def refuse(config: object, **options: object) -> None:
         raise TypeError("padding_side is sideways")
 
-    monkeypatch.setattr("hf_memopt.lerobot.files.processors.make_pre_post_processors", refuse)
+    monkeypatch.setattr("hf_memopt.lerobot.files.checkpoint_files.make_pre_post_processors", refuse)
     with pytest.raises(ValueError, match=f"{folder} cannot be made: padding_side is sideways; correct that setting"):
         processors.load_processors(None, folder, {})

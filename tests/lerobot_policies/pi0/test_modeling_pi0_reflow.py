@@ -11,7 +11,7 @@ from late_imports import LateModule
 
 known_flows = LateModule("hf_memopt.lerobot.flow.known_flows")
 policy_files = LateModule("hf_memopt.lerobot.files.policy_files")
-processors = LateModule("hf_memopt.lerobot.files.processors")
+processors = LateModule("hf_memopt.lerobot.files.checkpoint_files")
 precompute_pairs = LateModule("hf_memopt.lerobot.precompute_pairs")
 diagnosis = LateModule("hf_memopt.lerobot.student.diagnosis")
 model_card = LateModule("hf_memopt.lerobot.student.model_card")

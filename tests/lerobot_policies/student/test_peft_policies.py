@@ -24,7 +24,7 @@ lerobot_train = LateModule("lerobot.scripts.lerobot_train")
 peft = LateModule("peft")
 policy_files = LateModule("hf_memopt.lerobot.files.policy_files")
 prepare = LateModule("hf_memopt.lerobot.student.prepare")
-processors = LateModule("hf_memopt.lerobot.files.processors")
+processors = LateModule("hf_memopt.lerobot.files.checkpoint_files")
 recipe = LateModule("hf_memopt.recipes.reflow_smolvla")
 lerobot_datasets = LateModule("lerobot.datasets")
 
