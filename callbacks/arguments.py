@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Annotated, Literal, Self, get_args, get_origin
+from typing import Annotated, Any, Literal, Self, get_args, get_origin
 
 from torch import nn
 from transformers import HfArgumentParser, Trainer, TrainingArguments
@@ -101,21 +101,14 @@ class MemoptArguments(OffloadArguments):
 
         `attach` does the same, but only after the trainer has moved the model.
         """
-        if self.base == "off":
-            return None
-        budget_gib = self.base_budget_gib
-        return stream_base(model, args, self.base, trained=self.trained, budget_gib=budget_gib, disk=self.disk)
+        return None if self.base == "off" else stream_base(model, args, self.base, **self._settings_of_base())
 
     def attach(self, trainer: Trainer) -> Attachment:
         """Attach this to a trainer, as `hf_memopt.attach` does."""
-        base = None
-        if self.base != "off":
-            budget_gib = self.base_budget_gib
-            base = stream_trainer(trainer, self.base, trained=self.trained, budget_gib=budget_gib, disk=self.disk)
         return attach(
             trainer,
+            base=None if self.base == "off" else stream_trainer(trainer, self.base, **self._settings_of_base()),
             offloader=self.make_offloader(trainer.args.device),
-            base=base,
             trained=self.trained,
             frozen=None if self.frozen == "off" else self.frozen,
             frozen_home=self.frozen_home,
@@ -126,6 +119,9 @@ class MemoptArguments(OffloadArguments):
             leak_check=self.leak_check,
             memory_report=self.memory_report,
         )
+
+    def _settings_of_base(self) -> dict[str, Any]:
+        return {"trained": self.trained, "budget_gib": self.base_budget_gib, "disk": self.disk}
 
     @classmethod
     def from_words(cls, words: Sequence[str]) -> tuple[Self, list[str]]:

@@ -17,7 +17,6 @@ from accelerate.utils import SCALER_NAME, DistributedType, gather_object, load
 from torch.distributed.fsdp import StateDictType
 
 from hf_memopt.checkpoint import files
-from hf_memopt.checkpoint.files import checkpoint_name, read_manifest
 from hf_memopt.checkpoint.states import check_pickles, check_random_states, weights_only
 from hf_memopt.disk.files_on_disk import lock_of, sync
 from hf_memopt.ranges import Range
@@ -102,7 +101,7 @@ class Checkpoints:
         """
         if self._newest is not None and self._newest[0] == step:
             return self._newest[1]
-        checkpoint = self.folder / checkpoint_name(step)
+        checkpoint = self.folder / files.checkpoint_name(step)
         draft = files.draft_of(checkpoint)
         with self._together():
             self._check_saving(step, position)
@@ -159,7 +158,7 @@ class Checkpoints:
                 check_pickles(found)
             else:  # one rank reads all files
                 found = files.find_checkpoint(self.folder, name)
-                manifest = read_manifest(found)
+                manifest = files.read_manifest(found)
             self._check_launch(found, manifest["launch"])
             check_random_states(found, self._accelerator.process_index, self._accelerator.device)
         is_own = files.is_own(self.folder, found)

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ def precompute_for_policy(
     with reading_dataset(cfg.dataset.repo_id, cfg.dataset.root):
         dataset = make_dataset(cfg)
     policy = make_policy(cfg=config, ds_meta=dataset.meta, rename_map=cfg.rename_map).eval()
-    frames = Frames(cfg, policy, dataset)
+    indices, load = _frames(cfg, policy, dataset)
     policy.load_teacher_model()
     teacher = resolve_checkpoint(str(config.teacher_model_path))
     key = {
@@ -59,7 +59,7 @@ def precompute_for_policy(
         "shared_prefix": policy.teacher.why_not_shared is None,
     }
     shape = (config.chunk_size, config.max_action_dim)
-    spec = CouplingSpec(key, frames.indices, shape, config.couplings_per_frame or 1, batch_size)
+    spec = CouplingSpec(key, indices, shape, config.couplings_per_frame or 1, batch_size)
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
 
@@ -69,7 +69,7 @@ def precompute_for_policy(
     with _arithmetic_of_training(cfg):
         return precompute(
             ask,
-            frames.load,
+            load,
             spec,
             output,
             shard_size=shard_size,
@@ -79,31 +79,32 @@ def precompute_for_policy(
         )
 
 
-class Frames:
-    """A dataset's frames, preprocessed as lerobot's training loop does it."""
+def _frames(
+    cfg: TrainPipelineConfig, policy: ReflowPolicy, dataset: LeRobotDataset
+) -> tuple[list[int], Callable[[list[int]], dict[str, Tensor]]]:
+    """Return the names of a dataset's frames, and how to load some, preprocessed as lerobot's training loop does it."""
+    config = policy.config
+    indices = [int(index) for index in dataset.hf_dataset["index"]]
+    position = {index: position for position, index in enumerate(indices)}
+    overrides = {
+        "device_processor": {"device": torch.device(config.device).type},
+        "normalizer_processor": {
+            "features": {**config.input_features, **config.output_features},
+            "norm_map": config.normalization_mapping,
+            "stats": dataset.meta.stats,
+        },
+        "rename_observations_processor": {"rename_map": cfg.rename_map},
+    }
+    preprocess, _ = load_processors(config, config.pretrained_path, overrides)
 
-    def __init__(self, cfg: TrainPipelineConfig, policy: ReflowPolicy, dataset: LeRobotDataset) -> None:
-        config = self._config = policy.config
-        self._dataset = dataset
-        self.indices: list[int] = [int(index) for index in dataset.hf_dataset["index"]]
-        self._position = {index: position for position, index in enumerate(self.indices)}
-        overrides = {
-            "device_processor": {"device": torch.device(config.device).type},
-            "normalizer_processor": {
-                "features": {**config.input_features, **config.output_features},
-                "norm_map": config.normalization_mapping,
-                "stats": dataset.meta.stats,
-            },
-            "rename_observations_processor": {"rename_map": cfg.rename_map},
-        }
-        self._preprocess, _ = load_processors(config, config.pretrained_path, overrides)
-
-    def load(self, indices: list[int]) -> dict[str, Tensor]:
-        batch = default_collate([self._dataset[self._position[index]] for index in indices])
-        for camera in self._dataset.meta.camera_keys:
+    def load(names: list[int]) -> dict[str, Tensor]:
+        batch = default_collate([dataset[position[name]] for name in names])
+        for camera in dataset.meta.camera_keys:
             if batch[camera].dtype == torch.uint8:
-                batch[camera] = batch[camera].to(self._config.device).to(torch.float32) / 255.0
-        return coupling_inputs(self._config, self._preprocess(batch))
+                batch[camera] = batch[camera].to(config.device).to(torch.float32) / 255.0
+        return coupling_inputs(config, preprocess(batch))
+
+    return indices, load
 
 
 def _check(cfg: TrainPipelineConfig) -> PreTrainedConfig:

@@ -60,7 +60,14 @@ def explain_oom(
         yield
     except torch.OutOfMemoryError as error:
         if not any(note.startswith(_HEADER) for note in getattr(error, "__notes__", ())):
-            _explain(error, model, output_dir, flags)
+            try:
+                report = _report(error, model, flags)
+                if output_dir is not None:
+                    report = f"{report}\n{_write(report, Path(output_dir))}"
+                error.add_note(report)
+            except Exception:
+                # The user has to see the error, even if its report fails.
+                logger.exception("the out-of-memory report failed; the out-of-memory error itself follows")
         raise
 
 
@@ -111,19 +118,6 @@ def remedies(model: nn.Module | None, live: Sequence[LiveTensors], phase: str) -
         ),
     ]
     return sorted(found, key=lambda remedy: -remedy.saved_bytes)
-
-
-def _explain(
-    error: BaseException, model: nn.Module | None, output_dir: Path | str | None, flags: Mapping[str, str] | None
-) -> None:
-    try:
-        report = _report(error, model, flags)
-        if output_dir is not None:
-            report = f"{report}\n{_write(report, Path(output_dir))}"
-        error.add_note(report)
-    except Exception:
-        # The user has to see the error, even if its report fails.
-        logger.exception("the out-of-memory report failed; the out-of-memory error itself follows")
 
 
 def _report(error: BaseException, model: nn.Module | None, flags: Mapping[str, str] | None) -> str:

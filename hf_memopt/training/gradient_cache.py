@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -187,8 +187,14 @@ class GradientCache:
         self._check_number(len(micro_batches))
         if torch.is_grad_enabled():
             check_first_window(self._accelerator, self._models, len(micro_batches))
-        go_on = partial(backward_from_outputs, self._accelerator)
-        return CachedForward(self._forward_fn, micro_batches, self._accelerator.device, self._exchange_in, go_on)
+        always = exchanges_each_batch(self._accelerator)
+        return CachedForward(
+            self._forward_fn,
+            micro_batches,
+            self._accelerator.device,
+            around=lambda is_last: exchange_if(self._accelerator, self._models, is_last or always),
+            backward=partial(backward_from_outputs, self._accelerator),
+        )
 
     def _check_number(self, number: int) -> None:
         """Raise unless all ranks run as many passes, each of which takes all ranks under FSDP2 and ZeRO."""
@@ -200,9 +206,6 @@ class GradientCache:
                 f"micro_batches: {number} on this rank, {least} to {most} on all; under FSDP2 and DeepSpeed give all "
                 "ranks the same number"
             )
-
-    def _exchange_in(self, is_last: bool) -> AbstractContextManager[None]:
-        return exchange_if(self._accelerator, self._models, is_last or exchanges_each_batch(self._accelerator))
 
     def _check_no_engine(self, method: str) -> None:
         if engine_of(self._accelerator) is not None:

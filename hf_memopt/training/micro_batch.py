@@ -113,19 +113,16 @@ class MicroBatcher:
                 return step.accumulate(loss_fn, weighted, sync=False), len(weighted)
 
             size, (loss, num_micro_batches) = _first_that_fits(self._accelerator, model, self.micro_batch_size, attempt)
-            self._use(size)
+            if size < self.micro_batch_size and self._accelerator.is_main_process:
+                logger.warning(
+                    "out of memory with micro-batches of %d samples; from now on %d, with more of them, so that the "
+                    "effective batch stays the same",
+                    self.micro_batch_size,
+                    size,
+                )
+            self.micro_batch_size = size
             _sum_gradients(self._accelerator, model)
             return step.update(loss, num_micro_batches)
-
-    def _use(self, size: int) -> None:
-        if size < self.micro_batch_size and self._accelerator.is_main_process:
-            logger.warning(
-                "out of memory with micro-batches of %d samples; from now on %d, with more of them, so that the "
-                "effective batch stays the same",
-                self.micro_batch_size,
-                size,
-            )
-        self.micro_batch_size = size
 
 
 def find_micro_batch(

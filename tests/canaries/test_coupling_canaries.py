@@ -77,7 +77,7 @@ def test_a_policy_in_training_is_told_its_dataset(
 
 
 def test_lerobots_loop_turns_bytes_into_floats_before_it_preprocesses() -> None:
-    with relied_on_by(f"{INTEGRATION}/reflow/precompute_pairs.py"):
+    with relied_on_by(f"{INTEGRATION}/precompute_pairs.py"):
         # From 0.6.2 on, lerobot has a function for this.
         source = inspect.getsource(getattr(lerobot_train, "_preprocess_dataset_batch", lerobot_train.train))
         convert = source.index(".to(dtype=torch.float32) / 255.0")

@@ -27,15 +27,19 @@ def diagnose(policy: str, device: str | None = None) -> str:
     config.device = device
     student = get_policy_class(config.type).from_pretrained(folder, config=config)
     student.load_teacher_model()
-    head = f"Policy {folder}: {config.type} on {device}"
     if config.couplings_path is not None:
-        return _page(head, ["Teacher Model: none", f"  Targets: from {config.couplings_path}"], "the student loads")
-    _make_target(student, folder)
-    report = student.teacher.report()
-    if report is None:
-        own = ["Teacher Model: none", "  Targets: of the student itself"]
-        return _page(head, own, "the student loads, and its own target is finite")
-    return _page(head, teacher_lines(student, report), "student and teacher load, and the teacher's target is finite")
+        lines = ["Teacher Model: none", f"  Targets: from {config.couplings_path}"]
+        passed = "the student loads"
+    else:
+        _make_target(student, folder)
+        if (report := student.teacher.report()) is None:
+            lines = ["Teacher Model: none", "  Targets: of the student itself"]
+            passed = "the student loads, and its own target is finite"
+        else:
+            lines = teacher_lines(student, report)
+            passed = "student and teacher load, and the teacher's target is finite"
+    head = f"Policy {folder}: {config.type} on {device}"
+    return "\n".join([head, *lines, "", f"✓ All checks PASSED: {passed}."])
 
 
 def teacher_lines(student: ReflowPolicy, report: TeacherReport) -> list[str]:
@@ -65,7 +69,3 @@ def _make_target(student: ReflowPolicy, folder: Path) -> None:
     if not student.generate_reflow_target(*inputs).isfinite().all():
         teacher = folder if student.config.teaches_itself else student.config.teacher_model_path
         raise ValueError(f"the teacher {teacher} makes a target that is not finite; take another checkpoint")
-
-
-def _page(head: str, lines: list[str], passed: str) -> str:
-    return "\n".join([head, *lines, "", f"✓ All checks PASSED: {passed}."])

@@ -95,7 +95,10 @@ def export_student(policy: str, output: Path, num_steps: int, card: str, *, adap
     with _draft(output, exported, folder, files) as draft:
         (draft / "README.md").write_text(card)
         if adapter_only:
-            _put_adapter(draft, folder)
+            settings, weights = adapter_files(folder)
+            shutil.copyfile(weights, draft / weights.name)
+            content = {**read_object(settings), "base_model_name_or_path": absolute_if_local(base_name(folder))}
+            (draft / settings.name).write_text(json.dumps(content, indent=2))
         else:
             _put_weights(draft, folder, acting)
     return output
@@ -168,13 +171,6 @@ def _put_weights(draft: Path, source: Path, policy: PreTrainedPolicy) -> None:
         save_model(policy, str(draft / WEIGHTS_FILE))  # as lerobot saves them
     else:
         shutil.copyfile(source / WEIGHTS_FILE, draft / WEIGHTS_FILE)
-
-
-def _put_adapter(draft: Path, source: Path) -> None:
-    settings, weights = adapter_files(source)
-    shutil.copyfile(weights, draft / weights.name)
-    content = {**read_object(settings), "base_model_name_or_path": absolute_if_local(base_name(source))}
-    (draft / settings.name).write_text(json.dumps(content, indent=2))
 
 
 def _name_tokenizer_absolutely(file: Path) -> None:
