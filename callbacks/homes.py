@@ -34,7 +34,13 @@ class StreamedBase(TrainerCallback):
     def __init__(self, trainer: Trainer, base: BaseHome | StreamedWeights | None, trained: bool = False) -> None:
         if _is_attached(trainer):
             raise ValueError(f"base={base!r}: the trainer's base streams already; remove() the earlier handle first")
-        self.weights = _streamed_weights(trainer, base, trained)
+        present = streamed_weights_of(trainer.model)
+        if present is not None and (base is None or base is present):
+            self.weights = present
+        elif base is None or isinstance(base, StreamedWeights):
+            raise ValueError("base: these StreamedWeights are not of the trainer's model; make them of that")
+        else:
+            self.weights = stream_trainer(trainer, base, trained=trained)
         self._trainer, self._restores = trainer, base is not None
         self._undo = [enclose(trainer, self.weights.stream), enclose_calls(trainer.model, self.weights.stream)]
         trainer.add_callback(self)
@@ -115,15 +121,6 @@ def _refuse_engines(base: BaseHome, deepspeed: bool, fsdp: bool) -> None:
 
 def _is_attached(trainer: Trainer) -> bool:
     return any(isinstance(callback, StreamedBase) for callback in trainer.callback_handler.callbacks)
-
-
-def _streamed_weights(trainer: Trainer, base: BaseHome | StreamedWeights | None, trained: bool) -> StreamedWeights:
-    present = streamed_weights_of(trainer.model)
-    if present is not None and (base is None or base is present):
-        return present
-    if base is None or isinstance(base, StreamedWeights):
-        raise ValueError("base: these StreamedWeights are not of the trainer's model; make them of that")
-    return stream_trainer(trainer, base, trained=trained)
 
 
 class HomeOfOptimizers(TrainerCallback):

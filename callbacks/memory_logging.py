@@ -299,14 +299,12 @@ class RunReports(TrainerCallback):
     def _create_model_card(self, *args: Any, **kwargs: Any) -> None:
         self._plain_card(*args, **kwargs)
         facts = self._logging.facts(self._trainer.args, self._trainer.state)
-        if facts is not None and self._trainer.is_world_process_zero():
-            section = training_section(facts | self._about_offloading())
-            with (Path(self._trainer.args.output_dir) / "README.md").open("a", encoding="utf-8") as card:
-                card.write(f"\n\n{section}\n")
-
-    def _about_offloading(self) -> dict[str, str]:
-        if self._offloader is None:
-            return {"activation offloading": "off"}
-        plans = "; ".join(each.plan.summary() for each in self._offloader.report().plans)
-        done = {"activation offloading": "; ".join(in_words(self._offloader.stats_at_peak))}
-        return done | {"plan": plans} if plans else done
+        if facts is None or not self._trainer.is_world_process_zero():
+            return
+        facts["activation offloading"] = "off"
+        if self._offloader is not None:
+            facts["activation offloading"] = "; ".join(in_words(self._offloader.stats_at_peak))
+            if plans := self._offloader.report().plans:
+                facts["plan"] = "; ".join(each.plan.summary() for each in plans)
+        with (Path(self._trainer.args.output_dir) / "README.md").open("a", encoding="utf-8") as card:
+            card.write(f"\n\n{training_section(facts)}\n")

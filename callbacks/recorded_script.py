@@ -156,8 +156,12 @@ class SwitchedArguments:
             parsed = self._parsed(cls)
             make(made, **given | (parsed if self._is_switched else {}))
             self.were_used = True
-            if self._must_change and not self._is_switched:
-                self._check_that_it_changes(made, parsed)
+            is_compared = self._must_change and not self._is_switched
+            if is_compared and all(getattr(made, name) == value for name, value in parsed.items()):
+                raise SwitchError(
+                    f"switch={joined(self._switches)}: the script's {type(made).__name__} has that already, so that "
+                    "there is nothing to compare; name another value, or change the script"
+                )
 
         cls.__init__ = make_switched
 
@@ -180,14 +184,6 @@ class SwitchedArguments:
         except ValueError as error:
             raise SwitchError(f"switch={name}={text}: {_reason(error)}; use a value of {cls.__name__}") from error
         return getattr(found, name)
-
-    def _check_that_it_changes(self, made: TrainingArguments, parsed: dict[str, Any]) -> None:
-        if all(getattr(made, name) == value for name, value in parsed.items()):
-            texts = joined(self._switches)
-            raise SwitchError(
-                f"switch={texts}: the script's {type(made).__name__} has that already, so that there is nothing to "
-                "compare; name another value, or change the script"
-            )
 
 
 def _takes_none(cls: type, name: str) -> bool:

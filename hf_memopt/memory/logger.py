@@ -12,7 +12,7 @@ from typing import Any
 
 from hf_memopt.memory.device_counters import Counters
 from hf_memopt.memory.ranks import gather_from_ranks
-from hf_memopt.memory.tracker import DeviceReading, MemoryReading, MemoryTracker, PhasePeak
+from hf_memopt.memory.tracker import MemoryReading, MemoryTracker, PhasePeak
 from hf_memopt.ranges import COUNT, COUNT_OR_ZERO, Range
 from hf_memopt.text_table import align
 from hf_memopt.units import GIB, format_bytes, format_gib
@@ -51,7 +51,16 @@ def memory_metrics(tracker: MemoryTracker, reading: MemoryReading) -> dict[str, 
         figures["memory/disk_gib"] = _gib(host.disk.num_bytes)
         figures["memory/disk_written_gib"] = _gib(host.disk.num_bytes_written)
     if reading.device is not None:
-        figures |= _device_metrics(reading.device)
+        device, counters = reading.device, reading.device.counters
+        figures |= {
+            "memory/peak_allocated_gib": _gib(device.highest_bytes),
+            "memory/allocated_gib": _gib(counters.allocated_bytes),
+            "memory/reserved_gib": _gib(counters.reserved_bytes),
+            "memory/fragmentation_gib": _gib(device.fragmentation_bytes),
+            "memory/inactive_split_gib": _gib(counters.inactive_split_bytes),
+            "memory/num_alloc_retries": float(counters.num_alloc_retries),
+            "memory/elsewhere_gib": _gib(device.elsewhere_bytes),
+        }
     for name, peak in tracker.peaks.items():
         figures |= _phase_metrics(name, peak)
     return {key: value for key, value in figures.items() if value is not None}
@@ -158,18 +167,6 @@ class MemoryLogger:
         if self._file is not None and self._accelerator.is_main_process:
             append_metrics(self._file, step, metrics)
         return metrics
-
-
-def _device_metrics(device: DeviceReading) -> dict[str, float | None]:
-    return {
-        "memory/peak_allocated_gib": _gib(device.highest_bytes),
-        "memory/allocated_gib": _gib(device.counters.allocated_bytes),
-        "memory/reserved_gib": _gib(device.counters.reserved_bytes),
-        "memory/fragmentation_gib": _gib(device.fragmentation_bytes),
-        "memory/inactive_split_gib": _gib(device.counters.inactive_split_bytes),
-        "memory/num_alloc_retries": float(device.counters.num_alloc_retries),
-        "memory/elsewhere_gib": _gib(device.elsewhere_bytes),
-    }
 
 
 def _phase_row(name: str, peak: PhasePeak) -> tuple[str, ...]:

@@ -36,7 +36,14 @@ def chunked_loss(loss_fn: Callable[..., Tensor], output: Tensor, *targets: Tenso
     Cost: the backward of `loss_fn`, now instead of later. Saved-tensor hooks that are active outside do not see tensors
     saved inside: none is offloaded, since they are used at once.
     """
-    _check_chunks(loss_fn, output, targets, chunk_size)
+    COUNT.check("chunk_size", chunk_size)
+    if isinstance(loss_fn, nn.Module) and any(parameter.requires_grad for parameter in loss_fn.parameters()):
+        raise ValueError("loss_fn has trainable parameters, which would get no gradient; call requires_grad_(False)")
+    for number, target in enumerate(targets):
+        if target.requires_grad:
+            raise ValueError(f"targets[{number}] requires a gradient and would get none; detach it")
+        if len(target) != len(output):
+            raise ValueError(f"targets[{number}] has {len(target)} samples, and output has {len(output)}")
     differentiated = torch.is_grad_enabled() and output.requires_grad
     values: list[Tensor] = []
     gradients: list[Tensor] = []
@@ -66,17 +73,6 @@ class _InjectedGradient(torch.autograd.Function):
     def backward(ctx: Any, factor: Tensor) -> tuple[Tensor, None, None]:
         (gradient,) = ctx.saved_tensors
         return gradient * factor, None, None
-
-
-def _check_chunks(loss_fn: Any, output: Tensor, targets: tuple[Tensor, ...], chunk_size: int) -> None:
-    COUNT.check("chunk_size", chunk_size)
-    if isinstance(loss_fn, nn.Module) and any(parameter.requires_grad for parameter in loss_fn.parameters()):
-        raise ValueError("loss_fn has trainable parameters, which would get no gradient; call requires_grad_(False)")
-    for number, target in enumerate(targets):
-        if target.requires_grad:
-            raise ValueError(f"targets[{number}] requires a gradient and would get none; detach it")
-        if len(target) != len(output):
-            raise ValueError(f"targets[{number}] has {len(target)} samples, and output has {len(output)}")
 
 
 def r1_penalty(scores: Tensor, images: Tensor) -> Tensor:

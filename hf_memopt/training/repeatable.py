@@ -89,7 +89,13 @@ class CachedForward:
 
     def loss(self, loss_fn: LossFn) -> Tensor:
         """Return the loss of all outputs, whose `backward()` calls that of the micro-batches at the outputs."""
-        autocast = _autocast_of_now(self._device)  # for backward, which runs outside of the region of forward
+        device_type = self._device.type
+        autocast = torch.autocast(  # as it is now, for backward, which runs outside of the region of forward
+            device_type,
+            torch.get_autocast_dtype(device_type),
+            enabled=torch.is_autocast_enabled(device_type),
+            cache_enabled=torch.is_autocast_cache_enabled(),
+        )
 
         def replay(gradients: Sequence[Tensor | None]) -> None:
             with torch.enable_grad(), autocast:
@@ -107,14 +113,22 @@ class CachedForward:
         for number, micro_batch in enumerate(self._micro_batches):
             with self._around(number == len(self._micro_batches) - 1):
                 self._states[number].restore()
-                self._backward(*_differentiable(self._forward(micro_batch), [parts[number] for parts in cut]))
+                pairs = [
+                    (output, parts[number])
+                    for output, parts in zip(self._forward(micro_batch), cut, strict=True)
+                    if output.requires_grad and parts[number] is not None
+                ]
+                self._backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
         after.restore()
 
     def _forward(self, micro_batch: Any) -> Outputs:
         output = self._forward_fn(micro_batch)
         outputs = (output,) if isinstance(output, Tensor) else tuple(output)
         if not all(isinstance(each, Tensor) and each.ndim for each in outputs):
-            raise ValueError(f"forward_fn returned {_kinds(outputs)}; return tensors whose first dimension is samples")
+            kinds = [
+                f"a tensor {tuple(each.shape)}" if isinstance(each, Tensor) else type(each).__name__ for each in outputs
+            ]
+            raise ValueError(f"forward_fn returned {', '.join(kinds)}; return tensors whose first dimension is samples")
         return outputs
 
 
@@ -130,27 +144,3 @@ class _GradientsTo(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
         ctx.function(gradients)
         return None, *(None for _ in gradients)
-
-
-def _differentiable(outputs: Outputs, gradients: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
-    pairs = [
-        (output, gradient)
-        for output, gradient in zip(outputs, gradients, strict=True)
-        if output.requires_grad and gradient is not None
-    ]
-    return [output for output, _ in pairs], [gradient for _, gradient in pairs]
-
-
-def _autocast_of_now(device: torch.device) -> torch.autocast:
-    return torch.autocast(
-        device.type,
-        torch.get_autocast_dtype(device.type),
-        enabled=torch.is_autocast_enabled(device.type),
-        cache_enabled=torch.is_autocast_cache_enabled(),
-    )
-
-
-def _kinds(outputs: Iterable[Any]) -> str:
-    return ", ".join(
-        f"a tensor {tuple(each.shape)}" if isinstance(each, Tensor) else type(each).__name__ for each in outputs
-    )

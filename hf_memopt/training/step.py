@@ -11,6 +11,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_memopt.memory.device_counters import counters_for
@@ -30,7 +31,6 @@ from hf_memopt.training.accumulation.rank_exchange import (
     exchanges_each_batch,
     max_over_ranks,
     sum_over_ranks,
-    whole,
 )
 from hf_memopt.training.accumulation.window import Weighted, WeightFn, normalized_weights
 from hf_memopt.training.finite_check import Findings, GradientWatch, NonFiniteGradientError, scaler_takes_care
@@ -124,24 +124,6 @@ def train_step(
         return step.update(step.accumulate(loss_fn, weighted, sync=True), len(weighted))
 
 
-def _check_supported(accelerator: Accelerator, optimizer: Any, max_grad_norm: float | None) -> None:
-    check_distributed_type(accelerator)
-    engine = engine_of(accelerator)
-    if engine is not None:
-        check_engine(engine, max_grad_norm)
-    if not isinstance(optimizer, AcceleratedOptimizer):
-        raise ValueError(
-            f"optimizer={type(optimizer).__name__} was not prepared, so a loss scaler would be ignored; "
-            "pass it through accelerator.prepare"
-        )
-    if not accelerator.sync_gradients:
-        raise ValueError(
-            "sync_gradients=False: accelerator.accumulate is in the middle of a window, or ended there, and suppresses "
-            "updates. Call this outside of it, and after an unfinished window set accelerator.sync_gradients = True"
-        )
-    Range(above=0, why="; None does not clip").check("max_grad_norm", max_grad_norm)
-
-
 @dataclass(frozen=True)
 class OpenStep:
     """A step that collects gradients, from `open_step`; it ends with `update`."""
@@ -196,7 +178,8 @@ class OpenStep:
         max_norm = math.inf if self.max_grad_norm is None else self.max_grad_norm
         # All ranks hold the same gradient, so they decide alike. Under a loss scaler this unscales the gradient first,
         # and float() waits for the device.
-        grad_norm = whole(self.accelerator.clip_grad_norm_(self.model.parameters(), max_norm))
+        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), max_norm)
+        grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         if not math.isfinite(grad_norm) and not scaler_takes_care(self.optimizer):
             self._stop(self.watch.findings())
         # With a scaler, an overflow leaves the parameters as they are, and the step counts all the same.
@@ -223,9 +206,22 @@ def open_step(
     scheduler: Any,
 ) -> Iterator[OpenStep]:
     """Begin a step without gradients, and leave none behind, even after an error. ValueError as from `train_step`."""
-    _check_supported(accelerator, optimizer, max_grad_norm)
-    check_not_joined([model])
+    check_distributed_type(accelerator)
     engine = engine_of(accelerator)
+    if engine is not None:
+        check_engine(engine, max_grad_norm)
+    if not isinstance(optimizer, AcceleratedOptimizer):
+        raise ValueError(
+            f"optimizer={type(optimizer).__name__} was not prepared, so a loss scaler would be ignored; "
+            "pass it through accelerator.prepare"
+        )
+    if not accelerator.sync_gradients:
+        raise ValueError(
+            "sync_gradients=False: accelerator.accumulate is in the middle of a window, or ended there, and suppresses "
+            "updates. Call this outside of it, and after an unfinished window set accelerator.sync_gradients = True"
+        )
+    Range(above=0, why="; None does not clip").check("max_grad_norm", max_grad_norm)
+    check_not_joined([model])
     is_wrapped = isinstance(model, DistributedDataParallel) or engine is not None
     inner: Any = model.module if is_wrapped else model
     watch = GradientWatch(inner)

@@ -118,7 +118,8 @@ def evaluate_reflow(
     reference_steps: int = getattr(teacher.config, flow_of(teacher.config).steps_field)
     samples = []
     for seed, batch in enumerate(batches):
-        noise = _draw_noise(teacher, batch, seed)
+        shape = (len(batch[ACTION]), teacher.config.chunk_size, teacher.config.max_action_dim)
+        noise = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(batch[ACTION].device)
         samples.append((batch, noise, sample_trajectory(teacher, observe(teacher, batch), noise, reference_steps)[-1]))
     policies = {"teacher": teacher, "student": student}
     sides = {
@@ -203,7 +204,8 @@ def _evaluate_model(
         for steps in num_steps:
             actions = sample_trajectory(policy, observation, noise, steps)[-1]
             errors[steps].append((actions - reference)[..., :dims].flatten())
-            action_errors[steps].append(_valid(actions[..., :dims] - batch[ACTION], batch))
+            error, padding = actions[..., :dims] - batch[ACTION], batch.get("action_is_pad")
+            action_errors[steps].append((error if padding is None else error[~padding]).flatten())
     path = torch.cat(paths, dim=1)
     batch, noise, _ = samples[0]
     first = observe(policy, batch)
@@ -287,16 +289,6 @@ def memory_to_act(policy: PreTrainedPolicy, observation: Observation, noise: Ten
     history = log.closed()
     on_device = (change.num_bytes for change in history.changes if not history.records[change.storage].on_host)
     return sum(weights.values()), max(accumulate(on_device))
-
-
-def _draw_noise(policy: PreTrainedPolicy, batch: Batch, seed: int) -> Tensor:
-    shape = (len(batch[ACTION]), policy.config.chunk_size, policy.config.max_action_dim)
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(batch[ACTION].device)
-
-
-def _valid(error: Tensor, batch: Batch) -> Tensor:
-    padding = batch.get("action_is_pad")
-    return error.flatten() if padding is None else error[~padding].flatten()
 
 
 def _rms(errors: Sequence[Tensor]) -> float:

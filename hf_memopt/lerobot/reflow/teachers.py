@@ -154,7 +154,10 @@ class ReflowTeacher(VelocityTeacher):
                 # The module, not its weights alone: its calls bring them.
                 policy.model.set_submodule(self._flow.vlm_path, self._flow.vlm(student.model))
             transformer = self._flow.transformer(policy.model, with_vlm=not shared)
-            _cast(transformer, self._config.teacher_dtype)
+            if self._config.teacher_dtype is not None:
+                # The projections around the transformer and all buffers (rotary frequencies) keep theirs.
+                for weight in transformer:
+                    weight.data = weight.data.to(getattr(torch, self._config.teacher_dtype))
             self._say_what_float32_costs(transformer)
             self._offloaded = OffloadedTeacher(
                 policy.model,
@@ -238,13 +241,6 @@ def _adopt_dtype(teacher: torch.nn.Parameter, student: Tensor) -> bool:
     if lossless:
         teacher.data = cast
     return lossless
-
-
-def _cast(weights: list[torch.nn.Parameter], dtype: str | None) -> None:
-    """Cast weights. The projections around the transformer and all buffers (rotary frequencies) keep theirs."""
-    if dtype is not None:
-        for weight in weights:
-            weight.data = weight.data.to(getattr(torch, dtype))
 
 
 class SelfTeacher(VelocityTeacher):

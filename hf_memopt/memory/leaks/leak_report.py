@@ -132,8 +132,9 @@ def _group(leaked: list[tuple[Storage, int]], min_samples: float, by_shape: bool
 def _culprit(group: list[Storage], ignore: list[Held]) -> Culprit:
     entry, held_by = _held_by(group[-1], ignore)
     nodes = sum(1 for _ in graph_nodes([entry.tensor], set())) if entry.kind == WITH_GRAPH else 0
-    shape, dtype = _common_shape(group), entry.tensor.dtype
-    return Culprit(entry.kind, shape, dtype, len(group), _num_bytes(group), nodes, held_by)
+    sizes = zip(*(storage[0].tensor.shape for storage in group), strict=True)
+    shape = tuple(size[0] if len(set(size)) == 1 else None for size in sizes)
+    return Culprit(entry.kind, shape, entry.tensor.dtype, len(group), _num_bytes(group), nodes, held_by)
 
 
 def _held_by(storage: Storage, ignore: list[Held]) -> tuple[Held, str]:
@@ -152,11 +153,6 @@ def _by_autograd(entry: Held) -> str:
     if entry.kind == SAVED:
         return f"{entry.node} in the graph of {'the .grad of ' if entry.root.is_leaf else ''}a {root}: "
     return ""
-
-
-def _common_shape(group: list[Storage]) -> tuple[int | None, ...]:
-    sizes = zip(*(storage[0].tensor.shape for storage in group), strict=True)
-    return tuple(size[0] if len(set(size)) == 1 else None for size in sizes)
 
 
 def _num_bytes(group: list[Storage]) -> int:

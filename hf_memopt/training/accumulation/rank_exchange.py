@@ -11,7 +11,6 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 _STAGES = (2, 3)
@@ -135,11 +134,6 @@ def drop_gradients(model: nn.Module) -> None:
                 sharded.unsharded_accumulated_grad = None
             if hasattr(sharded, "_unsharded_param"):
                 sharded._unsharded_param.grad = None
-
-
-def whole(norm: Tensor) -> float:
-    """Return a norm that may be in parts, one on each rank; ranks call this together."""
-    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
 def sum_over_ranks(accelerator: Accelerator, values: list[float]) -> list[float]:
