@@ -16,9 +16,8 @@ from hf_memopt.activations import ActivationOffloader
 from hf_memopt.activations.checkpointing.selective import apply_selective_checkpointing
 from hf_memopt.autograd_state import in_backward
 from hf_memopt.callbacks.homes import HomeOfOptimizers, StreamedBase, streams_alone
-from hf_memopt.callbacks.leak_detection import LeakDetectionCallback
 from hf_memopt.callbacks.loss_context import enclose, enclose_calls_of
-from hf_memopt.callbacks.memory_logging import MemoryPageCallback, RunReports
+from hf_memopt.callbacks.memory_logging import LeakDetectionCallback, MemoryPageCallback, RunReports
 from hf_memopt.callbacks.offloading import (
     ActivationOffloadCallback,
     log_what_was_done,

@@ -1,4 +1,4 @@
-"""Memory in a Trainer's progress bar, log and experiment trackers, and a run's cost in its output folder."""
+"""Memory in a Trainer's progress bar, log and experiment trackers, a run's cost in its output folder, and leaks."""
 
 import importlib.util
 import inspect
@@ -13,7 +13,7 @@ from transformers import ProgressCallback, Trainer, TrainerCallback, TrainerStat
 from transformers.trainer_callback import CallbackHandler
 
 from hf_memopt.activations import ActivationOffloader
-from hf_memopt.memory import Counters, MemoryTracker, explain_oom
+from hf_memopt.memory import Counters, LeakMonitor, LeakReport, MemoryTracker, explain_oom
 from hf_memopt.memory.device_counters import device_name
 from hf_memopt.memory.logger import (
     METRICS_FILE,
@@ -308,3 +308,37 @@ class RunReports(TrainerCallback):
                 facts["plan"] = "; ".join(each.plan.summary() for each in plans)
         with (Path(self._trainer.args.output_dir) / "README.md").open("a", encoding="utf-8") as card:
             card.write(f"\n\n{training_section(facts)}\n")
+
+
+class LeakDetectionCallback(TrainerCallback):
+    """Says, once, that memory stays behind at every optimizer step, with the tensors and their holders.
+
+    Looks between optimizer steps, when gradients are gone, and counts anew whenever training begins or resumes. Memory
+    left by evaluation, saving or an epoch is no leak of the step. Each rank watches itself.
+
+    Args:
+        options: of `hf_memopt.memory.LeakMonitor`, which states the cost: `every_n_steps` (None: at most 1 % of the
+            time), `min_bytes_per_step`, `action` ("warn" or "raise").
+
+    Raises:
+        ValueError: an option is out of range.
+        MemoryLeakError: during training, with `action="raise"`.
+
+    Example:
+        >>> Trainer(..., callbacks=[LeakDetectionCallback()])
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self._options = options
+        self._monitor = LeakMonitor(**options)
+
+    def report(self) -> LeakReport | None:
+        """Return the report on this run; None while there is no verdict."""
+        return self._monitor.report()
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        # May come twice without an end in between: auto_find_batch_size starts over, and an exception ends nothing.
+        self._monitor = LeakMonitor(**self._options)
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self._monitor.step()

@@ -4,8 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hf_memopt.report.offloading import PlanTable
-from hf_memopt.report.outcome import gain_line, outcome_line
-from hf_memopt.report.runs import DEVICE_PEAK, Run, memory_column, phase_peaks
+from hf_memopt.report.runs import DEVICE_PEAK, Run, gain_line, memory_column, outcome_line, phase_peaks
 from hf_memopt.text_table import Cell, Table
 from hf_memopt.units import GIB, format_bytes, format_ms, unit_for
 

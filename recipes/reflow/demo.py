@@ -20,7 +20,7 @@ from typing import Any
 
 from hf_memopt.command_line import one_line_errors, script_imports
 from hf_memopt.recipes.reflow import demo_commands as commands
-from hf_memopt.report.outcome import Outcome, outcome_line
+from hf_memopt.report.runs import Outcome, outcome_line
 from hf_memopt.text_table import Cell, Table
 from hf_memopt.units import KIB
 

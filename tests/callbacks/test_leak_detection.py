@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hf_memopt.memory.leaks.detect import MemoryLeakError
 
-leak_detection = LateModule("hf_memopt.callbacks.leak_detection")
+leak_detection = LateModule("hf_memopt.callbacks.memory_logging")
 trainer_toys = LateModule("trainer_toys")
 transformers = LateModule("transformers")
 

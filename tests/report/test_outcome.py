@@ -1,4 +1,4 @@
-from hf_memopt.report.outcome import Outcome, gain_line, outcome_line
+from hf_memopt.report.runs import Outcome, gain_line, outcome_line
 
 
 def test_the_line_names_success_steps_and_time_of_each_policy() -> None:

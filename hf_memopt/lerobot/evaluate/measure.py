@@ -30,7 +30,7 @@ from hf_memopt.lerobot.flow.known_flows import flow_of, observe
 from hf_memopt.memory.device_counters import device_name
 from hf_memopt.planning.accounting.allocation_log import AllocationLog, StepPhases
 from hf_memopt.reflow import straightness
-from hf_memopt.report.outcome import Outcome, steps_text
+from hf_memopt.report.runs import Outcome, steps_text
 from hf_memopt.text_table import align
 
 if TYPE_CHECKING:

@@ -35,7 +35,7 @@ from hf_memopt.lerobot.flow.known_flows import flow_of
 from hf_memopt.lerobot.flow.reflow_options import is_student
 from hf_memopt.memory.logger import METRICS_FILE, read_metrics
 from hf_memopt.report.html_page import render
-from hf_memopt.report.outcome import gain_line, outcome_line
+from hf_memopt.report.runs import gain_line, outcome_line
 from hf_memopt.units import format_bytes
 
 EVALUATION_FILE = "evaluation.json"

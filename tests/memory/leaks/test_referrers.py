@@ -8,8 +8,8 @@ from leaky_steps import failing_forward, toy
 from torch import Tensor
 
 from hf_memopt.memory.leaks.detect import detect_leaks
+from hf_memopt.memory.leaks.leak_report import describe_holder
 from hf_memopt.memory.leaks.live_storages import live_storages
-from hf_memopt.memory.leaks.referrers import describe_holder
 
 
 def test_a_chain_of_exceptions_is_followed() -> None:

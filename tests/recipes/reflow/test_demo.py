@@ -9,7 +9,7 @@ import pytest
 import torch
 from late_imports import LateModule
 
-from hf_memopt.report.outcome import Outcome, outcome_line
+from hf_memopt.report.runs import Outcome, outcome_line
 
 demo = LateModule("hf_memopt.recipes.reflow.demo")
 demo_measurements = LateModule("hf_memopt.recipes.reflow.demo_measurements")
