@@ -15,8 +15,7 @@ from transformers import Trainer, TrainerCallback, TrainerState, TrainingArgumen
 from hf_memopt.activations import ActivationOffloader
 from hf_memopt.activations.checkpointing.selective import apply_selective_checkpointing
 from hf_memopt.autograd_state import in_backward
-from hf_memopt.callbacks.homes import HomeOfOptimizers, StreamedBase, streams_alone
-from hf_memopt.callbacks.loss_context import enclose, enclose_calls_of
+from hf_memopt.callbacks.homes import HomeOfOptimizers, StreamedBase, enclose, enclose_calls_of, streams_alone
 from hf_memopt.callbacks.memory_logging import LeakDetectionCallback, MemoryPageCallback, RunReports
 from hf_memopt.callbacks.offloading import (
     ActivationOffloadCallback,

@@ -15,7 +15,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from benchmarks.limit.kinds import SharedMappings
 from hf_memopt import OffloadedOptimizer
-from hf_memopt.disk.digests import weights_sha256
+from hf_memopt.disk.files_on_disk import weights_sha256
 
 MICRO_BATCHES, MAX_NORM = 2, 0.5
 

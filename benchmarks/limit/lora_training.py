@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.limit.frozen_base import KINDS
 from hf_memopt import StreamedWeights
-from hf_memopt.disk.digests import weights_sha256
+from hf_memopt.disk.files_on_disk import weights_sha256
 
 
 class Training:

@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.limit.kinds import KINDS
 from benchmarks.limit.workloads import make_workload
-from hf_memopt.disk.digests import weights_sha256
+from hf_memopt.disk.files_on_disk import weights_sha256
 
 
 class Training:

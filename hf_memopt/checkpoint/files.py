@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 
 from safetensors import SafetensorError
 
-from hf_memopt.disk.digests import sha256
-from hf_memopt.disk.files_on_disk import not_written, put_in_place, sync
+from hf_memopt.disk.files_on_disk import not_written, put_in_place, sha256, sync
 
 MANIFEST = "manifest.json"
 

@@ -1,16 +1,19 @@
-"""Files that get their names once they are whole and on disk, and locks: one process at a time writes them."""
+"""Files that get their names once they are whole and on disk, locks for one writer at a time, and digests."""
 
 import errno
 import functools
+import hashlib
 import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from filelock import FileLock, Timeout
+from torch import nn
 
 logger = logging.getLogger(__name__)
 
@@ -119,3 +122,27 @@ def _warn_once(what: str, reason: str) -> None:
         what,
         reason,
     )
+
+
+def sha256(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def files_sha256(files: Iterable[Path], root: Path) -> str:
+    """Return one digest of several files: their names below `root` and their contents. Costs one read."""
+    digest = hashlib.sha256()
+    for file in sorted(files):
+        digest.update(f"{file.relative_to(root).as_posix()} {file.stat().st_size}\n".encode())
+        digest.update(bytes.fromhex(sha256(file)))
+    return digest.hexdigest()
+
+
+def weights_sha256(module: nn.Module) -> str:
+    """Return the digest of parameters and buffers: names, dtypes, shapes and bytes. Costs one copy to the host."""
+    digest = hashlib.sha256()
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()

@@ -25,7 +25,7 @@ from hf_memopt.training.accumulation.rank_exchange import (
     max_over_ranks,
 )
 from hf_memopt.training.repeatable import CachedForward, ForwardFn, LossFn, RandomState
-from hf_memopt.training.step import StepResult, open_step
+from hf_memopt.training.step import OpenStep, StepResult
 
 
 class GradientCache:
@@ -170,7 +170,7 @@ class GradientCache:
                 f"models, loss_fn: {len(modules)} modules, of which DeepSpeed's engine is one at most; put all "
                 "parameters into the model that the accelerator prepares, and let loss_fn have none"
             )
-        with open_step(self._accelerator, model, optimizer, max_grad_norm, scheduler) as step:
+        with OpenStep(self._accelerator, model, optimizer, max_grad_norm, scheduler) as step:
             if engine is None:
                 step.watch.remove()  # it would look at every parameter in every micro-batch
                 loss = self._backward(micro_batches)

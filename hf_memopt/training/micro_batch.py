@@ -26,7 +26,7 @@ from hf_memopt.training.accumulation.rank_exchange import (
 )
 from hf_memopt.training.accumulation.window import WeightFn, normalized_weights, num_samples, split_batch, take
 from hf_memopt.training.repeatable import BufferState, RandomState
-from hf_memopt.training.step import LossFn, StepResult, open_step, train_step
+from hf_memopt.training.step import LossFn, OpenStep, StepResult, train_step
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ class MicroBatcher:
                     )
                 raise
         check_exchange_after_backward([model])
-        with open_step(self._accelerator, model, optimizer, max_grad_norm, scheduler) as step:
+        with OpenStep(self._accelerator, model, optimizer, max_grad_norm, scheduler) as step:
 
             def attempt(size: int) -> tuple[Tensor, int]:
                 step.drop_gradients()

@@ -1,8 +1,7 @@
 """One optimizer step on Accelerate whose gradient is exactly that of all micro-batches together."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NoReturn
@@ -118,23 +117,55 @@ def train_step(
         >>> for window in windows:  # lists of micro-batches
         ...     result = train_step(accelerator, model, loss_fn, window, optimizer, max_grad_norm=1.0)
     """
-    with open_step(accelerator, model, optimizer, max_grad_norm, scheduler) as step:
+    with OpenStep(accelerator, model, optimizer, max_grad_norm, scheduler) as step:
         weighted = normalized_weights(accelerator, model, list(micro_batches), weight_fn)
         check_first_window(accelerator, [model], len(weighted))
         return step.update(step.accumulate(loss_fn, weighted, sync=True), len(weighted))
 
 
-@dataclass(frozen=True)
+@dataclass
 class OpenStep:
-    """A step that collects gradients, from `open_step`; it ends with `update`."""
+    """A step that collects gradients, from none on, and ends with `update`; ValueError as from `train_step`.
+
+    As a context it leaves no gradients behind, even after an error.
+    """
 
     accelerator: Accelerator
     model: nn.Module
     optimizer: AcceleratedOptimizer
     max_grad_norm: float | None
     scheduler: Any
-    watch: GradientWatch
-    engine: Any
+
+    def __post_init__(self) -> None:
+        accelerator, model = self.accelerator, self.model
+        check_distributed_type(accelerator)
+        self.engine = engine_of(accelerator)
+        if self.engine is not None:
+            check_engine(self.engine, self.max_grad_norm)
+        if not isinstance(self.optimizer, AcceleratedOptimizer):
+            raise ValueError(
+                f"optimizer={type(self.optimizer).__name__} was not prepared, so a loss scaler would be ignored; "
+                "pass it through accelerator.prepare"
+            )
+        if not accelerator.sync_gradients:
+            raise ValueError(
+                "sync_gradients=False: accelerator.accumulate is in the middle of a window, or ended there, and "
+                "suppresses updates. Call this outside of it, and after an unfinished window set "
+                "accelerator.sync_gradients = True"
+            )
+        Range(above=0, why="; None does not clip").check("max_grad_norm", self.max_grad_norm)
+        check_not_joined([model])
+        is_wrapped = isinstance(model, DistributedDataParallel) or self.engine is not None
+        inner: Any = model.module if is_wrapped else model
+        self.watch = GradientWatch(inner)
+        self.drop_gradients()
+
+    def __enter__(self) -> "OpenStep":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.watch.remove()
+        self.drop_gradients()
 
     def drop_gradients(self) -> None:
         """Drop gradients of the model and of all else that the optimizer updates, and the notes on them."""
@@ -195,40 +226,3 @@ class OpenStep:
 
     def _stop(self, findings: Findings) -> NoReturn:
         raise NonFiniteGradientError(self.accelerator.step + 1, gather_from_ranks(findings))
-
-
-@contextmanager
-def open_step(
-    accelerator: Accelerator,
-    model: nn.Module,
-    optimizer: AcceleratedOptimizer,
-    max_grad_norm: float | None,
-    scheduler: Any,
-) -> Iterator[OpenStep]:
-    """Begin a step without gradients, and leave none behind, even after an error. ValueError as from `train_step`."""
-    check_distributed_type(accelerator)
-    engine = engine_of(accelerator)
-    if engine is not None:
-        check_engine(engine, max_grad_norm)
-    if not isinstance(optimizer, AcceleratedOptimizer):
-        raise ValueError(
-            f"optimizer={type(optimizer).__name__} was not prepared, so a loss scaler would be ignored; "
-            "pass it through accelerator.prepare"
-        )
-    if not accelerator.sync_gradients:
-        raise ValueError(
-            "sync_gradients=False: accelerator.accumulate is in the middle of a window, or ended there, and suppresses "
-            "updates. Call this outside of it, and after an unfinished window set accelerator.sync_gradients = True"
-        )
-    Range(above=0, why="; None does not clip").check("max_grad_norm", max_grad_norm)
-    check_not_joined([model])
-    is_wrapped = isinstance(model, DistributedDataParallel) or engine is not None
-    inner: Any = model.module if is_wrapped else model
-    watch = GradientWatch(inner)
-    step = OpenStep(accelerator, model, optimizer, max_grad_norm, scheduler, watch, engine)
-    step.drop_gradients()
-    try:
-        yield step
-    finally:
-        watch.remove()
-        step.drop_gradients()

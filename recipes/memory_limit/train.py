@@ -14,7 +14,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_memopt import ActivationOffloader
-from hf_memopt.disk.digests import weights_sha256
+from hf_memopt.disk.files_on_disk import weights_sha256
 from hf_memopt.recipes.memory_limit.reported_steps import report_steps
 
 VOCABULARY, NUM_SEQUENCES, LENGTH, FEW = 256, 4, 512, 16

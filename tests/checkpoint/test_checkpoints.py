@@ -18,7 +18,7 @@ from refusals import assert_refused
 from toy_run import BATCHES_PER_STEP, NUM_STEPS, ToyRun
 
 from hf_memopt.checkpoint import Checkpoints, files
-from hf_memopt.disk.digests import sha256
+from hf_memopt.disk.files_on_disk import sha256
 
 pytestmark = pytest.mark.usefixtures("no_waiting_for_the_disk")
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_memopt.disk.digests import files_sha256, sha256, weights_sha256
+from hf_memopt.disk.files_on_disk import files_sha256, sha256, weights_sha256
 
 
 def test_a_digest_is_that_of_the_contents(tmp_path: Path) -> None:

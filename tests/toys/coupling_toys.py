@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_memopt.disk.digests import weights_sha256
+from hf_memopt.disk.files_on_disk import weights_sha256
 from hf_memopt.lerobot.couplings.cache import Coupling, CouplingCache, CouplingSpec, compute, precompute
 
 SHAPE = (3, 2)

@@ -15,7 +15,7 @@ from lerobot.policies.pretrained import PreTrainedPolicy
 from safetensors.torch import load_file
 from torch import Tensor
 
-from hf_memopt.disk.digests import files_sha256
+from hf_memopt.disk.files_on_disk import files_sha256
 from hf_memopt.lerobot.files.checkpoint_files import (
     ADAPTER_CONFIG_FILE,
     COPY_AGAIN,

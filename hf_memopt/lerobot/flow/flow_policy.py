@@ -15,6 +15,7 @@ import torch
 from lerobot.configs import PreTrainedConfig
 from lerobot.policies.common.flow_matching import euler_integrate
 from lerobot.policies.pretrained import PreTrainedPolicy
+from lerobot.utils.constants import ACTION
 from torch import Tensor, nn
 
 
@@ -110,9 +111,9 @@ class FlowPolicy(ABC):
     def observe(self, policy: PreTrainedPolicy, batch: Mapping[str, Tensor]) -> Observation:
         """Prepare a preprocessed batch as the policy's model takes it. The batch is not modified."""
 
-    @abstractmethod
     def demonstrated_actions(self, policy: PreTrainedPolicy, batch: Mapping[str, Tensor]) -> Tensor:
         """Prepare a preprocessed batch's actions as the policy's model takes them, `(batch, chunk, max_action_dim)`."""
+        return policy.prepare_action({ACTION: batch[ACTION]})
 
     def vlm(self, model: nn.Module) -> nn.Module:
         return model.get_submodule(self.vlm_path)

@@ -18,7 +18,7 @@ from lerobot.policies.pi0.configuration_pi0 import PI0Config
 from lerobot.policies.pi0.modeling_pi0 import PI0Policy, PI0Pytorch
 from lerobot.policies.pi05.configuration_pi05 import PI05Config
 from lerobot.policies.pi05.modeling_pi05 import PI05Policy, PI05Pytorch
-from lerobot.utils.constants import ACTION, OBS_LANGUAGE_ATTENTION_MASK, OBS_LANGUAGE_TOKENS
+from lerobot.utils.constants import OBS_LANGUAGE_ATTENTION_MASK, OBS_LANGUAGE_TOKENS
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -82,6 +82,7 @@ class Pi0Flow(FlowPolicy):
     stock_type = "pi0"
     title = "π0"
     policy_class: ClassVar[type[Policy]] = PI0Policy
+    state_is_token: ClassVar[bool] = True
     steps_field = "num_inference_steps"
     vlm_path = "paligemma_with_expert.paligemma"
     vlm_field = "paligemma_variant"
@@ -114,10 +115,8 @@ class Pi0Flow(FlowPolicy):
     def observe(self, policy: Policy, batch: Mapping[str, Tensor]) -> Observation:
         images, image_masks = policy._preprocess_images(batch)
         tokens, token_masks = batch[OBS_LANGUAGE_TOKENS], batch[OBS_LANGUAGE_ATTENTION_MASK]
-        return Observation(images, image_masks, tokens, token_masks, self._state(policy, batch))
-
-    def demonstrated_actions(self, policy: Policy, batch: Mapping[str, Tensor]) -> Tensor:
-        return policy.prepare_action({ACTION: batch[ACTION]})
+        state = policy.prepare_state(batch) if self.state_is_token else None
+        return Observation(images, image_masks, tokens, token_masks, state)
 
     def transformer(self, model: Model, with_vlm: bool) -> list[nn.Parameter]:
         both = model.paligemma_with_expert
@@ -140,9 +139,6 @@ class Pi0Flow(FlowPolicy):
             )
         return None
 
-    def _state(self, policy: Policy, batch: Mapping[str, Tensor]) -> Tensor | None:
-        return policy.prepare_state(batch)
-
 
 class Pi05Flow(Pi0Flow):
     """π0.5: its state is a part of the instruction, in 256 bins for each dimension; all else is as in π0."""
@@ -150,9 +146,7 @@ class Pi05Flow(Pi0Flow):
     stock_type = "pi05"
     title = "π0.5"
     policy_class = PI05Policy
-
-    def _state(self, policy: Policy, batch: Mapping[str, Tensor]) -> None:
-        return None
+    state_is_token = False
 
 
 def load_pi0_weights(policy: Policy, folder: Path) -> None:

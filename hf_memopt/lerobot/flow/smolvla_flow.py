@@ -212,10 +212,9 @@ class SmolVLAFlow(FlowPolicy):
         return Observation(images, image_masks, tokens, token_masks, policy.prepare_state(batch))
 
     def demonstrated_actions(self, policy: SmolVLAPolicy, batch: Mapping[str, Tensor]) -> Tensor:
-        actions = batch[ACTION]
         if policy.config.adapt_to_pi_aloha:  # lerobot's conversion writes into its argument
-            actions = policy._pi_aloha_encode_actions_inv(actions.clone())
-        return policy.prepare_action({ACTION: actions})
+            batch = {ACTION: policy._pi_aloha_encode_actions_inv(batch[ACTION].clone())}
+        return super().demonstrated_actions(policy, batch)
 
     def transformer(self, model: VLAFlowMatching, with_vlm: bool) -> list[nn.Parameter]:
         part = model.vlm_with_expert if with_vlm else model.vlm_with_expert.lm_expert

@@ -14,7 +14,7 @@ from lerobot.policies.pretrained import PreTrainedPolicy
 from lerobot.utils.constants import OBS_LANGUAGE_ATTENTION_MASK, OBS_LANGUAGE_TOKENS, OBS_STATE
 from torch import Tensor
 
-from hf_memopt.disk.digests import files_sha256
+from hf_memopt.disk.files_on_disk import files_sha256
 from hf_memopt.lerobot.couplings.cache import CouplingCache, draw_noise, noise_seed
 from hf_memopt.lerobot.files.policy_files import load_config, normalizing_statistics, resolve_checkpoint, weights_digest
 from hf_memopt.lerobot.flow.flow_policy import Observation, SharedPrefix
