@@ -112,9 +112,13 @@ class MemoryTracker:
         if device is None:
             device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
         self.device = torch.device(device)
-        counters = counters if counters is not None else counters_for(self.device)
+        self._counters = counters if counters is not None else counters_for(self.device)
+        self._reset_peaks = reset_peaks
         self._host = Host()
-        self._gauge = HostGauge(self._host) if counters is None else DeviceGauge(counters, reset_peaks)
+        # The figures at the last end of a phase: of the device, or without counters of the host.
+        self._now = None if self._counters is None else self._counters.read()
+        self._rss_bytes = self._host.rss_bytes()
+        self._highest_bytes = self._rss_bytes if self._now is None else self._now.peak_allocated_bytes
         self._open: list[str] = []
         self._step: dict[str, PhasePeak] = {}
         self._peaks: dict[str, PhasePeak] = {}
@@ -134,12 +138,12 @@ class MemoryTracker:
     @property
     def has_counters(self) -> bool:
         """Return whether figures are those of device memory; otherwise they are those of host memory."""
-        return isinstance(self._gauge, DeviceGauge)
+        return self._counters is not None
 
     @property
     def highest_bytes(self) -> int:
         """The most that tensors held up to the last end of a phase; without counters, the most resident host memory."""
-        return self._gauge.highest_bytes
+        return self._highest_bytes
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -170,48 +174,30 @@ class MemoryTracker:
         """Return all that is known of memory now, for logging: asks driver and system. `pss` is as in `HostMemory`."""
         self._boundary()
         host = self._host.read(pss=pss)
-        device = self._gauge.read() if isinstance(self._gauge, DeviceGauge) else None
-        return MemoryReading(device, host)
+        if self._counters is None or self._now is None:
+            return MemoryReading(None, host)
+        free_bytes, total_bytes = self._counters.free_and_total()
+        elsewhere_bytes = max(0, total_bytes - free_bytes - self._now.reserved_bytes)
+        return MemoryReading(DeviceReading(self._now, self._highest_bytes, total_bytes, elsewhere_bytes), host)
 
     def _boundary(self) -> None:
         # The stretch between two ends of phases counts for every open phase, so that outer phases include inner ones.
-        self._step = _join(self._step, dict.fromkeys(self._open, self._gauge.interval()))
+        self._step = _join(self._step, dict.fromkeys(self._open, self._interval()))
 
-
-class DeviceGauge:
-    def __init__(self, counters: Counters, reset_peaks: bool) -> None:
-        self._counters = counters
-        self._reset_peaks = reset_peaks
-        self._now = counters.read()
-        self.highest_bytes = self._now.peak_allocated_bytes
-
-    def interval(self) -> PhasePeak:
-        before, self._now = self._now, self._counters.read()
-        self.highest_bytes = max(self.highest_bytes, self._now.peak_allocated_bytes)
-        interval = _between(before, self._now)
+    def _interval(self) -> PhasePeak:
+        """Return the peak since the last call; without counters, of host memory, of which only the ends are known."""
+        if self._counters is None or self._now is None:
+            rss_before, self._rss_bytes = self._rss_bytes, self._host.rss_bytes()
+            self._highest_bytes = max(self._highest_bytes, self._rss_bytes)
+            return PhasePeak(host_rss_bytes=max(rss_before, self._rss_bytes))
+        before, now = self._now, self._counters.read()
+        self._highest_bytes = max(self._highest_bytes, now.peak_allocated_bytes)
+        self._now = now
         if self._reset_peaks:
             self._counters.reset_peaks()
             # The counter begins again at the bytes allocated.
-            self._now = replace(self._now, peak_allocated_bytes=self._now.allocated_bytes)
-        return interval
-
-    def read(self) -> DeviceReading:
-        free_bytes, total_bytes = self._counters.free_and_total()
-        elsewhere_bytes = max(0, total_bytes - free_bytes - self._now.reserved_bytes)
-        return DeviceReading(self._now, self.highest_bytes, total_bytes, elsewhere_bytes)
-
-
-class HostGauge:
-    """Host memory between one call of `interval` and the next, of which only the ends are known."""
-
-    def __init__(self, host: Host) -> None:
-        self._host = host
-        self._rss_bytes = self.highest_bytes = host.rss_bytes()
-
-    def interval(self) -> PhasePeak:
-        before, self._rss_bytes = self._rss_bytes, self._host.rss_bytes()
-        self.highest_bytes = max(self.highest_bytes, self._rss_bytes)
-        return PhasePeak(host_rss_bytes=max(before, self._rss_bytes))
+            self._now = replace(now, peak_allocated_bytes=now.allocated_bytes)
+        return _between(before, now)
 
 
 def _between(before: DeviceMemory, now: DeviceMemory) -> PhasePeak:
