@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
-from hf_memopt.training.accumulation.rank_exchange import (
+from hf_memopt.training.rank_exchange import (
     backward_from_outputs,
     backward_to_outputs,
     begin_window,

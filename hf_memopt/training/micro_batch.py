@@ -17,16 +17,16 @@ from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_memopt.ranges import COUNT
-from hf_memopt.training.accumulation.rank_exchange import (
+from hf_memopt.training.rank_exchange import (
     check_distributed_type,
     check_exchange_after_backward,
     check_not_joined,
     gathers_weights,
     max_over_ranks,
 )
-from hf_memopt.training.accumulation.window import WeightFn, normalized_weights, num_samples, split_batch, take
 from hf_memopt.training.repeatable import BufferState, RandomState
 from hf_memopt.training.step import LossFn, OpenStep, StepResult, train_step
+from hf_memopt.training.window import WeightFn, normalized_weights, num_samples, split_batch, take
 
 logger = logging.getLogger(__name__)
 

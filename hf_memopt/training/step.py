@@ -16,7 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_memopt.memory.device_counters import counters_for
 from hf_memopt.memory.ranks import gather_from_ranks
 from hf_memopt.ranges import Range
-from hf_memopt.training.accumulation.rank_exchange import (
+from hf_memopt.training.finite_check import Findings, GradientWatch, NonFiniteGradientError, scaler_takes_care
+from hf_memopt.training.loss_terms import wide
+from hf_memopt.training.rank_exchange import (
     apply_by_engine,
     backward,
     begin_window,
@@ -31,9 +33,7 @@ from hf_memopt.training.accumulation.rank_exchange import (
     max_over_ranks,
     sum_over_ranks,
 )
-from hf_memopt.training.accumulation.window import Weighted, WeightFn, normalized_weights
-from hf_memopt.training.finite_check import Findings, GradientWatch, NonFiniteGradientError, scaler_takes_care
-from hf_memopt.training.loss_terms import wide
+from hf_memopt.training.window import Weighted, WeightFn, normalized_weights
 
 LossFn = Callable[[nn.Module, Any], Tensor]
 _counters = cache(counters_for)

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
-DDP = "hf_memopt/training/accumulation/rank_exchange.py"
+DDP = "hf_memopt/training/rank_exchange.py"
 
 
 def ddp(**options: bool) -> DistributedDataParallel:

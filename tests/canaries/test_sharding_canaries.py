@@ -6,7 +6,7 @@ from torch import distributed, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from hf_memopt.training.accumulation.rank_exchange import drop_gradients
+from hf_memopt.training.rank_exchange import drop_gradients
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -84,7 +84,7 @@ def test_a_weight_that_is_gathered_for_each_use_says_so() -> None:
 
 
 def test_exact_steps_tell_the_engine_where_a_window_ends() -> None:
-    with relied_on_by("hf_memopt/training/accumulation/rank_exchange.py"):
+    with relied_on_by("hf_memopt/training/rank_exchange.py"):
         engine = source("runtime/engine.py")
         for signature in (
             "backward(self, loss, retain_graph=False, scale_wrt_gas=True)",

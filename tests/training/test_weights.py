@@ -11,7 +11,7 @@ from late_imports import LateModule
 from torch import Tensor, nn
 
 from hf_memopt.training import MicroBatcher, train_step
-from hf_memopt.training.accumulation.window import default_weight
+from hf_memopt.training.window import default_weight
 
 transformers = LateModule("transformers")
 

@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from hf_memopt.ranges import COUNT
-from hf_memopt.training.accumulation.rank_exchange import gathers_weights, max_over_ranks, sum_over_ranks
+from hf_memopt.training.rank_exchange import gathers_weights, max_over_ranks, sum_over_ranks
 
 
 def split_batch(batch: Any, micro_batch_size: int) -> Iterator[Any]:

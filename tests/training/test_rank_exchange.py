@@ -5,7 +5,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
-from hf_memopt.training.accumulation.rank_exchange import check_distributed_type
+from hf_memopt.training.rank_exchange import check_distributed_type
 
 
 @pytest.fixture

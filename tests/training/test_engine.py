@@ -7,7 +7,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 
-from hf_memopt.training.accumulation.rank_exchange import apply_by_engine, begin_window, check_engine, engine_of
+from hf_memopt.training.rank_exchange import apply_by_engine, begin_window, check_engine, engine_of
 
 
 class Engine:

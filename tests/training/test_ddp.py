@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_memopt.training.accumulation.rank_exchange import (
+from hf_memopt.training.rank_exchange import (
     check_exchange_after_backward,
     check_first_window,
     check_not_joined,
