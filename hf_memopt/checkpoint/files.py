@@ -20,6 +20,8 @@ from safetensors import SafetensorError
 from hf_memopt.disk.files_on_disk import not_written, put_in_place, sha256, sync
 
 MANIFEST = "manifest.json"
+LATEST = "latest"
+_UNFINISHED = ("*.partial", "*.removed")
 
 Manifest = dict[str, Any]
 
@@ -118,10 +120,6 @@ def _compare(file: Path, entry: dict[str, Any]) -> None:
         raise ValueError(f"{file.name} has {num_bytes} bytes instead of {entry['bytes']}")
     if sha256(file) != entry["sha256"]:
         raise ValueError(f"{file.name} differs from what was saved (sha256)")
-
-
-LATEST = "latest"
-_UNFINISHED = ("*.partial", "*.removed")
 
 
 class Pointer(NamedTuple):

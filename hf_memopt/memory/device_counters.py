@@ -16,6 +16,9 @@ from hf_memopt.transfer.scratch_file import DiskHoldings, disk_of_process
 
 logger = logging.getLogger(__name__)
 
+# Linux' files of this process: writing 5 to the first has the second's VmHWM begin again.
+_RESET, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
@@ -154,10 +157,6 @@ def _pinned_bytes() -> int | None:
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
     return int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0))
-
-
-# Linux' files of this process: writing 5 to the first has the second's VmHWM begin again.
-_RESET, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 
 
 def reset_peak(device: torch.device) -> None:

@@ -14,6 +14,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 _STAGES = (2, 3)
+_REFUSED = {
+    DistributedType.FSDP: "FSDP1 keeps gradients in flat shards; use fsdp_version=2",
+    DistributedType.MEGATRON_LM: "it runs forward and backward itself; use accelerator.accumulate",
+    DistributedType.XLA: "gradients are exchanged when its graph runs; use accelerator.accumulate",
+}
 # Engines that hold a part of a window's gradient.
 _UNFINISHED: WeakSet[Any] = WeakSet()
 
@@ -57,13 +62,6 @@ def apply_by_engine(engine: Any) -> float:
     _UNFINISHED.discard(engine)
     norm = engine.get_global_grad_norm()
     return math.nan if norm is None else float(norm)
-
-
-_REFUSED = {
-    DistributedType.FSDP: "FSDP1 keeps gradients in flat shards; use fsdp_version=2",
-    DistributedType.MEGATRON_LM: "it runs forward and backward itself; use accelerator.accumulate",
-    DistributedType.XLA: "gradients are exchanged when its graph runs; use accelerator.accumulate",
-}
 
 
 def check_distributed_type(accelerator: Accelerator) -> None:

@@ -10,6 +10,12 @@ from torch import Tensor, nn
 from hf_memopt.ranges import COUNT
 from hf_memopt.training.rank_exchange import gathers_weights, max_over_ranks, sum_over_ranks
 
+WeightFn = Callable[[Any], float | Tensor]
+Weighted = Sequence[tuple[Any, float]]  # micro-batches, and the factors of their losses in the loss of the step
+
+_IGNORED = -100  # the label that torch's and transformers' losses leave out
+_SHIFTED = ("ForCausalLM", "ForConditionalGeneration")  # transformers' loss types that predict the next token
+
 
 def split_batch(batch: Any, micro_batch_size: int) -> Iterator[Any]:
     """Yield the batch's samples in their order, `micro_batch_size` at a time; the last part may be smaller.
@@ -58,13 +64,6 @@ def _has_samples(value: Any) -> bool:
     if isinstance(value, list):
         return not any(isinstance(each, Tensor | Mapping | list | tuple) for each in value)
     return isinstance(value, Tensor) and value.ndim > 0
-
-
-WeightFn = Callable[[Any], float | Tensor]
-Weighted = Sequence[tuple[Any, float]]  # micro-batches, and the factors of their losses in the loss of the step
-
-_IGNORED = -100  # the label that torch's and transformers' losses leave out
-_SHIFTED = ("ForCausalLM", "ForConditionalGeneration")  # transformers' loss types that predict the next token
 
 
 def normalized_weights(
