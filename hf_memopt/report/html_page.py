@@ -55,7 +55,8 @@ def figures_of(run: Run) -> dict[str, Draw]:
     if run.offloading is not None and run.offloading.over_pass.held:
         record = run.offloading
         figures["saved_activations"] = lambda figure: _draw_pass(figure, record)
-    draws = [draw for draw, varies in ((_draw_device, run.device_varies), (_draw_host, run.host_varies)) if varies]
+    varying = {_draw_device: run.device_varies, _draw_host: run.varies("memory/host_rss_gib")}
+    draws = [draw for draw, varies in varying.items() if varies]
     if draws:
         figures["memory_over_time"] = lambda figure: _draw_timeline(figure, run.timeline, draws)
     if run.losses:

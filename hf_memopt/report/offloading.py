@@ -90,11 +90,14 @@ class OffloadingRecord:
 def in_words(stats: OffloadStats) -> list[str]:
     """Return the work of an offloader in phrases, for a log's line, a page and a model card."""
     recomputed = f", {format_bytes(stats.bytes_recomputed)} computed again" if stats.bytes_recomputed else ""
+    destination = "host and disk" if stats.host_bytes_pinned else "the disk"
+    held = f"{format_bytes(stats.disk_bytes_held)} of disk used, " if stats.disk_bytes_held else ""
+    written = f"{held}{format_bytes(stats.disk_bytes_written)} written to the disk"
     phrases = [
         f"over the run {format_bytes(stats.bytes_kept)} kept, {format_bytes(stats.bytes_moved)} moved to "
-        f"{_destination(stats)}{recomputed}",
+        f"{destination if stats.disk_bytes_written else 'the host'}{recomputed}",
         f"{format_bytes(stats.host_bytes_pinned)} of host memory used" if stats.host_bytes_pinned else "",
-        _disk_use(stats),
+        written if stats.disk_bytes_written else "",
         f"compute waited {format_ms(stats.stall_ms)}",
         _figures(
             "in a step: peak of saved activations",
@@ -113,19 +116,6 @@ def highest(held: Sequence[int], max_points: int, first: int = 0) -> list[int]:
     width = max(1, -(-(len(held) - first) // max_points))
     stretches = (range(start, min(start + width, len(held))) for start in range(first, len(held), width))
     return [max(stretch, key=held.__getitem__) for stretch in stretches]
-
-
-def _destination(stats: OffloadStats) -> str:
-    if not stats.disk_bytes_written:
-        return "the host"
-    return "host and disk" if stats.host_bytes_pinned else "the disk"
-
-
-def _disk_use(stats: OffloadStats) -> str:
-    if not stats.disk_bytes_written:
-        return ""
-    held = f"{format_bytes(stats.disk_bytes_held)} of disk used, " if stats.disk_bytes_held else ""
-    return f"{held}{format_bytes(stats.disk_bytes_written)} written to the disk"
 
 
 def _figures(name: str, in_unit: Callable[[float], str], **values: float | None) -> str:

@@ -142,13 +142,9 @@ class Run:
     @property
     def device_varies(self) -> bool:
         """Return whether memory of the device changes from one logged step to another by enough to be seen."""
-        return any(self._varies(f"memory/{kind}_gib") for kind in ("allocated", "fragmentation", "elsewhere"))
+        return any(self.varies(f"memory/{kind}_gib") for kind in ("allocated", "fragmentation", "elsewhere"))
 
-    @property
-    def host_varies(self) -> bool:
-        return self._varies("memory/host_rss_gib")
-
-    def _varies(self, key: str) -> bool:
+    def varies(self, key: str) -> bool:
         values = [record[key] for record in self.timeline if key in record]
         return bool(values) and max(values) - min(values) > _STEADY * max(values)
 
