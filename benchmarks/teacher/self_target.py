@@ -9,6 +9,7 @@ cores. With `--folder`, parts that are there already are not trained again.
 """
 
 import argparse
+import dataclasses
 import statistics
 import subprocess
 import sys
@@ -56,7 +57,7 @@ def run_seed(seed: int, folder: Path) -> dict[str, Any]:
 
 
 def measured(found: Demo) -> dict[str, Any]:
-    evaluation, rates = found.evaluation().to_dict(), found.rates()
+    evaluation, rates = dataclasses.asdict(found.evaluation()), found.rates()
     return {
         **{side: {**evaluation[side], "success_rate": rates["passing_rates"][side]} for side in ("teacher", "student")},
         "zigzag_rate": rates["zigzag_rates"]["student"],

@@ -83,7 +83,7 @@ def test_a_teacher_agrees_with_itself(toy_teacher: Path, batches: list[dict[str,
     assert found.student.spread == found.teacher.spread
     assert (found.num_observations, found.teacher_num_steps) == (10, 10)
     assert all(latency > 0 for latency in found.student.latency_ms.values())
-    assert json.loads(json.dumps(found.to_dict()))["student"]["error"]["10"] == 0
+    assert json.loads(json.dumps(dataclasses.asdict(found)))["student"]["error"]["10"] == 0
 
 
 def test_memory_to_act_is_counted_to_the_byte(toy_teacher: Path, batches: list[dict[str, Any]], noise: Tensor) -> None:
