@@ -113,10 +113,11 @@ class CachedForward:
         for number, micro_batch in enumerate(self._micro_batches):
             with self._around(number == len(self._micro_batches) - 1):
                 self._states[number].restore()
+                outputs, by_output = self._forward(micro_batch), [parts[number] for parts in cut]
                 pairs = [
-                    (output, parts[number])
-                    for output, parts in zip(self._forward(micro_batch), cut, strict=True)
-                    if output.requires_grad and parts[number] is not None
+                    (output, gradient)
+                    for output, gradient in zip(outputs, by_output, strict=True)
+                    if output.requires_grad and gradient is not None
                 ]
                 self._backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
         after.restore()

@@ -58,7 +58,13 @@ class CouplingFolder:
         try:
             found = self.description
         except _AbsentError:
-            self._refuse_other_files(description)
+            names = sorted(file.name for file in self.path.iterdir() if not file.name.startswith("."))
+            others = [name for name in names if name != DESCRIPTION_FILE]
+            # Those of which none is a shard of this description.
+            if others and not any(self._is_complete(shard, description) for shard in range(description["num_shards"])):
+                raise ValueError(
+                    f"output={str(self.path)!r} holds other files ({others[0]}, …); delete them, or name a new folder"
+                ) from None
             self._write_description(description)
             found = self.description
         check_same(self.path, found, description)
@@ -155,15 +161,6 @@ class CouplingFolder:
     def _files(self, shard: int, description: Mapping[str, Any]) -> list[Path]:
         """Return the files that claim to be a shard: mostly one, and others where caches were mixed up."""
         return sorted(self.path.glob(f"{_label(shard, description)}-*.arrow"))
-
-    def _refuse_other_files(self, description: Mapping[str, Any]) -> None:
-        """Raise a ValueError if there are files here, and none of them is a shard of this description."""
-        names = sorted(file.name for file in self.path.iterdir() if not file.name.startswith("."))
-        others = [name for name in names if name != DESCRIPTION_FILE]
-        if others and not any(self._is_complete(shard, description) for shard in range(description["num_shards"])):
-            raise ValueError(
-                f"output={str(self.path)!r} holds other files ({others[0]}, …); delete them, or name a new folder"
-            )
 
     def _write_description(self, description: Mapping[str, Any]) -> None:
         # Several processes may write it at the same time; the last one wins, with equal bytes.

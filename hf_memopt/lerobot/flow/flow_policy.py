@@ -44,6 +44,10 @@ class SharedPrefix(ABC):
     @abstractmethod
     def __init__(self, model: nn.Module, observation: Observation) -> None: ...
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
+
 
 class ConditionedExpert(ABC):
     """A model's velocity field, given the prefix of a batch, which a VLM with the same weights computed.

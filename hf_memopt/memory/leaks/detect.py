@@ -54,19 +54,13 @@ class StorageAges:
                 start |    tested    | in flight
 
     Tensors of samples in flight may be in use still, as prefetched batches are. Autograd graphs count at any size.
-    `unreached_bytes` measures an accelerator's allocator beyond the given tensors; growth of that is a leak too.
+    Growth of an accelerator's allocator beyond these tensors is a leak too.
     """
 
-    def __init__(
-        self,
-        num_tested: int,
-        num_in_flight: int,
-        min_bytes_per_step: int,
-        unreached_bytes: Callable[[list[Tensor]], int] | None,
-    ) -> None:
+    def __init__(self, num_tested: int, num_in_flight: int, min_bytes_per_step: int) -> None:
         self._num_tested = num_tested
         self._min_bytes_per_step = min_bytes_per_step
-        self._measure_unreached = unreached_bytes
+        self._measure_unreached = allocator_counter()
         self._births: dict[int, _Birth] = {}
         # One more than the samples, as growth is measured between two of them.
         self._looks: deque[_Look] = deque(maxlen=num_tested + num_in_flight + 1)
@@ -185,7 +179,7 @@ def detect_leaks(step_fn: Callable[[], object], num_steps: int = 60, min_bytes_p
     COUNT_OR_ZERO.check("min_bytes_per_step", min_bytes_per_step)
     margin = num_steps // 6
     # StorageAges keeps the last sample of the warm-up too: the first tested step grows from there.
-    ages = StorageAges(num_steps - 2 * margin, margin, min_bytes_per_step, allocator_counter())
+    ages = StorageAges(num_steps - 2 * margin, margin, min_bytes_per_step)
     for step in range(1, num_steps + 1):
         step_fn()
         ages.sample(step)
@@ -221,7 +215,7 @@ class LeakMonitor:
         self._found: LeakReport | None = None
         self._every_n_steps = every_n_steps
         self._raises = action == "raise"
-        self._ages = StorageAges(_TESTED, _IN_FLIGHT, min_bytes_per_step, allocator_counter())
+        self._ages = StorageAges(_TESTED, _IN_FLIGHT, min_bytes_per_step)
         self._num_steps = self._num_looks = 0
         self._next_look_s = 0.0
 

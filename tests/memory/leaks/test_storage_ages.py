@@ -1,16 +1,18 @@
 from collections.abc import Iterator
+from unittest.mock import patch
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_memopt.memory.leaks.detect import StorageAges
+from hf_memopt.memory.leaks import detect
 
 
 def unreached(levels: Iterator[int]) -> float:
     """Return the unreached bytes of a loop without a leak in Python, under an allocator that counts `levels`."""
-    ages = StorageAges(30, 8, 1024, lambda tensors: next(levels))
+    with patch.object(detect, "allocator_counter", lambda: lambda tensors: next(levels)):
+        ages = detect.StorageAges(30, 8, 1024)
     for step in range(1, 47):
         ages.sample(step)
     return ages.unreached_bytes_per_step()
