@@ -113,13 +113,7 @@ class CachedForward:
         for number, micro_batch in enumerate(self._micro_batches):
             with self._around(number == len(self._micro_batches) - 1):
                 self._states[number].restore()
-                outputs, by_output = self._forward(micro_batch), [parts[number] for parts in cut]
-                pairs = [
-                    (output, gradient)
-                    for output, gradient in zip(outputs, by_output, strict=True)
-                    if output.requires_grad and gradient is not None
-                ]
-                self._backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
+                self._backward(*_differentiable(self._forward(micro_batch), [parts[number] for parts in cut]))
         after.restore()
 
     def _forward(self, micro_batch: Any) -> Outputs:
@@ -145,3 +139,12 @@ class _GradientsTo(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
         ctx.function(gradients)
         return None, *(None for _ in gradients)
+
+
+def _differentiable(outputs: Outputs, gradients: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
+    pairs = [
+        (output, gradient)
+        for output, gradient in zip(outputs, gradients, strict=True)
+        if output.requires_grad and gradient is not None
+    ]
+    return [output for output, _ in pairs], [gradient for _, gradient in pairs]
