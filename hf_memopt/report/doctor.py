@@ -27,8 +27,6 @@ Facts = dict[str, Any]
 
 _REQUIRED = ("torch", "transformers", "accelerate", "datasets", "safetensors", "psutil")
 _OPTIONAL = ("lerobot", "trl", "peft", "diffusers", "neuraloperator", "matplotlib")
-# Less free memory than this share is a problem.
-_FREE_SHARE = 0.5
 # Devices in the host's own memory, such as a CPU.
 _UNLINKED = ("cpu", "mps")
 _LINK = "{to_host_gb_per_s:.1f} GB/s to the host, {to_device_gb_per_s:.1f} GB/s to the device"
@@ -159,7 +157,7 @@ def find_problems(
             problems.append(
                 f"{name}: host memory cannot be pinned, so copies are slow and block the host: raise ulimit -l"
             )
-        if free_gib is not None and free_gib < _FREE_SHARE * total_gib:
+        if free_gib is not None and free_gib < total_gib / 2:
             free = f"{name}: only {free_gib:.1f} of {total_gib:.1f} GiB are free"
             problems.append(f"{free}: end the processes that hold the rest")
     return problems
