@@ -78,7 +78,7 @@ class ReflowPolicy(nn.Module):
     def __init__(self, config: Any, dataset_stats: Any = None, **kwargs: Any) -> None:
         source = make_pair_source(config)
         # With couplings on disk the student is its own teacher, which decides whether its prefix needs a graph.
-        teacher = ReflowTeacher(config) if config.has_teacher else SelfTeacher(config)
+        teacher: ReflowTeacher | SelfTeacher = ReflowTeacher(config) if config.has_teacher else SelfTeacher(config)
         if dataset_stats is not None:
             if config.use_reflow:
                 root = getattr(kwargs.get("dataset_meta"), "root", None)

@@ -2,9 +2,8 @@
 
 import logging
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -33,8 +32,8 @@ logger = logging.getLogger(__name__)
 _NUM_STEPS = 2  # of a student that teaches itself, as in SnapFlow, arXiv 2604.05656
 
 
-class VelocityTeacher(ABC):
-    """Holds the velocity field that a student learns from.
+class VelocityTeacher:
+    """Holds the velocity field that a student learns from: the part that both kinds of teachers share.
 
     This is no `nn.Module`, so that the student's parameters(), state_dict(), train() and to() do not see it. Copies and
     pickles carry the configuration alone: a deep copy of the student (an exponential moving average, say) has no
@@ -50,30 +49,10 @@ class VelocityTeacher(ABC):
     def __reduce__(self) -> Any:
         return type(self), (self._config,)
 
-    @property
-    @abstractmethod
-    def num_steps(self) -> int:
-        """Euler steps of the loaded teacher."""
-
-    @abstractmethod
-    def load(self, student: PreTrainedPolicy) -> PreTrainedPolicy:
-        """Return the teacher's policy, loaded on the first call; ValueError as `check` or for `share_prefix=on`."""
-
-    @abstractmethod
-    def visit(self) -> AbstractContextManager[Any]:
-        """Keep the loaded teacher's model on the student's device, without autocast; may be nested."""
-
-    @abstractmethod
-    def sample(self, observation: Observation, noise: Tensor, prefix: SharedPrefix | None) -> Tensor:
-        """Return where the teacher's ODE takes `noise`: `(batch, chunk, max_action_dim)`, float32.
-
-        `prefix` is the student's, if it is shared; otherwise the teacher computes its own.
-        """
-
-    def check(self, dataset_stats: Mapping[str, Mapping[str, Any]] | None) -> None:  # noqa: B027
+    def check(self, dataset_stats: Mapping[str, Mapping[str, Any]] | None) -> None:
         """Raise a ValueError for all that can be refused before training starts, without loading a weight."""
 
-    def prefetch(self) -> None:  # noqa: B027
+    def prefetch(self) -> None:
         """Start bringing the weights for the next sample, if the teacher is loaded."""
 
     def report(self) -> TeacherReport | None:
@@ -141,7 +120,10 @@ class ReflowTeacher(VelocityTeacher):
             check_same_statistics(folder, config, dataset_stats)
 
     def load(self, student: PreTrainedPolicy) -> PreTrainedPolicy:
-        """Return the teacher's policy, loaded on the first call; a frozen VLM that is bitwise the same is held once."""
+        """Return the teacher's policy, loaded on the first call; ValueError as `check` or for `share_prefix=on`.
+
+        A frozen VLM that is bitwise the student's is held once.
+        """
         if self._policy is None:
             check_replicated(student)
             self.check(None)
@@ -173,7 +155,10 @@ class ReflowTeacher(VelocityTeacher):
 
     @torch.no_grad()
     def sample(self, observation: Observation, noise: Tensor, prefix: SharedPrefix | None) -> Tensor:
-        """Return where the ODE takes `noise`; without a shared prefix by stock lerobot's own operations, bitwise."""
+        """Return where the teacher's ODE takes `noise`: `(batch, chunk, max_action_dim)`, float32.
+
+        `prefix` is the student's, if it is shared; otherwise stock lerobot's own operations compute all, bitwise.
+        """
         with self.visit() as model:
             if prefix is None:
                 actions: Tensor = model.sample_actions(*observation.arguments(), noise=noise)
@@ -183,6 +168,7 @@ class ReflowTeacher(VelocityTeacher):
 
     @contextmanager
     def visit(self) -> Iterator[Any]:
+        """Keep the loaded teacher's model on the student's device, without autocast; may be nested."""
         assert self._offloaded is not None
         # The teacher runs in the dtype of its weights; the student's autocast would cast them again at every step.
         with self._offloaded.onload() as model, torch.autocast(self._offloaded.device.type, enabled=False):
