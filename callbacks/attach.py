@@ -159,9 +159,7 @@ class OffloadedLoss(TrainerCallback):
         refuse_what_conflicts(self.offloader, args, self._trainer.model)
         self._undo_calls()
         if _caches_gradients(self._trainer):  # hooks on other models would only split compiled graphs
-            self._undo_calls = enclose_calls_of(
-                self._trainer.model, lambda call: self._context() if in_backward() else nullcontext()
-            )
+            self._undo_calls = enclose_calls_of(self._trainer.model, self._context_in_backward)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, *others: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero:
@@ -171,6 +169,9 @@ class OffloadedLoss(TrainerCallback):
         self._undo()
         self._undo_calls()
         self._trainer.remove_callback(self)
+
+    def _context_in_backward(self, call: str) -> AbstractContextManager[Any]:
+        return self._context() if in_backward() else nullcontext()
 
     def _context(self) -> AbstractContextManager[Any]:
         if not torch.is_grad_enabled():  # evaluation

@@ -90,7 +90,7 @@ class CachedForward:
     def loss(self, loss_fn: LossFn) -> Tensor:
         """Return the loss of all outputs, whose `backward()` calls that of the micro-batches at the outputs."""
         device_type = self._device.type
-        autocast = torch.autocast(  # as it is now, for backward, which runs outside of the region of forward
+        autocast = torch.autocast(  # the present one, for backward, which runs outside of the region of forward
             device_type,
             torch.get_autocast_dtype(device_type),
             enabled=torch.is_autocast_enabled(device_type),
