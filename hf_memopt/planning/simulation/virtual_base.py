@@ -14,10 +14,9 @@ from hf_memopt.planning.simulation.virtual_disk import VirtualDisk
 from hf_memopt.planning.simulation.virtual_time import VirtualCopier, VirtualTransfer
 from hf_memopt.transfer import Copier, Transfer
 from hf_memopt.transfer.file_reader import PART_BYTES, staging_bytes
-from hf_memopt.transfer.storage_memory import ResizedMemory, StorageMemory
-from hf_memopt.weights.homes.block_home import BlockHome, WrittenSlices
-from hf_memopt.weights.homes.home import looked_up
-from hf_memopt.weights.homes.packed_weights import OffsetTensor, PackedWeights, WeightSlice
+from hf_memopt.weights.homes.block_home import BlockHome
+from hf_memopt.weights.homes.home import HomeInFiles, looked_up
+from hf_memopt.weights.homes.packed_weights import OffsetTensor, PackedWeights
 
 _HOST = torch.device("cpu")
 
@@ -97,14 +96,11 @@ class _BaseCopier(_CountingCopier):
         self._base.label(buffer, STREAMED)
 
 
-class VirtualFileHome:
-    """A `WeightsHome` in files that do not exist.
+class VirtualFileHome(HomeInFiles):
+    """A home in files that do not exist.
 
     Reads pass through a ring in host memory part by part, so that a copy ends with the last part after its read.
-    Slices that are written have places in `written` from then on.
     """
-
-    bytes_read, waited_s = 0, 0.0
 
     def __init__(
         self,
@@ -114,37 +110,26 @@ class VirtualFileHome:
         copier: Copier,
         written: BlockHome | None = None,
     ) -> None:
-        self.num_bytes = self.file_bytes = weights.num_bytes
+        super().__init__(weights, written)
         self._base, self._copier = base, copier
-        self._written = WrittenSlices(written, {piece.start: piece.num_bytes for piece in weights.slices})
-        self.to_home, self.reserve = self._written.write, self._written.reserve
         on_device = device.type != "cpu"
         self._ring = copier.empty_host(staging_bytes(weights.num_bytes) if on_device else 0)
         self.host_bytes = self._ring.nbytes
-        self.views = [[_unread(each) for each in piece.offsets] for piece in weights.slices]
+        self._views = [[_unread(each) for each in piece.offsets] for piece in weights.slices]
 
     def to_device(self, start: int, destination: Tensor) -> Transfer:
         self._base.count("bytes_read", destination.nbytes)
-        if start in self._written:
-            return self._written.read(start, destination)
+        return super().to_device(start, destination)
+
+    def _read(self, start: int, destination: Tensor) -> Transfer:
         read = self._base.disk.reads.copy(destination.nbytes)
         copy = self._copier.to_device(destination, destination)
         assert isinstance(copy, VirtualTransfer)
         last_s = min(PART_BYTES, destination.nbytes) / self._base.clock.card.link_bytes_per_s
         return VirtualTransfer(self._base.clock, max(copy.ended_s, read.ended_s + last_s))
 
-    def memory(self, piece: WeightSlice, device: torch.device, message: str) -> StorageMemory:
-        return ResizedMemory(piece.num_bytes, device, message)
-
     def rows(self, slice_number: int, place: int, indices: Tensor) -> Tensor:
         return looked_up(self.views[slice_number][place], indices.cpu()).to(indices.device)
-
-    # There is no file, and dropped memory is the allocator's.
-    def check(self) -> None: ...
-
-    def settle(self) -> None: ...
-
-    def trim(self) -> None: ...
 
 
 def _unread(each: OffsetTensor) -> Tensor:

@@ -2,13 +2,11 @@
 
 import os
 import tempfile
-from collections.abc import Mapping
 
 import torch
-from torch import Tensor
 
 from hf_memopt.transfer.backends import backend_of, copier_for
-from hf_memopt.transfer.copier import Copier, Transfer
+from hf_memopt.transfer.copier import Copier
 from hf_memopt.transfer.direct_io import PAGE
 from hf_memopt.transfer.disk_memory import DirectDisk, StagedDisk
 from hf_memopt.transfer.lower_memory import LowerHost, LowerMemory, Place
@@ -98,46 +96,3 @@ class BlockHome:
             return LowerHost(copier, None)
         largest_bytes = max(self.largest_bytes, num_bytes) + PAGE
         return StagedDisk(self.file, copier, max(largest_bytes, min(3 * largest_bytes, _STAGING_BYTES)))
-
-
-class WrittenSlices:
-    """Slices of weights that updates have written, each in a place that is taken once; by the slices' first bytes.
-
-    Args:
-        home: None where nothing is written.
-        sizes: in bytes.
-    """
-
-    def __init__(self, home: BlockHome | None, sizes: Mapping[int, int]) -> None:
-        self.home, self._sizes = home, sizes
-        self._places: dict[int, Place] = {}
-        self._written: set[int] = set()
-
-    def __contains__(self, start: int) -> bool:
-        return start in self._written
-
-    def _place(self, start: int, device: torch.device) -> Place:
-        if start not in self._places:
-            assert self.home is not None
-            self._places[start] = self.home.place(device, self._sizes[start])
-        return self._places[start]
-
-    def reserve(self, device: torch.device) -> None:
-        """Take the space for all slices; an error if there is none."""
-        for start in self._sizes:
-            self._place(start, device)
-
-    def write(self, start: int, source: Tensor) -> Transfer:
-        memory, block = self._place(start, source.device)
-        transfer = memory.write(source, block)
-        self._written.add(start)
-        return transfer
-
-    def at_home(self, start: int) -> Tensor:
-        """Return the bytes of a written slice, uint8, which later writes change, from its first one on."""
-        memory, block = self._places[start]
-        return torch.frombuffer(memory.at_home(block), dtype=torch.uint8)[block.offset :]
-
-    def read(self, start: int, destination: Tensor) -> Transfer:
-        memory, block = self._places[start]
-        return memory.read(block, destination)

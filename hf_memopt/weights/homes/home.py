@@ -2,9 +2,10 @@
 
 import os
 import tempfile
+from abc import abstractmethod
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal, Protocol, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -13,8 +14,9 @@ from hf_memopt.transfer import Copier, SyncCopier, Transfer
 from hf_memopt.transfer.backends import backend_of, readable_in_place
 from hf_memopt.transfer.direct_io import PAGE
 from hf_memopt.transfer.file_reader import BlockInFiles, DirectReads, StagedReads
+from hf_memopt.transfer.lower_memory import Place
 from hf_memopt.transfer.storage_memory import ResizedMemory, StorageMemory, WholePages
-from hf_memopt.weights.homes.block_home import BlockHome, WrittenSlices
+from hf_memopt.weights.homes.block_home import BlockHome
 from hf_memopt.weights.homes.packed_weights import PackedWeights, WeightSlice, views
 from hf_memopt.weights.homes.shared_memory import refuse_different, several_ranks, share
 from hf_memopt.weights.homes.weight_files import in_files
@@ -25,8 +27,8 @@ HOMES: tuple[str, ...] = get_args(Home)
 _VECTOR_BYTES = 64
 
 
-class WeightsHome(Protocol):
-    """The place of a `PackedWeights` block.
+class WeightsHome:
+    """The place of a `PackedWeights` block; without overrides, one in memory that needs no care.
 
     Attributes:
         num_bytes: of the block.
@@ -39,20 +41,26 @@ class WeightsHome(Protocol):
 
     num_bytes: int
     host_bytes: int
-    file_bytes: int
+    file_bytes = 0
+    _views: list[list[Tensor]]
 
     @property
-    def views(self) -> list[list[Tensor]]: ...
+    def views(self) -> list[list[Tensor]]:
+        return self._views
 
     @property
-    def bytes_read(self) -> int: ...
+    def bytes_read(self) -> int:
+        return 0
 
     @property
-    def waited_s(self) -> float: ...
+    def waited_s(self) -> float:
+        return 0.0
 
+    @abstractmethod
     def to_device(self, start: int, destination: Tensor) -> Transfer:
         """Start copying the bytes of the block from `start` on to device memory, `(num_bytes,)` uint8."""
 
+    @abstractmethod
     def to_home(self, start: int, source: Tensor) -> Transfer:
         """Start writing the slice that begins at `start` of the block home from device memory, `(num_bytes,)` uint8."""
 
@@ -61,7 +69,9 @@ class WeightsHome(Protocol):
 
     def memory(self, piece: WeightSlice, device: torch.device, message: str) -> StorageMemory:
         """Return memory of the device for a slice, which comes and goes; see `AccessGuard` for the message."""
+        return ResizedMemory(piece.num_bytes, device, message)
 
+    @abstractmethod
     def rows(self, slice_number: int, place: int, indices: Tensor) -> Tensor:
         """Look rows of a table up.
 
@@ -125,28 +135,19 @@ def make_home(
     return HostHome(weights, master, copier)
 
 
-class HostHome:
+class HostHome(WeightsHome):
     """A block in host memory, `master`; shared with other ranks, it is not written again."""
-
-    file_bytes = bytes_read = 0
-    waited_s = 0.0
 
     def __init__(self, weights: PackedWeights, master: Tensor, copier: Copier) -> None:
         self.num_bytes = self.host_bytes = master.nbytes
         self._weights, self._master, self._copier = weights, master, copier
-        self.views = [views(piece.offsets, master) for piece in weights.slices]
+        self._views = [views(piece.offsets, master) for piece in weights.slices]
 
     def to_device(self, start: int, destination: Tensor) -> Transfer:
         return self._copier.to_device(self._master[start : start + destination.nbytes], destination)
 
     def to_home(self, start: int, source: Tensor) -> Transfer:
         return self._copier.to_host(source, self._master[start : start + source.nbytes])
-
-    def reserve(self, device: torch.device) -> None:
-        """Do nothing: the block has its space."""
-
-    def memory(self, piece: WeightSlice, device: torch.device, message: str) -> StorageMemory:
-        return ResizedMemory(piece.num_bytes, device, message)
 
     def rows(self, slice_number: int, place: int, indices: Tensor) -> Tensor:
         """Look them up on the device where it can read host memory in place; then nobody waits."""
@@ -157,42 +158,73 @@ class HostHome:
         (table,) = views([self._weights.slices[slice_number].offsets[place]], block)
         return looked_up(table, indices)
 
-    def check(self) -> None:
-        """Do nothing: the memory is this process's own."""
-
     def settle(self) -> None:
         self._copier.settle()
 
-    def trim(self) -> None:
-        """Do nothing: dropped memory is the allocator's."""
+
+class HomeInFiles(WeightsHome):
+    """A block in files that are never written: a slice that updates write has another place from then on.
+
+    Args:
+        written: home of slices that are written; None where none is.
+    """
+
+    def __init__(self, weights: PackedWeights, written: BlockHome | None) -> None:
+        self.num_bytes = self.file_bytes = weights.num_bytes
+        self._slices, self._home_of_written = weights.slices, written
+        # By the first bytes of slices: their numbers, the places of those that may be written, and those that were.
+        self._numbers = {piece.start: number for number, piece in enumerate(weights.slices)}
+        self._places: dict[int, Place] = {}
+        self._written: set[int] = set()
+
+    def to_device(self, start: int, destination: Tensor) -> Transfer:
+        if start not in self._written:
+            return self._read(start, destination)
+        memory, block = self._places[start]
+        return memory.read(block, destination)
+
+    def to_home(self, start: int, source: Tensor) -> Transfer:
+        memory, block = self._place(start, source.device)
+        transfer = memory.write(source, block)
+        self._written.add(start)
+        return transfer
+
+    def reserve(self, device: torch.device) -> None:
+        for start in self._numbers:
+            self._place(start, device)
+
+    def _place(self, start: int, device: torch.device) -> Place:
+        if start not in self._places:
+            assert self._home_of_written is not None
+            num_bytes = self._slices[self._numbers[start]].num_bytes
+            self._places[start] = self._home_of_written.place(device, num_bytes)
+        return self._places[start]
+
+    @abstractmethod
+    def _read(self, start: int, destination: Tensor) -> Transfer:
+        """Start reading bytes that were not written."""
 
 
-class FileHome:
+class FileHome(HomeInFiles):
     """A block in files. Between visits weights are mapped: the system reads pages that are touched, and may drop them.
-
-    Those files are never written: a slice that is has another place from then on.
 
     To read mapped weights where a file has become shorter ends the process, so that each reader calls `check` right
     before.
 
     Args:
         copier: between host and device; None where the device computes in host memory.
-        written: home of slices that are written; None where none is.
     """
 
     def __init__(
         self, weights: PackedWeights, block: BlockInFiles, copier: Copier | None, written: BlockHome | None = None
     ) -> None:
-        self.num_bytes = self.file_bytes = weights.num_bytes
-        self._slices, self._block = weights.slices, block
+        super().__init__(weights, written)
+        self._block = block
         self._reads = DirectReads(block) if copier is None else StagedReads(block, copier)
         self.host_bytes = self._reads.host_bytes
         self._views = [_mapped(piece, block) for piece in weights.slices]
-        self._written = WrittenSlices(written, {piece.start: piece.num_bytes for piece in weights.slices})
         self._bytes_read_back = 0
-        self.reserve = self._written.reserve
-        self._numbers = {piece.start: number for number, piece in enumerate(weights.slices)}
-        # Written slices that `views` shows where they were written, and those that were written since; by first bytes.
+        # By their first bytes, written slices that `views` shows where they were written, and those written since.
         self._is_shown: set[int] = set()
         self._is_newer: set[int] = set()
 
@@ -202,30 +234,33 @@ class FileHome:
 
     @property
     def waited_s(self) -> float:
-        file = self._written.home and self._written.home.file
+        file = self._home_of_written and self._home_of_written.file
         return self._block.waited_s + (file.waited_s if file else 0.0)
 
     @property
     def views(self) -> list[list[Tensor]]:
         for start in tuple(self._is_newer):
-            number = self._numbers[start]
-            piece = self._slices[number]
-            shown = self._written.at_home(start)  # waits for the last write
+            memory, block = self._places[start]
+            shown = memory.at_home(block)  # waits for the last write
             if start not in self._is_shown:
-                whole = shown[: piece.num_bytes]
+                number = self._numbers[start]
+                piece = self._slices[number]
+                whole = torch.frombuffer(shown, dtype=torch.uint8)[block.offset :][: piece.num_bytes]
                 self._views[number] = views([each._replace(start=each.start - start) for each in piece.offsets], whole)
                 self._is_shown.add(start)
             self._is_newer.discard(start)
         return self._views
 
     def to_device(self, start: int, destination: Tensor) -> Transfer:
-        if start not in self._written:
-            return self._reads.read(start, destination)
-        self._bytes_read_back += destination.nbytes
-        return self._written.read(start, destination)
+        if start in self._written:
+            self._bytes_read_back += destination.nbytes
+        return super().to_device(start, destination)
+
+    def _read(self, start: int, destination: Tensor) -> Transfer:
+        return self._reads.read(start, destination)
 
     def to_home(self, start: int, source: Tensor) -> Transfer:
-        transfer = self._written.write(start, source)
+        transfer = super().to_home(start, source)
         self._is_newer.add(start)
         return transfer
 
@@ -236,11 +271,11 @@ class FileHome:
             if is_aligned:
                 self.host_bytes = 0  # no read passes through other memory
                 return self._reads.memory(piece.start, piece.num_bytes, message)
-            if self._written.home is not None:
+            if self._home_of_written is not None:
                 first = piece.offsets[0]
                 offset = (first.tensor.data_ptr() - first.start + piece.start) % PAGE
                 return WholePages(piece.num_bytes, offset, message, self._reads.spare)
-        return ResizedMemory(piece.num_bytes, device, message)
+        return super().memory(piece, device, message)
 
     def rows(self, slice_number: int, place: int, indices: Tensor) -> Tensor:
         """Read rows through the page cache, some 3 microseconds for each index that is there.
@@ -271,8 +306,8 @@ class FileHome:
 
     def settle(self) -> None:
         self._reads.settle()
-        if self._written.home is not None:
-            self._written.home.settle()
+        if self._home_of_written is not None:
+            self._home_of_written.settle()
 
     def trim(self) -> None:
         if isinstance(self._reads, DirectReads):
