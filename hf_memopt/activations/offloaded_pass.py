@@ -15,13 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_memopt.activations.pass_recorder import PassRecorder
+from hf_memopt.activations.pass_recorder import PassRecorder, RecordedPass
 from hf_memopt.activations.planner.offload_plan import OffloadPlan
 from hf_memopt.activations.planner.profile import Action
 from hf_memopt.activations.recompute.op_tracer import OpTracer
-from hf_memopt.activations.recompute.recomputed_storage import RecomputedStorage
-from hf_memopt.activations.recompute.replay import Recomputation, Resolver, StoredInput
-from hf_memopt.activations.recorded_pass import RecordedPass
+from hf_memopt.activations.recompute.replay import Recomputation, RecomputedStorage, Resolver, StoredInput
 from hf_memopt.activations.saved_tensors.device_state import DeviceState, PassCurve
 from hf_memopt.activations.saved_tensors.prefetcher import Prefetcher
 from hf_memopt.activations.saved_tensors.shown_elements import is_whole

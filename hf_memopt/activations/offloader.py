@@ -14,13 +14,11 @@ import torch
 from torch import nn
 from torch._logging._internal import warning_once
 
-from hf_memopt.activations.device_room import room_on
 from hf_memopt.activations.offloaded_pass import OffloadedPass, PassFigures
 from hf_memopt.activations.pass_planner import PassPlanner
-from hf_memopt.activations.plan_maker import OffloadLimits
+from hf_memopt.activations.plan_maker import OffloadLimits, room_on
 from hf_memopt.activations.planner.offload_table import OffloadReport, plan_report
-from hf_memopt.activations.recompute.op_tracer import OpTracer
-from hf_memopt.activations.recompute.tracing_scope import active_in, in_dual_level, off_in_dual_levels
+from hf_memopt.activations.recompute.op_tracer import OpTracer, active_in, in_dual_level, off_in_dual_levels
 from hf_memopt.activations.saved_tensor_hooks import SavedTensorHooks, storages_of
 from hf_memopt.activations.saved_tensors.device_state import DeviceState, PassCurve
 from hf_memopt.activations.skipped_modules import Skip, SkippedModules

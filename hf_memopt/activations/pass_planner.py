@@ -16,22 +16,21 @@ from typing import Any
 
 from torch import nn
 
-from hf_memopt.activations.device_room import DeviceRoom
 from hf_memopt.activations.offloaded_pass import OffloadedPass
-from hf_memopt.activations.pass_recorder import PassRecorder
-from hf_memopt.activations.pass_times import PassTimes
-from hf_memopt.activations.plan_maker import OffloadLimits, PlanMaker
-from hf_memopt.activations.planner.offload_plan import OffloadPlan
-from hf_memopt.activations.planner.profile import Action, needs_by_backward
-from hf_memopt.activations.recompute.op_tracer import OpTracer
-from hf_memopt.activations.recorded_pass import (
+from hf_memopt.activations.pass_recorder import (
     Makers,
+    PassRecorder,
     RecordedPass,
     grown,
     keeping_everything,
     offloading_fewer,
     without_recomputing,
 )
+from hf_memopt.activations.pass_times import PassTimes
+from hf_memopt.activations.plan_maker import DeviceRoom, OffloadLimits, PlanMaker
+from hf_memopt.activations.planner.offload_plan import OffloadPlan
+from hf_memopt.activations.planner.profile import Action, needs_by_backward
+from hf_memopt.activations.recompute.op_tracer import OpTracer
 from hf_memopt.activations.saved_tensors.device_state import DeviceState
 from hf_memopt.activations.stats import OffloadCounters
 from hf_memopt.transfer.clock import HostClock

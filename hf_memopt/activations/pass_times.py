@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from torch import nn
 
 from hf_memopt.activations.offloaded_pass import OffloadedPass
+from hf_memopt.activations.pass_recorder import RecordedPass, scaled, with_cost_of_noting
 from hf_memopt.activations.planner.offload_plan import OffloadPlan
-from hf_memopt.activations.recorded_pass import RecordedPass, scaled, with_cost_of_noting
 from hf_memopt.activations.saved_tensors.device_state import DeviceState
 from hf_memopt.transfer.clock import HostClock
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hf_memopt import ActivationOffloader
 from hf_memopt.activations import offloader as offloader_module
 from hf_memopt.activations import pass_planner
-from hf_memopt.activations.device_room import USABLE, DeviceRoom
+from hf_memopt.activations.plan_maker import USABLE, DeviceRoom
 from hf_memopt.activations.planner.offload_plan import InfeasibleBudgetError
 from hf_memopt.transfer import lower_memory
 from hf_memopt.transfer.lower_memory import Place

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from hf_memopt.activations.offloaded_pass import OffloadedPass
+from hf_memopt.activations.pass_recorder import RecordedPass
 from hf_memopt.activations.planner.offload_plan import OffloadPlan
 from hf_memopt.activations.planner.profile import Action, Profile, SavedStorage
-from hf_memopt.activations.recorded_pass import RecordedPass
 from hf_memopt.activations.saved_tensors.device_state import DeviceState
 from hf_memopt.activations.saved_tensors.storages import LiveStorage
 from hf_memopt.activations.stats import OffloadCounters

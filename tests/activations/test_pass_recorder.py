@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from hf_memopt.activations import pass_recorder
-from hf_memopt.activations.pass_recorder import PassRecorder
+from hf_memopt.activations.pass_recorder import PassRecorder, RecordedPass, grown, scaled
 from hf_memopt.activations.planner.profile import Profile, SavedStorage
-from hf_memopt.activations.recorded_pass import RecordedPass, grown, scaled
 from hf_memopt.activations.saved_tensors.device_state import DeviceBytes
 from hf_memopt.autograd_state import StoragePin, VersionGuard
 from hf_memopt.transfer.clock import HostClock

@@ -21,7 +21,7 @@ def test_estimates_change_nothing_of_other_packages() -> None:
 
 
 IMPORTS = """
-from hf_memopt.activations import device_room
+from hf_memopt.activations import plan_maker
 from hf_memopt.autograd_state import PLAIN_TYPES
 import hf_memopt.transfer.copier
 """
@@ -30,15 +30,15 @@ import hf_memopt.transfer.copier
 @pytest.mark.parametrize(
     "line",
     [
-        "patch.object(device_room, 'room_on', None)",
-        "mock.patch.object(device_room, 'room_on', None)",
-        "patch.dict(device_room.UNLIMITED, {})",
-        "patch('hf_memopt.activations.device_room.room_on')",
-        "setattr(device_room, 'room_on', None)",
-        "device_room.room_on = None",
-        "device_room.DeviceRoom.end += 1",
-        "device_room.TABLE['cpu'] = 1",
-        "del device_room.TABLE['cpu']",
+        "patch.object(plan_maker, 'room_on', None)",
+        "mock.patch.object(plan_maker, 'room_on', None)",
+        "patch.dict(plan_maker.UNLIMITED, {})",
+        "patch('hf_memopt.activations.plan_maker.room_on')",
+        "setattr(plan_maker, 'room_on', None)",
+        "plan_maker.room_on = None",
+        "plan_maker.DeviceRoom.end += 1",
+        "plan_maker.TABLE['cpu'] = 1",
+        "del plan_maker.TABLE['cpu']",
         "PLAIN_TYPES.add(int)",
         "hf_memopt.transfer.copier.StreamCopier.stall_ms = None",
     ],
@@ -49,7 +49,7 @@ def test_a_planted_change_is_found(line: str) -> None:
 
 @pytest.mark.parametrize(
     "line",
-    ["device_room.room_on(1)", "patch.object(torch, 'compile', None)", "self.rows = device_room", "rows = PLAIN_TYPES"],
+    ["plan_maker.room_on(1)", "patch.object(torch, 'compile', None)", "self.rows = plan_maker", "rows = PLAIN_TYPES"],
 )
 def test_what_is_asked_or_belongs_to_others_is_allowed(line: str) -> None:
     assert list(changes(IMPORTS + line)) == []

@@ -25,7 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from hf_memopt import ActivationOffloader
 from hf_memopt.activations import plan_maker
-from hf_memopt.activations.planner import refinement, search
+from hf_memopt.activations.planner import offload_plan, search
 from hf_memopt.transfer import lower_memory, memories_below
 from hf_memopt.transfer.clock import HostClock
 
@@ -237,8 +237,8 @@ def repeatable() -> Iterator[None]:
         patch.object(lower_memory, "measure_link", lambda *_: (1e7, 1e7)),
         patch.object(search, "_MAX_EVENTS", 500),
         patch.object(search, "_MIN_PLANS", 20),
-        patch.object(refinement, "_MAX_EVENTS", 500),
-        patch.object(refinement, "_MIN_PLANS", 10),
+        patch.object(offload_plan, "_MAX_EVENTS", 500),
+        patch.object(offload_plan, "_MIN_PLANS", 10),
     ):
         yield
 

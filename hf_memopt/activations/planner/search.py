@@ -5,8 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import combinations, product
 
-from hf_memopt.activations.planner.candidates import Candidate, CopyWindow, Thresholds, Trials
-from hf_memopt.activations.planner.memories import spread
+from hf_memopt.activations.planner.candidates import Candidate, CopyWindow, Thresholds, Trials, spread
 from hf_memopt.activations.planner.profile import Action, Profile
 from hf_memopt.transfer.tier import Tier
 

@@ -2,7 +2,7 @@
 
 They never see the pass that drives them.
 
-`activations/README.md` draws the life of an offloaded one; `recompute/recomputed_storage.py` has another kind.
+`activations/README.md` draws the life of an offloaded one; `recompute/replay.py` has another kind.
 """
 
 import sys

@@ -8,10 +8,9 @@ import pytest
 from plan_reference import all_plans, fits, front
 from planner_profiles import Tiers, at_random, chain, decoder, host, host_for, u_net, with_disk
 
-from hf_memopt.activations.planner.memories import Memories
-from hf_memopt.activations.planner.offload_plan import InfeasibleBudgetError, OffloadPlan, make_plan
+from hf_memopt.activations.planner.candidates import Memories
+from hf_memopt.activations.planner.offload_plan import STEP_TOLERANCE, InfeasibleBudgetError, OffloadPlan, make_plan
 from hf_memopt.activations.planner.profile import Action, Profile
-from hf_memopt.activations.planner.refinement import STEP_TOLERANCE
 from hf_memopt.activations.planner.search import search_plans
 from hf_memopt.activations.planner.simulator import simulate
 

@@ -9,10 +9,15 @@ import pytest
 from plan_reference import all_plans, front
 from planner_profiles import Tiers, at_random, chain, convolutions, decoder, host_for, language_model, limited, u_net
 
-from hf_memopt.activations.planner.offload_plan import InfeasibleBudgetError, OffloadPlan, make_plan
+from hf_memopt.activations.pass_recorder import RecordedPass, scaled
+from hf_memopt.activations.planner.offload_plan import (
+    STEP_TOLERANCE,
+    InfeasibleBudgetError,
+    OffloadPlan,
+    make_plan,
+    time_class,
+)
 from hf_memopt.activations.planner.profile import Action, Profile
-from hf_memopt.activations.planner.refinement import STEP_TOLERANCE, time_class
-from hf_memopt.activations.recorded_pass import RecordedPass, scaled
 
 # Profiles whose plans for 18 budgets take longer than 5 s.
 SLOW = ("convolutions, slow link", "u-net, slow link")

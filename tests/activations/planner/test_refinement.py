@@ -7,9 +7,8 @@ from plan_reference import Cost, all_plans
 from planner_profiles import at_random, chain, host
 
 from hf_memopt.activations.planner.candidates import CopyWindow, Limits, Trials
-from hf_memopt.activations.planner.offload_plan import make_plan
+from hf_memopt.activations.planner.offload_plan import make_plan, moved_bytes, polish, time_class
 from hf_memopt.activations.planner.profile import Action, Profile, SavedStorage
-from hf_memopt.activations.planner.refinement import moved_bytes, polish, time_class
 
 KEEP, OFFLOAD, RECOMPUTE = (int(action) for action in Action)
 

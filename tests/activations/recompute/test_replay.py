@@ -8,8 +8,7 @@ from device_states import above_host
 from torch import Tensor, nn
 
 from hf_memopt.activations.recompute.op_tracer import OpTracer
-from hf_memopt.activations.recompute.recomputed_storage import RecomputedStorage
-from hf_memopt.activations.recompute.replay import Recomputation, Resolver
+from hf_memopt.activations.recompute.replay import Recomputation, RecomputedStorage, Resolver
 from hf_memopt.activations.saved_tensors.storages import KeptStorage, LiveStorage
 from hf_memopt.autograd_state import bytes_of
 

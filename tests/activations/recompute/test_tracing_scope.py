@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_memopt.activations.recompute.tracing_scope import active_in
+from hf_memopt.activations.recompute.op_tracer import active_in
 
 
 class Names(TorchDispatchMode):
