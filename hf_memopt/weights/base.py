@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -29,11 +29,10 @@ from hf_memopt.weights.homes.quantised import claim_device, return_second_tensor
 from hf_memopt.weights.homes.shared_memory import several_ranks
 from hf_memopt.weights.homes.weight_files import loaded_from
 from hf_memopt.weights.optimizer import OffloadedOptimizer, offloaded
-from hf_memopt.weights.residency.guards import REMEDY, ParameterGuards
-from hf_memopt.weights.residency.model_state import ModelState
+from hf_memopt.weights.residency.backward_visits import WithStatement
+from hf_memopt.weights.residency.guards import REMEDY, ModelState, ParameterGuards
 from hf_memopt.weights.residency.selection import Selection, is_compiled, select
 from hf_memopt.weights.residency.visiting import Visiting
-from hf_memopt.weights.residency.with_statement import WithStatement
 from hf_memopt.weights.trained import TrainedWeights
 
 logger = logging.getLogger(__name__)
@@ -382,19 +381,9 @@ class StreamedWeights:
             is_written_home=self.trained,
             what="weight" if self.trained else "frozen weight",
         )
-        places = {
-            id(each.tensor): (number, place)
-            for number, piece in enumerate(weights.slices)
-            for place, each in enumerate(piece.offsets)
-        }
-
-        def at_home(tensor: Tensor) -> Tensor:
-            number, place = places[id(tensor)]
-            return self._home.views[number][place]
-
         self._guards = ParameterGuards(
             chosen.streamed,
-            at_home,
+            self._visiting.at_home,
             self._check_home,
             self._visiting.is_unchanged,
             self._visiting.load if self.trained else None,

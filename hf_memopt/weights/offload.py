@@ -30,11 +30,11 @@ from hf_memopt.weights.strategies.mode_choice import TEACHER_MODES, TeacherMode,
 from hf_memopt.weights.strategies.placement import (
     REMEDY_OF_WRITES,
     ResidentWeights,
+    SharedBase,
     SwappedWeights,
     WeightPlacement,
     WriteGuard,
 )
-from hf_memopt.weights.strategies.shared_base import SharedBase
 from hf_memopt.weights.strategies.stream import StreamedVisits
 
 logger = logging.getLogger(__name__)

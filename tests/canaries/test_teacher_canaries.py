@@ -16,7 +16,7 @@ other = LateModule("peft.utils.other")
 def test_peft_names_the_layers_of_adapters() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     student = peft.get_peft_model(model, peft.LoraConfig(target_modules=["0"], modules_to_save=["1"], r=2))
-    with relied_on_by("hf_memopt/weights/strategies/shared_base.py"):
+    with relied_on_by("hf_memopt/weights/strategies/placement.py"):
         assert other.ModulesToSaveWrapper.adapter_layer_names == ("modules_to_save",)
         layers = [module for module in student.modules() if isinstance(module, tuners_utils.BaseTunerLayer)]
         assert layers

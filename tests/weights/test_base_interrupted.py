@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from hf_memopt import StreamedWeights
 from hf_memopt.weights.homes.home import make_home
-from hf_memopt.weights.residency.with_statement import WithStatement
+from hf_memopt.weights.residency.backward_visits import WithStatement
 
 
 @contextmanager

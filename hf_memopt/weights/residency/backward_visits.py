@@ -1,15 +1,19 @@
 """Visits that forward and backward passes have open, each closed at the latest when its pass is over.
 
 A pass ends in many ways: an interrupt leaves no time for hooks, and torch tells nobody that a backward pass has failed.
-So each visit is noted before it is entered, under the pass that it is part of.
+So each visit is noted before it is entered, under the pass that it is part of. A visit by a `with` statement has that
+statement noted.
 """
 
+import dis
+import sys
 import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from types import FrameType
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import Variable
@@ -174,3 +178,31 @@ class BackwardVisit:
             self._leave(self)
             self._is_open = False
         self._others.discard(self)
+
+
+class WithStatement(NamedTuple):
+    """The statement of a frame that has entered a context, or the call that has, such as `ExitStack.enter_context`."""
+
+    frame: FrameType
+    instruction: int
+
+    @classmethod
+    def of_caller(cls) -> "WithStatement":
+        """Return the one that enters the context of the calling generator (`contextlib.contextmanager`)."""
+        frame = sys._getframe(3)
+        return cls(frame, frame.f_lasti)
+
+    def may_be_running(self) -> bool:
+        """Return False if the frame has left the statement's block. What a call has entered may go on after it."""
+        code = self.frame.f_code
+        if code.co_code[self.instruction] != dis.opmap.get("BEFORE_WITH"):
+            return True
+        entries = dis.Bytecode(code).exception_entries  # type: ignore[attr-defined]
+        handler = min((each for each in entries if each.start > self.instruction), key=lambda each: each.start).target
+        # The handler of what runs now, the handler of that one, and so on, as an error would go through them.
+        place = self.frame.f_lasti
+        for _ in entries:
+            place = next((each.target for each in entries if each.start <= place < each.end), -1)
+            if place == handler:
+                return True
+        return False

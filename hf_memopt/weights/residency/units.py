@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 from hf_memopt.autograd_state import next_node
 from hf_memopt.uncompiled import graph_break, uncompiled
 from hf_memopt.weights.residency.backward_visits import BackwardVisit
-from hf_memopt.weights.residency.guards import NotCopied
+from hf_memopt.weights.residency.guards import OF_ALL_MODULES, NotCopied
 from hf_memopt.weights.residency.visit_order import Visit
 
 # Their forward hands input and weight to one operator, which autocast runs in its dtype, and reads them nowhere else.
@@ -37,8 +37,6 @@ _ONE_OPERATOR = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _DEPTH, _MOST = 4, 1000
 # Text, numbers and memory, and modules, which hand their own results out.
 _WITHOUT_TENSORS = (str, int, float, Buffer, range, nn.Module, type)
-# Attributes of every module, which hold no results of calls.
-_OF_ALL_MODULES = frozenset(vars(nn.Module()))
 # The attribute of a module whose class visits.
 _UNIT = "_hf_memopt_unit"
 
@@ -188,7 +186,9 @@ class _Call:
 
     def _handed_out_otherwise(self, inputs: Any) -> Iterator[Tensor]:
         """Yield the tensors that others find in the module's attributes, or in a container that they have passed."""
-        attributes = {name: each for name, each in vars(self.module).items() if name not in _OF_ALL_MODULES}
+        attributes = {
+            name: each for name, each in vars(self.module).items() if name not in OF_ALL_MODULES
+        }  # which hold no results
         return _tensors_in((inputs, attributes))
 
     def end(self, outputs: Iterable[Tensor] = ()) -> None:

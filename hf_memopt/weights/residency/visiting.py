@@ -19,14 +19,13 @@ from hf_memopt.weights.homes.home import WeightsHome
 from hf_memopt.weights.homes.packed_weights import PackedWeights
 from hf_memopt.weights.homes.quantised import is_quantised, stored_tensors
 from hf_memopt.weights.residency.away import WATCHED, Away, Classes, call_unseen, is_alias, set_plain
-from hf_memopt.weights.residency.backward_visits import BackwardVisit, OpenVisits
+from hf_memopt.weights.residency.backward_visits import BackwardVisit, OpenVisits, WithStatement
 from hf_memopt.weights.residency.guards import NotCopied
 from hf_memopt.weights.residency.resident_set import HELD, WRITTEN, ResidentSet
 from hf_memopt.weights.residency.selection import calls_no_modules, visits_of
 from hf_memopt.weights.residency.storages import AutocastContexts, CastWeight, StreamedStorage
 from hf_memopt.weights.residency.units import Unit
 from hf_memopt.weights.residency.visit_order import Visit
-from hf_memopt.weights.residency.with_statement import WithStatement
 
 _NOTHING = nullcontext()
 # Autocast hands these a cast of a weight, the same one as to its module.
@@ -116,9 +115,14 @@ class Visiting(NotCopied):
         home.trim()
         self._is_simulated = any(each.is_simulated for each in self.found)
         self.parameters = list({id(each): each for group in owners.values() for each in group}.values())
-        place_of = {id(each): (storage, place) for storage in self.found for place, each in enumerate(storage.tensors)}
+        # By the id of a plain parameter, or of a tensor inside a quantised one: number and place in its storage.
+        self._places = {
+            id(each): (number, place)
+            for number, storage in enumerate(self.found)
+            for place, each in enumerate(storage.tensors)
+        }
         self._quantised = {
-            each: [place_of[id(tensor)] for tensor in stored_tensors("", each)]
+            each: [self._places[id(tensor)] for tensor in stored_tensors("", each)]
             for each in self.parameters
             if is_quantised(each)
         }
@@ -330,12 +334,17 @@ class Visiting(NotCopied):
     def is_unchanged(self, parameter: Tensor) -> bool:
         return all(self.found[number].is_unchanged() for number in self._slices_of[id(parameter)])
 
+    def at_home(self, tensor: Tensor) -> Tensor:
+        """Return a plain parameter, or a tensor inside of a quantised one, as it is at home."""
+        number, place = self._places[id(tensor)]
+        return self._home.views[number][place]
+
     def follow_quantised(self) -> None:
         """Make the tensors inside quantised weights come and go, where `to(device)` has put others inside."""
         for parameter, places in self._quantised.items():
-            for (storage, place), tensor in zip(places, stored_tensors("", parameter), strict=True):
-                if storage.tensors[place] is not tensor:
-                    storage.follow(place, tensor)
+            for (number, place), tensor in zip(places, stored_tensors("", parameter), strict=True):
+                if self.found[number].tensors[place] is not tensor:
+                    self.found[number].follow(place, tensor)
 
     def restore(self) -> None:
         """Bring all weights, for good."""
@@ -456,8 +465,7 @@ class Visiting(NotCopied):
 
     def _rows(self, table: Tensor, indices: Tensor, padding: int, is_scaled: bool) -> Tensor:
         """Look rows up at home; that of `padding` has no gradient, and `is_scaled` has gradients divided by counts."""
-        (number,) = self._slices_of[id(table)]
-        place = next(place for place, each in enumerate(self.found[number].tensors) if each is table)
+        number, place = self._places[id(table)]
 
         def looked_up() -> Tensor:
             with torch._C._DisableFuncTorch(), self._without_modes():

@@ -21,9 +21,8 @@ from hf_memopt.transfer.file_reader import PART_BYTES, BlockInFiles, ReadFile
 from hf_memopt.transfer.scratch_file import DiskError
 from hf_memopt.weights import OffloadedTeacher
 from hf_memopt.weights.homes.home import FileHome
-from hf_memopt.weights.homes.mapped_memory import MappedMemory
 from hf_memopt.weights.homes.packed_weights import PackedWeights
-from hf_memopt.weights.homes.weight_files import in_files
+from hf_memopt.weights.homes.weight_files import MappedMemory, in_files
 
 
 def test_weights_come_from_the_file_that_holds_them_whatever_it_calls_them(
