@@ -200,7 +200,6 @@ class StreamedWeights:
         self._model, self.trained, self._disk = model, trained, disk
         # By thread, of the outermost `stream()`. One that was interrupted as it ended may still stand here.
         self._outermost: dict[int, WithStatement] = {}
-        self._gradients: Gradients | None = None
         self._adopted: list[OffloadedOptimizer] = []
         undo = ModelState(model).put_back
         try:
@@ -230,7 +229,7 @@ class StreamedWeights:
             ValueError: made without `trained=True`, or an optimizer that `OffloadedOptimizer` refuses.
             DiskError: the disk has no room.
         """
-        if self._gradients is None:
+        if not self.trained:
             raise ValueError("adopt(optimizer) needs StreamedWeights(model, trained=True)")
         adopted = offloaded(optimizer)
         if adopted is None:
@@ -300,10 +299,9 @@ class StreamedWeights:
 
     def report(self) -> WeightsReport:
         """Return the costs so far."""
-        storages = self._visiting.storages
-        resident = self._resident | {
-            reason: storages.bytes_of(numbers) for reason, numbers in storages.resident().items()
-        }
+        storages, names = self._visiting.storages, self._visiting.names
+        staying = storages.resident()
+        resident = self._resident | {reason: storages.bytes_of(numbers) for reason, numbers in staying.items()}
         held = sum(num_bytes for is_free, num_bytes in self._sources if not is_free())
         if held:
             resident["held by tensors outside of the model"] = held
@@ -311,20 +309,18 @@ class StreamedWeights:
             home=self.home,
             device=str(self.device),
             streamed_bytes=self._streamed_bytes,
-            host_bytes=self._home.host_bytes + (0 if self._gradients is None else self._gradients.host_bytes),
+            host_bytes=self._home.host_bytes + self._gradients.host_bytes,
             device_bytes=storages.device_bytes,
             peak_device_bytes=storages.peak_device_bytes,
             bytes_to_device=storages.bytes_brought,
             bytes_read=self._home.bytes_read,
             stall_ms=self._copier.stall_ms() + 1e3 * self._home.waited_s,
             resident=resident,
-            names=self._names | self._visiting.names_of_resident(),
+            names=self._names | {reason: tuple(names[each] for each in numbers) for reason, numbers in staying.items()},
             smallest_budget_bytes=storages.visit_bytes,
             trained=self.trained,
             bytes_to_home=sum(each.bytes_to_home for each in self._visiting.found),
-            gradient_bytes=(0, 0)
-            if self._gradients is None
-            else (self._gradients.bytes_read, self._gradients.bytes_written),
+            gradient_bytes=(self._gradients.bytes_read, self._gradients.bytes_written),
         )
 
     def remove(self) -> None:
@@ -335,8 +331,7 @@ class StreamedWeights:
         """
         self._guards.remove()
         self._end_interrupted()
-        if self._gradients is not None:
-            self._gradients.remove()
+        self._gradients.remove()
         while self._adopted:
             self._adopted.pop().weights = None
         self._visiting.restore()
@@ -362,8 +357,11 @@ class StreamedWeights:
         weights = PackedWeights(model, exclude=chosen.others, inner_of=stored_tensors)
         self.home: Home = _home_of(home, self.device, weights.num_bytes)
         where = loaded_from(model) if files is None else files
-        written = self._make_room_to_write(weights) if self.trained else None
-        self._home = make_home(weights, self.home, self.device, self._copier, where, disk, written)
+        copier = None if self.device.type == "cpu" and type(self._copier) is SyncCopier else self._copier
+        written = BlockHome(self.home, copier, disk, "weights that train and their gradients")
+        written.largest_bytes = max((piece.num_bytes for piece in weights.slices), default=0)
+        to_write = written if self.trained else None
+        self._home = make_home(weights, self.home, self.device, self._copier, where, disk, to_write)
         self._sources = _own_memory(weights)
         weights.drop_sources()
         self._streamed_bytes = weights.num_bytes
@@ -389,7 +387,7 @@ class StreamedWeights:
             self._visiting.load if self.trained else None,
             self._visiting.move_home if self.trained and self._home.file_bytes else None,
         )
-        self._gradients = None if written is None else Gradients(written, self._visiting.lock)
+        self._gradients = Gradients(written, self._visiting.lock)
         self._streamed = {each.parameter for each in chosen.streamed}
         self._names = {reason: tuple(named) for reason, named in chosen.resident.items() if reason != "small"}
         self._visiting.bind()
@@ -419,21 +417,14 @@ class StreamedWeights:
         finally:
             self._visiting.end(begun, has_failed, trains)
 
-    def _make_room_to_write(self, weights: PackedWeights) -> BlockHome:
-        copier = None if self.device.type == "cpu" and type(self._copier) is SyncCopier else self._copier
-        written = BlockHome(self.home, copier, self._disk, "weights that train and their gradients")
-        written.largest_bytes = max(piece.num_bytes for piece in weights.slices)
-        return written
-
     def _end_interrupted(self) -> None:
         for each in self._adopted:
             if each.weights is not None:
                 each.weights.close()
 
     def _follow_gradients(self) -> None:
-        if self._gradients is not None:
-            for name, parameter in self._model.named_parameters():
-                self._gradients.follow(parameter, name, has_home=parameter in self._streamed)
+        for name, parameter in self._model.named_parameters() if self.trained else ():
+            self._gradients.follow(parameter, name, has_home=parameter in self._streamed)
 
     def _check_home(self) -> None:
         """Write home what is newer on the device, and check that files are as they were."""

@@ -90,13 +90,13 @@ class _Gradient:
     def __del__(self) -> None:
         if self.place is not None:
             if self._is_starting or self.going is not None:
-                self.gradients.settle_home()  # before others get the place
+                self.gradients.home.settle()  # before others get the place
             self._slot.free.append(self.place)
 
     def _settle_interrupted(self) -> None:
         """Wait for a copy that an interrupt has cut off as it was started."""
         if self._is_starting:
-            self.gradients.settle_home()
+            self.gradients.home.settle()
             self._is_starting = False
 
     @property
@@ -280,7 +280,7 @@ class Gradients:
     """
 
     def __init__(self, home: BlockHome, lock: threading.RLock) -> None:
-        self._home, self.lock = home, lock
+        self.home, self.lock = home, lock
         self._slots: dict[int, _Slot] = {}
         self._going: deque[_Gradient] = deque()
         self.orders = {2.0}
@@ -293,11 +293,7 @@ class Gradients:
     @property
     def host_bytes(self) -> int:
         """Return the host memory of their home, or that they pass through."""
-        return sum(memory.host_bytes_held for memory in self._home.memories.values())
-
-    def settle_home(self) -> None:
-        """Wait on the host for all copies, those that an interrupt has cut off from their callers too."""
-        self._home.settle()
+        return sum(memory.host_bytes_held for memory in self.home.memories.values())
 
     def follow(self, parameter: nn.Parameter, name: str, has_home: bool) -> None:
         """Take the gradients of a parameter; without a home they stay on the device, in the same kind of object."""
@@ -316,7 +312,7 @@ class Gradients:
             parameter = slot.parameter
             needs_place = slot.has_home and slot.handle is not None and not slot.free
             if needs_place and parameter is not None and parameter.grad is None:
-                slot.free.append(self._home.place(slot.device, slot.nbytes))
+                slot.free.append(self.home.place(slot.device, slot.nbytes))
 
     def fetch(self, parameters: Iterable[Tensor]) -> None:
         """Start bringing the gradients of parameters."""
@@ -491,7 +487,7 @@ class Gradients:
         for number, place in enumerate(slot.free):
             if place.nbytes == value.nbytes:
                 return slot.free.pop(number)
-        return self._home.place(value.device, value.nbytes)
+        return self.home.place(value.device, value.nbytes)
 
     def _send(self, gradient: _Gradient) -> None:
         while self._going and sum(each.nbytes for each in self._going) + gradient.nbytes > self.limit_bytes:

@@ -21,7 +21,7 @@ class TrainedWeights:
     def __init__(self, visiting: Visiting, gradients: Gradients) -> None:
         self._visiting, self.gradients = visiting, gradients
         # Of the visit that is open.
-        self._parameters: Sequence[Tensor] = ()
+        self._visit: Visit = ()
         self._entered: list[Entered] = []
         self.at_once: set[Tensor] = set()
         self.writes_gradients = False
@@ -43,9 +43,9 @@ class TrainedWeights:
     def visit(self, parameters: Sequence[Tensor]) -> Iterator[None]:
         """Keep some parameters and their gradients on the device, as plain tensors."""
         with self.gradients.lock:
-            self._parameters = parameters
+            self._visit = self._visiting.visit_of_update(parameters)
             try:
-                self._visiting.enter_update(parameters, self)
+                self._visiting.enter_update(self._visit, self)
                 self.gradients.enter(parameters, self._entered)
                 yield
             finally:
@@ -56,8 +56,8 @@ class TrainedWeights:
         with self.gradients.lock:
             self.gradients.leave(self._entered, self.writes_gradients)
             self._entered.clear()
-            self._visiting.leave_update(self._parameters, self)
-            self._parameters = ()
+            self._visiting.leave_update(self._visit, self)
+            self._visit = ()
 
     @contextmanager
     def in_backward(self, when_complete: Callable[[Tensor], bool]) -> Iterator[None]:

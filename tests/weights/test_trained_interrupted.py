@@ -82,7 +82,7 @@ def on_a_file(folder: Path) -> tuple[Training, AdversarialFile]:
     training.weights = None
     file = AdversarialFile(folder, schedule="random")
     training.start(disk=folder)
-    home = training.weights._gradients._home
+    home = training.weights._gradients.home
     assert home.file is not None
     (memory,) = home.memories.values()
     memory.file = file  # before anything is written

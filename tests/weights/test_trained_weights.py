@@ -432,7 +432,7 @@ def test_a_full_disk_is_noticed_by_adopt(tmp_path: Path) -> None:
     weights = StreamedWeights(model, home="file", trained=True, device="cpu", disk=tmp_path)
     optimizer = torch.optim.AdamW(model.parameters())
     weights.adopt(optimizer)
-    file = weights._gradients._home.file
+    file = weights._gradients.home.file
     assert file.space.bytes_live >= 2 * sum(each.nbytes for each in model.parameters() if each.numel() > 100)
 
     def full(num_bytes: int) -> None:

@@ -5,13 +5,9 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import ExitStack
 
-from hf_memopt.weights.residency.storages import CastWeight, Storage
+from hf_memopt.weights.residency.storages import HELD, CastWeight, Storage
 from hf_memopt.weights.residency.visit_order import Visit, VisitOrder
 
-# The reason for which a storage stays until nobody else has tensors or arrays on it.
-HELD = "held since a visit"
-# That of one whose bytes the home does not have.
-WRITTEN = "written"
 # Between them may be visits of storages that are there.
 _MAX_VISITS_AHEAD = 32
 
@@ -33,6 +29,7 @@ class ResidentSet:
         device_bytes: of all storages that have memory.
         reasons: by number, the reason for which a storage stays.
         bytes_brought: to storages, so far.
+        order: of the visits.
         visit_bytes: the least device memory for the visits of the last known pass; None before the first one.
     """
 
@@ -43,7 +40,7 @@ class ResidentSet:
         self.visit_bytes: int | None = None
         self._budget_bytes = budget_bytes
         self._repeats = repeats
-        self._order = VisitOrder(repeats, lambda numbers: self.bytes_of(set(numbers) - self.reasons.keys()))
+        self.order = VisitOrder(repeats, lambda numbers: self.bytes_of(set(numbers) - self.reasons.keys()))
         # The most bytes of a pass, and those of them that may be fetched ahead.
         self._capacity: float = 0
         self._ahead_bytes = 0
@@ -56,7 +53,7 @@ class ResidentSet:
 
     def begin(self, kind: str, has_failed: bool) -> Sequence[Visit]:
         """Begin a pass of a kind, as `VisitOrder` does; `has_failed`, whether the pass before has."""
-        visits = self._order.begin(kind, has_failed)
+        visits = self.order.begin(kind, has_failed)
         self._ahead_bytes = max(map(self.bytes_of, visits), default=0)
         # An interrupt may have come before a change was counted.
         self._casts = {each for each in self._casts if each.users}
@@ -74,8 +71,8 @@ class ResidentSet:
         self.end()
         self._capacity = 0
         if visits:
-            self.visit_bytes = self._order.expected.bytes_at_once
-            self._set_capacity(self.visit_bytes)
+            self.visit_bytes = self.order.expected.bytes_at_once
+            self.set_budget(self._budget_bytes)
         return visits
 
     def end(self) -> None:
@@ -84,16 +81,10 @@ class ResidentSet:
         self._make_room(0)
         self._capacity = capacity
 
-    def is_over(self) -> bool:
-        return self._order.is_over()
-
     def set_budget(self, budget_bytes: float) -> None:
         self._budget_bytes = budget_bytes
         if self.visit_bytes is not None:
-            self._set_capacity(self.visit_bytes)
-
-    def _set_capacity(self, visit_bytes: int) -> None:
-        self._capacity = max(self._budget_bytes, visit_bytes + self.bytes_of(self.reasons))
+            self._capacity = max(budget_bytes, self.visit_bytes + self.bytes_of(self.reasons))
 
     def keep(self, number: int, reason: str) -> None:
         """Make a storage keep its memory from its next visit on."""
@@ -107,8 +98,8 @@ class ResidentSet:
         The order is learned from visits of the model alone.
         """
         if is_model:
-            self._order.note(visit)
-        for number in self._order.over():
+            self.order.note(visit)
+        for number in self.order.over():
             if number in self._unused and number not in visit:
                 self._drop(number)
         if cast is None:
@@ -126,7 +117,7 @@ class ResidentSet:
                 self._give_up(visit, user)
         if is_model:
             cast_bytes = sum(each.num_bytes for each in self._casts if each.users)
-            self._order.note_in_use(frozenset(self._used), cast_bytes)
+            self.order.note_in_use(frozenset(self._used), cast_bytes)
         self.look_ahead()
 
     def leave(self, visit: Visit, user: object, cast: CastWeight | None = None) -> None:
@@ -185,7 +176,7 @@ class ResidentSet:
 
     def _put_down(self, number: int) -> None:
         """Note that a storage is not used, and drop it where no next visit is expected."""
-        place = self._order.next_use(number)
+        place = self.order.next_use(number)
         self._unused[number] = place
         if math.isinf(place):
             self._drop(number)
@@ -195,7 +186,7 @@ class ResidentSet:
     def look_ahead(self) -> None:
         """Fetch the next visits' storages, as many bytes as the largest visit has."""
         room = self._ahead_bytes - self.bytes_of(self._ahead)
-        for place, visit in self._order.coming(_MAX_VISITS_AHEAD):
+        for place, visit in self.order.coming(_MAX_VISITS_AHEAD):
             for number in visit:
                 storage = self.storages[number]
                 if storage.has_memory:
@@ -240,9 +231,7 @@ class ResidentSet:
         self._unused.pop(number, None)
         self._ahead.discard(number)
         storage = self.storages[number]
-        reason = HELD if storage.is_exported() else WRITTEN if storage.has_changed_by_arrays() else None
-        if reason is WRITTEN and storage.note_written():
-            reason = None
+        reason = storage.reason_to_stay()
         if reason is not None:
             self.keep(number, reason)
             return

@@ -16,6 +16,11 @@ from hf_memopt.weights.homes.home import WeightsHome
 from hf_memopt.weights.homes.packed_weights import WeightSlice, bind, span_bytes, views
 from hf_memopt.weights.residency.away import Classes, set_away, set_plain, set_present
 
+# The reason for which a storage stays until nobody else has tensors or arrays on it.
+HELD = "held since a visit"
+# That of one whose bytes the home does not have.
+WRITTEN = "written"
+
 
 class Storage:
     """Bytes that come and go, as a `ResidentSet` sees them; of this very class, those of a forecast, only counted.
@@ -49,17 +54,9 @@ class Storage:
         """Return whether a graph, or anybody else, has tensors on it, or one of its parameters."""
         return False
 
-    def is_exported(self) -> bool:
-        """Return whether an array may have its memory, which nothing guards."""
-        return False
-
-    def has_changed_by_arrays(self) -> bool:
-        """Return whether its memory has other bytes than the home, where an array has had it."""
-        return False
-
-    def note_written(self, is_sure: bool = True) -> bool:
-        """Take note that its bytes have, or may have, changed; returns whether they go home before its memory goes."""
-        return False
+    def reason_to_stay(self) -> str | None:
+        """Return the reason for which its memory cannot be given up now; None if it can."""
+        return None
 
 
 class StreamedStorage(Storage):
@@ -165,6 +162,7 @@ class StreamedStorage(Storage):
             raise error
 
     def note_written(self, is_sure: bool = True) -> bool:
+        """Take note that its bytes have, or may have, changed; returns whether they go home before its memory goes."""
         if self._is_written_home:
             self.num_writes += is_sure
             self._is_newer, self._has_changed = True, False
@@ -235,10 +233,13 @@ class StreamedStorage(Storage):
         )
         self.bind()
 
-    def is_exported(self) -> bool:
-        return self._memory.is_exported and self.is_held_by_others()
+    def reason_to_stay(self) -> str | None:
+        if self._memory.is_exported and self.is_held_by_others():
+            return HELD
+        return WRITTEN if self._has_changed_by_arrays() and not self.note_written() else None
 
-    def has_changed_by_arrays(self) -> bool:
+    def _has_changed_by_arrays(self) -> bool:
+        """Return whether the memory has other bytes than the home, where an array has had it, which nothing guards."""
         if self._memory.is_exported and self._is_filled and not self._has_changed:
             fresh = self._copier.empty_device(self.num_bytes)
             self._home.to_device(self._start, fresh).wait()

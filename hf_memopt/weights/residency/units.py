@@ -46,21 +46,19 @@ class Unit(NotCopied):
 
     Args:
         visits: the engine, a `Visiting`.
-        is_hidden: whether no hook may show: torch's encoder layer takes another path, with another rounding, where it
-            or a module inside has one.
     """
 
-    def __init__(self, module: nn.Module, visit: Visit, visits: Any, is_hidden: bool = False) -> None:
+    def __init__(self, module: nn.Module, visit: Visit, visits: Any) -> None:
         self.module, self.visit = module, visit
         self._visits = visits
         self._is_one_operator = type(module) in _ONE_OPERATOR and "forward" not in vars(module)
         self._handles: list[RemovableHandle] = []
-        self._is_hidden = is_hidden
-        if is_hidden or (self._is_one_operator and visits.may_be_cast(visit, module.weight)):
+        self._is_hidden = module in visits.hidden
+        if self._is_hidden or (self._is_one_operator and visits.may_be_cast(visit, module.weight)):
             kind: Any = type(module)
             vars(module)[_UNIT] = self
             module.__class__ = _visiting_class(kind)
-        if not is_hidden:
+        if not self._is_hidden:
             self._handles.append(module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True))
             self._handles.append(module.register_forward_hook(self._leave, with_kwargs=True, always_call=True))
 

@@ -21,9 +21,9 @@ from hf_memopt.weights.homes.quantised import is_quantised, stored_tensors
 from hf_memopt.weights.residency.away import WATCHED, Away, Classes, call_unseen, is_alias, set_plain
 from hf_memopt.weights.residency.backward_visits import BackwardVisit, OpenVisits, WithStatement
 from hf_memopt.weights.residency.guards import NotCopied
-from hf_memopt.weights.residency.resident_set import HELD, WRITTEN, ResidentSet
+from hf_memopt.weights.residency.resident_set import ResidentSet
 from hf_memopt.weights.residency.selection import calls_no_modules, visits_of
-from hf_memopt.weights.residency.storages import AutocastContexts, CastWeight, StreamedStorage
+from hf_memopt.weights.residency.storages import HELD, WRITTEN, AutocastContexts, CastWeight, StreamedStorage
 from hf_memopt.weights.residency.units import Unit
 from hf_memopt.weights.residency.visit_order import Visit
 
@@ -78,6 +78,8 @@ class Visiting(NotCopied):
     Attributes:
         lock: of all that follows.
         is_active: whether calls are visits, on any thread. Where passes do not repeat, a pass sets it.
+        hidden: modules on which no hook may show: torch's encoder layer takes another path, with another rounding,
+            where it or a module inside has one.
     """
 
     def __init__(
@@ -132,9 +134,9 @@ class Visiting(NotCopied):
         self._contexts = AutocastContexts(device)
         self._units: dict[nn.Module, Unit] = {}
         layers = [each for each in model.modules() if isinstance(each, nn.TransformerEncoderLayer)]
-        self._hidden = {module for layer in layers for module in layer.modules()}
+        self.hidden = {module for layer in layers for module in layer.modules()}
         for module, visit in visits_of(model, self._slices_of).items():
-            self._add_unit(module, visit)
+            self._units[module] = Unit(module, visit, self)
         self._modules = set(model.modules())
         # Visits that belong to no module, each the same tuple at all times.
         self._other_visits: dict[Visit, Visit] = {}
@@ -194,7 +196,7 @@ class Visiting(NotCopied):
             else:
                 self._release(over)
             del self._passes[thread]
-            has_ended = over.num_ended != over.num_ended_before or self.storages.is_over()
+            has_ended = over.num_ended != over.num_ended_before or self.storages.order.is_over()
             if not self._passes and has_ended:
                 self._end_pass()
 
@@ -296,15 +298,13 @@ class Visiting(NotCopied):
         finally:
             self.leave(numbers, user)
 
-    def enter_update(self, parameters: Sequence[Tensor], user: object) -> None:
+    def enter_update(self, visit: Visit, user: object) -> None:
         """Enter the visit of an update, in which parameters have the classes that optimizers expect."""
-        visit = self._visit_of_update(parameters)
         self.enter(visit, user, is_model=not in_backward())
         for number in visit:
             self.found[number].show(are_watched=False)
 
-    def leave_update(self, parameters: Sequence[Tensor], user: object) -> None:
-        visit = self._visit_of_update(parameters)
+    def leave_update(self, visit: Visit, user: object) -> None:
         entered = [number for number in visit if user in self.found[number].users]
         for number in entered:
             self.found[number].show()
@@ -324,7 +324,7 @@ class Visiting(NotCopied):
         users = (user for number in visit for user in self.found[number].users)
         return any(not isinstance(user, BackwardVisit) or user.visit not in own for user in users)
 
-    def _visit_of_update(self, parameters: Sequence[Tensor]) -> Visit:
+    def visit_of_update(self, parameters: Sequence[Tensor]) -> Visit:
         visit = self.visit_of(parameters)
         return self._other_visits.setdefault(visit, visit)
 
@@ -360,12 +360,6 @@ class Visiting(NotCopied):
         for parameter in self.parameters:
             vars(parameter).pop(COMES_AND_GOES, None)
         set_plain(map(Classes.of, self.parameters))
-
-    def names_of_resident(self) -> dict[str, tuple[str, ...]]:
-        return {
-            reason: tuple(self.names[number] for number in numbers)
-            for reason, numbers in self.storages.resident().items()
-        }
 
     # -------------------------------------------------------------------------------------------- reads
 
@@ -479,10 +473,6 @@ class Visiting(NotCopied):
 
     # -------------------------------------------------------------------------------------------- visits
 
-    def _add_unit(self, module: nn.Module, visit: Visit) -> None:
-        if visit:
-            self._units[module] = Unit(module, visit, self, is_hidden=module in self._hidden)
-
     def _extend_units(self) -> None:
         """Make modules visit what was read while they ran, from the next call on."""
         while self._read_by:
@@ -493,7 +483,7 @@ class Visiting(NotCopied):
             if wanted != visit:
                 if unit is not None:
                     unit.remove()
-                self._add_unit(module, wanted)
+                self._units[module] = Unit(module, wanted, self)
 
     def enter(self, visit: Visit, user: object, cast: CastWeight | None = None, is_model: bool = True) -> None:
         # `torch.func` forbids writes to memory that it does not track; modes would see copies, and record them.
