@@ -28,7 +28,7 @@ from hf_memopt.weights.base import BaseHome
 from hf_memopt.weights.homes.home import Home
 from hf_memopt.weights.homes.weight_files import loaded_from
 from hf_memopt.weights.optimizer import report_of
-from hf_memopt.weights.strategies.mode_choice import TeacherMode
+from hf_memopt.weights.strategies.auto import TeacherMode
 
 logger = logging.getLogger(__name__)
 

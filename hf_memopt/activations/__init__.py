@@ -2,8 +2,7 @@
 
 from hf_memopt.activations.checkpointing.selective import SelectiveCheckpoint, apply_selective_checkpointing
 from hf_memopt.activations.offloader import ActivationOffloader, wrap_forward_with_offload
-from hf_memopt.activations.planner.offload_plan import InfeasibleBudgetError
-from hf_memopt.activations.planner.offload_table import OffloadReport
+from hf_memopt.activations.planner.offload_plan import InfeasibleBudgetError, OffloadReport
 from hf_memopt.activations.planner.savings import estimate_offloading_memory_savings
 from hf_memopt.activations.stats import OffloadStats
 from hf_memopt.activations.wrapped_module import WrappedModule

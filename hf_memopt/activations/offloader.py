@@ -17,7 +17,7 @@ from torch._logging._internal import warning_once
 from hf_memopt.activations.offloaded_pass import OffloadedPass, PassFigures
 from hf_memopt.activations.pass_planner import PassPlanner
 from hf_memopt.activations.plan_maker import OffloadLimits, room_on
-from hf_memopt.activations.planner.offload_table import OffloadReport, plan_report
+from hf_memopt.activations.planner.offload_plan import OffloadReport, plan_report
 from hf_memopt.activations.recompute.op_tracer import OpTracer, active_in, in_dual_level, off_in_dual_levels
 from hf_memopt.activations.saved_tensor_hooks import SavedTensorHooks, storages_of
 from hf_memopt.activations.saved_tensors.device_state import DeviceState, PassCurve

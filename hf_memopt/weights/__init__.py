@@ -6,7 +6,7 @@ README.md follows one weight.
 from hf_memopt.weights.base import BASE_HOMES, StreamedWeights, WeightsReport
 from hf_memopt.weights.offload import OffloadedTeacher, TeacherReport, VisitsByCall
 from hf_memopt.weights.optimizer import OffloadedOptimizer, OptimizerReport
-from hf_memopt.weights.strategies.mode_choice import TEACHER_MODES
+from hf_memopt.weights.strategies.auto import TEACHER_MODES
 
 __all__ = [
     "BASE_HOMES",

@@ -25,17 +25,16 @@ from hf_memopt.weights.homes.quantised import claim_device, inner_tensors, is_qu
 from hf_memopt.weights.residency.away import Classes, set_plain
 from hf_memopt.weights.residency.selection import why_they_stay
 from hf_memopt.weights.sharing import SharedWeights
-from hf_memopt.weights.strategies.auto import AutoWeights
-from hf_memopt.weights.strategies.mode_choice import TEACHER_MODES, TeacherMode, choose_at_start
+from hf_memopt.weights.strategies.auto import TEACHER_MODES, AutoWeights, TeacherMode, choose_at_start
 from hf_memopt.weights.strategies.placement import (
     REMEDY_OF_WRITES,
     ResidentWeights,
     SharedBase,
+    StreamedVisits,
     SwappedWeights,
     WeightPlacement,
     WriteGuard,
 )
-from hf_memopt.weights.strategies.stream import StreamedVisits
 
 logger = logging.getLogger(__name__)
 

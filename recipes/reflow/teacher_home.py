@@ -15,7 +15,7 @@ from hf_memopt.planning.simulation.child_process import IsolatedError
 from hf_memopt.recipes.common.auto_plan import best_row, card_of
 from hf_memopt.recipes.reflow.workload import SmolVLAReflow, why_not_simulated
 from hf_memopt.units import format_gib
-from hf_memopt.weights.strategies.mode_choice import usable_bytes
+from hf_memopt.weights.strategies.auto import usable_bytes
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,6 @@ This is rematerialisation (Chen et al. 2016) of single tensors instead of module
 bytes, so the result is the same bits. Nothing that draws random numbers is ever repeated.
 """
 
-import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -19,7 +18,6 @@ from hf_memopt.activations.saved_tensors.device_state import DeviceState
 from hf_memopt.activations.saved_tensors.shown_elements import elements
 from hf_memopt.activations.saved_tensors.storages import LiveStorage
 from hf_memopt.autograd_state import StoragePin, VersionGuard, ViewMeta, bytes_of
-from hf_memopt.uncompiled import uncompiled
 
 # Operations that may lie between a storage and its sources.
 _MAX_DEPTH = 12
@@ -273,8 +271,6 @@ class RecomputedStorage(LiveStorage):
         self._sources = []
         self._computation = None
 
-    @uncompiled
-    def __del__(self) -> None:
-        if not sys.is_finalizing():
-            self._drop_sources()
-            self._forget()
+    def _forget(self) -> None:
+        self._drop_sources()
+        super()._forget()

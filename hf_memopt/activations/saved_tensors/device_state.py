@@ -6,7 +6,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -104,16 +104,6 @@ class DeviceBytes:
             self._ending_bytes = 0
 
 
-class Outgoing(Protocol):
-    """A storage whose copy from the device has begun, as the queue of such copies sees it."""
-
-    num_bytes: int
-    is_leaving: bool
-
-    def let_go(self) -> None:
-        """Give up the device memory once the copy is over."""
-
-
 class DeviceState:
     """The memories below one device, nearest first, its live storages, and copies under way.
 
@@ -130,7 +120,7 @@ class DeviceState:
         self.storages: dict[int, weakref.ref[Any]] = {}
         self.num_passes = 0
         # A graph that is dropped takes its storages along, copies under way included.
-        self._leaving: deque[weakref.ref[Outgoing]] = deque()
+        self._leaving: deque[weakref.ref[Any]] = deque()
         self._leaving_bytes = 0
         # The newest pass in which a failed copy was raised, 0 for none. Of its copies, and those of passes before it,
         # errors without a reader say nothing new; they may come late, since torch frees a failed graph on a thread of
@@ -182,8 +172,8 @@ class DeviceState:
         if error is not None:
             raise error
 
-    def leave(self, storage: Outgoing, in_flight_bytes: int) -> None:
-        """Queue a storage whose copy has begun; if too many wait, the oldest give up memory, only now and in order."""
+    def leave(self, storage: Any, in_flight_bytes: int) -> None:
+        """Queue an offloaded storage whose copy has begun; if too many wait, the oldest give up memory, in order."""
         storage.is_leaving = True
         self._leaving.append(weakref.ref(storage))
         self._leaving_bytes += storage.num_bytes
@@ -192,7 +182,7 @@ class DeviceState:
             if oldest is not None and oldest.is_leaving:
                 oldest.let_go()
 
-    def stay(self, storage: Outgoing) -> None:
+    def stay(self, storage: Any) -> None:
         if storage.is_leaving:
             storage.is_leaving = False
             self._leaving_bytes -= storage.num_bytes

@@ -185,6 +185,11 @@ class LiveStorage(VersionGuard, ABC):
         self.device.held.remove_after_node(self._counted_bytes)
         self._counted_bytes = 0
 
+    @uncompiled
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self._forget()
+
     def _forget(self) -> None:
         """Unregister a dying storage. Its key may have been registered anew."""
         entry = self.device.storages.get(self.key)
@@ -230,11 +235,6 @@ class KeptStorage(LiveStorage):
 
     def _give_up(self) -> None:
         """Do nothing: kept memory goes with the graph."""
-
-    @uncompiled
-    def __del__(self) -> None:
-        if not sys.is_finalizing():
-            self._forget()
 
 
 class OwnCopy(KeptStorage):
@@ -399,10 +399,7 @@ class OffloadedStorage(LiveStorage):
             self._outgoing.wait()
         self._source = None
 
-    @uncompiled
-    def __del__(self) -> None:
-        if sys.is_finalizing():
-            return
+    def _forget(self) -> None:
         told_in = self.device.told_in
         try:
             # Until both copies are over they use the place.
@@ -414,7 +411,7 @@ class OffloadedStorage(LiveStorage):
             self.device.told_in = told_in
             self.device.note_failure(error, self._of_pass)
         finally:
-            self._forget()
+            super()._forget()
             if self._place is not None:
                 self._place.release()
 

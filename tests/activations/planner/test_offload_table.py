@@ -1,7 +1,6 @@
 """Tests of a plan's table: one row for owners that differ only in a layer's number, the largest first."""
 
-from hf_memopt.activations.planner.offload_plan import OffloadPlan
-from hf_memopt.activations.planner.offload_table import plan_report
+from hf_memopt.activations.planner.offload_plan import OffloadPlan, plan_report
 from hf_memopt.activations.planner.profile import Action
 
 KEEP, OFFLOAD, RECOMPUTE = Action

@@ -1,6 +1,6 @@
 import pytest
 
-from hf_memopt.weights.strategies.mode_choice import choose
+from hf_memopt.weights.strategies.auto import choose
 
 MEASURED = {
     "capacity_bytes": 1000,

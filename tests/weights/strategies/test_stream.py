@@ -17,7 +17,7 @@ from hf_memopt.transfer import SyncCopier
 from hf_memopt.units import GIB
 from hf_memopt.weights import OffloadedTeacher
 from hf_memopt.weights.residency.resident_set import ResidentSet
-from hf_memopt.weights.strategies.stream import StreamedVisits
+from hf_memopt.weights.strategies.placement import StreamedVisits
 
 SCHEDULES = ("early", "late", "random")
 
