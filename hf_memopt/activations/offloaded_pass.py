@@ -7,7 +7,7 @@ allocates and frees in the same order, and the planner's simulator predicts the 
 
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,11 +17,10 @@ from torch import Tensor
 
 from hf_memopt.activations.pass_recorder import PassRecorder, RecordedPass
 from hf_memopt.activations.planner.offload_plan import OffloadPlan
-from hf_memopt.activations.planner.profile import Action
+from hf_memopt.activations.planner.profile import Action, needs_by_backward
 from hf_memopt.activations.recompute.op_tracer import OpTracer
 from hf_memopt.activations.recompute.replay import Recomputation, RecomputedStorage, Resolver, StoredInput
-from hf_memopt.activations.saved_tensors.device_state import DeviceState, PassCurve
-from hf_memopt.activations.saved_tensors.prefetcher import Prefetcher
+from hf_memopt.activations.saved_tensors.device_state import DeviceState, PassCurve, Prefetcher
 from hf_memopt.activations.saved_tensors.shown_elements import is_whole
 from hf_memopt.activations.saved_tensors.storages import (
     ForeseenReads,
@@ -87,7 +86,6 @@ class OffloadedPass:
     Args:
         prefetch_ahead: storages to bring back ahead, in bytes of the largest that has left: many small ones at once.
         plan: actions and windows. None: offload everything and learn the order from backward.
-        foreseen_reads: reads of each storage by each backward under the plan, where there are several; else empty.
         is_for_these_sizes: whether the plan does not hold for larger passes, whose other memory is not known.
         keeps_all: whether everything stays on the device, and hooks are of no use once the pass has begun.
 
@@ -106,7 +104,6 @@ class OffloadedPass:
         *,
         plan: OffloadPlan | None = None,
         recording: RecordedPass | None = None,
-        foreseen_reads: Sequence[Sequence[int]] = (),
         budget_bytes: int | None = None,
         is_for_these_sizes: bool = False,
         recorder: PassRecorder | None = None,
@@ -134,7 +131,9 @@ class OffloadedPass:
         self._counters = counters
         self.keeps_all = keeps_all
         self.recording = recording
-        self._foreseen = ForeseenReads(foreseen_reads)
+        self._foreseen = ForeseenReads()
+        if plan is not None and recording is not None and recording.profile.backward_ends_s:
+            self._foreseen = ForeseenReads(needs_by_backward(recording.profile, plan.actions))
         self._budget_bytes = budget_bytes
         self._is_for_these_sizes = is_for_these_sizes
         self._is_larger = False

@@ -29,7 +29,7 @@ from hf_memopt.activations.pass_recorder import (
 from hf_memopt.activations.pass_times import PassTimes
 from hf_memopt.activations.plan_maker import DeviceRoom, OffloadLimits, PlanMaker
 from hf_memopt.activations.planner.offload_plan import OffloadPlan
-from hf_memopt.activations.planner.profile import Action, needs_by_backward
+from hf_memopt.activations.planner.profile import Action
 from hf_memopt.activations.recompute.op_tracer import OpTracer
 from hf_memopt.activations.saved_tensors.device_state import DeviceState
 from hf_memopt.activations.stats import OffloadCounters
@@ -118,7 +118,6 @@ class PassPlanner:
             keeps_all=self._wants_plain and self._has_room_for_everything(),
             op_tracer=op_tracer,
             recording=self.recording,
-            foreseen_reads=self._foreseen_reads(),
             budget_bytes=self._maker.limit_bytes,
             is_for_these_sizes=not self._maker.has_budget and self._maker.limit_bytes is not None,
             on_end=self._end,
@@ -127,12 +126,6 @@ class PassPlanner:
         if self._is_to_be_timed(this_pass):
             self._times.start_timing(this_pass)
         return this_pass
-
-    def _foreseen_reads(self) -> list[list[int]]:
-        plan = self._plan_to_follow
-        if plan is None or self.recording is None or not self.recording.profile.backward_ends_s:
-            return []
-        return needs_by_backward(self.recording.profile, plan.actions)
 
     def review(self) -> None:
         """Learn from the last pass that ended; an `InfeasibleBudgetError` if no plan meets the budget."""

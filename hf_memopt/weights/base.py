@@ -23,10 +23,9 @@ from hf_memopt.transfer.scratch_file import check_disk
 from hf_memopt.units import GIB, format_bytes
 from hf_memopt.weights.gradients import Gradients
 from hf_memopt.weights.homes.block_home import BlockHome
-from hf_memopt.weights.homes.home import Home, make_home
+from hf_memopt.weights.homes.home import Home, make_home, several_ranks
 from hf_memopt.weights.homes.packed_weights import PackedWeights
 from hf_memopt.weights.homes.quantised import claim_device, return_second_tensors, stored_tensors
-from hf_memopt.weights.homes.shared_memory import several_ranks
 from hf_memopt.weights.homes.weight_files import loaded_from
 from hf_memopt.weights.optimizer import OffloadedOptimizer, offloaded
 from hf_memopt.weights.residency.backward_visits import WithStatement
@@ -204,7 +203,7 @@ class StreamedWeights:
         undo = ModelState(model).put_back
         try:
             with torch.inference_mode(False):  # autograd saves weights in later passes
-                self._begin(model, home, budget_gib, files, disk)
+                self._begin(home, budget_gib, files)
             undo = self.remove  # the memory that the weights had is freed
             return_freed_memory()
             what = "weights" if trained else "frozen weights"
@@ -343,14 +342,8 @@ class StreamedWeights:
     def __deepcopy__(self, memo: dict[int, object]) -> "StreamedWeights":
         return self
 
-    def _begin(
-        self,
-        model: nn.Module,
-        home: BaseHome,
-        budget_gib: float | None,
-        files: Iterable[str | os.PathLike[str]] | None,
-        disk: str | os.PathLike[str] | None,
-    ) -> None:
+    def _begin(self, home: BaseHome, budget_gib: float | None, files: Iterable[str | os.PathLike[str]] | None) -> None:
+        model, disk = self._model, self._disk
         claim_device(model, self._copier)
         return_second_tensors(model)
         chosen = select(model, self.trained)

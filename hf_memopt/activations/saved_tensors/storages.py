@@ -15,8 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hf_memopt.activations.saved_tensors.device_state import DeviceState
-from hf_memopt.activations.saved_tensors.prefetcher import Prefetcher
+from hf_memopt.activations.saved_tensors.device_state import DeviceState, Prefetcher
 from hf_memopt.activations.saved_tensors.shown_elements import ShownElements
 from hf_memopt.autograd_state import StoragePin, VersionGuard, bytes_of, graph_is_retained, num_tensors_on, refuse_rrelu
 from hf_memopt.transfer import Transfer

@@ -1,7 +1,7 @@
 """Tests that orders of reloading are learned, for the newest shapes only."""
 
 from hf_memopt.activations.saved_tensors import prefetcher
-from hf_memopt.activations.saved_tensors.prefetcher import ReloadOrders
+from hf_memopt.activations.saved_tensors.device_state import ReloadOrders
 
 
 def sizes_of(shape: int) -> dict[int, int]:

@@ -7,8 +7,7 @@ import torch
 from device_states import above_host
 from torch import Tensor
 
-from hf_memopt.activations.saved_tensors.device_state import DeviceState
-from hf_memopt.activations.saved_tensors.prefetcher import Prefetcher
+from hf_memopt.activations.saved_tensors.device_state import DeviceState, Prefetcher
 from hf_memopt.activations.saved_tensors.storages import KeptStorage, OffloadedStorage, traced_range
 from hf_memopt.autograd_state import bytes_of
 from hf_memopt.transfer.lower_memory import Place

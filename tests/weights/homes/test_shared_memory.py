@@ -8,8 +8,8 @@ import torch
 from teacher_toys import Network
 from torch import distributed
 
+from hf_memopt.weights.homes.home import several_ranks, share
 from hf_memopt.weights.homes.packed_weights import PackedWeights
-from hf_memopt.weights.homes.shared_memory import several_ranks, share
 
 
 @pytest.fixture
