@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from hf_memopt.weights.gradients import Entered, Gradients
-from hf_memopt.weights.residency.visit_order import Visit
+from hf_memopt.weights.residency.resident_set import Visit
 from hf_memopt.weights.residency.visiting import Visiting
 
 

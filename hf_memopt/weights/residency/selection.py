@@ -9,7 +9,7 @@ from hf_memopt.autograd_state import is_plain
 from hf_memopt.weights.homes.packed_weights import memory_ranges
 from hf_memopt.weights.homes.quantised import stored_tensors
 from hf_memopt.weights.residency.guards import StreamedParameter
-from hf_memopt.weights.residency.visit_order import Visit
+from hf_memopt.weights.residency.resident_set import Visit
 
 # The smallest weights stay, up to this share of all: their copies would cost more time than their memory is worth.
 _SMALL_SHARE = 0.01

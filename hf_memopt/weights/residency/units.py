@@ -29,7 +29,7 @@ from hf_memopt.autograd_state import next_node
 from hf_memopt.uncompiled import graph_break, uncompiled
 from hf_memopt.weights.residency.backward_visits import BackwardVisit
 from hf_memopt.weights.residency.guards import OF_ALL_MODULES, NotCopied
-from hf_memopt.weights.residency.visit_order import Visit
+from hf_memopt.weights.residency.resident_set import Visit
 
 # Their forward hands input and weight to one operator, which autocast runs in its dtype, and reads them nowhere else.
 _ONE_OPERATOR = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)

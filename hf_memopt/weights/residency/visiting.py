@@ -21,11 +21,10 @@ from hf_memopt.weights.homes.quantised import is_quantised, stored_tensors
 from hf_memopt.weights.residency.away import WATCHED, Away, Classes, call_unseen, is_alias, set_plain
 from hf_memopt.weights.residency.backward_visits import BackwardVisit, OpenVisits, WithStatement
 from hf_memopt.weights.residency.guards import NotCopied
-from hf_memopt.weights.residency.resident_set import ResidentSet
+from hf_memopt.weights.residency.resident_set import ResidentSet, Visit
 from hf_memopt.weights.residency.selection import calls_no_modules, visits_of
 from hf_memopt.weights.residency.storages import HELD, WRITTEN, AutocastContexts, CastWeight, StreamedStorage
 from hf_memopt.weights.residency.units import Unit
-from hf_memopt.weights.residency.visit_order import Visit
 
 _NOTHING = nullcontext()
 # Autocast hands these a cast of a weight, the same one as to its module.

@@ -13,8 +13,7 @@ from hf_memopt.weights.homes.home import WeightsHome
 from hf_memopt.weights.homes.packed_weights import PackedWeights, bind, views
 from hf_memopt.weights.homes.quantised import inner_tensors
 from hf_memopt.weights.residency.away import Classes, set_present
-from hf_memopt.weights.residency.resident_set import forecast
-from hf_memopt.weights.residency.visit_order import Visit
+from hf_memopt.weights.residency.resident_set import Visit, forecast
 from hf_memopt.weights.residency.visiting import Visiting
 
 REMEDY_OF_WRITES = "nothing keeps what is written to it; write it before the teacher is made, or use mode='resident'"

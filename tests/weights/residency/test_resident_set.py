@@ -9,9 +9,8 @@ from torch import nn
 
 from hf_memopt.transfer import SyncCopier
 from hf_memopt.weights.base import StreamedWeights
-from hf_memopt.weights.residency.resident_set import ResidentSet, forecast
+from hf_memopt.weights.residency.resident_set import ResidentSet, Visit, forecast
 from hf_memopt.weights.residency.storages import Storage
-from hf_memopt.weights.residency.visit_order import Visit
 
 
 def fewest_copies(visits: list[Visit], room: int) -> int:
