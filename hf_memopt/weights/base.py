@@ -24,8 +24,7 @@ from hf_memopt.units import GIB, format_bytes
 from hf_memopt.weights.gradients import Gradients
 from hf_memopt.weights.homes.block_home import BlockHome
 from hf_memopt.weights.homes.home import Home, make_home, several_ranks
-from hf_memopt.weights.homes.packed_weights import PackedWeights
-from hf_memopt.weights.homes.quantised import claim_device, return_second_tensors, stored_tensors
+from hf_memopt.weights.homes.packed_weights import PackedWeights, claim_device, return_second_tensors, stored_tensors
 from hf_memopt.weights.homes.weight_files import loaded_from
 from hf_memopt.weights.optimizer import OffloadedOptimizer, offloaded
 from hf_memopt.weights.residency.backward_visits import WithStatement

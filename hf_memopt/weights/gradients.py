@@ -50,7 +50,7 @@ class _Slot:
     def __init__(self, parameter: nn.Parameter, name: str, has_home: bool) -> None:
         # torch's garbage collector does not see that a gradient in `.grad` has this.
         self._parameter = weakref.ref(parameter)
-        self.name, self.has_home, self.nbytes, self.device = name, has_home, parameter.nbytes, parameter.device
+        self.name, self.has_home = name, has_home
         self.free: list[Place] = []
         self.handle: RemovableHandle | None = None
         self.num_additions = 0  # to its gradient
@@ -312,7 +312,7 @@ class Gradients:
             parameter = slot.parameter
             needs_place = slot.has_home and slot.handle is not None and not slot.free
             if needs_place and parameter is not None and parameter.grad is None:
-                slot.free.append(self.home.place(slot.device, slot.nbytes))
+                slot.free.append(self.home.place(parameter.device, parameter.nbytes))
 
     def fetch(self, parameters: Iterable[Tensor]) -> None:
         """Start bringing the gradients of parameters."""

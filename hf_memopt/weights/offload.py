@@ -20,8 +20,7 @@ from hf_memopt.transfer.host_memory import return_freed_memory
 from hf_memopt.transfer.scratch_file import check_disk
 from hf_memopt.units import GIB
 from hf_memopt.weights.homes.home import HOMES, Home, WeightsHome, make_home
-from hf_memopt.weights.homes.packed_weights import PackedWeights
-from hf_memopt.weights.homes.quantised import claim_device, inner_tensors, is_quantised
+from hf_memopt.weights.homes.packed_weights import PackedWeights, claim_device, inner_tensors, is_quantised
 from hf_memopt.weights.residency.away import Classes, set_plain
 from hf_memopt.weights.residency.selection import why_they_stay
 from hf_memopt.weights.sharing import SharedWeights

@@ -31,7 +31,7 @@ from hf_memopt.weights.coupling import (
 )
 from hf_memopt.weights.homes.block_home import BlockHome
 from hf_memopt.weights.homes.home import HOMES, Home
-from hf_memopt.weights.homes.quantised import rewrapped
+from hf_memopt.weights.homes.packed_weights import rewrapped
 from hf_memopt.weights.optimizer_units import PackedState, StateUnit, Traffic, leaves
 
 if TYPE_CHECKING:

@@ -18,8 +18,7 @@ from hf_memopt.transfer.host_memory import return_freed_memory
 from hf_memopt.transfer.lower_memory import Place
 from hf_memopt.transfer.storage_memory import StorageMemory, WholePages
 from hf_memopt.weights.homes.block_home import BlockHome
-from hf_memopt.weights.homes.packed_weights import memory_ranges, packed, views
-from hf_memopt.weights.homes.quantised import is_quantised, rewrapped
+from hf_memopt.weights.homes.packed_weights import is_quantised, memory_ranges, packed, rewrapped, views
 
 
 class Leaf(NamedTuple):

@@ -29,7 +29,7 @@ def test_torchao_lists_the_tensors_inside_a_weight(recwarn: pytest.WarningsRecor
     model = nn.Sequential(nn.Linear(32, 32))
     quantize_(model, Int8WeightOnlyConfig())
     weight = model[0].weight
-    with relied_on_by("hf_memopt/weights/homes/quantised.py"):
+    with relied_on_by("hf_memopt/weights/homes/packed_weights.py"):
         fields, context = weight.__tensor_flatten__()
         inner = {field: getattr(weight, field) for field in fields}
         again = type(weight).__tensor_unflatten__(inner, context, weight.size(), weight.stride())

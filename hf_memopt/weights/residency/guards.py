@@ -14,8 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.hooks import RemovableHandle
 
 from hf_memopt.autograd_state import COMES_AND_GOES, bytes_of
-from hf_memopt.weights.homes.packed_weights import OffsetTensor, span_bytes, views
-from hf_memopt.weights.homes.quantised import is_quantised, rewrapped
+from hf_memopt.weights.homes.packed_weights import OffsetTensor, is_quantised, rewrapped, span_bytes, views
 
 REMEDY = "call remove() of its StreamedWeights first"
 
@@ -109,6 +108,9 @@ class NotCopied:
         raise TypeError("a model cannot be pickled while its weights stream; save its state_dict()")
 
 
+_ValueAtHome = tuple[StreamedParameter, Callable[[], Tensor]]
+
+
 class _StateAtHome(NotCopied):
     """Saves a module's streamed weights from their home, and loads them, where they train, to there.
 
@@ -117,7 +119,7 @@ class _StateAtHome(NotCopied):
 
     def __init__(self, guards: ParameterGuards) -> None:
         self._guards = guards
-        self.values: dict[str, tuple[StreamedParameter, Callable[[], Tensor]]] = {}
+        self.values: dict[str, _ValueAtHome] = {}
         self._shown: dict[str, set[int]] = defaultdict(set)  # the ids of tensors at home that state dicts have got
         self._taken: set[str] = set()
 
@@ -170,9 +172,7 @@ class _StateAtHome(NotCopied):
         incompatible.missing_keys[:] = [name for name in incompatible.missing_keys if name not in self._taken]
         self._taken.clear()
 
-    def _streamed(
-        self, module: nn.Module, state: Any, prefix: str
-    ) -> list[tuple[StreamedParameter, Callable[[], Tensor]]]:
+    def _streamed(self, module: nn.Module, state: Any, prefix: str) -> list[_ValueAtHome]:
         return [
             found
             for attribute, found in self.values.items()

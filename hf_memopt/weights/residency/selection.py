@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from hf_memopt.autograd_state import is_plain
-from hf_memopt.weights.homes.packed_weights import memory_ranges
-from hf_memopt.weights.homes.quantised import stored_tensors
+from hf_memopt.weights.homes.packed_weights import memory_ranges, stored_tensors
 from hf_memopt.weights.residency.guards import StreamedParameter
 from hf_memopt.weights.residency.resident_set import Visit
 

@@ -16,8 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from hf_memopt.autograd_state import COMES_AND_GOES, calling_module, in_backward, is_plain
 from hf_memopt.transfer import Copier
 from hf_memopt.weights.homes.home import WeightsHome
-from hf_memopt.weights.homes.packed_weights import PackedWeights
-from hf_memopt.weights.homes.quantised import is_quantised, stored_tensors
+from hf_memopt.weights.homes.packed_weights import PackedWeights, is_quantised, stored_tensors
 from hf_memopt.weights.residency.away import WATCHED, Away, Classes, call_unseen, is_alias, set_plain
 from hf_memopt.weights.residency.backward_visits import BackwardVisit, OpenVisits, WithStatement
 from hf_memopt.weights.residency.guards import NotCopied

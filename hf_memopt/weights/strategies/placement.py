@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from hf_memopt.transfer import Copier, Transfer
 from hf_memopt.weights.homes.home import WeightsHome
-from hf_memopt.weights.homes.packed_weights import PackedWeights, bind, views
-from hf_memopt.weights.homes.quantised import inner_tensors
+from hf_memopt.weights.homes.packed_weights import PackedWeights, bind, inner_tensors, views
 from hf_memopt.weights.residency.away import Classes, set_present
 from hf_memopt.weights.residency.resident_set import Visit, forecast
 from hf_memopt.weights.residency.visiting import Visiting
