@@ -342,7 +342,7 @@ class ActivationOffloader:
             op_tracer.is_noting = False
 
     def _scope(self, op_tracer: OpTracer, owner: nn.Module, model: nn.Module | None) -> AbstractContextManager[object]:
-        if op_tracer.is_timing:
+        if op_tracer.clock is not None:
             return _timing(op_tracer)
         makers = set().union(*(planner.makers() for planner in self._planners_of(owner)))
         modules = [maker() if maker is not None else None for maker in makers]

@@ -155,15 +155,14 @@ class StateUnit:
         found = PackedState(state, self.parameters)
         if found.num_bytes:
             memory = self._memory
-            is_reserved = memory is not None and self.is_new and self.num_bytes == found.num_bytes
-            if memory is not None and is_reserved and not self.is_here:
-                memory.give()
-                memory.show()
-                self.is_here = True
             if memory is None or not (self.is_here and found.is_in(memory.block)):
-                if memory is None or not is_reserved:
+                if memory is None or not self.is_new or self.num_bytes != found.num_bytes:
                     self._release()
                     memory = self._reserve(found.num_bytes)
+                elif not self.is_here:  # its place was reserved before there was any state
+                    memory.give()
+                    memory.show()
+                    self.is_here = True
                 found.move(memory.block)
                 found = PackedState(state, self.parameters)
                 if self._device.type == "cpu":

@@ -118,15 +118,11 @@ class OpTracer(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.weights = weights
         self.is_noting = False
-        self._clock = clock
+        self.clock = clock
         self._records: dict[int, TracedOp] = {}
         self._num_writes: dict[int, int] = {}
-        self._distrusted: dict[int, StoragePin] = {}
+        self.distrusted: dict[int, StoragePin] = {}
         self.num_by_module: Counter[weakref.ref[nn.Module] | None] = Counter()
-
-    @property
-    def is_timing(self) -> bool:
-        return self._clock is not None
 
     def leave_node(self) -> None:
         """Leave the mode for the rest of a backward node; called while the node unpacks its saved tensors.
@@ -150,9 +146,9 @@ class OpTracer(TorchDispatchMode):
             return func(*args, **kwargs)
         if not _is_repeatable(func) or in_backward():
             return call_as_plain(func, args, kwargs)
-        start = self._clock.mark() if self._clock else None
+        start = self.clock.mark() if self.clock else None
         result = func(*args, **kwargs)
-        marks = (start, self._clock.mark()) if self._clock else None
+        marks = (start, self.clock.mark()) if self.clock else None
         self._note(func, args, kwargs, result, marks)
         return result
 
@@ -166,10 +162,7 @@ class OpTracer(TorchDispatchMode):
     def distrust(self, storage: UntypedStorage) -> None:
         """Note that a custom `autograd.Function` has a storage: its kernels may write to it without an operation."""
         self._records.pop(storage._cdata, None)
-        self._distrusted[storage._cdata] = StoragePin.of(storage)
-
-    def is_distrusted(self, operand: TensorRef) -> bool:
-        return operand.key in self._distrusted
+        self.distrusted[storage._cdata] = StoragePin.of(storage)
 
     def operand(self, tensor: Tensor) -> TensorRef:
         return TensorRef(tensor, self.weights, self.num_writes(tensor.untyped_storage()._cdata))

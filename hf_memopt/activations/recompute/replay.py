@@ -190,7 +190,7 @@ class Resolver:
         if operand.weight is not None:
             is_same = operand.weight._version == operand.version and self._op_tracer.is_unwritten(operand)
             return WeightInput(operand.weight, operand.meta) if is_same else None
-        if operand.is_leaf or self._op_tracer.is_distrusted(operand):
+        if operand.is_leaf or operand.key in self._op_tracer.distrusted:
             return None
         # Autograd holds its bytes anyway, so reading them costs nothing.
         live = self._live(operand)

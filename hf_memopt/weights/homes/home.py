@@ -3,7 +3,7 @@
 import hashlib
 import os
 import tempfile
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
@@ -29,7 +29,7 @@ HOMES: tuple[str, ...] = get_args(Home)
 _VECTOR_BYTES = 64
 
 
-class WeightsHome:
+class WeightsHome(ABC):
     """The place of a `PackedWeights` block; without overrides, one in memory that needs no care.
 
     Attributes:
@@ -66,7 +66,7 @@ class WeightsHome:
     def to_home(self, start: int, source: Tensor) -> Transfer:
         """Start writing the slice that begins at `start` of the block home from device memory, `(num_bytes,)` uint8."""
 
-    def reserve(self, device: torch.device) -> None:
+    def reserve(self, device: torch.device) -> None:  # noqa: B027
         """Take the space for all slices to be written; an error if there is none."""
 
     def memory(self, piece: WeightSlice, device: torch.device, message: str) -> StorageMemory:
@@ -90,13 +90,13 @@ class WeightsHome:
             DiskError: as for `check`.
         """
 
-    def check(self) -> None:
+    def check(self) -> None:  # noqa: B027
         """Raise an error if the block has changed."""
 
-    def settle(self) -> None:
+    def settle(self) -> None:  # noqa: B027
         """Wait on the host for all copies, those too that an interrupt has cut off from their callers."""
 
-    def trim(self) -> None:
+    def trim(self) -> None:  # noqa: B027
         """Give memory that storages have dropped back to the system."""
 
 
