@@ -163,11 +163,11 @@ def test_a_gradient_that_is_kept_outlives_the_next_one(tmp_path: Path) -> None:
         each.optimizer.zero_grad()
         each.backward(1)
     assert equal([each.clone() for each in kept[0]], kept[1])
-    places = gradients_of(training)._home.file.space.bytes_live
+    places = gradients_of(training).home.file.space.bytes_live
     kept.clear()
     training.optimizer.zero_grad()
     training.backward(2)
-    assert gradients_of(training)._home.file.space.bytes_live == places  # the second places are used again
+    assert gradients_of(training).home.file.space.bytes_live == places  # the second places are used again
 
 
 def test_the_first_gradient_keeps_its_negative_zeros() -> None:

@@ -90,7 +90,7 @@ def on_a_file(folder: Path) -> tuple[Training, AdversarialFile]:
     home.file = file
     for slot in training.weights._gradients._slots.values():
         slot.free.clear()
-    training.weights._home._written._places.clear()
+    training.weights._home._places.clear()
     training.weights._home.reserve(torch.device("cpu"))
     training.weights._gradients.reserve()
     return training, file
