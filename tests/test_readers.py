@@ -19,8 +19,8 @@ SAFE = {("torch", "load"): "weights_only=True", ("np", "load"): "allow_pickle=Fa
 # These unpickle their own child's results, and an index of shards with the classes that it may name.
 ALLOWED = {
     ("hf_memopt/planning/simulation/child_process.py", "pickle.loads"),
-    ("hf_memopt.datasets_by_name.py", "load_dataset_builder"),
-    ("hf_memopt.datasets_by_name.py", "from_file"),
+    ("hf_memopt/datasets_by_name.py", "load_dataset_builder"),
+    ("hf_memopt/datasets_by_name.py", "from_file"),
 }
 
 

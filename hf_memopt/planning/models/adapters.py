@@ -35,7 +35,9 @@ def freeze_first_layers(model: Any, count: int) -> None:
     Raises:
         ValueError: it has no more layers than that.
     """
-    layers = max((each for each in model.modules() if isinstance(each, nn.ModuleList)), key=len, default=nn.ModuleList())
+    layers = max(
+        (each for each in model.modules() if isinstance(each, nn.ModuleList)), key=len, default=nn.ModuleList()
+    )
     if count >= len(layers):
         raise ValueError(f"freeze_layers={count}: the model has {len(layers)} layers; freeze fewer")
     for module in (model.get_input_embeddings(), *layers[:count]):

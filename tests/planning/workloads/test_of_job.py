@@ -11,7 +11,7 @@ from hf_memopt.planning import Job
 
 workloads = LateModule("hf_memopt.planning.workloads.of_job")
 
-CONFIGS = Path(__file__).parents[2] / "recipes" / "configs"
+CONFIGS = Path(__file__).parents[3] / "recipes" / "configs"
 CHOICES = ("causal_lm", "fluxflow", "lgt", "neural_operator", "reflow_smolvla", "sft")
 
 
