@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import GradientAccumulationPlugin, set_seed, tqdm
+from accelerate.utils import GradientAccumulationPlugin, set_seed
 from datasets import DatasetDict
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -39,10 +39,8 @@ from hf_memopt.recipes.causal_lm.options import Options, TrainingOptions, parse
 from hf_memopt.recipes.causal_lm.step import Run, make_optimizer, stream_weights, update
 from hf_memopt.recipes.causal_lm.workload import CausalLM
 from hf_memopt.recipes.common import loop
-from hf_memopt.recipes.common.comparison import Begin
+from hf_memopt.recipes.common.auto_plan import train_within_memory
 from hf_memopt.recipes.common.cost import RunCost, announce
-from hf_memopt.recipes.common.flags import as_settings
-from hf_memopt.recipes.common.out_of_memory import explained, train_within_memory
 
 logger = logging.getLogger("hf_memopt.recipes.train_causal_lm")
 
@@ -127,30 +125,23 @@ def evaluate(run: Run) -> dict[str, float]:
 
 
 def train(run: Run) -> tuple[Run, RunCost]:
-    training, accelerator = run.options.training, run.accelerator
-    announce(run.model, run.options.offload, accelerator)
-    accelerator.init_trackers("causal_lm", config=as_settings(run.options))
-    saving = training.output_dir, training.checkpoints_total_limit, training.resume_from_checkpoint
-    checkpoints = loop.open_checkpoints(run, *saving)
+    training = run.options.training
+    announce(run.model, run.options.offload, run.accelerator)
+    run.begin("causal_lm", training.checkpoints_total_limit, training.resume_from_checkpoint)
     progress = run.progress
     run.model.train()
-    batches = endless_batches(accelerator, run.batches, progress.num_updates * training.gradient_accumulation_steps)
-    timer = run.timer()
-    bar = tqdm(total=training.max_steps, initial=progress.num_updates, unit="update", desc="Training")
+    num_taken = progress.num_updates * training.gradient_accumulation_steps
+    batches = endless_batches(run.accelerator, run.batches, num_taken)
     checkpointing = "" if run.options.model.gradient_checkpointing else "--gradient_checkpointing"
-    explaining = explained(run.model, training.output_dir, run.options.offload, checkpointing)
-    with bar, checkpoints.stopping_on_signal(), loop.saving_after_errors(run, checkpoints), explaining:
+    with run.updates(training.max_steps, checkpointing):
         while progress.num_updates < training.max_steps:
-            timer.begin()
-            loss = update(run, batches)
-            timer.end()
-            loop.advance(run, bar)
+            with run.timed_update():
+                loss = update(run, batches)
             log_and_evaluate(run, loss, training)
-            due = loop.is_due(progress.num_updates, training.checkpointing_steps)
-            if loop.save_and_stop(run, checkpoints, due=due):
+            if run.save_and_stop(due=loop.is_due(progress.num_updates, training.checkpointing_steps)):
                 break
     save_model(run, training.output_dir)
-    return run, run.end(timer)
+    return run, run.end()
 
 
 def log_and_evaluate(run: Run, loss: Tensor, training: TrainingOptions) -> None:
@@ -175,16 +166,11 @@ def save_model(run: Run, folder: str) -> None:
     )
 
 
-def comparable(options: Options) -> Begin:
-    tokenizer, blocks = load(options)
-
-    def begin(options: Options) -> tuple[Run, Iterator[Tensor]]:
-        run = prepare(make_accelerator(options), options, tokenizer, blocks)
-        run.model.train()
-        batches = endless_batches(run.accelerator, run.batches)
-        return run, iter(lambda: update(run, batches), None)
-
-    return begin
+def losses(run: Run) -> Iterator[Tensor]:
+    """Return the losses of endless updates, for `hf-memopt compare`."""
+    run.model.train()
+    batches = endless_batches(run.accelerator, run.batches)
+    return iter(lambda: update(run, batches), None)
 
 
 if __name__ == "__main__":

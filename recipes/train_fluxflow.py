@@ -22,16 +22,14 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed, tqdm
+from accelerate.utils import set_seed
 from torch import Tensor
 
 from hf_memopt.command_line import one_line_errors, script_imports
 from hf_memopt.memory import LeakMonitor, MemoryLogger
 from hf_memopt.recipes.common import loop
-from hf_memopt.recipes.common.comparison import Begin
+from hf_memopt.recipes.common.auto_plan import train_within_memory
 from hf_memopt.recipes.common.cost import RunCost
-from hf_memopt.recipes.common.flags import as_settings
-from hf_memopt.recipes.common.out_of_memory import explained, train_within_memory
 
 with script_imports("train_fluxflow", __name__):
     from hf_memopt.recipes.fluxflow import data as data
@@ -72,6 +70,11 @@ def make_accelerator(options: Options) -> Accelerator:
     if accelerator.mixed_precision not in ("no", "bf16"):
         raise ValueError(f"mixed_precision={accelerator.mixed_precision!r} is not for this recipe; use bf16 or no")
     return accelerator
+
+
+def load(options: Options) -> tuple[()]:
+    """Load nothing: `prepare` opens the images, whose sizes are multiples of the VAE's stride."""
+    return ()
 
 
 def prepare(accelerator: Accelerator, options: Options) -> Run:
@@ -137,27 +140,19 @@ def train_batch(run: Run, images: Tensor) -> Figures:
 def train(run: Run) -> tuple[Run, RunCost]:
     options, training = run.options, run.options.training
     report.announce(run.model, options, run.accelerator, data.describe(options.data))
-    run.accelerator.init_trackers("fluxflow", config=as_settings(run.options))
     resumed = training.resume_from_checkpoint
-    checkpoints = loop.open_checkpoints(run, training.output_dir, training.checkpoints_total_limit, resumed)
-    progress, timer = run.progress, run.timer()
+    run.begin("fluxflow", training.checkpoints_total_limit, resumed)
+    progress = run.progress
     if progress.num_updates >= training.max_steps:
         raise ValueError(f"max_steps={training.max_steps}: {resumed} has {progress.num_updates}; use more")
     checkpointing = "" if options.levers.checkpoint_vae else "--checkpoint_vae"
     watch = None if training.detect_leaks == "off" else LeakMonitor(action=training.detect_leaks)
-    with (
-        checkpoints.stopping_on_signal(),
-        loop.saving_after_errors(run, checkpoints),
-        explained(run.model.vae, training.output_dir, options.offload, checkpointing),
-        tqdm(total=training.max_steps, initial=progress.num_updates, unit="step", desc="Training") as bar,
-    ):
+    with run.updates(training.max_steps, checkpointing, unit="step"):
         for images in run.batches:
-            timer.begin()
-            figures = train_batch(run, images)
-            timer.end()
+            with run.timed_update():
+                figures = train_batch(run, images)
             # Only now is the step whole: an error within it leaves the position before it for the checkpoint.
             run.place = run.batches.position
-            loop.advance(run, bar)
             run.memory.log(progress.num_updates)
             at_end = progress.num_updates == training.max_steps
             if at_end or loop.is_due(progress.num_updates, training.log_every):
@@ -165,9 +160,9 @@ def train(run: Run) -> tuple[Run, RunCost]:
             if watch is not None:
                 watch.step()
             due = loop.is_due(progress.num_updates, training.checkpointing_steps)
-            if loop.save_and_stop(run, checkpoints, due=due) or at_end:
+            if run.save_and_stop(due=due) or at_end:
                 break
-    return run, run.end(timer)
+    return run, run.end()
 
 
 def record(run: Run, figures: Figures) -> None:
@@ -177,12 +172,9 @@ def record(run: Run, figures: Figures) -> None:
     loop.record(run, "step", run.progress.num_updates, entry)
 
 
-def comparable(options: Options) -> Begin:
-    def begin(options: Options) -> tuple[Run, Iterator[Tensor]]:
-        run = prepare(make_accelerator(options), options)
-        return run, (torch.stack(list(train_batch(run, images).values())).sum() for images in run.batches)
-
-    return begin
+def losses(run: Run) -> Iterator[Tensor]:
+    """Return the losses of endless updates, for `hf-memopt compare`."""
+    return (torch.stack(list(train_batch(run, images).values())).sum() for images in run.batches)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed, tqdm
+from accelerate.utils import set_seed
 from torch import Tensor
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -34,11 +34,9 @@ from hf_memopt.checkpoint import endless_batches
 from hf_memopt.command_line import one_line_errors
 from hf_memopt.memory import MemoryLogger
 from hf_memopt.recipes.common import loop
-from hf_memopt.recipes.common.comparison import Begin
-from hf_memopt.recipes.common.cost import RunCost, StepTimer, announce
-from hf_memopt.recipes.common.flags import as_settings
+from hf_memopt.recipes.common.auto_plan import train_within_memory
+from hf_memopt.recipes.common.cost import RunCost, announce
 from hf_memopt.recipes.common.options import check_folder
-from hf_memopt.recipes.common.out_of_memory import explained, train_within_memory
 from hf_memopt.recipes.lgt import data as data
 from hf_memopt.recipes.lgt import report as report
 from hf_memopt.recipes.lgt.evaluation import evaluate
@@ -56,16 +54,15 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     check_folder(saving.save_dir, saving.resume_from_checkpoint, "checkpoint.save_dir")
     accelerator = make_accelerator(options)
     with loop.writing_to(saving.save_dir, accelerator):
-        train_data, held_out = data.load(options)
+        train_data, held_out = load(options)
         shape = tuple(train_data.latents.shape[1:])
         logger.info(
             f"Data: {data.describe(options)}; {len(train_data.styles):,} latents of {shape} in "
             f"{options.model.num_styles} styles, {len(held_out.styles):,} held out"
         )
-        shown = data.Latents(*(each.to(accelerator.device) for each in held_out))
         begin = options, accelerator, partial(LatentTransferWorkload, options), make_accelerator
         run, cost = train_within_memory(
-            *begin, lambda accelerator, options: train(prepare(accelerator, options, train_data), shown)
+            *begin, lambda accelerator, options: train(prepare(accelerator, options, train_data, held_out))
         )
         output, results = Path(saving.save_dir), {}
         if accelerator.is_main_process:
@@ -73,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         with loop.reporting(output):
             results = report.results(run, shape[1] * shape[2], cost)
             if accelerator.is_main_process:
-                report.write(results, run, held_out, output)
+                report.write(results, run, output)
         accelerator.wait_for_everyone()  # while a process is left alone, gloo can hang
     run.accelerator.end_training()
     return results
@@ -88,7 +85,13 @@ def make_accelerator(options: Options) -> Accelerator:
     return loop.make_accelerator(training, options.checkpoint.save_dir, **settings)
 
 
-def prepare(accelerator: Accelerator, options: Options, train_data: data.Latents) -> Run:
+def load(options: Options) -> tuple[data.Latents, data.Latents]:
+    return data.load(options)
+
+
+def prepare(
+    accelerator: Accelerator, options: Options, train_data: data.Latents, held_out: data.Latents | None = None
+) -> Run:
     """Return model, optimizer, schedule and batches, the same for every call."""
     training = options.training
     num_latents = training.batch_size * accelerator.num_processes
@@ -112,7 +115,8 @@ def prepare(accelerator: Accelerator, options: Options, train_data: data.Latents
     model, optimizer, scheduler, batches = accelerator.prepare(model, optimizer, scheduler, batches)
     memory = MemoryLogger(accelerator, log_every=training.log_every, output_dir=options.checkpoint.save_dir)
     bank = data.LatentBank(train_data, options, accelerator.device)
-    return Run(accelerator, options, model, optimizer, scheduler, batches, average=average, memory=memory, bank=bank)
+    prepared = accelerator, options, model, optimizer, scheduler, batches
+    return Run(*prepared, average=average, memory=memory, bank=bank, held_out=held_out)
 
 
 def update(run: Run, window: list[Tensor]) -> dict[str, float]:
@@ -137,41 +141,34 @@ def window_sizes(run: Run) -> list[int]:
     return [len(window) for window in batched(range(len(run.batches)), run.options.training.accumulation_steps)]
 
 
-def train(run: Run, held_out: data.Latents) -> tuple[Run, RunCost]:
-    options, accelerator = run.options, run.accelerator
-    announce(run.model, options.offload, accelerator)
-    accelerator.init_trackers("lgt", config=as_settings(options, by_section=True))
-    saving = options.checkpoint
-    checkpoints = loop.open_checkpoints(run, saving.save_dir, saving.keep_last, saving.resume_from_checkpoint)
-    progress = run.progress
+def train(run: Run) -> tuple[Run, RunCost]:
+    options, saving = run.options, run.options.checkpoint
+    held_out = data.Latents(*(each.to(run.accelerator.device) for each in run.held_out))
+    announce(run.model, options.offload, run.accelerator)
+    run.begin("lgt", saving.keep_last, saving.resume_from_checkpoint, by_section=True)
+    progress, sizes = run.progress, window_sizes(run)
     run.model.train()
-    timer, sizes = run.timer(), window_sizes(run)
     # A resumed run goes on at the batch after the last one that it was trained on.
     num_taken = progress.epoch * len(run.batches) + sum(sizes[: progress.num_windows])
-    batches = endless_batches(accelerator, run.batches, num_taken)
-    total = len(sizes) * options.training.num_epochs
-    bar = tqdm(total=total, initial=progress.num_updates, unit="update", desc="Training")
+    batches = endless_batches(run.accelerator, run.batches, num_taken)
     checkpointing = "" if options.training.use_gradient_checkpointing else "--use_gradient_checkpointing"
     halving = "--gradient_cache --auto_micro_batch" if not options.training.gradient_cache else "--auto_micro_batch"
-    explaining = explained(run.model, saving.save_dir, options.offload, checkpointing, halving)
-    with bar, checkpoints.stopping_on_signal(), loop.saving_after_errors(run, checkpoints), explaining:
+    with run.updates(len(sizes) * options.training.num_epochs, checkpointing, halving):
         while progress.epoch < options.training.num_epochs:
-            counted(run, list(islice(batches, sizes[progress.num_windows])), timer)
-            loop.advance(run, bar)
+            counted(run, list(islice(batches, sizes[progress.num_windows])))
             epoch_ended = progress.num_windows == len(sizes)
             if epoch_ended:
                 end_epoch(run, held_out)
             due = epoch_ended and loop.is_due(progress.epoch, options.training.save_interval)
-            if loop.save_and_stop(run, checkpoints, due=due, flag="checkpoint.resume_from_checkpoint"):
+            if run.save_and_stop(due=due, flag="checkpoint.resume_from_checkpoint"):
                 break
-    return run, run.end(timer)
+    return run, run.end()
 
 
-def counted(run: Run, window: list[Tensor], timer: StepTimer) -> None:
+def counted(run: Run, window: list[Tensor]) -> None:
     progress, begun = run.progress, time.perf_counter()
-    timer.begin()
-    losses = update(run, window)
-    timer.end()
+    with run.timed_update():
+        losses = update(run, window)
     run.memory.log(progress.num_updates)
     progress.num_windows += 1
     progress.sums = {name: progress.sums.get(name, 0.0) + value for name, value in losses.items()}
@@ -195,17 +192,12 @@ def end_epoch(run: Run, held_out: data.Latents) -> None:
     loop.record(run, "epoch", progress.epoch, figures)
 
 
-def comparable(options: Options) -> Begin:
-    train_data, _ = data.load(options)
-
-    def begin(options: Options) -> tuple[Run, Iterator[Tensor]]:
-        run = prepare(make_accelerator(options), options, train_data)
-        run.model.train()
-        batches = endless_batches(run.accelerator, run.batches)
-        windows = (list(islice(batches, size)) for size in cycle(window_sizes(run)))
-        return run, (torch.tensor(update(run, window)["loss"]) for window in windows)
-
-    return begin
+def losses(run: Run) -> Iterator[Tensor]:
+    """Return the losses of endless updates, for `hf-memopt compare`."""
+    run.model.train()
+    batches = endless_batches(run.accelerator, run.batches)
+    windows = (list(islice(batches, size)) for size in cycle(window_sizes(run)))
+    return (torch.tensor(update(run, window)["loss"]) for window in windows)
 
 
 if __name__ == "__main__":

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import set_seed, tqdm
+from accelerate import Accelerator, PartialState
+from accelerate.utils import set_seed
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.utils.data import DataLoader
@@ -30,10 +30,8 @@ from hf_memopt.checkpoint import endless_batches
 from hf_memopt.command_line import one_line_errors, script_imports
 from hf_memopt.memory import MemoryLogger
 from hf_memopt.recipes.common import loop
-from hf_memopt.recipes.common.comparison import Begin
+from hf_memopt.recipes.common.auto_plan import train_within_memory
 from hf_memopt.recipes.common.cost import RunCost, announce
-from hf_memopt.recipes.common.flags import as_settings
-from hf_memopt.recipes.common.out_of_memory import explained, train_within_memory
 
 with script_imports("train_neural_operator", __name__):
     from hf_memopt.recipes.neural_operator import data as data
@@ -52,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     output = Path(options.training.output_dir)
     with loop.writing_to(output, accelerator):
         with accelerator.main_process_first():  # the others find the files
-            samples = data.load(options.data, accelerator.device, options.model.modes)
+            (samples,) = load(options)
         logger.info(
             f"Data: {data.describe(options.data)}; {options.data.num_train:,} samples, {samples.shape}, tested at "
             f"{', '.join(map(str, samples.tests))}"
@@ -87,6 +85,10 @@ def make_accelerator(options: Options) -> Accelerator:
     return accelerator
 
 
+def load(options: Options) -> tuple[data.Data]:
+    return (data.load(options.data, PartialState().device, options.model.modes),)
+
+
 def drop_metadata(models: list[nn.Module], states: list[dict[str, Any]], folder: str) -> None:
     """Leave out the arguments that neuralop puts into a state dict: torch loads nothing but tensors safely."""
     for state in states:
@@ -117,33 +119,26 @@ def make_loaders(batch_size: int, samples: data.Data) -> list[DataLoader[Any]]:
 
 
 def train(run: Run) -> tuple[Run, RunCost]:
-    training, accelerator = run.options.training, run.accelerator
-    announce(run.model, run.options.offload, accelerator)
-    accelerator.init_trackers("neural_operator", config=as_settings(run.options))
-    saving = training.output_dir, training.checkpoints_total_limit, training.resume_from_checkpoint
+    training = run.options.training
+    announce(run.model, run.options.offload, run.accelerator)
+    saving = training.checkpoints_total_limit, training.resume_from_checkpoint
     # Loading safetensors would compare them with the model's own state dict, in which neuralop's metadata are.
-    checkpoints = loop.open_checkpoints(run, *saving, safe_serialization=False)
-    progress = run.progress
+    run.begin("neural_operator", *saving, safe_serialization=False)
+    progress, num_updates = run.progress, training.epochs * len(run.batches)
     run.model.train()
     run.processor.train()
-    batches = endless_batches(accelerator, run.batches, progress.num_updates)
-    timer, num_updates = run.timer(), training.epochs * len(run.batches)
-    bar = tqdm(total=num_updates, initial=progress.num_updates, unit="update", desc="Training")
+    batches = endless_batches(run.accelerator, run.batches, progress.num_updates)
     checkpointing = "" if run.options.model.checkpointed_modules else "--checkpoint_blocks --checkpoint_mlps"
-    explaining = explained(run.model, training.output_dir, run.options.offload, checkpointing)
-    with bar, checkpoints.stopping_on_signal(), loop.saving_after_errors(run, checkpoints), explaining:
+    with run.updates(num_updates, checkpointing):
         while progress.num_updates < num_updates:
-            timer.begin()
-            run.epoch_loss += update(run, next(batches))
-            timer.end()
-            loop.advance(run, bar)
+            with run.timed_update():
+                run.epoch_loss += update(run, next(batches))
             run.memory.log(progress.num_updates)
             if progress.num_updates % len(run.batches) == 0:
                 end_epoch(run, training)
-            due = loop.is_due(progress.num_updates, training.checkpointing_steps)
-            if loop.save_and_stop(run, checkpoints, due=due):
+            if run.save_and_stop(due=loop.is_due(progress.num_updates, training.checkpointing_steps)):
                 break
-    return run, run.end(timer)
+    return run, run.end()
 
 
 def end_epoch(run: Run, training: TrainingOptions) -> None:
@@ -155,16 +150,11 @@ def end_epoch(run: Run, training: TrainingOptions) -> None:
     loop.record(run, "epoch", epoch, figures)
 
 
-def comparable(options: Options) -> Begin:
-    samples = data.load(options.data, make_accelerator(options).device, options.model.modes)
-
-    def begin(options: Options) -> tuple[Run, Iterator[Tensor]]:
-        run = prepare(make_accelerator(options), options, samples)
-        run.model.train()
-        run.processor.train()
-        return run, map(partial(update, run), endless_batches(run.accelerator, run.batches))
-
-    return begin
+def losses(run: Run) -> Iterator[Tensor]:
+    """Return the losses of endless updates, for `hf-memopt compare`."""
+    run.model.train()
+    run.processor.train()
+    return map(partial(update, run), endless_batches(run.accelerator, run.batches))
 
 
 if __name__ == "__main__":

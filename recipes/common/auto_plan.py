@@ -1,8 +1,8 @@
-"""The common base of all recipes' plans: levers as changes of options, the batch, and the files that a plan writes."""
+"""The common base of all recipes' plans, and training within the memory at hand: by a plan, or half the micro-batch."""
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
@@ -21,6 +21,7 @@ from hf_memopt.planning.simulated_step import SimulatedStep
 from hf_memopt.planning.workload import Lever, Settings, Workload, divisors, num_steps
 from hf_memopt.planning.workloads.model_levers import ACTIVATIONS
 from hf_memopt.recipes.common.flags import write_options
+from hf_memopt.recipes.common.options import checkpoints_folder
 from hf_memopt.units import format_gib
 
 logger = logging.getLogger(__name__)
@@ -156,6 +157,49 @@ def best_row(workload: Workload, card: str, state: Accelerator | PartialState) -
         found = [result.best]
     best: Row = broadcast_object_list(found)[0]
     return best
+
+
+def train_within_memory[R](
+    options: Any,
+    accelerator: Accelerator,
+    make_workload: Callable[[str], RecipeWorkload],
+    make_accelerator: Callable[[Any], Accelerator],
+    train: Callable[[Accelerator, Any], R],
+) -> R:
+    """Train, with `--plan` after choosing micro-batch and memory flags by simulation.
+
+    With `--auto_micro_batch` begin again, where memory runs out, with micro-batches of half the size or less. An update
+    stays the same. The run goes on from its newest checkpoint, if it has one. Not for several processes: the others
+    would wait for the one that has run out.
+    """
+    if options.offload.auto_micro_batch and accelerator.num_processes > 1:
+        raise ValueError(
+            f"auto_micro_batch=True is for one process, and there are {accelerator.num_processes}; use --plan auto, "
+            "which finds the micro-batch beforehand"
+        )
+    # fp16 takes as much memory as bf16.
+    workload, predicted = make_workload("no" if accelerator.mixed_precision == "no" else "bf16"), None
+    if options.offload.plan is not None:
+        predicted = best_row(workload, options.offload.plan, accelerator)
+        options = workload.with_settings(predicted.settings, predicted.micro_batch)
+        accelerator = make_accelerator(options)
+    while True:
+        try:
+            trained = train(accelerator, options)
+            log_prediction(predicted, accelerator)
+            return trained
+        except torch.OutOfMemoryError:
+            size = workload.given_micro_batch(options)
+            smaller = [each for each in workload.micro_batches if 2 * each <= size]
+            if not options.offload.auto_micro_batch or not smaller:
+                raise
+        # Only here, where the error and the frames that it holds are gone, does memory come back.
+        logger.warning(f"Out of memory with micro-batches of {size}; beginning again with {max(smaller)}, more of them")
+        accelerator.free_memory()
+        has_checkpoint = (checkpoints_folder(options.output_dir) / "latest").exists()
+        resuming = {workload.RESUMED: "latest"} if has_checkpoint else {}
+        options = with_changes(options, {**workload.batching(max(smaller)), **resuming})
+        accelerator = make_accelerator(options)
 
 
 def log_prediction(predicted: Row | None, accelerator: Accelerator) -> None:

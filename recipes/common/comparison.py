@@ -36,8 +36,7 @@ from hf_memopt.report.runs import COMPARISON_FILE
 from hf_memopt.report.tables import differing_modes
 from hf_memopt.training.repeatable import deterministic_kernels
 
-# Begins a run from its seed: the run, and the losses of its updates, endlessly. A recipe's `comparable` loads the data
-# and returns such a function.
+# Begins a run from its seed: the run, and the losses of its updates, endlessly.
 Begin = Callable[[Any], tuple[Run, Iterator[Tensor]]]
 
 # As many as mode "auto" needs to record, plan, and follow the plan.
@@ -141,7 +140,13 @@ def recorded(name: str, options: Any, perturbed: str | None, in_float32: bool) -
 def _begin(name: str, options: Any) -> Begin:
     # Required by deterministic kernels, from the first matrix product on.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    begin: Begin = importlib.import_module(f"hf_memopt.recipes.{name}").comparable(options)
+    recipe: Any = importlib.import_module(f"hf_memopt.recipes.{name}")
+    loaded = recipe.load(options)
+
+    def begin(options: Any) -> tuple[Run, Iterator[Tensor]]:
+        run = recipe.prepare(recipe.make_accelerator(options), options, *loaded)
+        return run, recipe.losses(run)
+
     return begin
 
 

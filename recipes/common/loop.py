@@ -11,15 +11,17 @@ from typing import Any
 import torch
 import transformers  # Its parts are slow to import, and are when they are named.
 from accelerate import Accelerator
-from accelerate.utils import DataLoaderConfiguration
+from accelerate.utils import DataLoaderConfiguration, tqdm
 from torch import Tensor, nn
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from hf_memopt.checkpoint import Checkpoints
 from hf_memopt.disk.files_on_disk import lock_of
-from hf_memopt.memory import MemoryTracker
+from hf_memopt.memory import MemoryTracker, explain_oom
 from hf_memopt.memory.logger import short_figure
+from hf_memopt.memory.oom import CHECKPOINTING, HALF_MICRO_BATCH, OFFLOADING
 from hf_memopt.recipes.common.cost import RunCost, StepTimer, warn_if_nothing_offloaded
+from hf_memopt.recipes.common.flags import as_settings
 from hf_memopt.recipes.common.options import RunOptions, checkpoints_folder
 from hf_memopt.recipes.common.results import History
 from hf_memopt.report.offloading import OffloadingRecord
@@ -114,14 +116,63 @@ class Run:
     def timer(self) -> StepTimer:
         return StepTimer(self.options.offload.offload, self.accelerator.device, self.offloader)
 
-    def end(self, timer: StepTimer) -> RunCost:
+    def begin(
+        self, name: str, keep: int, resumed: str | None, *, by_section: bool = False, safe_serialization: bool = True
+    ) -> None:
+        """Start the trackers with this name, and go on from the checkpoint `resumed`, if there is one."""
+        self.accelerator.init_trackers(name, config=as_settings(self.options, by_section=by_section))
+        folder = checkpoints_folder(self.options.output_dir)
+        self._checkpoints = Checkpoints(self.accelerator, folder, keep, safe_serialization=safe_serialization)
+        if resumed is not None:
+            self.restore(self._checkpoints.resume(resumed))
+            logger.info(f"Resumed {resumed} at step {self.progress.num_updates}")
+        self._timer = self.timer()
+
+    @contextmanager
+    def updates(
+        self, total: int, checkpointing: str, halving: str = "--auto_micro_batch", unit: str = "update"
+    ) -> Iterator[None]:
+        """Enclose the updates, `total` of them: show progress, save at signals and errors, help where memory runs out.
+
+        `checkpointing` are the flags that switch it on, empty where it is on; `halving` those that halve the
+        micro-batch.
+        """
+        bar = tqdm(total=total, initial=self.progress.num_updates, unit=unit, desc="Training")
+        with bar as self._bar, self._checkpoints.stopping_on_signal(), saving_after_errors(self, self._checkpoints):
+            model = self.model if isinstance(self.model, nn.Module) else self.model[0]
+            flags = remedies(self.options.offload.offload, checkpointing, halving)
+            with explain_oom(model, output_dir=self.options.output_dir, flags=flags):
+                yield
+
+    @contextmanager
+    def timed_update(self) -> Iterator[None]:
+        """Time an update, and show it in the bar."""
+        self._timer.begin()
+        yield
+        self._timer.end()
+        advance(self, self._bar)
+
+    def save_and_stop(self, *, due: bool, flag: str = "resume_from_checkpoint") -> bool:
+        """Save where a checkpoint is due, and when told to stop; return whether that is the case."""
+        stop = self._checkpoints.stop_requested()
+        if stop or due:
+            logger.info(f"Saved {self._checkpoints.save(self.progress.num_updates, self.position())}")
+        if stop:
+            logger.warning(f"Stopping, as SIGTERM or SIGINT asked; go on with --{flag} latest")
+            self.accelerator.end_training()
+        return stop
+
+    def end(self) -> RunCost:
         """Return the cost of the updates; leave the offloader's work in the run's folder, and warn if there is none."""
-        report = report_of(self.optimizer)
-        away = [] if report is None else [str(report)]
         weights = streamed_weights_of(self.model) if isinstance(self.model, nn.Module) else None
-        away += [] if weights is None else [str(weights.report())]
+        reports = [report_of(self.optimizer), None if weights is None else weights.report()]
+        away = [str(report) for report in reports if report is not None]
         if (self.offloader is not None or away) and self.accelerator.is_main_process:
             OffloadingRecord.of(self.offloader, facts={}, weights=away).write(Path(self.options.output_dir))
+        return self.cost(self._timer)
+
+    def cost(self, timer: StepTimer) -> RunCost:
+        """Return the cost of the updates, and warn if an offloader that could have moved something did not."""
         cost = timer.cost()
         warn_if_nothing_offloaded(cost, self.options.offload, self.accelerator.device.type)
         return cost
@@ -133,35 +184,28 @@ class Run:
         self.progress = type(self.progress)(**position)
 
 
-def record(run: Any, unit: str, number: int, figures: dict[str, float]) -> None:
-    run.progress.history.append({unit: number, **figures})
-    run.accelerator.log(figures, step=number)
-    shown = [f"{name} {value:.4g}" for name, value in figures.items()]
-    logger.info("  ".join([f"{unit} {number:6}", *shown, short_figure(run.memory.tracker)]))
-
-
 def advance(run: Run, bar: Any) -> None:
     bar.set_postfix_str(short_figure(run.memory.tracker), refresh=False)
     bar.update()
 
 
-def open_checkpoints(run: Run, folder: str, keep: int, resumed: str | None, **settings: Any) -> Checkpoints:
-    checkpoints = Checkpoints(run.accelerator, checkpoints_folder(folder), keep, **settings)
-    if resumed is not None:
-        run.restore(checkpoints.resume(resumed))
-        logger.info(f"Resumed {resumed} at step {run.progress.num_updates}")
-    return checkpoints
+def remedies(mode: str, checkpointing: str, halving: str) -> dict[str, str]:
+    """Return the flags that help where memory runs out in a mode of offloading."""
+    flags = {HALF_MICRO_BATCH: f"{halving}: the same update in more forward passes"}
+    if mode == "off":
+        flags[OFFLOADING] = "--offload auto: the same gradients, copies over the host link"
+    elif mode == "auto":
+        flags[OFFLOADING] = "--offload all, or a smaller --budget_gib: moves what --offload auto has kept"
+    if checkpointing:
+        flags[CHECKPOINTING] = f"{checkpointing}: forward is computed again; with --offload inputs its inputs move too"
+    return flags
 
 
-def save_and_stop(run: Run, checkpoints: Checkpoints, *, due: bool, flag: str = "resume_from_checkpoint") -> bool:
-    """Save where a checkpoint is due, and when told to stop; return whether that is the case."""
-    stop = checkpoints.stop_requested()
-    if stop or due:
-        logger.info(f"Saved {checkpoints.save(run.progress.num_updates, run.position())}")
-    if stop:
-        logger.warning(f"Stopping, as SIGTERM or SIGINT asked; go on with --{flag} latest")
-        run.accelerator.end_training()
-    return stop
+def record(run: Any, unit: str, number: int, figures: dict[str, float]) -> None:
+    run.progress.history.append({unit: number, **figures})
+    run.accelerator.log(figures, step=number)
+    shown = [f"{name} {value:.4g}" for name, value in figures.items()]
+    logger.info("  ".join([f"{unit} {number:6}", *shown, short_figure(run.memory.tracker)]))
 
 
 @contextmanager

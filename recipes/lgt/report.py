@@ -8,7 +8,7 @@ from typing import Any, Literal
 from hf_memopt.recipes.common.cost import RunCost, table
 from hf_memopt.recipes.common.results import History, can_draw, run_results, write_results
 from hf_memopt.recipes.lgt import evaluation
-from hf_memopt.recipes.lgt.data import Latents, describe
+from hf_memopt.recipes.lgt.data import describe
 from hf_memopt.recipes.lgt.options import Options
 from hf_memopt.recipes.lgt.step import Run
 from hf_memopt.text_table import align
@@ -120,7 +120,7 @@ def _compilation(options: Options, history: History) -> Check:
     return _judged(name, seconds > 0, f"{seconds:.1f} s of compilation, within the first epochs")
 
 
-def write(results: dict[str, Any], run: Run, held_out: Latents, output: Path) -> None:
+def write(results: dict[str, Any], run: Run, output: Path) -> None:
     options, model = run.options, run.best_model()
     write_results(results, output)
     costs = table([results["training_cost"]], results["device"])
@@ -128,4 +128,4 @@ def write(results: dict[str, Any], run: Run, held_out: Latents, output: Path) ->
     logger.info("\n".join(["", *checks, "", costs]))
     if can_draw("panels.png"):
         evaluation.draw_curves(results["history"], output / "curves.png")
-        evaluation.draw_panels(model, run.bank, held_out, options, output / "panels.png")
+        evaluation.draw_panels(model, run.bank, run.held_out, options, output / "panels.png")

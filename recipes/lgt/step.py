@@ -86,6 +86,7 @@ class Progress(loop.Progress):
 class Run(loop.Run):
     average: AveragedModel | None  # of the weights
     bank: Any = None  # a LatentBank, whose row numbers `batches` holds; None where a step is only simulated
+    held_out: Any = None  # Latents on the host
     progress: Progress = field(default_factory=Progress)
     memory_bytes: list[int] = field(default_factory=list)  # the most held up to the end of each epoch since the start
 

@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from neuralop import Trainer
 
-from hf_memopt.recipes.common.cost import RunCost, announce, warn_if_nothing_offloaded
+from hf_memopt.recipes.common.cost import RunCost, announce
 from hf_memopt.recipes.common.loop import make_schedule
 from hf_memopt.recipes.neural_operator.data import Data
 from hf_memopt.recipes.neural_operator.model import make_model
@@ -54,8 +54,7 @@ def train_with_trainer(
         # It passes whole samples to models and losses, which warn of the parts that they do not use.
         warnings.filterwarnings("ignore", message=".*received unexpected keyword arguments")
         trained = trainer.train(loaders[0], tests, optimizer, scheduler, training_loss=loss, eval_losses=used)
-        cost = timer.cost()
-        warn_if_nothing_offloaded(cost, options.offload, accelerator.device.type)
+        cost = run.cost(timer)
         errors = trainer.evaluate_all(training.epochs, used, tests, eval_modes={})
     run.progress.history.append(_entry(training.epochs, trained["avg_loss"], errors))
     return run, cost

@@ -12,7 +12,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 pytestmark = pytest.mark.e2e
 
-out_of_memory = LateModule("hf_memopt.recipes.common.out_of_memory")
+auto_plan = LateModule("hf_memopt.recipes.common.auto_plan")
 causal_lm_options = LateModule("hf_memopt.recipes.causal_lm.options")
 lgt_config = LateModule("hf_memopt.recipes.lgt.options")
 train_causal_lm = LateModule("hf_memopt.recipes.train_causal_lm")
@@ -123,7 +123,7 @@ def test_what_cannot_be_halved_is_refused(tmp_path: Path) -> None:
     options = causal_lm_options.parse("", [*CAUSAL_LM, *flags])
     several: Any = SimpleNamespace(num_processes=2)
     with pytest.raises(ValueError, match="auto_micro_batch=True is for one process, and there are 2; use --plan auto"):
-        out_of_memory.train_within_memory(options, several, None, None, None)
+        auto_plan.train_within_memory(options, several, None, None, None)
 
 
 def test_the_smallest_micro_batch_is_not_halved(tmp_path: Path, limit: Callable[[int], None]) -> None:
