@@ -57,7 +57,7 @@ with script_imports("reflow_smolvla", __name__):
         settle_accumulation,
         train,
     )
-    from hf_memopt.recipes.reflow.teacher_home import decided_home, planned_home
+    from hf_memopt.recipes.reflow.workload import decided_home, planned_home
 
 RANGES = {
     **dict.fromkeys(("steps", "batch_size"), COUNT),

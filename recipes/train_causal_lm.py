@@ -34,13 +34,12 @@ from hf_memopt.command_line import one_line_errors
 from hf_memopt.memory import MemoryLogger
 from hf_memopt.recipes.causal_lm import data as data
 from hf_memopt.recipes.causal_lm import report as report
-from hf_memopt.recipes.causal_lm.model import make_model
 from hf_memopt.recipes.causal_lm.options import Options, TrainingOptions, parse
-from hf_memopt.recipes.causal_lm.step import Run, make_optimizer, stream_weights, update
+from hf_memopt.recipes.causal_lm.step import Run, make_model, make_optimizer, stream_weights, update
 from hf_memopt.recipes.causal_lm.workload import CausalLM
 from hf_memopt.recipes.common import loop
 from hf_memopt.recipes.common.auto_plan import train_within_memory
-from hf_memopt.recipes.common.cost import RunCost, announce
+from hf_memopt.recipes.common.results import RunCost, announce
 
 logger = logging.getLogger("hf_memopt.recipes.train_causal_lm")
 

@@ -29,7 +29,7 @@ from hf_memopt.command_line import one_line_errors, script_imports
 from hf_memopt.memory import LeakMonitor, MemoryLogger
 from hf_memopt.recipes.common import loop
 from hf_memopt.recipes.common.auto_plan import train_within_memory
-from hf_memopt.recipes.common.cost import RunCost
+from hf_memopt.recipes.common.results import RunCost
 
 with script_imports("train_fluxflow", __name__):
     from hf_memopt.recipes.fluxflow import data as data

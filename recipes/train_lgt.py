@@ -35,8 +35,8 @@ from hf_memopt.command_line import one_line_errors
 from hf_memopt.memory import MemoryLogger
 from hf_memopt.recipes.common import loop
 from hf_memopt.recipes.common.auto_plan import train_within_memory
-from hf_memopt.recipes.common.cost import RunCost, announce
 from hf_memopt.recipes.common.options import check_folder
+from hf_memopt.recipes.common.results import RunCost, announce
 from hf_memopt.recipes.lgt import data as data
 from hf_memopt.recipes.lgt import report as report
 from hf_memopt.recipes.lgt.evaluation import evaluate

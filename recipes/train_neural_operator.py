@@ -31,14 +31,21 @@ from hf_memopt.command_line import one_line_errors, script_imports
 from hf_memopt.memory import MemoryLogger
 from hf_memopt.recipes.common import loop
 from hf_memopt.recipes.common.auto_plan import train_within_memory
-from hf_memopt.recipes.common.cost import RunCost, announce
+from hf_memopt.recipes.common.results import RunCost, announce
 
 with script_imports("train_neural_operator", __name__):
     from hf_memopt.recipes.neural_operator import data as data
     from hf_memopt.recipes.neural_operator import report as report
-    from hf_memopt.recipes.neural_operator.model import make_model, save_model
     from hf_memopt.recipes.neural_operator.options import Options, TrainingOptions, parse
-    from hf_memopt.recipes.neural_operator.step import ComplexGradScaler, Run, evaluate, make_optimizer, update
+    from hf_memopt.recipes.neural_operator.step import (
+        ComplexGradScaler,
+        Run,
+        evaluate,
+        make_model,
+        make_optimizer,
+        save_model,
+        update,
+    )
     from hf_memopt.recipes.neural_operator.workload import NeuralOperator
 
 logger = logging.getLogger("hf_memopt.recipes.train_neural_operator")

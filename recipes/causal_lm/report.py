@@ -7,8 +7,7 @@ from typing import Any
 from hf_memopt.recipes.causal_lm.data import describe_corpus
 from hf_memopt.recipes.causal_lm.step import Run
 from hf_memopt.recipes.common.comparison import read_costs
-from hf_memopt.recipes.common.cost import RunCost, table
-from hf_memopt.recipes.common.results import can_draw, drawn, plot_history, run_results, write_results
+from hf_memopt.recipes.common.results import RunCost, can_draw, drawn, plot_history, run_results, table, write_results
 from hf_memopt.weights.optimizer import report_of
 
 logger = logging.getLogger(__name__)

@@ -12,9 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from hf_memopt.planning.models.hub_code import weights_from_config
 from hf_memopt.recipes.causal_lm import data as data
-from hf_memopt.recipes.causal_lm.model import make_model
 from hf_memopt.recipes.causal_lm.options import Options
-from hf_memopt.recipes.causal_lm.step import Batch, Run, make_optimizer, stream_weights, update
+from hf_memopt.recipes.causal_lm.step import Batch, Run, make_model, make_optimizer, stream_weights, update
 from hf_memopt.recipes.common.auto_plan import RecipeWorkload, activation_levers
 from hf_memopt.recipes.common.flags import read_options
 from hf_memopt.weights.homes.home import HOMES

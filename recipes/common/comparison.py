@@ -29,9 +29,8 @@ from hf_memopt.exactness.report import VerifyReport, report_of
 from hf_memopt.exactness.runs import Kind, compare_runs, is_in_float32, is_switched
 from hf_memopt.planning.workload import PASSES_OF_AUTO
 from hf_memopt.process_trees import begin_child
-from hf_memopt.recipes.common.cost import RunCost, mib, table
 from hf_memopt.recipes.common.loop import Run
-from hf_memopt.recipes.common.results import environment
+from hf_memopt.recipes.common.results import RunCost, environment, mib, table
 from hf_memopt.report.runs import COMPARISON_FILE
 from hf_memopt.report.tables import differing_modes
 from hf_memopt.training.repeatable import deterministic_kernels

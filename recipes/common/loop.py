@@ -20,10 +20,9 @@ from hf_memopt.disk.files_on_disk import lock_of
 from hf_memopt.memory import MemoryTracker, explain_oom
 from hf_memopt.memory.logger import short_figure
 from hf_memopt.memory.oom import CHECKPOINTING, HALF_MICRO_BATCH, OFFLOADING
-from hf_memopt.recipes.common.cost import RunCost, StepTimer, warn_if_nothing_offloaded
 from hf_memopt.recipes.common.flags import as_settings
 from hf_memopt.recipes.common.options import RunOptions, checkpoints_folder
-from hf_memopt.recipes.common.results import History
+from hf_memopt.recipes.common.results import History, RunCost, StepTimer, warn_if_nothing_offloaded
 from hf_memopt.report.offloading import OffloadingRecord
 from hf_memopt.training.finite_check import FiniteCheck
 from hf_memopt.weights.base import streamed_weights_of

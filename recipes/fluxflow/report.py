@@ -9,8 +9,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from hf_memopt.recipes.common import results as common
-from hf_memopt.recipes.common.cost import RunCost, table
-from hf_memopt.recipes.common.results import num_parameters, psnr
+from hf_memopt.recipes.common.results import RunCost, num_parameters, psnr, table
 from hf_memopt.recipes.fluxflow.model import Models
 from hf_memopt.recipes.fluxflow.options import Options
 from hf_memopt.recipes.fluxflow.step import Run

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from hf_memopt.recipes.common.cost import RunCost, table
-from hf_memopt.recipes.common.results import History, can_draw, run_results, write_results
+from hf_memopt.recipes.common.results import History, RunCost, can_draw, run_results, table, write_results
 from hf_memopt.recipes.lgt import evaluation
 from hf_memopt.recipes.lgt.data import describe
 from hf_memopt.recipes.lgt.options import Options

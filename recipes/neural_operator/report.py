@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from hf_memopt.recipes.common.cost import RunCost, table
-from hf_memopt.recipes.common.results import drawn, num_parameters, run_results, write_results
+from hf_memopt.recipes.common.results import RunCost, drawn, num_parameters, run_results, table, write_results
 from hf_memopt.recipes.neural_operator.data import Data, describe
 from hf_memopt.recipes.neural_operator.step import Run
 from hf_memopt.text_table import Table

@@ -9,12 +9,11 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from neuralop import Trainer
 
-from hf_memopt.recipes.common.cost import RunCost, announce
 from hf_memopt.recipes.common.loop import make_schedule
+from hf_memopt.recipes.common.results import RunCost, announce
 from hf_memopt.recipes.neural_operator.data import Data
-from hf_memopt.recipes.neural_operator.model import make_model
 from hf_memopt.recipes.neural_operator.options import Options
-from hf_memopt.recipes.neural_operator.step import Run, make_optimizer, relative_errors
+from hf_memopt.recipes.neural_operator.step import Run, make_model, make_optimizer, relative_errors
 
 
 def train_with_trainer(

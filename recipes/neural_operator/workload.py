@@ -10,9 +10,8 @@ from torch import Tensor
 from hf_memopt.recipes.common.auto_plan import BatchInParts, Changes
 from hf_memopt.recipes.common.flags import read_options
 from hf_memopt.recipes.neural_operator.data import make_processor, shape_of
-from hf_memopt.recipes.neural_operator.model import make_model
 from hf_memopt.recipes.neural_operator.options import Options
-from hf_memopt.recipes.neural_operator.step import Batch, Run, make_optimizer, update
+from hf_memopt.recipes.neural_operator.step import Batch, Run, make_model, make_optimizer, update
 
 __all__ = ["workload"]
 

@@ -20,7 +20,7 @@ from hf_memopt import ActivationOffloader, SyncCopier, apply_selective_checkpoin
 from hf_memopt.memory import SavedBytes
 
 darcy = LateModule("hf_memopt.recipes.neural_operator.darcy")
-neural_operator_model = LateModule("hf_memopt.recipes.neural_operator.model")
+neural_operator_model = LateModule("hf_memopt.recipes.neural_operator.step")
 neural_operator_options = LateModule("hf_memopt.recipes.neural_operator.options")
 neuralop = LateModule("neuralop")
 pt_dataset = LateModule("neuralop.data.datasets.pt_dataset")

@@ -13,7 +13,7 @@ from reliance import relied_on_by
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-neural_operator_model = LateModule("hf_memopt.recipes.neural_operator.model")
+neural_operator_model = LateModule("hf_memopt.recipes.neural_operator.step")
 neural_operator_options = LateModule("hf_memopt.recipes.neural_operator.options")
 neuralop = LateModule("neuralop")
 pt_dataset = LateModule("neuralop.data.datasets.pt_dataset")
@@ -24,7 +24,7 @@ models = LateModule("neuralop.models")
 training = LateModule("neuralop.training")
 
 
-MODEL = "recipes/neural_operator/model.py"
+MODEL = "recipes/neural_operator/step.py"
 DATA = "recipes/neural_operator/data.py"
 LOOP = "recipes/train_neural_operator.py"
 EVALUATION = "recipes/neural_operator/step.py"

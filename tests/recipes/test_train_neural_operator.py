@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.usefixtures("on_the_cpu"), pytest.mark.e2e]
 
 models = LateModule("neuralop.models")
 neural_operator_data = LateModule("hf_memopt.recipes.neural_operator.data")
-neural_operator_model = LateModule("hf_memopt.recipes.neural_operator.model")
+neural_operator_model = LateModule("hf_memopt.recipes.neural_operator.step")
 neural_operator_report = LateModule("hf_memopt.recipes.neural_operator.report")
 train_neural_operator = LateModule("hf_memopt.recipes.train_neural_operator")
 

@@ -5,9 +5,8 @@ from torch import Tensor
 
 from benchmarks.limit.workloads import Workload
 from hf_memopt.recipes.neural_operator.darcy import HIGH, Darcy, samples
-from hf_memopt.recipes.neural_operator.model import make_model
 from hf_memopt.recipes.neural_operator.options import ModelOptions, TrainingOptions
-from hf_memopt.recipes.neural_operator.step import make_optimizer, relative_errors
+from hf_memopt.recipes.neural_operator.step import make_model, make_optimizer, relative_errors
 
 
 def make(is_toy: bool) -> Workload:

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from hf_memopt import ActivationOffloader, SyncCopier
-from hf_memopt.recipes.common.cost import CPU_CAPTION, DISK_CAPTION, RunCost, StepTimer, announce, table
 from hf_memopt.recipes.common.options import OffloadOptions
+from hf_memopt.recipes.common.results import CPU_CAPTION, DISK_CAPTION, RunCost, StepTimer, announce, table
 
 
 def cost_of_the_last(timer: StepTimer, offloader: ActivationOffloader) -> RunCost:

@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from hf_memopt.recipes.common import results
-from hf_memopt.recipes.common.cost import RunCost
+from hf_memopt.recipes.common.results import RunCost
 
 
 def test_results_hold_dataclasses_as_objects(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from hf_memopt.recipes.neural_operator.options import DataOptions
 
 data = LateModule("hf_memopt.recipes.neural_operator.data")
-files = LateModule("hf_memopt.recipes.neural_operator.files")
+files = LateModule("hf_memopt.recipes.neural_operator.data")
 
 NUM = 6
 CPU = torch.device("cpu")

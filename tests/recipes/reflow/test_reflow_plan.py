@@ -20,7 +20,7 @@ policy_files = LateModule("hf_memopt.lerobot.files.policy_files")
 training_flags = LateModule("hf_memopt.lerobot.training_flags")
 reflow_smolvla = LateModule("hf_memopt.recipes.reflow_smolvla")
 reflow_smolvla_plan = LateModule("hf_memopt.recipes.reflow.workload")
-teacher_home = LateModule("hf_memopt.recipes.reflow.teacher_home")
+teacher_home = LateModule("hf_memopt.recipes.reflow.workload")
 
 
 @pytest.fixture(scope="module")

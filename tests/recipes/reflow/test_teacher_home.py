@@ -17,7 +17,7 @@ from hf_memopt.planning.simulation.child_process import IsolatedError
 from hf_memopt.units import GIB, MIB
 
 policy_files = LateModule("hf_memopt.lerobot.files.policy_files")
-HOME = "hf_memopt.recipes.reflow.teacher_home"
+HOME = "hf_memopt.recipes.reflow.workload"
 teacher_home = LateModule(HOME)
 
 CARD = replace(DEFAULT_CARD, name="Some Card", memory_bytes=4 * GIB)

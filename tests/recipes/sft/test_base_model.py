@@ -12,7 +12,7 @@ from late_imports import LateModule
 
 base_model = LateModule("hf_memopt.recipes.sft.base_model")
 sft_options = LateModule("hf_memopt.recipes.sft.options")
-causal_lm_model = LateModule("hf_memopt.recipes.causal_lm.model")
+causal_lm_model = LateModule("hf_memopt.recipes.causal_lm.step")
 causal_lm_options = LateModule("hf_memopt.recipes.causal_lm.options")
 embeddings = LateModule("hf_memopt.integrations.sentence_transformers.train")
 train_orpo = LateModule("hf_memopt.integrations.train_orpo")
