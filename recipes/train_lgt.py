@@ -39,9 +39,9 @@ from hf_memopt.recipes.common.options import check_folder
 from hf_memopt.recipes.common.results import RunCost, announce
 from hf_memopt.recipes.lgt import data as data
 from hf_memopt.recipes.lgt import report as report
-from hf_memopt.recipes.lgt.evaluation import evaluate
 from hf_memopt.recipes.lgt.model import compile_module, compile_seconds, save_model
 from hf_memopt.recipes.lgt.options import Options, parse
+from hf_memopt.recipes.lgt.report import evaluate
 from hf_memopt.recipes.lgt.step import Run, build_model, build_optimizer, update_weights
 from hf_memopt.recipes.lgt.workload import LatentTransferWorkload
 

@@ -1,17 +1,181 @@
-"""The report of `train_lgt.py`: the closing checklist, results.json, curves and panels."""
+"""The report of `train_lgt.py`: translated latents and their distances, the checklist, results.json, and pictures."""
 
 import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from hf_memopt.recipes.common.results import History, RunCost, can_draw, run_results, table, write_results
-from hf_memopt.recipes.lgt import evaluation
-from hf_memopt.recipes.lgt.data import describe
+import torch
+from torch import Tensor
+
+from hf_memopt.recipes.common.results import (
+    History,
+    RunCost,
+    can_draw,
+    drawn,
+    plot_history,
+    run_results,
+    table,
+    write_results,
+)
+from hf_memopt.recipes.landscapes import autoencoder
+from hf_memopt.recipes.lgt.data import LatentBank, Latents, between, describe
+from hf_memopt.recipes.lgt.model import LatentTransfer, euler
 from hf_memopt.recipes.lgt.options import Options
-from hf_memopt.recipes.lgt.step import Run
+from hf_memopt.recipes.lgt.step import Run, self_similarity_difference, sliced_wasserstein
 from hf_memopt.text_table import align
+from hf_memopt.training.repeatable import RandomState
 from hf_memopt.units import format_gib
+
+NUM_EVALUATED = 64
+
+
+@torch.no_grad()
+def translate(model: LatentTransfer, latents: Tensor, targets: Tensor, options: Options) -> Tensor:
+    """Return latents in their target styles, `(batch, channels, height, width)`, by a model in evaluation mode.
+
+    Integrates from `inference.start_time` on, where that share of the content is left in noise. `cfg_scale` other than
+    1 costs a second pass.
+    """
+    inference = options.inference
+    time = torch.full((len(latents),), inference.start_time, device=latents.device)
+    given, none = (torch.full_like(targets, value, dtype=torch.bool) for value in (False, True))
+
+    def velocity(latents: Tensor, time: Tensor) -> Tensor:
+        towards: Tensor = model.unet(latents, time, targets, given)
+        if inference.cfg_scale == 1:
+            return towards
+        without: Tensor = model.unet(latents, time, targets, none)
+        return without + inference.cfg_scale * (towards - without)
+
+    start = between(torch.randn_like(latents), latents, time)
+    return euler(velocity, start, time, inference.num_steps, legacy_dt=options.training.legacy_dt)
+
+
+def evaluate(model: LatentTransfer, bank: LatentBank, held_out: Latents, options: Options) -> dict[str, float]:
+    """Return means over target styles, with the same random numbers in every call, which the training's are not.
+
+    `swd` is between translated held-out latents and their target style, `swd_untranslated` the same before translation,
+    `swd_floor` between held-out latents of the style and others of it; `ssm` is between translated latents and their
+    content, `ssm_others` between contents and other contents.
+    """
+    state, was_training = RandomState(held_out.latents.device), model.training
+    torch.manual_seed(0)
+    model.eval()
+    found = [_of_style(style, model, bank, held_out, options) for style in range(options.model.num_styles)]
+    model.train(was_training)
+    state.restore()
+    return {name: sum(each[name] for each in found) / len(found) for name in found[0]}
+
+
+def _of_style(
+    style: int, model: LatentTransfer, bank: LatentBank, held_out: Latents, options: Options
+) -> dict[str, float]:
+    contents = held_out.latents[held_out.styles != style][:NUM_EVALUATED]
+    same = held_out.latents[held_out.styles == style][:NUM_EVALUATED]
+    translated = translate(model, contents, torch.full((len(contents),), style, device=contents.device), options)
+    compared = {"swd": translated, "swd_untranslated": contents, "swd_floor": same}
+    figures = {name: _distance(latents, style, bank, options) for name, latents in compared.items()}
+    figures["ssm"] = self_similarity_difference(translated, contents).item()
+    figures["ssm_others"] = self_similarity_difference(contents.roll(1, dims=0), contents).item()
+    return figures
+
+
+def _distance(latents: Tensor, style: int, bank: LatentBank, options: Options) -> float:
+    others = bank.of_styles(torch.full((len(latents),), style, device=latents.device))
+    sizes = {"patch_size": options.loss.patch_size, "num_projections": 256, "max_samples": 16_384}
+    return sliced_wasserstein(latents, others, **sizes).item()
+
+
+def draw_panels(model: LatentTransfer, bank: LatentBank, held_out: Latents, options: Options, file: Path) -> None:
+    names = options.data.style_subdirs or [f"style {style}" for style in range(options.model.num_styles)]
+    columns = images_of(panels(model, bank, held_out, options), options)
+    rows = _in_turn(held_out.styles)[: options.inference.num_panels]
+    with drawn(file, len(rows), len(columns), figsize=(1.7 * len(columns), 1.85 * len(rows)), squeeze=False) as grid:
+        for column, (title, images) in zip(grid.T, columns.items(), strict=True):
+            for axes, image, style in zip(column, images, held_out.styles[rows].tolist(), strict=True):
+                target = names[(style + 1) % len(names)]
+                text = {"content": names[style], "translated": f"to {target}", "reference": f"other {target}"}[title]
+                axes.set_title(text, fontsize=9)
+                axes.imshow(image.numpy(), interpolation="nearest")
+                axes.set(xticks=[], yticks=[])
+
+
+def panels(model: LatentTransfer, bank: LatentBank, held_out: Latents, options: Options) -> dict[str, Tensor]:
+    """Return the figure's columns, `(num_panels, channels, height, width)`, on the CPU."""
+    device = next(model.parameters()).device
+    state = RandomState(device)
+    torch.manual_seed(0)
+    model.eval()
+    rows = _in_turn(held_out.styles)[: options.inference.num_panels]
+    contents = held_out.latents[rows].to(device)
+    targets = (held_out.styles[rows].to(device) + 1) % options.model.num_styles
+    columns = {
+        "content": contents,
+        "translated": translate(model, contents, targets, options),
+        "reference": bank.of_styles(targets),
+    }
+    state.restore()
+    return {title: latents.float().cpu() for title, latents in columns.items()}
+
+
+def images_of(columns: dict[str, Tensor], options: Options) -> dict[str, Tensor]:
+    """Return latents as images, `(num, height, width, 3)` from 0 to 1, decoded where there is a decoder."""
+    folder = options.inference.vae_path
+    return {
+        title: as_colours(latents) if folder is None else decode(latents, folder) for title, latents in columns.items()
+    }
+
+
+def as_colours(latents: Tensor) -> Tensor:
+    """Return the first three channels as red, green and blue, `(num, height, width, 3)`, on one scale for all."""
+    colours = latents[:, :3].expand(-1, 3, -1, -1) if latents.shape[1] < 3 else latents[:, :3]
+    return (colours / 6 + 0.5).clamp(0, 1).movedim(1, -1)
+
+
+@torch.no_grad()
+def decode(latents: Tensor, folder: str) -> Tensor:
+    """Return images, `(num, height, width, 3)` from 0 to 1, by an AutoencoderKL or that of `landscapes.prepare`."""
+    if (Path(folder) / autoencoder.FILE).is_file():
+        decoded = autoencoder.Autoencoder.load(Path(folder)).decode(latents)
+    else:
+        from diffusers import AutoencoderKL
+
+        vae = AutoencoderKL.from_pretrained(folder).eval()
+        shift = vae.config.shift_factor or 0.0
+        decoded = torch.cat([vae.decode(each[None] / vae.config.scaling_factor + shift).sample for each in latents])
+    return (decoded / 2 + 0.5).clamp(0, 1).movedim(1, -1)
+
+
+def draw_curves(history: History, file: Path) -> None:
+    with drawn(file, 1, 3, figsize=(12, 3.6)) as (losses, style, content):
+        plot_history(losses, history, "epoch", {"loss": "training"}, "-")
+        losses.set(title="Training loss", xlabel="epoch", yscale="log")
+        for axes, training, labels in ((style, "style_swd", _STYLE_LABELS), (content, "content_ssm", _CONTENT_LABELS)):
+            plot_history(axes, history, "epoch", {training: "training"}, "-", color="0.7")
+            plot_history(axes, history, "epoch", labels, "o-")
+            axes.legend(fontsize=8)
+        style.set(title="Distance to the target style (SWD)", xlabel="epoch", yscale="log")
+        content.set(title="Distance to the content (SSM)", xlabel="epoch", ylim=(0, None))
+        for axes in (losses, style, content):
+            axes.grid(alpha=0.3, which="both")
+
+
+_STYLE_LABELS = {
+    "swd": "held out, translated",
+    "swd_untranslated": "held out, as it is",
+    "swd_floor": "held out, of that style",
+}
+_CONTENT_LABELS = {"ssm": "held out, translated", "ssm_others": "held out, other contents"}
+
+
+def _in_turn(styles: Tensor) -> Tensor:
+    """Return row numbers, one of each style after the other."""
+    rank = torch.zeros_like(styles)
+    for style in styles.unique():
+        rank[styles == style] = torch.arange(int((styles == style).sum()))
+    return rank.argsort(stable=True)
+
 
 logger = logging.getLogger(__name__)
 
@@ -126,5 +290,5 @@ def write(results: dict[str, Any], run: Run, output: Path) -> None:
     checks = align([[check.verdict, check.name, check.measured] for check in results["checklist"]])
     logger.info("\n".join(["", *checks, "", costs]))
     if can_draw("panels.png"):
-        evaluation.draw_curves(results["history"], output / "curves.png")
-        evaluation.draw_panels(model, run.bank, run.held_out, options, output / "panels.png")
+        draw_curves(results["history"], output / "curves.png")
+        draw_panels(model, run.bank, run.held_out, options, output / "panels.png")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from late_imports import LateModule
 
-fluxflow_losses = LateModule("hf_memopt.recipes.fluxflow.losses")
+fluxflow_losses = LateModule("hf_memopt.recipes.fluxflow.step")
 options = LateModule("hf_memopt.recipes.fluxflow.options")
 
 

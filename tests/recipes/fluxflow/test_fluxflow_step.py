@@ -17,7 +17,7 @@ from hf_memopt.recipes.common.options import OffloadOptions
 from hf_memopt.training import NonFiniteGradientError
 
 finite = LateModule("hf_memopt.training.finite_check")
-fluxflow_losses = LateModule("hf_memopt.recipes.fluxflow.losses")
+fluxflow_losses = LateModule("hf_memopt.recipes.fluxflow.step")
 fluxflow_model = LateModule("hf_memopt.recipes.fluxflow.model")
 options = LateModule("hf_memopt.recipes.fluxflow.options")
 fluxflow_step = LateModule("hf_memopt.recipes.fluxflow.step")
@@ -160,7 +160,7 @@ def test_micro_batches_change_gradients_by_rounding_alone() -> None:
 
     def quiet(levers: Any, size: int) -> tuple[Gradients, Gradients]:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("hf_memopt.recipes.fluxflow.losses.torch.randn_like", torch.zeros_like)
+            patch.setattr("hf_memopt.recipes.fluxflow.step.torch.randn_like", torch.zeros_like)
             return gradients_of(levers, torch.float64, micro_batch_size=size, model=replace(TINY, spectral_norm=False))
 
     for levers in (PLAIN, options.LeverOptions()):

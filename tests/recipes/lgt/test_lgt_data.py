@@ -11,8 +11,8 @@ from torch import Tensor
 
 from hf_memopt.recipes.lgt import data as lgt_data
 from hf_memopt.recipes.lgt.data import LatentBank, Latents
-from hf_memopt.recipes.lgt.losses import self_similarity_difference, sliced_wasserstein
 from hf_memopt.recipes.lgt.options import Options
+from hf_memopt.recipes.lgt.step import self_similarity_difference, sliced_wasserstein
 
 datasets = LateModule("datasets")
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hf_memopt.recipes.landscapes.autoencoder import Autoencoder
 from hf_memopt.recipes.lgt import data as lgt_data
-from hf_memopt.recipes.lgt import evaluation as lgt_evaluation
+from hf_memopt.recipes.lgt import report as lgt_evaluation
 from hf_memopt.recipes.lgt.step import build_model
 
 

@@ -3,7 +3,7 @@ import torch
 from lgt_toys import random_batch, tiny
 from torch import Tensor
 
-from hf_memopt.recipes.lgt.losses import self_similarity_difference, sliced_wasserstein
+from hf_memopt.recipes.lgt.step import self_similarity_difference, sliced_wasserstein
 
 
 def test_losses_compute_in_float32_under_autocast() -> None:

@@ -2,9 +2,8 @@ import torch
 from lgt_toys import tiny
 
 from hf_memopt.recipes.lgt import data as lgt_data
-from hf_memopt.recipes.lgt.evaluation import evaluate
 from hf_memopt.recipes.lgt.options import Options
-from hf_memopt.recipes.lgt.report import checklist
+from hf_memopt.recipes.lgt.report import checklist, evaluate
 from hf_memopt.recipes.lgt.step import build_model
 
 HELD_OUT = {"swd": 0.3, "swd_untranslated": 1.0, "ssm": 0.2, "ssm_others": 0.5}
