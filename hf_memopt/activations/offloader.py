@@ -28,10 +28,10 @@ from hf_memopt.autograd_state import forget_failed_backward
 from hf_memopt.ranges import COUNT_OR_ZERO, NOT_NEGATIVE
 from hf_memopt.transfer import Copier, SyncCopier
 from hf_memopt.transfer.backends import backend_of
+from hf_memopt.transfer.disk_space import TierFile
 from hf_memopt.transfer.host_memory import map_large_blocks
 from hf_memopt.transfer.memories_below import default_host_budget, memories_below
 from hf_memopt.transfer.scratch_file import check_disk
-from hf_memopt.transfer.tier_file import TierFile
 from hf_memopt.uncompiled import graph_break, uncompiled
 from hf_memopt.units import GIB, MIB, format_bytes
 

@@ -12,9 +12,8 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from hf_memopt.autograd_state import COMES_AND_GOES
-from hf_memopt.exactness.fingerprint import parts_of
 from hf_memopt.exactness.recorder import KnownModels, Recorder
-from hf_memopt.exactness.recording import Recording
+from hf_memopt.exactness.recording import Recording, parts_of
 from hf_memopt.exactness.report import VerifyReport
 from hf_memopt.exactness.runs import Kind, compare_runs, is_in_float32, is_switched
 from hf_memopt.ranges import COUNT

@@ -8,8 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from hf_memopt.exactness.fingerprint import Fingerprint
-from hf_memopt.exactness.recording import Phase, Recording, TensorPlace
+from hf_memopt.exactness.recording import Fingerprint, Phase, Recording, TensorPlace
 
 Verdict = Literal["equal", "rounding", "small", "different"]
 

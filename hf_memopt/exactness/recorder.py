@@ -18,8 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hf_memopt.autograd_state import COMES_AND_GOES, in_backward
-from hf_memopt.exactness.fingerprint import Fingerprint, parts_of
-from hf_memopt.exactness.recording import Phase, Recording, TensorPlace
+from hf_memopt.exactness.recording import Fingerprint, Phase, Recording, TensorPlace, parts_of
 from hf_memopt.memory.device_counters import peak_bytes, reset_peak
 from hf_memopt.memory.leaks.live_storages import graph_nodes
 

@@ -5,10 +5,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
-from hf_memopt.exactness.causes import STAYS_ON
 from hf_memopt.exactness.comparison import LOW_PRECISIONS, Yardstick, compare
 from hf_memopt.exactness.recording import Recording
-from hf_memopt.exactness.report import RunFigures, VerifyReport, report_of
+from hf_memopt.exactness.report import STAYS_ON, RunFigures, VerifyReport, report_of
 
 Kind = Literal["plain", "plain again", "switched", "plain, in float32", "switched, in float32", "plain, rounded once"]
 

@@ -18,8 +18,8 @@ import torch
 from hf_memopt.memory.device_counters import counters_for, device_name
 from hf_memopt.text_table import align
 from hf_memopt.transfer import clock_for, copier_for
+from hf_memopt.transfer.clock import PROBE_BYTES, measure_link
 from hf_memopt.transfer.host_memory import CGROUPS, MEMBERSHIP, cgroup_limits, pinned_empty
-from hf_memopt.transfer.link import PROBE_BYTES, measure_link
 from hf_memopt.transfer.scratch_file import ScratchFile, check_disk, file_system
 from hf_memopt.units import GIB
 

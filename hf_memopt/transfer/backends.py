@@ -15,9 +15,9 @@ from torch import Tensor
 from hf_memopt.autograd_state import PLAIN_TYPES
 from hf_memopt.transfer.clock import Clock, HostClock, StreamClock, WallClock
 from hf_memopt.transfer.copier import Copier, StreamCopier, SyncCopier
+from hf_memopt.transfer.disk_space import TierFile
 from hf_memopt.transfer.host_memory import available_bytes, mapped_on_cuda
 from hf_memopt.transfer.scratch_file import open_scratch_file
-from hf_memopt.transfer.tier_file import TierFile
 
 
 @dataclass(frozen=True)

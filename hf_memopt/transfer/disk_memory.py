@@ -15,15 +15,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hf_memopt.transfer.clock import Clock
+from hf_memopt.transfer.clock import Clock, measure_link
 from hf_memopt.transfer.copier import ALIGNMENT, Copier, DeviceCopy, StreamEvent, Transfer
 from hf_memopt.transfer.direct_io import PAGE, page_aligned, private_pages
-from hf_memopt.transfer.disk_space import Extent
+from hf_memopt.transfer.disk_space import Extent, FileCopy, TierFile
 from hf_memopt.transfer.host_arena import HostArena
-from hf_memopt.transfer.link import measure_link
 from hf_memopt.transfer.lower_memory import LowerMemory
 from hf_memopt.transfer.tier import Tier
-from hf_memopt.transfer.tier_file import FileCopy, TierFile
 
 logger = logging.getLogger(__name__)
 

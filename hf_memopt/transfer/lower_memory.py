@@ -7,11 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_memopt.transfer.clock import Clock
+from hf_memopt.transfer.clock import Clock, measure_link
 from hf_memopt.transfer.copier import Copier, Transfer
 from hf_memopt.transfer.disk_space import DiskSpace
 from hf_memopt.transfer.host_arena import HostArena
-from hf_memopt.transfer.link import measure_link
 from hf_memopt.transfer.tier import Tier, TierName
 
 

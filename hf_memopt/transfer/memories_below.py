@@ -6,8 +6,8 @@ from hf_memopt.transfer.backends import clock_for, copier_for
 from hf_memopt.transfer.clock import Clock, WaitingClock
 from hf_memopt.transfer.copier import Copier
 from hf_memopt.transfer.disk_memory import DirectDisk, StagedDisk
+from hf_memopt.transfer.disk_space import TierFile
 from hf_memopt.transfer.lower_memory import LowerHost, LowerMemory
-from hf_memopt.transfer.tier_file import TierFile
 from hf_memopt.units import GIB
 
 # Of the free host memory, the share that saved activations take where no budget is given.

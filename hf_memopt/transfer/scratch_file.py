@@ -18,7 +18,7 @@ from typing import IO, NamedTuple
 from torch import Tensor
 from torch._logging._internal import warning_once
 
-from hf_memopt.transfer.clock import WallClock
+from hf_memopt.transfer.clock import WallClock, bytes_per_s
 from hf_memopt.transfer.direct_io import (
     PAGE,
     bypass_page_cache,
@@ -29,7 +29,6 @@ from hf_memopt.transfer.direct_io import (
     write_memory,
 )
 from hf_memopt.transfer.disk_space import DiskSpace, Extent
-from hf_memopt.transfer.link import bytes_per_s
 from hf_memopt.transfer.threads import Call, Threads
 from hf_memopt.units import MIB, format_bytes
 

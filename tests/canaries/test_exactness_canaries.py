@@ -20,7 +20,7 @@ transformers = LateModule("transformers")
 trl = LateModule("trl")
 
 RECORDER = "hf_memopt/exactness/recorder.py"
-FINGERPRINT = "hf_memopt/exactness/fingerprint.py"
+FINGERPRINT = "hf_memopt/exactness/recording.py"
 SWITCHES = "callbacks/recorded_script.py"
 SCRIPT = "callbacks/recorded_script.py"
 

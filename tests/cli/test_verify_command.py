@@ -15,8 +15,7 @@ from late_imports import LateModule
 from refused import refused
 
 from hf_memopt.cli import main
-from hf_memopt.exactness.fingerprint import Fingerprint
-from hf_memopt.exactness.recording import Phase, Recording, TensorPlace
+from hf_memopt.exactness.recording import Fingerprint, Phase, Recording, TensorPlace
 
 Capture = pytest.CaptureFixture[str]
 recorded_script = LateModule("hf_memopt.callbacks.recorded_script")

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from hf_memopt.exactness.comparison import ROUNDINGS_ALLOWED, Yardstick, compare
-from hf_memopt.exactness.fingerprint import Fingerprint
-from hf_memopt.exactness.recording import Phase, Recording, TensorPlace
+from hf_memopt.exactness.recording import Fingerprint, Phase, Recording, TensorPlace
 from hf_memopt.exactness.runs import compare_runs, merged
 
 Values = Mapping[tuple[int, int, Phase, str], Any]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hf_memopt.exactness import fingerprint
-from hf_memopt.exactness.fingerprint import NUM_SUMS, Fingerprint, parts_of
+from hf_memopt.exactness.recording import NUM_SUMS, Fingerprint, parts_of
 
 DTYPES = [
     torch.float64,
@@ -168,7 +168,7 @@ def test_the_difference_of_two_tells_a_share() -> None:
 
 MEASURED = """
 import torch
-from hf_memopt.exactness.fingerprint import Fingerprint
+from hf_memopt.exactness.recording import Fingerprint
 from hf_memopt.memory.device_counters import peak_bytes, reset_peak
 cpu = torch.device("cpu")
 Fingerprint.of(torch.ones(2**21))

@@ -7,9 +7,8 @@ import pytest
 import torch
 from exact_steps import Training, batches, tiny_net
 
-from hf_memopt.exactness.fingerprint import Fingerprint
 from hf_memopt.exactness.recorder import Recorder
-from hf_memopt.exactness.recording import PHASES, Phase, Recording, TensorPlace
+from hf_memopt.exactness.recording import PHASES, Fingerprint, Phase, Recording, TensorPlace
 
 
 def recorded() -> Recording:

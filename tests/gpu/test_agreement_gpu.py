@@ -10,7 +10,7 @@ from torch import nn
 def heavy_imports() -> None:
     """Import slow libraries in the first test, so that collection stays fast."""
     global Darcy, samples, WeightAverage
-    from hf_memopt.recipes.fluxflow.training_aids import WeightAverage
+    from hf_memopt.recipes.fluxflow.model import WeightAverage
     from hf_memopt.recipes.neural_operator.darcy import Darcy, samples
 
 

@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from hf_memopt.transfer import SyncCopier, Transfer
-from hf_memopt.transfer.clock import HostClock
-from hf_memopt.transfer.link import measure_link
+from hf_memopt.transfer.clock import HostClock, measure_link
 
 MIB = 2**20
 

@@ -9,9 +9,9 @@ from hf_memopt.transfer.backends import backend_of, copier_for
 from hf_memopt.transfer.copier import Copier
 from hf_memopt.transfer.direct_io import PAGE
 from hf_memopt.transfer.disk_memory import DirectDisk, StagedDisk
+from hf_memopt.transfer.disk_space import TierFile
 from hf_memopt.transfer.lower_memory import LowerHost, LowerMemory, Place
 from hf_memopt.transfer.storage_memory import ResizedMemory, SparePages, StorageMemory, WholePages
-from hf_memopt.transfer.tier_file import TierFile
 from hf_memopt.units import MIB, format_bytes
 
 # Host memory that blocks pass through on their way to a file and back: room for three at least up to here.

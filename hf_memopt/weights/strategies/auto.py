@@ -9,8 +9,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hf_memopt.memory.device_counters import Counters
 from hf_memopt.transfer import Copier
-from hf_memopt.transfer.clock import Clock
-from hf_memopt.transfer.link import PROBE_BYTES, bytes_per_s
+from hf_memopt.transfer.clock import PROBE_BYTES, Clock, bytes_per_s
 from hf_memopt.units import GIB, format_gib
 from hf_memopt.weights.homes.home import WeightsHome
 from hf_memopt.weights.homes.packed_weights import PackedWeights
