@@ -34,10 +34,9 @@ from hf_memopt.recipes.common.results import RunCost
 with script_imports("train_fluxflow", __name__):
     from hf_memopt.recipes.fluxflow import data as data
     from hf_memopt.recipes.fluxflow import report as report
-    from hf_memopt.recipes.fluxflow.model import build_models, stride
+    from hf_memopt.recipes.fluxflow.model import build_models, make_average, save_vae, stride, use_expandable_segments
     from hf_memopt.recipes.fluxflow.options import Options, parse
     from hf_memopt.recipes.fluxflow.step import Figures, OfBoth, Run, make_optimizers, step, weights_at
-    from hf_memopt.recipes.fluxflow.training_aids import make_average, save_vae, use_expandable_segments
     from hf_memopt.recipes.fluxflow.workload import FluxFlow
 
 logger = logging.getLogger("hf_memopt.recipes.train_fluxflow")

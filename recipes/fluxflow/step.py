@@ -18,9 +18,8 @@ from torch.nn.utils import clip_grad_norm_
 
 from hf_memopt.activations import SelectiveCheckpoint
 from hf_memopt.recipes.common import loop
-from hf_memopt.recipes.fluxflow.model import Models, PerceptualLoss
+from hf_memopt.recipes.fluxflow.model import Models, PerceptualLoss, WeightAverage, average_gradients
 from hf_memopt.recipes.fluxflow.options import LeverOptions, LossOptions, TrainingOptions
-from hf_memopt.recipes.fluxflow.training_aids import WeightAverage, average_gradients
 from hf_memopt.training.finite_check import FiniteCheck
 from hf_memopt.training.loss_terms import chunked_loss, r1_penalty, wide
 

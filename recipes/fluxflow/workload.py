@@ -9,10 +9,9 @@ from torch import Tensor
 
 from hf_memopt.recipes.common.auto_plan import BatchInParts, activation_levers
 from hf_memopt.recipes.common.flags import read_options
-from hf_memopt.recipes.fluxflow.model import build_models
+from hf_memopt.recipes.fluxflow.model import build_models, make_average
 from hf_memopt.recipes.fluxflow.options import Options
 from hf_memopt.recipes.fluxflow.step import Figures, Run, make_optimizers, step, weights_at
-from hf_memopt.recipes.fluxflow.training_aids import make_average
 
 __all__ = ["workload"]
 

@@ -123,11 +123,10 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     from hf_memopt.lerobot.student.model_card import write_evaluation
-    from hf_memopt.recipes.reflow import demo_figures as figures
-    from hf_memopt.recipes.reflow.demo_measurements import Demo, learning_curve
+    from hf_memopt.recipes.reflow import demo_measurements as measured
 
     torch.set_num_threads(1)
-    demo = Demo(options.output, held_out_episodes(), options.seed)
+    demo = measured.Demo(options.output, held_out_episodes(), options.seed)
     rates = demo.rates()
     evaluation = demo.evaluation().with_success(**rates["passing_rates"])
     write_evaluation(options.output / "evaluation", str(demo.student_folder), (evaluation, demo.observations))
@@ -140,17 +139,17 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
         **rates,
         "memory_bytes": demo.memory(),
         "learning_curves": {
-            name: learning_curve((options.output / "logs" / f"{name}.log").read_text(errors="replace"), steps)
+            name: measured.learning_curve((options.output / "logs" / f"{name}.log").read_text(errors="replace"), steps)
             for name, steps in (("teacher", TEACHER_STEPS // 30), ("student", STUDENT_STEPS // 30))
         },
     }
     (options.output / "results.json").write_text(json.dumps(results, indent=2))
     folder = options.output / "figures"
     folder.mkdir()
-    figures.draw_errors(results["evaluation"], results["passing_rates"], folder / "error_by_steps.png")
-    figures.draw_paths(demo.sampled_paths(), folder / "sampled_paths.png")
-    figures.draw_learning(results["learning_curves"], folder / "learning_curves.png")
-    figures.draw_memory(results["memory_bytes"], folder / "memory_by_phase.png")
+    measured.draw_errors(results["evaluation"], results["passing_rates"], folder / "error_by_steps.png")
+    measured.draw_paths(demo.sampled_paths(), folder / "sampled_paths.png")
+    measured.draw_learning(results["learning_curves"], folder / "learning_curves.png")
+    measured.draw_memory(results["memory_bytes"], folder / "memory_by_phase.png")
     return results
 
 

@@ -11,8 +11,7 @@ from late_imports import LateModule
 from recipe_flags import CAUSAL_LM, FLUXFLOW, LGT, NEURAL_OPERATOR
 
 from hf_memopt.exactness.comparison import compare
-from hf_memopt.exactness.fingerprint import Fingerprint
-from hf_memopt.exactness.recording import Recording, TensorPlace
+from hf_memopt.exactness.recording import Fingerprint, Recording, TensorPlace
 
 pytestmark = pytest.mark.usefixtures("on_the_cpu", "no_shared_cache")
 
