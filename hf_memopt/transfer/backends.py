@@ -4,6 +4,7 @@ A simulation registers its device while it runs: nothing else tells the library 
 """
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_memopt.autograd_state import PLAIN_TYPES
-from hf_memopt.transfer.clock import Clock, HostClock, StreamClock, WallClock
+from hf_memopt.transfer.clock import Clock, HostClock, SecondsClock, StreamClock
 from hf_memopt.transfer.copier import Copier, StreamCopier, SyncCopier
 from hf_memopt.transfer.disk_space import TierFile
 from hf_memopt.transfer.host_memory import available_bytes, mapped_on_cuda
@@ -51,7 +52,11 @@ class DeviceBackend:
 
 _ACCELERATOR = DeviceBackend()
 _CPU = DeviceBackend(lambda device, pin, purpose: SyncCopier(), lambda device: HostClock(), is_unlimited=True)
-_MPS = DeviceBackend(lambda device, pin, purpose: SyncCopier(device), lambda device: WallClock(), is_unlimited=True)
+_MPS = DeviceBackend(
+    lambda device, pin, purpose: SyncCopier(device),
+    lambda device: SecondsClock(time.perf_counter),  # the host waits for its copies
+    is_unlimited=True,
+)
 _REGISTERED = {"cpu": _CPU, "mps": _MPS}
 
 

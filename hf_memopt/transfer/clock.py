@@ -24,8 +24,14 @@ class Clock(Protocol):
         """Seconds between two marks, never negative; waits until both are reached."""
 
 
-class _Seconds:
-    """Marks that are seconds on a clock of the host."""
+class SecondsClock:
+    """Marks in seconds, as a function tells them."""
+
+    def __init__(self, now_s: Callable[[], float]) -> None:
+        self._now_s = now_s
+
+    def mark(self) -> float:
+        return self._now_s()
 
     def reached(self, mark: float) -> bool:
         return True
@@ -34,28 +40,11 @@ class _Seconds:
         return max(0.0, end - start)  # a backward may run in another thread
 
 
-class HostClock(_Seconds):
+class HostClock(SecondsClock):
     """Marks in the CPU time of the thread, so that other processes make no pass longer."""
 
-    def mark(self) -> float:
-        return time.thread_time()
-
-
-class WaitingClock(_Seconds):
-    """Marks in the CPU time of the thread and its time of waiting, as `waited_s` counts it, without other processes."""
-
-    def __init__(self, waited_s: Callable[[], float]) -> None:
-        self._waited_s = waited_s
-
-    def mark(self) -> float:
-        return time.thread_time() + self._waited_s()
-
-
-class WallClock(_Seconds):
-    """Marks in the host's time, for a device whose copies the host waits for."""
-
-    def mark(self) -> float:
-        return time.perf_counter()
+    def __init__(self) -> None:
+        super().__init__(time.thread_time)
 
 
 class StreamClock:

@@ -40,14 +40,6 @@ _MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
 _NUM_BUFFERS = 2 * _THREADS
 
 
-class _State(NamedTuple):
-    """The figures of an open file that change when its bytes do."""
-
-    num_bytes: int
-    modified_ns: int
-    changed_ns: int
-
-
 _own = OwnPages(PART_BYTES)
 
 
@@ -77,7 +69,7 @@ class ReadFile:
 
     @property
     def num_bytes(self) -> int:
-        return self._state.num_bytes
+        return self._state[0]
 
     def remember(self) -> None:
         """Read the whole file and take checksums, with which `check` can tell a new name from other bytes."""
@@ -100,8 +92,8 @@ class ReadFile:
             now, then = _state(self._file), self._state
             if now[:2] != then[:2] or not self._checksums or self._summed() != self._checksums:
                 raise DiskError(
-                    f"{self.name}: the file was changed after it was opened, with {format_bytes(then.num_bytes)}: it "
-                    f"has {format_bytes(now.num_bytes)} now; restore it and start again"
+                    f"{self.name}: the file was changed after it was opened, with {format_bytes(then[0])}: it "
+                    f"has {format_bytes(now[0])} now; restore it and start again"
                 )
             self._state = now
 
@@ -201,9 +193,10 @@ class ReadFile:
             bypass_page_cache(self._file.fileno(), False)
 
 
-def _state(file: FileIO | IO[bytes]) -> _State:
+def _state(file: FileIO | IO[bytes]) -> tuple[int, int, int]:
+    """Return the size of an open file, and the times that change when its bytes do."""
     found = os.fstat(file.fileno())
-    return _State(found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+    return (found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
 
 class Piece(NamedTuple):

@@ -1,9 +1,11 @@
 """The memories below a device, nearest first, and the clock that tells how long compute waits for them."""
 
+import time
+
 import torch
 
 from hf_memopt.transfer.backends import clock_for, copier_for
-from hf_memopt.transfer.clock import Clock, WaitingClock
+from hf_memopt.transfer.clock import Clock, SecondsClock
 from hf_memopt.transfer.copier import Copier
 from hf_memopt.transfer.disk_memory import DirectDisk, StagedDisk
 from hf_memopt.transfer.disk_space import TierFile
@@ -46,7 +48,8 @@ def memories_below(
     if is_alone and file is None:
         return [], clock_for(device)
     if is_alone and file is not None and device.type == "cpu":
-        return [DirectDisk(file)], WaitingClock(lambda: file.waited_s)
+        # Without other processes' time, but with that in which this thread waits for the file.
+        return [DirectDisk(file)], SecondsClock(lambda: time.thread_time() + file.waited_s)
     copier = copier_for(device, pin_memory) if copier is None else copier
     if file is None:
         return [LowerHost(copier, host_budget_bytes)], clock_for(device)

@@ -18,7 +18,7 @@ from typing import IO, NamedTuple
 from torch import Tensor
 from torch._logging._internal import warning_once
 
-from hf_memopt.transfer.clock import WallClock, bytes_per_s
+from hf_memopt.transfer.clock import SecondsClock, bytes_per_s
 from hf_memopt.transfer.direct_io import (
     PAGE,
     bypass_page_cache,
@@ -202,7 +202,9 @@ class ScratchFile:
     def _measure(self) -> tuple[float, float]:
         self._resize(_PROBE_BYTES)
         memory, whole = private_pages(_PROBE_BYTES), Extent(0, _PROBE_BYTES, _PROBE_BYTES)
-        speed = functools.partial(bytes_per_s, num_bytes=_PROBE_BYTES, clock=WallClock(), repeats=_PROBES)
+        speed = functools.partial(
+            bytes_per_s, num_bytes=_PROBE_BYTES, clock=SecondsClock(time.perf_counter), repeats=_PROBES
+        )
         speeds = speed(lambda: self.write(memory, whole)), speed(lambda: self.read(whole, memory))
         self._resize(0)
         return speeds

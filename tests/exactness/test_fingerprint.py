@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_memopt.exactness import fingerprint
+from hf_memopt.exactness import recording as fingerprint
 from hf_memopt.exactness.recording import NUM_SUMS, Fingerprint, parts_of
 
 DTYPES = [

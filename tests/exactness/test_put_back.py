@@ -17,7 +17,8 @@ from late_imports import LateModule
 from torch import Tensor, nn
 from torch.optim import optimizer as torch_optimizer
 
-from hf_memopt.exactness import fingerprint, verify
+from hf_memopt.exactness import recording as fingerprint
+from hf_memopt.exactness import verify
 from hf_memopt.exactness.recorder import Recorder
 
 torchao_optim = LateModule("torchao.optim")

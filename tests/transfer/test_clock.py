@@ -1,13 +1,15 @@
 """Tests of clocks: streams, whose marks may come in any order, a thread's own time, with and without waiting."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from hf_memopt.activations.pass_recorder import PassRecorder
 from hf_memopt.activations.saved_tensors.device_state import DeviceBytes
-from hf_memopt.transfer.clock import Clock, HostClock, StreamClock, WaitingClock, WallClock
+from hf_memopt.transfer.clock import Clock, HostClock, SecondsClock, StreamClock
+from hf_memopt.transfer.memories_below import memories_below
 
 
 class TimedEvent:
@@ -75,21 +77,20 @@ def sleeping_s(clock: Clock) -> float:
 
 def test_only_a_clock_on_the_wall_counts_time_in_which_the_thread_does_nothing() -> None:
     assert sleeping_s(HostClock()) < 0.03
-    assert sleeping_s(WaitingClock(lambda: 0.0)) < 0.03
-    assert sleeping_s(WallClock()) >= 0.05
+    assert sleeping_s(SecondsClock(time.perf_counter)) >= 0.05
 
 
-def test_waiting_is_counted_beside_the_time_of_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = {"computed": 10.0, "waited": 0.25}
-    monkeypatch.setattr(time, "thread_time", lambda: now["computed"])
-    clock = WaitingClock(lambda: now["waited"])
+def test_above_a_disk_waiting_is_counted_beside_the_time_of_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    computed, file = [10.0], SimpleNamespace(waited_s=0.25, space=None)
+    monkeypatch.setattr(time, "thread_time", lambda: computed[0])
+    _, clock = memories_below(torch.device("cpu"), None, True, 0, file)
     begun = clock.mark()
-    now["computed"] += 2.0
-    now["waited"] += 0.5
+    computed[0] += 2.0
+    file.waited_s += 0.5
     end = clock.mark()
     assert (clock.elapsed_s(begun, end), clock.elapsed_s(end, begun)) == (2.5, 0.0)
 
 
-@pytest.mark.parametrize("clock", [HostClock(), WaitingClock(lambda: 0.0), WallClock()])
+@pytest.mark.parametrize("clock", [HostClock(), SecondsClock(lambda: 0.0)])
 def test_a_backward_in_another_thread_takes_no_negative_time(clock: Clock) -> None:
     assert (clock.elapsed_s(2.0, 1.0), clock.elapsed_s(1.0, 1.5)) == (0.0, 0.5)
