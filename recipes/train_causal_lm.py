@@ -33,13 +33,23 @@ from hf_memopt.checkpoint import endless_batches
 from hf_memopt.command_line import one_line_errors
 from hf_memopt.memory import MemoryLogger
 from hf_memopt.recipes.causal_lm import data as data
-from hf_memopt.recipes.causal_lm import report as report
 from hf_memopt.recipes.causal_lm.options import Options, TrainingOptions, parse
 from hf_memopt.recipes.causal_lm.step import Run, make_model, make_optimizer, stream_weights, update
 from hf_memopt.recipes.causal_lm.workload import CausalLM
 from hf_memopt.recipes.common import loop
 from hf_memopt.recipes.common.auto_plan import train_within_memory
-from hf_memopt.recipes.common.results import RunCost, announce
+from hf_memopt.recipes.common.comparison import read_costs
+from hf_memopt.recipes.common.results import (
+    RunCost,
+    announce,
+    can_draw,
+    drawn,
+    plot_history,
+    run_results,
+    table,
+    write_results,
+)
+from hf_memopt.weights.optimizer import report_of
 
 logger = logging.getLogger("hf_memopt.recipes.train_causal_lm")
 
@@ -63,9 +73,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         if accelerator.is_main_process:
             tokenizer.save_pretrained(output)
         with loop.reporting(output):
-            results = report.results(run, cost)
+            results = results_of(run, cost)
             if accelerator.is_main_process:
-                report.write(results, output)
+                write_report(results, output)
     run.accelerator.end_training()
     return results
 
@@ -163,6 +173,38 @@ def save_model(run: Run, folder: str) -> None:
         save_function=run.accelerator.save,
         state_dict=run.accelerator.get_state_dict(run.model),
     )
+
+
+def results_of(run: Run, cost: RunCost) -> dict[str, Any]:
+    final = [entry for entry in run.progress.history if "eval_loss" in entry][-1]
+    more = {"corpus": data.describe_corpus(run.options.data), "final": final, "optimizer": report_of(run.optimizer)}
+    return run_results(run, cost, libraries=("transformers", "datasets"), **more)
+
+
+def write_report(results: dict[str, Any], output: Path) -> None:
+    """Write `results.json`, and `results.png` with the modes that `hf-memopt compare` measured in this folder."""
+    write_results(results, output)
+    training = [results["training_cost"]]
+    if can_draw("results.png"):
+        draw(results, read_costs(output) or training, output / "results.png")
+    logger.info("\n" + table(training, results["device"]))
+    if results["optimizer"] is not None:
+        logger.info(f"{results['optimizer']}")
+
+
+def draw(results: dict[str, Any], costs: list[RunCost], file: Path) -> None:
+    modes, on_cpu = [cost.mode for cost in costs], results["device"] == "cpu"
+    with drawn(file, 1, 3, dpi=110, figsize=(13, 3.8)) as (learning, memory, speed):
+        plot_history(learning, results["history"], "update", {"loss": "training"}, "-")
+        plot_history(learning, results["history"], "update", {"eval_loss": "held out"}, "o-")
+        learning.set(title=f"Loss, mode {results['mode']}", xlabel="updates", ylabel="nats per token")
+        learning.legend()
+        memory.bar(modes, [(cost.saved_mib if on_cpu else cost.peak_mib) or 0 for cost in costs], color="#dd8452")
+        memory.set(title="Saved activations on the device" if on_cpu else "Peak memory of the device", ylabel="MiB")
+        speed.bar(modes, [cost.step_ms or 0 for cost in costs], color="#4c72b0")
+        speed.set(title="Median time of an update" + (" (CPU)" if on_cpu else ""), ylabel="ms")
+        for axes in (learning, memory, speed):
+            axes.grid(alpha=0.3)
 
 
 def losses(run: Run) -> Iterator[Tensor]:

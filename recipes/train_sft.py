@@ -34,8 +34,7 @@ with script_imports("train_sft", __name__):
     from trl import SFTTrainer, get_peft_config
     from trl.chat_template_utils import get_training_chat_template
 
-    from hf_memopt.recipes.sft.base_model import load_model
-    from hf_memopt.recipes.sft.conversations import as_prompts, make_conversations, write_tiny_model
+    from hf_memopt.recipes.sft.model import as_prompts, load_model, make_conversations, write_tiny_model
     from hf_memopt.recipes.sft.options import Options, check_folder, parse
     from hf_memopt.recipes.sft.workload import apply_plan
 

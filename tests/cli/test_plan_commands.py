@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from hf_memopt.cli import main
 
-conversations = LateModule("hf_memopt.recipes.sft.conversations")
+conversations = LateModule("hf_memopt.recipes.sft.model")
 transformers = LateModule("transformers")
 
 pytestmark = pytest.mark.e2e

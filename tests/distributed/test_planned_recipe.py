@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers_toys import workload_of
 
-conversations = LateModule("hf_memopt.recipes.sft.conversations")
+conversations = LateModule("hf_memopt.recipes.sft.model")
 
 # An epsilon that no rounding of a gradient near zero can be seen beside.
 FLAGS = ["--max_steps=2", "--logging_steps=1", "--learning_rate=0.01", "--adam_epsilon=1e-4", "--save_strategy=no"]

@@ -228,7 +228,7 @@ def test_rows_that_are_no_conversations_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_library_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_memopt.recipes.sft.base_model.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("hf_memopt.recipes.sft.model.importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"weights in few bits by bitsandbytes need it: pip install bitsandbytes$"):
         train(tmp_path / "run", LORA, "--quantize=nf4")
 

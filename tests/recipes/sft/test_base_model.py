@@ -10,7 +10,7 @@ import pytest
 import torch
 from late_imports import LateModule
 
-base_model = LateModule("hf_memopt.recipes.sft.base_model")
+base_model = LateModule("hf_memopt.recipes.sft.model")
 sft_options = LateModule("hf_memopt.recipes.sft.options")
 causal_lm_model = LateModule("hf_memopt.recipes.causal_lm.step")
 causal_lm_options = LateModule("hf_memopt.recipes.causal_lm.options")

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 from late_imports import LateModule
 
-conversations = LateModule("hf_memopt.recipes.sft.conversations")
+conversations = LateModule("hf_memopt.recipes.sft.model")
 
 
 @pytest.fixture(scope="module")

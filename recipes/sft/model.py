@@ -1,11 +1,29 @@
-"""Conversations about small numbers, and a tiny model that speaks their words: nothing is downloaded."""
+"""The models of `train_sft.py`: a tiny one with conversations about small numbers, and the one that is fine-tuned."""
 
+import importlib.util
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Mxfp4Config,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    TorchAoConfig,
+)
+from trl import get_quantization_config
+
+from hf_memopt.planning.models.adapters import freeze_first_layers
+from hf_memopt.planning.models.hub_code import check_model
+from hf_memopt.recipes.common.flags import explained
+from hf_memopt.recipes.sft.options import Options
 
 NUM_NUMBERS = 30
 _WORDS = ["<pad>", "<eos>", "<user>", "<assistant>", "what", "is", "plus", "follows", "?", "."]
@@ -66,3 +84,43 @@ def write_tiny_model(folder: Path, seed: int) -> str:
     Qwen3ForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
+
+
+def load_model(options: Options) -> PreTrainedModel:
+    about = options.model
+    quantization = _quantization(options)
+    with explained(f"model={about.model_name_or_path!r} cannot be loaded; pass a hub id or folder of a causal LM"):
+        check_model(str(about.model_name_or_path))
+        quantization = quantization or dequantization(str(about.model_name_or_path))
+        model = AutoModelForCausalLM.from_pretrained(
+            about.model_name_or_path,
+            dtype=about.dtype if about.dtype in ("auto", None) else getattr(torch, about.dtype),
+            quantization_config=quantization,
+            attn_implementation=about.attn_implementation,
+            trust_remote_code=False,
+        )
+    model.config.use_cache = False
+    if options.sft.freeze_layers is not None:
+        freeze_first_layers(model, options.sft.freeze_layers)
+    return model
+
+
+def dequantization(model: str) -> Any:
+    """Return the way to load a checkpoint in MXFP4, which transformers does not train; None for others."""
+    published = getattr(AutoConfig.from_pretrained(model, trust_remote_code=False), "quantization_config", None) or {}
+    return Mxfp4Config(dequantize=True) if published.get("quant_method") == "mxfp4" else None
+
+
+def _quantization(options: Options) -> Any:
+    if not options.is_quantised:
+        return None
+    library = "torchao" if options.sft.quantize else "bitsandbytes"
+    if importlib.util.find_spec(library) is None:
+        raise ValueError(f"weights in few bits by {library} need it: pip install {library}")
+    if options.sft.quantize:
+        from torchao.quantization import Int8WeightOnlyConfig
+
+        return TorchAoConfig(Int8WeightOnlyConfig())
+    about = options.model
+    # The same bits, in a form that FSDP2 and ZeRO-3 divide.
+    return get_quantization_config(replace(about, bnb_4bit_quant_storage=about.bnb_4bit_quant_storage or about.dtype))
