@@ -37,18 +37,9 @@ from hf_memopt.recipes.causal_lm.options import Options, TrainingOptions, parse
 from hf_memopt.recipes.causal_lm.step import Run, make_model, make_optimizer, stream_weights, update
 from hf_memopt.recipes.causal_lm.workload import CausalLM
 from hf_memopt.recipes.common import loop
+from hf_memopt.recipes.common import results as common
 from hf_memopt.recipes.common.auto_plan import train_within_memory
 from hf_memopt.recipes.common.comparison import read_costs
-from hf_memopt.recipes.common.results import (
-    RunCost,
-    announce,
-    can_draw,
-    drawn,
-    plot_history,
-    run_results,
-    table,
-    write_results,
-)
 from hf_memopt.weights.optimizer import report_of
 
 logger = logging.getLogger("hf_memopt.recipes.train_causal_lm")
@@ -133,9 +124,9 @@ def evaluate(run: Run) -> dict[str, float]:
     return {"eval_loss": eval_loss, "perplexity": math.exp(eval_loss)}
 
 
-def train(run: Run) -> tuple[Run, RunCost]:
+def train(run: Run) -> tuple[Run, common.RunCost]:
     training = run.options.training
-    announce(run.model, run.options.offload, run.accelerator)
+    common.announce(run.model, run.options.offload, run.accelerator)
     run.begin("causal_lm", training.checkpoints_total_limit, training.resume_from_checkpoint)
     progress = run.progress
     run.model.train()
@@ -175,28 +166,28 @@ def save_model(run: Run, folder: str) -> None:
     )
 
 
-def results_of(run: Run, cost: RunCost) -> dict[str, Any]:
+def results_of(run: Run, cost: common.RunCost) -> dict[str, Any]:
     final = [entry for entry in run.progress.history if "eval_loss" in entry][-1]
     more = {"corpus": data.describe_corpus(run.options.data), "final": final, "optimizer": report_of(run.optimizer)}
-    return run_results(run, cost, libraries=("transformers", "datasets"), **more)
+    return common.run_results(run, cost, libraries=("transformers", "datasets"), **more)
 
 
 def write_report(results: dict[str, Any], output: Path) -> None:
     """Write `results.json`, and `results.png` with the modes that `hf-memopt compare` measured in this folder."""
-    write_results(results, output)
+    common.write_results(results, output)
     training = [results["training_cost"]]
-    if can_draw("results.png"):
+    if common.can_draw("results.png"):
         draw(results, read_costs(output) or training, output / "results.png")
-    logger.info("\n" + table(training, results["device"]))
+    logger.info("\n" + common.table(training, results["device"]))
     if results["optimizer"] is not None:
         logger.info(f"{results['optimizer']}")
 
 
-def draw(results: dict[str, Any], costs: list[RunCost], file: Path) -> None:
+def draw(results: dict[str, Any], costs: list[common.RunCost], file: Path) -> None:
     modes, on_cpu = [cost.mode for cost in costs], results["device"] == "cpu"
-    with drawn(file, 1, 3, dpi=110, figsize=(13, 3.8)) as (learning, memory, speed):
-        plot_history(learning, results["history"], "update", {"loss": "training"}, "-")
-        plot_history(learning, results["history"], "update", {"eval_loss": "held out"}, "o-")
+    with common.drawn(file, 1, 3, dpi=110, figsize=(13, 3.8)) as (learning, memory, speed):
+        common.plot_history(learning, results["history"], "update", {"loss": "training"}, "-")
+        common.plot_history(learning, results["history"], "update", {"eval_loss": "held out"}, "o-")
         learning.set(title=f"Loss, mode {results['mode']}", xlabel="updates", ylabel="nats per token")
         learning.legend()
         memory.bar(modes, [(cost.saved_mib if on_cpu else cost.peak_mib) or 0 for cost in costs], color="#dd8452")

@@ -56,7 +56,6 @@ def read_options[T](kind: type[T], description: str, arguments: Sequence[str] | 
     path = only_path.parse_known_args(given)[0].config_path
     # The file comes first, so that the command line's own flags, which come later, overrule it.
     from_file = [] if path is None else list(_words_of_file(Path(path), get_type_hints(kind)))
-    _add_other_names(parser)
     found, unknown = parser.parse_known_args([*from_file, *given])
     refuse_unknown(unknown, parser)
     sections = {}
@@ -94,16 +93,12 @@ def _parser(kind: type, description: str, *, by_section: bool) -> Parser:
             each.type = hints[each.name]
             each.name = _flag_name(section, each.name, by_section)
             HfArgumentParser._parse_dataclass_field(box, each)
+        # Flags with their section's name and without it; `--help` and errors show one of both.
+        for action in box._group_actions:
+            bare = [name.removeprefix("--").removeprefix(f"{section}.") for name in action.option_strings]
+            names = [f"--{prefix}{name}" for name in bare for prefix in ("", f"{section}.")]
+            parser._option_string_actions |= dict.fromkeys(names, action)
     return parser
-
-
-def _add_other_names(parser: Parser) -> None:
-    """Accept flags with their section's name and without it; `--help` and errors do not show these."""
-    for group in parser._action_groups[2:]:  # after those of argparse itself
-        for action in group._group_actions:
-            for name in action.option_strings:
-                bare = name.removeprefix("--").removeprefix(f"{group.title}.")
-                parser._option_string_actions |= {f"--{bare}": action, f"--{group.title}.{bare}": action}
 
 
 def _flag_name(section: str, name: str, by_section: bool) -> str:

@@ -8,16 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from hf_memopt.recipes.common.results import (
-    History,
-    RunCost,
-    can_draw,
-    drawn,
-    plot_history,
-    run_results,
-    table,
-    write_results,
-)
+from hf_memopt.recipes.common import results as common
 from hf_memopt.recipes.landscapes import autoencoder
 from hf_memopt.recipes.lgt.data import LatentBank, Latents, between, describe
 from hf_memopt.recipes.lgt.model import LatentTransfer, euler
@@ -91,7 +82,9 @@ def draw_panels(model: LatentTransfer, bank: LatentBank, held_out: Latents, opti
     names = options.data.style_subdirs or [f"style {style}" for style in range(options.model.num_styles)]
     columns = images_of(panels(model, bank, held_out, options), options)
     rows = _in_turn(held_out.styles)[: options.inference.num_panels]
-    with drawn(file, len(rows), len(columns), figsize=(1.7 * len(columns), 1.85 * len(rows)), squeeze=False) as grid:
+    with common.drawn(
+        file, len(rows), len(columns), figsize=(1.7 * len(columns), 1.85 * len(rows)), squeeze=False
+    ) as grid:
         for column, (title, images) in zip(grid.T, columns.items(), strict=True):
             for axes, image, style in zip(column, images, held_out.styles[rows].tolist(), strict=True):
                 target = names[(style + 1) % len(names)]
@@ -147,13 +140,13 @@ def decode(latents: Tensor, folder: str) -> Tensor:
     return (decoded / 2 + 0.5).clamp(0, 1).movedim(1, -1)
 
 
-def draw_curves(history: History, file: Path) -> None:
-    with drawn(file, 1, 3, figsize=(12, 3.6)) as (losses, style, content):
-        plot_history(losses, history, "epoch", {"loss": "training"}, "-")
+def draw_curves(history: common.History, file: Path) -> None:
+    with common.drawn(file, 1, 3, figsize=(12, 3.6)) as (losses, style, content):
+        common.plot_history(losses, history, "epoch", {"loss": "training"}, "-")
         losses.set(title="Training loss", xlabel="epoch", yscale="log")
         for axes, training, labels in ((style, "style_swd", _STYLE_LABELS), (content, "content_ssm", _CONTENT_LABELS)):
-            plot_history(axes, history, "epoch", {training: "training"}, "-", color="0.7")
-            plot_history(axes, history, "epoch", labels, "o-")
+            common.plot_history(axes, history, "epoch", {training: "training"}, "-", color="0.7")
+            common.plot_history(axes, history, "epoch", labels, "o-")
             axes.legend(fontsize=8)
         style.set(title="Distance to the target style (SWD)", xlabel="epoch", yscale="log")
         content.set(title="Distance to the content (SSM)", xlabel="epoch", ylim=(0, None))
@@ -193,7 +186,7 @@ class Check:
     measured: str
 
 
-def results(run: Run, num_positions: int, cost: RunCost) -> dict[str, Any]:
+def results(run: Run, num_positions: int, cost: common.RunCost) -> dict[str, Any]:
     options, history = run.options, run.progress.history
     on_cpu = run.accelerator.device.type == "cpu"
     more = {
@@ -203,11 +196,11 @@ def results(run: Run, num_positions: int, cost: RunCost) -> dict[str, Any]:
         "memory_bytes": run.memory_bytes,
         "checklist": checklist(options, history, run.memory_bytes, num_positions, on_cpu=on_cpu),
     }
-    return run_results(run, cost, **more)
+    return common.run_results(run, cost, **more)
 
 
 def checklist(
-    options: Options, history: History, memory_bytes: list[int], num_positions: int, *, on_cpu: bool
+    options: Options, history: common.History, memory_bytes: list[int], num_positions: int, *, on_cpu: bool
 ) -> list[Check]:
     """Return the claims that the run was to show, and whether it did.
 
@@ -239,7 +232,7 @@ def _memory_is_stable(memory_bytes: list[int], where: str) -> Check:
     return _judged(name, growth <= STABLE_MEMORY[where], measured)
 
 
-def _held_out_loss_falls(options: Options, history: History) -> Check:
+def _held_out_loss_falls(options: Options, history: common.History) -> Check:
     """Judge by evaluations: how far a batch in training is from its target's style says which target was drawn."""
     name, weights = "held-out loss falls", options.loss
     found = [weights.w_style * each["swd"] + weights.w_content * each["ssm"] for each in history if "swd" in each]
@@ -256,7 +249,7 @@ def _held_out_share(name: str, last: dict[str, float], figure: str, of: str, mos
     return _judged(name, share <= most, measured)
 
 
-def _epoch_time(options: Options, history: History) -> Check:
+def _epoch_time(options: Options, history: common.History) -> Check:
     """Leave out the first epoch, which holds allocations, plans and compilation."""
     later = [entry["seconds"] for entry in history[1:]] or [history[0]["seconds"]]
     seconds = sorted(later)[len(later) // 2]
@@ -275,7 +268,7 @@ def _coverage(options: Options, num_positions: int) -> Check:
     return _judged(f"SWD compares at least {ENOUGH_COVERAGE:.0%} of the patches", share >= ENOUGH_COVERAGE, measured)
 
 
-def _compilation(options: Options, history: History) -> Check:
+def _compilation(options: Options, history: common.History) -> Check:
     name = "the network is compiled"
     if not options.training.use_compile:
         return _judged(name, None, "training.use_compile is false")
@@ -285,10 +278,10 @@ def _compilation(options: Options, history: History) -> Check:
 
 def write(results: dict[str, Any], run: Run, output: Path) -> None:
     options, model = run.options, run.best_model()
-    write_results(results, output)
-    costs = table([results["training_cost"]], results["device"])
+    common.write_results(results, output)
+    costs = common.table([results["training_cost"]], results["device"])
     checks = align([[check.verdict, check.name, check.measured] for check in results["checklist"]])
     logger.info("\n".join(["", *checks, "", costs]))
-    if can_draw("panels.png"):
+    if common.can_draw("panels.png"):
         draw_curves(results["history"], output / "curves.png")
         draw_panels(model, run.bank, run.held_out, options, output / "panels.png")
