@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
 
@@ -68,24 +68,8 @@ CSS = """
 COPY = "() => navigator.clipboard.writeText(document.querySelector('#command code').textContent)"
 # Verdict, text, command, drawing; the last three are HTML.
 Answer = tuple[str, str, str, str]
-
-
-class Reply(NamedTuple):
-    """The last words of a command."""
-
-    text: str
-    failed: bool
-
-
-class Question(NamedTuple):
-    """A command as it is shown, and the flags that it has on this page beside."""
-
-    words: list[str]
-    more: tuple[str, ...] = ()
-
-    @property
-    def shown(self) -> str:
-        return command_html(["hf-memopt", *self.words])
+# The last words of a command, and whether it failed.
+Reply = tuple[str, bool]
 
 
 def answered(ask: Callable[..., Iterator[Answer]]) -> Callable[..., Iterator[Answer]]:
@@ -128,25 +112,22 @@ def estimate(
 ) -> Iterator[Answer]:
     """Yield answers, the last of which has verdict, text, command and timeline."""
     step = [f"--batch-size={whole(batch)}", f"--accumulation={whole(passes)}"]
-    words = ["estimate", *words_of(*form), *step, *flags_of(ACTIVATIONS, (kept, offload))]
-    asked = Question(
-        [*words, "--", name_of(source, model, config)], ("--json=estimate.json", "--timeline=timeline.html")
-    )
+    flags = [*words_of(*form), *step, *flags_of(ACTIVATIONS, (kept, offload))]
+    words = ["estimate", *flags, "--", name_of(source, model, config)]
     with place_for(source, config) as folder:
-        reply = yield from run(asked, folder)
-        if reply.failed:
-            yield NO_ANSWER, text_html(reply.text), asked.shown, ""
+        text, failed = yield from run(words, folder, "--json=estimate.json", "--timeline=timeline.html")
+        if failed:
+            yield NO_ANSWER, text_html(text), command_html(words), ""
             return
         found = json.loads((folder / "estimate.json").read_text())
         drawn = html.escape((folder / "timeline.html").read_text())
-    text = reply.text.replace("timeline: timeline.html\n", "")
-    name, _, rest = text.partition("\n\n")
+    name, _, rest = text.replace("timeline: timeline.html\n", "").partition("\n\n")
     needed, room = found["needed_bytes"] / 2**30, found["card"]["memory_bytes"] / 2**30
     fits = needed <= room
     verdict = f"### {'It fits' if fits else 'It does not fit'}: {needed:.1f} of {room:.1f} GiB\n{name}"
     if not fits:
         verdict += f"\n\nNext: press “{SEARCH}”."
-    yield verdict, text_html(rest), asked.shown, frame_html(drawn)
+    yield verdict, text_html(rest), command_html(words), frame_html(drawn)
 
 
 @answered
@@ -159,12 +140,11 @@ def plan(
         f"--model={name_of(source, model, config)}",
         *words_of(*form),
         f"--effective-batch={whole(batch) * whole(passes)}",
+        "--explain",
     ]
-    asked = Question([*words, "--explain"])
     with place_for(source, config) as folder:
-        reply = yield from run(asked, folder)
-    verdict = NO_ANSWER if reply.failed else SETTINGS
-    yield verdict, text_html(reply.text), asked.shown, ""
+        text, failed = yield from run(words, folder)
+    yield NO_ANSWER if failed else SETTINGS, text_html(text), command_html(words), ""
 
 
 def name_of(source: str, model: str, config: str | None) -> str:
@@ -187,9 +167,12 @@ def place_for(source: str, config: str | None) -> Iterator[Path]:
         yield Path(folder)
 
 
-def run(asked: Question, folder: Path) -> Generator[Answer, None, Reply]:
-    """Run a command in a folder, yield its progress, and return its last words; closed early, stop the command."""
-    line = [*LINE, asked.words[0], *asked.more, *asked.words[1:]]
+def run(words: list[str], folder: Path, *unseen: str) -> Generator[Answer, None, Reply]:
+    """Run a command in a folder, yield its progress, and return its last words; closed early, stop the command.
+
+    The page does not show the flags `unseen`.
+    """
+    line = [*LINE, words[0], *unseen, *words[1:]]
     said, complained = folder / "stdout.txt", folder / "stderr.txt"
     started = time.monotonic()
     with said.open("w") as stdout, complained.open("w") as stderr:
@@ -203,8 +186,8 @@ def run(asked: Question, folder: Path) -> Generator[Answer, None, Reply]:
             while running.poll() is None:
                 seconds = time.monotonic() - started
                 if seconds > LIMIT_S:
-                    return Reply(f"No answer within {LIMIT_S} s. Run the command below on your own machine.", True)
-                yield f"{WORKING}: {seconds:.0f} s", text_html(last_line(complained)), asked.shown, ""
+                    return f"No answer within {LIMIT_S} s. Run the command below on your own machine.", True
+                yield f"{WORKING}: {seconds:.0f} s", text_html(last_line(complained)), command_html(words), ""
                 with suppress(subprocess.TimeoutExpired):
                     running.wait(EVERY_S)
         finally:
@@ -212,7 +195,7 @@ def run(asked: Question, folder: Path) -> Generator[Answer, None, Reply]:
                 os.killpg(running.pid, signal.SIGKILL)  # and the processes that it has started
             running.wait()
     failed = running.returncode != 0
-    return Reply((complained if failed else said).read_text(), failed)
+    return (complained if failed else said).read_text(), failed
 
 
 def environment() -> dict[str, str]:
@@ -237,8 +220,9 @@ def text_html(text: str) -> str:
 
 
 def command_html(words: list[str]) -> str:
-    """Return a command that wraps between its words alone."""
-    return f"<code>{' '.join(f'<span>{html.escape(shlex.quote(word))}</span>' for word in words)}</code>"
+    """Return a command of `hf-memopt` that wraps between its words alone."""
+    spans = (f"<span>{html.escape(shlex.quote(word))}</span>" for word in ("hf-memopt", *words))
+    return f"<code>{' '.join(spans)}</code>"
 
 
 def frame_html(page: str) -> str:

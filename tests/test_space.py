@@ -36,13 +36,13 @@ def app() -> ModuleType:
 def in_this_process(app: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Save the seconds that a new process takes to import torch."""
 
-    def run(asked: Any, folder: Path) -> Generator[Any, None, Any]:
-        yield app.WORKING, "", asked.shown, ""
+    def run(words: list[str], folder: Path, *unseen: str) -> Generator[Any, None, Any]:
+        yield app.WORKING, "", app.command_html(words), ""
         with monkeypatch.context() as patch:
             patch.chdir(folder)
-            status = main([asked.words[0], *asked.more, *asked.words[1:]])
+            status = main([words[0], *unseen, *words[1:]])
         said = capsys.readouterr()
-        return app.Reply(said.err if status else said.out, status != 0)
+        return said.err if status else said.out, status != 0
 
     monkeypatch.setattr(app, "run", run)
 
@@ -163,7 +163,7 @@ def command(app: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     def run(program: str) -> Iterator[Any]:
         (tmp_path / "fake.py").write_text(program)
         monkeypatch.setattr(app, "LINE", [sys.executable, str(tmp_path / "fake.py")])
-        return app.run(app.Question(["estimate"]), tmp_path)
+        return app.run(["estimate"], tmp_path)
 
     return run
 
@@ -195,7 +195,7 @@ def test_progress_is_shown_until_the_command_has_answered(
         said = next(running)[1]
     assert said == "<p>Planning: 2 simulations</p>"
     (tmp_path / "go").touch()
-    assert reply_of(running) == app.Reply("done\n", False)
+    assert reply_of(running) == ("done\n", False)
 
 
 def test_a_command_that_is_given_up_ends(
@@ -217,9 +217,9 @@ def test_a_command_has_little_memory_and_no_account(
     command: Callable[[str], Iterator[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "secret")
-    reply = reply_of(command("import time\ntime.sleep(0.5)\nbytearray(9 * 2**30)"))
-    assert reply.failed
-    assert "MemoryError" in reply.text
+    text, failed = reply_of(command("import time\ntime.sleep(0.5)\nbytearray(9 * 2**30)"))
+    assert failed
+    assert "MemoryError" in text
     assert reply_of(command("import os\nprint('secret' in os.environ.values())")) == ("False\n", False)
 
 
@@ -227,9 +227,9 @@ def test_an_answer_that_takes_too_long_is_given_up(
     app: ModuleType, command: Callable[[str], Iterator[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(app, "LIMIT_S", 0)
-    reply = reply_of(command("import time\ntime.sleep(600)"))
-    assert reply.failed
-    assert reply.text == "No answer within 0 s. Run the command below on your own machine."
+    text, failed = reply_of(command("import time\ntime.sleep(600)"))
+    assert failed
+    assert text == "No answer within 0 s. Run the command below on your own machine."
 
 
 @pytest.fixture
