@@ -1,11 +1,11 @@
 """`hf-memopt compare` and `configs`, which setup.cfg adds to the command: recipes in several modes, shipped files."""
 
 import argparse
-from pathlib import Path
 
 from hf_memopt.command_line import number
 from hf_memopt.planning.job import CHOICES
 from hf_memopt.ranges import Range
+from hf_memopt.recipes.common.shipped_configs import configs_folder
 
 RECIPES = ("causal_lm", "fluxflow", "lgt", "neural_operator")
 MODES = CHOICES["offload"]
@@ -76,11 +76,6 @@ def _add_configs(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
         'name; accelerate does not: accelerate launch --config_file "$(hf-memopt configs)/accelerate/ddp.yaml".',
     )
     parser.set_defaults(run=_configs)
-
-
-def configs_folder() -> Path:
-    """Return the folder of the shipped files, with those for `accelerate launch` in its folder `accelerate`."""
-    return Path(__file__).parent / "configs"
 
 
 def _configs(parsed: argparse.Namespace) -> int:

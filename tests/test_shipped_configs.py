@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_memopt.recipes.commands import configs_folder
-from hf_memopt.recipes.common.flags import config_file
+from hf_memopt.recipes.common.shipped_configs import config_file, configs_folder
 
 
 @pytest.mark.parametrize("name", ["lgt.json", "recipes/configs/lgt.json"])

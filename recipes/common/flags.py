@@ -18,7 +18,7 @@ from hf_memopt.command_line import Parser
 from hf_memopt.command_line import flag as flag
 from hf_memopt.planning.cards.gpus import find_card
 from hf_memopt.ranges import COUNT, COUNT_OR_ZERO, NOT_NEGATIVE, POSITIVE, SEED, SHARE, Range, check_ranges
-from hf_memopt.recipes.commands import configs_folder
+from hf_memopt.recipes.common.shipped_configs import config_file
 from hf_memopt.text_files import read_values
 
 # Numbers within a range, as types of fields.
@@ -34,7 +34,6 @@ HeldOut = Annotated[float, Range(above=0, below=1, why=", for example 0.02")]
 Schedule = Literal[
     "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"
 ]
-_IN_A_CLONE = Path("recipes/configs")
 
 
 class Formatter(ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter):
@@ -129,20 +128,6 @@ def _words_of_file(path: Path, sections: dict[str, type]) -> Iterator[str]:
             if value is None and getattr(sections[section], name, None) is not None:
                 raise ValueError(f"{section}.{name}=null: this field needs a value; leave it out for its default")
             yield from as_words(f"{section}.{name}", value)
-
-
-def config_file(option: str, path: Path) -> Path:
-    """Return the file, or where it does not exist the shipped one that `recipes/configs/NAME` or NAME names.
-
-    Raises:
-        ValueError: there is no such file; `option` names the flag.
-    """
-    name = path.relative_to(_IN_A_CLONE) if path.is_relative_to(_IN_A_CLONE) else path
-    for found in (path, configs_folder() / name):
-        if found.is_file():
-            return found
-    shipped = sorted(each.name for each in configs_folder().iterdir() if each.is_file())
-    raise ValueError(f"{option}={str(path)!r}: there is no such file; name yours or one of {', '.join(shipped)}")
 
 
 def check_card(plan: str | None) -> None:

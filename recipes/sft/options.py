@@ -17,8 +17,9 @@ from hf_memopt.command_line import Parser, argparse_raising, flag
 from hf_memopt.planning.job import Job, read_fields
 from hf_memopt.planning.job_flags import add_flags
 from hf_memopt.planning.workloads.trainer_fields import SHORT, of_job
-from hf_memopt.recipes.common.flags import Formatter, check_card, config_file, refuse_unknown
+from hf_memopt.recipes.common.flags import Formatter, check_card, refuse_unknown
 from hf_memopt.recipes.common.options import check_unused
+from hf_memopt.recipes.common.shipped_configs import config_file
 
 _IN_8_BITS = "int8-torchao"
 

@@ -14,7 +14,7 @@ from hf_memopt.planning.workloads.argument_file import ArgumentFile, current_nam
 from hf_memopt.planning.workloads.trainer_workload import TrainerWorkload
 from hf_memopt.planning.workloads.trl_trainers import TRL
 from hf_memopt.recipes.common.auto_plan import best_row
-from hf_memopt.recipes.common.flags import config_file
+from hf_memopt.recipes.common.shipped_configs import config_file
 from hf_memopt.recipes.sft.model import write_tiny_model
 from hf_memopt.recipes.sft.options import Options, parse
 from hf_memopt.text_files import read_values
