@@ -46,6 +46,7 @@ from hf_memopt.recipes.lgt.step import Run, build_model, build_optimizer, update
 from hf_memopt.recipes.lgt.workload import LatentTransferWorkload
 
 logger = logging.getLogger("hf_memopt.recipes.train_lgt")
+load = data.load  # which `hf-memopt compare` calls
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
@@ -54,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     check_folder(saving.save_dir, saving.resume_from_checkpoint, "checkpoint.save_dir")
     accelerator = make_accelerator(options)
     with loop.writing_to(saving.save_dir, accelerator):
-        train_data, held_out = load(options)
+        train_data, held_out = data.load(options)
         shape = tuple(train_data.latents.shape[1:])
         logger.info(
             f"Data: {data.describe(options)}; {len(train_data.styles):,} latents of {shape} in "
@@ -83,10 +84,6 @@ def make_accelerator(options: Options) -> Accelerator:
     # The schedule is stepped once per epoch.
     settings = {"mixed_precision": precision, "step_scheduler_with_optimizer": False}
     return loop.make_accelerator(training, options.checkpoint.save_dir, **settings)
-
-
-def load(options: Options) -> tuple[data.Latents, data.Latents]:
-    return data.load(options)
 
 
 def prepare(

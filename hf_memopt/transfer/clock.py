@@ -25,7 +25,7 @@ class Clock(Protocol):
 
 
 class SecondsClock:
-    """Marks in seconds, as a function tells them."""
+    """Marks in seconds, read from a function."""
 
     def __init__(self, now_s: Callable[[], float]) -> None:
         self._now_s = now_s

@@ -60,10 +60,10 @@ def main() -> None:
         text = file.read()  # to learn by heart
     if given.model:
         tokenizer = AutoTokenizer.from_pretrained(given.model, trust_remote_code=False)
-        tokens = torch.tensor(tokenizer(text.decode()).input_ids)
-        train(make_model(given.model), tokens[: len(tokens) // LENGTH * LENGTH].view(-1, LENGTH), True, given.disk)
+        tokens = torch.tensor(tokenizer(text.decode()).input_ids).unfold(0, LENGTH, LENGTH)
+        train(make_model(given.model), tokens, True, given.disk)
         return
-    tokens = torch.tensor(list(text[: len(text) // LENGTH * LENGTH])).view(-1, LENGTH)
+    tokens = torch.tensor(list(text)).unfold(0, LENGTH, LENGTH)
     plain, ours = (train(make_model(None), tokens, moves_state, given.disk) for moves_state in (False, True))
     print(f"Weights equal to those with the state on the device: {all(map(torch.equal, plain, ours))}")
 

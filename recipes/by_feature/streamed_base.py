@@ -64,9 +64,9 @@ def main() -> None:
     if model:
         tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
         tokens = torch.tensor(tokenizer(text.decode()).input_ids)
-        train(model, tokens[: len(tokens) // LENGTH * LENGTH].view(-1, LENGTH), streams=True)
+        train(model, tokens.unfold(0, LENGTH, LENGTH), streams=True)
         return
-    tokens = torch.tensor(list(text[: len(text) // LENGTH * LENGTH])).view(-1, LENGTH)
+    tokens = torch.tensor(list(text)).unfold(0, LENGTH, LENGTH)
     with tempfile.TemporaryDirectory() as folder:
         write_toy(folder)
         plain, streamed = (train(folder, tokens, streams) for streams in (False, True))
