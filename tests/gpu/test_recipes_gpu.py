@@ -22,7 +22,7 @@ def heavy_imports() -> None:
 
     from hf_memopt.recipes import train_causal_lm, train_fluxflow, train_lgt, train_neural_operator
     from hf_memopt.recipes.fluxflow import report as fluxflow_report
-    from hf_memopt.recipes.lgt import evaluation as lgt_evaluation
+    from hf_memopt.recipes.lgt import report as lgt_evaluation
     from hf_memopt.recipes.neural_operator import report as neural_operator_report
 
 

@@ -18,7 +18,6 @@ from hf_memopt.memory.logger import METRICS_FILE
 from hf_memopt.recipes import train_lgt
 from hf_memopt.recipes.landscapes.prepare import main as prepare_landscapes
 from hf_memopt.recipes.lgt import data as lgt_data
-from hf_memopt.recipes.lgt import evaluation as lgt_evaluation
 from hf_memopt.recipes.lgt import report as lgt_report
 from hf_memopt.recipes.lgt.model import compile_module
 from hf_memopt.recipes.lgt.report import Check
@@ -31,8 +30,8 @@ pytestmark = [pytest.mark.usefixtures("on_the_cpu"), pytest.mark.e2e]
 
 @pytest.fixture(autouse=True)
 def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lgt_evaluation, "draw_panels", lambda *arguments: None)
-    monkeypatch.setattr(lgt_evaluation, "draw_curves", lambda *arguments: None)
+    monkeypatch.setattr(lgt_report, "draw_panels", lambda *arguments: None)
+    monkeypatch.setattr(lgt_report, "draw_curves", lambda *arguments: None)
 
 
 @pytest.fixture(scope="module")
