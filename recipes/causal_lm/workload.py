@@ -14,7 +14,7 @@ from hf_memopt.planning.models.hub_code import weights_from_config
 from hf_memopt.recipes.causal_lm import data as data
 from hf_memopt.recipes.causal_lm.options import Options
 from hf_memopt.recipes.causal_lm.step import Batch, Run, make_model, make_optimizer, stream_weights, update
-from hf_memopt.recipes.common.auto_plan import RecipeWorkload, activation_levers
+from hf_memopt.recipes.common.auto_plan import RecipeWorkload, activation_levers, reading
 from hf_memopt.recipes.common.flags import read_options
 from hf_memopt.weights.homes.home import HOMES
 
@@ -23,7 +23,7 @@ __all__ = ["workload"]
 
 def workload(config_path: str | Path, *, precision: str = "no", effective_batch: int | None = None) -> "CausalLM":
     """Return the workload of `train_causal_lm.py --config_path FILE`; `effective_batch` counts blocks."""
-    options = read_options(Options, "", ["--config_path", str(config_path)])
+    options = read_options(Options, "", reading(config_path))
     tokenizer = data.make_tokenizer(options.model, data.read_texts(options.data))
     return CausalLM(options, tokenizer, precision, effective_batch)
 

@@ -22,6 +22,7 @@ from hf_memopt.planning.workload import Lever, Settings, Workload, divisors, num
 from hf_memopt.planning.workloads.model_levers import ACTIVATIONS
 from hf_memopt.recipes.common.flags import write_options
 from hf_memopt.recipes.common.options import checkpoints_folder
+from hf_memopt.recipes.common.shipped_configs import config_file
 from hf_memopt.units import format_gib
 
 logger = logging.getLogger(__name__)
@@ -31,6 +32,11 @@ PRECISIONS = ("no", "bf16")
 
 WAYS = ("on the device", "offloaded where free", "checkpointed", "checkpointed, inputs offloaded")
 Changes = Mapping[str, Any]  # "section.field" of the options, and its value
+
+
+def reading(config: str | Path) -> list[str]:
+    """Return the flags with which a recipe reads a file, or the shipped one that the path names."""
+    return ["--config_path", str(config_file("config", Path(config)))]
 
 
 class RecipeWorkload(ABC):

@@ -7,7 +7,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from hf_memopt.recipes.common.auto_plan import BatchInParts, activation_levers
+from hf_memopt.recipes.common.auto_plan import BatchInParts, activation_levers, reading
 from hf_memopt.recipes.common.flags import read_options
 from hf_memopt.recipes.fluxflow.model import build_models, make_average
 from hf_memopt.recipes.fluxflow.options import Options
@@ -18,7 +18,7 @@ __all__ = ["workload"]
 
 def workload(config_path: str | Path, *, precision: str = "no", effective_batch: int | None = None) -> "FluxFlow":
     """Return the workload of `train_fluxflow.py --config_path FILE`; `effective_batch` counts images."""
-    return FluxFlow(read_options(Options, "", ["--config_path", str(config_path)]), precision, effective_batch)
+    return FluxFlow(read_options(Options, "", reading(config_path)), precision, effective_batch)
 
 
 class FluxFlow(BatchInParts):

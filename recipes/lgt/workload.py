@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from torch.optim.swa_utils import AveragedModel
 
 from hf_memopt.planning.workload import Settings, divisors
-from hf_memopt.recipes.common.auto_plan import PRECISION, WAYS, RecipeWorkload, activation_levers, with_changes
+from hf_memopt.recipes.common.auto_plan import PRECISION, WAYS, RecipeWorkload, activation_levers, reading, with_changes
 from hf_memopt.recipes.lgt.data import Batch, make_batch
 from hf_memopt.recipes.lgt.options import Options, parse
 from hf_memopt.recipes.lgt.step import Run, build_model, build_optimizer, update_weights
@@ -22,7 +22,7 @@ def workload(
     config_path: str | Path, *, precision: str | None = None, effective_batch: int | None = None
 ) -> "LatentTransferWorkload":
     """Return the workload of `train_lgt.py --config_path FILE`; `effective_batch` counts latents."""
-    options = parse("", ["--config_path", str(config_path)])
+    options = parse("", reading(config_path))
     return LatentTransferWorkload(options, precision, effective_batch)
 
 

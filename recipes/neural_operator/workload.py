@@ -7,7 +7,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from hf_memopt.recipes.common.auto_plan import BatchInParts, Changes
+from hf_memopt.recipes.common.auto_plan import BatchInParts, Changes, reading
 from hf_memopt.recipes.common.flags import read_options
 from hf_memopt.recipes.neural_operator.data import make_processor, shape_of
 from hf_memopt.recipes.neural_operator.options import Options
@@ -18,7 +18,7 @@ __all__ = ["workload"]
 
 def workload(config_path: str | Path, *, precision: str = "no", effective_batch: int | None = None) -> "NeuralOperator":
     """Return the workload of `train_neural_operator.py --config_path FILE`; `effective_batch` counts samples."""
-    return NeuralOperator(read_options(Options, "", ["--config_path", str(config_path)]), precision, effective_batch)
+    return NeuralOperator(read_options(Options, "", reading(config_path)), precision, effective_batch)
 
 
 def _activations(blocks: bool, mlps: bool, offload: str) -> Changes:
