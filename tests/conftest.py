@@ -239,7 +239,10 @@ def own_settings() -> Iterator[None]:
 
 
 def forget_settings() -> None:
-    logging.getLogger("hf_memopt").setLevel(logging.NOTSET)  # the recipes set the level
+    ours = logging.getLogger("hf_memopt")  # the recipes set its level, scripts under `launch` its handler
+    ours.setLevel(logging.NOTSET)
+    ours.propagate = True
+    ours.handlers.clear()
     if "accelerate" in sys.modules:
         from accelerators import forget_accelerator
 

@@ -58,7 +58,7 @@ def form(app: ModuleType, config: str | None = None, **changed: Any) -> list[Any
     fields = {"source": app.FILE if config else app.HUB, "model": "", "config": config}
     fields |= {"batch": 2, "passes": 1, "checkpointing": "full", "offload": "off"}
     fields |= {"gpu": "1GiB", "seq_len": 16, "learns": "LoRA", "rank": 4}
-    fields |= {name: app.CHOICES[name][0] for name in app.SHARED}
+    fields |= dict.fromkeys(app.SHARED, app.DEFAULT)
     assert changed.keys() <= fields.keys()
     return list((fields | changed).values())
 

@@ -72,7 +72,7 @@ def record_command(
     monkeypatch.setattr(sys, "argv", list(sys.argv))
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("RANK", "0")
-    monkeypatch.setattr(recorded_script, "show_messages", lambda: None)
+    monkeypatch.setattr("hf_memopt.callbacks.recorded_script.show_messages", lambda: None)
 
     def record(
         *words: str,

@@ -8,15 +8,15 @@ import yaml
 from late_imports import LateModule
 from transformers_toys import FolderOf
 
-from hf_memopt.planning import Job, MemoryEstimate, estimate_trainer
+from hf_memopt.planning import Job, MemoryEstimate
 from hf_memopt.planning.estimate import simulate_step
 from hf_memopt.planning.simulation.child_process import run_isolated
 
 datasets = LateModule("datasets")
 file_trainer = LateModule("hf_memopt.planning.workloads.file_trainer")
 of_job = LateModule("hf_memopt.planning.workloads.of_job")
-peft = LateModule("peft")
 torch = LateModule("torch")
+trainer_estimate = LateModule("hf_memopt.planning.workloads.trainer_estimate")
 transformers = LateModule("transformers")
 trl = LateModule("trl")
 
@@ -84,7 +84,8 @@ def by_trainer(model: str, fields: Fields, folder: Path) -> MemoryEstimate:
         peft_config=trl.get_peft_config(about),
         processing_class=file_trainer._tokenizer(),
     )
-    return estimate_trainer(trainer)
+    found: MemoryEstimate = trainer_estimate.estimate_trainer(trainer)
+    return found
 
 
 @pytest.mark.sweep(share=0.2)

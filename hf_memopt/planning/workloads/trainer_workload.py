@@ -105,6 +105,9 @@ class TrainerWorkload:
             raise ValueError("name a model: model_name_or_path in the file, or on the command line")
         if about["use_peft"]:
             _SIZE.check("lora_r", about["lora_r"])
+        elif about["lora_modules_to_save"]:
+            names = ",".join(about["lora_modules_to_save"])
+            raise ValueError(f"modules_to_save={names!r}: for adapters; give lora_rank, such as lora_rank=16")
         settings = file.training_arguments(changes, self._folder)
         _SIZE.check(_BATCH, settings.per_device_train_batch_size)
         return TrainerRun(file, changes, settings, self._options(job, about, settings), self._folder)

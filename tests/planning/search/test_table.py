@@ -65,21 +65,22 @@ PLAN = plan_of(
 
 def test_the_table_has_a_line_for_each_candidate_in_the_plans_order() -> None:
     assert table(PLAN).splitlines() == [
-        "| micro-batch | checkpointing | offload | peak GiB | needs GiB | host GiB | peak in  | update | fits |",
-        "| ----------- | ------------- | ------- | -------- | --------- | -------- | -------  | ------ | ---- |",
-        "| 4 x 4       | none          | auto    | 7.00     | 7.50      | 3.00     | backward | 200 ms | yes  |",
-        "| 16 x 1      | full          | auto    | 5.75     | 6.25      | 1.00     | backward | 250 ms | yes  |",
-        "| 8 x 2       | full          | off     | 7.50     | 8.00      | 0.00     | backward | 300 ms | yes  |",
-        "| 8 x 2       | none          | auto    | 11.50    | 12.00     | 6.00     | backward | 190 ms | no   |",
-        "| 1 x 16      | none          | off     | 8.50     | 9.00      | 0.00     | backward | 150 ms | no   |",
-        "| 2 x 8       | none          | off     | 9.50     | 10.00     | 0.00     | backward | 140 ms | no   |",
+        "| micro-batch | checkpointing | offload | peak GiB | needs GiB | host GiB | peaks during | update | fits |",
+        "| ----------- | ------------- | ------- | -------- | --------- | -------- | ------------ | ------ | ---- |",
+        "| 4 x 4       | none          | auto    | 7.00     | 7.50      | 3.00     | backward     | 200 ms | yes  |",
+        "| 16 x 1      | full          | auto    | 5.75     | 6.25      | 1.00     | backward     | 250 ms | yes  |",
+        "| 8 x 2       | full          | off     | 7.50     | 8.00      | 0.00     | backward     | 300 ms | yes  |",
+        "| 8 x 2       | none          | auto    | 11.50    | 12.00     | 6.00     | backward     | 190 ms | no   |",
+        "| 1 x 16      | none          | off     | 8.50     | 9.00      | 0.00     | backward     | 150 ms | no   |",
+        "| 2 x 8       | none          | off     | 9.50     | 10.00     | 0.00     | backward     | 140 ms | no   |",
     ]
 
 
 def test_the_headline_names_the_choice_and_what_it_needs() -> None:
     assert headline(PLAN).splitlines() == [
-        "toy fits on toy card (8.0 GiB) with micro-batch 4 x 4, checkpointing none, offload auto: 7.50 GiB needed, "
-        "7.00 GiB of it allocated at the peak in backward.",
+        "Train with micro-batch 4 x 4, checkpointing none, offload auto.",
+        "That fits on toy card: it needs 7.50 GiB of 8.0 GiB, most of it during backward.",
+        "toy.",
         "An update of 16 samples takes 200 ms (180 ms to 240 ms: the range of nine in ten published steps, on cards of "
         "kinds that were fitted, as this one is).",
     ]
@@ -88,15 +89,15 @@ def test_the_headline_names_the_choice_and_what_it_needs() -> None:
 def test_samples_of_tokens_have_a_rate_and_remarks_follow() -> None:
     noted = replace(PLAN.best, estimate=replace(PLAN.best.estimate, notes=("mind the gap",)))
     lines = headline(replace(plan_of(noted), tokens_per_sample=1024)).splitlines()
-    assert lines[1].endswith(" That is 81,920 tokens per second.")  # 16 x 1024 in 200 ms
-    assert lines[2] == "Note: mind the gap"
+    assert lines[3].endswith(" That is 81,920 tokens per second.")  # 16 x 1024 in 200 ms
+    assert lines[4] == "Note: mind the gap"
 
 
 def test_memory_of_nccl_may_decide() -> None:
     just = replace(PLAN.best, verdict=Verdict.ONLY_JUST)
     assert just.fits
     assert table(plan_of(just)).endswith("| only just |")
-    assert headline(plan_of(just)).startswith("toy fits only just on toy card")
+    assert headline(plan_of(just)).splitlines()[1].startswith("That fits only just on toy card: it needs 7.50 GiB")
 
 
 def test_a_failed_simulation_is_shown_below_the_table() -> None:

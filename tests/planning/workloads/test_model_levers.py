@@ -15,10 +15,15 @@ def workload(folder: Path, **given: Any) -> Any:
     return workload_of(str(folder), seq_len=32, batch_size=4, **{**usual, **given})
 
 
-def test_activations_and_the_base_of_adapters_are_varied_unless_others_are_named(qwen3: Path) -> None:
-    assert [lever.name for lever in workload(qwen3).levers] == ["activations"]
+def test_levers_that_change_no_bit_are_varied_unless_others_are_named(qwen3: Path) -> None:
+    assert [lever.name for lever in workload(qwen3).levers] == ["activations", "optimizer"]
+    assert workload(qwen3).levers[1].values == (
+        *("adamw", "adamw, state on host", "adamw, state in a file"),
+        *("adamw, weights and gradients on host", "adamw, weights and gradients in files"),
+    )
     assert [lever.name for lever in workload(qwen3, **LORA).levers] == ["activations", "base"]
-    assert [lever.name for lever in workload(qwen3, **LORA, vary="loss").levers] == ["activations", "loss"]
+    assert [lever.name for lever in workload(qwen3, **LORA, vary="loss").levers] == ["activations"]
+    assert [lever.name for lever in workload(qwen3, vary="precision").levers] == ["activations", "precision"]
     assert [lever.name for lever in workload(qwen3, vary="base").levers] == ["activations"]
 
 

@@ -150,7 +150,7 @@ def test_a_plan_tries_the_homes_of_frozen_weights_and_says_which_is_chosen(qwen3
     assert (model.use_peft, model.lora_r, model.lora_target_modules, memopt.base) == (True, 4, "all-linear", "host")
     assert workload_of(qwen3, seq_len=TOKENS, lora_rank=4, base="file").levers[-1].values == ("file",)
     resident = workload_of(qwen3, seq_len=TOKENS, lora_rank=4, base="off")
-    for without in (resident, workload_of(qwen3, seq_len=TOKENS)):
+    for without in (resident, workload_of(qwen3, seq_len=TOKENS, vary="base")):
         assert [lever.name for lever in without.levers] == ["activations"]
         assert without.command(without.write({"activations": "on the device"}, 8, tmp_path)).startswith(
             "accelerate launch "
