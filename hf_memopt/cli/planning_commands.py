@@ -217,9 +217,8 @@ def _write(job: "Workload", found: "SettingsPlan", folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     written = job.write(found.best.settings, found.best.micro_batch, folder)
     command = job.command(written)
-    print(f"\nRun it with the files in {folder}:\n  {command}")
-    if job.packages:
-        print(f"It needs: pip install {shlex.join(job.packages)}")
+    needed = f", after pip install {shlex.join(job.packages)}" if job.packages else ""
+    print(f"\nRun it with the files in {folder}{needed}:\n  {command}")
     if found.best.estimate.disk_bytes:
         print(_missing_folder(folder, command))
 

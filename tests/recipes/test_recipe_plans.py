@@ -152,7 +152,7 @@ def test_a_recipe_is_planned_from_the_command_line(tmp_path: Path, capsys: pytes
     options = neural_operator_options.parse("", ["--config_path", str(output / "neural_operator.yaml")])
     assert (options.training.batch_size, options.training.micro_batch_size) == (1, 0)
     assert options.offload.offload == "off"
-    assert f"Run it with the files in {output}:" in printed
+    assert f"Run it with the files in {output}" in printed
     assert (output / "accelerate.yaml").exists()
     assert f"-m hf_memopt.recipes.train_neural_operator --config_path {output / 'neural_operator.yaml'}" in printed
 

@@ -256,7 +256,7 @@ def test_every_optimizer_that_is_planned_is_one_of_trainers() -> None:
 
 
 def test_the_recipe_is_short() -> None:
-    assert len((RECIPES / "train_sft.py").read_text().splitlines()) <= 120
+    assert len((RECIPES / "train_sft.py").read_text().splitlines()) <= 140
 
 
 def test_the_demo_learns_and_reports_through_accelerate_launch(tmp_path: Path) -> None:
