@@ -88,7 +88,7 @@ def by_trainer(model: str, fields: Fields, folder: Path) -> MemoryEstimate:
     return found
 
 
-@pytest.mark.sweep(share=0.2)
+@pytest.mark.sweep(share=0.1)
 @pytest.mark.parametrize(("fields", "flags"), RUNS, ids=[str(number) for number in range(len(RUNS))])
 def test_flags_a_file_and_a_trainer_have_the_same_bytes(
     fields: Fields, flags: Fields, folder_of: FolderOf, tmp_path: Path
