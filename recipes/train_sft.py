@@ -25,6 +25,7 @@ from transformers import AutoTokenizer, Trainer, set_seed
 from hf_memopt.callbacks import StopOnNonFiniteCallback
 from hf_memopt.command_line import one_line_errors, script_imports
 from hf_memopt.datasets_by_name import dataset_by_name
+from hf_memopt.planning.models.adapters import cast_trained
 from hf_memopt.recipes.common.auto_plan import log_prediction
 from hf_memopt.recipes.common.flags import explained
 from hf_memopt.recipes.common.loop import reporting, writing_to
@@ -61,9 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
             memopt.stream_base(model, training)
         trainer = SFTTrainer(model, training, train_dataset=rows, processing_class=tokenizer, peft_config=adapters)
         if sft.adapters_dtype is not None and about.use_peft:
-            for each in trainer.model.parameters():
-                if each.requires_grad:
-                    each.data = each.data.to(getattr(torch, sft.adapters_dtype))
+            cast_trained(trainer.model, getattr(torch, sft.adapters_dtype))
         memopt.attach(trainer)  # hf_memopt: offloading, memory in the log, a report where memory runs out
         if not trainer.is_deepspeed_enabled:  # whose engine updates before Trainer could stop it
             trainer.add_callback(StopOnNonFiniteCallback())  # hf_memopt

@@ -65,18 +65,24 @@ DEFAULTS: dict[str, Any] = {name: values[0] for name, values in CHOICES.items() 
     "num_gpus": 1,
 }
 NOT_CLIPPED = "none"
+# The names of Trainer's optimizers, and those of plans; the first name of each is written.
+OPTIMIZERS = {
+    "adamw_torch_fused": "adamw",
+    "adamw_torch": "adamw-foreach",
+    "adamw_torch_8bit": "adamw-8bit",
+    "adamw_torch_4bit": "adamw-4bit",
+    "adamw_bnb_8bit": "adamw-8bit-bnb",
+    "adamw_8bit": "adamw-8bit-bnb",
+    "paged_adamw_8bit": "paged-adamw-8bit",
+    "paged_adamw_32bit": "paged-adamw-32bit",
+    "adafactor": "adafactor",
+    "sgd": "sgd",
+    "adagrad": "adagrad",
+    "rmsprop": "rmsprop",
+}
 # Other libraries' words for values.
 _SAME: dict[str, dict[str, str]] = {
-    "optimizer": {
-        "adamw_torch_fused": "adamw",
-        "adamw_torch": "adamw-foreach",
-        "adamw_torch_8bit": "adamw-8bit",
-        "adamw_torch_4bit": "adamw-4bit",
-        "adamw_bnb_8bit": "adamw-8bit-bnb",
-        "adamw_8bit": "adamw-8bit-bnb",
-        "paged_adamw_8bit": "paged-adamw-8bit",
-        "paged_adamw_32bit": "paged-adamw-32bit",
-    },
+    "optimizer": OPTIMIZERS,
     "attention": {"flash_attention_2": "sdpa", "flash_attention_3": "sdpa"},
     "lora_targets": {"all": "all-linear"},
     "dtype": {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"},
@@ -96,7 +102,7 @@ STAND_FOR: dict[str, tuple[str, dict[Any, Any]]] = {
 MODIFIERS = ("use_peft", "use_bnb_nested_quant")
 # Adapters' rank where a word asks for adapters without one.
 _USUAL_RANK = 16
-# What is asked for by these is there already, or not simulated.
+# Fields of other libraries that change nothing here, or are not simulated.
 REMEDIES = {
     "packing": "samples are simulated in their whole length, without padding; leave it out",
     "use_liger_kernel": "Liger's kernels are not simulated; SFTTrainer's loss holds no logits of all tokens, either",
@@ -265,7 +271,7 @@ class Job:
         choices=CHOICES["adapters_dtype"],
     )
     freeze_layers: Count = unsaid("do not train the input embeddings and this many of the first layers")
-    images_per_sample: Count = unsaid("images beside the text of a vision-language model")
+    images_per_sample: Count = unsaid("images with the text of a vision-language model")
     image_size: Text = unsaid(
         "size of these images after the model's processor, or of those that a denoiser learns (default: the "
         "configuration's, if it has one)",
@@ -292,7 +298,7 @@ class Job:
         choices=CHOICES["base"],
     )
     base_budget: Text = unsaid(
-        "device memory for frozen weights, such as 3GiB, whose rest beside the visits keeps some there"
+        "device memory for frozen weights, such as 3GiB, of which visits use a part and the rest keeps weights there"
     )
     trained: bool = flag(
         False, "weights that train have the home of --base, too, with their gradients and the optimizer's state"

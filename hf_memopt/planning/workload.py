@@ -12,10 +12,20 @@ Settings = Mapping[str, Any]
 
 # Weights stay on the device, and do not visit it from one of the homes of `StreamedWeights`.
 OFF = "off"
+PLACES = {OFF: "on the device", "host": "on the host", "file": "in a file"}
 # Of streamed weights: one learns the order of visits, one follows it, and one repeats that.
 _PASSES_OF_STREAMS = 3
 # Until an offloader's plan has settled: two passes are recorded, one is plain, one planned, and one repeats it.
 PASSES_OF_AUTO = 5
+
+
+def check_accumulation(asked: int | None, passes: int, effective_batch: int, micro_batch: int) -> None:
+    """Raise ValueError if other forward passes are asked for than an update has."""
+    if asked not in (None, passes):
+        raise ValueError(
+            f"accumulation={asked}: effective_batch={effective_batch} has {passes} passes of "
+            f"batch_size={micro_batch}; leave one of them out"
+        )
 
 
 def num_steps(offload: str, num_micro_batches: int, base: str = OFF) -> int:

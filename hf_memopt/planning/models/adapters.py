@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import nn
 
 from hf_memopt.planning.models.quiet import quiet
@@ -27,6 +28,13 @@ def lora_config(about: Mapping[str, Any]) -> Any:
     from trl import get_peft_config
 
     return get_peft_config(SimpleNamespace(**about))
+
+
+def cast_trained(model: nn.Module, dtype: torch.dtype) -> None:
+    """Cast the weights that train, such as adapters."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
 
 
 def freeze_first_layers(model: Any, count: int) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from hf_memopt.planning.cards.gpus import Card, allowances
 from hf_memopt.planning.cards.memory_below import Disk
 from hf_memopt.planning.estimate_report import MemoryEstimate, Verdict, disk_text, time_text
-from hf_memopt.planning.workload import Lever, Settings
+from hf_memopt.planning.workload import PLACES, Lever, Settings
 from hf_memopt.text_table import align
 from hf_memopt.units import GIB, MIB, format_gib, format_ms
 
@@ -125,12 +125,11 @@ def table(plan: SettingsPlan) -> str:
 _WORDS = {Verdict.FITS: "yes", Verdict.ONLY_JUST: "only just", Verdict.NO: "no"}
 # Levers and values that are shown by other words than those of flags.
 _NAMES = {"base": "frozen weights"}
-_PLACES = {"off": "on the device", "host": "on the host", "file": "in a file"}
 
 
 def _value(row: Row, lever: str) -> str:
     value = str(row.settings[lever])
-    return _PLACES.get(value, value) if lever in _NAMES else value
+    return PLACES.get(value, value) if lever in _NAMES else value
 
 
 def _cells(row: Row, plan: SettingsPlan, has_disk: bool) -> dict[str, str]:

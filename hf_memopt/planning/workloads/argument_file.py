@@ -13,10 +13,9 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from transformers import HfArgumentParser, TrainingArguments
 
 from hf_memopt.command_line import argparse_raising
-from hf_memopt.planning.job import PLAIN_TRAINER, nearest, read_fields
+from hf_memopt.planning.job import OPTIMIZERS, PLAIN_TRAINER, nearest, read_fields
 from hf_memopt.planning.models.quiet import quiet, refused_by
 from hf_memopt.planning.workloads.other_files import Tool, tool_of
-from hf_memopt.planning.workloads.trainer_fields import OPTIMIZERS
 from hf_memopt.planning.workloads.trl_trainers import TRL, TrlTrainer, need_trl, trainer_for
 
 # TRL's ModelConfig; a plain Trainer is made with the same.

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig, Trainer
 from transformers.modeling_utils import set_quantized_state
 
 from hf_memopt.planning.models.accelerate_config import zero_plugin
-from hf_memopt.planning.models.adapters import freeze_first_layers, lora_config, with_adapters
+from hf_memopt.planning.models.adapters import cast_trained, freeze_first_layers, lora_config, with_adapters
 from hf_memopt.planning.models.contrastive import cached_ranking_loss
 from hf_memopt.planning.models.model_options import ModelOptions
 from hf_memopt.planning.models.pipelines import PipelineEncoders
@@ -55,7 +55,7 @@ def make_trainer(
             trainer = _trl_trainer(kind.kind, build, options, arguments, rows, adapters)
     adapt_as_peft_does(trainer.model)
     if options.adapters_dtype != "auto":
-        _cast_trained(trainer.model, getattr(torch, options.adapters_dtype))
+        cast_trained(trainer.model, getattr(torch, options.adapters_dtype))
     if options.optimizer in _BLOCK_WISE:
         settings = _BLOCK_WISE[options.optimizer]
         trainer.get_optimizer_cls_and_kwargs = lambda *args: (BlockWiseAdamW, dict(settings))
@@ -105,14 +105,8 @@ def adapted(options: ModelOptions, config: Any, model: Any, about: Mapping[str, 
     more["modules_to_save"] = about["lora_modules_to_save"]
     model = with_adapters(model, options.lora_rank, targets, frozen, task.peft_type, **more)
     if options.usual_adapters_dtype is not None:
-        _cast_trained(model, options.usual_adapters_dtype)
+        cast_trained(model, options.usual_adapters_dtype)
     return model
-
-
-def _cast_trained(model: Any, dtype: torch.dtype) -> None:
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.to(dtype)
 
 
 class OwnLoss(Trainer):  # type: ignore[misc]

@@ -16,7 +16,7 @@ ACTIVATIONS = {
     "checkpointed, inputs offloaded": ("full", "inputs"),
     "all offloaded": ("none", "all"),
 }
-# Beside an engine or a gradient cache.
+# With an engine or a gradient cache.
 _OF_SHARDS = ("on the device", "selectively checkpointed", "checkpointed")
 # A trainer has one loss: "loss" has no other value, and may still be named.
 VARIED = ("optimizer", "loss", "base", "precision", "quantize")

@@ -1,6 +1,7 @@
 """The workload of a spec: of a model, a policy, a file of arguments, or a recipe; and the step that the spec has."""
 
 from collections.abc import Sequence
+from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 
 from hf_memopt.planning.job import Job
 from hf_memopt.planning.simulated_step import SimulatedStep
-from hf_memopt.planning.workload import Lever, Workload
+from hf_memopt.planning.workload import Lever, Workload, check_accumulation
 from hf_memopt.planning.workloads.robot_policies import PolicyFile, policy_file
 
 # Recipes stand above this package; installed packages name theirs, such as train_lgt, under it.
@@ -41,11 +42,7 @@ def given_step(spec: Job, workload: Workload) -> tuple[SimulatedStep, int]:
         made: Any = workload  # of a trainer or of a policy
         micro_batch, step = made.micro_batch, made.as_given()
     passes = workload.effective_batch // (micro_batch * step.num_gpus)
-    if spec.accumulation not in (None, passes):
-        raise ValueError(
-            f"accumulation={spec.accumulation}: effective_batch={workload.effective_batch} has {passes} passes of "
-            f"batch_size={micro_batch}; leave one of them out"
-        )
+    check_accumulation(spec.accumulation, passes, workload.effective_batch, micro_batch)
     return step, passes
 
 
@@ -96,6 +93,7 @@ def recipe_of(config: Path) -> str:
     return max(fitting, key=len)
 
 
+@cache  # all installed packages are looked through
 def _recipes() -> dict[str, EntryPoint]:
     """Return the functions that make recipes' workloads, by the recipes' names."""
     found = {each.name.removeprefix("train_"): each for each in entry_points(group=_RECIPES)}

@@ -19,7 +19,7 @@ class Tool:
         marks: fields that other files do not have.
         renamed: fields that have another name, but the same values.
         read: the fields that follow from several, or have other values.
-        back: what a plan changes, as the program's own fields.
+        back: of the fields that a plan changes, those that have other values in the program.
     """
 
     name: str
@@ -42,6 +42,11 @@ class Tool:
         plain = {self.renamed.get(name, name): value for name, value in given.items()}
         fields = {name: value for name, value in plain.items() if name in known} | found
         return fields, [name for name in given if self.renamed.get(name, name) not in fields and name not in _READ]
+
+    def own_fields(self, chosen: Mapping[str, Any]) -> Fields:
+        """Return fields of transformers and TRL, which a plan has chosen, as the program's."""
+        own_names = {name: own for own, name in self.renamed.items()}
+        return {own_names.get(name, name): value for name, value in self.back(chosen).items()}
 
 
 # Read, under another name, into the fields above.
@@ -105,10 +110,6 @@ def _of_axolotl(given: Mapping[str, Any]) -> Fields:
     return fields
 
 
-def _to_axolotl(chosen: Mapping[str, Any]) -> Fields:
-    return {"micro_batch_size" if name == "per_device_train_batch_size" else name: v for name, v in chosen.items()}
-
-
 TOOLS = (
     Tool(
         "LLaMA-Factory",
@@ -134,7 +135,7 @@ TOOLS = (
             "optimizer": "optim",
         },
         _of_axolotl,
-        _to_axolotl,
+        dict,
     ),
 )
 

@@ -34,7 +34,7 @@ MODEL = "model"
 
 @dataclass(frozen=True)
 class TrainerSwitches:
-    """What `attach` switches on for a simulated trainer; see there. The home "off" changes nothing."""
+    """Options of `attach` for a simulated trainer. The home "off" changes nothing."""
 
     offload: str = "off"
     offload_threshold_mb: float = 10.0

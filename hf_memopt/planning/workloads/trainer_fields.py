@@ -3,25 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from hf_memopt.planning.job import FIELDS, NOT_CLIPPED, Job
+from hf_memopt.planning.job import FIELDS, NOT_CLIPPED, OPTIMIZERS, Job
 from hf_memopt.planning.models.adapters import ALL_LINEAR
 from hf_memopt.planning.workload import OFF
 
-# The names of Trainer's optimizers, and those of plans; the first name of each is written.
-OPTIMIZERS = {
-    "adamw_torch_fused": "adamw",
-    "adamw_torch": "adamw-foreach",
-    "adamw_torch_8bit": "adamw-8bit",
-    "adamw_torch_4bit": "adamw-4bit",
-    "adamw_bnb_8bit": "adamw-8bit-bnb",
-    "adamw_8bit": "adamw-8bit-bnb",
-    "paged_adamw_8bit": "paged-adamw-8bit",
-    "paged_adamw_32bit": "paged-adamw-32bit",
-    "adafactor": "adafactor",
-    "sgd": "sgd",
-    "adagrad": "adagrad",
-    "rmsprop": "rmsprop",
-}
 # The values of flags that are several fields, or have other values.
 _VALUES: dict[str, dict[Any, dict[str, Any]]] = {
     "precision": {name: {"bf16": name == "bf16", "fp16": name == "fp16"} for name in ("no", "bf16", "fp16")},
@@ -38,7 +23,7 @@ _NAMED = {name: each.about.trainer_field for name, each in FIELDS.items()}
 _FIELDS = {name: field for name, field in _NAMED.items() if field is not None and name not in _VALUES}
 # Flags that have another name, or other values, than the fields.
 SHORT = (*(name for name, field in _FIELDS.items() if name != field), *_VALUES, "quantize")
-# What `ModelOptions` has of the settings, or of both.
+# Fields of `ModelOptions` that come from the settings, or from settings and job.
 TAKEN = {*_FIELDS, *_VALUES, "quantize", "trainer", "loss", "task", "seq_len", "effective_batch"}
 # Trainer's `accelerator_config` for gradients that are reduced in each pass.
 SYNCED_EACH_BATCH = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}

@@ -1,5 +1,6 @@
 """The training of a model by flags, and of a file of arguments, as a workload: each candidate is a real trainer."""
 
+import copy
 import json
 import shlex
 import shutil
@@ -19,7 +20,7 @@ from hf_memopt.planning.models.model_config import read_config
 from hf_memopt.planning.models.model_options import OF_BITSANDBYTES, ModelOptions
 from hf_memopt.planning.models.tasks import CONTRASTIVE, task_of
 from hf_memopt.planning.simulated_step import SimulatedStep
-from hf_memopt.planning.workload import Lever, divisors
+from hf_memopt.planning.workload import PLACES, Lever, check_accumulation, divisors
 from hf_memopt.planning.workloads import trainer_fields
 from hf_memopt.planning.workloads.argument_file import (
     MODEL_FIELDS,
@@ -32,7 +33,6 @@ from hf_memopt.planning.workloads.trainer_run import TrainerRun
 from hf_memopt.planning.workloads.trl_trainers import TRL, need_trl
 from hf_memopt.ranges import Range
 
-_HOMES = {"host": "on the host", "file": "in a file"}
 # Simulated trainers make adapters, and the data of a batch, in host memory.
 _SIZE = Range(at_least=1, at_most=2**16, whole=True)
 _LENGTH = Range(at_least=1, at_most=2**27, whole=True)
@@ -112,9 +112,14 @@ class TrainerWorkload:
         _SIZE.check(_BATCH, settings.per_device_train_batch_size)
         return TrainerRun(file, changes, settings, self._options(job, about, settings), self._folder)
 
-    @property
-    def _has_experts(self) -> bool:
-        return self._job.model is not None and has_experts(read_config(self._job.model))
+    @cached_property
+    def _read(self) -> Any:
+        """The model's configuration, which all candidates have."""
+        about = self.file.model_fields(trainer_fields.of_job(self._job))
+        config = read_config(about["model_name_or_path"])
+        if self.file.trainer is not None and self.file.trainer.task == "sequence-classification":
+            config.num_labels = 1  # the score, as RewardTrainer has it
+        return config
 
     def _accumulation(self, job: Job, changes: Mapping[str, Any]) -> int:
         given = dict(self.file.given) | dict(changes)
@@ -125,20 +130,16 @@ class TrainerWorkload:
             raise ValueError(
                 f"effective_batch={job.effective_batch} must be a multiple of {_BATCH}={micro_batch}{ranks}"
             )
-        if job.accumulation not in (None, passes):
-            raise ValueError(
-                f"accumulation={job.accumulation}: effective_batch={job.effective_batch} has {passes} passes of "
-                f"batch_size={micro_batch}; leave one of them out"
-            )
+        check_accumulation(job.accumulation, passes, int(job.effective_batch or 1), micro_batch)
         return passes
 
     def _usual(self, changes: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the fields that a length sets, and those without which a trainer's adapters do not train its head."""
+        """Return the fields of adapters that a model needs: no dropout on experts, and a head that trains."""
         trainer = self.file.trainer
         if trainer is None:
             return {}
         usual: dict[str, Any] = {}
-        if self._is_of_flags and "lora_r" in changes and self._has_experts:
+        if self._is_of_flags and "lora_r" in changes and self._job.model is not None and has_experts(self._read):
             usual["lora_dropout"] = 0.0  # PEFT has none on the experts' weights
         if trainer.task == "sequence-classification" and "lora_task_type" not in self.file.given:
             usual["lora_task_type"] = "SEQ_CLS"
@@ -146,9 +147,7 @@ class TrainerWorkload:
 
     def _options(self, job: Job, about: Mapping[str, Any], settings: Any) -> ModelOptions:
         trainer, said = self.file.trainer, job.said()
-        model, config = about["model_name_or_path"], read_config(about["model_name_or_path"])
-        if trainer is not None and trainer.task == "sequence-classification":
-            config.num_labels = 1  # the score, as RewardTrainer has it
+        config = copy.deepcopy(self._read)  # models that are built from it write to it
         own = {name: value for name, value in said.items() if name in _OWN}
         quantize = self._quantize(job, about)
         if self.file.tool is not None and quantize in OF_BITSANDBYTES:
@@ -158,7 +157,7 @@ class TrainerWorkload:
         targets = about["lora_target_modules"] if is_said else None
         asked = about["attn_implementation"]
         return ModelOptions(
-            model=model,
+            model=about["model_name_or_path"],
             read=config,
             task=(job.task or "auto") if trainer is None else trainer.task,
             trainer=None if trainer is None else trainer.name,
@@ -220,8 +219,8 @@ class TrainerWorkload:
             what, samples = f"{self._weights}", f", {trainer.describe(self.given.settings, options.seq_len)}"
         source = "" if self.file.path is None else f" by {self.file.path.name}"
         parts = [str(options.sharing)] if options.sharing.has_group else []
-        parts += [f"weights and gradients {_HOMES[options.home]}"] if options.trained else []
-        parts += [] if options.home_of_state == "off" else [f"optimizer's state {_HOMES[options.home_of_state]}"]
+        parts += [f"weights and gradients {PLACES[options.home]}"] if options.trained else []
+        parts += [] if options.home_of_state == "off" else [f"optimizer's state {PLACES[options.home_of_state]}"]
         taken = "".join(f"; {note}" for note in self._taken())
         more = "".join(f", {part}" for part in parts)
         by = "" if options.kind_of_task.has_own_loss else f"{self.file.trainer_name} of "
@@ -314,7 +313,7 @@ class TrainerWorkload:
 
     @property
     def _generation_batch(self) -> int | None:
-        """Return the completions of one generation; None if there are none, or as many as samples in an update."""
+        """Return the completions of one generation, or None where the file leaves that to the trainer."""
         says = any(self.file.given.get(name) for name in ("generation_batch_size", "steps_per_generation"))
         return self.given.settings.generation_batch_size if says else None
 
@@ -335,7 +334,8 @@ class TrainerWorkload:
     def _write_fields(self, run: TrainerRun, folder: Path) -> Path:
         # TrainingArguments have no fields for the model.
         is_of_trl = self.file.trainer is not None
-        changes = {k: v for k, v in run.changes.items() if is_of_trl or k not in MODEL_FIELDS}
+        renamed = () if self.file.tool is None else self.file.tool.renamed.values()
+        changes = {k: v for k, v in run.changes.items() if is_of_trl or k not in MODEL_FIELDS or k in renamed}
         if run.options.sharing.offloads_by_fsdp:
             changes["accelerator_config"] = trainer_fields.SYNCED_EACH_BATCH
         if self._is_recipe:
@@ -344,7 +344,7 @@ class TrainerWorkload:
         # None is the default of those that change.
         fields = {k: v for k, v in (dict(self.file.given) | changes).items() if v is not None or k not in changes}
         if self.file.tool is not None:
-            fields = dict(self.file.original) | self.file.tool.back(changes)
+            fields = dict(self.file.original) | self.file.tool.own_fields(changes)
         written = folder / ("sft.yaml" if self._is_recipe else self.file.name)
         is_json = written.suffix == ".json"
         text = json.dumps(fields, indent=2) + "\n" if is_json else yaml.safe_dump(fields, sort_keys=False)

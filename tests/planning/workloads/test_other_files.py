@@ -111,3 +111,13 @@ def test_a_plan_writes_the_file_in_the_words_of_its_program(folder_of: FolderOf,
     assert made.command(written).endswith(f" -m llamafactory.cli train {written[1]}")
     again = argument_file.read_argument_file(written[1])
     assert again.given["gradient_checkpointing"] is False
+
+
+def test_flags_that_overrule_a_file_are_written_by_its_own_names(folder_of: FolderOf, tmp_path: Path) -> None:
+    fields = {"base_model": folder_of("qwen3"), **AXOLOTL}
+    made = workload(tmp_path, fields, seq_len=16, lora_rank=2, effective_batch=4)
+    output = tmp_path / "plan"
+    output.mkdir()
+    written = yaml.safe_load(made.write({"activations": "checkpointed", "base": "off"}, 1, output)[1].read_text())
+    assert (written["sequence_len"], written["micro_batch_size"], written["gradient_accumulation_steps"]) == (16, 1, 4)
+    assert not {"max_length", "per_device_train_batch_size"} & written.keys()
