@@ -133,7 +133,7 @@ class MemoryLoggingCallback(TrainerCallback):
         self._stop_watching()
 
     def facts(self, args: TrainingArguments, state: TrainerState) -> dict[str, str] | None:
-        """Return the cost of training in words, for a model card or a page; None before anything was logged."""
+        """Return the cost of training in words, for a model card or a page, or None before anything was logged."""
         per_pass, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
         ranks = f" on each of {args.world_size} devices" if args.world_size > 1 else ""
         return training_facts(
@@ -333,7 +333,7 @@ class LeakDetectionCallback(TrainerCallback):
         self._monitor = LeakMonitor(**options)
 
     def report(self) -> LeakReport | None:
-        """Return the report on this run; None while there is no verdict."""
+        """Return the report on this run, or None while there is no verdict."""
         return self._monitor.report()
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:

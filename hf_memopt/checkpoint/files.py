@@ -99,7 +99,7 @@ def files_below(folder: Path) -> list[Path]:
 
 
 def read_regular(file: Path) -> bytes | None:
-    """Return a file's contents; None where it is no regular file: reading a pipe would take for ever."""
+    """Return a file's contents, or None where it is not a regular file: reading a pipe would never end."""
     try:
         return file.read_bytes() if file.is_file() else None
     except OSError as error:
@@ -107,7 +107,7 @@ def read_regular(file: Path) -> bytes | None:
 
 
 def render(manifest: Manifest) -> bytes:
-    """A manifest as it is written, with the digest of all the rest at its end."""
+    """The text of a manifest, which ends with the digest of all that precedes it."""
     digest = hashlib.sha256(json.dumps(manifest).encode()).hexdigest()
     return (json.dumps({**manifest, "sha256": digest}, indent=1) + "\n").encode()
 
@@ -157,7 +157,7 @@ def is_own(folder: Path, checkpoint: Path) -> bool:
 
 
 def read_latest(folder: Path) -> Pointer | None:
-    """Return the contents of `latest`; None where there is no such file. ValueError if it is damaged."""
+    """Return the contents of `latest`, or None where there is no such file. ValueError if it is damaged."""
     pointer = _pointer(folder)
     if pointer is None and os.path.lexists(folder / LATEST):
         raise ValueError(f"{folder / LATEST} is damaged: it should name a checkpoint; {_remedy(folder)}")

@@ -19,7 +19,7 @@ hf-memopt: train in the memory you have. Eight things that it does:
   hf-memopt launch -- train.py              your script, unchanged, attached to every Trainer that it makes
   hf-memopt verify --switch X -- train.py   does a memory switch, anybody's, change a bit of training?
   hf-memopt compare RECIPE                  memory and time of a recipe with and without offloading, compared bit by bit
-  hf-memopt doctor                          what this machine can do, and which features are on
+  hf-memopt doctor                          what this machine can do
   hf-memopt report RUN_DIR                  a page of a run: memory, losses, time
   hf-memopt prepare-student                 a SmolVLA policy that needs one step: then precompute, evaluate, export
   from hf_memopt import ...                 in your own loop: ActivationOffloader, OffloadedTeacher, train_step;

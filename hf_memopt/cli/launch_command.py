@@ -1,4 +1,4 @@
-"""`hf-memopt launch`: `accelerate launch` of a script that knows nothing of this library."""
+"""`hf-memopt launch`: `accelerate launch` of a script that does not use this library."""
 
 import argparse
 import os

@@ -21,7 +21,7 @@ _CHUNK = 2**20
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """The digest of a tensor's bits, by which any difference shows, and a sketch, which tells its size.
+    """The digest of a tensor's bits, which shows any difference, and a sketch, which measures its size.
 
     The sketch is a count sketch (Charikar, Chen and Farach-Colton, 2002): each element is added, with a random sign
     that is the same in all runs, to one of `NUM_SUMS` sums. The norm of the difference of two sketches estimates that

@@ -134,7 +134,7 @@ def verify(plain: Callable[[], Any], switched: Callable[[], Any], steps: int = 2
 
     Args:
         plain: takes nothing, and makes a whole step, with the same data at each first, second, ... call of a run.
-        switched: makes the same step with the switch on; with the same model, or with one of its own.
+        switched: makes the same step with the switch on; with the same model, or with another one.
         steps: calls, at least 1. A call with several updates counts as several steps in the report.
 
     Returns:

@@ -84,7 +84,7 @@ def _shapes(features: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
 
 
 def _listed(name: str, arguments: Sequence[str]) -> list[str] | None:
-    """Return the texts of a flag's list; None for a flag that is missing or has one value."""
+    """Return the texts of a flag's list, or None for a flag that is missing or has one value."""
     text = parser.parse_arg(name, arguments)
     if text is None or not text.lstrip().startswith("["):
         return None

@@ -8,7 +8,7 @@ def num_ranks() -> int:
 
 
 def rank_among_several() -> int | None:
-    """Return this process's rank; None where it trains alone."""
+    """Return this process's rank, or None where it trains alone."""
     return distributed.get_rank() if num_ranks() > 1 else None
 
 

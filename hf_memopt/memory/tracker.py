@@ -131,7 +131,7 @@ class MemoryTracker:
 
     @property
     def peak_phase(self) -> str | None:
-        """The phase that is known to have held most, the later one of equals; None before the first has ended."""
+        """The phase that is known to have held most, the later one of equals, or None before the first has ended."""
         peaks = self.peaks
         return max(reversed(peaks), key=lambda name: peaks[name].certain_bytes, default=None)
 

@@ -143,7 +143,7 @@ class MemoryEstimate:
 
     @property
     def disk_tb_per_day(self) -> float | None:
-        """Return the terabytes (1e12 bytes) written in a day of such steps; None without a time."""
+        """Return the terabytes (1e12 bytes) written in a day of such steps, or None without a time."""
         return self.disk_bytes_written / self.step_ms * _DAY_MS / 1e12 if self.step_ms else None
 
     def with_passes(self, times: float) -> "MemoryEstimate":

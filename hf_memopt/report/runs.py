@@ -67,7 +67,7 @@ def outcome_line(outcomes: Mapping[str, Outcome]) -> str:
 
 
 def gain_line(outcomes: Mapping[str, Outcome]) -> str | None:
-    """Return the student's speed, and its success, beside the teacher's in a sentence; None without both."""
+    """Return a sentence on the speed and success of student and teacher, or None without both."""
     if not {"teacher", "student"} <= outcomes.keys():
         return None
     teacher, student = outcomes["teacher"], outcomes["student"]

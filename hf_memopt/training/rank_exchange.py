@@ -24,7 +24,7 @@ _UNFINISHED: WeakSet[Any] = WeakSet()
 
 
 def engine_of(accelerator: Accelerator) -> Any:
-    """Return the accelerator's DeepSpeed engine; None without DeepSpeed. ValueError before `prepare`."""
+    """Return the accelerator's DeepSpeed engine, or None without DeepSpeed. ValueError before `prepare`."""
     if accelerator.distributed_type != DistributedType.DEEPSPEED:
         return None
     if accelerator.deepspeed_engine_wrapped is None:

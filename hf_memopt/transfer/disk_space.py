@@ -47,7 +47,7 @@ class DiskSpace:
         return self._live_bytes - sum(extent.num_bytes for extent in tuple(self._returned))
 
     def acquire(self, num_bytes: int) -> Extent | None:
-        """Return an extent for so many bytes; None if the budget has no room for it."""
+        """Return an extent for so many bytes, or None if the budget has no room for it."""
         self._take_back()
         size = -(-(num_bytes + self._page_bytes - 1) // self._page_bytes) * self._page_bytes
         fitting = [(end - start, start) for start, end in self._free if end - start >= size]

@@ -93,7 +93,7 @@ class HostArena:
         return HostHoldings(sum(arena.bytes_held for arena in cls._of_process), cls._num_of_process)
 
     def acquire(self, num_bytes: int) -> Tensor | None:
-        """Return a block, `(num_bytes,)` uint8; None if the budget has no room for it."""
+        """Return a block, `(num_bytes,)` uint8, or None if the budget has no room for it."""
         blocks = self._blocks.get(num_bytes)
         block = blocks.pop() if blocks else self._cut(num_bytes)
         if block is not None:

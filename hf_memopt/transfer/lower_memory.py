@@ -54,7 +54,7 @@ class LowerMemory(ABC):
 
     @abstractmethod
     def acquire(self, num_bytes: int, storage: torch.UntypedStorage) -> Any:
-        """Return a block, with `nbytes`, for a part of a storage; None where there is no room for it."""
+        """Return a block, with `nbytes`, for a part of a storage, or None where there is no room for it."""
 
     @abstractmethod
     def release(self, block: Any) -> None:

@@ -229,7 +229,7 @@ def check_disk(disk: str | os.PathLike[str] | None, disk_budget_gib: float | Non
 
 
 def open_scratch_file(folder: str | os.PathLike[str] | None, budget_bytes: int | None) -> ScratchFile | None:
-    """Return a new file in a folder, and log its speed; None without a folder."""
+    """Return a new file in a folder, and log its speed, or None without a folder."""
     if folder is None:
         return None
     file = ScratchFile(folder, budget_bytes)

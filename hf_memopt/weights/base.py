@@ -428,7 +428,7 @@ class StreamedWeights:
 
 
 def streamed_weights_of(model: nn.Module) -> StreamedWeights | None:
-    """Return the object by which weights of a model, or of a model inside it, stream; None if none do."""
+    """Return the object by which weights of a model, or of a model inside it, stream, or None if none do."""
     found = (vars(module).get(_STREAMED) for module in model.modules())
     return next((each for each in found if each is not None), None)
 

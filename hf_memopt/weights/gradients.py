@@ -614,7 +614,7 @@ def _written(function: Any, args: Any, kwargs: Any) -> list[AwayGradient]:
 
 
 def _order(args: Sequence[Any], kwargs: dict[str, Any]) -> float | None:
-    """Return the order of the norm of a whole tensor; None for other arguments."""
+    """Return the order of the norm of a whole tensor, or None for other arguments."""
     return None if kwargs or len(args) > 2 else float(args[1]) if len(args) == 2 else 2.0
 
 

@@ -137,7 +137,7 @@ def run_limited(
 
 
 def _read_event(line: str) -> Event | None:
-    """Return the event; None for a line that its process has not completed."""
+    """Return the event, or None for a line that its process has not completed."""
     if not line.endswith("\n"):
         return None
     event: Event = json.loads(line)
@@ -161,7 +161,7 @@ def _failed(process: subprocess.Popen[bytes], log: Path) -> RuntimeError:
 
 
 def read_sample(process: int) -> Sample | None:
-    """Return the memory of a process now, by its id; None if it has ended."""
+    """Return the memory of a process now, by its id, or None if it has ended."""
     try:
         status = Path(f"/proc/{process}/status").read_text()
     except (FileNotFoundError, ProcessLookupError):

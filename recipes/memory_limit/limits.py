@@ -49,7 +49,7 @@ class ControlGroup:
 
     @classmethod
     def make(cls, root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> "ControlGroup | None":
-        """Make a group, and move nothing into it; None where this process may not.
+        """Make a group and move nothing into it; return None where this process may not.
 
         The group is a child of this process's own. Version 2 gives children no limits while their parent holds
         processes itself, and then it is a sibling.

@@ -106,7 +106,7 @@ def load_model(options: Options) -> PreTrainedModel:
 
 
 def dequantization(model: str) -> Any:
-    """Return the way to load a checkpoint in MXFP4, which transformers does not train; None for others."""
+    """Return the way to load a checkpoint in MXFP4, which transformers does not train, or None for others."""
     published = getattr(AutoConfig.from_pretrained(model, trust_remote_code=False), "quantization_config", None) or {}
     return Mxfp4Config(dequantize=True) if published.get("quant_method") == "mxfp4" else None
 

@@ -1,4 +1,4 @@
-"""The flags of `train_sft.py`: a few of its own, TRL's, those of `MemoptArguments`, and the short flags of a plan."""
+"""The flags of `train_sft.py`: those of `SftOptions`, TRL, `MemoptArguments`, and the short flags of a plan."""
 
 import sys
 import warnings

@@ -22,7 +22,7 @@ from hf_memopt.text_files import read_values
 __all__ = ["workload"]
 
 _TINY_MODELS: list[TemporaryDirectory[str]] = []
-# What a plan chooses; the rest of a file stays.
+# Fields that a plan chooses; the rest of a file stays.
 _CHOSEN = ("per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing")
 
 

@@ -124,7 +124,7 @@ class Trials:
         return [candidate for candidate in self.candidates if limits.allow(candidate)]
 
     def evaluate(self, actions: bytes, window: CopyWindow, thresholds: Thresholds | None = None) -> Candidate | None:
-        """Return the plan, simulated unless it is known; None if the tiers have no room or no try is left."""
+        """Return the plan, simulated unless it is known, or None if the tiers have no room or no try is left."""
         actions = self._normalised(actions)
         in_flight, prefetch = window_bytes(window, self._offloaded(actions))
         return self._simulated(actions, window, in_flight, prefetch, thresholds)
@@ -233,7 +233,7 @@ class Memories:
             yield from dict.fromkeys(found for order in self._orders if (found := self._filled(actions, order)))
 
     def _filled(self, actions: bytes, order: Sequence[int]) -> bytes | None:
-        """Fill the first tier in an order, and send the rest to the last; None if that has no room for it."""
+        """Fill the first tier in an order and send the rest to the last; return None if that has no room for it."""
         last, room = len(self._tiers) - 1, self._tiers[0].budget_bytes
         assert room is not None
         memories, sent = bytearray(len(actions)), []

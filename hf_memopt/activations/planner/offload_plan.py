@@ -165,7 +165,7 @@ def make_plan(
 
 
 def _again(trials: Trials, plan: OffloadPlan) -> Candidate | None:
-    """Return a plan for a profile that it was not made for; None where it does not apply, or the tiers are full."""
+    """Return a plan for a profile that it was not made for, or None where it does not apply, or the tiers are full."""
     storages = trials.profile.storages
     if len(plan.actions) != len(storages):
         return None

@@ -47,7 +47,7 @@ def without_padding(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def comparable_fields(
     config: PreTrainedConfig, dataset_stats: Statistics, dataset_root: Path | None, teacher: Path | None
 ) -> dict[str, Any]:
-    """Return what a run knows of a `CouplingSpec.key`: all, with the teacher's folder, the dataset and a seed."""
+    """Return the fields of a `CouplingSpec.key` that a run has: all, given teacher, dataset and seed."""
     fields: dict[str, Any] = {
         "solver": "euler",
         "preprocessing": preprocessing_sha256(config, dataset_stats),

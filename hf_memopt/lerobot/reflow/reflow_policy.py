@@ -26,10 +26,10 @@ from hf_memopt.weights.homes.weight_files import folder_with_weights
 class PhaseMemory:
     """Reads the memory counters where a phase of a step ends, for figures that go into a policy's own log.
 
-    Nothing is reset, since training loops keep peak counters of their own: on an accelerator a phase's figure is the
+    Nothing is reset, since training loops use peak counters, too: on an accelerator a phase's figure is the
     peak since the loop's own last reset (lerobot resets at the start of each step), so it grows from phase to phase,
     and the phase where it last grew sets the step's peak. On the CPU it is the process's resident memory.
-    `MemoryTracker` tells phases apart. Costs microseconds per mark and no device synchronisation.
+    `MemoryTracker` separates phases. Costs microseconds per mark and no device synchronisation.
     """
 
     def __init__(self, device: torch.device | str) -> None:

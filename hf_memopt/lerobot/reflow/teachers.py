@@ -56,11 +56,11 @@ class VelocityTeacher:
         """Start bringing the weights for the next sample, if the teacher is loaded."""
 
     def report(self) -> TeacherReport | None:
-        """Return the cost of the teacher; None before it is loaded, or if it has no weights of its own."""
+        """Return the cost of the teacher, or None before it is loaded, or if it holds no weights."""
         return None
 
     def shared_prefix(self, student: PreTrainedPolicy, observation: Observation) -> SharedPrefix | None:
-        """Compute the prefix that serves both models; None if each needs its own."""
+        """Return the prefix that serves both models, or None if each needs another one."""
         return self._flow.prefix(student.model, observation) if self.why_not_shared is None else None
 
     def _share(self, why_not: str | None) -> None:
@@ -82,7 +82,7 @@ def check_replicated(student: PreTrainedPolicy) -> None:
 
 
 def why_student_cannot_share(student: PreTrainedPolicy) -> str | None:
-    """Return why the student alone cannot have its prefix computed once and without a graph; None if it can."""
+    """Return why the student alone cannot have its prefix computed once and without a graph, or None if it can."""
     config = student.config
     if config.share_prefix == "off":
         return "share_prefix=off was asked for"
@@ -205,7 +205,7 @@ class ReflowTeacher(VelocityTeacher):
 
 
 def why_not_shared(student: PreTrainedPolicy, teacher: PreTrainedPolicy) -> str | None:
-    """Return the reason why the two cannot share the VLM's work, and the flag that would change it; None if they can.
+    """Return the reason why the two cannot share the VLM's work, with the flag that changes it, or None if they can.
 
     The teacher's VLM takes the student's dtype where that loses nothing.
     """

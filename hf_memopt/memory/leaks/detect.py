@@ -149,7 +149,7 @@ def _mostly(verdicts: Iterable[bool]) -> bool:
 
 
 def allocator_counter() -> Callable[[list[Tensor]], int] | None:
-    """Count the bytes of the current accelerator's allocator that are in no tensor; None without such counters."""
+    """Return the bytes of the accelerator's allocator that are in no tensor, or None without such counters."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return _unreached_bytes if accelerator and accelerator.type in _COUNTING_DEVICES else None
 
@@ -242,5 +242,5 @@ class LeakMonitor:
         return self._found
 
     def report(self) -> LeakReport | None:
-        """Return the report; None while there is no verdict."""
+        """Return the report, or None while there is no verdict."""
         return self._found

@@ -34,7 +34,7 @@ def equal_layers(model: nn.Module) -> Layers | None:
 
 
 def under_offloading(layers: Layers | None, offload: str) -> Layers | None:
-    """Return equal layers, a few of which stand for all in a mode of `ActivationOffloader`; None if none do.
+    """Return equal layers, a few of which stand for all in a mode of `ActivationOffloader`, or None if none do.
 
     A plan ("auto") treats each layer as it likes. With "all" no more is on its way than two of the largest storages:
     most layers save as much, so that it concerns the next layer at most. With "inputs" a layer's input, made by the one

@@ -58,7 +58,7 @@ class ModelOptions:
         effective_batch: of all GPUs together.
         text_tokens: CLIP's not counted.
         passages: each text has `seq_len` tokens.
-        dtype: "auto" becomes the configuration's, or float32 where it has none.
+        dtype: "auto" becomes the configuration's; where it has none, bfloat16 for a causal model, float32 for others.
         quantize: "auto" becomes that of a checkpoint published in few bits, or "none".
             "nf4" (QLoRA) multiplies in `dtype`; the experts of a mixture are no linear layers, and are in 4 bits
             with "nf4-experts" alone. "nf4-double" quantises the scales, too. "int8-llm" is LLM.int8, "int8-torchao"

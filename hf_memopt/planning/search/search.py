@@ -244,7 +244,7 @@ class _Search:
             return [], {frozenset(self._changed(settings).items()): reason}
 
     def _next_settings(self) -> Settings | None:
-        """Return the fastest combination that is forecast to fit; None where none is clearly faster than the best.
+        """Return the fastest combination that is forecast to fit, or None where none is clearly faster than the best.
 
         Where nothing has fitted, and nothing is forecast to, it is the one that is forecast to need least. Beside those
         that are being simulated it is one with clearly more or less memory.

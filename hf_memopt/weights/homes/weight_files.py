@@ -75,7 +75,7 @@ def loaded_from(model: nn.Module) -> list[Path] | None:
 
 
 def folder_with_weights(name: str | os.PathLike[str] | None) -> list[Path] | None:
-    """Return a folder, for `in_files`, if it holds safetensors files; None for anything else, such as a hub id."""
+    """Return a folder, for `in_files`, if it holds safetensors files, or None for anything else, such as a hub id."""
     return [Path(name)] if name and any(Path(name).glob("*.safetensors")) else None
 
 
@@ -120,7 +120,7 @@ class MappedMemory:
                 self._ranges[-1] = self._ranges[-1]._replace(is_written=True)
 
     def range_of(self, memory: Tensor) -> MappedRange | None:
-        """Return the range that memory of the host lies in; None for other memory."""
+        """Return the range that memory of the host lies in, or None for other memory."""
         if memory.device.type != "cpu":
             return None
         place = bisect.bisect_right(self._ranges, memory.data_ptr(), key=lambda each: each.begin) - 1
@@ -153,7 +153,7 @@ class _HeldTensors:
                 self._places[end - begin, first.numpy().tobytes()].append((file, begin))
 
     def take(self, piece: WeightSlice, memory: Tensor) -> tuple[ReadFile, int] | None:
-        """Return file and position of a piece's bytes; None where no file has them at a place that can be mapped."""
+        """Return file and position of a piece's bytes, or None where no file has them at a place that can be mapped."""
         places = self._places.get((memory.nbytes, memory[:PAGE].cpu().numpy().tobytes()), [])
         for number, (file, position) in enumerate(places):
             aligned = all((each.start - piece.start + position) % each.tensor.itemsize == 0 for each in piece.offsets)

@@ -55,7 +55,7 @@ class Storage:
         return False
 
     def reason_to_stay(self) -> str | None:
-        """Return the reason for which its memory cannot be given up now; None if it can."""
+        """Return the reason for which its memory cannot be given up now, or None if it can."""
         return None
 
 
@@ -376,7 +376,7 @@ class AutocastContexts:
         self._leaf: Tensor | None = None
 
     def present(self) -> object | None:
-        """Return an object of the outermost context, always the same one in it; None where autocast caches nothing."""
+        """Return an object of the outermost context, the same one each time, or None where autocast caches nothing."""
         if not (torch.is_autocast_enabled(self._device.type) and torch.is_autocast_cache_enabled()):
             return None
         with torch.inference_mode(False), torch.enable_grad():

@@ -333,7 +333,7 @@ class Visiting(NotCopied):
         return all(self.found[number].is_unchanged() for number in self._slices_of[id(parameter)])
 
     def at_home(self, tensor: Tensor) -> Tensor:
-        """Return a plain parameter, or a tensor inside of a quantised one, as it is at home."""
+        """Return the home's value of a plain parameter, or of a tensor inside a quantised one."""
         number, place = self._places[id(tensor)]
         return self._home.views[number][place]
 

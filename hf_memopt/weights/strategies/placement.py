@@ -215,7 +215,7 @@ class SharedBase(WeightPlacement):
 
 
 def why_base_differs(student: nn.Module) -> str | None:
-    """Return the difference between a student without adapters and its base at the start, in words; None if none."""
+    """Return the difference between a student without adapters and its base at the start, in words, or None if none."""
     if not hasattr(student, "disable_adapter"):
         return f"{type(student).__name__} is not a PeftModel, whose disable_adapter() switches adapters off"
     adapters = _adapter_parameters(student)
