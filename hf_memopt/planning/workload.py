@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -29,9 +29,12 @@ def check_accumulation(asked: int | None, passes: int, effective_batch: int, mic
 
 
 def num_steps(offload: str, num_micro_batches: int, base: str = OFF) -> int:
-    """Return how many steps show everything: an optimizer's state, and plans that have settled."""
+    """Return how many steps show everything: an optimizer's state, and plans that have settled.
+
+    The first step may have one micro-batch alone.
+    """
     passes = max(PASSES_OF_AUTO if offload == "auto" else 0, _PASSES_OF_STREAMS if base != OFF else 0)
-    return max(2, -(-passes // num_micro_batches))
+    return max(2, 1 + math.ceil((passes - 1) / num_micro_batches))
 
 
 @dataclass(frozen=True)
@@ -42,17 +45,20 @@ class Lever:
         name: as the user sets it, such as a flag of the recipe.
         values: from the fastest to the most frugal; the first changes nothing.
         of_disk: the values that need a disk, and are tried where there is one.
+        adaptive: values that use the room there is, each with the most frugal one that it may become.
     """
 
     name: str
     values: tuple[Any, ...]
     of_disk: tuple[Any, ...] = ()
+    adaptive: Mapping[Any, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, name: str, ways: Mapping[str, Mapping[str, Any]]) -> Self:
+    def of(cls, name: str, ways: Mapping[str, Mapping[str, Any]], adaptive: Mapping[str, str] | None = None) -> Self:
         """Make a lever from the options that each of its values changes; those that move bytes to a disk need one."""
         of_disk = [value for value, changes in ways.items() if not {"file", "nvme"}.isdisjoint(changes.values())]
-        return cls(name, tuple(ways), tuple(of_disk))
+        known = {value: frugal for value, frugal in (adaptive or {}).items() if value in ways}
+        return cls(name, tuple(ways), tuple(of_disk), known)
 
     def without_disk(self) -> "Lever":
         return replace(self, values=tuple(value for value in self.values if value not in self.of_disk))

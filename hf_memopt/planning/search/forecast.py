@@ -3,10 +3,10 @@
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hf_memopt.planning.search.table import MemoryProfile, Part, Row
-from hf_memopt.planning.workload import Settings
+from hf_memopt.planning.workload import Lever, Settings
 
 
 @dataclass(frozen=True)
@@ -23,10 +23,18 @@ class Forecast:
 
     Savings in memory of one use are shares of it: a base that streams has less to save where its weights are
     quantised. All other changes add up. Both are seen at each time of a step, not at its peak, which may move. Once a
-    combination is simulated, forecasts of those that go further begin from there.
+    combination is simulated, forecasts of those that go further begin from there. An adaptive value that was not
+    simulated has the memory of the most frugal one that it may become, and the plain run's time.
     """
 
-    def __init__(self, plain: Settings, rows: Sequence[Row], micro_batches: Sequence[int], card_bytes: int) -> None:
+    def __init__(
+        self,
+        plain: Settings,
+        rows: Sequence[Row],
+        micro_batches: Sequence[int],
+        card_bytes: int,
+        levers: Sequence[Lever] = (),
+    ) -> None:
         self._plain, self._rows, self._card_bytes = plain, rows, card_bytes
         self._known = [row for row in rows if row.micro_batch == micro_batches[0]]
         self._second = [row for row in rows if row.micro_batch in micro_batches[1:2]]
@@ -35,6 +43,11 @@ class Forecast:
         self._speed_up = min(row.update_ms for row in rows if row.settings == plain) / self._first.update_ms
         changed = [(row, [each for each in row.settings.items() if each not in plain.items()]) for row in self._known]
         self._alone = {changes[0]: row for row, changes in changed if len(changes) == 1}
+        for name, value, frugal in ((lever.name, *each) for lever in levers for each in lever.adaptive.items()):
+            if (name, value) not in self._alone and (name, frugal) in self._alone:
+                row = self._alone[name, frugal]
+                settings = {**row.settings, name: value}
+                self._alone[name, value] = replace(row, settings=settings, update_ms=self._first.update_ms)
         self._in_all = _by_use(self._first.profile)
         self._shares = {each: self._shares_left(row) for each, row in self._alone.items()}
 
@@ -75,7 +88,7 @@ class Forecast:
     def _figures(self, row: Row) -> tuple[float, float]:
         """Return the memory that a card needs beside the allocated peak, and the least time."""
         larger = [other.update_ms for other in self._rows if other.settings == row.settings]
-        return float(row.needed_bytes - row.estimate.peak_bytes), min(*larger, self._speed_up * row.update_ms)
+        return float(row.needed_bytes - row.estimate.peak_bytes), min([*larger, self._speed_up * row.update_ms])
 
     def _on_host(self, settings: Settings) -> float:
         """Return the host memory of values together: the device has less to give it where others leave less."""

@@ -30,6 +30,8 @@ _MAX_EXPLORED = 12
 _SLOW = 1.4
 # Times that differ by less count as equal.
 _SAME_TIME = 1.02
+# What larger micro-batches may save, at most, where they are not worth a simulation.
+_LITTLE = 1.03
 # How much longer settings that surely fit may take than those that fit only just.
 _NEARLY_SAME_TIME = 1.1
 # Share of a card's memory that the chosen settings leave free if they can.
@@ -61,10 +63,10 @@ def plan(
 ) -> SettingsPlan:
     """Simulate a workload's settings on a card and rank them by predicted time.
 
-    The plain run comes first, then each value of each lever alone. From their differences a forecast says which
-    combinations may fit and how long they take; the fastest of these are simulated, with the largest micro-batch that
-    fits each and the next one unless that is far too large, until no other is forecast to be faster. No figure in the
-    answer is a forecast.
+    The plain run comes first, then each value of each lever alone, but for adaptive ones. From their differences a
+    forecast says which combinations may fit and how long they take; the fastest of these are simulated, with the
+    largest micro-batch that fits each and the next one unless that is far too large or saves no time, until no other
+    is forecast to be faster. No figure in the answer is a forecast.
 
     Args:
         workload: the training step.
@@ -187,6 +189,8 @@ class _Search:
             yield lambda: ([self._simulate(self._plain, largest)], {})
         for lever in self._levers:
             for value in lever.values[1:]:
+                if value in lever.adaptive:  # forecast from the most frugal one that it may become
+                    continue
                 alone = {**self._plain, lever.name: value}
                 # Asked here, so that all processes inherit the libraries that it needs.
                 if self._go_together(alone):
@@ -246,10 +250,11 @@ class _Search:
     def _next_settings(self) -> Settings | None:
         """Return the fastest combination that is forecast to fit, or None where none is clearly faster than the best.
 
-        Where nothing has fitted, and nothing is forecast to, it is the one that is forecast to need least. Beside those
-        that are being simulated it is one with clearly more or less memory.
+        Of those that are nearly as fast it is the one with the least memory. Where nothing has fitted, and nothing is
+        forecast to, it is the one that is forecast to need least. Beside those that are being simulated it is one with
+        clearly more or less memory.
         """
-        forecast = Forecast(self._plain, self._rows, self._micro_batches, self._card.memory_bytes)
+        forecast = Forecast(self._plain, self._rows, self._micro_batches, self._card.memory_bytes, self._levers)
         known = [row.settings for row in self._rows]
         unknown = [each for each in self._explored if each not in known and not self._is_excluded(each)]
         running = [forecast.of(settings).needed_bytes for settings in unknown]
@@ -268,7 +273,9 @@ class _Search:
         room = [each for each in candidates if self._has_room(each[0].needed_bytes, each[0].host_bytes)]
         faster = [each for each in room if _SAME_TIME * each[0].least_ms < best_ms]
         if faster:
-            return min(faster, key=lambda each: each[0].least_ms)[1]
+            most_ms = _SAME_TIME * min(each[0].least_ms for each in faster)
+            as_fast = [each for each in faster if each[0].least_ms <= most_ms]
+            return min(as_fast, key=lambda each: each[0].needed_bytes)[1]
         if fitting or not candidates:
             return None
         on_host = [each for each in candidates if self._has_room(0, each[0].host_bytes)]
@@ -281,13 +288,15 @@ class _Search:
         return any(values <= settings.items() for values in self.impossible)
 
     def explore(self, settings: Settings) -> list[Row]:
-        """Simulate the largest micro-batch that fits, and the next one."""
+        """Simulate the largest micro-batch that fits, and the next one, while larger ones may save time."""
         known = {row.micro_batch: row for row in self._rows if row.settings == settings}
         rows: list[Row] = []
         # Positions: all up to `fitting` fit, all from `failing` on do not.
         fitting, failing = -1, len(self._micro_batches)
         last: Row | None = None
         while failing - fitting > 1 and not self._is_too_large(self._micro_batches[fitting + 1], [*known.values()]):
+            if last is not None and last.fits and not self._may_save(last):
+                break
             position = self._next(fitting, failing, last)
             micro_batch = self._micro_batches[position]
             last = known.get(micro_batch)
@@ -307,6 +316,17 @@ class _Search:
         expected = of_more + (of_more - of_few) / (more - few) * (micro_batch - more)
         return expected > _TOO_MUCH * self._card.memory_bytes
 
+    def _may_save(self, row: Row) -> bool:
+        """Return whether larger micro-batches may save more than 3 % of the time.
+
+        With fewer passes they save at most what they save the plain run, and the waits for copies.
+        """
+        of_plain = [other.update_ms for other in self._rows if other.settings == self._plain]
+        if row.settings == self._plain or len(of_plain) < 2:
+            return True
+        saved_ms = row.update_ms * (1 - min(of_plain) / max(of_plain)) + row.stall_ms
+        return _LITTLE * (row.update_ms - saved_ms) < row.update_ms
+
     def _next(self, fitting: int, failing: int, last: Row | None) -> int:
         """Choose the smallest, then the largest that should fit by the last one, or the middle if it was too large."""
         if last is None:
@@ -319,11 +339,11 @@ class _Search:
         return min(max(guess, fitting + 1), failing - 1)
 
     def _is_needless(self, settings: Settings) -> bool:
-        """Return whether a combination that spends no more in any respect fits with the largest micro-batch."""
+        """Return whether a combination that spends no more in any respect fits, and no larger micro-batch is faster."""
         ranks = _ranks(settings, self._levers)
         return any(
             row.verdict is Verdict.FITS
-            and row.micro_batch == self._micro_batches[-1]
+            and (row.micro_batch == self._micro_batches[-1] or not self._may_save(row))
             and all(spent <= other for spent, other in zip(_ranks(row.settings, self._levers), ranks, strict=True))
             for row in self._rows
         )
@@ -334,12 +354,14 @@ class _Search:
         estimate = simulate_step(simulated, gpu=replace(self._card, is_named=True), below=self._below)
         estimate = estimate.with_passes(accumulation / simulated.num_micro_batches)
         assert estimate.step_ms is not None
+        assert estimate.stall_ms is not None
         holds = self._below.holds(estimate.host_bytes, estimate.disk_bytes)
         return Row(
             settings=settings,
             micro_batch=micro_batch,
             accumulation=accumulation,
             update_ms=estimate.step_ms,
+            stall_ms=estimate.stall_ms - estimate.update_stall_ms,
             needed_bytes=needed_bytes(estimate, self._card),
             verdict=verdict(estimate, self._card) if holds else Verdict.NO,
             estimate=estimate if self._card.is_named else estimate.without_times(),

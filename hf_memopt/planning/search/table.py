@@ -33,6 +33,7 @@ class Row:
         needed_bytes: the least device memory with which the allocator gets through, allowances included.
         verdict: whether that and the memories of host and disk suffice.
         estimate: estimate of the step.
+        stall_ms: the part of `update_ms` in which passes wait for copies.
     """
 
     settings: Settings
@@ -42,6 +43,7 @@ class Row:
     needed_bytes: int
     verdict: Verdict
     estimate: MemoryEstimate
+    stall_ms: float = 0.0
 
     @property
     def fits(self) -> bool:
@@ -225,7 +227,7 @@ def _explain_micro_batch(plan: SettingsPlan) -> str:
     if not larger and best.micro_batch == plan.micro_batches[-1]:
         return f"micro-batch {best.micro_batch}: as given."
     if not larger:
-        return f"micro-batch {best.micro_batch}: a larger one exceeds the card's memory by far."
+        return f"micro-batch {best.micro_batch}: larger ones exceed the card's memory by far, or save no time."
     following = min(larger, key=lambda row: row.micro_batch)
     if following.fits:
         ratio = following.update_ms / best.update_ms

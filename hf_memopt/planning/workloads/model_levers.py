@@ -16,6 +16,8 @@ ACTIVATIONS = {
     "checkpointed, inputs offloaded": ("full", "inputs"),
     "all offloaded": ("none", "all"),
 }
+# Keeps what there is room for, and offloads all where there is none.
+ADAPTIVE = {"offloaded where free": "all offloaded"}
 # With an engine or a gradient cache.
 _OF_SHARDS = ("on the device", "selectively checkpointed", "checkpointed")
 # A trainer has one loss: "loss" has no other value, and may still be named.

@@ -13,7 +13,7 @@ from hf_memopt.planning.job import Job
 from hf_memopt.planning.models.accelerate_config import write_accelerate_config
 from hf_memopt.planning.simulated_step import SimulatedStep
 from hf_memopt.planning.workload import Lever, Settings, num_steps
-from hf_memopt.planning.workloads.model_levers import ACTIVATIONS
+from hf_memopt.planning.workloads.model_levers import ACTIVATIONS, ADAPTIVE
 from hf_memopt.planning.workloads.policy_run import DATASET, autocast, training_config
 from hf_memopt.planning.workloads.policy_update import set_up, update
 from hf_memopt.planning.workloads.robot_policies import PolicyFile
@@ -47,7 +47,7 @@ class PolicyTraining:
         checkpoints = hasattr(cfg.policy, "gradient_checkpointing")
         kinds = ("none", "full") if checkpoints else ("none",)
         names = (name for name, (kind, _) in ACTIVATIONS.items() if kind in kinds)
-        self.levers = (Lever("activations", tuple(names)),)
+        self.levers = (Lever("activations", tuple(names), adaptive=ADAPTIVE),)
 
     @property
     def name(self) -> str:

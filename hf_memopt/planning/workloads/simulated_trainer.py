@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import chain, repeat
 from typing import Any
 from unittest.mock import patch
 
@@ -75,7 +76,8 @@ class SimulatedTrainer:
     """Puts a trainer on a device that is simulated, without values, and runs its own `train`, one update at a time.
 
     Its callbacks do not run, apart from those that offload: they log, evaluate and save. Of the `batches` that it
-    accumulates at most two run, the largest last, since the third finds memory as the second did; all are there.
+    accumulates at most two run, the largest last, since the third finds memory as the second did; all are there. The
+    first update has the largest alone: it creates the optimizer's state. Engines and generation keep all of them.
     `modules` are the trained model as `MODEL`, and others that the trainer has, such as a reference model.
     """
 
@@ -122,7 +124,9 @@ class SimulatedTrainer:
         # The first pass generates for all.
         running = _Batches([*(largest if self._generation else each for each in others[:1]), largest])
         args.gradient_accumulation_steps, args.max_steps = len(running), 1
-        trainer.get_train_dataloader = lambda: running
+        first = running if shared.has_group or self._generation else _Batches(running[-1:])
+        of_updates = chain([first], repeat(running))
+        trainer.get_train_dataloader = lambda: next(of_updates)
         handler.callbacks = [each for each in handler.callbacks if offloader_of(each) or isinstance(each, StreamedBase)]
         if shared.has_group:
             _prepare_once(trainer, running)

@@ -28,7 +28,14 @@ from hf_memopt.planning.workloads.argument_file import (
     current_names,
     read_argument_file,
 )
-from hf_memopt.planning.workloads.model_levers import ACTIVATIONS, Changes, check_varied, choices_of, has_experts
+from hf_memopt.planning.workloads.model_levers import (
+    ACTIVATIONS,
+    ADAPTIVE,
+    Changes,
+    check_varied,
+    choices_of,
+    has_experts,
+)
 from hf_memopt.planning.workloads.trainer_run import TrainerRun
 from hf_memopt.planning.workloads.trl_trainers import TRL, need_trl
 from hf_memopt.ranges import Range
@@ -276,7 +283,7 @@ class TrainerWorkload:
 
     @property
     def levers(self) -> tuple[Lever, ...]:
-        return tuple(Lever.of(name, ways) for name, ways in self._choices.items())
+        return tuple(Lever.of(name, ways, ADAPTIVE) for name, ways in self._choices.items())
 
     @property
     def micro_batches(self) -> list[int]:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from hf_memopt.planning.search.forecast import Forecast
+from hf_memopt.planning.workload import Lever
 
 WEIGHTS, ACTIVATIONS = "weights", "activations"
 ROOMY = 10_000
@@ -125,3 +126,13 @@ def test_a_much_larger_micro_batch_that_cannot_fit_says_nothing_of_the_second_on
     rows = [PLAIN, replace(PLAIN, update_ms=8.0, micro_batch=4), CHECKPOINTED, ELSEWHERE]
     rows.append(replace(CHECKPOINTED, profile={BACKWARD: of(50, 240)}, update_ms=12.0, micro_batch=4))
     assert forecast(*rows, card_bytes=50).of(BOTH) == forecast(*rows).of(BOTH)
+
+
+def test_an_adaptive_value_has_the_memory_of_the_frugal_one_and_the_plain_time_until_it_is_simulated() -> None:
+    lever = Lever("on the device", ("all", "where free", "few"), adaptive={"where free": "few"})
+    adaptive = {**PLAIN.settings, "on the device": "where free"}
+    expected = Forecast(PLAIN.settings, [PLAIN, CHECKPOINTED], MICRO_BATCHES, ROOMY, [lever]).of(adaptive)
+    assert (expected.needed_bytes, expected.least_ms) == (CHECKPOINTED.needed_bytes, PLAIN.update_ms)
+    row = replace(CHECKPOINTED, settings=adaptive, update_ms=11.0)
+    simulated = Forecast(PLAIN.settings, [PLAIN, CHECKPOINTED, row], MICRO_BATCHES, ROOMY, [lever]).of(adaptive)
+    assert simulated.least_ms == 11.0

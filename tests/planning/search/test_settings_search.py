@@ -16,6 +16,7 @@ from hf_memopt import ActivationOffloader
 from hf_memopt.planning import Lever, NothingFitsError, Row, SettingsPlan, plan
 from hf_memopt.planning.cards.gpus import Card, allowances
 from hf_memopt.planning.cards.memory_below import MemoryBelow
+from hf_memopt.planning.estimate_report import Verdict
 from hf_memopt.planning.search.search import _Search
 from hf_memopt.planning.search.table import explain
 from hf_memopt.planning.simulated_step import SimulatedStep
@@ -306,5 +307,23 @@ def test_the_choice_has_its_next_micro_batch_simulated_or_none_that_could_fit() 
         found = plan(TwoLevers(), gpu=card_with(room_mib * MIB), num_workers=1, progress=False)
         assert (
             any(row.settings == found.best.settings and row.micro_batch > found.best.micro_batch for row in found.rows)
-            or "a larger one exceeds the card's memory by far" in explain(found)[0]
+            or "larger ones exceed the card's memory by far, or save no time" in explain(found)[0]
         )
+
+
+def test_larger_micro_batches_are_worth_a_simulation_only_where_passes_wait_or_the_plain_run_gains_by_them() -> None:
+    toy = Toy()
+    search = _Search(toy, toy.levers, card_with(2 * GIB), MemoryBelow())
+    plain, other = ({"activations": name} for name in ("on the device", "checkpointed"))
+
+    def row(settings: Mapping[str, Any], micro_batch: int, update_ms: float, stall_ms: float = 0.0) -> Row:
+        estimate: Any = None
+        return Row(settings, micro_batch, 16 // micro_batch, update_ms, 0, Verdict.FITS, estimate, stall_ms)
+
+    assert search._may_save(row(other, 1, 100.0))  # nothing is known of the plain run yet
+    search._rows = [row(plain, 1, 100.0), row(plain, 16, 99.0)]
+    assert search._may_save(row(plain, 1, 100.0))
+    assert not search._may_save(row(other, 1, 100.0, stall_ms=1.0))
+    assert search._may_save(row(other, 1, 100.0, stall_ms=4.0))
+    search._rows[1] = row(plain, 16, 90.0)
+    assert search._may_save(row(other, 1, 100.0))

@@ -199,7 +199,7 @@ def test_a_disk_has_a_column_a_line_and_its_bytes() -> None:
 
 @pytest.mark.parametrize(
     ("micro_batch", "reason"),
-    [(16, "the whole batch fits at once"), (4, "a larger one exceeds the card's memory by far")],
+    [(16, "the whole batch fits at once"), (4, "larger ones exceed the card's memory by far, or save no time")],
 )
 def test_a_micro_batch_alone_among_its_settings_has_a_reason(micro_batch: int, reason: str) -> None:
     found = plan_of(row(("none", "auto"), micro_batch, 200.0, 7.5))
