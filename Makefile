@@ -41,7 +41,7 @@ demo: $(READY) ## the main job end to end on the CPU, in 5 minutes: results in o
 
 demo-metaworld: $(READY) ## reflow proven in Meta-World, on the CPU, in about 20 minutes: results in outputs/demo_metaworld
 	"$(UV)" pip install --python $(PY) --constraint constraints.txt metaworld
-	$(PY) -m hf_memopt.recipes.metaworld_demo.demo --output outputs/demo_metaworld --overwrite
+	$(PY) -m benchmarks.metaworld.demo --output outputs/demo_metaworld --overwrite
 
 LAUNCH := .venv/bin/accelerate launch --cpu --num_processes=1 --num_machines=1 --mixed_precision=no --dynamo_backend=no -m
 COMPARE := $(LAUNCH) hf_memopt.cli compare

@@ -24,6 +24,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # Tiny models, data and machines are imported by name, in the processes that tests start too.
 TOYS = str(Path(__file__).parent / "toys")
 sys.path.insert(0, TOYS)
+sys.path.append(str(Path(__file__).parents[1]))  # benchmarks
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [TOYS, os.environ.get("PYTHONPATH")]))
 
 # Another seed chooses another part of each sweep: HF_MEMOPT_SEED=7 make test.

@@ -279,9 +279,9 @@ def test_options_of_recipes(name: str, tmp_path: Path, capsys: Capture) -> None:
 
 SEEDS = ("-1", "1.5", "nan", "inf", str(2**31), "many")
 DEMOS = {
-    "reflow.demo": {"--seed": SEEDS, "--output": ("FILE", "FILE/below")},
-    "memory_limit.demo": {"--seed": SEEDS, "--output": ("FILE", "FILE/below"), "--steps": NUMBERS},
-    "metaworld_demo.demo": {
+    "hf_memopt.recipes.reflow.demo": {"--seed": SEEDS, "--output": ("FILE", "FILE/below")},
+    "hf_memopt.recipes.memory_limit.demo": {"--seed": SEEDS, "--output": ("FILE", "FILE/below"), "--steps": NUMBERS},
+    "benchmarks.metaworld.demo": {
         "--tasks": ("", "reach-v3,", "reach-v3,reach-v3"),
         "--seed": SEEDS,
         **dict.fromkeys(("--demonstrations", "--teacher-steps", "--student-steps", "--episodes"), NUMBERS),
@@ -291,7 +291,7 @@ DEMOS = {
 
 @pytest.mark.parametrize("name", DEMOS)
 def test_options_of_demos(name: str, tmp_path: Path, capsys: Capture) -> None:
-    demo = importlib.import_module(f"hf_memopt.recipes.{name}")
+    demo = importlib.import_module(name)
     capsys.readouterr()
     (tmp_path / "file").write_text("precious")
     for flag, values in DEMOS[name].items():

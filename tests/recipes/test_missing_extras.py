@@ -16,7 +16,6 @@ NEEDED = {
     "train_neural_operator": {"neuralop": "neuralop"},
     "reflow_smolvla": {"lerobot": "lerobot"},
     "reflow.demo": {"lerobot": "lerobot", "matplotlib": "report"},
-    "metaworld_demo.demo": {"lerobot": "lerobot", "metaworld": "metaworld"},
     "landscapes.prepare": {"PIL": "fluxflow"},
 }
 CASES = [(script, library, extra) for script, needed in NEEDED.items() for library, extra in needed.items()]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from late_imports import LateModule
 
-MODULE = "hf_memopt.recipes.metaworld_demo.demonstrations"
+MODULE = "benchmarks.metaworld.demonstrations"
 demonstrations = LateModule(MODULE)
 lerobot_dataset = LateModule("lerobot.datasets.lerobot_dataset")
 

@@ -3,7 +3,7 @@
 The simulator, its tasks and the criterion of success are Meta-World's; seeds, episodes and observations are lerobot's.
 Only the picture is made here: hand, object and goal as soft discs, seen from above and from the front.
 
-    lerobot-eval --env.discover_packages_path=hf_memopt.recipes.metaworld_demo --env.type=metaworld_drawn \\
+    lerobot-eval --env.discover_packages_path=benchmarks.metaworld --env.type=metaworld_drawn \\
         --env.task=reach-v3 …
 """
 

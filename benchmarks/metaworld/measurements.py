@@ -8,7 +8,7 @@ from math import sqrt
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hf_memopt.recipes.metaworld_demo import REPO_ID
+from benchmarks.metaworld import REPO_ID
 from hf_memopt.text_table import Cell, Table
 
 NUM_OBSERVATIONS = 128  # of the demonstrations, for differences between policies and for times
@@ -79,9 +79,9 @@ def measured(output: Path, tasks: Sequence[str], episodes: int, first_seed: int)
     import torch
     from lerobot.datasets.lerobot_dataset import LeRobotDataset
 
+    from benchmarks.metaworld.demonstrations import successes_of_mean_action
     from hf_memopt.lerobot.evaluate.measure import evaluate_reflow, held_out_batches
     from hf_memopt.lerobot.files.policy_files import load_policy, resolve_checkpoint
-    from hf_memopt.recipes.metaworld_demo.demonstrations import successes_of_mean_action
 
     torch.set_num_threads(1)
     teacher = load_policy(resolve_checkpoint(output / "teacher"))

@@ -8,8 +8,8 @@ import pytest
 import torch
 from late_imports import LateModule
 
-environment = LateModule("hf_memopt.recipes.metaworld_demo.environment")
-demonstrations = LateModule("hf_memopt.recipes.metaworld_demo.demonstrations")
+environment = LateModule("benchmarks.metaworld.environment")
+demonstrations = LateModule("benchmarks.metaworld.demonstrations")
 env_utils = LateModule("lerobot.envs.utils")
 lerobot_dataset = LateModule("lerobot.datasets.lerobot_dataset")
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from late_imports import LateModule
 
-demo = LateModule("hf_memopt.recipes.metaworld_demo.demo")
+demo = LateModule("benchmarks.metaworld.demo")
 io_utils = LateModule("lerobot.utils.io_utils")
 
 

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_memopt.recipes.metaworld_demo.measurements import POLICIES, SuccessRate, read_successes, table
+from benchmarks.metaworld.measurements import POLICIES, SuccessRate, read_successes, table
 
 
 def test_policies_are_named_by_checkpoint_and_steps() -> None:

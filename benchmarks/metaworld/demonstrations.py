@@ -12,8 +12,8 @@ from lerobot.utils.constants import ACTION, OBS_IMAGE, OBS_STATE
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from hf_memopt.recipes.metaworld_demo import REPO_ID
-from hf_memopt.recipes.metaworld_demo.environment import IMAGE_SIZE, DrawnMetaworldEnv
+from benchmarks.metaworld import REPO_ID
+from benchmarks.metaworld.environment import IMAGE_SIZE, DrawnMetaworldEnv
 
 FPS = 80
 # The expert mends such pushes, so that a policy has seen how to mend its own errors (DART, arXiv 1703.09327).

@@ -1,6 +1,6 @@
 """Reflow in Meta-World, an environment of others: experts, a teacher, one-step students, success rates.
 
-    python -m hf_memopt.recipes.metaworld_demo.demo --output outputs/demo_metaworld
+    python -m benchmarks.metaworld.demo --output outputs/demo_metaworld
 
 records Meta-World's scripted experts, trains a small SmolVLA on them with stock `lerobot-train`, reflows it once from
 cached couplings and once more with that student as the teacher, and lets all of them act with stock `lerobot-eval`.
@@ -11,6 +11,7 @@ printed. Results: `results.json` and `film_strip.png` in the output folder. Need
 import argparse
 import importlib.util
 import json
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -20,14 +21,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.metaworld import REPO_ID
 from hf_memopt.command_line import number, one_line_errors, script_imports
 from hf_memopt.ranges import COUNT
 from hf_memopt.recipes.common.results import drawn
-from hf_memopt.recipes.metaworld_demo import REPO_ID
 from hf_memopt.recipes.reflow import demo_commands as commands
 
 with script_imports("demo_metaworld", __name__):
-    from hf_memopt.recipes.metaworld_demo.measurements import POLICIES, STUDENTS, TestedPolicy, measured, table
+    from benchmarks.metaworld.measurements import POLICIES, STUDENTS, TestedPolicy, measured, table
     from hf_memopt.recipes.reflow import smolvla_toy as toy
 
 # The mean action, repeated, solves neither: `results.json` says how often.
@@ -49,8 +50,9 @@ OUTPUTS = (
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     check(options.tasks)
-    from hf_memopt.recipes.metaworld_demo.demonstrations import record
+    from benchmarks.metaworld.demonstrations import record
 
+    os.environ["PYTHONPATH"] = str(Path(__file__).parents[2])  # lerobot-eval imports the drawn environment
     begun = time.perf_counter()
     output = options.output
     commands.make_room(output, OUTPUTS, options.overwrite)
@@ -111,7 +113,7 @@ def tasks(text: str) -> tuple[str, ...]:
 def check(names: Sequence[str]) -> None:
     if importlib.util.find_spec("metaworld") is None:
         raise ValueError("metaworld is not installed: pip install 'hf_memopt[metaworld]'")
-    from hf_memopt.recipes.metaworld_demo.environment import check_task
+    from benchmarks.metaworld.environment import check_task
 
     for name in names:
         check_task(name)
@@ -171,7 +173,7 @@ def evaluation_command(options: argparse.Namespace, policy: TestedPolicy) -> lis
         f"--policy.path={folder / 'checkpoints/last/pretrained_model' if policy.folder == 'teacher' else folder}",
         f"--policy.num_steps={policy.num_steps}",
         "--policy.device=cpu",
-        "--env.discover_packages_path=hf_memopt.recipes.metaworld_demo",
+        "--env.discover_packages_path=benchmarks.metaworld",
         "--env.type=metaworld_drawn",
         f"--env.task={','.join(options.tasks)}",
         f"--eval.n_episodes={options.episodes}",

@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from benchmarks.common import BenchmarkParser, current_device, environment, finish
-from hf_memopt.recipes.metaworld_demo.measurements import table
+from benchmarks.metaworld.measurements import table
 
 
 def main(arguments: list[str] | None = None) -> int:
