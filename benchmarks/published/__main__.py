@@ -2,9 +2,9 @@
 
     python -m benchmarks.published
 
-Every configuration is estimated once, without a GPU, all of them in about a quarter of an hour on one core. The results
-file, a table of all rows (CSV) and the summary in docs/published_measurements.md are written. With --only, rows whose
-name contains a text are estimated, and nothing is written.
+Every configuration with a figure of memory is estimated once, without a GPU. The results file, a table of all rows
+(CSV) and the summaries in docs/published_measurements.md are written. With --only, rows whose name contains a text are
+estimated, and nothing is written.
 """
 
 import argparse
@@ -20,6 +20,7 @@ from typing import Any
 from tqdm import tqdm
 
 from benchmarks.common import CPU, MIB, RESULTS_FOLDER, environment, write_results
+from benchmarks.published import times
 from benchmarks.published.measurements import Measurement, measurements, sources
 from benchmarks.published.steps import estimate
 
@@ -27,6 +28,7 @@ RESULTS = RESULTS_FOLDER / "published.json"
 TABLE = RESULTS.with_suffix(".csv")
 PAGE = Path(__file__).parents[2] / "docs" / "published_measurements.md"
 BEGIN, END = "<!-- python -m benchmarks.published writes this -->", "<!-- up to here -->"
+TIMES = "<!-- python -m benchmarks.published writes this: times -->", "<!-- up to here: times -->"
 FIGURES = {"allocated_mib": "allocated", "reserved_mib": "reserved"}
 # Fields that do not change the simulation.
 _RECORD = ("id", "source", "role", "stack", "unknown", "time_unknown", "not_simulated", "other_mib", "step_s", *FIGURES)
@@ -37,19 +39,13 @@ def configuration(measured: Measurement) -> str:
     return json.dumps({key: value for key, value in asdict(measured).items() if key not in _RECORD}, sort_keys=True)
 
 
-def figures(measured: Measurement) -> dict[str, float | None]:
-    """Estimate a row, in MiB and seconds; None for a figure that its source does not give."""
+def figures(measured: Measurement) -> dict[str, float]:
     found = estimate(measured)
-    of_memory = measured.has_memory
-    return {
-        "allocated_mib": found.peak_bytes / MIB if of_memory else None,
-        "reserved_mib": found.reserved_bytes / MIB if of_memory else None,
-        "step_s": None if found.step_ms is None or measured.step_s is None else found.step_ms / 1e3,
-    }
+    return {"allocated_mib": found.peak_bytes / MIB, "reserved_mib": found.reserved_bytes / MIB}
 
 
 def compare(rows: list[Measurement]) -> list[dict[str, Any]]:
-    known: dict[str, dict[str, float | None]] = {}
+    known: dict[str, dict[str, float]] = {}
     compared = []
     for row in tqdm(rows, unit="row"):
         key = configuration(row)
@@ -153,12 +149,13 @@ def main(arguments: list[str] | None = None) -> int:
     if options.page:
         results = json.loads(RESULTS.read_text())
     else:
-        rows = [row for row in measurements() if options.only in f"{row.name} {row.model}"]
+        rows = [row for row in measurements() if row.has_memory and options.only in f"{row.name} {row.model}"]
         results = {**environment(CPU), "benchmark": "published", "rows": compare(rows)}
     print(report(results))
     if not options.only:
         write_results(results, RESULTS)
         write_page(results, PAGE)
+        write_between(times.report(times.unseen()), TIMES, PAGE)
         with TABLE.open("w", newline="", encoding="utf-8") as file:
             csv.writer(file, lineterminator="\n").writerows(rows_as_text(results))
     return 0

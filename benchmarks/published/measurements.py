@@ -23,6 +23,7 @@ class Measurement:
     attention: str = "sdpa"  # transformers' implementation: "eager" or "sdpa"
     seq_len: int | None = None  # padding included; None for images
     base: str = ""  # storage of frozen weights, such as "nf4"; "" for `dtype`
+    is_prepared: bool = True  # whether other weights than those in 4 bits are float32, as PEFT prepares them
     lora_rank: int | None = None  # None if all weights are trained
     lora_targets: list[str] = field(default_factory=list)
     lora_alpha_per_rank: float = 1

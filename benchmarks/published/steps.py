@@ -100,7 +100,7 @@ def _build(measured: Measurement, config: Any, device: torch.device) -> nn.Modul
         config, dtype=getattr(torch, measured.dtype), attn_implementation=measured.attention
     )
     if measured.base == "nf4":
-        quantise(model, "nf4", getattr(torch, measured.dtype), is_prepared=True)
+        quantise(model, "nf4", getattr(torch, measured.dtype), is_prepared=measured.is_prepared)
     model.to(device)
     model.config.use_cache = False
     if measured.lora_rank is not None:
@@ -121,7 +121,10 @@ def _with_adapters(model: Any, measured: Measurement) -> Any:
         lora_alpha=measured.lora_rank * measured.lora_alpha_per_rank,
         target_modules=measured.lora_targets,
     )
-    model = get_peft_model(model, adapters, autocast_adapter_dtype=measured.adapters_dtype == "float32")
+    model = get_peft_model(model, adapters, autocast_adapter_dtype=False)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(getattr(torch, measured.adapters_dtype))
     adapt_as_peft_does(model)
     return model
 

@@ -282,8 +282,9 @@ def time_text(estimate: MemoryEstimate, card: Card | None) -> str:
     low, high = (format_ms(ms) for ms in estimate.step_range_ms)
     source = ""
     if card is not None:
-        kinds = "kinds that were fitted" if family_of(card) else "kinds that were not fitted"
-        source = f": the range of nine in ten published steps, on cards of {kinds}, as this one is"
+        cards = f"cards of its family, {family}" if (family := family_of(card)) else "cards of other families"
+        alone = ", without communication" if estimate.num_gpus > 1 else ""
+        source = f": the range of nine in ten published steps on {cards}{alone}"
     return f"{format_ms(estimate.step_ms)} ({low} to {high}{source})"
 
 

@@ -83,8 +83,8 @@ def test_more_passes_take_time_alone() -> None:
 @pytest.mark.parametrize(
     ("gpu", "on_which"),
     [
-        ("rtx4090", "on cards of kinds that were fitted, as this"),
-        ("b200", "on cards of kinds that were not fitted, as"),
+        ("rtx4090", "on cards of its family, Ampere and Ada,"),
+        ("b200", "on cards of other families"),
     ],
 )
 def test_a_time_has_a_range_that_is_wider_on_cards_like_no_other(gpu: str, on_which: str) -> None:
@@ -97,6 +97,8 @@ def test_a_time_has_a_range_that_is_wider_on_cards_like_no_other(gpu: str, on_wh
     text = estimated.text(card)
     assert f"Time of a step: {format_ms(estimated.step_ms)} ({format_ms(low)} to {format_ms(high)}: " in text
     assert on_which in text
+    assert "without communication" not in text
+    assert "without communication" in replace(estimated, num_gpus=2).text(card)
     assert estimate_report.as_json(estimated, card)["step_range_ms"] == (low, high)
 
 

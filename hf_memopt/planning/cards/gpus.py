@@ -1,7 +1,7 @@
 """Graphics cards by name or by size, the memory that a card keeps for itself, and its speed in training.
 
-A card reaches a part of its data sheet, and predicted times are some way from the truth. Both are fitted to published
-training steps: `python -m benchmarks.published.fit` prints the figures, and docs/published_measurements.md says how.
+A card reaches a part of its data sheet, and predicted times are some way from the truth. Both were fitted to published
+training steps (benchmarks/published/measured): docs/published_measurements.md says how well, docs/LOG.md how.
 """
 
 import difflib
@@ -299,19 +299,22 @@ class TimeRange(NamedTuple):
     high: float
 
 
-# By family: Volta, Turing, A100 and such, Ampere and Ada with tensor cores at full and at half rate, Hopper.
+class _Family(NamedTuple):
+    speeds: KernelSpeeds
+    times: TimeRange  # of steps of other models on such cards
+
+
+# Volta, Turing, A100 and such, Ampere and Ada with tensor cores at full and at half rate, Hopper.
 _FAMILIES = {
-    "V100": KernelSpeeds(0.81, 0.71, 0.76, 0.79, 0.54, 0.47),
-    "Turing": KernelSpeeds(0.56, 0.71, 0.74, 0.63, 0.53, 0.50),
-    "A100": KernelSpeeds(0.86, 0.75, 0.75, 0.47, 0.60, 0.45),
-    "Ampere and Ada, workstation": KernelSpeeds(0.85, 0.62, 0.75, 0.45, 0.57, 0.59),
-    "Ampere and Ada, GeForce": KernelSpeeds(1.00, 0.75, 0.75, 0.55, 0.54, 0.69),
-    "Hopper": KernelSpeeds(0.87, 0.79, 0.75, 0.43, 0.54, 0.48),
+    "V100": _Family(KernelSpeeds(0.81, 0.71, 0.76, 0.79, 0.54, 0.47), TimeRange(0.83, 1.16)),
+    "Turing": _Family(KernelSpeeds(0.56, 0.71, 0.74, 0.63, 0.53, 0.50), TimeRange(0.86, 1.27)),
+    "A100": _Family(KernelSpeeds(0.98, 0.67, 0.75, 0.38, 0.68, 0.51), TimeRange(0.83, 1.37)),
+    "Ampere and Ada, workstation": _Family(KernelSpeeds(0.85, 0.62, 0.75, 0.45, 0.57, 0.59), TimeRange(0.74, 1.84)),
+    "Ampere and Ada, GeForce": _Family(KernelSpeeds(1.02, 0.75, 0.75, 0.56, 0.56, 0.69), TimeRange(0.88, 1.14)),
+    "Hopper": _Family(KernelSpeeds(0.87, 0.79, 0.75, 0.43, 0.54, 0.48), TimeRange(0.91, 1.48)),
 }
-# For other cards.
-_ALL = KernelSpeeds(0.80, 0.71, 0.75, 0.53, 0.54, 0.53)
-# By fits to other models on such cards; by fits without all cards of the family, but no narrower.
-_OF_FAMILY, _OF_OTHERS = TimeRange(0.86, 1.43), TimeRange(0.72, 1.43)
+# For other cards; the range is that of fits without all cards of a family, but no narrower than theirs.
+_OTHERS = _Family(KernelSpeeds(0.80, 0.71, 0.75, 0.53, 0.54, 0.53), TimeRange(0.72, 1.84))
 
 _BY_CAPABILITY = {(7, 0): "V100", (7, 5): "Turing", (8, 0): "A100", (9, 0): "Hopper"}
 _CONSUMER_CAPABILITIES = ((8, 6), (8, 9))
@@ -324,7 +327,7 @@ VIEW_SHARE, BACKWARD_SHARE = 0.3, 0.6
 
 
 def family_of(card: Card) -> str | None:
-    """Return the family that a card belongs to; None: no step on a card like it was fitted.
+    """Return the family that a card belongs to, or None where no step on a card like it was fitted.
 
     Of Ampere and Ada, cards for players multiply at half the rate where sums are kept in float32.
     """
@@ -335,9 +338,8 @@ def family_of(card: Card) -> str | None:
 
 
 def speeds_of(card: Card) -> KernelSpeeds:
-    family = family_of(card)
-    return _ALL if family is None else _FAMILIES[family]
+    return _FAMILIES.get(family_of(card) or "", _OTHERS).speeds
 
 
 def time_range(card: Card) -> TimeRange:
-    return _OF_OTHERS if family_of(card) is None else _OF_FAMILY
+    return _FAMILIES.get(family_of(card) or "", _OTHERS).times

@@ -313,7 +313,7 @@ def _precision(kind: str, dtypes: set[torch.dtype], card: Card) -> str:
 
 def _flops(function: Any, args: Any, kwargs: Any, result: Any) -> float:
     if "_attention" in function.overloadpacket.__name__:
-        return _attention_flops(function.overloadpacket.__name__.endswith("_backward"), args)
+        return _attention_flops(function, args, kwargs)
     if function.overloadpacket is torch.ops.aten.convolution_backward:
         return _convolution_backward_flops(*args)
     aten = torch.ops.aten
@@ -328,8 +328,12 @@ def _convolution_backward_flops(output: Tensor, input: Tensor, weight: Tensor, *
     return 2.0 * products * int(mask[0] + mask[1])
 
 
-def _attention_flops(is_backward: bool, args: Any) -> float:
-    """torch's own count refuses fewer key heads than query heads. Backward has five products, forward two."""
-    query, key = args[1:3] if is_backward else args[:2]
-    product: float = 2.0 * query.numel() * key.shape[-2]
-    return product * (5 if is_backward else 2)
+def _attention_flops(function: Any, args: Any, kwargs: Any) -> float:
+    """torch's own count refuses fewer key heads than query heads. Backward has five products, forward two.
+
+    Kernels skip what a causal mask hides, half of each product.
+    """
+    named = dict(zip((argument.name for argument in function._schema.arguments), args, strict=False)) | kwargs
+    product: float = 2.0 * named["query"].numel() * named["key"].shape[-2]
+    is_backward = function.overloadpacket.__name__.endswith("_backward")
+    return product * (5 if is_backward else 2) * (0.5 if named.get("is_causal") else 1)

@@ -81,8 +81,8 @@ def test_the_headline_names_the_choice_and_what_it_needs() -> None:
         "Train with micro-batch 4 x 4, checkpointing none, offload auto.",
         "That fits on toy card: it needs 7.50 GiB of 8.0 GiB, most of it during backward.",
         "toy.",
-        "An update of 16 samples takes 200 ms (180 ms to 240 ms: the range of nine in ten published steps, on cards of "
-        "kinds that were fitted, as this one is).",
+        "An update of 16 samples takes 200 ms (180 ms to 240 ms: the range of nine in ten published steps on cards of "
+        "its family, Ampere and Ada, GeForce).",
     ]
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from hf_memopt import ActivationOffloader, SyncCopier
@@ -262,6 +263,21 @@ def test_a_matrix_product_takes_its_arithmetic() -> None:
     assert found.phases_ms["forward"] == pytest.approx(product_ms, rel=0.02)  # the sum reads the product once more
     assert found.phases_ms["backward"] == pytest.approx(product_ms, rel=0.1)  # the weight's gradient; inputs need none
     assert found.step_ms == pytest.approx(sum(found.phases_ms.values()))
+
+
+def test_causal_attention_takes_half_the_arithmetic() -> None:
+    def attend(is_causal: bool) -> Any:
+        def step(heads: torch.Tensor) -> None:
+            F.scaled_dot_product_attention(heads, heads, heads, is_causal=is_causal).sum().backward()
+
+        def setup(device: torch.device) -> Any:
+            return torch.zeros(4, 16, 4096, 128, device=device, dtype=torch.bfloat16, requires_grad=True)
+
+        return estimate_peak_memory(setup, step, gpu=CARD).phases_ms
+
+    half, whole = attend(is_causal=True), attend(is_causal=False)
+    assert half["forward"] == pytest.approx(whole["forward"] / 2, rel=0.05)
+    assert half["backward"] == pytest.approx(whole["backward"] / 2, rel=0.05)
 
 
 @pytest.mark.parametrize("groups", [1, 64])
