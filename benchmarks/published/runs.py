@@ -28,7 +28,10 @@ MARKS = "<!-- python -m benchmarks.published.runs writes this -->", "<!-- up to 
 
 
 def sources() -> list[dict[str, Any]]:
-    """Return the files: each with `source`, `address`, `licence`, `kind` of figure, `gpu`, `stack` and `rows`."""
+    """Return the files: each with `source`, `address`, `licence`, `kind` of figure, `gpu`, `stack` and `rows`.
+
+    A row may have a `remark` on what its source leaves open or does in another way.
+    """
     return [json.loads(path.read_text()) for path in sorted((Path(__file__).parent / "runs").glob("*.json"))]
 
 
@@ -59,8 +62,8 @@ def compare(only: str, before: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def measured(row: dict[str, Any]) -> str | None:
-    """Return the name of a run's published figure; None, it ran out of memory."""
-    return next((name for name in ("allocated_mib", "reserved_mib") if name in row), None)
+    """Return the name of a run's published figure, or None where it ran out of memory."""
+    return next((name for name in ("allocated_mib", "reserved_mib", "needed_mib") if name in row), None)
 
 
 def is_right(row: dict[str, Any], answer: dict[str, Any]) -> bool:
@@ -83,7 +86,7 @@ def _table(source: dict[str, Any], answers: dict[str, Any]) -> Iterator[str]:
         deviation = f"{answer[kind] / row[kind] - 1:+.1%}" if kind in row else ""
         figure = f"{row[kind] / 1024:.2f}" if kind in row else "out of memory"
         judged = answer["verdict"] if is_right(row, answer) else f"**{answer['verdict']}**"
-        run = f"{row['model']}, {row['run']}"
+        run = f"{row['model']}, {row['run']}" + (f" ({row['remark']})" if "remark" in row else "")
         yield f"| {row['id']} | {run} | {figure} | {answer[kind] / 1024:.2f} | {deviation} | {judged} |"
 
 

@@ -309,12 +309,12 @@ _FAMILIES = {
     "V100": _Family(KernelSpeeds(0.81, 0.71, 0.76, 0.79, 0.54, 0.47), TimeRange(0.83, 1.16)),
     "Turing": _Family(KernelSpeeds(0.56, 0.71, 0.74, 0.63, 0.53, 0.50), TimeRange(0.86, 1.27)),
     "A100": _Family(KernelSpeeds(0.98, 0.67, 0.75, 0.38, 0.68, 0.51), TimeRange(0.83, 1.37)),
-    "Ampere and Ada, workstation": _Family(KernelSpeeds(0.85, 0.62, 0.75, 0.45, 0.57, 0.59), TimeRange(0.74, 1.84)),
+    "Ampere and Ada, workstation": _Family(KernelSpeeds(0.85, 0.62, 0.75, 0.45, 0.54, 0.58), TimeRange(0.76, 1.22)),
     "Ampere and Ada, GeForce": _Family(KernelSpeeds(1.02, 0.75, 0.75, 0.56, 0.56, 0.69), TimeRange(0.88, 1.14)),
     "Hopper": _Family(KernelSpeeds(0.87, 0.79, 0.75, 0.43, 0.54, 0.48), TimeRange(0.91, 1.48)),
 }
 # For other cards; the range is that of fits without all cards of a family, but no narrower than theirs.
-_OTHERS = _Family(KernelSpeeds(0.80, 0.71, 0.75, 0.53, 0.54, 0.53), TimeRange(0.72, 1.84))
+_OTHERS = _Family(KernelSpeeds(0.80, 0.71, 0.75, 0.53, 0.54, 0.53), TimeRange(0.72, 1.48))
 
 _BY_CAPABILITY = {(7, 0): "V100", (7, 5): "Turing", (8, 0): "A100", (9, 0): "Hopper"}
 _CONSUMER_CAPABILITIES = ((8, 6), (8, 9))
