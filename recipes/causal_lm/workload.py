@@ -10,7 +10,8 @@ from accelerate.utils import GradientAccumulationPlugin
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from hf_memopt.planning.models.hub_code import weights_from_config
+from hf_memopt.planning.models.model_config import read_config
+from hf_memopt.planning.simulation.patched_transformers import weights_from_config
 from hf_memopt.recipes.causal_lm import data as data
 from hf_memopt.recipes.causal_lm.options import Options
 from hf_memopt.recipes.causal_lm.step import Batch, Run, make_model, make_optimizer, stream_weights, update
@@ -51,7 +52,7 @@ class CausalLM(RecipeWorkload):
         num_micro_batches = self.num_simulated(options, training.gradient_accumulation_steps)
         windows = GradientAccumulationPlugin(num_steps=num_micro_batches, sync_with_dataloader=False)
         accelerator = Accelerator(mixed_precision=precision, gradient_accumulation_plugin=windows)
-        with weights_from_config(AutoModelForCausalLM), accelerator.device:
+        with weights_from_config(AutoModelForCausalLM, read_config), accelerator.device:
             model = make_model(options.model, self._tokenizer, options.data.block_size)
         model.train()
         weights = stream_weights(model, options, accelerator.device)

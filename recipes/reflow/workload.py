@@ -32,8 +32,9 @@ from hf_memopt.lerobot.flow.reflow_options import is_student
 from hf_memopt.lerobot.modeling_smolvla_reflow import SmolVLAReflowPolicy
 from hf_memopt.planning import Row, SettingsPlan, plan
 from hf_memopt.planning.cards.gpus import Card
-from hf_memopt.planning.models.hub_code import weights_from_config
+from hf_memopt.planning.models.model_config import read_config
 from hf_memopt.planning.simulation.child_process import IsolatedError
+from hf_memopt.planning.simulation.patched_transformers import weights_from_config
 from hf_memopt.planning.simulation.virtual_time import VirtualClock
 from hf_memopt.planning.workload import Settings
 from hf_memopt.planning.workloads.policy_update import batch_of
@@ -150,7 +151,7 @@ class SmolVLAReflow(RecipeWorkload):
         config.teacher_home = "host"  # the same on the device, and there are no weights to read
         num_micro_batches = self.num_simulated(options, options.accumulation)
         accelerator = make_accelerator(config.dtype, config.device, num_micro_batches)
-        with weights_from_config(AutoModelForImageTextToText):
+        with weights_from_config(AutoModelForImageTextToText, read_config):
             policy: Any = SmolVLAReflowPolicy(config).to(accelerator.device)
         with _equal_to(policy):
             teacher = policy.load_teacher_model()

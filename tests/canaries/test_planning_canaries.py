@@ -89,7 +89,7 @@ def test_trl_folds_its_tiles_in_functions_that_can_be_replaced() -> None:
     from trl.kernels import chunked_logprob
     from trl.trainer import utils
 
-    with relied_on_by(DEVICE):
+    with relied_on_by("hf_memopt/planning/simulation/patched_trl.py"):
         code = inspect.getsource(chunked_logprob.ChunkedLogProbFunction)
         assert {"_forward_tile", "_backward_tile", "_addmm_fp32"} <= set(re.findall(r"\w+", code))
         assert "_use_triton(hidden_states.device)" in inspect.getsource(utils.add_fused_lm_head)
@@ -97,7 +97,7 @@ def test_trl_folds_its_tiles_in_functions_that_can_be_replaced() -> None:
 
 def test_transformers_takes_fake_tensors_for_a_trace_where_it_is_told_otherwise() -> None:
     """Watch first that the patch is needed, then that it reaches its user."""
-    with relied_on_by(DEVICE), FakeTensorMode():
+    with relied_on_by("hf_memopt/planning/simulation/patched_transformers.py"), FakeTensorMode():
         assert transformers_utils.is_tracing(torch.zeros(2))
     assert masking_utils.is_tracing is transformers_utils.is_tracing
 

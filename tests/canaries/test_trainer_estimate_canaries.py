@@ -55,7 +55,7 @@ def test_the_arguments_keep_the_device_and_the_precision_where_they_are_set(tmp_
 
 
 def test_a_model_that_accelerate_has_prepared_tells_what_it_was() -> None:
-    with relied_on_by(SIMULATED):
+    with relied_on_by("hf_memopt/planning/simulation/patched_accelerate.py"):
         model = nn.Linear(2, 2)
         plain = model.forward
         Accelerator(cpu=True, mixed_precision="bf16").prepare_model(model, evaluation_mode=True)

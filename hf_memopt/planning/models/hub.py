@@ -4,12 +4,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import httpx
 from huggingface_hub import constants, get_session, hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 
+from hf_memopt.planning.simulation.patched_hub import offline
 from hf_memopt.text_files import read_values
 
 # For a connection alone; a hub that is slow to answer has huggingface_hub's own time, HF_HUB_ETAG_TIMEOUT.
@@ -32,7 +32,7 @@ def offline_if_unreachable(model: str | None) -> Iterator[None]:
         return
     if model is not None:
         _check_downloaded(model)
-    with patch.object(constants, "HF_HUB_OFFLINE", True):
+    with offline():
         yield
 
 

@@ -18,12 +18,13 @@ from typing import Any
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, __version__
 
 from hf_memopt.planning.models.accelerate_config import Sharing
-from hf_memopt.planning.models.hub_code import check_code, no_hub_kernels
+from hf_memopt.planning.models.hub_code import check_code
 from hf_memopt.planning.models.model_batches import OWN_STEP
 from hf_memopt.planning.models.pipelines import find_denoiser
 from hf_memopt.planning.simulation import DEVICE_TYPE
 from hf_memopt.planning.simulation.child_process import is_too_large
 from hf_memopt.planning.simulation.data_dependent import UnsupportedOperationError
+from hf_memopt.planning.simulation.patched_transformers import no_hub_kernels
 from hf_memopt.ranges import COUNT, COUNT_OR_ZERO, Range
 from hf_memopt.text_files import read_values
 
@@ -291,7 +292,7 @@ def training(source: str) -> Iterator[None]:
     except UnsupportedOperationError:
         raise
     except Exception as error:
-        place = _place_in_transformers(error)
+        place = _place_in_model(error)
         if place is None or is_too_large(error):
             raise
         raise ValueError(
@@ -317,7 +318,11 @@ def preparing(source: str, sharing: Sharing) -> Iterator[None]:
         ) from error
 
 
-def _place_in_transformers(error: Exception) -> str | None:
-    """Return the innermost line of a model's code that an error passed through."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "modeling_" in Path(frame.filename).name]
-    return f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}," if frames else None
+def _place_in_model(error: Exception) -> str | None:
+    """Return the innermost line of a model's code, or of lerobot's, that an error passed through."""
+    place = None
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        name = Path(frame.f_code.co_filename).name
+        if "modeling_" in name or frame.f_globals["__name__"].startswith("lerobot."):
+            place = f"{name}, line {line},"
+    return place

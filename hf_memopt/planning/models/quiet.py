@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
-from huggingface_hub import constants
+from hf_memopt.planning.simulation.patched_hub import without_telemetry
 
 _LOGGERS = ("trl", "DeepSpeed")
 
@@ -17,8 +17,7 @@ def quiet() -> Iterator[None]:
     """Show no warnings, send no telemetry of TRL's, and let DeepSpeed, which accelerate imports, look for no GPU."""
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     levels = [logger.level for logger in loggers]
-    unsent = patch.object(constants, "HF_HUB_DISABLE_TELEMETRY", True)
-    with unsent, warnings.catch_warnings(), patch.dict(os.environ, DS_ACCELERATOR="cpu"):
+    with without_telemetry(), warnings.catch_warnings(), patch.dict(os.environ, DS_ACCELERATOR="cpu"):
         warnings.simplefilter("ignore")
         for logger in loggers:
             logger.setLevel(logging.ERROR)

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from hf_memopt.planning.models.adapters import ALL_LINEAR
 from hf_memopt.planning.models.contrastive import column_batch, describe_columns, embeds_texts, ranking_loss
 from hf_memopt.planning.models.denoising import Denoising
-from hf_memopt.planning.models.hub_code import no_hub_kernels
 from hf_memopt.planning.models.model_batches import (
     OWN_STEP,
     Sample,
@@ -27,6 +26,7 @@ from hf_memopt.planning.models.model_batches import (
     waveform_batch,
 )
 from hf_memopt.planning.models.quiet import building
+from hf_memopt.planning.simulation.patched_transformers import no_hub_kernels
 
 CONTRASTIVE = "contrastive"
 # It stands above this package.

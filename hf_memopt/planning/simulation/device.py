@@ -22,7 +22,6 @@ import torch
 import torch.optim.optimizer as torch_optimizer
 import torch.utils._foreach_utils as foreach_utils
 import torch.utils.backend_registration as backend_registration
-import transformers.utils.import_utils as seam
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes, _pop_mode_temporarily
@@ -30,7 +29,7 @@ from torch.utils._python_dispatch import _disable_current_modes, _pop_mode_tempo
 from hf_memopt.autograd_state import COMES_AND_GOES
 from hf_memopt.planning.accounting.allocation_log import StepPhases
 from hf_memopt.planning.cards.gpus import DEFAULT_CARD
-from hf_memopt.planning.simulation import DEVICE_TYPE, patched_accelerate
+from hf_memopt.planning.simulation import DEVICE_TYPE, patched_accelerate, patched_transformers, patched_trl
 from hf_memopt.planning.simulation.data_dependent import DataDependentOps
 from hf_memopt.planning.simulation.fake_mode import SimulatedTensors
 from hf_memopt.planning.simulation.kernels import attention, autocast
@@ -113,13 +112,12 @@ def simulation(
         enter = stack.enter_context
         # Results are the same beside a GPU, and no driver is woken in a forked process.
         enter(patch.object(torch.cuda, "is_available", lambda: False))
-        # transformers builds explicit attention masks for traces, for which it takes fake tensors.
-        enter(patched_everywhere("is_tracing", seam.is_tracing, lambda tensor=None: False, "transformers."))
+        enter(patched_transformers.masks_as_untraced())
         enter(torch.autograd.set_multithreading_enabled(False))
         if like == "cuda":
             enter(autocast.shared_casts())
             enter(attention.attention_as_on_cuda(clock.card.compute_capability))
-            enter(_fused_head_as_on_cuda())
+            enter(patched_trl.fused_head_as_on_cuda())
             enter(_redirect_autocast())
             enter(patched_accelerate.alone_on(device))
             enter(patch.object(Tensor, "pin_memory", lambda tensor, *args: tensor))
@@ -168,17 +166,7 @@ def _formatted(tensor: Tensor, spec: str) -> str:
     return format(tensor.detach().item(), spec) if tensor.dim() == 0 else object.__format__(tensor, spec)
 
 
-# --------------------------------------------------------- patches for transformers, torch.autocast and TRL
-
-
-@contextmanager
-def patched_everywhere(name: str, plain: Any, replacement: Any, prefix: str = "") -> Iterator[None]:
-    """Replace a function in all modules that have it under its name, or in those whose own names have a prefix."""
-    with ExitStack() as stack:
-        for path, module in list(sys.modules.items()):
-            if path.startswith(prefix) and vars(module).get(name) is plain:
-                stack.enter_context(patch.object(module, name, replacement))
-        yield
+# --------------------------------------------------------------------- patches for torch's autocast and compiler
 
 
 def _redirect_autocast() -> Any:
@@ -189,33 +177,6 @@ def _redirect_autocast() -> Any:
         plain(self, DEVICE_TYPE if device_type == "cuda" else device_type, *args, **kwargs)
 
     return patch.object(torch.autocast, "__init__", init)
-
-
-@contextmanager
-def _fused_head_as_on_cuda() -> Iterator[None]:
-    """Make TRL's fused output layer take as much memory as Triton's kernels on CUDA, if TRL was imported.
-
-    Elsewhere TRL folds the tiles of logits with torch's operations, which take memory of their own, and scores every
-    position. Source: `ChunkedLogProbFunction` and `add_fused_lm_head` of TRL 1.16.
-    """
-    kernels, caller = (sys.modules.get(name) for name in ("trl.kernels.chunked_logprob", "trl.trainer.utils"))
-    with ExitStack() as stack:
-        if kernels is not None:
-            stack.enter_context(patch.object(kernels, "_forward_tile", _fold_tile))
-            stack.enter_context(patch.object(kernels, "_backward_tile", _fold_tile))
-            stack.enter_context(patch.object(kernels, "_addmm_fp32", _add_product))
-        if caller is not None and hasattr(caller, "_use_triton"):
-            stack.enter_context(patch.object(caller, "_use_triton", lambda device: True))
-        yield
-
-
-def _fold_tile(tile: Tensor, *others: Any, **settings: Any) -> None:
-    tile.zero_()
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Multiply without memory for the product, which is added in float32: it lies where the sum does."""
-    torch.mm(left, right, out=total.view(left.dtype)[:, : right.shape[1]])
 
 
 @contextmanager

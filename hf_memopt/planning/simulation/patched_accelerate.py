@@ -1,4 +1,4 @@
-"""Accelerate in a simulation: a process alone or the first of several, and quantised models under FSDP2."""
+"""Accelerate in a simulation: a process alone or the first of several, and how models are prepared."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -57,8 +57,35 @@ def adapters_kept_by_fsdp() -> AbstractContextManager[Any]:
     plain = accelerator.fsdp2_prepare_model
 
     def prepare(by: Accelerator, model: nn.Module) -> nn.Module:
-        with patch.object(by.state, "_mixed_precision", "no"):
+        with _in_precision(by, "no"):
             sharded: nn.Module = plain(by, model)
         return sharded
 
     return patch.object(accelerator, "fsdp2_prepare_model", prepare)
+
+
+def prepare_in(precision: str, by: Accelerator) -> None:
+    """Make an `Accelerator` prepare models for a precision, and all else for its own, which has no scaler."""
+    plain = by.prepare_model
+
+    def prepare_model(*args: Any, **options: Any) -> Any:
+        with _in_precision(by, precision):
+            return plain(*args, **options)
+
+    by.prepare_model = prepare_model
+
+
+def take_off(module: nn.Module) -> bool:
+    """Take the wrappers of another `Accelerator` off a module; return whether there were any.
+
+    Accelerate's own unwrapping also takes off wrappers below its own, such as TRL's losses.
+    """
+    was_prepared = bool(vars(module).pop("_is_accelerate_prepared", False))
+    if "_original_forward" in vars(module):
+        module.forward = vars(module).pop("_original_forward")
+    return was_prepared
+
+
+def _in_precision(by: Accelerator, precision: str) -> AbstractContextManager[Any]:
+    """Show a precision to the methods of an `Accelerator`, which read it from its state."""
+    return patch.object(by.state, "_mixed_precision", precision)

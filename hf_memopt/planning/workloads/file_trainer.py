@@ -1,12 +1,10 @@
 """The trainer of a run: of a model without memory, on samples that are all the same."""
 
 import copy
-import importlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -19,6 +17,7 @@ from hf_memopt.planning.models.contrastive import cached_ranking_loss
 from hf_memopt.planning.models.model_options import ModelOptions
 from hf_memopt.planning.models.pipelines import PipelineEncoders
 from hf_memopt.planning.models.quiet import quiet, refused_by
+from hf_memopt.planning.simulation.patched_trl import marked, plugin_without_engine, reference_built_by, without_server
 from hf_memopt.planning.simulation.quantised.block_wise_adamw import BlockWiseAdamW
 from hf_memopt.planning.simulation.quantised.quantised_base import adapt_as_peft_does, quantise
 from hf_memopt.planning.workloads.argument_file import ArgumentFile
@@ -149,64 +148,26 @@ def _trl_trainer(
     from datasets import Dataset, disable_progress_bars
 
     disable_progress_bars()
-    model, mark = build(), _STORED.get(options.quantize)
+    model, sharing = build(), options.sharing
     given: dict[str, Any] = {"peft_config": adapters, "processing_class": _tokenizer()}
     if hasattr(arguments, "num_generations"):
         given |= {"reward_funcs": _no_reward}
-    if mark is not None:
-        # TRL asks these; later they would make transformers ask bitsandbytes.
-        setattr(model, mark, True)
-    # A trainer that generates on a server would ask the server when it is made.
-    is_served = bool(getattr(arguments, "use_vllm", False))
-    alone = patch.object(arguments, "use_vllm", False) if is_served else nullcontext()
-    with alone, _reference_of(kind, build), _seen_by_trl(kind, options, arguments):
-        trainer: Any = kind(model, args=arguments, train_dataset=Dataset.from_dict(data), **given)
-    if is_served:
-        trainer.use_vllm = True
-    if mark is not None:
-        delattr(model, mark)
-    return trainer
-
-
-@contextmanager
-def _seen_by_trl(kind: Any, options: ModelOptions, arguments: Any) -> Iterator[None]:
-    """Show TRL the plugin of DeepSpeed, by which it decides on adapters and checkpoints, but start no engine yet."""
-    if not options.sharing.is_zero:
-        yield
-        return
-    plugin = zero_plugin(options.sharing, 1, None)
-    plain = kind.create_accelerator_and_postprocess
-
-    def without_engine(trainer: Trainer) -> None:
-        with patch.object(arguments, "deepspeed_plugin", None):
-            plain(trainer)
-
+    plugin = zero_plugin(sharing, 1, None) if sharing.is_zero else None
     with (
-        patch.object(arguments, "deepspeed_plugin", plugin),
-        patch.object(kind, "create_accelerator_and_postprocess", without_engine),
+        without_server(arguments),
+        reference_built_by(kind, build),
+        plugin_without_engine(kind, arguments, plugin),
+        marked(model, _STORED.get(options.quantize)),
     ):
-        yield
+        trainer: Any = kind(model, args=arguments, train_dataset=Dataset.from_dict(data), **given)
+    if getattr(arguments, "use_vllm", False):
+        trainer.use_vllm = True
+    return trainer
 
 
 def num_samples(arguments: Any) -> int:
     """Return the samples of the most passes that are simulated, or of one generation."""
     return int(arguments.per_device_train_batch_size * min(2, arguments.gradient_accumulation_steps))
-
-
-@contextmanager
-def _reference_of(kind: Any, build: Callable[[], Any]) -> Iterator[None]:
-    """Build the reference model, if a trainer asks for one, where it would load the model's weights and move them."""
-    made: list[Any] = []
-
-    def create(path: str, **options: Any) -> Any:
-        made.append(build().requires_grad_(False))
-        made[-1].to = lambda *args, **options: made[-1]
-        return made[-1]
-
-    with patch.object(importlib.import_module(kind.__module__), "create_model_from_path", create, create=True):
-        yield
-    for model in made:
-        del model.to
 
 
 def _no_reward(completions: list[str], **columns: Any) -> list[float]:

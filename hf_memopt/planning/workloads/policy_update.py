@@ -3,7 +3,6 @@
 import copy
 from contextlib import redirect_stdout
 from io import StringIO
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -13,7 +12,6 @@ from lerobot.configs import FeatureType, NormalizationMode, PreTrainedConfig
 from lerobot.configs.train import TrainPipelineConfig
 from lerobot.optim.factory import make_optimizer_and_scheduler
 from lerobot.policies import PreTrainedPolicy, get_policy_class
-from lerobot.policies.smolvla import smolvlm_with_expert
 from lerobot.scripts.lerobot_train import update_policy
 from lerobot.utils.constants import ACTION, OBS_LANGUAGE_ATTENTION_MASK, OBS_LANGUAGE_TOKENS
 from lerobot.utils.logging_utils import AverageMeter, MetricsTracker
@@ -22,11 +20,10 @@ from torch.distributions import Distribution
 
 from hf_memopt.activations.offloader import ActivationOffloader
 from hf_memopt.activations.wrapped_module import hook_direct_calls
-from hf_memopt.planning.models.hub_code import weights_from_config
+from hf_memopt.planning.models.model_config import read_config
+from hf_memopt.planning.simulation.patched_lerobot import vlm_from_config
 
 _METERS = ("loss", "grad_norm", "lr", "update_s", "dataloading_s")
-# Special tokens' numbers, which lerobot asks the VLM's tokenizer for; they change no memory.
-_TOKENIZER = SimpleNamespace(fake_image_token_id=0, global_image_token_id=0)
 
 
 class PolicyRun(NamedTuple):
@@ -74,12 +71,7 @@ def build_policy(config: PreTrainedConfig) -> PreTrainedPolicy:
     config.device = None  # where accelerate is
     if getattr(config, "pretrained_backbone_weights", None) is not None:
         config.pretrained_backbone_weights = None
-    processor = SimpleNamespace(from_pretrained=lambda name: SimpleNamespace(tokenizer=_TOKENIZER))
-    with (
-        weights_from_config(smolvlm_with_expert.AutoModelForImageTextToText),
-        patch.object(smolvlm_with_expert, "AutoProcessor", processor),
-        redirect_stdout(StringIO()),
-    ):
+    with vlm_from_config(read_config), redirect_stdout(StringIO()):
         return get_policy_class(config.type)(config)
 
 

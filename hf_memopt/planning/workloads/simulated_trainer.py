@@ -6,9 +6,9 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, repeat
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from accelerate import PartialState
@@ -20,13 +20,15 @@ from transformers import Trainer, TrainerCallback
 from hf_memopt.activations import ActivationOffloader
 from hf_memopt.callbacks.attach import FrozenModels, attach
 from hf_memopt.callbacks.homes import StreamedBase
+from hf_memopt.planning.accounting.allocation_log import GENERATION
 from hf_memopt.planning.models.accelerate_config import DDP, Sharing, sharded_options, zero_plugin
-from hf_memopt.planning.simulation.device import replace_memory
-from hf_memopt.planning.simulation.patched_accelerate import adapters_kept_by_fsdp
+from hf_memopt.planning.simulation.device import phase_named, replace_memory
+from hf_memopt.planning.simulation.patched_accelerate import adapters_kept_by_fsdp, prepare_in, take_off
+from hf_memopt.planning.simulation.patched_transformers import place_arguments, prepare_once
+from hf_memopt.planning.simulation.patched_trl import SimulatedGeneration, generates
 from hf_memopt.planning.simulation.quantised.quantised_base import QuantisedLinear
 from hf_memopt.planning.workload import OFF
 from hf_memopt.planning.workloads.file_trainer import OwnLoss
-from hf_memopt.planning.workloads.simulated_generation import SimulatedGeneration, generates
 from hf_memopt.planning.workloads.trainer_batches import TrainerWindow, num_bytes
 from hf_memopt.weights import StreamedWeights
 
@@ -93,19 +95,21 @@ class SimulatedTrainer:
         self._trainer, shared, switched = trainer, sharing or Sharing(), switches or TrainerSwitches()
         _engine(trainer, shared)
         args = trainer.args
-        args.use_cpu, args._n_gpu, args.distributed_state = False, 1, PartialState()
-        args.__dict__["_setup_devices"] = device
+        args.distributed_state = PartialState()
+        place_arguments(args, device)
         # Else Trainer would move the model in each update, away from an engine.
         args.bf16_full_eval = args.fp16_full_eval = False
         args.eval_on_start = args.auto_find_batch_size = args.push_to_hub = False
         args.logging_nan_inf_filter = False  # would read every loss
-        self._generation = SimulatedGeneration(trainer) if generates(trainer) else None
+        self._generation = (
+            SimulatedGeneration(trainer, partial(phase_named, GENERATION)) if generates(trainer) else None
+        )
         handler = trainer.callback_handler
         on_the_host = [each for each in handler.callbacks if isinstance(each, FrozenModels)]
         for frozen in on_the_host:
             frozen.remove()
         modules = dict(modules_of(trainer))
-        prepared = {name for name, module in modules.items() if _was_prepared(module)}
+        prepared = {name for name, module in modules.items() if take_off(module)}
         _renew_accelerator(trainer)
         for name, module in modules.items():
             # Engines take weights from the host, and weights that stream have their home there.
@@ -129,7 +133,9 @@ class SimulatedTrainer:
         trainer.get_train_dataloader = lambda: next(of_updates)
         handler.callbacks = [each for each in handler.callbacks if offloader_of(each) or isinstance(each, StreamedBase)]
         if shared.has_group:
-            _prepare_once(trainer, running)
+            is_quantised = any(isinstance(module, QuantisedLinear) for module in trainer.model.modules())
+            with adapters_kept_by_fsdp() if is_quantised else nullcontext():
+                prepare_once(trainer, running)
 
     @property
     def modules(self) -> dict[str, nn.Module]:
@@ -166,15 +172,6 @@ def modules_of(trainer: Trainer) -> Iterator[tuple[str, nn.Module]]:
                 yield name if module is value else f"{name}.{number}", module
 
 
-def _was_prepared(module: nn.Module) -> bool:
-    """Take off the wrappers of another `Accelerator`; return whether there were any."""
-    was_prepared = bool(vars(module).pop("_is_accelerate_prepared", False))
-    if "_original_forward" in vars(module):
-        # accelerate's own unwrapping also takes off wrappers below its own, such as TRL's losses.
-        module.forward = vars(module).pop("_original_forward")
-    return was_prepared
-
-
 def _engine(trainer: Trainer, sharing: Sharing) -> None:
     """Give the trainer the engine that `accelerate launch` would give it."""
     args = trainer.args
@@ -188,29 +185,13 @@ def _engine(trainer: Trainer, sharing: Sharing) -> None:
         args.fsdp_plugin_args = sharded_options(sharing)
 
 
-def _prepare_once(trainer: Trainer, batches: Any) -> None:
-    """Let an engine take the model now, and for all updates: Trainer would give it to the engine in each of them."""
-    is_quantised = any(isinstance(module, QuantisedLinear) for module in trainer.model.modules())
-    with adapters_kept_by_fsdp() if is_quantised else nullcontext():
-        made = trainer._prepare_for_training(1, batches, None)
-    trainer._prepare_for_training = lambda *args: made
-    trainer.accelerator.free_memory = lambda *args: ()
-
-
 def _renew_accelerator(trainer: Trainer) -> None:
     """Give the trainer an `Accelerator` whose fp16 has no scaler, which would read values."""
     precision = trainer.args.mixed_precision
     trainer.args.mixed_precision = "bf16" if precision == "fp16" else precision
     (trainer.args.accelerator_config.gradient_accumulation_kwargs or {}).pop("num_steps", None)  # of the one before
     trainer.create_accelerator_and_postprocess()
-    accelerator, state = trainer.accelerator, trainer.accelerator.state
-    plain_prepare_model = accelerator.prepare_model
-
-    def prepare_model(*args: Any, **options: Any) -> Any:
-        with patch.object(state, "_mixed_precision", precision):
-            return plain_prepare_model(*args, **options)
-
-    accelerator.prepare_model = prepare_model
+    prepare_in(precision, trainer.accelerator)
 
 
 def _place(module: nn.Module, device: torch.device) -> None:

@@ -13,8 +13,8 @@ from hf_memopt.planning.estimate import simulate_step
 from hf_memopt.planning.estimate_report import MemoryEstimate
 from hf_memopt.planning.simulated_step import RepeatedLayers, SimulatedStep
 from hf_memopt.planning.simulation.child_process import run_isolated
+from hf_memopt.planning.simulation.patched_trl import generates
 from hf_memopt.planning.workload import num_steps
-from hf_memopt.planning.workloads.simulated_generation import generates
 from hf_memopt.planning.workloads.simulated_trainer import MODEL, SimulatedTrainer, modules_of, offloader_of
 from hf_memopt.planning.workloads.trainer_batches import TrainerWindow, largest_window
 from hf_memopt.ranges import COUNT

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_memopt.cli import main
-from hf_memopt.planning.models.hub_code import no_hub_kernels
+from hf_memopt.planning.simulation.patched_transformers import no_hub_kernels
 
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 128}
 LLAMA |= {"num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128}

@@ -14,7 +14,7 @@ estimates = LateModule("hf_memopt.planning.workloads.trainer_estimate")
 batches = LateModule("hf_memopt.planning.workloads.trainer_batches")
 simulated = LateModule("hf_memopt.planning.workloads.simulated_trainer")
 trl_utils = LateModule("trl.trainer.utils")
-generation = LateModule("hf_memopt.planning.workloads.simulated_generation")
+generation = LateModule("hf_memopt.planning.simulation.patched_transformers")
 cache_utils = LateModule("transformers.cache_utils")
 
 pytestmark = pytest.mark.filterwarnings("ignore")

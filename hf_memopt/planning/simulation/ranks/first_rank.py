@@ -21,8 +21,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from hf_memopt.planning.accounting.categories import COMMUNICATION, StepLabels
-from hf_memopt.planning.simulation.device import patched_everywhere
 from hf_memopt.planning.simulation.patched_accelerate import first_of_ranks
+from hf_memopt.planning.simulation.patched_everywhere import patched_everywhere
 from hf_memopt.planning.simulation.virtual_base import VirtualBase
 
 BACKEND = "fake"
