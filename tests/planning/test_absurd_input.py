@@ -1,5 +1,6 @@
 """Files with absurd fields: each trains in the simulation, or is refused in a line and in bounded time."""
 
+import copy
 import json
 import random
 import signal
@@ -12,10 +13,12 @@ import pytest
 from late_imports import LateModule
 from transformers_toys import step_of
 
+from hf_memopt.cli import main
 from hf_memopt.planning.estimate import simulate_step
 from hf_memopt.planning.job import FIELDS, Job, read_spec
 from hf_memopt.planning.simulation.child_process import run_isolated
 
+policy_toys = LateModule("policy_toys")
 transformers = LateModule("transformers")
 workloads = LateModule("hf_memopt.planning.workloads.of_job")
 
@@ -167,3 +170,108 @@ def test_no_file_ends_in_a_traceback(reader: str, seed: int, tmp_path: Path) -> 
 def llama(folder: Path) -> Path:
     transformers.LlamaConfig(**TEXT, architectures=["LlamaForCausalLM"]).save_pretrained(folder / "llama")
     return folder / "llama"
+
+
+POLICIES = ("act", "diffusion", "pi05", "smolvla")
+
+
+def write_run(kind: str, vlm: Path, folder: Path) -> Path:
+    """Write the `train_config.json` of a policy, of whose backbone no weights are asked for."""
+    random_weights = {"pretrained_backbone_weights": None} if kind in ("act", "diffusion") else {}
+    file: Path = policy_toys.write_run(folder, kind, vlm, folder / "data", **random_weights)
+    return file
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "value", "message"),
+    [
+        ("act", "policy.chunk_size", 10**9, "policy.chunk_size=1000000000 must be at most 1000000"),
+        ("act", "policy.n_heads", 0, "policy.n_heads=0 must be at least 1"),
+        ("act", "policy.n_encoder_layers", 2**31, "policy.n_encoder_layers=2147483648 must be at most 1000"),
+        ("act", "policy.dim_model", "x", "`dim_model`: Couldn't parse 'x' into an int"),
+        ("act", "policy.type", [], r"is a policy of type '\[\]'; those that are simulated are act"),
+        ("act", "batch_size", 0, "batch_size=0 must be at least 1"),
+        ("smolvla", "policy.empty_cameras", 10**9, "policy.empty_cameras=1000000000 must be at most 1000"),
+        ("smolvla", "policy.vlm_model_name", "x" * 300, "policy.vlm_model_name='x*': the VLM's config.json, .* cannot"),
+        ("smolvla", "policy.output_features.action.shape", [0], "policy.output_features.action.shape=0 must be at lea"),
+    ],
+)
+def test_an_absurd_field_of_a_run_is_named(
+    kind: str, field: str, value: Any, message: str, toy_vlm: Path, tmp_path: Path
+) -> None:
+    file = write_run(kind, toy_vlm, tmp_path)
+    values = json.loads(file.read_text())
+    *parents, name = field.split(".")
+    of = values
+    for each in parents:
+        of = of[each]
+    of[name] = value
+    file.write_text(json.dumps(values))
+    with within(60), pytest.raises(ValueError, match=f"(?s){message}") as refused:
+        make_step(Job(str(file)))
+    assert str(file) in str(refused.value) or field in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        b"\xff\xfe{}",
+        b"[" * 100_000,
+        b'{"policy": {"type": "\\u001b[2J"}}',
+        b'{"policy": ' + b"[" * 60 + b"]" * 60 + b"}",
+    ],
+)
+def test_a_run_that_cannot_be_read_is_one_line(
+    written: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "train_config.json"
+    file.write_bytes(written)
+    with within(60):
+        assert main(["estimate", str(file)]) == 2
+    printed = capsys.readouterr().err
+    assert (printed.count("\n"), "\x1b" in printed, str(file) in printed) == (1, False, True)
+    assert len(printed) < 5000
+
+
+def fields(values: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield the places of all fields, those of objects within included."""
+    for name, value in values.items():
+        yield values, name
+        if isinstance(value, dict):
+            yield from fields(value)
+
+
+def alike(value: Any) -> list[Any]:
+    """Return the absurd values of the same type; of a list, also lists of as many such values."""
+    if isinstance(value, list) and value:
+        return [[each] * len(value) for each in alike(value[0])] + [each for each in VALUES if isinstance(each, list)]
+    kinds = (int, float) if isinstance(value, float) else (type(value),)
+    return [each for each in VALUES if type(each) in kinds]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+def test_no_run_ends_in_a_traceback(seed: int, toy_vlm: Path, tmp_path: Path) -> None:
+    draw = random.Random(seed)
+    plain = {kind: json.loads(write_run(kind, toy_vlm, tmp_path / kind).read_text()) for kind in POLICIES}
+    file, refused = tmp_path / "train_config.json", 0
+    for _ in range(50):
+        kind = draw.choice(POLICIES)
+        values = copy.deepcopy(plain[kind])
+        for _ in range(draw.choice([1, 1, 2, 3])):
+            policy = values["policy"] if isinstance(values["policy"], dict) and draw.random() < 0.7 else values
+            of, name = draw.choice([*fields(policy)])
+            of[name] = draw.choice((draw.random() < 0.8 and alike(of[name])) or VALUES)
+        file.write_text(json.dumps(values))
+        with within(60), policy_toys.toy_size(kind, toy_vlm):
+            try:
+                make_run(file)
+            except ValueError:
+                refused += 1
+    assert 5 < refused < 50
+
+
+def make_run(file: Path) -> None:
+    spec = Job(str(file))
+    step, _ = workloads.given_step(spec, workloads.workload_of(spec))
+    run_isolated(lambda: simulate_step(step))

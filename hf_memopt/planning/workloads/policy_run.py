@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,12 +14,13 @@ from draccus.utils import DecodingError
 from lerobot.configs import FeatureType, PolicyFeature, PreTrainedConfig, parser
 from lerobot.configs.train import TrainPipelineConfig
 from lerobot.utils.constants import ACTION, OBS_IMAGES, OBS_STATE
-from transformers import AutoConfig
 
 from hf_memopt.command_line import argparse_raising
 from hf_memopt.planning.job import Job
 from hf_memopt.planning.models.model_batches import parse_image_size
+from hf_memopt.planning.models.model_config import MAX_LAYERS, read_config
 from hf_memopt.planning.workloads.robot_policies import PolicyFile
+from hf_memopt.ranges import COUNT, Range
 
 SIMULATED = ("act", "diffusion", "pi0", "pi05", "smolvla")
 # Stands for data of the user's, which a policy's configuration does not name.
@@ -39,6 +41,14 @@ _OTHERS = {"model", "set", "accumulation", "num_gpus", "precision", "seq_len", "
 _OTHERS |= {"offload", "gpu", "host", "disk", "link", "check", "explain", "json", "timeline", "snapshot", "output"}
 _OTHERS |= {"workers"}
 _AUTOCAST = {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}
+# Numbers of dimensions by the kind of a feature, as lerobot's policies read them.
+_DIMENSIONS = {FeatureType.VISUAL: 3, FeatureType.STATE: 1, FeatureType.ENV: 1, FeatureType.ACTION: 1}
+# No published policy has a size near it.
+_LARGEST = 10**6
+# Layers and cameras, which may be none, are simulated one by one.
+_PART = re.compile(r"\w+_(layers|cameras)")
+# Numbers that are no sizes.
+_OF_TRAINING = re.compile(r"(optimizer|scheduler|drop)_\w+")
 
 
 def training_config(spec: Job, file: PolicyFile) -> TrainPipelineConfig:
@@ -56,10 +66,9 @@ def training_config(spec: Job, file: PolicyFile) -> TrainPipelineConfig:
     _check_fields(spec, file.kind)
     with _quiet():
         cfg = _read(spec, file)
+    _check_sizes(cfg, f"model={spec.model!r}")
     set_features(cfg.policy, spec)
     _check_run(cfg)
-    if cfg.use_policy_training_preset:
-        cfg.optimizer, cfg.scheduler = cfg.policy.get_optimizer_preset(), cfg.policy.get_scheduler_preset()
     # A new run: that of the file has a folder already.
     cfg.output_dir, cfg.resume = None, False
     return cfg
@@ -140,7 +149,9 @@ def _read(spec: Job, file: PolicyFile) -> TrainPipelineConfig:
                 cfg = TrainPipelineConfig.from_pretrained(file.path, cli_args=flags)
             else:
                 cfg = _new_run(file.path.parent, flags)
-    except (ValueError, DecodingError) as error:
+        if cfg.use_policy_training_preset:
+            cfg.optimizer, cfg.scheduler = cfg.policy.get_optimizer_preset(), cfg.policy.get_scheduler_preset()
+    except Exception as error:  # a forged file can raise anything
         given = f" with {' '.join(flags)}" if flags else ""
         raise ValueError(f"lerobot does not read {file.path}{given}: {error}") from error
     model = Path(str(spec.model))
@@ -187,13 +198,37 @@ def _check_run(cfg: TrainPipelineConfig) -> None:
 
 def _check_vlm(name: str) -> None:
     try:
-        AutoConfig.from_pretrained(name, trust_remote_code=False)
+        read_config(name)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"policy.vlm_model_name={name!r}: the VLM's config.json, from which lerobot takes its sizes, was not found "
-            "there; download it once with access to the hub, or name a folder that has it by "
+            f"policy.vlm_model_name={name!r}: the VLM's config.json, from which lerobot takes its sizes, cannot be "
+            f"read ({error}); download it once with access to the hub, or name a folder that has it by "
             "set=policy.vlm_model_name=FOLDER"
         ) from error
+
+
+def _check_sizes(cfg: TrainPipelineConfig, source: str) -> None:
+    """Raise ValueError for numbers that no policy has, such as billions of steps in a chunk, which lerobot lists."""
+    policy: Any = cfg.policy
+    COUNT.check(f"{source}: batch_size", cfg.batch_size)
+    COUNT.check(f"{source}: peft.r", cfg.peft and cfg.peft.r)
+    for each in dataclasses.fields(policy):
+        value, is_part = getattr(policy, each.name), _PART.fullmatch(each.name)
+        default = each.default if isinstance(each.default, int) else 1
+        least, most = (0, MAX_LAYERS) if is_part else (1, _LARGEST)
+        allowed = Range(at_least=min(least, default), at_most=most, whole=True)
+        for size in value if isinstance(value, list | tuple) else [value]:
+            if type(size) is int and not _OF_TRAINING.fullmatch(each.name):
+                allowed.check(f"{source}: policy.{each.name}", size)
+    for name in ("input_features", "output_features"):
+        features = getattr(policy, name) or {}
+        Range(at_most=MAX_LAYERS).check(f"{source}: number of policy.{name}", len(features))
+        for key, feature in features.items():
+            field = f"{source}: policy.{name}.{key}.shape"
+            for size in feature.shape:
+                Range(at_least=1, at_most=_LARGEST, whole=True).check(field, size)
+            if len(feature.shape) != _DIMENSIONS.get(feature.type, len(feature.shape)):
+                raise ValueError(f"{field}={feature.shape} must have length {_DIMENSIONS[feature.type]}; correct it")
 
 
 def _cameras(policy: PreTrainedConfig, spec: Job) -> dict[str, PolicyFeature]:

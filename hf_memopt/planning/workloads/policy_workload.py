@@ -11,6 +11,7 @@ from lerobot.policies import get_policy_class
 
 from hf_memopt.planning.job import Job
 from hf_memopt.planning.models.accelerate_config import write_accelerate_config
+from hf_memopt.planning.models.model_config import training
 from hf_memopt.planning.simulated_step import SimulatedStep
 from hf_memopt.planning.workload import Lever, Settings, num_steps
 from hf_memopt.planning.workloads.model_levers import ACTIVATIONS, ADAPTIVE
@@ -91,9 +92,10 @@ class PolicyTraining:
         return cfg
 
     def _step(self, cfg: TrainPipelineConfig, offload: str) -> SimulatedStep:
+        refused = training(f"model={self.model!r}")
         return SimulatedStep(
-            setup=lambda device: set_up(cfg, self._precision, offload, self._num_tokens),
-            step=update,
+            setup=refused(lambda device: set_up(cfg, self._precision, offload, self._num_tokens)),
+            step=refused(update),
             num_steps=num_steps(offload, 1),
             is_trainers_own=True,
         )

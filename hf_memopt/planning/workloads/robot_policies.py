@@ -38,5 +38,5 @@ def _read(path: Path | None) -> PolicyFile | None:
         return None
     is_run = isinstance(held.get("policy"), dict)
     kind = (held["policy"] if is_run else held).get("type")
-    is_named_so = is_run or path.name == _POLICY
-    return PolicyFile(path, kind, is_run) if isinstance(kind, str) and is_named_so else None
+    is_policy = isinstance(kind, str) and (is_run or path.name == _POLICY)
+    return PolicyFile(path, str(kind), is_run) if is_policy or path.name == _RUN else None
