@@ -23,6 +23,7 @@ VOCABULARY, TOKENS, BATCH = 512, 64, 2
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3": {**SIZES, "vocab_size": VOCABULARY, "num_key_value_heads": 2, "head_dim": 16},
+    "mixtral": {**SIZES, "vocab_size": VOCABULARY, "num_key_value_heads": 2, "num_local_experts": 4},
     "bert": {**SIZES, "vocab_size": VOCABULARY},
     "t5": {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vocab_size": VOCABULARY}
     | {"decoder_start_token_id": 0},

@@ -386,6 +386,6 @@ def _nothing_fits(result: SettingsPlan, below: MemoryBelow) -> NothingFitsError:
         f"gpu={result.card.name!r}: no settings of {result.workload} fit. The smallest need "
         f"{format_gib(smallest.needed_bytes)} ({describe(smallest)}), and their peak is in {estimate.phase}, where "
         f"{largest} take {format_gib(estimate.breakdown[largest])}. Use a card of that size, or a smaller model, "
-        "or fewer trainable parameters (LoRA)",
+        + " ".join(["or fewer trainable parameters (LoRA).", *estimate.notes]).removesuffix("."),
         smallest,
     )

@@ -36,6 +36,7 @@ from hf_memopt.planning.simulation.kernels import attention, autocast
 from hf_memopt.planning.simulation.virtual_base import VirtualBase, VirtualFileHome
 from hf_memopt.planning.simulation.virtual_time import FIRST_STREAM, VirtualClock, VirtualEvent, VirtualStream
 from hf_memopt.transfer.backends import DeviceBackend, registered
+from hf_memopt.weights.residency.away import WatchedParameter
 
 
 class _Backend(backend_registration._DummyBackendModule):
@@ -130,6 +131,7 @@ def simulation(
         enter(patch.object(FakeTensor, "data_ptr", _address))
         enter(patch.object(torch.UntypedStorage, "data_ptr", _address_of_storage))
         enter(patch.object(FakeTensor, "numpy", _array))
+        enter(patch.object(FakeTensor, "set_", WatchedParameter.set_))
         enter(registered(device.type, _simulated_type(base, free_host_bytes)))
         # Optimizers and gradient clipping choose their foreach path by a tensor's class.
         for module in (torch_optimizer, foreach_utils):

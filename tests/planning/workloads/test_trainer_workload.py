@@ -138,6 +138,12 @@ def test_weights_stream_while_activations_are_offloaded(offload: str, folder_of:
     assert found == estimate(model, "full", lora_rank=2, dtype="bfloat16", base="host").streamed
 
 
+def test_experts_with_adapters_stream(folder_of: FolderOf) -> None:
+    """PEFT parametrizes the experts' weights in each forward pass, and torch sets them to their own memory for it."""
+    plain, streamed = (estimate(folder_of("mixtral"), lora_rank=2, base=base) for base in (None, "host"))
+    assert streamed.breakdown["frozen parameters"] < plain.breakdown["frozen parameters"]
+
+
 def test_a_plan_tries_the_homes_of_frozen_weights_and_says_which_is_chosen(qwen3: str, tmp_path: Path) -> None:
     workload = workload_of(qwen3, seq_len=TOKENS, lora_rank=4)
     lever = workload.levers[-1]
