@@ -58,7 +58,8 @@ class ModelOptions:
         effective_batch: of all GPUs together.
         text_tokens: CLIP's not counted.
         passages: each text has `seq_len` tokens.
-        dtype: "auto" becomes the configuration's; where it has none, bfloat16 for a causal model, float32 for others.
+        dtype: "auto" becomes the configuration's; where it has none, bfloat16 for a causal model and a denoiser with
+            adapters, float32 for others.
         quantize: "auto" becomes that of a checkpoint published in few bits, or "none".
             "nf4" (QLoRA) multiplies in `dtype`; the experts of a mixture are no linear layers, and are in 4 bits
             with "nf4-experts" alone. "nf4-double" quantises the scales, too. "int8-llm" is LLM.int8, "int8-torchao"
@@ -139,8 +140,9 @@ class ModelOptions:
         if self.dtype != "auto":
             return self.dtype
         said = str(getattr(self.config, "dtype", None)).removeprefix("torch.")
-        # Language models are trained in 16 bits; transformers makes others in float32.
-        usual = "bfloat16" if self.kind == "causal" else "float32"
+        # Language models, and denoisers with adapters, are trained in 16 bits; transformers makes others in float32.
+        is_denoiser = self.kind == "denoising" and self.lora_rank is not None
+        usual = "bfloat16" if self.kind == "causal" or is_denoiser else "float32"
         return said if said in _DTYPES else self.published.dtype or usual
 
     def _resolved_quantize(self) -> str:

@@ -250,9 +250,9 @@ class _Search:
     def _next_settings(self) -> Settings | None:
         """Return the fastest combination that is forecast to fit, or None where none is clearly faster than the best.
 
-        Of those that are nearly as fast it is the one with the least memory. Where nothing has fitted, and nothing is
-        forecast to, it is the one that is forecast to need least. Beside those that are being simulated it is one with
-        clearly more or less memory.
+        Of those that are nearly as fast it is the one with the least memory, and the last of these. Where nothing has
+        fitted, and nothing is forecast to, it is the one that is forecast to need least. Beside those that are being
+        simulated it is one with clearly more or less memory.
         """
         forecast = Forecast(self._plain, self._rows, self._micro_batches, self._card.memory_bytes, self._levers)
         known = [row.settings for row in self._rows]
@@ -275,7 +275,7 @@ class _Search:
         if faster:
             most_ms = _SAME_TIME * min(each[0].least_ms for each in faster)
             as_fast = [each for each in faster if each[0].least_ms <= most_ms]
-            return min(as_fast, key=lambda each: each[0].needed_bytes)[1]
+            return min(reversed(as_fast), key=lambda each: each[0].needed_bytes)[1]
         if fitting or not candidates:
             return None
         on_host = [each for each in candidates if self._has_room(0, each[0].host_bytes)]

@@ -186,6 +186,8 @@ def headline(plan: SettingsPlan) -> str:
     best = plan.best
     num_samples = best.micro_batch * best.accumulation * best.estimate.num_gpus
     samples = f"{num_samples} sample{'s' * (num_samples > 1)}"
+    on_host = best.estimate.host_bytes
+    host = f", and {format_gib(on_host)} of host memory" if on_host >= GIB else ""
     time = "Times are relative: a size has no speed. Name a card, or a size with a card's speed, such as 8GiB@t4."
     if plan.card.is_named:
         time = f"An update of {samples} takes {time_text(best.estimate, plan.card)}."
@@ -195,7 +197,7 @@ def headline(plan: SettingsPlan) -> str:
     lines = [
         f"Train with {describe(best)}.",
         f"That {best.verdict} on {plan.card.name}: it needs {format_gib(best.needed_bytes)} of "
-        f"{plan.card.memory_bytes / GIB:.1f} GiB, most of it during {best.estimate.phase}.",
+        f"{plan.card.memory_bytes / GIB:.1f} GiB, most of it during {best.estimate.phase}{host}.",
         f"{plan.workload}.",
         time,
         *(f"Note: {note}" for note in best.estimate.notes),

@@ -18,6 +18,7 @@ from hf_memopt.planning.job import DEFAULTS, PLAIN_TRAINER, Job
 from hf_memopt.planning.models.accelerate_config import OPTIMIZERS_OF_BITSANDBYTES, write_accelerate_config
 from hf_memopt.planning.models.model_config import read_config
 from hf_memopt.planning.models.model_options import OF_BITSANDBYTES, ModelOptions
+from hf_memopt.planning.models.pipelines import DenoiserConfig
 from hf_memopt.planning.models.tasks import CONTRASTIVE, task_of
 from hf_memopt.planning.simulated_step import SimulatedStep
 from hf_memopt.planning.workload import PLACES, Lever, check_accumulation, divisors
@@ -141,11 +142,15 @@ class TrainerWorkload:
         return passes
 
     def _usual(self, changes: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the fields of adapters that a model needs: no dropout on experts, and a head that trains."""
+        """Return the fields that a model needs: autocast, as diffusers' scripts are run, and those of adapters.
+
+        Experts have no dropout, and a head of classes trains.
+        """
         trainer = self.file.trainer
-        if trainer is None:
-            return {}
         usual: dict[str, Any] = {}
+        if trainer is None:
+            is_unsaid = self._job.dtype in (None, "auto") and changes.keys().isdisjoint(("bf16", "fp16"))
+            return {"bf16": True} if is_unsaid and isinstance(self._read, DenoiserConfig) else {}
         if self._is_of_flags and "lora_r" in changes and self._job.model is not None and has_experts(self._read):
             usual["lora_dropout"] = 0.0  # PEFT has none on the experts' weights
         if trainer.task == "sequence-classification" and "lora_task_type" not in self.file.given:
@@ -252,7 +257,7 @@ class TrainerWorkload:
             notes += self.file.trainer.notes(self.given.settings, is_quantised=options.quantize != "none")
         if self.file.tool is not None and self.file.unread:
             notes.append(f"{self.file.tool.name}'s {', '.join(self.file.unread)} not looked at")
-        if self.file.path is None and self._job.batch_size is None:
+        if self.file.path is None and self._job.batch_size is None and self._job.effective_batch is None:
             notes.append(f"{self.micro_batch} per forward pass")
         return notes
 

@@ -14,7 +14,7 @@ from hf_memopt.planning.models.denoiser_families import FAMILIES
 @pytest.mark.sweep(share=0.15)
 def test_a_real_denoiser_learns_from_the_batch(name: str, lora_rank: int | None, tmp_path: Path) -> None:
     settings = SMALL[name] | ({} if name == "dit" else {"image_size": "64x32"})
-    options = options_of(write_denoiser(tmp_path, name), lora_rank=lora_rank, **settings)
+    options = options_of(write_denoiser(tmp_path, name), lora_rank=lora_rank, dtype="float32", **settings)
     model = built(options, "full", "cpu")
     loss = options.kind_of_task.loss(model, options.batch(options.config, 2))
     loss.backward()

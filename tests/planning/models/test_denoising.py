@@ -23,7 +23,7 @@ QUICK = {("unet of SDXL", 4, "full"), ("flux", None, "none")}
 )
 @pytest.mark.sweep(share=0.5)
 def test_the_peaks_of_a_real_run(name: str, lora_rank: int | None, checkpointing: str, tmp_path: Path) -> None:
-    options = options_of(write_denoiser(tmp_path, name), **SMALL[name], lora_rank=lora_rank)
+    options = options_of(write_denoiser(tmp_path, name), **SMALL[name], lora_rank=lora_rank, dtype="float32")
 
     def build() -> Workload:
         model = built(options, checkpointing, "cpu")
@@ -40,8 +40,9 @@ def test_latents_and_embeddings_have_the_type_of_the_computation(tmp_path: Path)
         model = options_of(folder, **options)
         return {value.dtype for value in model.batch(model.config, 1).values()}
 
-    assert dtypes() == {torch.float32}
-    assert dtypes(precision="bf16") == {torch.bfloat16}
+    assert dtypes() == dtypes(precision="bf16") == {torch.bfloat16}
+    assert dtypes(precision="no") == dtypes(dtype="float32") == {torch.float32}
+    assert dtypes(lora_rank=2) == {torch.bfloat16}
     assert dtypes(dtype="float16", precision="no") == {torch.float16}
 
 

@@ -79,7 +79,7 @@ def test_the_table_has_a_line_for_each_candidate_in_the_plans_order() -> None:
 def test_the_headline_names_the_choice_and_what_it_needs() -> None:
     assert headline(PLAN).splitlines() == [
         "Train with micro-batch 4 x 4, checkpointing none, offload auto.",
-        "That fits on toy card: it needs 7.50 GiB of 8.0 GiB, most of it during backward.",
+        "That fits on toy card: it needs 7.50 GiB of 8.0 GiB, most of it during backward, and 3.00 GiB of host memory.",
         "toy.",
         "An update of 16 samples takes 200 ms (180 ms to 240 ms: the range of nine in ten published steps on cards of "
         "its family, Ampere and Ada, GeForce).",
