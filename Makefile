@@ -70,7 +70,7 @@ demo-fluxflow: $(READY) ## a VAE-GAN on painted landscapes on the CPU, in about 
 	$(LAUNCH) hf_memopt.recipes.train_fluxflow --config_path recipes/configs/fluxflow_demo.yaml
 
 demo-fit: $(READY) ## training dies at a memory limit, and runs through below it with a disk, in 3 minutes: results in outputs/demo_fit
-	$(PY) -m hf_memopt.recipes.memory_limit.demo --output outputs/demo_fit --overwrite
+	$(PY) -m benchmarks.limit.demo --output outputs/demo_fit --overwrite
 
 app: $(READY) ## a page in the browser that estimates and plans: http://127.0.0.1:7860
 	$(PY) space/app.py

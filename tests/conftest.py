@@ -150,7 +150,7 @@ def one_rank() -> Iterator[None]:
 @pytest.fixture
 def groups() -> None:
     """Skip the test where no control group can be made."""
-    from hf_memopt.recipes.memory_limit.limits import ControlGroup
+    from benchmarks.limit.limits import ControlGroup
 
     group = ControlGroup.make()
     if group is None:

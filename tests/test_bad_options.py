@@ -280,7 +280,7 @@ def test_options_of_recipes(name: str, tmp_path: Path, capsys: Capture) -> None:
 SEEDS = ("-1", "1.5", "nan", "inf", str(2**31), "many")
 DEMOS = {
     "hf_memopt.recipes.reflow.demo": {"--seed": SEEDS, "--output": ("FILE", "FILE/below")},
-    "hf_memopt.recipes.memory_limit.demo": {"--seed": SEEDS, "--output": ("FILE", "FILE/below"), "--steps": NUMBERS},
+    "benchmarks.limit.demo": {"--seed": SEEDS, "--output": ("FILE", "FILE/below"), "--steps": NUMBERS},
     "benchmarks.metaworld.demo": {
         "--tasks": ("", "reach-v3,", "reach-v3,reach-v3"),
         "--seed": SEEDS,

@@ -160,7 +160,7 @@ def test_a_name_that_is_too_long_is_refused(check: Callable[..., None], tmp_path
 RECIPES = ("train_causal_lm", "train_neural_operator", "train_lgt", "train_fluxflow", "train_sft", "reflow_smolvla")
 
 
-@pytest.mark.parametrize("name", [*RECIPES, "reflow.demo", "memory_limit.demo"])
+@pytest.mark.parametrize("name", [*RECIPES, "reflow.demo"])
 def test_an_unknown_flag_of_a_recipe_is_one_line(name: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = importlib.import_module(f"hf_memopt.recipes.{name}")
     capsys.readouterr()  # drops the libraries' warnings at import

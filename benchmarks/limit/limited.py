@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import CPU, MIB, BenchmarkParser, environment, highest_points, results_path, slug, write_results
-from hf_memopt.recipes.memory_limit import limits
-from hf_memopt.recipes.memory_limit.limited_process import LimitedRun, run_limited
+from benchmarks.limit import limits
+from benchmarks.limit.limited_process import LimitedRun, run_limited
 from hf_memopt.transfer.scratch_file import file_system
 
 # Makes threads sleep while they wait, and glibc return blocks of 64 KiB and more as soon as they are freed.

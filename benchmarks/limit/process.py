@@ -5,7 +5,7 @@ import importlib
 import json
 import sys
 
-from hf_memopt.recipes.memory_limit.reported_steps import report_steps
+from benchmarks.limit.reported_steps import report_steps
 
 
 def main() -> int:

@@ -22,11 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import MIB, print_rows
-from benchmarks.limit import limited
+from benchmarks.limit import limited, limits
 from benchmarks.limit.kinds import KINDS, NO_LIMIT
 from benchmarks.limit.limited import Row
 from benchmarks.limit.workloads import WORKLOADS
-from hf_memopt.recipes.memory_limit import limits
 from hf_memopt.units import GIB
 
 ENVIRONMENTS = {"mapped": limited.ENVIRONMENT, "default": {"OMP_WAIT_POLICY": "passive"}}

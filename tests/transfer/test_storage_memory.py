@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from hf_memopt.recipes.memory_limit.limited_process import read_sample
+from benchmarks.limit.limited_process import read_sample
 from hf_memopt.transfer import storage_memory
 from hf_memopt.transfer.direct_io import PAGE
 from hf_memopt.transfer.storage_memory import ResizedMemory, SparePages, StorageMemory, WholePages

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from benchmark_runs import environ_of_processes
 from late_imports import LateModule
 
 from hf_memopt.command_line import one_line_errors
@@ -29,7 +30,7 @@ def test_every_stage_runs(tmp_path: Path) -> None:
     pytest.importorskip("metaworld", reason="the extra 'metaworld' is not installed")
     command = [sys.executable, "-m", "benchmarks.metaworld.demo", "--output", str(tmp_path)]
     few = ("--demonstrations=1", "--teacher-steps=2", "--student-steps=2", "--episodes=2")
-    done = subprocess.run([*command, *few], capture_output=True, text=True, check=False)
+    done = subprocess.run([*command, *few], env=environ_of_processes(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["settings"]["episodes"] == 2
@@ -43,7 +44,7 @@ def test_every_stage_runs(tmp_path: Path) -> None:
     assert policies["teacher_10"]["error"] == 0
     assert policies["teacher_1"]["error"] > 0
     with pytest.raises(subprocess.CalledProcessError):  # the folder is in use
-        subprocess.run([*command, *few], capture_output=True, check=True)
+        subprocess.run([*command, *few], env=environ_of_processes(), capture_output=True, check=True)
 
 
 def test_without_the_extra_one_line_names_it(

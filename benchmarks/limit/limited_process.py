@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hf_memopt.recipes.memory_limit.limits import MemoryLimit
+from benchmarks.limit.limits import MemoryLimit
 from hf_memopt.units import KIB
 
 Event = dict[str, Any]

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from hf_memopt.recipes.memory_limit.limited_process import read_sample, sampling
+from benchmarks.limit.limited_process import read_sample, sampling
 from hf_memopt.units import MIB
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -3,10 +3,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from benchmark_runs import environ_of_processes
 
-from hf_memopt.recipes.memory_limit import limits
-from hf_memopt.recipes.memory_limit.limited_process import LimitedRun, run_limited
-from hf_memopt.recipes.memory_limit.limits import ControlGroup, memory_limit
+from benchmarks.limit import limits
+from benchmarks.limit.limited_process import LimitedRun, run_limited
+from benchmarks.limit.limits import ControlGroup, memory_limit
 from hf_memopt.units import MIB
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits the memory of a single process")
@@ -14,10 +15,15 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits th
 # Each step takes the same anonymous memory again; glibc gives so large a block back when it is freed.
 ALLOCATES = """
 import sys
-from hf_memopt.recipes.memory_limit.reported_steps import report_steps
+from benchmarks.limit.reported_steps import report_steps
 num_bytes, pipe = int(sys.argv[1]), int(sys.argv[2].partition("=")[2])
 sys.exit(report_steps(lambda: float(len(bytearray(num_bytes))), 3, pipe, lambda: {"answer": 42}))
 """
+
+
+@pytest.fixture(autouse=True)
+def _benchmarks_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", environ_of_processes()["PYTHONPATH"])
 
 
 @pytest.fixture(params=["group", "data"])
@@ -91,7 +97,7 @@ def test_no_group_stays(tmp_path: Path) -> None:
         ("raise RuntimeError('unrelated')", "status 1.*(?s:.*)unrelated"),
         ("import os; os.abort()", "status -6"),
         (
-            "from hf_memopt.recipes.memory_limit.reported_steps import report_steps\n"
+            "from benchmarks.limit.reported_steps import report_steps\n"
             "report_steps(lambda: 1 / 0, 1, int(__import__('sys').argv[1].partition('=')[2]), dict)",
             "ZeroDivisionError",
         ),
@@ -106,7 +112,7 @@ def test_a_failure_that_is_not_about_memory_is_an_error(code: str, told: str, tm
 def test_a_process_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     code = (
         "import time\n"
-        "from hf_memopt.recipes.memory_limit.reported_steps import report_steps\n"
+        "from benchmarks.limit.reported_steps import report_steps\n"
         "report_steps(lambda: time.sleep(600), 1, int(__import__('sys').argv[1].partition('=')[2]), dict)"
     )
     with memory_limit("data") as limit:

@@ -1,6 +1,6 @@
 """A small language model learns to count on the CPU; with `--disk`, its saved activations wait on a disk.
 
-The demo starts this script under a memory limit: `python -m hf_memopt.recipes.memory_limit.demo`.
+The demo starts this script under a memory limit: `python -m benchmarks.limit.demo`.
 """
 
 import argparse
@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.limit.reported_steps import report_steps
 from hf_memopt import ActivationOffloader
 from hf_memopt.disk.files_on_disk import weights_sha256
-from hf_memopt.recipes.memory_limit.reported_steps import report_steps
 
 VOCABULARY, NUM_SEQUENCES, LENGTH, FEW = 256, 4, 512, 16
 WIDTH, NUM_LAYERS = 256, 8

@@ -1,6 +1,6 @@
 """Training dies at a memory limit, and the same training runs through below it: on a CPU, within three minutes.
 
-    python -m hf_memopt.recipes.memory_limit.demo --output outputs/demo_fit
+    python -m benchmarks.limit.demo --output outputs/demo_fit
 
 A small language model trains three times, each time in a process of its own: without a limit, with one, and with the
 same one and its saved activations on a disk. The limit is real: the system's own, for one process. Linux only.
@@ -16,16 +16,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.limit.limited_process import Event, LimitedRun, run_limited
+from benchmarks.limit.limits import KINDS, memory_limit
 from hf_memopt.command_line import number, one_line_errors
 from hf_memopt.ranges import COUNT
 from hf_memopt.recipes.common.results import can_draw, drawn
-from hf_memopt.recipes.memory_limit.limited_process import Event, LimitedRun, run_limited
-from hf_memopt.recipes.memory_limit.limits import KINDS, memory_limit
 from hf_memopt.recipes.reflow.demo_commands import demo_parser, make_room
 from hf_memopt.text_table import Cell, Table
 from hf_memopt.units import GIB, MIB
 
-TRAINING = "hf_memopt.recipes.memory_limit.train"
+TRAINING = "benchmarks.limit.train"
 OUTPUTS = ("logs", "results.json", "memory_and_loss.png")
 NUM_STEPS = 16
 NUM_SHOWN = 4  # of them, in the picture of memory

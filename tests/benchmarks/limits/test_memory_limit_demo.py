@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from benchmark_runs import environ_of_processes
 
 pytestmark = [
     pytest.mark.e2e,
@@ -12,8 +13,8 @@ pytestmark = [
 
 
 def test_plain_training_dies_and_the_same_training_runs_through(tmp_path: Path) -> None:
-    demo = [sys.executable, "-m", "hf_memopt.recipes.memory_limit.demo", f"--output={tmp_path / 'demo'}", "--steps=3"]
-    done = subprocess.run(demo, capture_output=True, text=True, check=False)
+    demo = [sys.executable, "-m", "benchmarks.limit.demo", f"--output={tmp_path / 'demo'}", "--steps=3"]
+    done = subprocess.run(demo, env=environ_of_processes(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     results = json.loads((tmp_path / "demo" / "results.json").read_text())
     free, plain, ours = results["runs"].values()
