@@ -26,7 +26,6 @@ def loaded_benchmarks() -> Iterator[Load]:
     """Import modules of benchmarks/, whose cells run in this process, and undo it afterwards."""
     threads, before = torch.get_num_threads(), set(sys.modules)
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(BENCHMARKS.parent))
         patch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as benchmarks do, undone here
         patch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
         cells = importlib.import_module("benchmarks.cells")

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.limit.limited_process import Event, LimitedRun, run_limited
+from benchmarks.limit.limited_process import ENVIRONMENT, Event, LimitedRun, run_limited
 from benchmarks.limit.limits import KINDS, memory_limit
 from hf_memopt.command_line import number, one_line_errors
 from hf_memopt.ranges import COUNT
@@ -31,8 +31,6 @@ NUM_STEPS = 16
 NUM_SHOWN = 4  # of them, in the picture of memory
 # Shares of the memory that a step of the plain run takes.
 ALLOWANCE, BUDGET = 0.4, 0.2
-# glibc gives larger blocks back as soon as they are freed, and threads sleep while they wait.
-ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(2**16), "OMP_WAIT_POLICY": "passive"}
 LOOKS = {
     "without a limit": {"color": "#aab4be", "linewidth": 3.5},
     "with the limit": {"color": "#d1495b", "linewidth": 2.4},

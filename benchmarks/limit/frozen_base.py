@@ -25,6 +25,7 @@ import torch
 from benchmarks.common import print_rows
 from benchmarks.limit import limited
 from benchmarks.limit.limited import Row
+from benchmarks.limit.limited_process import ENVIRONMENT
 from hf_memopt.transfer.scratch_file import file_system
 from hf_memopt.units import GIB
 
@@ -103,7 +104,7 @@ def measure(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any
         "sizes": asdict(size),
         "base_bytes": sum(path.stat().st_size for path in base.glob("*.safetensors")),
         "num_steps": options.steps,
-        "environment": limited.ENVIRONMENT,
+        "environment": ENVIRONMENT,
         "kinds": {name: asdict(KINDS[name]) for name in options.kinds},
     }
 

@@ -13,11 +13,9 @@ from typing import Any
 
 from benchmarks.common import CPU, MIB, BenchmarkParser, environment, highest_points, results_path, slug, write_results
 from benchmarks.limit import limits
-from benchmarks.limit.limited_process import LimitedRun, run_limited
+from benchmarks.limit.limited_process import ENVIRONMENT, LimitedRun, run_limited
 from hf_memopt.transfer.scratch_file import file_system
 
-# Makes threads sleep while they wait, and glibc return blocks of 64 KiB and more as soon as they are freed.
-ENVIRONMENT = {"OMP_WAIT_POLICY": "passive", "MALLOC_MMAP_THRESHOLD_": str(2**16)}
 TOO_SLOW_S = 60.0
 POINTS_PER_STEP = 40
 

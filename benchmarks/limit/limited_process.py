@@ -17,6 +17,8 @@ from hf_memopt.units import KIB
 
 Event = dict[str, Any]
 INTERVAL_S = 0.004  # between samples of memory
+# glibc gives larger blocks back as soon as they are freed, and threads sleep while they wait.
+ENVIRONMENT = {"OMP_WAIT_POLICY": "passive", "MALLOC_MMAP_THRESHOLD_": str(2**16)}
 
 
 class Sample(NamedTuple):

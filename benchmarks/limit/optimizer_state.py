@@ -24,6 +24,7 @@ from benchmarks.common import MIB, print_rows
 from benchmarks.limit import limited
 from benchmarks.limit.full_training import KINDS, MAX_NORM, MICRO_BATCHES, NO_STATE
 from benchmarks.limit.limited import Row
+from benchmarks.limit.limited_process import ENVIRONMENT
 from hf_memopt.units import GIB
 
 NUM_STEPS = 3
@@ -63,7 +64,7 @@ def measured(
     facts = {
         "sizes": size | {"micro_batches": MICRO_BATCHES, "max_norm": MAX_NORM},
         "num_steps": NUM_STEPS,
-        "environment": limited.ENVIRONMENT,
+        "environment": ENVIRONMENT,
         **limit,
     }
     step_s: list[float] = []

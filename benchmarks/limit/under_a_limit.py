@@ -25,10 +25,11 @@ from benchmarks.common import MIB, print_rows
 from benchmarks.limit import limited, limits
 from benchmarks.limit.kinds import KINDS, NO_LIMIT
 from benchmarks.limit.limited import Row
+from benchmarks.limit.limited_process import ENVIRONMENT
 from benchmarks.limit.workloads import WORKLOADS
 from hf_memopt.units import GIB
 
-ENVIRONMENTS = {"mapped": limited.ENVIRONMENT, "default": {"OMP_WAIT_POLICY": "passive"}}
+ENVIRONMENTS = {"mapped": ENVIRONMENT, "default": {"OMP_WAIT_POLICY": "passive"}}
 # Shares of the bytes that the steps of a plain run add to its memory at rest.
 ALLOWANCE, BUDGET = 0.4, 0.25
 NUM_STEPS = 4

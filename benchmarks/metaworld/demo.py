@@ -52,7 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     check(options.tasks)
     from benchmarks.metaworld.demonstrations import record
 
-    os.environ["PYTHONPATH"] = str(Path(__file__).parents[2])  # lerobot-eval imports the drawn environment
+    paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))  # lerobot-eval imports the drawn environment
     begun = time.perf_counter()
     output = options.output
     commands.make_room(output, OUTPUTS, options.overwrite)

@@ -57,8 +57,7 @@ class Lever:
     def of(cls, name: str, ways: Mapping[str, Mapping[str, Any]], adaptive: Mapping[str, str] | None = None) -> Self:
         """Make a lever from the options that each of its values changes; those that move bytes to a disk need one."""
         of_disk = [value for value, changes in ways.items() if not {"file", "nvme"}.isdisjoint(changes.values())]
-        known = {value: frugal for value, frugal in (adaptive or {}).items() if value in ways}
-        return cls(name, tuple(ways), tuple(of_disk), known)
+        return cls(name, tuple(ways), tuple(of_disk), adaptive or {})
 
     def without_disk(self) -> "Lever":
         return replace(self, values=tuple(value for value in self.values if value not in self.of_disk))

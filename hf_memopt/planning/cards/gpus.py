@@ -338,8 +338,13 @@ def family_of(card: Card) -> str | None:
 
 
 def speeds_of(card: Card) -> KernelSpeeds:
-    return _FAMILIES.get(family_of(card) or "", _OTHERS).speeds
+    return _fitted(card).speeds
 
 
 def time_range(card: Card) -> TimeRange:
-    return _FAMILIES.get(family_of(card) or "", _OTHERS).times
+    return _fitted(card).times
+
+
+def _fitted(card: Card) -> _Family:
+    family = family_of(card)
+    return _OTHERS if family is None else _FAMILIES[family]

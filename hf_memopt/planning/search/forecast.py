@@ -33,14 +33,14 @@ class Forecast:
         rows: Sequence[Row],
         micro_batches: Sequence[int],
         card_bytes: int,
-        levers: Sequence[Lever] = (),
+        levers: Sequence[Lever],
     ) -> None:
         self._plain, self._rows, self._card_bytes = plain, rows, card_bytes
         self._known = [row for row in rows if row.micro_batch == micro_batches[0]]
         self._second = [row for row in rows if row.micro_batch in micro_batches[1:2]]
         (self._first,) = (row for row in self._known if row.settings == plain)
         # How much faster an update may be with a larger micro-batch.
-        self._speed_up = min(row.update_ms for row in rows if row.settings == plain) / self._first.update_ms
+        self._speed_up = speed_up(rows, self._first)
         changed = [(row, [each for each in row.settings.items() if each not in plain.items()]) for row in self._known]
         self._alone = {changes[0]: row for row, changes in changed if len(changes) == 1}
         for name, value, frugal in ((lever.name, *each) for lever in levers for each in lever.adaptive.items()):
@@ -108,6 +108,11 @@ class Forecast:
         """Return the share of each use's memory over a step that a value leaves."""
         left = _by_use(row.profile)
         return {use: left[use] / num_bytes for use, num_bytes in self._in_all.items() if num_bytes}
+
+
+def speed_up(rows: Sequence[Row], first: Row) -> float:
+    """Return the least time of `first`'s settings with any micro-batch, as a share of its own."""
+    return min(row.update_ms for row in rows if row.settings == first.settings) / first.update_ms
 
 
 def _by_use(profile: MemoryProfile) -> Counter[str]:

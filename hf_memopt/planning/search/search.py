@@ -15,7 +15,7 @@ from hf_memopt.planning.cards.gpus import Card, allowances, find_card
 from hf_memopt.planning.cards.memory_below import MemoryBelow, find_memory_below
 from hf_memopt.planning.estimate import simulate_step
 from hf_memopt.planning.estimate_report import Verdict, needed_bytes, verdict
-from hf_memopt.planning.search.forecast import Forecast
+from hf_memopt.planning.search.forecast import Forecast, speed_up
 from hf_memopt.planning.search.table import FAILED, Impossible, Row, SettingsPlan, describe
 from hf_memopt.planning.simulation.child_process import run_all_isolated
 from hf_memopt.planning.workload import Lever, Settings, Workload
@@ -30,8 +30,8 @@ _MAX_EXPLORED = 12
 _SLOW = 1.4
 # Times that differ by less count as equal.
 _SAME_TIME = 1.02
-# What larger micro-batches may save, at most, where they are not worth a simulation.
-_LITTLE = 1.03
+# Larger micro-batches are simulated where they may make an update faster by this factor.
+_WORTH_SIMULATING = 1.03
 # How much longer settings that surely fit may take than those that fit only just.
 _NEARLY_SAME_TIME = 1.1
 # Share of a card's memory that the chosen settings leave free if they can.
@@ -189,7 +189,7 @@ class _Search:
             yield lambda: ([self._simulate(self._plain, largest)], {})
         for lever in self._levers:
             for value in lever.values[1:]:
-                if value in lever.adaptive:  # forecast from the most frugal one that it may become
+                if lever.adaptive.get(value) in lever.values:  # forecast from that one
                     continue
                 alone = {**self._plain, lever.name: value}
                 # Asked here, so that all processes inherit the libraries that it needs.
@@ -250,9 +250,9 @@ class _Search:
     def _next_settings(self) -> Settings | None:
         """Return the fastest combination that is forecast to fit, or None where none is clearly faster than the best.
 
-        Of those that are nearly as fast it is the one with the least memory, and the last of these. Where nothing has
-        fitted, and nothing is forecast to, it is the one that is forecast to need least. Beside those that are being
-        simulated it is one with clearly more or less memory.
+        Of those that are nearly as fast it is the one with the least memory; of equals, the most frugal. Where nothing
+        has fitted, and nothing is forecast to, it is the one that is forecast to need least. While others are being
+        simulated it is one with clearly more or less memory than theirs.
         """
         forecast = Forecast(self._plain, self._rows, self._micro_batches, self._card.memory_bytes, self._levers)
         known = [row.settings for row in self._rows]
@@ -321,11 +321,11 @@ class _Search:
 
         With fewer passes they save at most what they save the plain run, and the waits for copies.
         """
-        of_plain = [other.update_ms for other in self._rows if other.settings == self._plain]
+        of_plain = sorted((other for other in self._rows if other.settings == self._plain), key=lambda o: o.micro_batch)
         if row.settings == self._plain or len(of_plain) < 2:
             return True
-        saved_ms = row.update_ms * (1 - min(of_plain) / max(of_plain)) + row.stall_ms
-        return _LITTLE * (row.update_ms - saved_ms) < row.update_ms
+        saved_ms = row.update_ms * (1 - speed_up(of_plain, of_plain[0])) + row.stall_ms
+        return _WORTH_SIMULATING * (row.update_ms - saved_ms) < row.update_ms
 
     def _next(self, fitting: int, failing: int, last: Row | None) -> int:
         """Choose the smallest, then the largest that should fit by the last one, or the middle if it was too large."""
@@ -382,10 +382,11 @@ def _nothing_fits(result: SettingsPlan, below: MemoryBelow) -> NothingFitsError:
     smallest = min(holding or result.rows, key=lambda row: row.needed_bytes)
     estimate = smallest.estimate
     largest = next(iter(estimate.breakdown))
+    notes = "".join(f". {note.removesuffix('.')}" for note in estimate.notes)
     return NothingFitsError(
         f"gpu={result.card.name!r}: no settings of {result.workload} fit. The smallest need "
         f"{format_gib(smallest.needed_bytes)} ({describe(smallest)}), and their peak is in {estimate.phase}, where "
         f"{largest} take {format_gib(estimate.breakdown[largest])}. Use a card of that size, or a smaller model, "
-        + " ".join(["or fewer trainable parameters (LoRA).", *estimate.notes]).removesuffix("."),
+        f"or fewer trainable parameters (LoRA){notes}",
         smallest,
     )

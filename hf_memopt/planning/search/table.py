@@ -257,6 +257,8 @@ def _explain(plan: SettingsPlan, lever: Lever) -> Iterator[str]:
         elif rows:
             needed = min(row.needed_bytes for row in rows) / GIB
             yield f"{lever.name} {chosen}, not {value}: with {value} nothing fits; {needed:.2f} GiB at least."
+        elif any(row.settings[lever.name] == lever.adaptive.get(value) for row in plan.rows):
+            yield f"{lever.name} {chosen}, not {value}: with {value} none was forecast to fit in less time."
         else:
             batch = "whole batch" if any(row.fits and row.accumulation == 1 for row in plan.rows) else "micro-batch"
             yield f"{lever.name} {chosen}, not {value}: not needed, since the {batch} fits without it."

@@ -10,7 +10,7 @@ from lerobot.policies.smolvla import smolvlm_with_expert
 
 from hf_memopt.planning.simulation.patched_transformers import weights_from_config
 
-# Special tokens' numbers, which lerobot asks the VLM's tokenizer for; they change no memory.
+# lerobot reads the ids of two special tokens from the VLM's tokenizer; they change no memory.
 _TOKENIZER = SimpleNamespace(fake_image_token_id=0, global_image_token_id=0)
 
 

@@ -17,8 +17,8 @@ from hf_memopt.planning.simulation.patched_transformers import shortened_generat
 def fused_head_as_on_cuda() -> Iterator[None]:
     """Make TRL's fused output layer take as much memory as Triton's kernels on CUDA, if TRL was imported.
 
-    Elsewhere TRL folds the tiles of logits with torch's operations, which take memory of their own, and scores every
-    position. Source: `ChunkedLogProbFunction` and `add_fused_lm_head` of TRL 1.16.
+    On other devices TRL reduces the tiles of logits with torch's operations, which allocate temporaries, and scores
+    every position. Source: `ChunkedLogProbFunction` and `add_fused_lm_head` of TRL 1.16.
     """
     kernels, caller = (sys.modules.get(name) for name in ("trl.kernels.chunked_logprob", "trl.trainer.utils"))
     with ExitStack() as stack:
@@ -66,9 +66,9 @@ def plugin_without_engine(kind: Any, arguments: Any, plugin: Any) -> Iterator[No
 
 @contextmanager
 def reference_built_by(kind: Any, build: Callable[[], Any]) -> Iterator[None]:
-    """Build the reference model, if a trainer asks for one, where it would load the model's weights and move them.
+    """Make a trainer's reference model by `build`, on no device, instead of loading its weights.
 
-    A trainer's module makes it by `create_model_from_path`.
+    Trainers load it by the `create_model_from_path` of their module, and move it to the device.
     """
     made: list[Any] = []
 
@@ -85,7 +85,10 @@ def reference_built_by(kind: Any, build: Callable[[], Any]) -> Iterator[None]:
 
 @contextmanager
 def marked(model: Any, mark: str | None) -> Iterator[None]:
-    """Give a model the mark of weights in few bits, which TRL asks for; later transformers would ask bitsandbytes."""
+    """Set an attribute by which TRL recognises weights in few bits, such as `is_loaded_in_4bit`, and remove it again.
+
+    If it stayed, transformers would look for bitsandbytes.
+    """
     if mark is None:
         yield
         return

@@ -54,7 +54,7 @@ BOTH = {"on the device": "few", "weights": "host"}
 
 
 def forecast(*rows: Any, card_bytes: int = ROOMY) -> Forecast:
-    return Forecast(rows[0].settings, rows, MICRO_BATCHES, card_bytes)
+    return Forecast(rows[0].settings, rows, MICRO_BATCHES, card_bytes, [])
 
 
 def test_a_row_that_was_simulated_is_its_own_forecast() -> None:

@@ -206,3 +206,9 @@ def test_a_micro_batch_alone_among_its_settings_has_a_reason(micro_batch: int, r
     assert explain(found)[0] == f"micro-batch {micro_batch}: {reason}."
     given = replace(plan_of(row(("none", "auto"), 4, 200.0, 7.5)), micro_batches=(4,))
     assert explain(given)[0] == "micro-batch 4: as given."
+
+
+def test_an_adaptive_value_that_was_not_simulated_was_not_forecast_to_be_faster() -> None:
+    lever = Lever("offload", ("off", "auto", "all"), adaptive={"auto": "all"})
+    found = replace(plan_of(row(("none", "all"), 4, 200.0, 7.5)), levers=(LEVERS[0], lever))
+    assert "offload all, not auto: with auto none was forecast to fit in less time." in explain(found)
