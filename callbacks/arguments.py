@@ -11,11 +11,23 @@ from hf_memopt.activations.offload_arguments import OffloadArguments
 from hf_memopt.callbacks.attach import Attachment, attach
 from hf_memopt.callbacks.homes import stream_base, stream_trainer
 from hf_memopt.command_line import argparse_raising, flag
-from hf_memopt.ranges import NOT_NEGATIVE, check_ranges
+from hf_memopt.ranges import NOT_NEGATIVE, POSITIVE, check_ranges
 from hf_memopt.weights import StreamedWeights
 
 # Holds, for instance, "offload=auto,budget_gib=6".
 VARIABLE = "HF_MEMOPT"
+# Fields that `fit` chooses.
+_DECIDED = (
+    "offload",
+    "budget_gib",
+    "offload_threshold_mb",
+    "base",
+    "base_budget_gib",
+    "trained",
+    "frozen",
+    "optimizer_home",
+    "selective_checkpointing",
+)
 # Fields of several words; other values, such as a folder's name, may hold spaces.
 _LISTS = ("skip",)
 
@@ -74,6 +86,10 @@ class MemoptArguments(OffloadArguments):
     selective_checkpointing: bool = flag(
         False, "checkpoint the model's blocks, but keep the results of their expensive operations"
     )
+    fit: bool = flag(False, "decide all of this, so that training fits in the memory that there is")
+    memory_gib: Annotated[float, POSITIVE] | None = flag(
+        None, "fit: device memory that training may take, in GiB; on a CPU that of the process"
+    )
     memory_log: bool = flag(True, "log peak memory with the loss, and explain out-of-memory errors")
     leak_check: bool = flag(False, "warn once if every step leaves memory behind")
     memory_report: bool = flag(False, "when training ends, write report/report.html into the output folder")
@@ -93,6 +109,13 @@ class MemoptArguments(OffloadArguments):
             raise ValueError(f"frozen_home={self.frozen_home} needs frozen=auto, swap or stream, and frozen=off")
         if self.budget_gib is not None and self.offload != "auto":
             raise ValueError(f"budget_gib={self.budget_gib} needs offload=auto, and offload={self.offload!r}")
+        if self.memory_gib is not None and not self.fit:
+            raise ValueError(f"memory_gib={self.memory_gib} needs fit=True, and fit=False")
+        if self.fit:
+            defaults = {each.name: each.default for each in fields(self)}
+            decided = (name for name in _DECIDED if getattr(self, name) != defaults[name])
+            if name := next(decided, None):
+                raise ValueError(f"fit=True decides {name} by itself, and {name}={getattr(self, name)}; leave it out")
         if self.memory_report and not self.memory_log:
             raise ValueError("memory_report=True shows what memory_log=False leaves out; switch memory_log on")
 

@@ -29,6 +29,7 @@ from hf_memopt.activations.checkpointing.selective import apply_selective_checkp
 from hf_memopt.activations.wrapped_module import hook_direct_calls, wrapped_module
 from hf_memopt.callbacks.arguments import VARIABLE, MemoptArguments
 from hf_memopt.callbacks.attach import FrozenModels, OffloadedLoss
+from hf_memopt.callbacks.fit import fitted
 from hf_memopt.callbacks.homes import HomeOfOptimizers
 from hf_memopt.callbacks.offloading import log_what_was_done
 from hf_memopt.memory import explain_oom
@@ -48,7 +49,7 @@ def main(words: Sequence[str]) -> None:
         raise ValueError("name a SCRIPT and its arguments, or -m MODULE and its arguments")
     end_with_command()
     show_messages()
-    with attached(arguments), explain_oom() if arguments.memory_log else nullcontext():
+    with fitted(arguments) if arguments.fit else attached(arguments), explain_oom() if arguments.memory_log else nullcontext():
         run_script(words)
 
 

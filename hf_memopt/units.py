@@ -1,6 +1,9 @@
 """Binary units of memory, and times, in one form for people. Decimal units (links, disks) are written as 1e9."""
 
+import re
+
 KIB, MIB, GIB = 2**10, 2**20, 2**30
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
 def unit_for(num_bytes: float) -> tuple[str, int]:
@@ -25,3 +28,12 @@ def format_ms(milliseconds: float) -> str:
     if milliseconds >= 1e3:
         return f"{milliseconds / 1e3:.3g} s"
     return f"{milliseconds:.0f} ms" if milliseconds >= 10 else f"{milliseconds:.1f} ms"
+
+
+def parse_size(text: str, option: str = "size") -> int:
+    """Return the bytes of "8GiB", "24 GB", "500MB", and of "12GBps" per second."""
+    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]?i?)b?(ps|/s)?\s*", text.lower())
+    num_bytes = round(float(found[1]) * _UNITS.get(found[2], 0)) if found else 0
+    if num_bytes <= 0:
+        raise ValueError(f"{option}={text!r} is not a size; write, for instance, 8GiB, 24GB, or 12GBps for a link")
+    return num_bytes

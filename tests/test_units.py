@@ -20,3 +20,17 @@ def test_gib_are_shown_however_few() -> None:
 )
 def test_times_have_the_digits_that_count(milliseconds: float, text: str) -> None:
     assert format_ms(milliseconds) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [("8GiB", 8 * GIB), ("24 GB", 24 * 10**9), ("500mb", 500 * 10**6), ("12GBps", 12 * 10**9), ("1.5gib", 1.5 * GIB)],
+)
+def test_sizes_are_read(text: str, num_bytes: float) -> None:
+    assert parse_size(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "0", "8 elephants", "nan"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a size"):
+        parse_size(text)

@@ -12,6 +12,7 @@ from hf_memopt.activations.planner.offload_plan import InfeasibleBudgetError, Of
 from hf_memopt.activations.planner.profile import Profile
 from hf_memopt.activations.saved_tensors.device_state import DeviceState
 from hf_memopt.memory.device_counters import Counters, counters_for
+from hf_memopt.memory.memory_limit import limited_memory
 from hf_memopt.memory.ranks import rank_among_several
 from hf_memopt.transfer.backends import backend_of
 from hf_memopt.transfer.tier import Tier
@@ -93,9 +94,10 @@ class DeviceRoom:
 
 
 def room_on(device: torch.device) -> DeviceRoom | None:
-    if backend_of(device).is_unlimited:
+    counters: Counters | None = limited_memory(device)
+    if counters is None and backend_of(device).is_unlimited:
         return None
-    counters = counters_for(device)
+    counters = counters or counters_for(device)
     return None if counters is None else DeviceRoom(counters, device)
 
 

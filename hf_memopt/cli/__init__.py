@@ -66,7 +66,7 @@ def _nearest(parser: Parser, command: str, word: str) -> str:
 
 def _parser(command: str = "") -> Parser:
     """Return the parser of all commands; those of other packages are left out where `command` is one of ours."""
-    from hf_memopt.cli import launch_command, machine_commands, planning_commands, smolvla_commands, verify_command
+    from hf_memopt.cli import fit_command, launch_command, machine_commands, planning_commands, smolvla_commands, verify_command
 
     parser = Parser(
         prog="hf-memopt",
@@ -75,7 +75,7 @@ def _parser(command: str = "") -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"hf_memopt {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    for module in (smolvla_commands, machine_commands, planning_commands, launch_command, verify_command):
+    for module in (smolvla_commands, machine_commands, planning_commands, fit_command, launch_command, verify_command):
         module.add_to(commands)
     if command not in commands.choices:
         for each in entry_points(group="hf_memopt.commands"):

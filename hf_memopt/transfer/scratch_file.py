@@ -249,6 +249,12 @@ def file_system(folder: Path) -> str:
     return kind
 
 
+def default_disk() -> str:
+    """Return the system's folder for temporary files, or the present one where that lies in memory."""
+    folder = tempfile.gettempdir()
+    return os.getcwd() if file_system(Path(folder)) in _IN_MEMORY else folder
+
+
 def nameless_file(folder: Path) -> FileIO | IO[bytes]:
     """Make a file that is gone once no process has it open; an OSError where the folder can have none."""
     return tempfile.TemporaryFile(dir=folder, prefix="hf_memopt-", buffering=0)

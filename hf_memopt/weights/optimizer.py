@@ -427,9 +427,8 @@ class OffloadedOptimizer(Optimizer):
         new = {each for each in parameters if each not in self._units}
         if not new:
             return
-        measured: dict[Any, int] = {}
         of_groups = [(group, [each for each in group["params"] if each in new]) for group in self.param_groups]
-        sizes = {each: self._state_bytes(group, each, measured) for group, those in of_groups for each in those}
+        sizes = self.state_sizes(new)
         largest = max(sizes.values(), default=0)
         most = min(_UNIT_BYTES, largest)
         self._home.largest_bytes = max(self._home.largest_bytes, largest)
@@ -469,6 +468,12 @@ class OffloadedOptimizer(Optimizer):
                 self._traffic.send(unit)
         self._traffic.settle()
         self._home.trim()
+
+    def state_sizes(self, parameters: Iterable[Tensor]) -> dict[Tensor, int]:
+        """Return the bytes of state that moves, of each of some parameters, which have been updated or not."""
+        wanted, measured = set(parameters), dict[Any, int]()
+        of_groups = ((group, each) for group in self.param_groups for each in group["params"])
+        return {each: self._state_bytes(group, each, measured) for group, each in of_groups if each in wanted}
 
     def _state_bytes(self, group: dict[str, Any], parameter: Tensor, measured: dict[Any, int]) -> int:
         """Return the bytes of a parameter's state that move, as one update of a copy without gradients makes them."""

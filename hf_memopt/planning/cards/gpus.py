@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from hf_memopt.units import GIB, KIB, MIB
+from hf_memopt.units import GIB, KIB, MIB, parse_size
 
 # CUDA's context, where it was not measured.
 _CONTEXT_BYTES = 512 * MIB
@@ -264,18 +264,6 @@ def _model_of(name: str) -> tuple[str, int, int]:
     if found:
         return "geforce", int(found[1]), int(found[2])
     return re.sub(r"\d.*", "", name), 0, 0
-
-
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-
-
-def parse_size(text: str, option: str = "size") -> int:
-    """Return the bytes of "8GiB", "24 GB", "500MB", and of "12GBps" per second."""
-    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]?i?)b?(ps|/s)?\s*", text.lower())
-    num_bytes = round(float(found[1]) * _UNITS.get(found[2], 0)) if found else 0
-    if num_bytes <= 0:
-        raise ValueError(f"{option}={text!r} is not a size; write, for instance, 8GiB, 24GB, or 12GBps for a link")
-    return num_bytes
 
 
 # ------------------------------------------------------------------------------------------------- speeds in training

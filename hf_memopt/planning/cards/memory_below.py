@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from hf_memopt.planning.cards.gpus import parse_size
+from hf_memopt.units import parse_size
+
 
 # Assumed where no speed is given: of a disk, and of the memory of a desktop computer, as CPU optimizers reach it.
 DEFAULT_BYTES_PER_S = 2e9

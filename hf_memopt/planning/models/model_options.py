@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_memopt.planning.cards.gpus import parse_size
 from hf_memopt.planning.job import CHOICES, DEFAULTS, FIELDS
 from hf_memopt.planning.models.accelerate_config import (
     DDP,
@@ -26,7 +25,7 @@ from hf_memopt.planning.models.pipelines import EncoderConfig, read_encoders
 from hf_memopt.planning.models.tasks import CONTRASTIVE, TASKS, Task, task_of
 from hf_memopt.planning.workload import OFF
 from hf_memopt.ranges import NOT_NEGATIVE
-from hf_memopt.units import GIB
+from hf_memopt.units import GIB, parse_size
 
 _CHOSEN = tuple(name for name in CHOICES if name not in ("base", "optimizer"))
 # Options without meaning unless there are adapters, and their defaults.

@@ -8,23 +8,8 @@ from hf_memopt.planning.cards.gpus import (
     allowances,
     cublas_workspace_bytes,
     find_card,
-    parse_size,
 )
 from hf_memopt.units import GIB, MIB
-
-
-@pytest.mark.parametrize(
-    ("text", "num_bytes"),
-    [("8GiB", 8 * GIB), ("24 GB", 24 * 10**9), ("500mb", 500 * 10**6), ("12GBps", 12 * 10**9), ("1.5gib", 1.5 * GIB)],
-)
-def test_sizes_are_read(text: str, num_bytes: float) -> None:
-    assert parse_size(text) == num_bytes
-
-
-@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "0", "8 elephants", "nan"])
-def test_what_is_no_size_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="is not a size"):
-        parse_size(text)
 
 
 @pytest.mark.parametrize(
