@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import MIB, BenchmarkParser, environment, print_rows, results_path, write_results
+from benchmarks.common import CPU, MIB, BenchmarkParser, environment, print_rows, results_path, write_results
 from benchmarks.limit.fit_programs import PROGRAMS
 from benchmarks.limit.limited_process import INTERVAL_S, read_sample
 from benchmarks.limit.limits import ControlGroup
