@@ -198,7 +198,8 @@ def trl_dpo(steps: int, folder: Path) -> Iterable[nn.Module]:
 
     said = texts(96, 100)
     data = Dataset.from_dict({"prompt": said[:32], "chosen": said[32:64], "rejected": said[64:]})
-    model = llama(4)
+    llama(4).save_pretrained(folder / "base")
+    model = LlamaForCausalLM.from_pretrained(folder / "base")
     trainer = DPOTrainer(
         model, None, DPOConfig(**_arguments(steps, folder, {})), train_dataset=data, processing_class=tokenizer()
     )
@@ -300,8 +301,26 @@ def loop_convolutions(steps: int, folder: Path) -> Iterable[nn.Module]:
 def recipe_lgt(steps: int, folder: Path) -> Iterable[nn.Module]:
     from hf_memopt.recipes.train_lgt import main
 
-    words = ["--output-dir", str(folder / "out"), "--max-steps", str(steps), "--offload", "off"]
-    main([*words, "--base-channels", "32", "--batch-size", "8"])
+    settings = {
+        "checkpoint.save_dir": folder / "out",
+        "model.base_channels": 32,
+        "training.batch_size": 4,
+        "training.num_epochs": steps,
+        "data.num_generated": 8,
+        "inference.num_panels": 1,
+        "inference.num_steps": 2,
+        "training.ode_integration_steps": 6,
+    }
+    main([word for name, value in settings.items() for word in (f"--{name}", str(value))])
+    return []
+
+
+@program
+def recipe_fluxflow(steps: int, folder: Path) -> Iterable[nn.Module]:
+    from hf_memopt.recipes.train_fluxflow import main
+
+    settings = {"output_dir": folder / "out", "max_steps": steps, "resolution": 160, "num_drawn": 16, "offload": "off"}
+    main([word for name, value in settings.items() for word in (f"--{name}", str(value))])
     return []
 
 

@@ -155,7 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options.folder.mkdir(parents=True, exist_ok=True)
     path = options.output or results_path("fit-table", CPU)
     for found in measure(options):
-        write_results(path, {**environment(CPU), "benchmark": "limit.fit_table", **found})
+        write_results({**environment(CPU), "benchmark": "limit.fit_table", **found}, path)
 
 
 if __name__ == "__main__":
