@@ -8,7 +8,8 @@ from torch import nn
 from transformers import HfArgumentParser, Trainer, TrainingArguments
 
 from hf_memopt.activations.offload_arguments import OffloadArguments
-from hf_memopt.callbacks.attach import Attachment, attach
+from hf_memopt.callbacks.attach import Attachment, attach, attach_fit
+from hf_memopt.callbacks.fit import Fit
 from hf_memopt.callbacks.homes import stream_base, stream_trainer
 from hf_memopt.command_line import argparse_raising, flag
 from hf_memopt.ranges import NOT_NEGATIVE, POSITIVE, check_ranges
@@ -26,6 +27,7 @@ _DECIDED = (
     "trained",
     "frozen",
     "optimizer_home",
+    "optimizer_budget_gib",
     "selective_checkpointing",
 )
 # Fields of several words; other values, such as a folder's name, may hold spaces.
@@ -83,12 +85,18 @@ class MemoptArguments(OffloadArguments):
     optimizer_home: Literal["off", "host", "file"] = flag(
         "off", "where the optimizer's state lives between updates: in host memory, or in a file in --disk"
     )
+    optimizer_budget_gib: Annotated[float, NOT_NEGATIVE] | None = flag(
+        None, "device memory for optimizer state that stays, in GiB"
+    )
     selective_checkpointing: bool = flag(
         False, "checkpoint the model's blocks, but keep the results of their expensive operations"
     )
     fit: bool = flag(False, "decide all of this, so that training fits in the memory that there is")
     memory_gib: Annotated[float, POSITIVE] | None = flag(
         None, "fit: device memory that training may take, in GiB; on a CPU that of the process"
+    )
+    max_waiting: Annotated[float, NOT_NEGATIVE] | None = flag(
+        None, "fit: end training that waits for more than this share of the time in which it computes"
     )
     memory_log: bool = flag(True, "log peak memory with the loss, and explain out-of-memory errors")
     leak_check: bool = flag(False, "warn once if every step leaves memory behind")
@@ -103,19 +111,25 @@ class MemoptArguments(OffloadArguments):
                 raise ValueError(f"{field.name}={value!r} is unknown; choose from {', '.join(known)}")
         if self.base_budget_gib is not None and self.base == "off":
             raise ValueError(f"base_budget_gib={self.base_budget_gib} needs base=auto, host or file, and base=off")
+        if self.optimizer_budget_gib is not None and self.optimizer_home == "off":
+            raise ValueError(
+                f"optimizer_budget_gib={self.optimizer_budget_gib} needs optimizer_home=host or file, and "
+                "optimizer_home=off"
+            )
         if self.trained and self.base == "off":
             raise ValueError("trained=True needs base=auto, host or file, and base=off")
         if self.frozen_home != "host" and self.frozen == "off":
             raise ValueError(f"frozen_home={self.frozen_home} needs frozen=auto, swap or stream, and frozen=off")
         if self.budget_gib is not None and self.offload != "auto":
             raise ValueError(f"budget_gib={self.budget_gib} needs offload=auto, and offload={self.offload!r}")
-        if self.memory_gib is not None and not self.fit:
-            raise ValueError(f"memory_gib={self.memory_gib} needs fit=True, and fit=False")
+        for name in ("memory_gib", "max_waiting"):
+            if getattr(self, name) is not None and not self.fit:
+                raise ValueError(f"{name}={getattr(self, name)} needs fit=True, and fit=False")
         if self.fit:
             defaults = {each.name: each.default for each in fields(self)}
-            decided = (name for name in _DECIDED if getattr(self, name) != defaults[name])
-            if name := next(decided, None):
-                raise ValueError(f"fit=True decides {name} by itself, and {name}={getattr(self, name)}; leave it out")
+            if decided := [name for name in _DECIDED if getattr(self, name) != defaults[name]]:
+                value = getattr(self, decided[0])
+                raise ValueError(f"fit=True decides {decided[0]} by itself, and {decided[0]}={value}; leave it out")
         if self.memory_report and not self.memory_log:
             raise ValueError("memory_report=True shows what memory_log=False leaves out; switch memory_log on")
 
@@ -128,6 +142,8 @@ class MemoptArguments(OffloadArguments):
 
     def attach(self, trainer: Trainer) -> Attachment:
         """Attach this to a trainer, as `hf_memopt.attach` does."""
+        if self.fit:
+            return attach_fit(trainer, Fit(**self.settings_of_fit()))
         return attach(
             trainer,
             base=None if self.base == "off" else stream_trainer(trainer, self.base, **self._settings_of_base()),
@@ -137,11 +153,17 @@ class MemoptArguments(OffloadArguments):
             frozen_home=self.frozen_home,
             optimizer_home=None if self.optimizer_home == "off" else self.optimizer_home,
             optimizer_disk=self.disk,
+            optimizer_budget_gib=self.optimizer_budget_gib,
             selective_checkpointing=self.selective_checkpointing,
             memory=self.memory_log,
             leak_check=self.leak_check,
             memory_report=self.memory_report,
         )
+
+    def settings_of_fit(self) -> dict[str, Any]:
+        """Return the arguments of a `Fit`."""
+        names = "memory_gib", "host_budget_gib", "disk", "disk_budget_gib", "max_waiting"
+        return {name: getattr(self, name) for name in names}
 
     def _settings_of_base(self) -> dict[str, Any]:
         return {"trained": self.trained, "budget_gib": self.base_budget_gib, "disk": self.disk}

@@ -28,10 +28,10 @@ from hf_memopt.activations import ActivationOffloader
 from hf_memopt.activations.checkpointing.selective import apply_selective_checkpointing
 from hf_memopt.activations.wrapped_module import hook_direct_calls, wrapped_module
 from hf_memopt.callbacks.arguments import VARIABLE, MemoptArguments
-from hf_memopt.callbacks.attach import FrozenModels, OffloadedLoss
 from hf_memopt.callbacks.fit import fitted
+from hf_memopt.callbacks.frozen_models import FrozenModels
 from hf_memopt.callbacks.homes import HomeOfOptimizers
-from hf_memopt.callbacks.offloading import log_what_was_done
+from hf_memopt.callbacks.offloading import OffloadedLoss, log_what_was_done
 from hf_memopt.memory import explain_oom
 from hf_memopt.process_trees import end_with_command
 
@@ -48,8 +48,9 @@ def main(words: Sequence[str]) -> None:
     if list(words[:2]) in ([], ["-m"]):
         raise ValueError("name a SCRIPT and its arguments, or -m MODULE and its arguments")
     end_with_command()
-    show_messages()
-    with fitted(arguments) if arguments.fit else attached(arguments), explain_oom() if arguments.memory_log else nullcontext():
+    show_messages(logging.WARNING if arguments.fit else logging.INFO)
+    switches = fitted(**arguments.settings_of_fit()) if arguments.fit else attached(arguments)
+    with switches, explain_oom() if arguments.memory_log else nullcontext():
         run_script(words)
 
 
@@ -85,7 +86,9 @@ def attached(arguments: MemoptArguments) -> Iterator[Attached]:
     of_accelerators: list[ActivationOffloader] = []
     found = Attached()
     if arguments.optimizer_home != "off" and not arguments.trained:
-        found.optimizers = HomeOfOptimizers(arguments.optimizer_home, arguments.disk)
+        found.optimizers = HomeOfOptimizers(
+            arguments.optimizer_home, arguments.disk, budget_gib=arguments.optimizer_budget_gib
+        )
     make_trainer, prepare = Trainer.__init__, Accelerator.prepare
     signature = inspect.signature(make_trainer)
 
@@ -174,10 +177,11 @@ def _wrap(model: nn.Module, arguments: MemoptArguments, accelerator: Accelerator
         yield offloader
 
 
-def show_messages() -> None:
-    """Show this library's messages, and leave the script's own logging alone."""
+def show_messages(level: int = logging.INFO) -> None:
+    """Show this library's messages, those of `fit` from INFO on, and leave the script's own logging alone."""
     ours = logging.getLogger("hf_memopt")
-    ours.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING)
+    ours.setLevel(level if os.environ.get("RANK", "0") == "0" else logging.WARNING)
+    logging.getLogger("hf_memopt.callbacks.fit").setLevel(logging.INFO)
     ours.addHandler(logging.StreamHandler())
     ours.propagate = False
 

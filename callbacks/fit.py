@@ -1,20 +1,22 @@
 """Decides, while a training runs, where its parts live, so that it fits in the memory that there is.
 
-The decision comes in stages. Before a model is prepared, sizes alone decide whether its weights have room. The first
-micro-batch runs with its saved activations away, below what the training needs, and shows what everything else takes.
-From then on parts that have room stay. All of them are moved by what `attach` switches on, so that no bit changes.
+The decision comes in stages. Before a model is prepared, sizes show whether its weights have room. The first
+micro-batch runs with its saved activations away, and shows what everything else takes. Then parts leave in the order of
+their cost, as far as needed, and again whenever memory turns out to be short. They leave by the means of `attach`, so
+that no bit changes.
 """
 
 import functools
 import json
 import logging
 import os
+import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -28,46 +30,47 @@ from transformers import Trainer
 from hf_memopt.activations import ActivationOffloader
 from hf_memopt.activations.plan_maker import USABLE
 from hf_memopt.activations.wrapped_module import hook_direct_calls, wrapped_module
-from hf_memopt.callbacks.attach import OffloadedLoss
+from hf_memopt.callbacks.frozen_models import FrozenModels, frozen_modules
 from hf_memopt.callbacks.homes import StreamedBase, enclose_calls_of
+from hf_memopt.callbacks.offloading import OffloadedLoss
 from hf_memopt.memory.memory_limit import LimitedMemory, lift_memory_limit, limit_memory
 from hf_memopt.text_table import Cell, Table
-from hf_memopt.transfer.host_memory import map_large_blocks, return_freed_memory
+from hf_memopt.transfer.host_memory import available_bytes, map_large_blocks, return_freed_memory
 from hf_memopt.transfer.scratch_file import default_disk
 from hf_memopt.units import GIB, KIB, MIB, format_bytes
 from hf_memopt.weights import OffloadedOptimizer, StreamedWeights
-from hf_memopt.weights.base import streamed_weights_of
+from hf_memopt.weights.homes.home import Home
 from hf_memopt.weights.homes.weight_files import MappedMemory
-
-if TYPE_CHECKING:
-    from hf_memopt.callbacks.arguments import MemoptArguments
 
 logger = logging.getLogger(__name__)
 
-# Names a file in which the process of the training notes how far it has come, for the command that has started it.
+# Names a file in which the training's process notes how far it has come, for the command that has started it. A file
+# that is there from the start asks for all parts to be away from the start.
 STATUS_VARIABLE = "HF_MEMOPT_FIT_STATUS"
 # Storages of saved activations that may move, in MiB; smaller ones where everything has to be away.
 _THRESHOLD_MB, _SMALL_THRESHOLD_MB = 1.0, 0.0625
+_ANY_SLOWDOWN = 1e9
 # Passes until plans of saved activations hold: two that are recorded, one that follows the plan.
 _PASSES_TO_LEARN = 3
-# Room that a step needs beyond weights and gradients, at the least.
+# Room that a step needs beside weights and gradients, at the least.
 _LEAST_ROOM_BYTES = 64 * MIB
 _ENGINES = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM)
 
 
 class DoesNotFitError(RuntimeError):
-    """Training needs more memory than the limit allows."""
+    """Training needs more memory than the limit allows, or waits more than it may."""
 
 
 @dataclass
 class _Model:
-    """A model that trains: the objects by which its parts live elsewhere."""
+    """A model that trains, and how its parts live elsewhere."""
 
     module: nn.Module
     accelerator: Accelerator
+    trainer: Trainer | None
     offloader: ActivationOffloader
     weights: StreamedWeights | None = None
-    undo: list[Callable[[], None]] = field(default_factory=list)
+    undo: ExitStack = field(default_factory=ExitStack)
 
 
 @dataclass
@@ -75,55 +78,79 @@ class _State:
     """An optimizer, and where its state lives."""
 
     plain: Optimizer
-    accelerator: Accelerator
     home: OffloadedOptimizer | None = None
     sizes: dict[torch.Tensor, int] = field(default_factory=dict)
     has_stepped: bool = False
+    is_movable: bool = True
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        return [each for group in self.plain.param_groups for each in group["params"]]
+
+    @property
+    def resident_bytes(self) -> int:
+        """Return the bytes of state that are on the device, or will be after the first update."""
+        return sum(self.sizes.values()) if self.home is None else 0
 
     @property
     def coming_bytes(self) -> int:
-        """Return the bytes of state that the first update will make on the device."""
-        return 0 if self.has_stepped or self.home is not None else sum(self.sizes.values())
+        return 0 if self.has_stepped else self.resident_bytes
 
     @property
     def update_bytes(self) -> int:
-        """Return the temporary memory of an update: a copy of all weights where it takes them at once."""
-        largest = max((each.nbytes for each in self.sizes), default=0)
-        takes_all = self.home is None and any(_takes_all(group) for group in self.plain.param_groups)
-        return sum(each.nbytes for each in self.sizes) if takes_all else 2 * largest
+        """Return the temporary memory of an update: a copy of all weights, where it takes them at once."""
+        if self.home is None and any(map(_takes_all, self.plain.param_groups)):
+            return sum(each.nbytes for each in self.sizes)
+        return 2 * max((each.nbytes for each in self.sizes), default=0)
 
 
 class Fit:
-    """The decisions for the trainings of one process.
+    """The decisions for the trainings of one process; what `attach(trainer, fit=True)` and `hf-memopt fit` do.
 
     Args:
-        arguments: with `fit`; the limits among them count.
+        memory_gib: device memory that the process may take, on a CPU its own memory. None: what it has and what is
+            free.
+        host_budget_gib: host memory for saved activations that leave the device. None: nine tenths of what is free.
+        disk: folder on a local disk. None: none, on a CPU the system's for temporary files.
+        disk_budget_gib: room for saved activations on that disk. None: no limit but the disk's.
+        max_waiting: training ends where it waits for copies and files for more than this share of the time in which it
+            computes. None: no limit.
         is_tight: whether all parts are away from the start.
 
     Raises:
-        ValueError: several processes train together, or the device has no such limit.
+        ValueError: several processes train together.
     """
 
-    def __init__(self, arguments: "MemoptArguments", *, is_tight: bool = False) -> None:
+    def __init__(
+        self,
+        memory_gib: float | None = None,
+        host_budget_gib: float | None = None,
+        disk: str | None = None,
+        disk_budget_gib: float | None = None,
+        max_waiting: float | None = None,
+        is_tight: bool = False,
+    ) -> None:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ValueError(
-                "fit decides for one process, and WORLD_SIZE is greater than 1; use hf-memopt plan for several GPUs, "
-                "and FSDP or DeepSpeed"
+                "fit=True decides for one process, and WORLD_SIZE is greater than 1; use hf-memopt plan for several "
+                "GPUs, with FSDP or DeepSpeed"
             )
-        self._arguments, self._is_tight = arguments, is_tight
-        self._disk = arguments.disk
-        self._memory: LimitedMemory | None = None
+        self._memory_gib, self._host_budget_gib, self._max_waiting = memory_gib, host_budget_gib, max_waiting
+        self._disk, self._disk_budget_gib, self._is_tight = disk, disk_budget_gib, is_tight
+        self._device = torch.device("cpu")
+        self._limited: LimitedMemory | None = None
         self._trainers: weakref.WeakKeyDictionary[Accelerator, Trainer] = weakref.WeakKeyDictionary()
         self._models: list[_Model] = []
         self._states: list[_State] = []
+        self._frozen: dict[Trainer, FrozenModels] = {}
         self._num_passes = self._num_updates = 0
         self._offloads = is_tight  # whether saved activations have to leave
         self._is_settled = False
-        self._predicted_bytes: int | None = None
-        self._undo: list[Callable[[], None]] = []
+        self._begun_s = 0.0
+        self._undo = ExitStack()
 
     def take(self, trainer: Trainer) -> None:
-        """Decide for the training runs of a trainer, whose accelerator is watched."""
+        """Decide for what a trainer trains, whose accelerator is watched."""
         self._trainers[trainer.accelerator] = trainer
         train = trainer.train
 
@@ -134,13 +161,13 @@ class Fit:
             return result
 
         trainer.train = train_and_give_back
-        self._undo.append(functools.partial(delattr, trainer, "train"))
+        self._undo.callback(delattr, trainer, "train")
 
     def watch(self, accelerator: Accelerator) -> None:
-        """Decide for all that an accelerator prepares from now on."""
+        """Decide for what an accelerator prepares from now on."""
         if accelerator.distributed_type in _ENGINES:
             engine = accelerator.distributed_type.value
-            raise ValueError(f"fit: {engine} places weights and optimizer states already; leave fit out")
+            raise ValueError(f"fit=True: {engine} places weights and optimizer states already; leave fit out")
         self._begin(accelerator.device)
         prepare, backward = accelerator.prepare, accelerator.backward
 
@@ -148,7 +175,7 @@ class Fit:
         def prepare_and_place(*args: Any, **kwargs: Any) -> Any:
             self._place(accelerator, args)
             prepared = prepare(*args, **kwargs)
-            self._wrap(prepared if isinstance(prepared, tuple) else (prepared,))
+            self._wrap_models()
             return prepared
 
         @functools.wraps(backward)
@@ -158,101 +185,101 @@ class Fit:
             self._review()
 
         accelerator.prepare, accelerator.backward = prepare_and_place, backward_and_review
+        self._undo.callback(delattr, accelerator, "prepare")
+        self._undo.callback(delattr, accelerator, "backward")
 
-        def undo() -> None:
-            del accelerator.prepare, accelerator.backward
+    def attach(self, trainer: Trainer) -> None:
+        """Decide for a trainer that has been made."""
+        self.watch(trainer.accelerator)
+        self.take(trainer)
 
-        self._undo.append(undo)
+    def remove(self) -> None:
+        """Restore what was attached. Takes device memory for all weights."""
+        for model in self._models:
+            model.undo.close()
+        self.close()
 
     def close(self) -> None:
-        """Log what was done, and lift the limit."""
-        for undo in self._undo:
-            undo()
-        if self._memory is not None:
-            self._log()
+        """Decide no more, and lift the limit; parts that live elsewhere stay there."""
+        self._undo.close()
+        self._log()
+        if self._limited is not None:
             lift_memory_limit(self._device)
 
-    def _log(self) -> None:
-        if self._num_passes:
-            for line in self.lines():
-                logger.info("%s", line)
+    def note(self, **status: Any) -> None:
+        """Write how far training has come, for the command that has started it."""
+        if path := os.environ.get(STATUS_VARIABLE):
+            Path(path).write_text(json.dumps({"num_updates": self._num_updates, **status}), encoding="utf-8")
 
-    def _give_back(self) -> None:
-        """Leave a model that has been trained as the plain run does, where there is room for its weights."""
-        assert self._memory is not None
-        self._log()
-        return_freed_memory()
-        for model in self._models:
-            weights = model.weights
-            room = self._limit_bytes - self._memory.read().allocated_bytes
-            if weights is not None and weights.report().streamed_bytes > room:
-                logger.info("fit: the weights go on streaming, since memory has no room for all of them")
-                continue
-            for undo in model.undo:
-                undo()
-        self._models = [each for each in self._models if each.weights is not None and streamed_weights_of(each.module)]
-        self._states.clear()
-        self._num_passes, self._is_settled, self._offloads = 0, False, self._is_tight
+    # ---------------------------------------------------------------------------------------------- before a step
+
+    @property
+    def _memory(self) -> LimitedMemory:
+        assert self._limited is not None, "an accelerator is watched"
+        return self._limited
 
     @property
     def _limit_bytes(self) -> int:
-        assert self._memory is not None
+        """Return the bytes that decisions count on; the rest is for what they do not foresee."""
         return int(USABLE * self._memory.limit_bytes)
 
+    @property
+    def _home(self) -> Home:
+        return "file" if self._device.type == "cpu" else "host"
+
     def _begin(self, device: torch.device) -> None:
-        if self._memory is not None:
+        if self._limited is not None:
             return
         self._device = device
-        gib = self._arguments.memory_gib
-        self._memory = limit_memory(device, None if gib is None else round(gib * GIB))
+        self._limited = limit_memory(device, None if self._memory_gib is None else round(self._memory_gib * GIB))
         if device.type == "cpu":
             self._disk = self._disk or default_disk()
             map_large_blocks(64 * KIB)
         logger.info(
-            "fit: training may take %s of %s memory, of which %s are in use",
+            "fit: training may take %s on %s, where %s are in use",
             format_bytes(self._memory.limit_bytes),
-            "this machine's" if device.type == "cpu" else f"{device}'s",
+            device,
             format_bytes(self._memory.read().allocated_bytes),
         )
 
     def _place(self, accelerator: Accelerator, prepared: Sequence[Any]) -> None:
         """Decide by sizes about models that are to be prepared, and take their optimizers."""
+        known = [each.module for each in self._models]
         for each in prepared:
-            if isinstance(each, nn.Module) and _trained(each) and not any(each is known.module for known in self._models):
+            if isinstance(each, nn.Module) and _trains(each) and each not in known:
                 self._take_model(each, accelerator)
         for each in prepared:
             if isinstance(each, Optimizer) and not isinstance(each, AcceleratedOptimizer):
-                self._take_optimizer(each, accelerator)
+                self._take_optimizer(each)
 
-    def _take_model(self, model: nn.Module, accelerator: Accelerator) -> None:
-        assert self._memory is not None
-        threshold = _SMALL_THRESHOLD_MB if self._is_tight else _THRESHOLD_MB
+    def _take_model(self, module: nn.Module, accelerator: Accelerator) -> None:
         offloader = ActivationOffloader(
-            max_slowdown=0.0,
-            offload_threshold_mb=threshold,
-            host_budget_gib=self._arguments.host_budget_gib,
+            max_slowdown=_ANY_SLOWDOWN,
+            offload_threshold_mb=_SMALL_THRESHOLD_MB if self._is_tight else _THRESHOLD_MB,
+            host_budget_gib=self._host_budget_gib,
             disk=self._disk,
-            disk_budget_gib=self._arguments.disk_budget_gib,
+            disk_budget_gib=self._disk_budget_gib,
         )
-        taken = _Model(model, accelerator, offloader)
-        self._models.append(taken)
-        sizes = _Sizes(model, self._device)
+        model = _Model(module, accelerator, self._trainers.get(accelerator), offloader)
+        sizes = _Sizes(module, self._device)
         needed = self._memory.read().allocated_bytes + sizes.coming_bytes + sizes.gradient_bytes
-        needed += max(_LEAST_ROOM_BYTES, 2 * sizes.largest_bytes)
-        if self._is_tight or needed > self._limit_bytes:
-            frees_enough = not self._is_tight and needed - sizes.frozen_bytes <= self._limit_bytes
-            self._stream(taken, trained=not frees_enough)
-        trainer = self._trainers.get(accelerator)
-        if trainer is not None:
-            taken.undo.append(OffloadedLoss(trainer, offloader).remove)
+        over = needed + max(_LEAST_ROOM_BYTES, 2 * sizes.largest_bytes) - self._limit_bytes
+        if self._is_tight or over > 0:
+            self._stream(model, trained=self._is_tight or over > sizes.frozen_bytes)
+        if model.trainer is not None:
+            self._place_frozen(model.trainer, is_short=self._is_tight or over > 0)
+            model.undo.callback(OffloadedLoss(model.trainer, offloader).remove)
+        self._models.append(model)
 
-    def _stream(self, model: _Model, *, trained: bool, budget_bytes: int | None = None) -> bool:
-        """Let weights of a model live at home from now on; return whether they do."""
-        assert self._memory is not None
+    def _stream(self, model: _Model, *, trained: bool, budget_bytes: int | None = None) -> None:
+        """Let weights of a model live at home from now on, unless it refuses that."""
+        weights_bytes = sum(each.nbytes for each in model.module.parameters())
+        host_bytes = available_bytes() if self._host_budget_gib is None else self._host_budget_gib * GIB
+        is_file = self._device.type == "cpu" or 2 * weights_bytes > host_bytes
         try:
             model.weights = StreamedWeights(
                 model.module,
-                home="file" if self._device.type == "cpu" else "auto",
+                home="file" if is_file else "host",
                 trained=trained,
                 budget_gib=None if budget_bytes is None else budget_bytes / GIB,
                 device=self._device,
@@ -260,181 +287,219 @@ class Fit:
             )
         except ValueError as error:
             logger.info("fit: weights stay: %s", error)
-            return False
+            return
         self._memory.restart()  # what they took before does not count
-        trainer = self._trainers.get(model.accelerator)
-        if trainer is not None:
-            model.undo.append(StreamedBase(trainer, model.weights).remove)
+        if model.trainer is not None:
+            model.undo.callback(StreamedBase(model.trainer, model.weights).remove)
         else:
-            enclose_calls_of(model.module, model.weights.stream)
-        return True
+            model.undo.callback(enclose_calls_of(model.module, model.weights.stream))
+        logger.info("fit: %s live in %s", "weights" if trained else "frozen weights", _PLACES[model.weights.home])
 
-    def _take_optimizer(self, optimizer: Optimizer, accelerator: Accelerator) -> None:
-        state = _State(optimizer, accelerator)
+    def _place_frozen(self, trainer: Trainer, *, is_short: bool) -> None:
+        """Move models that a trainer has prepared to be called alone to the device, or let them visit it."""
+        modules = frozen_modules(trainer).values() if trainer not in self._frozen else ()
+        frozen_bytes = sum(_Sizes(each, self._device).frozen_bytes for each in modules)
+        room = self._limit_bytes - self._memory.read().allocated_bytes
+        if frozen_bytes and (is_short or (self._device.type != "cpu" and frozen_bytes > room)):
+            self._move_frozen_models(trainer)
+        else:
+            for each in modules:
+                each.to(self._device)
+
+    def _move_frozen_models(self, trainer: Trainer) -> None:
+        try:
+            self._frozen[trainer] = FrozenModels(trainer, "auto", self._home)
+            logger.info("fit: %s live in %s", " and ".join(self._frozen[trainer].visits), _PLACES[self._home])
+        except ValueError as error:
+            logger.info("fit: frozen models stay: %s", error)
+
+    def _take_optimizer(self, optimizer: Optimizer) -> None:
+        state = _State(optimizer)
         self._states.append(state)
-        parameters = {each for group in optimizer.param_groups for each in group["params"]}
         for model in self._models:
-            if model.weights is not None and model.weights.trained and parameters & set(model.module.parameters()):
+            is_streamed = model.weights is not None and model.weights.trained
+            if is_streamed and set(state.parameters) & set(model.module.parameters()):
+                assert model.weights is not None
                 state.home = model.weights.adopt(optimizer)
 
-        def note(*args: Any) -> None:
+        def note_update(*args: Any) -> None:
             if not state.has_stepped:
                 state.has_stepped = True
                 self._num_updates += 1
-                self._note_status()
+                self.note()
             self._review()
 
-        optimizer.register_step_post_hook(note)
+        self._undo.callback(optimizer.register_step_post_hook(note_update).remove)
 
-    def _wrap(self, prepared: Sequence[Any]) -> None:
-        """Offload what the forward passes of models save that no trainer runs."""
-        modules = [each for each in prepared if isinstance(each, nn.Module)]
+    def _wrap_models(self) -> None:
+        """Offload what forward passes save of models that no trainer runs."""
         for model in self._models:
-            is_prepared = any(model.module is each or getattr(each, "module", None) is model.module for each in modules)
-            if is_prepared and model.accelerator not in self._trainers and wrapped_module(model.module) is None:
+            if model.trainer is None and wrapped_module(model.module) is None:
                 model.offloader.wrap(model.module)
                 hook_direct_calls(model.module)
 
+    # ---------------------------------------------------------------------------------------------- between steps
+
     def _review(self) -> None:
-        """Decide again with what the passes so far have shown; parts only leave."""
-        assert self._memory is not None
-        if self._is_settled:
+        """Decide with what the passes so far have shown."""
+        self._begun_s = self._begun_s or time.monotonic()
+        if self._is_settled and self._memory.highest_bytes <= self._memory.limit_bytes:
             return
         for state in self._states:
-            if not state.sizes and not state.has_stepped and state.home is None:
-                self._measure(state)
-        accumulates = max(each.accelerator.gradient_accumulation_steps for each in self._models) > 1
-        over_update, over_pass = self._over_update(), self._over_pass()
-        if over_update > 0 or (accumulates and over_pass > 0):
-            self._move_state(max(over_update, over_pass if accumulates else 0))
-        self._offloads = self._offloads or self._over_pass() > 0
+            self._measure(state)
+        accumulates = any(each.accelerator.gradient_accumulation_steps > 1 for each in self._models)
+        # State visits once in an update, and saved activations in each of its passes.
+        self._move_state(max(self._over_update(), self._over_pass() if accumulates else 0))
+        if not self._offloads and self._over_pass() > 0:
+            self._offloads = True
+            logger.info("fit: saved activations leave for %s", _PLACES[self._home])
         self._move_state(self._over_pass())
         self._move_frozen(max(self._over_pass(), self._over_update()))
-        over = max(self._over_pass(), self._over_update()) - (self._memory.limit_bytes - self._limit_bytes)
-        if over > 0 and not self._is_tight:
+        over = max(self._over_pass(), self._over_update()) + self._limit_bytes - self._memory.limit_bytes
+        has_learned = self._num_passes >= _PASSES_TO_LEARN and all(each.has_stepped for each in self._states)
+        if over > 0 and (has_learned or not self._is_tight):
             raise DoesNotFitError(self._message(over))
-        if self._num_passes >= _PASSES_TO_LEARN and all(each.has_stepped for each in self._states):
-            self._settle(over)
+        if has_learned:
+            self._settle()
 
     def _over_pass(self) -> int:
         """Return the bytes by which a forward and backward pass exceeds the limit."""
-        assert self._memory is not None
         stays = 0 if self._offloads else sum(_could_stay(each.offloader) for each in self._models)
         return self._memory.highest_bytes + stays + sum(each.coming_bytes for each in self._states) - self._limit_bytes
 
     def _over_update(self) -> int:
         """Return the bytes by which an update exceeds the limit."""
-        assert self._memory is not None
         coming = sum(each.coming_bytes for each in self._states)
         temporary = max((each.update_bytes for each in self._states if not each.has_stepped), default=0)
         return self._memory.read().allocated_bytes + coming + temporary - self._limit_bytes
 
     def _measure(self, state: _State) -> None:
-        try:
-            home = OffloadedOptimizer(state.plain, self._home(), disk=self._disk)
-        except ValueError as error:
-            logger.info("fit: the optimizer's state stays: %s", error)
+        """Find out how many bytes of state an optimizer makes, and whether they may live elsewhere."""
+        if state.sizes or state.home is not None or not state.is_movable:
             return
-        state.sizes = home.state_sizes(each for group in state.plain.param_groups for each in group["params"])
+        try:
+            state.sizes = OffloadedOptimizer(state.plain, self._home, disk=self._disk).state_sizes(state.parameters)
+        except ValueError as error:
+            state.is_movable = False
+            logger.info("fit: the optimizer's state stays: %s", error)
 
     def _move_state(self, over_bytes: int) -> None:
-        """Move the state of optimizers that have made no update, the largest first, as far as needed."""
-        for state in sorted(self._states, key=lambda each: -each.coming_bytes):
-            coming = state.coming_bytes
-            if over_bytes > 0 and coming:
-                stays = max(0, coming - over_bytes)
-                state.home = OffloadedOptimizer(state.plain, self._home(), stays / GIB, self._disk)
+        """Move the state of optimizers, the largest first, as far as needed."""
+        for state in sorted(self._states, key=lambda each: -each.resident_bytes):
+            resident_bytes = state.resident_bytes
+            if over_bytes > 0 and resident_bytes:
+                stays = max(0, resident_bytes - over_bytes)
+                state.home = OffloadedOptimizer(state.plain, self._home, stays / GIB, self._disk)
                 state.home.redirect()
-                over_bytes -= coming
+                over_bytes -= resident_bytes
+                if state.has_stepped:
+                    self._memory.restart()
+                left, kind = format_bytes(resident_bytes - stays), type(state.plain).__name__
+                logger.info("fit: %s of %s's state live in %s", left, kind, _PLACES[self._home])
 
     def _move_frozen(self, over_bytes: int) -> None:
-        """Let frozen weights stream as far as needed."""
-        assert self._memory is not None
+        """Let frozen models visit, and frozen weights stream as far as needed."""
         for model in self._models:
-            if over_bytes <= 0 or model.weights is not None:
-                continue
-            frozen = _Sizes(model.module, self._device).frozen_bytes
-            if frozen and self._stream(model, trained=False, budget_bytes=max(0, frozen - over_bytes)):
-                over_bytes -= frozen
+            if over_bytes > 0 and model.trainer is not None and model.trainer not in self._frozen:
+                modules = frozen_modules(model.trainer).values()
+                over_bytes -= sum(_Sizes(each, self._device).frozen_bytes for each in modules)
+                if modules:
+                    self._move_frozen_models(model.trainer)
+                    self._memory.restart()
+            if over_bytes > 0 and model.weights is None:
+                frozen_bytes = _Sizes(model.module, self._device).frozen_bytes
+                if frozen_bytes:
+                    self._stream(model, trained=False, budget_bytes=max(0, frozen_bytes - over_bytes))
+                    over_bytes -= frozen_bytes
 
-    def _home(self) -> Any:
-        return "file" if self._device.type == "cpu" else "host"
-
-    def _settle(self, over_bytes: int) -> None:
-        """Leave a training that fits alone, and end one that does not."""
-        self._is_settled = True
-        if over_bytes > 0:
-            raise DoesNotFitError(self._message(over_bytes))
-        if not self._offloads:
-            for model in self._models:
-                model.offloader.enabled = False
-        if not self._offloads and not any(each.home for each in self._states) and not any(
-            each.weights for each in self._models
-        ):
+    def _settle(self) -> None:
+        """Leave a training that fits alone, until it does no more."""
+        is_first, self._is_settled = not self._is_settled, True
+        for model in self._models:
+            model.offloader.enabled = self._offloads
+        waited_s = sum(_waited_s(each) for each in self._models)
+        waited_s += sum(each.home.report().stall_ms / 1e3 for each in self._states if each.home is not None)
+        share = waited_s / max(1e-9, time.monotonic() - self._begun_s - waited_s)
+        if self._max_waiting is not None and share > self._max_waiting:
+            raise DoesNotFitError(
+                f"training waits for {share:.0%} of the time in which it computes, and may for "
+                f"{self._max_waiting:.0%}; give it more --memory, or a larger --max-slowdown"
+            )
+        is_plain = not self._offloads and not any(each.home for each in self._states) and not self._frozen
+        if is_first and is_plain and not any(each.weights for each in self._models):
             if self._device.type == "cpu":
                 map_large_blocks(32 * MIB)
-            logger.info("fit: everything fits; nothing is changed from now on")
+            logger.info("fit: everything fits; from now on nothing is changed")
 
     def _message(self, over_bytes: int) -> str:
-        assert self._memory is not None
         smallest = (self._memory.limit_bytes + over_bytes) / USABLE
         return (
             f"training needs {format_bytes(smallest)}, and may take {format_bytes(self._memory.limit_bytes)}; give it "
-            f"--memory {smallest / MIB:.0f}MiB, a smaller micro-batch or shorter sequences"
+            f"--memory {smallest / MIB:.0f}MiB, or train with a smaller micro-batch or shorter sequences"
         )
 
-    def _note_status(self, **status: Any) -> None:
-        path = os.environ.get(STATUS_VARIABLE)
-        if path:
-            Path(path).write_text(json.dumps({"num_updates": self._num_updates, **status}), encoding="utf-8")
+    # ---------------------------------------------------------------------------------------------- after training
 
-    def lines(self) -> Iterator[str]:
-        """Return what was decided and measured, as text."""
-        assert self._memory is not None
-        limit = format_bytes(self._memory.limit_bytes)
-        yield f"fit: {format_bytes(self._memory.total_highest_bytes)} of {limit} at most, after {self._num_passes} passes"
+    def _give_back(self) -> None:
+        """Leave a model that has been trained as the plain run does, where there is room for its weights."""
+        self._log()
+        return_freed_memory()
+        for model in self._models:
+            room = self._limit_bytes - self._memory.read().allocated_bytes
+            if model.weights is not None and model.weights.report().streamed_bytes > room:
+                logger.info("fit: weights go on streaming, since memory has no room for all of them")
+            elif model.trainer is not None:
+                model.undo.close()
+                self._models = [each for each in self._models if each is not model]
+        self._states.clear()
+        self._num_passes, self._is_settled, self._offloads, self._begun_s = 0, False, self._is_tight, 0.0
+
+    def _log(self) -> None:
+        if self._num_passes:
+            highest, limit = format_bytes(self._memory.total_highest_bytes), format_bytes(self._memory.limit_bytes)
+            logger.info("fit: %s of %s were in use at most", highest, limit)
+            for line in self._table().lines():
+                logger.info("%s", line)
+
+    def _table(self) -> Table:
+        """Return where each part lives, and what that costs."""
         rows: list[list[Cell]] = []
         for model in self._models:
-            stats, name = model.offloader.stats_at_peak, type(model.module).__name__
-            held = stats.measured_peak_gib
-            rows.append(
-                [
-                    f"activations of {name}",
-                    "offloaded" if self._offloads else "stay",
-                    None if held is None else f"{held * 1024:.1f}",
-                    f"{stats.bytes_moved / MIB:.0f}",
-                    f"{stats.disk_bytes_written / MIB:.0f}",
-                    f"{stats.stall_ms / 1e3:.1f}",
-                ]
+            name, stats = type(model.module).__name__, model.offloader.stats_at_peak
+            held, plain = (
+                None if each is None else 1024 * each for each in (stats.measured_peak_gib, stats.plain_peak_gib)
             )
+            home = _PLACES[self._home] if self._offloads else "here"
+            moved, written = stats.bytes_moved, stats.disk_bytes_written
+            rows.append(_row(f"activations of {name}", home, plain, held, moved, written, stats.stall_ms))
             if model.weights is not None:
-                report = model.weights.report()
-                written = report.bytes_to_home + report.gradient_bytes[1]
-                rows.append(
-                    [
-                        f"{'weights' if report.trained else 'frozen weights'} of {name}",
-                        report.home,
-                        f"{report.peak_device_bytes / MIB:.1f}",
-                        f"{(report.bytes_to_device + written) / MIB:.0f}",
-                        f"{written / MIB:.0f}",
-                        f"{report.stall_ms / 1e3:.1f}",
-                    ]
-                )
+                found = model.weights.report()
+                written = found.bytes_to_home + found.gradient_bytes[1]
+                moved = found.bytes_to_device + found.gradient_bytes[0] + written
+                part = f"{'weights' if found.trained else 'frozen weights'} of {name}"
+                sizes = found.streamed_bytes / MIB, found.peak_device_bytes / MIB
+                rows.append(_row(part, _PLACES[found.home], *sizes, moved, written, found.stall_ms))
         for state in self._states:
+            part = f"state of {type(state.plain).__name__}"
             if state.home is not None:
                 cost = state.home.report()
-                moved = cost.bytes_read + cost.bytes_written
-                rows.append(
-                    [
-                        f"state of {type(state.plain).__name__}",
-                        cost.home,
-                        f"{(cost.resident_bytes + cost.peak_bytes) / MIB:.1f}",
-                        f"{moved / MIB:.0f}",
-                        f"{cost.bytes_written / MIB:.0f}",
-                        f"{cost.stall_ms / 1e3:.1f}",
-                    ]
-                )
-        yield from str(Table(["part", "where", "MiB here", "moved MiB", "written MiB", "waited s"], rows)).splitlines()
+                here, moved = cost.resident_bytes + cost.peak_bytes, cost.bytes_read + cost.bytes_written
+                sizes = (cost.state_bytes + cost.resident_bytes) / MIB, here / MIB
+                rows.append(_row(part, _PLACES[cost.home], *sizes, moved, cost.bytes_written, cost.stall_ms))
+            else:
+                size = state.resident_bytes / MIB
+                rows.append(_row(part, "here", size, size, 0, 0, 0))
+        heads = ["part", "lives in", "MiB", "MiB here at most", "MiB moved", "MiB written", "s waited"]
+        return Table(heads, rows)
+
+
+_PLACES = {"host": "host memory", "file": "a file"}
+
+
+def _row(
+    part: str, home: str, mib: float | None, here_mib: float | None, moved: int, written: int, waited_ms: float
+) -> list[Cell]:
+    return [part, home, mib, here_mib, moved / MIB, written / MIB, waited_ms / 1e3]
 
 
 class _Sizes:
@@ -457,7 +522,7 @@ class _Sizes:
                 self.coming_bytes += num_bytes
 
 
-def _trained(model: nn.Module) -> bool:
+def _trains(model: nn.Module) -> bool:
     return any(each.requires_grad for each in model.parameters())
 
 
@@ -477,12 +542,18 @@ def _takes_all(group: dict[str, Any]) -> bool:
     return "foreach" in group and bool(_default_to_fused_or_foreach(group["params"], False)[1])
 
 
+def _waited_s(model: _Model) -> float:
+    waited_ms = model.offloader.stats.stall_ms
+    return (waited_ms + (0.0 if model.weights is None else model.weights.report().stall_ms)) / 1e3
+
+
 @contextmanager
-def fitted(arguments: "MemoptArguments") -> Iterator[Fit]:
-    """Decide for every Trainer and every Accelerator that is made inside."""
-    status = Path(os.environ[STATUS_VARIABLE]) if STATUS_VARIABLE in os.environ else None
-    fit = Fit(arguments, is_tight=status is not None and status.exists())
+def fitted(**settings: Any) -> Iterator[Fit]:
+    """Decide for every Trainer and every Accelerator that is made inside; `settings` are those of `Fit`."""
+    status = os.environ.get(STATUS_VARIABLE)
+    fit = Fit(**settings, is_tight=status is not None and Path(status).exists())
     make_trainer, make_accelerator = Trainer.__init__, Accelerator.__init__
+    prepare_model = functools.partialmethod(Accelerator.prepare_model, device_placement=False)
 
     @functools.wraps(make_accelerator)
     def make_and_watch(accelerator: Accelerator, *args: Any, **kwargs: Any) -> None:
@@ -491,19 +562,19 @@ def fitted(arguments: "MemoptArguments") -> Iterator[Fit]:
 
     @functools.wraps(make_trainer)
     def make_and_take(trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        # A model that may not fit is moved when it is prepared, if it is moved at all.
-        with patch.object(Trainer, "_move_model_to_device", lambda *_: None):
+        # Models that may not fit are moved when training begins, if they are moved at all.
+        with (
+            patch.object(Trainer, "_move_model_to_device", lambda *_: None),
+            patch.object(Accelerator, "prepare_model", prepare_model),
+        ):
             make_trainer(trainer, *args, **kwargs)
         fit.take(trainer)
 
-    with (
-        patch.object(Accelerator, "__init__", make_and_watch),
-        patch.object(Trainer, "__init__", make_and_take),
-    ):
+    with patch.object(Accelerator, "__init__", make_and_watch), patch.object(Trainer, "__init__", make_and_take):
         try:
             yield fit
         except (DoesNotFitError, MemoryError, torch.OutOfMemoryError):
-            fit._note_status(ran_out=True)
+            fit.note(ran_out=True)
             raise
         finally:
             fit.close()

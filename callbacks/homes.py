@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
+import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import str_to_bool
 from torch import nn
@@ -164,7 +165,13 @@ def stream_trainer(trainer: Trainer, base: BaseHome, **settings: Any) -> Streame
 
 
 def stream_base(
-    model: nn.Module | None, args: TrainingArguments | None, base: BaseHome, *, trained: bool = False, **settings: Any
+    model: nn.Module | None,
+    args: TrainingArguments | None,
+    base: BaseHome,
+    *,
+    trained: bool = False,
+    device: torch.device | None = None,
+    **settings: Any,
 ) -> StreamedWeights:
     """Return the object by which a trainer's model streams; unless that streams already, it is made with `settings`."""
     if model is None:
@@ -185,7 +192,7 @@ def stream_base(
                 "train adapters, or leave base out; for a frozen reference, teacher or reward model use frozen='auto'"
             )
         try:
-            device = None if args is None else args.device
+            device = device if args is None else args.device
             return StreamedWeights(model, home=base, trained=trained, device=device, **settings)
         except ValueError as error:
             raise ValueError(f"base={base!r}: {error}") from error
@@ -212,14 +219,21 @@ class HomeOfOptimizers(TrainerCallback):
 
     Args:
         weights: those that stream while they train, whose updates visit them. None leaves weights where they are.
+        budget_gib: device memory for state that stays.
     """
 
-    def __init__(self, home: Home, disk: str | os.PathLike[str] | None, weights: StreamedWeights | None = None) -> None:
+    def __init__(
+        self,
+        home: Home,
+        disk: str | os.PathLike[str] | None,
+        weights: StreamedWeights | None = None,
+        budget_gib: float | None = None,
+    ) -> None:
         if home not in HOMES:
             raise ValueError(f"optimizer_home={home!r} is unknown; use one of {', '.join(HOMES)}")
         check_disk(disk)
         self._home: Home = home
-        self._disk, self._weights = disk, weights
+        self._disk, self._weights, self._budget_gib = disk, weights, budget_gib
         self._reports: dict[object, OptimizerReport] = {}  # they outlive their optimizers
         self.unreached = (  # until one of them has made an update, then empty
             f"optimizer_home={home} reaches no optimizer that is stepped; give it to Accelerator.prepare, or make it "
@@ -232,7 +246,7 @@ class HomeOfOptimizers(TrainerCallback):
             return optimizer
         if not isinstance(optimizer, OffloadedOptimizer):
             try:
-                optimizer = OffloadedOptimizer(optimizer, self._home, disk=self._disk)
+                optimizer = OffloadedOptimizer(optimizer, self._home, self._budget_gib, self._disk)
             except ValueError as error:
                 option = f"optimizer_home={self._home!r}" if self._weights is None else "trained=True"
                 raise ValueError(f"{option}: {error}") from error

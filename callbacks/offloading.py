@@ -1,15 +1,20 @@
 """Activation offloading as a Trainer callback, and the conditions for a Trainer to offload at all."""
 
 import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from accelerate.state import AcceleratorState
 from torch import nn
-from transformers import TrainerCallback, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 from hf_memopt.activations import ActivationOffloader, WrappedModule
 from hf_memopt.activations.checkpointing.selective import CheckpointedForward
 from hf_memopt.activations.wrapped_module import wrapped_module
+from hf_memopt.autograd_state import in_backward
+from hf_memopt.callbacks.homes import enclose, enclose_calls_of
 from hf_memopt.report.offloading import in_words
 
 logger = logging.getLogger(__name__)
@@ -55,6 +60,52 @@ class ActivationOffloadCallback(TrainerCallback):
         if self._wrapped is not None:
             self._wrapped.remove()
             self._wrapped = None
+
+
+class OffloadedLoss(TrainerCallback):
+    """Runs a trainer's forward pass and loss, where gradients are recorded, in an `offload_context`.
+
+    Losses of sentence-transformers that cache gradients run the model again in backward: those calls get a context too.
+
+    Hooks entered in `on_step_begin` would outlive an exception and pack tensors that checkpointed layers recompute.
+    """
+
+    def __init__(self, trainer: Trainer, offloader: ActivationOffloader) -> None:
+        if any(isinstance(callback, OffloadedLoss) for callback in trainer.callback_handler.callbacks):
+            raise ValueError("the trainer has an attached offloader already; remove() the earlier handle first")
+        _refuse_callback(trainer)
+        refuse_what_conflicts(offloader, trainer.args, trainer.model)
+        self.offloader = offloader
+        self._trainer = trainer
+        self._undo = enclose(trainer, self._context)
+        self._undo_calls: Callable[[], None] = lambda: None
+        trainer.add_callback(self)
+
+    def on_train_begin(self, args: TrainingArguments, *others: Any, **kwargs: Any) -> None:
+        # Either may have changed after attaching.
+        _refuse_callback(self._trainer)
+        refuse_what_conflicts(self.offloader, args, self._trainer.model)
+        self._undo_calls()
+        if _caches_gradients(self._trainer):  # hooks on other models would only split compiled graphs
+            self._undo_calls = enclose_calls_of(self._trainer.model, self._context_in_backward)
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, *others: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            log_what_was_done(self.offloader)
+
+    def remove(self) -> None:
+        self._undo()
+        self._undo_calls()
+        self._trainer.remove_callback(self)
+
+    def _context_in_backward(self, call: str) -> AbstractContextManager[Any]:
+        return self._context() if in_backward() else nullcontext()
+
+    def _context(self) -> AbstractContextManager[Any]:
+        if not torch.is_grad_enabled():  # evaluation
+            return nullcontext()
+        # FSDP and model_init replace the model after attaching.
+        return self.offloader.offload_context(self._trainer.model)
 
 
 def make_offloader(offloader: ActivationOffloader | str | None, **options: Any) -> ActivationOffloader:
@@ -136,3 +187,18 @@ def _checkpointing_field(args: TrainingArguments) -> str:
     """Return the newer of two names, which is the one that Trainer reads."""
     names = "activation_checkpointing", "gradient_checkpointing"
     return next(name for name in names if hasattr(args, name))
+
+
+def _caches_gradients(trainer: Any) -> bool:
+    loss = getattr(trainer, "loss", None)
+    losses = loss.values() if isinstance(loss, dict) else [loss]
+    modules = (module for each in losses if isinstance(each, nn.Module) for module in each.modules())
+    return any(getattr(module, "uses_gradient_cache", False) for module in modules)
+
+
+def _refuse_callback(trainer: Trainer) -> None:
+    if any(isinstance(callback, ActivationOffloadCallback) for callback in trainer.callback_handler.callbacks):
+        raise ValueError(
+            "the trainer has an ActivationOffloadCallback, and two offloaders do not stack; remove it, since attach "
+            "sees more"
+        )

@@ -1,6 +1,6 @@
 import pytest
 
-from hf_memopt.units import GIB, MIB, format_bytes, format_gib, format_ms
+from hf_memopt.units import GIB, MIB, format_bytes, format_gib, format_ms, parse_size
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ weights and the CPU time.
 """
 
 import argparse
-import functools
 import hashlib
 import json
 import os

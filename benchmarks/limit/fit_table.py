@@ -49,7 +49,10 @@ def run(words: Sequence[str], log: Path, enforced_bytes: int | None) -> Row:
             group.set(0, enforced_bytes)
         with log.open("wb") as output:
             process = subprocess.Popen(
-                group.command([sys.executable, *words]), stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
+                group.command([sys.executable, *words]),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
             )
         overdue = threading.Timer(TIMEOUT_S, _kill, [group])
         overdue.start()
@@ -116,7 +119,9 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             found["plain"] = run(program, log.with_suffix(".plain.log"), limit_in_force(limit_bytes))
             found["fit"] = fitted(program, limit_bytes, options.folder, log)
             if found["fit"]["named_bytes"]:
-                found["named"] = fitted(program, found["fit"]["named_bytes"], options.folder, log.with_suffix(".named.log"))
+                found["named"] = fitted(
+                    program, found["fit"]["named_bytes"], options.folder, log.with_suffix(".named.log")
+                )
             for kind in ("fit", "named"):
                 if kind in found:
                     found[kind]["is_equal"] = found[kind].get("digest") == free["digest"]

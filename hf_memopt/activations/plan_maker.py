@@ -12,7 +12,7 @@ from hf_memopt.activations.planner.offload_plan import InfeasibleBudgetError, Of
 from hf_memopt.activations.planner.profile import Profile
 from hf_memopt.activations.saved_tensors.device_state import DeviceState
 from hf_memopt.memory.device_counters import Counters, counters_for
-from hf_memopt.memory.memory_limit import limited_memory
+from hf_memopt.memory.memory_limit import LimitedMemory, limited_memory
 from hf_memopt.memory.ranks import rank_among_several
 from hf_memopt.transfer.backends import backend_of
 from hf_memopt.transfer.tier import Tier
@@ -40,6 +40,8 @@ class DeviceRoom:
         self._counters, self._device = counters, device
         self._begun_bytes = self._lasting_bytes = self._other_bytes = self._peak_bytes = 0
         self._num_retries = self._num_ooms = 0
+        # Whether saved activations may take all of it, because somebody has set its limit.
+        self.is_to_be_filled = isinstance(counters, LimitedMemory)
 
     def begin(self) -> None:
         self._begun_bytes = self._other_bytes = self._counters.read().allocated_bytes
@@ -199,6 +201,8 @@ class PlanMaker:
     def _make_for_device(self, make: Callable[..., OffloadPlan]) -> OffloadPlan | None:
         """Return the plan that the accepted slowdown allows if it fits, else the fastest that does, else None."""
         try:
+            if self._room is not None and self._room.is_to_be_filled:
+                return make(budget_bytes=self.limit_bytes)
             return make(budget_bytes=None, device_limit_bytes=self.limit_bytes)
         except InfeasibleBudgetError as error:
             logger.info("activation offloading: %s; until then everything is offloaded", str(error))

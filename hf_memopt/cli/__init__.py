@@ -66,7 +66,14 @@ def _nearest(parser: Parser, command: str, word: str) -> str:
 
 def _parser(command: str = "") -> Parser:
     """Return the parser of all commands; those of other packages are left out where `command` is one of ours."""
-    from hf_memopt.cli import fit_command, launch_command, machine_commands, planning_commands, smolvla_commands, verify_command
+    from hf_memopt.cli import (
+        fit_command,
+        launch_command,
+        machine_commands,
+        planning_commands,
+        smolvla_commands,
+        verify_command,
+    )
 
     parser = Parser(
         prog="hf-memopt",

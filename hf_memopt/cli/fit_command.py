@@ -69,7 +69,7 @@ def _run(parsed: argparse.Namespace) -> int:
         "memory_gib": _gib(options.memory, "memory"),
         "host_budget_gib": _gib(options.host, "host"),
         "disk": options.disk,
-        "max_slowdown": options.max_slowdown,
+        "max_waiting": options.max_slowdown,
     }
     text = ",".join(f"{name}={value}" for name, value in settings.items() if value is not None)
     command = [sys.executable, "-m", "hf_memopt.callbacks.every_trainer", *script]
@@ -78,8 +78,11 @@ def _run(parsed: argparse.Namespace) -> int:
         environment = {**os.environ, "HF_MEMOPT": text, "HF_MEMOPT_FIT_STATUS": str(status), COMMAND: str(os.getpid())}
         code = subprocess.run(command, env=environment).returncode
         if _ran_out(code, status):
-            print("hf-memopt fit: memory ran out before the first update; starting again with all parts away",
-                  file=sys.stderr, flush=True)
+            print(
+                "hf-memopt fit: memory ran out before the first update; starting again with all parts away",
+                file=sys.stderr,
+                flush=True,
+            )
             status.write_text("{}")
             code = subprocess.run(command, env=environment).returncode
     return 128 - code if code < 0 else code

@@ -48,7 +48,7 @@ class ProcessCounters:
 class LimitedMemory:
     """The counters of a device, whose memory ends at a limit.
 
-    Others may reset their peak: `highest_bytes` is the peak since `restart`, `total_highest_bytes` that since the start.
+    Others may reset their peak: `highest_bytes` is that since `restart`, `total_highest_bytes` that since the start.
     """
 
     def __init__(self, counters: Counters, limit_bytes: int) -> None:

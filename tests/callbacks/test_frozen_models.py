@@ -12,7 +12,7 @@ from late_imports import LateModule
 from torch import Tensor, nn
 
 callbacks = LateModule("hf_memopt.callbacks")
-attach_module = LateModule("hf_memopt.callbacks.attach")
+frozen_models = LateModule("hf_memopt.callbacks.frozen_models")
 every_trainer = LateModule("hf_memopt.callbacks.every_trainer")
 toys = LateModule("frozen_trainers")
 
@@ -43,7 +43,7 @@ def launched(kind: str, folder: Path, *, lora: bool = False, **flags: Any) -> An
 
 
 def frozen_part(trainer: Any) -> Any:
-    (part,) = (each for each in trainer.callback_handler.callbacks if isinstance(each, attach_module.FrozenModels))
+    (part,) = (each for each in trainer.callback_handler.callbacks if isinstance(each, frozen_models.FrozenModels))
     return part
 
 
@@ -145,7 +145,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 def test_trainers_whose_frozen_models_cannot_move_are_refused(kind: str) -> None:
     make, reason = REFUSED[kind]
     with pytest.raises(ValueError, match=f"^frozen='swap': .*{reason}"):
-        attach_module.FrozenModels(make(), "swap")
+        frozen_models.FrozenModels(make(), "swap")
 
 
 NO_SECOND_MODEL = "its reference is the model that learns without the adapters, which takes no more memory"

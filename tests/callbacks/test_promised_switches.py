@@ -13,7 +13,7 @@ from torch import Tensor
 from hf_memopt.activations.checkpointing.selective import CheckpointedForward
 from hf_memopt.weights.base import streamed_weights_of
 
-attach_module = LateModule("hf_memopt.callbacks.attach")
+frozen_models = LateModule("hf_memopt.callbacks.frozen_models")
 callbacks = LateModule("hf_memopt.callbacks")
 every_trainer = LateModule("hf_memopt.callbacks.every_trainer")
 frozen_trainers = LateModule("frozen_trainers")
@@ -84,7 +84,7 @@ def trained(run: Run) -> int:
 
 
 def visited(run: Run) -> int:
-    (part,) = (each for each in run.trainer.callback_handler.callbacks if isinstance(each, attach_module.FrozenModels))
+    (part,) = (each for each in run.trainer.callback_handler.callbacks if isinstance(each, frozen_models.FrozenModels))
     reports = [visits.teacher.report() for visits in part.visits.values()]
     return min(report.bytes_host_to_device + report.bytes_read for report in reports)
 

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 from hf_memopt.units import parse_size
 
-
 # Assumed where no speed is given: of a disk, and of the memory of a desktop computer, as CPU optimizers reach it.
 DEFAULT_BYTES_PER_S = 2e9
 HOST_BYTES_PER_S = 40e9

@@ -18,7 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from transformers import Trainer, TrainerCallback
 
 from hf_memopt.activations import ActivationOffloader
-from hf_memopt.callbacks.attach import FrozenModels, attach
+from hf_memopt.callbacks.attach import attach
+from hf_memopt.callbacks.frozen_models import FrozenModels
 from hf_memopt.callbacks.homes import StreamedBase
 from hf_memopt.planning.accounting.allocation_log import GENERATION
 from hf_memopt.planning.models.accelerate_config import DDP, Sharing, sharded_options, zero_plugin
