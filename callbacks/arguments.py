@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal, Self, get_args, get_origin
 
+import torch
 from torch import nn
 from transformers import HfArgumentParser, Trainer, TrainingArguments
 
@@ -133,12 +134,16 @@ class MemoptArguments(OffloadArguments):
         if self.memory_report and not self.memory_log:
             raise ValueError("memory_report=True shows what memory_log=False leaves out; switch memory_log on")
 
-    def stream_base(self, model: nn.Module | None, args: TrainingArguments | None) -> StreamedWeights | None:
+    def stream_base(
+        self, model: nn.Module | None, args: TrainingArguments | None, device: torch.device | None = None
+    ) -> StreamedWeights | None:
         """Stream the weights of a model as `base` and `trained` say, before a trainer with these arguments moves it.
 
-        `attach` does the same, but only after the trainer has moved the model.
+        `attach` does the same, but only after the trainer has moved the model. Without a trainer, `device` runs it.
         """
-        return None if self.base == "off" else stream_base(model, args, self.base, **self._settings_of_base())
+        if self.base == "off":
+            return None
+        return stream_base(model, args, self.base, device=device, **self._settings_of_base())
 
     def attach(self, trainer: Trainer) -> Attachment:
         """Attach this to a trainer, as `hf_memopt.attach` does."""

@@ -30,13 +30,17 @@ from hf_memopt.activations.wrapped_module import hook_direct_calls, wrapped_modu
 from hf_memopt.callbacks.arguments import VARIABLE, MemoptArguments
 from hf_memopt.callbacks.fit import fitted
 from hf_memopt.callbacks.frozen_models import FrozenModels
-from hf_memopt.callbacks.homes import HomeOfOptimizers
+from hf_memopt.callbacks.homes import HomeOfOptimizers, enclose_calls_of
 from hf_memopt.callbacks.offloading import OffloadedLoss, log_what_was_done
 from hf_memopt.memory import explain_oom
 from hf_memopt.process_trees import end_with_command
+from hf_memopt.weights import StreamedWeights
 
 logger = logging.getLogger(__name__)
 _ENGINES = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM)
+_NOTHING_STREAMS = (
+    "base reaches nothing: no model of the script has frozen weights; add trained=True for those that train"
+)
 NOTHING_ATTACHED = (
     "the script makes no Trainer and prepares no model with an Accelerator; in its loop enter "
     "ActivationOffloader.offload_context() around forward pass and loss"
@@ -80,10 +84,12 @@ def attached(arguments: MemoptArguments) -> Iterator[Attached]:
     A Trainer gets the parts that `arguments.attach` adds: its base streams before it moves the model, and its frozen
     models are taken when training begins, since TRL's trainers get them after `Trainer.__init__`. The models that an
     Accelerator of its own prepares, and that have something to train, are wrapped in an offloader each, which sees
-    their forward pass alone, and the state of its optimizers gets its home; the figures of both are logged.
+    their forward pass alone; their weights stream, and the state of its optimizers gets its home. All figures are
+    logged.
     """
     trainers: weakref.WeakSet[Trainer] = weakref.WeakSet()
     of_accelerators: list[ActivationOffloader] = []
+    streamed: dict[nn.Module, StreamedWeights] = {}
     found = Attached()
     if arguments.optimizer_home != "off" and not arguments.trained:
         found.optimizers = HomeOfOptimizers(
@@ -111,14 +117,18 @@ def attached(arguments: MemoptArguments) -> Iterator[Attached]:
     @functools.wraps(prepare)
     def prepare_and_wrap(accelerator: Accelerator, *args: Any, **kwargs: Any) -> Any:
         is_own = not any(trainer.accelerator is accelerator for trainer in trainers)
-        if is_own and found.optimizers is not None:
-            args = tuple(_with_home(each, found.optimizers, accelerator) for each in args)
+        if is_own:
+            if arguments.base != "off":
+                streamed.update(_stream(args, arguments, accelerator))
+            args = tuple(_with_home(each, found, streamed, accelerator) for each in args)
         prepared = prepare(accelerator, *args, **kwargs)
         if is_own:
             for model in prepared if isinstance(prepared, tuple) else (prepared,):
                 if isinstance(model, nn.Module) and any(each.requires_grad for each in model.parameters()):
                     if not found.unreached:
                         found.unreached = _of_trainers_alone(arguments)
+                        if arguments.base != "off" and not streamed:
+                            found.unreached.append(_NOTHING_STREAMS)
                         for line in found.unreached:
                             logger.warning("%s", line)
                     found.is_any = True
@@ -132,6 +142,8 @@ def attached(arguments: MemoptArguments) -> Iterator[Attached]:
         finally:  # many scripts end with sys.exit
             for offloader in of_accelerators:
                 log_what_was_done(offloader)
+            for weights in streamed.values():
+                logger.info("%s", weights.report())
             if found.optimizers is not None:
                 found.optimizers.log()
             if isinstance(sys.exception(), SystemExit | None):
@@ -144,7 +156,6 @@ def attached(arguments: MemoptArguments) -> Iterator[Attached]:
 def _of_trainers_alone(arguments: MemoptArguments) -> list[str]:
     """Return a line for each option in use that does nothing in a loop on Accelerate."""
     remedies = {
-        "base": "make base = StreamedWeights(model) before prepare, enter base.stream() around forward and loss",
         "frozen": "make teacher = OffloadedTeacher(module, device=...), enter teacher.onload() around its calls",
         "leak_check": "a MemoryLogger shows memory that stays",
         "memory_report": "a MemoryLogger shows memory, and hf-memopt report its page",
@@ -157,12 +168,36 @@ def _of_trainers_alone(arguments: MemoptArguments) -> list[str]:
     ]
 
 
-def _with_home(prepared: Any, home: HomeOfOptimizers, accelerator: Accelerator) -> Any:
+def _stream(
+    prepared: Sequence[Any], arguments: MemoptArguments, accelerator: Accelerator
+) -> dict[nn.Module, StreamedWeights]:
+    """Let weights of models stream that are to be prepared, and return the objects by which they do."""
+    streamed = {}
+    for model in prepared:
+        trains = [each.requires_grad for each in model.parameters()] if isinstance(model, nn.Module) else []
+        if any(trains) and (arguments.trained or not all(trains)):
+            weights = arguments.stream_base(model, None, accelerator.device)
+            assert weights is not None, "there is a base"
+            enclose_calls_of(model, weights.stream)
+            streamed[model] = weights
+    return streamed
+
+
+def _with_home(
+    prepared: Any, found: Attached, streamed: dict[nn.Module, StreamedWeights], accelerator: Accelerator
+) -> Any:
+    """Return an optimizer whose state has its home, or another thing to prepare unchanged."""
     if not isinstance(prepared, Optimizer):
         return prepared
-    if accelerator.distributed_type in _ENGINES:
-        home.refuse(accelerator.distributed_type.value)
-    return home.take(prepared)
+    trained = {each for group in prepared.param_groups for each in group["params"]}
+    holders = (each for model, each in streamed.items() if each.trained and trained & set(model.parameters()))
+    if holder := next(holders, None):
+        holder.adopt(prepared)
+    elif found.optimizers is not None:
+        if accelerator.distributed_type in _ENGINES:
+            found.optimizers.refuse(accelerator.distributed_type.value)
+        return found.optimizers.take(prepared)
+    return prepared
 
 
 def _wrap(model: nn.Module, arguments: MemoptArguments, accelerator: Accelerator) -> Iterator[ActivationOffloader]:

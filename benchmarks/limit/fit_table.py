@@ -5,7 +5,8 @@
 Each script of `fit_programs` runs without a limit, which shows what its training adds to the memory at rest, that of
 the process with its libraries imported. Then a share of it is allowed: plain, and with `hf-memopt fit --memory`. A
 control group enforces that limit, with 5 % and 20 MiB on top, from the start of the process on. Where `fit` stops and
-names a memory that would do, it runs again with that. "CPU" is the CPU time after the imports over that of the plain
+names a memory that would do, it runs again with that; where the system kills it first, a run without the control group
+has to name it. "CPU" is the CPU time after the imports over that of the plain
 run. Linux, with the right to make control groups.
 """
 
@@ -94,10 +95,10 @@ def _kill(group: ControlGroup) -> None:
         time.sleep(0.05)
 
 
-def fitted(program: Sequence[str], limit_bytes: float, folder: Path, log: Path) -> Row:
+def fitted(program: Sequence[str], limit_bytes: float, folder: Path, log: Path, *, is_enforced: bool = True) -> Row:
     memory = f"{limit_bytes / MIB:.0f}MiB"
     words = ["-m", "hf_memopt.cli", "fit", "--memory", memory, "--disk", str(folder), "--", *program]
-    return {"memory": memory, **run(words, log, limit_in_force(limit_bytes) + COMMAND_BYTES)}
+    return {"memory": memory, **run(words, log, limit_in_force(limit_bytes) + COMMAND_BYTES if is_enforced else None)}
 
 
 def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -118,6 +119,11 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             found: Row = {"share": share, "limit_bytes": limit_bytes}
             found["plain"] = run(program, log.with_suffix(".plain.log"), limit_in_force(limit_bytes))
             found["fit"] = fitted(program, limit_bytes, options.folder, log)
+            if found["fit"]["end"] == "killed":
+                unlimited = fitted(
+                    program, limit_bytes, options.folder, log.with_suffix(".free.log"), is_enforced=False
+                )
+                found["fit"]["named_bytes"] = unlimited["named_bytes"]
             if found["fit"]["named_bytes"]:
                 found["named"] = fitted(
                     program, found["fit"]["named_bytes"], options.folder, log.with_suffix(".named.log")

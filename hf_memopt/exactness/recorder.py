@@ -231,8 +231,12 @@ class Recorder:
         return any(self._sums.get(key, now) != now for key, now in self._sums_of_weights().items())
 
     def _sums_of_weights(self) -> dict[tuple[int, int], complex]:
-        """Return sums by id and by the number of elements that are there: ZeRO-3 has none between two passes."""
+        """Return sums by id and by the number of elements that are there: ZeRO-3 has none between two passes.
+
+        Weights that stream are left out: only an optimizer updates those.
+        """
         weights = [*(each for _, each in self._named_parameters()), *self._known.leaves]
+        weights = [each for each in weights if not hasattr(each, COMES_AND_GOES)]
         parts = [
             (id(weight), part.detach()) for weight in weights if _has_memory(weight) for _, part in parts_of(weight)
         ]
@@ -290,7 +294,8 @@ class Recorder:
         self.recording.has_dropout |= any(map(_draws_masks, model.modules()))
         if self._perturbed is not None:
             _perturb(model, getattr(torch, self._perturbed))
-        self._begun[model] = [(tensor, list(_fingerprints(tensor))) for _, tensor in _weights_of(model)]
+        weights, at_home = _weights_of(model), _at_home(model)
+        self._begun[model] = [(each, list(_fingerprints(at_home.get(id(each), each)))) for _, each in weights]
 
     def _before_backward(self, roots: list[Tensor]) -> Mapping[Tensor, Any]:
         if self._has_updated():  # in a program that calls no modules

@@ -160,7 +160,6 @@ def test_engines_that_place_an_optimizers_state_are_refused(monkeypatch: pytest.
 
 
 UNREACHED = {
-    "base": ("host", "base = StreamedWeights(model) before prepare, enter base.stream() around forward and loss"),
     "frozen": ("swap", "teacher = OffloadedTeacher(module, device=...), enter teacher.onload() around its calls"),
     "leak_check": (True, "MemoryLogger"),
     "memory_report": (True, "MemoryLogger"),

@@ -203,9 +203,20 @@ def test_a_switch_that_reaches_no_model_is_refused(text: str, record: Any) -> No
         record(BY_HAND, texts=(text,))
 
 
-def test_a_switch_that_reaches_trainers_alone_is_refused_in_a_loop(record: Any) -> None:
-    with pytest.raises(switches.SwitchError, match=r"switch=base=file reaches Trainers alone, not this loop"):
-        record(LOOP, "no", texts=("base=file",))
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [("base=file", "base reaches nothing: no model of the script has frozen"), ("frozen=swap", "Trainers alone")],
+)
+def test_a_switch_that_does_nothing_in_a_loop_is_refused_there(text: str, complaint: str, record: Any) -> None:
+    with pytest.raises(switches.SwitchError, match=complaint):
+        record(LOOP, "no", texts=(text,))
+
+
+def test_trained_weights_of_a_loop_stream_without_changing_it(record: Any) -> None:
+    want, _ = record(LOOP, "no")
+    found, _ = record(LOOP, "no", texts=("base=file", "trained=true"))
+    assert names(found, "weight") == names(want, "weight") != []
+    assert not compare(want, found).differences
 
 
 def test_an_optimizer_with_another_home_is_recorded_as_the_plain_one(record: Any) -> None:
