@@ -23,6 +23,7 @@ import torch
 from accelerate import Accelerator, DistributedType
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
+from torch._logging._internal import warning_once
 from torch.optim import Optimizer
 from torch.optim.optimizer import _default_to_fused_or_foreach
 from transformers import Trainer
@@ -136,14 +137,14 @@ class Fit:
                 "GPUs, with FSDP or DeepSpeed"
             )
         self._memory_gib, self._host_budget_gib, self._max_waiting = memory_gib, host_budget_gib, max_waiting
-        self._disk, self._disk_budget_gib, self._is_tight = disk, disk_budget_gib, is_tight
+        self._disk, self._disk_budget_gib, self.is_tight = disk, disk_budget_gib, is_tight
         self._device = torch.device("cpu")
         self._limited: LimitedMemory | None = None
         self._trainers: weakref.WeakKeyDictionary[Accelerator, Trainer] = weakref.WeakKeyDictionary()
         self._models: list[_Model] = []
         self._states: list[_State] = []
         self._frozen: dict[Trainer, FrozenModels] = {}
-        self._num_passes = self._num_updates = 0
+        self._num_passes = 0
         self._offloads = is_tight  # whether saved activations have to leave
         self._is_settled = False
         self._begun_s = 0.0
@@ -209,7 +210,7 @@ class Fit:
     def note(self, **status: Any) -> None:
         """Write how far training has come, for the command that has started it."""
         if path := os.environ.get(STATUS_VARIABLE):
-            Path(path).write_text(json.dumps({"num_updates": self._num_updates, **status}), encoding="utf-8")
+            Path(path).write_text(json.dumps({"is_settled": self._is_settled, **status}), encoding="utf-8")
 
     # ---------------------------------------------------------------------------------------------- before a step
 
@@ -255,7 +256,7 @@ class Fit:
     def _take_model(self, module: nn.Module, accelerator: Accelerator) -> None:
         offloader = ActivationOffloader(
             max_slowdown=_ANY_SLOWDOWN,
-            offload_threshold_mb=_SMALL_THRESHOLD_MB if self._is_tight else _THRESHOLD_MB,
+            offload_threshold_mb=_SMALL_THRESHOLD_MB if self.is_tight else _THRESHOLD_MB,
             host_budget_gib=self._host_budget_gib,
             disk=self._disk,
             disk_budget_gib=self._disk_budget_gib,
@@ -264,10 +265,10 @@ class Fit:
         sizes = _Sizes(module, self._device)
         needed = self._memory.read().allocated_bytes + sizes.coming_bytes + sizes.gradient_bytes
         over = needed + max(_LEAST_ROOM_BYTES, 2 * sizes.largest_bytes) - self._limit_bytes
-        if self._is_tight or over > 0:
-            self._stream(model, trained=self._is_tight or over > sizes.frozen_bytes)
+        if self.is_tight or over > 0:
+            self._stream(model, trained=self.is_tight or over > sizes.frozen_bytes)
         if model.trainer is not None:
-            self._place_frozen(model.trainer, is_short=self._is_tight or over > 0)
+            self._place_frozen(model.trainer, is_short=self.is_tight or over > 0)
             model.undo.callback(OffloadedLoss(model.trainer, offloader).remove)
         self._models.append(model)
 
@@ -323,10 +324,7 @@ class Fit:
                 state.home = model.weights.adopt(optimizer)
 
         def note_update(*args: Any) -> None:
-            if not state.has_stepped:
-                state.has_stepped = True
-                self._num_updates += 1
-                self.note()
+            state.has_stepped = True
             self._review()
 
         self._undo.callback(optimizer.register_step_post_hook(note_update).remove)
@@ -357,7 +355,9 @@ class Fit:
         self._move_frozen(max(self._over_pass(), self._over_update()))
         over = max(self._over_pass(), self._over_update()) + self._limit_bytes - self._memory.limit_bytes
         has_learned = self._num_passes >= _PASSES_TO_LEARN and all(each.has_stepped for each in self._states)
-        if over > 0 and (has_learned or not self._is_tight):
+        if over > 0 and self._is_settled:  # whoever enforces the limit ends it
+            warning_once(logger, "fit: %s", self._message(over))
+        elif over > 0 and (has_learned or not self.is_tight):
             raise DoesNotFitError(self._message(over))
         if has_learned:
             self._settle()
@@ -415,6 +415,7 @@ class Fit:
     def _settle(self) -> None:
         """Leave a training that fits alone, until it does no more."""
         is_first, self._is_settled = not self._is_settled, True
+        self.note()
         for model in self._models:
             model.offloader.enabled = self._offloads
         waited_s = sum(_waited_s(each) for each in self._models)
@@ -452,7 +453,7 @@ class Fit:
                 model.undo.close()
                 self._models = [each for each in self._models if each is not model]
         self._states.clear()
-        self._num_passes, self._is_settled, self._offloads, self._begun_s = 0, False, self._is_tight, 0.0
+        self._num_passes, self._is_settled, self._offloads, self._begun_s = 0, False, self.is_tight, 0.0
 
     def _log(self) -> None:
         if self._num_passes:
@@ -573,7 +574,11 @@ def fitted(**settings: Any) -> Iterator[Fit]:
     with patch.object(Accelerator, "__init__", make_and_watch), patch.object(Trainer, "__init__", make_and_take):
         try:
             yield fit
-        except (DoesNotFitError, MemoryError, torch.OutOfMemoryError):
+        except DoesNotFitError as error:
+            fit.note(ran_out=True)
+            is_repeated = status is not None and not fit.is_tight
+            raise SystemExit(1 if is_repeated else f"hf-memopt fit: {error}") from error
+        except (MemoryError, torch.OutOfMemoryError):
             fit.note(ran_out=True)
             raise
         finally:

@@ -21,7 +21,7 @@ Run SCRIPT, or -m MODULE, so that its training fits in the memory that there is,
 bit. Saved activations, frozen weights, weights that train, gradients and optimizer states leave as far as needed,
 for host memory and, on a CPU or with --disk, for a disk. What fits is left alone."""
 _EPILOG = """\
-The script runs as with python SCRIPT, in one process. Should memory run out before the first update, it is started
+The script runs as with python SCRIPT, in one process. Should memory run out in the first steps, it is started
 once more with all parts away. A table at the end says what was moved, and at which cost.
 
 example: hf-memopt fit --memory 8GiB -- train.py --learning_rate 1e-4"""
@@ -79,19 +79,23 @@ def _run(parsed: argparse.Namespace) -> int:
         code = subprocess.run(command, env=environment).returncode
         if _ran_out(code, status):
             print(
-                "hf-memopt fit: memory ran out before the first update; starting again with all parts away",
+                "hf-memopt fit: memory ran out in the first steps; starting again with all parts away",
                 file=sys.stderr,
                 flush=True,
             )
             status.write_text("{}")
             code = subprocess.run(command, env=environment).returncode
+            if code == -signal.SIGKILL:
+                print(
+                    "hf-memopt fit: training was killed with all parts away, too: it needs more memory", file=sys.stderr
+                )
     return 128 - code if code < 0 else code
 
 
 def _ran_out(code: int, status: Path) -> bool:
-    """Return whether a run has ended for lack of memory before its first update."""
+    """Return whether a run has ended for lack of memory in its first steps, which another run may repeat."""
     noted = json.loads(status.read_text()) if status.exists() else {}
-    return code != 0 and not noted.get("num_updates") and (code == -signal.SIGKILL or noted.get("ran_out", False))
+    return code != 0 and not noted.get("is_settled") and (code == -signal.SIGKILL or noted.get("ran_out", False))
 
 
 def _dashed(word: str) -> str:
