@@ -299,7 +299,7 @@ class Fit:
     def _place_frozen(self, trainer: Trainer, *, is_short: bool) -> None:
         """Move models that a trainer has prepared to be called alone to the device, or let them visit it."""
         modules = frozen_modules(trainer).values() if trainer not in self._frozen else ()
-        frozen_bytes = sum(_Sizes(each, self._device).frozen_bytes for each in modules)
+        frozen_bytes = sum(_Sizes(each, self._device).own_bytes for each in modules)
         room = self._limit_bytes - self._memory.read().allocated_bytes
         if frozen_bytes and (is_short or (self._device.type != "cpu" and frozen_bytes > room)):
             self._move_frozen_models(trainer)
@@ -402,7 +402,7 @@ class Fit:
         for model in self._models:
             if over_bytes > 0 and model.trainer is not None and model.trainer not in self._frozen:
                 modules = frozen_modules(model.trainer).values()
-                over_bytes -= sum(_Sizes(each, self._device).frozen_bytes for each in modules)
+                over_bytes -= sum(_Sizes(each, self._device).own_bytes for each in modules)
                 if modules:
                     self._move_frozen_models(model.trainer)
                     self._memory.restart()
@@ -504,22 +504,25 @@ def _row(
 
 
 class _Sizes:
-    """Bytes of a model's weights."""
+    """Bytes of a model's weights: those that memory holds and no file, the frozen ones of these, those that come to the
+    device, gradients that come, and the largest weight.
+    """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         mapped = MappedMemory() if device.type == "cpu" else None
-        self.coming_bytes = self.gradient_bytes = self.frozen_bytes = self.largest_bytes = 0
+        self.own_bytes = self.frozen_bytes = self.coming_bytes = self.gradient_bytes = self.largest_bytes = 0
         for each in model.parameters():
             num_bytes = each.nbytes
             self.largest_bytes = max(self.largest_bytes, num_bytes)
             found = mapped.range_of(each.data) if mapped is not None else None
-            is_elsewhere = each.device != device or (found is not None and not found.is_written)
+            is_in_file = found is not None and not found.is_written
+            self.own_bytes += 0 if is_in_file else num_bytes
             if each.requires_grad:
                 self.gradient_bytes += 0 if each.grad is not None else num_bytes
-            elif not (found is not None and device.type == "cpu"):
+            elif not is_in_file:
                 self.frozen_bytes += num_bytes
             # A file's pages become the process's own when an update writes them.
-            if is_elsewhere and (each.requires_grad or device.type != "cpu"):
+            if each.device != device or (is_in_file and each.requires_grad):
                 self.coming_bytes += num_bytes
 
 

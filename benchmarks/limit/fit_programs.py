@@ -7,12 +7,8 @@ weights and the CPU time.
 """
 
 import argparse
-import hashlib
-import json
-import os
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -42,6 +38,8 @@ from transformers import (
     ViTConfig,
     ViTForImageClassification,
 )
+
+from benchmarks.limit.printed import show_end, show_rest
 
 PROGRAMS: dict[str, Callable[[int, Path], Iterable[nn.Module]]] = {}
 WORDS = 4000
@@ -323,32 +321,16 @@ def recipe_fluxflow(steps: int, folder: Path) -> Iterable[nn.Module]:
     return []
 
 
-def digest_of(models: Iterable[nn.Module], folder: Path) -> str:
-    """Return the digest of all weights, or of the safetensors files that a recipe has written."""
-    digest = hashlib.sha256()
-    for model in models:
-        tensors = {name: each for name, each in model.state_dict().items() if isinstance(each, Tensor)}
-        for name, tensor in sorted(tensors.items()):
-            digest.update(name.encode() + tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    for file in sorted((folder / "out").rglob("*.safetensors")):
-        digest.update(file.read_bytes())
-    return digest.hexdigest()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=PROGRAMS)
     parser.add_argument("--steps", type=int, default=3, help="updates (default: %(default)s)")
     options = parser.parse_args()
     set_seed(0)
-    _, resident, shared, *_ = Path("/proc/self/statm").read_text().split()
-    rest_bytes = (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
-    print(json.dumps({"rest_bytes": rest_bytes}), flush=True)
-    begun = time.process_time()
+    begun_s = show_rest()
     with tempfile.TemporaryDirectory() as folder:
         models = PROGRAMS[options.name](options.steps, Path(folder))
-        cpu_s = time.process_time() - begun
-        print(json.dumps({"digest": digest_of(models, Path(folder)), "cpu_s": cpu_s}), flush=True)
+        show_end(models, begun_s, (Path(folder) / "out").rglob("*.safetensors"))
 
 
 if __name__ == "__main__":

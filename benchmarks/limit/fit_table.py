@@ -11,26 +11,21 @@ run. Linux, with the right to make control groups.
 """
 
 import argparse
-import json
 import re
-import subprocess
 import sys
-import threading
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import CPU, MIB, BenchmarkParser, environment, print_rows, results_path, write_results
 from benchmarks.limit.fit_programs import PROGRAMS
-from benchmarks.limit.limited_process import INTERVAL_S, read_sample
-from benchmarks.limit.limits import ControlGroup
+from benchmarks.limit.limits import memory_limit
+from benchmarks.limit.watched import watch
 from hf_memopt.units import parse_size
 
 SHARES = (0.8, 0.5, 0.35)
 # The command itself, and what the kernel and its page cache keep for the processes.
 COMMAND_BYTES = 60 * MIB
-TIMEOUT_S = 400
 
 Row = dict[str, Any]
 
@@ -39,60 +34,21 @@ def limit_in_force(limit_bytes: float) -> int:
     return round(1.05 * limit_bytes + 20 * MIB)
 
 
-def run(words: Sequence[str], log: Path, enforced_bytes: int | None) -> Row:
-    """Run a command in a control group until it ends, and return its end, peak and what the script printed."""
-    group = ControlGroup.make()
-    if group is None:
-        raise OSError("this process may not make a control group with a memory limit")
-    begun = time.monotonic()
-    try:
-        if enforced_bytes is not None:
-            group.set(0, enforced_bytes)
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                group.command([sys.executable, *words]),
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-            )
-        overdue = threading.Timer(TIMEOUT_S, _kill, [group])
-        overdue.start()
-        peak_bytes = 0
-        while process.poll() is None:
-            members = (group.folder / "cgroup.procs").read_text().split()
-            samples = [read_sample(int(member)) for member in members]
-            peak_bytes = max([peak_bytes, *(each.anonymous_bytes for each in samples if each is not None)])
-            time.sleep(INTERVAL_S)
-        is_overdue = not overdue.is_alive()
-        overdue.cancel()
-        killed = group.num_kills() > 0
-    finally:
-        _kill(group)
-        group.remove()
-    text = log.read_text(errors="replace")
-    printed: Row = {}
-    for line in re.findall(r"^\{\"\w+\": .*\}$", text, re.MULTILINE):
-        printed |= json.loads(line)
-    end = "finished" if process.returncode == 0 else "too slow" if is_overdue else "killed" if killed else "stopped"
-    named = re.findall(r"give it --memory (\w+)", text)
+def run(words: Sequence[str], log: Path, limit_bytes: int | None) -> Row:
+    """Run a command of Python, and return its end, its peak, and what the script printed."""
+    with memory_limit("group") as limit:
+        found = watch([sys.executable, *words], log, limit, limit_bytes)
+    named = re.findall(r"give it --memory (\w+)", found.text)
+    printed = {name: value for line in found.lines for name, value in line.items() if name != "at_s"}
     return {
-        "end": end,
-        "status": process.returncode,
-        "peak_bytes": peak_bytes,
-        "wall_s": time.monotonic() - begun,
-        "named_bytes": parse_size(named[-1]) if named and end != "finished" else None,
-        "num_starts": text.count('{"rest_bytes"'),
+        "end": found.end,
+        "status": found.status,
+        "peak_bytes": found.peak_bytes,
+        "wall_s": found.wall_s,
+        "named_bytes": parse_size(named[-1]) if named and found.end != "finished" else None,
+        "num_starts": len(found.printed("rest_bytes")),
         **printed,
     }
-
-
-def _kill(group: ControlGroup) -> None:
-    for _ in range(100):
-        members = (group.folder / "cgroup.procs").read_text().split()
-        if not members:
-            return
-        subprocess.run(["kill", "-9", *members], check=False, stderr=subprocess.DEVNULL)
-        time.sleep(0.05)
 
 
 def fitted(program: Sequence[str], limit_bytes: float, folder: Path, log: Path, *, is_enforced: bool = True) -> Row:

@@ -2,7 +2,7 @@
 
     python -m benchmarks.limit.picture benchmarks/results/FILE.json
 
-The results are those of `under_a_limit` or `trained_weights`. Needs matplotlib.
+The results are those of `under_a_limit`, `trained_weights` or `demo`. Needs matplotlib.
 """
 
 import argparse
@@ -95,6 +95,48 @@ def _draw(runs: dict[str, Any], limit_bytes: int, rest_bytes: int, at_rest: str,
     return path
 
 
+def draw_fit(results: dict[str, Any], path: Path) -> Path:
+    """Draw memory over time, losses, and the time that they took, of the runs of `demo`: free, plain, fit."""
+    with rc_context({"font.size": 11}):
+        figure = Figure(figsize=(11, 4.4), layout="constrained", facecolor="white")
+        memory, losses = figure.subplots(1, 2)
+        seconds = losses.twinx()
+        labels = "python train.py, without the limit", "python train.py", "hf-memopt fit -- train.py"
+        looks = LOOKS[NO_LIMIT] | {"linestyle": "-", "linewidth": 4.0}, LOOKS["plain"], LOOKS["ours, all"]
+        for run, label, look in zip(results["runs"].values(), labels, looks, strict=True):
+            memory.plot(*zip(*run["curve"], strict=True), label=label, **look)
+            steps = range(1, len(run["losses"]) + 1)
+            if run["end"] == "finished":
+                losses.plot(steps, run["losses"], **look)
+                seconds.plot(steps, run["seconds"], **look | {"linestyle": ":", "linewidth": 2})
+            else:
+                at_s, mib = _top(run["curve"])
+                memory.plot([at_s], [mib], "X", color=look["color"], markersize=13, zorder=3)
+                away = {"xytext": (12, 8), "textcoords": "offset points"}
+                memory.annotate(run["end"], (at_s, mib), color=look["color"], weight="bold", bbox=_WHITE, **away)
+        limit_mib = results["limit_bytes"] / MIB
+        memory.axhline(limit_mib, color="#24292f", linewidth=1.4)
+        memory.annotate(
+            f"the limit: {limit_mib:,.0f} MiB",
+            (0.99, limit_mib),
+            xytext=(0, 4),
+            weight="bold",
+            ha="right",
+            xycoords=memory.get_yaxis_transform(),
+            textcoords="offset points",
+            bbox=_WHITE,
+        )
+        memory.set(xlabel="seconds", ylabel="MiB of anonymous memory", ylim=(0, None), xlim=(0, None))
+        losses.set(xlabel="step", ylabel="loss (solid)", ylim=(0, None))
+        seconds.set(ylabel="seconds since the start (dotted)", ylim=(0, None))
+        for axes in (memory, losses, seconds):
+            axes.spines["top"].set_visible(False)
+        figure.legend(loc="outside upper center", ncols=3, frameon=False)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=144)
+    return path
+
+
 def _top(points: list[list[float]]) -> list[float]:
     return max(points, key=lambda point: point[1])
 
@@ -107,7 +149,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--figure", type=Path, help=f"PNG file (default: one of {FIGURES})")
     options = parser.parse_args(arguments)
     results = json.loads(options.results.read_text())
-    if "workloads" in results:
+    if results.get("benchmark") == "limit.demo":
+        print("drew", draw_fit(results, options.figure or FIGURES / "fit.png"))
+    elif "workloads" in results:
         path = options.figure or FIGURES / "under_a_limit.png"
         print("drew", draw(results["workloads"][options.workload], options.steps, path))
     else:
