@@ -12,7 +12,7 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,10 +30,10 @@ from transformers import Trainer
 
 from hf_memopt.activations import ActivationOffloader
 from hf_memopt.activations.plan_maker import USABLE
-from hf_memopt.activations.wrapped_module import hook_direct_calls, wrapped_module
+from hf_memopt.autograd_state import in_backward
 from hf_memopt.callbacks.frozen_models import FrozenModels, frozen_modules
 from hf_memopt.callbacks.homes import StreamedBase, enclose_calls_of
-from hf_memopt.callbacks.offloading import OffloadedLoss
+from hf_memopt.callbacks.offloading import OffloadedLoop, OffloadedLoss
 from hf_memopt.memory.memory_limit import LimitedMemory, lift_memory_limit, limit_memory
 from hf_memopt.text_table import Cell, Table
 from hf_memopt.transfer.host_memory import available_bytes, map_large_blocks, return_freed_memory
@@ -71,6 +71,7 @@ class _Model:
     trainer: Trainer | None
     offloader: ActivationOffloader
     weights: StreamedWeights | None = None
+    loop: OffloadedLoop | None = None
     undo: ExitStack = field(default_factory=ExitStack)
 
 
@@ -146,7 +147,7 @@ class Fit:
         self._frozen: dict[Trainer, FrozenModels] = {}
         self._num_passes = 0
         self._offloads = is_tight  # whether saved activations have to leave
-        self._is_settled = False
+        self._is_settled = self.is_making_trainer = False
         self._begun_s = 0.0
         self._undo = ExitStack()
 
@@ -170,24 +171,22 @@ class Fit:
             engine = accelerator.distributed_type.value
             raise ValueError(f"fit=True: {engine} places weights and optimizer states already; leave fit out")
         self._begin(accelerator.device)
-        prepare, backward = accelerator.prepare, accelerator.backward
+        prepare_model, prepare_optimizer = type(accelerator).prepare_model, type(accelerator).prepare_optimizer
 
-        @functools.wraps(prepare)
-        def prepare_and_place(*args: Any, **kwargs: Any) -> Any:
-            self._place(accelerator, args)
-            prepared = prepare(*args, **kwargs)
-            self._wrap_models()
-            return prepared
+        @functools.wraps(prepare_model)
+        def place_and_prepare_model(model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+            self._take_model(model, accelerator)
+            return type(accelerator).prepare_model(accelerator, model, *args, **kwargs)
 
-        @functools.wraps(backward)
-        def backward_and_review(*args: Any, **kwargs: Any) -> None:
-            backward(*args, **kwargs)
-            self._num_passes += 1
-            self._review()
+        @functools.wraps(prepare_optimizer)
+        def take_and_prepare_optimizer(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Optimizer:
+            self._take_optimizer(optimizer)
+            return prepare_optimizer(accelerator, optimizer, *args, **kwargs)
 
-        accelerator.prepare, accelerator.backward = prepare_and_place, backward_and_review
-        self._undo.callback(delattr, accelerator, "prepare")
-        self._undo.callback(delattr, accelerator, "backward")
+        accelerator.prepare_model = place_and_prepare_model
+        accelerator.prepare_optimizer = take_and_prepare_optimizer
+        self._undo.callback(delattr, accelerator, "prepare_model")
+        self._undo.callback(delattr, accelerator, "prepare_optimizer")
 
     def attach(self, trainer: Trainer) -> None:
         """Decide for a trainer that has been made."""
@@ -233,6 +232,9 @@ class Fit:
             return
         self._device = device
         self._limited = limit_memory(device, None if self._memory_gib is None else round(self._memory_gib * GIB))
+        for name in ("backward", "grad"):  # which tensors and accelerators call
+            reviewed = self._reviewed(getattr(torch.autograd, name))
+            self._undo.enter_context(patch.object(torch.autograd, name, reviewed))
         if device.type == "cpu":
             self._disk = self._disk or default_disk()
             map_large_blocks(64 * KIB)
@@ -243,17 +245,29 @@ class Fit:
             format_bytes(self._memory.read().allocated_bytes),
         )
 
-    def _place(self, accelerator: Accelerator, prepared: Sequence[Any]) -> None:
-        """Decide by sizes about models that are to be prepared, and take their optimizers."""
-        known = [each.module for each in self._models]
-        for each in prepared:
-            if isinstance(each, nn.Module) and _trains(each) and each not in known:
-                self._take_model(each, accelerator)
-        for each in prepared:
-            if isinstance(each, Optimizer) and not isinstance(each, AcceleratedOptimizer):
-                self._take_optimizer(each)
+    def _reviewed(self, backward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(backward)
+        def backward_and_review(*args: Any, **kwargs: Any) -> Any:
+            if in_backward():  # of checkpointed layers
+                return backward(*args, **kwargs)
+            for model in self._models:
+                if model.loop is not None:
+                    model.loop.close()
+            result = backward(*args, **kwargs)
+            if self._models:
+                self._num_passes += 1
+                self._review()
+            return result
+
+        return backward_and_review
 
     def _take_model(self, module: nn.Module, accelerator: Accelerator) -> None:
+        """Decide by sizes about a model that is to be prepared, if it trains."""
+        trainer = self._trainers.get(accelerator)
+        is_trained = any(each.requires_grad for each in module.parameters()) and not self.is_making_trainer
+        is_evaluated = trainer is not None and not trainer.is_in_train
+        if is_evaluated or not is_trained or any(each.module is module for each in self._models):
+            return
         offloader = ActivationOffloader(
             max_slowdown=_ANY_SLOWDOWN,
             offload_threshold_mb=_SMALL_THRESHOLD_MB if self.is_tight else _THRESHOLD_MB,
@@ -261,7 +275,7 @@ class Fit:
             disk=self._disk,
             disk_budget_gib=self._disk_budget_gib,
         )
-        model = _Model(module, accelerator, self._trainers.get(accelerator), offloader)
+        model = _Model(module, accelerator, trainer, offloader)
         sizes = _Sizes(module, self._device)
         needed = self._memory.read().allocated_bytes + sizes.coming_bytes + sizes.gradient_bytes
         over = needed + max(_LEAST_ROOM_BYTES, 2 * sizes.largest_bytes) - self._limit_bytes
@@ -270,7 +284,11 @@ class Fit:
         if model.trainer is not None:
             self._place_frozen(model.trainer, is_short=self.is_tight or over > 0)
             model.undo.callback(OffloadedLoss(model.trainer, offloader).remove)
+        else:
+            model.loop = OffloadedLoop(module, offloader)
         self._models.append(model)
+        for state in self._states:
+            self._adopt(state)
 
     def _stream(self, model: _Model, *, trained: bool, budget_bytes: int | None = None) -> None:
         """Let weights of a model live at home from now on, unless it refuses that."""
@@ -315,13 +333,11 @@ class Fit:
             logger.info("fit: frozen models stay: %s", error)
 
     def _take_optimizer(self, optimizer: Optimizer) -> None:
+        if isinstance(optimizer, AcceleratedOptimizer):
+            return
         state = _State(optimizer)
         self._states.append(state)
-        for model in self._models:
-            is_streamed = model.weights is not None and model.weights.trained
-            if is_streamed and set(state.parameters) & set(model.module.parameters()):
-                assert model.weights is not None
-                state.home = model.weights.adopt(optimizer)
+        self._adopt(state)
 
         def note_update(*args: Any) -> None:
             state.has_stepped = True
@@ -329,12 +345,12 @@ class Fit:
 
         self._undo.callback(optimizer.register_step_post_hook(note_update).remove)
 
-    def _wrap_models(self) -> None:
-        """Offload what forward passes save of models that no trainer runs."""
+    def _adopt(self, state: _State) -> None:
+        """Let the updates of an optimizer visit weights that stream."""
         for model in self._models:
-            if model.trainer is None and wrapped_module(model.module) is None:
-                model.offloader.wrap(model.module)
-                hook_direct_calls(model.module)
+            weights = model.weights
+            if weights is not None and weights.trained and set(state.parameters) & set(model.module.parameters()):
+                state.home = weights.adopt(state.plain)
 
     # ---------------------------------------------------------------------------------------------- between steps
 
@@ -526,10 +542,6 @@ class _Sizes:
                 self.coming_bytes += num_bytes
 
 
-def _trains(model: nn.Module) -> bool:
-    return any(each.requires_grad for each in model.parameters())
-
-
 def _could_stay(offloader: ActivationOffloader) -> int:
     """Return the bytes of saved activations that were away at the peak of the last pass."""
     stats = offloader.stats
@@ -571,7 +583,11 @@ def fitted(**settings: Any) -> Iterator[Fit]:
             patch.object(Trainer, "_move_model_to_device", lambda *_: None),
             patch.object(Accelerator, "prepare_model", prepare_model),
         ):
-            make_trainer(trainer, *args, **kwargs)
+            fit.is_making_trainer = True
+            try:
+                make_trainer(trainer, *args, **kwargs)
+            finally:
+                fit.is_making_trainer = False
         fit.take(trainer)
 
     with patch.object(Accelerator, "__init__", make_and_watch), patch.object(Trainer, "__init__", make_and_take):

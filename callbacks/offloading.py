@@ -16,6 +16,7 @@ from hf_memopt.activations.wrapped_module import wrapped_module
 from hf_memopt.autograd_state import in_backward
 from hf_memopt.callbacks.homes import enclose, enclose_calls_of
 from hf_memopt.report.offloading import in_words
+from hf_memopt.uncompiled import graph_break, uncompiled
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +107,40 @@ class OffloadedLoss(TrainerCallback):
             return nullcontext()
         # FSDP and model_init replace the model after attaching.
         return self.offloader.offload_context(self._trainer.model)
+
+
+class OffloadedLoop:
+    """Offloads what a loop saves from a model's call on until backward begins: losses and other models included.
+
+    The call of a part, as of an autoencoder's encoder, counts as one of the model. Where hooks on saved tensors are
+    active already, or stay active until backward, such as another offloader's, nothing is done.
+    """
+
+    def __init__(self, model: nn.Module, offloader: ActivationOffloader) -> None:
+        self._model, self._offloader = model, offloader
+        self._context: AbstractContextManager[Any] | None = None
+        self._hooks: Any = None  # of the context
+        for module in (model, *model.children()):
+            module.register_forward_pre_hook(self._open, prepend=True)
+
+    @graph_break
+    @uncompiled
+    def _open(self, *args: Any) -> None:
+        if self._context is None and torch.is_grad_enabled() and not in_backward() and _top_hooks() is None:
+            context = self._offloader.offload_context(self._model)
+            context.__enter__()
+            self._context, self._hooks = context, _top_hooks()
+
+    def close(self) -> None:
+        """End the pass, since backward begins."""
+        if self._context is not None and _top_hooks() == self._hooks:
+            context, self._context, self._hooks = self._context, None, None
+            context.__exit__(None, None, None)
+
+
+def _top_hooks() -> Any:
+    """Return the innermost hooks on saved tensors, or None where there are none."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def make_offloader(offloader: ActivationOffloader | str | None, **options: Any) -> ActivationOffloader:

@@ -64,6 +64,8 @@ def _run(parsed: argparse.Namespace) -> int:
     flags, script = cut_at_script(parsed.words)
     options = _flags().parse_args([_dashed(word) for word in flags])
     check_script(script, _USAGE)
+    if options.disk is not None and not Path(options.disk).is_dir():
+        raise ValueError(f"disk={options.disk!r} is no folder; name one on a local disk with room to spare")
     settings = {
         "fit": True,
         "memory_gib": _gib(options.memory, "memory"),
