@@ -230,6 +230,8 @@ class Fit:
     def _begin(self, device: torch.device) -> None:
         if self._limited is not None:
             return
+        if device.type != "cpu" and device.index is None:
+            device = torch.device(device.type, torch.accelerator.current_device_index())
         self._device = device
         self._limited = limit_memory(device, None if self._memory_gib is None else round(self._memory_gib * GIB))
         for name in ("backward", "grad"):  # which tensors and accelerators call

@@ -12,11 +12,12 @@ from hf_memopt.command_line import TRACEBACK_FLAG, Parser, one_line_errors
 from hf_memopt.process_trees import end_tree_on_signals
 
 _GREETING = """\
-hf-memopt: train in the memory you have. Eight things that it does:
+hf-memopt: train in the memory you have. Nine things that it does:
 
   hf-memopt estimate MODEL --gpu rtx4090    does my job fit? The peak of a training step, without a GPU
   hf-memopt plan MODEL --gpu 8GiB           which settings are the fastest that fit, and the command to run them
-  hf-memopt launch -- train.py              your script, unchanged, attached to every Trainer that it makes
+  hf-memopt fit -- train.py                 your script, unchanged, in the memory that there is: it decides everything
+  hf-memopt launch -- train.py              your script, unchanged, with the parts that you choose moved out of memory
   hf-memopt verify --switch X -- train.py   does a memory switch, anybody's, change a bit of training?
   hf-memopt compare RECIPE                  memory and time of a recipe with and without offloading, compared bit by bit
   hf-memopt doctor                          what this machine can do

@@ -37,7 +37,11 @@ FLAGS are those of accelerate launch and the following, the fields of MemoptArgu
   --frozen_home HOME         host (default) or file: where they wait, in host memory or in their safetensors files
   --optimizer_home HOME      off (default), host or file: where the optimizer's state lives between updates, in host
                              memory or in a file in --disk
+  --optimizer_budget_gib GIB device memory for optimizer state that stays
   --selective_checkpointing  checkpoint the model's blocks, but keep the results of their expensive operations
+  --fit                      decide all of this, as hf-memopt fit does, with the flags of accelerate launch
+  --memory_gib GIB           fit: device memory that training may take; on a CPU that of the process
+  --max_waiting SHARE        fit: end training that waits for more than this share of the time in which it computes
   --no_memory_log            do not log peak memory with the loss, nor explain out-of-memory errors
   --leak_check               warn once if every step leaves memory behind
   --memory_report            when training ends, write report/report.html into the output folder

@@ -99,6 +99,7 @@ def limit_memory(device: torch.device, limit_bytes: int | None) -> LimitedMemory
         raise ValueError(f"memory={format_bytes(limit_bytes)}: {device} has {format_bytes(total_bytes)}; ask for less")
     elif device.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(limit_bytes / total_bytes, device)
+    counters.reset_peaks()
     _LIMITED[device.type] = LimitedMemory(counters, limit_bytes)
     return _LIMITED[device.type]
 
