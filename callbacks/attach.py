@@ -14,6 +14,7 @@ from hf_memopt.callbacks.frozen_models import FrozenModels
 from hf_memopt.callbacks.homes import HomeOfOptimizers, StreamedBase, streams_alone
 from hf_memopt.callbacks.memory_logging import LeakDetectionCallback, MemoryPageCallback, RunReports
 from hf_memopt.callbacks.offloading import OffloadedLoss, make_offloader
+from hf_memopt.ranges import NOT_NEGATIVE
 from hf_memopt.weights import StreamedWeights
 from hf_memopt.weights.base import BaseHome
 from hf_memopt.weights.homes.home import Home
@@ -87,6 +88,7 @@ def attach(
         >>> trainer.train()
     """
     given = {name: value for name, value in locals().items() if name != "trainer"}
+    NOT_NEGATIVE.check("optimizer_budget_gib", optimizer_budget_gib)
     if fit:
         defaults = {each.name: each.default for each in inspect.signature(attach).parameters.values()} | {"fit": True}
         name = next((name for name, value in given.items() if value != defaults[name]), None)

@@ -55,6 +55,8 @@ _ANY_SLOWDOWN = 1e9
 _PASSES_TO_LEARN = 3
 # Room that a step needs beside weights and gradients, at the least.
 _LEAST_ROOM_BYTES = 64 * MIB
+# Excess that changes nothing any more once the first steps are over.
+_TOLERATED_BYTES = 20 * MIB
 _ENGINES = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM)
 
 
@@ -171,17 +173,17 @@ class Fit:
             engine = accelerator.distributed_type.value
             raise ValueError(f"fit=True: {engine} places weights and optimizer states already; leave fit out")
         self._begin(accelerator.device)
-        prepare_model, prepare_optimizer = type(accelerator).prepare_model, type(accelerator).prepare_optimizer
+        kind: Any = type(accelerator)  # whose methods may be others while a trainer is made
 
-        @functools.wraps(prepare_model)
-        def place_and_prepare_model(model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        @functools.wraps(kind.prepare_model)
+        def place_and_prepare_model(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
             self._take_model(model, accelerator)
-            return type(accelerator).prepare_model(accelerator, model, *args, **kwargs)
+            return kind.prepare_model(accelerator, model, *args, **kwargs)
 
-        @functools.wraps(prepare_optimizer)
-        def take_and_prepare_optimizer(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Optimizer:
+        @functools.wraps(kind.prepare_optimizer)
+        def take_and_prepare_optimizer(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
             self._take_optimizer(optimizer)
-            return prepare_optimizer(accelerator, optimizer, *args, **kwargs)
+            return kind.prepare_optimizer(accelerator, optimizer, *args, **kwargs)
 
         accelerator.prepare_model = place_and_prepare_model
         accelerator.prepare_optimizer = take_and_prepare_optimizer
@@ -230,8 +232,8 @@ class Fit:
     def _begin(self, device: torch.device) -> None:
         if self._limited is not None:
             return
-        if device.type != "cpu" and device.index is None:
-            device = torch.device(device.type, torch.accelerator.current_device_index())
+        is_numbered = device.type == "cpu" or device.index is not None
+        device = device if is_numbered else torch.device(device.type, torch.accelerator.current_device_index())
         self._device = device
         self._limited = limit_memory(device, None if self._memory_gib is None else round(self._memory_gib * GIB))
         for name in ("backward", "grad"):  # which tensors and accelerators call
@@ -359,7 +361,7 @@ class Fit:
     def _review(self) -> None:
         """Decide with what the passes so far have shown."""
         self._begun_s = self._begun_s or time.monotonic()
-        if self._is_settled and self._memory.highest_bytes <= self._memory.limit_bytes:
+        if self._is_settled and self._memory.highest_bytes <= self._memory.limit_bytes + _TOLERATED_BYTES:
             return
         for state in self._states:
             self._measure(state)

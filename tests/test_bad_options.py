@@ -331,6 +331,7 @@ CALLS: dict[str, Callable[..., object]] = {
     "OffloadedOptimizer": lambda **bad: hf_memopt.OffloadedOptimizer(torch.optim.SGD([torch.ones(1)]), **bad),
     "OffloadedTeacher": lambda **bad: hf_memopt.OffloadedTeacher(nn.Linear(1, 1), device="cpu", **bad),
     "StreamedWeights": lambda **bad: hf_memopt.StreamedWeights(nn.Linear(1, 1).requires_grad_(False), **bad),
+    "attach": lambda **bad: hf_memopt.attach(None, **bad),
     "append_metrics": lambda **bad: memory.append_metrics(Path("x"), metrics={}, **bad),
     "chunked_loss": loss_in_chunks,
     "detect_leaks": lambda **bad: hf_memopt.detect_leaks(lambda: None, **bad),

@@ -22,7 +22,7 @@ def test_version(capsys: Capture) -> None:
 
 COMMANDS = (
     *("prepare-student", "precompute", "evaluate", "export"),
-    *("doctor", "report", "configs", "estimate", "plan", "compare", "verify", "launch", "completion"),
+    *("doctor", "report", "configs", "estimate", "plan", "compare", "verify", "fit", "launch", "completion"),
 )
 
 
@@ -48,7 +48,7 @@ def test_without_a_command_it_says_what_it_does(capsys: Capture) -> None:
     assert main([]) == 0
     printed = capsys.readouterr().out
     told = [line for line in printed.splitlines() if re.match(r" {2}\w", line)]
-    assert len(told) == 9
+    assert len(told) == 10
     assert {command for line in told for command in re.findall(r"hf-memopt ([\w-]+)", line)} < set(COMMANDS)
 
 

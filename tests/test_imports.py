@@ -101,6 +101,7 @@ LIGHT = (
     "hf_memopt.ranges",
     "hf_memopt.command_line",
     "hf_memopt.process_trees",
+    "hf_memopt.units",
     "hf_memopt.planning.job",
     "hf_memopt.planning.job_flags",
 )

@@ -31,7 +31,7 @@ OUTPUTS = ("logs", "results.json", "memory_and_loss.png")
 NUM_STEPS = 10
 # Share of the memory that training adds to that of a process with its libraries imported.
 ALLOWANCE = 0.4
-# Added to the enforced limit: `fit` keeps to its own within 5 % and 20 MiB, and its command needs some memory itself.
+# Added to the limit that is enforced for `fit`: it keeps to its own within 5 % and 20 MiB, and its command needs some memory itself.
 # RLIMIT_DATA also counts what threads reserve.
 MARGIN, FIT_BYTES, THREADS_BYTES = 1.05, 80 * MIB, 160 * MIB
 POINTS_PER_SECOND = 10
@@ -85,7 +85,7 @@ def run(options: argparse.Namespace, name: str, words: Sequence[str], limit_byte
         by = "" if limit_bytes is None else f" ({limit.name})"
         print(f"\n=== Training {name}{by}: {shown}", flush=True)
         if limit_bytes is not None:
-            limit_bytes = round(MARGIN * limit_bytes) + FIT_BYTES
+            limit_bytes = round(MARGIN * limit_bytes) + FIT_BYTES if name == FIT else limit_bytes
             limit_bytes += 0 if isinstance(limit, ControlGroup) else THREADS_BYTES
         found = watch([sys.executable, *words], log, limit, limit_bytes, show=show)
     print(f"\n    {found.end}", flush=True)

@@ -163,10 +163,10 @@ def test_a_switch_does_what_it_names_and_changes_no_bit(
 
 
 def test_every_flag_is_in_the_table() -> None:
-    """Check all fields but those that only tune another one, whose effect tests of their own show."""
+    """Check all fields but those that only tune another one, and `fit`, whose effects tests of their own show."""
     tuning = {
         *("prefetch_ahead", "pin_memory", "budget_gib", "max_slowdown", "host_budget_gib", "offload_threshold_mb"),
-        *("disk_budget_gib", "skip", "base_budget_gib"),
+        *("disk_budget_gib", "skip", "base_budget_gib", "optimizer_budget_gib", "memory_gib", "max_waiting"),
     }
     in_table = {name for switch in SWITCHES.values() for name in switch.flags}
-    assert set(vars(callbacks.MemoptArguments())) == in_table | tuning
+    assert set(vars(callbacks.MemoptArguments())) == in_table | tuning | {"fit"}
