@@ -31,7 +31,8 @@ OUTPUTS = ("logs", "results.json", "memory_and_loss.png")
 NUM_STEPS = 10
 # Share of the memory that training adds to that of a process with its libraries imported.
 ALLOWANCE = 0.4
-# Added to the limit that is enforced for `fit`: it keeps to its own within 5 % and 20 MiB, and its command needs some memory itself.
+# Added to the limit that is enforced for `fit`: it keeps to its own within 5 % and 20 MiB, and its command needs some
+# memory itself.
 # RLIMIT_DATA also counts what threads reserve.
 MARGIN, FIT_BYTES, THREADS_BYTES = 1.05, 80 * MIB, 160 * MIB
 POINTS_PER_SECOND = 10
@@ -102,11 +103,14 @@ def show(line: Line) -> None:
 
 def facts_of(run: WatchedRun) -> dict[str, Any]:
     begun_s = run.samples[0].at_s
+    starts = [number for number, line in enumerate(run.lines) if "rest_bytes" in line]
+    steps = [line for line in run.lines[starts[-1] :] if "loss" in line]  # `fit` may start a script once more
     return {
         "end": run.end,
+        "num_starts": len(starts),
         "peak_bytes": run.peak_bytes,
-        "losses": run.printed("loss"),
-        "seconds": [round(line["at_s"] - begun_s, 2) for line in run.lines if "loss" in line],
+        "losses": [line["loss"] for line in steps],
+        "seconds": [round(line["at_s"] - begun_s, 2) for line in steps],
         "cpu_s": next(iter(run.printed("cpu_s")), None),
         "weights_digest": next(iter(run.printed("digest")), None),
         "curve": curve(run.samples, begun_s),
