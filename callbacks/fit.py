@@ -45,15 +45,15 @@ from hf_memopt.weights.homes.weight_files import MappedMemory
 
 logger = logging.getLogger(__name__)
 
-# Names a file in which the training's process notes how far it has come, for the command that has started it. A file
-# that is there from the start asks for all parts to be away from the start.
+# Names a file in which the training's process notes how far it has come, for the command that has started it. If it
+# exists when the process starts, all parts are away from the first step on.
 STATUS_VARIABLE = "HF_MEMOPT_FIT_STATUS"
 # Storages of saved activations that may move, in MiB; smaller ones where everything has to be away.
 _THRESHOLD_MB, _SMALL_THRESHOLD_MB = 1.0, 0.0625
 _ANY_SLOWDOWN = 1e9
 # Passes until plans of saved activations hold: two that are recorded, one that follows the plan.
 _PASSES_TO_LEARN = 3
-# Room that a step needs beside weights and gradients, at the least.
+# Minimum memory of a step in addition to weights and gradients.
 _LEAST_ROOM_BYTES = 64 * MIB
 # Excess that changes nothing any more once the first steps are over.
 _TOLERATED_BYTES = 20 * MIB

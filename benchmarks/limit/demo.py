@@ -2,7 +2,7 @@
 
     python -m benchmarks.limit.demo --output outputs/demo_fit
 
-`benchmarks/limit/train.py`, which knows nothing of this library, runs three times: without a limit, with one, and with
+`benchmarks/limit/train.py`, a plain loop on Accelerate, runs three times: without a limit, with one, and with
 the same one as `hf-memopt fit -- train.py`. The limit is real: the system's own. Linux only, on a CPU, within three
 minutes. Results: `results.json` and `memory_and_loss.png` in the output folder.
 """
@@ -19,7 +19,7 @@ from benchmarks.common import CPU, environment, highest_points
 from benchmarks.limit import picture
 from benchmarks.limit.limited_process import Sample
 from benchmarks.limit.limits import KINDS, ControlGroup, memory_limit
-from benchmarks.limit.watched import Line, WatchedRun, watch
+from benchmarks.limit.watched import COMMAND_BYTES, Line, WatchedRun, limit_in_force, watch
 from hf_memopt.command_line import number, one_line_errors
 from hf_memopt.ranges import COUNT
 from hf_memopt.recipes.common.results import can_draw
@@ -31,10 +31,8 @@ OUTPUTS = ("logs", "results.json", "memory_and_loss.png")
 NUM_STEPS = 10
 # Share of the memory that training adds to that of a process with its libraries imported.
 ALLOWANCE = 0.4
-# Added to the limit that is enforced for `fit`: it keeps to its own within 5 % and 20 MiB, and its command needs some
-# memory itself.
-# RLIMIT_DATA also counts what threads reserve.
-MARGIN, FIT_BYTES, THREADS_BYTES = 1.05, 80 * MIB, 160 * MIB
+# RLIMIT_DATA also counts the memory that threads reserve.
+THREADS_BYTES = 160 * MIB
 POINTS_PER_SECOND = 10
 FREE, PLAIN, FIT = "without a limit", "with the limit", "with the limit, hf-memopt fit"
 
@@ -86,7 +84,7 @@ def run(options: argparse.Namespace, name: str, words: Sequence[str], limit_byte
         by = "" if limit_bytes is None else f" ({limit.name})"
         print(f"\n=== Training {name}{by}: {shown}", flush=True)
         if limit_bytes is not None:
-            limit_bytes = round(MARGIN * limit_bytes) + FIT_BYTES if name == FIT else limit_bytes
+            limit_bytes = limit_in_force(limit_bytes) + COMMAND_BYTES if name == FIT else limit_bytes
             limit_bytes += 0 if isinstance(limit, ControlGroup) else THREADS_BYTES
         found = watch([sys.executable, *words], log, limit, limit_bytes, show=show)
     print(f"\n    {found.end}", flush=True)

@@ -20,18 +20,12 @@ from typing import Any
 from benchmarks.common import CPU, MIB, BenchmarkParser, environment, print_rows, results_path, write_results
 from benchmarks.limit.fit_programs import PROGRAMS
 from benchmarks.limit.limits import memory_limit
-from benchmarks.limit.watched import watch
+from benchmarks.limit.watched import COMMAND_BYTES, limit_in_force, watch
 from hf_memopt.units import parse_size
 
 SHARES = (0.8, 0.5, 0.35)
-# The command itself, and what the kernel and its page cache keep for the processes.
-COMMAND_BYTES = 60 * MIB
 
 Row = dict[str, Any]
-
-
-def limit_in_force(limit_bytes: float) -> int:
-    return round(1.05 * limit_bytes + 20 * MIB)
 
 
 def run(words: Sequence[str], log: Path, limit_bytes: int | None) -> Row:

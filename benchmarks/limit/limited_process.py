@@ -17,7 +17,7 @@ from hf_memopt.units import KIB
 
 Event = dict[str, Any]
 INTERVAL_S = 0.004  # between samples of memory
-# glibc gives larger blocks back as soon as they are freed, and threads sleep while they wait.
+# glibc returns blocks of 64 KiB and more when they are freed; threads that wait for each other sleep.
 ENVIRONMENT = {"OMP_WAIT_POLICY": "passive", "MALLOC_MMAP_THRESHOLD_": str(2**16)}
 
 

@@ -1,4 +1,4 @@
-"""A small language model learns to count on the CPU, in a loop on Accelerate that knows nothing of this library.
+"""A small language model learns to count on the CPU, in a plain loop on Accelerate.
 
 The demo runs it below a memory limit: `python -m benchmarks.limit.demo`.
 """

@@ -14,9 +14,12 @@ import psutil
 
 from benchmarks.limit.limited_process import INTERVAL_S, Sample, read_sample
 from benchmarks.limit.limits import ControlGroup, MemoryLimit
+from hf_memopt.units import MIB
 
 Line = dict[str, Any]
 TIMEOUT_S = 400.0
+# Memory of the command `hf-memopt fit` itself, and what the kernel and its page cache keep for its processes.
+COMMAND_BYTES = 60 * MIB
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,11 @@ class WatchedRun:
         return [line[name] for line in self.lines if name in line]
 
 
+def limit_in_force(limit_bytes: float) -> int:
+    """Return the limit to enforce where `fit` has one to keep, which it does within 5 % and 20 MiB."""
+    return round(1.05 * limit_bytes + 20 * MIB)
+
+
 def watch(
     command: Sequence[str],
     log: Path,
@@ -54,7 +62,7 @@ def watch(
         command: prints lines of JSON among others.
         log: file for all that it prints.
         limit: of all its processes; of each one where it is no control group.
-        limit_bytes: memory from the start of the command on; None, any.
+        limit_bytes: the limit, which holds from the start of the command. None sets no limit.
         timeout_s: after which it is ended.
         show: called with each line of JSON.
     """

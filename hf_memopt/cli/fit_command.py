@@ -9,7 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from hf_memopt.cli.launch_command import check_script, cut_at_script
+from hf_memopt.cli.launch_command import check_script, cut_at_script, flags_parser
 from hf_memopt.command_line import Parser, number
 from hf_memopt.process_trees import COMMAND
 from hf_memopt.ranges import NOT_NEGATIVE
@@ -39,14 +39,7 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
 
 
 def _flags() -> Parser:
-    parser = Parser(
-        prog="hf-memopt fit",
-        usage=_USAGE,
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = flags_parser("fit", _USAGE, _DESCRIPTION, _EPILOG)
     add = parser.add_argument
     add("--memory", metavar="SIZE", help="of the device; on a CPU of the process (default: what is free)")
     add("--host", metavar="SIZE", help="host memory for what leaves the device (default: what is free)")

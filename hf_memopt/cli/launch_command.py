@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from hf_memopt.command_line import Parser
 from hf_memopt.process_trees import COMMAND
 
 _DESCRIPTION = """\
@@ -82,6 +83,18 @@ def _launch(parsed: argparse.Namespace) -> int:
     command = [*launcher, "-m", "hf_memopt.callbacks.every_trainer", *script]
     environment = {VARIABLE: arguments.to_text(), COMMAND: str(os.getpid())}
     return subprocess.run(command, env=os.environ | environment).returncode
+
+
+def flags_parser(command: str, usage: str, description: str, epilog: str) -> Parser:
+    """Return a parser of the flags that stand before `--` and a script."""
+    return Parser(
+        prog=f"hf-memopt {command}",
+        usage=usage,
+        description=description,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
 
 
 def cut_at_script(words: Sequence[str]) -> tuple[list[str], list[str]]:

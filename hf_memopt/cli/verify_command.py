@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hf_memopt.cli.launch_command import check_script, cut_at_script
+from hf_memopt.cli.launch_command import check_script, cut_at_script, flags_parser
 from hf_memopt.command_line import Parser, number
 from hf_memopt.process_trees import COMMAND
 from hf_memopt.ranges import COUNT, SEED
@@ -58,14 +58,7 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
 
 
 def _flags() -> Parser:
-    parser = Parser(
-        prog="hf-memopt verify",
-        usage=_USAGE,
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = flags_parser("verify", _USAGE, _DESCRIPTION, _EPILOG)
     parser.add_argument(
         "--switch", action="append", required=True, metavar="SWITCH", help="repeat it for several; see below"
     )

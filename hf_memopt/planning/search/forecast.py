@@ -111,7 +111,7 @@ class Forecast:
 
 
 def speed_up(rows: Sequence[Row], first: Row) -> float:
-    """Return the least time of `first`'s settings with any micro-batch, as a share of its own."""
+    """Return the shortest update with the settings of `first` and any micro-batch, divided by that of `first`."""
     return min(row.update_ms for row in rows if row.settings == first.settings) / first.update_ms
 
 
