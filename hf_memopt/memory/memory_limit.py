@@ -4,6 +4,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import torch
@@ -24,7 +25,7 @@ class ProcessCounters:
         if sys.platform != "linux":
             raise ValueError(f"a limit for the memory of a process needs Linux, and this is {sys.platform}")
         self._peak_bytes = 0
-        threading.Thread(target=self._sample, name="memory samples", daemon=True).start()
+        threading.Thread(target=_sample, args=[weakref.ref(self)], name="memory samples", daemon=True).start()
 
     def read(self) -> DeviceMemory:
         _, resident, shared, *_ = _STATM.read_text().split()
@@ -39,10 +40,13 @@ class ProcessCounters:
     def free_and_total(self) -> tuple[int, int]:
         return available_bytes(), self.read().allocated_bytes + available_bytes()
 
-    def _sample(self) -> None:
-        while True:
-            self.read()
-            time.sleep(_INTERVAL_S)
+
+def _sample(reference: "weakref.ref[ProcessCounters]") -> None:
+    """Read the counters again and again, as long as somebody has them."""
+    while (counters := reference()) is not None:
+        counters.read()
+        del counters
+        time.sleep(_INTERVAL_S)
 
 
 class LimitedMemory:
